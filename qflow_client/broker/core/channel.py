@@ -12,7 +12,7 @@ How it is flowed is in `channelflow.py`, its transactions are in `transaction.py
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from struct import Struct
 from typing import Any, Protocol
 
@@ -56,12 +56,14 @@ class ChannelSession(DeliveringSession, FlowingSession, Protocol):
 
     dialect: Dialect
     controls: Controls
-    #: Why the client is blocked, by what blocks it.
-    blocks: dict[str, str]
     #: Set by a frame that took long: others have their turn before the next.
     has_done_much: bool
     #: Set if its first publish waits, because memory is full or too much waits for the disk.
     waits_to_publish: bool
+
+    @property
+    def blocks(self) -> Mapping[str, str]:
+        """Why the client is blocked, by what blocks it."""
 
     def channel_closed(self, channel: Channel) -> None:
         """Forget a channel whose closing is complete."""

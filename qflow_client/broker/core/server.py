@@ -414,7 +414,7 @@ class Connection(asyncio.Protocol):
         if self._server.is_paused and not session.is_paused:
             self.pause(True)
         self._check_timer()
-        if session.tarpit_until is not None or session.is_held or not self._is_reading:
+        if session.deadlines.tarpit_until is not None or session.is_held or not self._is_reading:
             self._check_reading()
             self._resume()
             self._count_buffers()
@@ -439,7 +439,7 @@ class Connection(asyncio.Protocol):
         """Handle input that is held, if that is still to be done."""
         if self._can_go_on:
             # Its client was not read meanwhile, so it was not silent.
-            self.session.last_received = self._server.clock()
+            self.session.deadlines.last_received = self._server.clock()
             self.data_received(b"")
 
     def pause_writing(self) -> None:
@@ -500,7 +500,7 @@ class Connection(asyncio.Protocol):
             # asyncio's TLS cannot close one direction, and the client may wait for the end of the stream.
             self._check_reading()
             self.close_when_quiet()
-        time_to_open = max(0.0, self.session.open_by - server.clock())
+        time_to_open = max(0.0, self.session.deadlines.open_by - server.clock())
         self.cut_off_after(min(server.settings.close_timeout, time_to_open))
 
     def close_when_quiet(self, received: int | None = None) -> None:
@@ -522,7 +522,7 @@ class Connection(asyncio.Protocol):
         """Read from the socket, unless too much waits for it or the session wants none (D8)."""
         session = self.session
         reads = self._is_finished or not (
-            self._has_backlog or session.tarpit_until is not None or session.is_paused or session.is_held
+            self._has_backlog or session.deadlines.tarpit_until is not None or session.is_paused or session.is_held
         )
         if self._transport is not None and reads is not self._is_reading:
             self._is_reading = reads
@@ -536,7 +536,7 @@ class Connection(asyncio.Protocol):
         if self._transport is None or self._transport.is_closing():
             return
         session = self.session
-        is_first = session.is_paused and session.waits_to_publish and not session.published
+        is_first = session.is_paused and session.waits_to_publish and not session.channels.published
         self._set_buffers(
             self._transport.get_write_buffer_size() if self._is_slow else 0, session.held_size if is_first else 0
         )
@@ -558,7 +558,7 @@ class Connection(asyncio.Protocol):
         session = self.session
         if on is not session.is_paused and (not on or self._is_slow or session.is_publishing):
             session.is_paused = on
-            session.last_received = self._server.clock()
+            session.deadlines.last_received = self._server.clock()
             self._check_reading()
             self._count_buffers()
             self._resume()
@@ -575,7 +575,7 @@ class Connection(asyncio.Protocol):
         self._timer = self._loop.call_later(seconds, self.abort)
 
     def _check_timer(self) -> None:
-        if self.session.wake_at < self._timer_at:
+        if self.session.deadlines.at < self._timer_at:
             self._set_timer()
 
     def _look_for_life(self, now: float) -> None:
@@ -584,14 +584,14 @@ class Connection(asyncio.Protocol):
             return
         taken = self.session.output.sent - self._transport.get_write_buffer_size()
         if taken > self._taken:
-            self.session.last_received = now
+            self.session.deadlines.last_received = now
         self._taken = taken
 
     def _set_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        self._timer_at = self.session.wake_at
+        self._timer_at = self.session.deadlines.at
         if self._timer_at < float("inf"):
             delay = max(0.0, self._timer_at - self._server.clock())
             self._timer = self._loop.call_later(delay, self._on_timer)

@@ -27,7 +27,6 @@ from qflow_client.amqp.frames import (
     FRAME_MIN_SIZE,
     FRAME_OVERHEAD,
     HEADER_FRAME,
-    HEARTBEAT,
     HEARTBEAT_FRAME,
     METHOD_FRAME,
     PUBLISH,
@@ -37,12 +36,14 @@ from qflow_client.amqp.frames import (
 from qflow_client.broker.core import wire
 from qflow_client.broker.core.channel import Channel
 from qflow_client.broker.core.channelflow import Discipline
+from qflow_client.broker.core.channels import Blocks, Channels
 from qflow_client.broker.core.controls import Controls
+from qflow_client.broker.core.deadlines import Deadlines
 from qflow_client.broker.core.errors import ChannelException, ConnectionException, FrameWaitsError, ReplyCode
 from qflow_client.broker.core.handshake import Handshake
 from qflow_client.broker.core.logs import get_logger
 from qflow_client.broker.core.output import Output
-from qflow_client.broker.core.profiles import PROTOCOL_HEADER, OnAlarm
+from qflow_client.broker.core.profiles import PROTOCOL_HEADER
 from qflow_client.broker.core.settings import Settings
 from qflow_client.broker.core.virtualhost import VirtualHost
 
@@ -104,9 +105,12 @@ class Session:
         self.settings: Settings = host.settings
         self.dialect = self.settings.dialect
         self.state = State.HEADER
-        self.channels: dict[int, Channel] = {}
+        self.channels = Channels()
         self.output = Output(self.channels, controls, host.journal, now, on_output)
         self.handshake = Handshake(host, self.output)
+        self.deadlines = Deadlines(self.settings, self.handshake, self.output, now)
+        # Why the client is blocked, by what blocks it.
+        self.blocks = Blocks(self.channels, self.output, self.handshake, self.dialect, controls.alarm)
         # Whether received bytes wait, because too many wait to be sent or the time for them is over; and those bytes,
         # from a frame's beginning on.
         self.is_held = False
@@ -121,15 +125,8 @@ class Session:
         self._is_deaf = False
         # Address of the client; empty if it has none.
         self.address = ""
-        # Seconds of the clock: when something last came, and when `tick` is due.
-        self.last_received = now
-        # Until when the connection must be open, and is ended if it is not, even if it is closing; infinite once it is.
-        self.open_by = now + self.settings.unauthenticated_timeout
-        self.wake_at = self.open_by
         # Whether the connection was opened, and counts as open until the session ends.
         self.was_opened = False
-        # Why the client is blocked, by what blocks it.
-        self.blocks: dict[str, str] = {}
         # Only set if something is done about connections that do not listen (D7 D8).
         self.discipline = discipline(self) if discipline is not None else None
         # Whether the socket is not to be read because too much waits for the disk, or memory is full; and whether its
@@ -138,12 +135,6 @@ class Session:
         self.waits_to_publish = False
         # Set when the peer has missed a deadline: nothing that it may still send is waited for.
         self.is_unresponsive = False
-        # Until when the socket is not to be read; None if it is.
-        self.tarpit_until: float | None = None
-        # Of channels that are gone: their messages, and how often they were flowed.
-        self._published_before = 0
-        self._delivered_before = 0
-        self._times_flowed_before = 0
         self.bytes_received = 0
 
     # Bytes in.
@@ -157,7 +148,7 @@ class Session:
             until: seconds of the virtual host's clock, after which the rest is held. One frame is always handled.
         """
         if data:
-            self.last_received = now
+            self.deadlines.last_received = now
             self.bytes_received += len(data)
         if self.is_held:
             self._held += data
@@ -233,7 +224,7 @@ class Session:
 
     def hold(self, data: bytes, now: float) -> None:
         """Hold what the peer sent until a later call of `receive_data`."""
-        self.last_received = now
+        self.deadlines.last_received = now
         self.bytes_received += len(data)
         self._held += data
         self.is_held = True
@@ -322,14 +313,14 @@ class Session:
         elif self.state is State.START_OK and isinstance(method, commands.Connection.StartOk):
             self.state = State.LOGIN
             self.handshake.start_ok(method, self.address, now, self._login_checked)
-            self.wake_at = min(self.wake_at, self.handshake.login_at)
+            self.deadlines.by(self.handshake.login_at)
         elif self.state is State.TUNE_OK and isinstance(method, commands.Connection.TuneOk):
             self.handshake.tune_ok(method)
             # As RabbitMQ does: AMQPStorm sends payloads of frame_max bytes.
             self._splitter.frame_max = self.handshake.frame_max + FRAME_OVERHEAD
             self.state = State.OPEN
             if self.handshake.heartbeat:
-                self.wake_at = min(self.wake_at, now + self.handshake.heartbeat / 2)
+                self.deadlines.by(now + self.handshake.heartbeat / 2)
         elif self.state is State.OPEN and isinstance(method, commands.Connection.Open):
             self._open(method)
         elif (
@@ -338,7 +329,7 @@ class Session:
             and self.dialect.extensions
         ):
             self.handshake.update_secret(method, now)
-            self.wake_at = min(self.wake_at, self.handshake.expires_at)
+            self.deadlines.by(self.handshake.expires_at)
         else:
             raise ConnectionException(
                 ReplyCode.COMMAND_INVALID, f"{method.name} on channel 0 while waiting for {self.state.value}"
@@ -354,7 +345,7 @@ class Session:
             # The connection has ended while its password was checked.
             return
         if refusal is None:
-            self.wake_at = min(self.wake_at, self.handshake.expires_at)
+            self.deadlines.by(self.handshake.expires_at)
             self.state = State.TUNE_OK
             self.handshake.tune()
             return
@@ -370,7 +361,7 @@ class Session:
         self.host.open_connections += 1
         self.was_opened = True
         self.state = State.RUNNING
-        self.open_by = math.inf
+        self.deadlines.open_by = math.inf
         self._send(commands.Connection.OpenOk())
         for source, reason in self.controls.alarms.items():
             self.block(reason, source)
@@ -387,18 +378,10 @@ class Session:
 
     def channel_closed(self, channel: Channel) -> None:
         """Forget a channel whose closing is complete."""
-        del self.channels[channel.number]
+        self.channels.forget(channel)
         self.output.forget(channel)
-        self._published_before += channel.flow.published
-        self._delivered_before += channel.consuming.delivered
-        self._times_flowed_before += channel.flow.times_flowed
 
     # Connection.Blocked.
-
-    @property
-    def is_blocked(self) -> bool:
-        """Whether the client was informed that it is blocked."""
-        return bool(self.blocks)
 
     def block(self, reason: str, source: str) -> None:
         """Tell the client that it is blocked, if it does not know yet and can be told.
@@ -407,42 +390,13 @@ class Session:
             reason: for the client.
             source: what blocks it; `unblock` takes the same.
         """
-        way = self.dialect.on_alarm
-        if self.state is not State.RUNNING or (
-            way is OnAlarm.BLOCKED and not self.handshake.understands("connection.blocked")
-        ):
-            return
-        is_new = not self.blocks
-        self.blocks[source] = reason
-        if is_new and way is OnAlarm.BLOCKED:
-            self._send(commands.Connection.Blocked(wire.shortened(reason)))
-        elif is_new and way is OnAlarm.CHANNEL_FLOW:
-            for channel in self.channels.values():
-                if channel.flow.is_producer and not channel.is_closing:
-                    channel.flow.block(self.controls.alarm)
+        if self.state is State.RUNNING:
+            self.blocks.add(source, reason)
 
     def unblock(self, source: str) -> None:
         """Tell the client that it is no longer blocked, if nothing else blocks it."""
-        if self.blocks.pop(source, None) is None or self.blocks or self.state is not State.RUNNING:
-            return
-        way = self.dialect.on_alarm
-        if way is OnAlarm.BLOCKED:
-            self._send(commands.Connection.Unblocked())
-        elif way is OnAlarm.CHANNEL_FLOW:
-            for channel in self.channels.values():
-                channel.flow.unblock(self.controls.alarm)
-
-    # Clients that do not listen.
-
-    def tarpit(self, now: float) -> None:
-        """Let nothing more be read from the socket for a time (D8).
-
-        Args:
-            now: monotonic seconds.
-        """
-        self.tarpit_until = now + self.settings.tarpit_time
-        self.wake_at = min(self.wake_at, self.tarpit_until)
-        _log.info("%s: not read for %s s: it publishes on flowed channels", self.name, self.settings.tarpit_time)
+        if self.blocks.pop(source, None) is not None and not self.blocks and self.state is State.RUNNING:
+            self.blocks.inform_of_end()
 
     # Bytes out.
 
@@ -461,50 +415,27 @@ class Session:
     # Time.
 
     def tick(self, now: float) -> None:
-        """Send and miss heartbeats, and give up on peers that take too long. To be called at `wake_at`."""
-        settings, heartbeat = self.settings, self.handshake.heartbeat
-        if self.state is State.ENDED or now < self.wake_at:
+        """Send and miss heartbeats, and give up on peers that take too long. To be called at `Deadlines.at`."""
+        handshake, deadlines = self.handshake, self.deadlines
+        if self.state is State.ENDED or now < deadlines.at:
             return
-        if now >= self.open_by:
-            _log.info("%s: not open within %s s", self.name, settings.unauthenticated_timeout)
-            self._end_unresponsive()
-            return
-        if self.state is State.CLOSE_OK:
-            _log.info("%s: no answer to Connection.Close within %s s", self.name, settings.close_timeout)
-            self._end_unresponsive()
-            return
-        if now >= self.handshake.expires_at:
+        missed = deadlines.missed(now, is_closing=self.state is State.CLOSE_OK)
+        if missed is None and now >= handshake.expires_at:
             code = ReplyCode.CONNECTION_FORCED
-            user = self.handshake.user
-            self.fail(code, f"{code.title} - the credentials of user {user!r} have expired", now)
+            self.fail(code, f"{code.title} - the credentials of user {handshake.user!r} have expired", now)
             return
-        times = [self.open_by, self.handshake.expires_at]
-        if self.state is State.LOGIN and self.handshake.login_at < math.inf:
-            if now >= self.handshake.login_at:
-                self.handshake.check_login(self.address, now, self._login_checked)
-            if self.state is State.LOGIN:
-                times.append(self.handshake.login_at)
-            elif self.state is not State.TUNE_OK:
-                return
-        if self.tarpit_until is not None:
-            if now >= self.tarpit_until:
-                self.tarpit_until = None
-            else:
-                times.append(self.tarpit_until)
-            # Nothing could be heard of it.
-            self.last_received = now
-        if self.is_paused or (self.is_held and self.output.promises):
-            self.last_received = now
-        if heartbeat:
-            if now - self.last_received >= 2 * heartbeat:
-                _log.info("%s: silent for two heartbeat intervals of %d s", self.name, heartbeat)
-                self._end_unresponsive()
-                return
-            if now - self.output.last_sent >= heartbeat / 2:
-                self.output.write(HEARTBEAT)
-                self.output.last_sent = now
-            times += [self.output.last_sent + heartbeat / 2, self.last_received + 2 * heartbeat]
-        self.wake_at = min(times)
+        if missed is None:
+            if self.state is State.LOGIN and now >= handshake.login_at:
+                handshake.check_login(self.address, now, self._login_checked)
+                if self.state not in (State.LOGIN, State.TUNE_OK):
+                    return
+            is_silenced = self.is_paused or (self.is_held and bool(self.output.promises))
+            missed = deadlines.beat(now, is_silenced=is_silenced, login_at=handshake.login_at)
+        if missed is not None:
+            _log.info("%s: %s", self.name, missed)
+            # Nothing that it may still send is waited for.
+            self.is_unresponsive = True
+            self.end()
 
     # The end.
 
@@ -526,7 +457,7 @@ class Session:
         close = wire.close(0, code, text, cause)
         _log.info("%s: %s", self.name, text)
         self.state = State.CLOSE_OK
-        self.wake_at = min(now + self.settings.close_timeout, self.open_by)
+        self.deadlines.closing(now)
         self._end_channels()
         self.output.write(close)
 
@@ -543,13 +474,9 @@ class Session:
             self.host.open_connections -= 1
         self.state = State.ENDED
         self._held, self.is_held = b"", False
-        self.wake_at = float("inf")
+        self.deadlines.at = math.inf
         self._end_channels()
         self.output.announce_end()
-
-    def _end_unresponsive(self) -> None:
-        self.is_unresponsive = True
-        self.end()
 
     def lost(self) -> None:
         """The socket is gone. Nothing of the connection refers to itself any more: it need not wait to be collected."""
@@ -563,8 +490,7 @@ class Session:
     def _end_channels(self) -> None:
         # What one channel gives back goes to no other of a connection that is over.
         self.output.takes_deliveries = False
-        for channel in tuple(self.channels.values()):
-            channel.end()
+        self.channels.end()
         self.host.owner_gone(self)
 
     @property
@@ -583,26 +509,11 @@ class Session:
         return self.output.memory + len(self._held) + sum(channel.incoming for channel in self.channels.values())
 
     @property
-    def published(self) -> int:
-        """Messages that it published so far."""
-        return self._published_before + sum(channel.flow.published for channel in self.channels.values())
-
-    @property
-    def delivered(self) -> int:
-        """Messages that it was given so far."""
-        return self._delivered_before + sum(channel.consuming.delivered for channel in self.channels.values())
-
-    @property
     def is_publishing(self) -> bool:
         """Whether it has published, or has begun to."""
-        if self.waits_to_publish or self.published:
+        if self.waits_to_publish or self.channels.published:
             return True
         return any(channel.unfinished for channel in self.channels.values())
-
-    @property
-    def times_flowed(self) -> int:
-        """How often its channels were flowed so far."""
-        return self._times_flowed_before + sum(channel.flow.times_flowed for channel in self.channels.values())
 
 
 def _frame_name(kind: int, payload: bytes) -> str:

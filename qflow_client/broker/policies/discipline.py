@@ -9,10 +9,13 @@ from __future__ import annotations
 
 from qflow_client.broker.core.channelflow import ChannelFlow
 from qflow_client.broker.core.errors import ChannelException, ConnectionException, ReplyCode
+from qflow_client.broker.core.logs import get_logger
 from qflow_client.broker.core.session import Session
 from qflow_client.flow import FlowController, StopResume, ThresholdLimiter
 
 __all__ = ["BACKLOG", "Discipline"]
+
+_log = get_logger(__name__)
 
 #: What flows the channels of a connection in the name of its backlog, as queues do in theirs.
 BACKLOG = "backlog"
@@ -100,4 +103,7 @@ class Discipline:
         if settings.tarpit_after and not source.past_flow % settings.tarpit_after:
             self.tarpits += 1
             sanctions["tarpits"] += 1
-            self._session.tarpit(now)
+            self._session.deadlines.tarpit(now)
+            _log.info(
+                "%s: not read for %s s: it publishes on flowed channels", self._session.name, settings.tarpit_time
+            )

@@ -114,5 +114,5 @@ def test_E9_a_handshake_counts_in_the_time_that_a_connection_may_take_to_be_open
             after = broker._server.clock()
             with trusting.wrap_socket(plain):
                 broker.wait_until(lambda broker: broker._server.connections, timeout=60)
-                made += [connection.session.open_by for connection in broker._server.connections]
+                made += [connection.session.deadlines.open_by for connection in broker._server.connections]
         assert before + 600 <= made[0] <= after + 600

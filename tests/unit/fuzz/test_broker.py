@@ -101,7 +101,7 @@ def test_noise_after_the_protocol_header_is_refused(pieces: list[bytes]) -> None
 def test_what_clients_really_said_is_understood_however_it_is_cut(path: Path) -> None:
     data = path.read_bytes()
     whole = run([data])
-    published = whole.session.published
+    published = whole.session.channels.published
     assert published > 0
     for size in (1, 7, 100):
         pieces = [data[at : at + size] for at in range(0, len(data), size)]
@@ -111,7 +111,7 @@ def test_what_clients_really_said_is_understood_however_it_is_cut(path: Path) ->
             server.session.receive_data(piece, 0.0)
             server.check(server.session.take_output(0.0))
             server.session.output.taken()
-        assert server.session.published == published
+        assert server.session.channels.published == published
         server.end()
 
 

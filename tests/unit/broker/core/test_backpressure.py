@@ -85,7 +85,7 @@ def test_E6_messages_that_are_returned_wait_to_be_read_before_more_are_taken(wor
     publish = commands.Basic.Publish(routing_key="nowhere", mandatory=True)
     parts = (publish, header.ContentHeader(body_size=SIZE), body.ContentBody(bytes(SIZE)))
     client.feed(b"".join(frame.marshal(part, 1) for part in parts) * COUNT)
-    assert client.session.published <= MOST // SIZE + 2
+    assert client.session.channels.published <= MOST // SIZE + 2
     assert read_all(client)[0] == ["Basic.Return", "ContentHeader", "ContentBody"] * COUNT
 
 

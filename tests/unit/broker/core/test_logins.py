@@ -103,7 +103,7 @@ def test_after_many_failed_logins_the_next_ones_wait_right_or_wrong(make_world):
     fail(world, 4)
     right, wrong = start(world, FAR, "ann", "right"), start(world, FAR, "ann", "wrong")
     assert (right.received(), wrong.received()) == ([], [])
-    assert right.session.wake_at == wrong.session.wake_at == 1.0
+    assert right.session.deadlines.at == wrong.session.deadlines.at == 1.0
     world.now = 0.9
     right.session.tick(world.now)
     assert right.received() == []
@@ -112,7 +112,7 @@ def test_after_many_failed_logins_the_next_ones_wait_right_or_wrong(make_world):
     assert wrong.only(CLOSE, 0).reply_code == 403
     right.session.tick(world.now)
     assert right.received() == []
-    world.now = right.session.wake_at
+    world.now = right.session.deadlines.at
     assert world.now == 2.0
     right.session.tick(world.now)
     right.only(commands.Connection.Tune, 0)
@@ -145,7 +145,7 @@ def test_a_connection_is_closed_when_its_credentials_have_expired(make_world):
     world.now = 9.9
     client.session.tick(world.now)
     assert client.received() == []
-    world.now = client.session.wake_at
+    world.now = client.session.deadlines.at
     assert world.now == 10.0
     client.session.tick(world.now)
     other.session.tick(world.now)
@@ -165,7 +165,7 @@ def test_a_new_secret_prolongs_a_connection_and_a_wrong_one_ends_it(make_world):
     world.now = 10.0
     client.session.tick(world.now)
     assert client.received() == []
-    assert client.session.wake_at == 18.0
+    assert client.session.deadlines.at == 18.0
     client.send(0, commands.Connection.UpdateSecret("wrong", ""))
     close = client.only(CLOSE, 0)
     assert (close.reply_code, close.reply_text) == (530, "NOT_ALLOWED - the new secret of user 'ann' was refused")
@@ -191,7 +191,7 @@ def test_a_client_whose_login_waits_has_no_more_time_to_open_than_others_and_may
     slow, loud = start(world, FAR, "ann", "right"), start(world, FAR, "ann", "right")
     loud.send(0, commands.Connection.TuneOk(0, 0, 0))
     assert loud.only(CLOSE, 0).reply_code == 503
-    world.now = slow.session.wake_at
+    world.now = slow.session.deadlines.at
     slow.session.tick(world.now)
     assert (world.now, slow.session.state) == (0.5, State.ENDED)
 
@@ -274,7 +274,7 @@ def test_E9_hashes_are_checked_elsewhere_and_a_right_password_once(make_world):
     waiting = start(world, FAR, "ann", "sesame")
     gone = start(world, FAR, "ann", "sesame")
     assert waiting.received() == []
-    assert waiting.session.wake_at == waiting.session.open_by
+    assert waiting.session.deadlines.at == waiting.session.deadlines.open_by
     gone.session.lost()
     for function, done in jobs:
         done(function())
@@ -300,8 +300,8 @@ def test_E9_an_address_has_no_more_checks_at_once_than_failed_logins(make_world)
     # Those that waited need no check any more.
     world.now += 20
     for client in clients[4:]:
-        client.session.wake_at = 0
-        client.session.open_by = float("inf")
+        client.session.deadlines.at = 0
+        client.session.deadlines.open_by = float("inf")
         client.session.tick(world.now)
     assert len(jobs) == 4
     for client in clients:

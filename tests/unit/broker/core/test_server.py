@@ -121,12 +121,12 @@ def test_E6_a_client_that_does_not_read_is_not_read_and_makes_little_wait(peer):
     assert not peer.transport.reads
     assert peer.transport.buffered <= Connection.MAX_BACKLOG + peer.session.MAX_OUTPUT + 1_100_000
     peer.turn()
-    assert peer.session.delivered < 12
+    assert peer.session.channels.delivered < 12
     while peer.session.is_held or peer.transport.buffered:
         peer.take(peer.transport.buffered)
         peer.connection.resume_writing()
         peer.turn()
-    assert (peer.session.delivered, peer.transport.reads) == (20, True)
+    assert (peer.session.channels.delivered, peer.transport.reads) == (20, True)
 
 
 def test_a_client_that_takes_bytes_slowly_is_not_silent(peer):
@@ -170,14 +170,14 @@ def test_E9_input_that_takes_long_goes_on_in_turns_that_connections_share_evenly
         peer.connection.data_received(b"".join(frame.marshal(each, 1) for each in PUBLISH * 50))
         assert not peer.transport.reads
     # The first two had whole slices; then that time of the turn was used up.
-    assert [peer.session.published for peer in busy] == [FRAMES_OF_A_SLICE // 2] * 2 + [0]
+    assert [peer.session.channels.published for peer in busy] == [FRAMES_OF_A_SLICE // 2] * 2 + [0]
     while any(peer.session.is_held for peer in busy):
         before = slow_world.now
         busy[0].turn()
         assert slow_world.now - before <= FRAMES_OF_A_TURN * STEP
-        counts = [peer.session.published for peer in busy if peer.session.is_held]
+        counts = [peer.session.channels.published for peer in busy if peer.session.is_held]
         assert not counts or max(counts) - min(counts) <= FRAMES_OF_A_SLICE
-    assert [peer.session.published for peer in busy] == [50] * 3
+    assert [peer.session.channels.published for peer in busy] == [50] * 3
     assert all(peer.transport.reads for peer in busy)
 
 
@@ -203,7 +203,7 @@ def test_E9_input_that_takes_long_may_be_cut_anywhere(slow_world, make_peer, siz
         peer.connection.data_received(data[at : at + size])
     while peer.session.is_held:
         peer.turn()
-    assert (peer.session.state, peer.session.published) == (State.RUNNING, 50)
+    assert (peer.session.state, peer.session.channels.published) == (State.RUNNING, 50)
 
 
 def test_E9_heartbeats_and_the_end_of_a_connection_whose_input_is_held(slow_world, make_peer):
@@ -214,7 +214,7 @@ def test_E9_heartbeats_and_the_end_of_a_connection_whose_input_is_held(slow_worl
         busy.pass_time(HEARTBEAT_SECONDS * 1.5)
         busy.turn()
     assert busy.session.state is State.RUNNING
-    published = busy.session.published
+    published = busy.session.channels.published
     assert 0 < published < 50
     busy.connection.connection_lost(None)
     busy.turn()
@@ -240,14 +240,14 @@ def test_E9_publishes_that_are_held_wait_as_long_as_memory_is_full(slow_world, m
     busy = make_peer(slow_world).open()
     busy.connection.data_received(b"".join(frame.marshal(each, 1) for each in PUBLISH * 50))
     busy.connection.pause(True)
-    published = busy.session.published
+    published = busy.session.channels.published
     for _ in range(3):
         busy.turn()
-    assert busy.session.published == published
+    assert busy.session.channels.published == published
     busy.connection.pause(False)
     while busy.session.is_held:
         busy.turn()
-    assert busy.session.published == 50
+    assert busy.session.channels.published == 50
 
 
 def test_E9_after_a_message_to_very_many_queues_others_have_their_turn(world, make_peer):
@@ -318,14 +318,14 @@ def test_E9_at_the_limit_of_memory_the_first_publish_of_a_connection_waits(small
     peer.connection.data_received(declare + publish * 3 + publish[:-1])
     peer.turn()
     assert peer.transport.buffered, "what comes before is answered"
-    assert (peer.session.published, peer.transport.reads) == (0, False)
+    assert (peer.session.channels.published, peer.transport.reads) == (0, False)
     assert peer.server.first_publishes == peer.session.held_size > 3 * len(publish) - 30
     small_world.queue().purge()
     peer.turn()
     peer.turn()
-    assert (peer.session.published, peer.transport.reads, peer.server.first_publishes) == (3, True, 0)
+    assert (peer.session.channels.published, peer.transport.reads, peer.server.first_publishes) == (3, True, 0)
     peer.connection.data_received(publish[-1:])
-    assert peer.session.published == 4
+    assert peer.session.channels.published == 4
 
 
 def test_E9_new_connections_whose_first_publish_waits_are_cut_when_they_are_too_many(small_world, make_peer, caplog):
@@ -347,7 +347,7 @@ def test_E9_new_connections_whose_first_publish_waits_are_cut_when_they_are_too_
     small_world.queue().purge()
     old.turn()
     old.turn()
-    assert old.session.published == 1 + len(much) // len(publish)
+    assert old.session.channels.published == 1 + len(much) // len(publish)
 
 
 def test_E9_large_input_waits_when_the_time_of_a_turn_is_used_up_and_small_input_does_not(slow_world, make_peer):
@@ -355,8 +355,8 @@ def test_E9_large_input_waits_when_the_time_of_a_turn_is_used_up_and_small_input
     sizes = (400, 400, 400, 1)
     for peer, size in zip(peers, sizes, strict=True):
         peer.connection.data_received(b"".join(frame.marshal(each, 1) for each in PUBLISH * size))
-    assert [peer.session.published > 0 for peer in peers] == [True, True, False, False]
+    assert [peer.session.channels.published > 0 for peer in peers] == [True, True, False, False]
     assert peers[2].session.held_size > Server.SMALL_INPUT > peers[3].session.held_size > 0
     while any(peer.session.is_held for peer in peers):
         peers[0].turn()
-    assert tuple(peer.session.published for peer in peers) == sizes
+    assert tuple(peer.session.channels.published for peer in peers) == sizes

@@ -241,7 +241,7 @@ def test_a_peer_that_does_not_answer_close_is_given_up(make_world):
     world = make_world(close_timeout=5)
     client = world.client(heartbeat=2).channel()
     client.feed(raw(8, 1, b""))
-    assert client.session.wake_at == 5
+    assert client.session.deadlines.at == 5
     for now, state in ((4.9, State.CLOSE_OK), (5.0, State.ENDED)):
         world.now = now
         client.session.tick(now)
@@ -266,7 +266,7 @@ def test_a_half_open_connection_is_given_up(make_world, steps):
     if steps > 1:
         client.send(0, commands.Connection.StartOk({}, "PLAIN", "\0guest\0guest", "en_US"))
         client.send(0, commands.Connection.TuneOk(0, 0, 0))
-    assert client.session.wake_at == 10
+    assert client.session.deadlines.at == 10
     for now, ended in ((9.9, False), (10.0, True)):
         world.now = now
         client.session.tick(now)
@@ -279,7 +279,7 @@ def test_a_peer_silent_for_two_heartbeat_intervals_is_given_up(world):
     client.feed(HEARTBEAT)
     beats = 0
     while client.session.state is State.RUNNING:
-        world.now = client.session.wake_at
+        world.now = client.session.deadlines.at
         client.session.tick(world.now)
         beats += client.raw_output().count(HEARTBEAT)
     assert world.now == 3.0 + 2 * 4
@@ -293,14 +293,14 @@ def test_other_output_stands_for_a_heartbeat(world):
     client.declare()
     client.session.tick(2.0)
     assert client.raw_output() == b""
-    assert client.session.wake_at == 3.5
+    assert client.session.deadlines.at == 3.5
 
 
 def test_without_a_heartbeat_silence_is_no_matter(world):
     client = world.client(heartbeat=0)
     client.session.tick(1e9)
     assert client.session.state is State.RUNNING
-    assert client.session.wake_at == float("inf")
+    assert client.session.deadlines.at == float("inf")
 
 
 def test_blocked_goes_to_those_who_announced_the_capability(world):
@@ -430,7 +430,7 @@ def test_E9_a_connection_that_is_not_open_in_time_ends_then_even_while_it_is_clo
     world.now = 9.0
     stranger.start(password="wrong")
     assert isinstance(stranger.received()[-1][1], commands.Connection.Close)
-    assert stranger.session.wake_at == 10
+    assert stranger.session.deadlines.at == 10
     world.now = 10.0
     stranger.session.tick(10.0)
     assert stranger.session.state is State.ENDED
@@ -441,7 +441,7 @@ def test_a_connection_that_was_open_has_its_whole_time_to_answer_a_close(make_wo
     client = world.client()
     world.now = 9.0
     client.session.fail(320, "enough", world.now)
-    assert client.session.wake_at == 14
+    assert client.session.deadlines.at == 14
 
 
 def test_names_that_clients_choose_reach_the_log_without_control_characters(make_world, caplog):

@@ -236,13 +236,13 @@ def test_D8_a_tarpit_stops_the_reading_for_a_time(make_world):
     client = flowed(world.client(heartbeat=1))
     for number in range(1, 8):
         client.publish()
-        assert (client.session.tarpit_until is not None) is (number >= 3)
+        assert (client.session.deadlines.tarpit_until is not None) is (number >= 3)
     assert connection_snapshot(client.session).tarpits == 2
     assert world.controls.sanctions["tarpits"] == 2
     for now, is_read in ((1.0, False), (1.999, False), (2.0, True)):
         world.now = now
         client.session.tick(now)
-        assert (client.session.tarpit_until is None) is is_read
+        assert (client.session.deadlines.tarpit_until is None) is is_read
     # It could not be heard, so it was not silent; from now on it is.
     assert client.session.is_running
     for now in (3.0, 4.0):

@@ -1,0 +1,105 @@
+"""The channels of one connection, sans-I/O: what they did together, and how they show that the client is blocked."""
+
+from __future__ import annotations
+
+from pamqp import commands
+
+from qflow_client.broker.core import wire
+from qflow_client.broker.core.channel import Channel
+from qflow_client.broker.core.handshake import Handshake
+from qflow_client.broker.core.output import Output
+from qflow_client.broker.core.profiles import Dialect, OnAlarm
+from qflow_client.flow import FlowController
+
+__all__ = ["Blocks", "Channels"]
+
+
+class Channels(dict[int, Channel]):
+    """The channels of one connection, by number; and what those did that are gone."""
+
+    __slots__ = ("_delivered_before", "_published_before", "_times_flowed_before")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._published_before = 0
+        self._delivered_before = 0
+        self._times_flowed_before = 0
+
+    def forget(self, channel: Channel) -> None:
+        """The closing of a channel is complete."""
+        del self[channel.number]
+        self._published_before += channel.flow.published
+        self._delivered_before += channel.consuming.delivered
+        self._times_flowed_before += channel.flow.times_flowed
+
+    def end(self) -> None:
+        """The connection ends, and all channels with it."""
+        for channel in tuple(self.values()):
+            channel.end()
+
+    @property
+    def published(self) -> int:
+        """Messages that came on them so far."""
+        return self._published_before + sum(channel.flow.published for channel in self.values())
+
+    @property
+    def delivered(self) -> int:
+        """Messages that they were given so far."""
+        return self._delivered_before + sum(channel.consuming.delivered for channel in self.values())
+
+    @property
+    def times_flowed(self) -> int:
+        """How often they were flowed so far."""
+        return self._times_flowed_before + sum(channel.flow.times_flowed for channel in self.values())
+
+
+class Blocks(dict[str, str]):
+    """Why a client is blocked, by what blocks it; the client is informed of the first, and when the last is gone.
+
+    Args:
+        channels: of the connection.
+        output: of the connection.
+        handshake: knows whether the client understands ``Connection.Blocked``.
+        dialect: says how clients are informed.
+        alarm: what flows the channels if that is how.
+    """
+
+    __slots__ = ("_alarm", "_channels", "_dialect", "_handshake", "_output")
+
+    def __init__(
+        self, channels: Channels, output: Output, handshake: Handshake, dialect: Dialect, alarm: FlowController
+    ) -> None:
+        super().__init__()
+        self._channels = channels
+        self._output = output
+        self._handshake = handshake
+        self._dialect = dialect
+        self._alarm = alarm
+
+    def add(self, source: str, reason: str) -> None:
+        """Block the client, if it can be informed.
+
+        Args:
+            source: what blocks it.
+            reason: for the client.
+        """
+        way = self._dialect.on_alarm
+        if way is OnAlarm.BLOCKED and not self._handshake.understands("connection.blocked"):
+            return
+        is_new = not self
+        self[source] = reason
+        if is_new and way is OnAlarm.BLOCKED:
+            self._output.write(wire.method(0, commands.Connection.Blocked(wire.shortened(reason))))
+        elif is_new and way is OnAlarm.CHANNEL_FLOW:
+            for channel in self._channels.values():
+                if channel.flow.is_producer and not channel.is_closing:
+                    channel.flow.block(self._alarm)
+
+    def inform_of_end(self) -> None:
+        """Nothing blocks the client any more."""
+        way = self._dialect.on_alarm
+        if way is OnAlarm.BLOCKED:
+            self._output.write(wire.method(0, commands.Connection.Unblocked()))
+        elif way is OnAlarm.CHANNEL_FLOW:
+            for channel in self._channels.values():
+                channel.flow.unblock(self._alarm)
