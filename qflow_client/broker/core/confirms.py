@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from qflow_client.broker.core import wire
-from qflow_client.broker.core.entries import Completion
+from qflow_client.broker.core.contents import EntryObserver
+from qflow_client.broker.core.entries import Completion, QueueEntry
+from qflow_client.flow import FlowSource
 
-__all__ = ["Confirms"]
+__all__ = ["Confirms", "WithheldConfirms"]
 
 
 class Confirms:
@@ -102,3 +104,22 @@ class Confirms:
         frames = [wire.ack(self._number, due[below - 1], below > 1)] if below else []
         frames.extend(wire.ack(self._number, tag, False) for tag in due[below:])
         return b"".join(frames)
+
+
+class WithheldConfirms(EntryObserver):
+    """The confirms of one queue that an operator keeps back."""
+
+    __slots__ = ("_completions",)
+
+    def __init__(self) -> None:
+        self._completions: list[Completion] = []
+
+    def entered(self, entry: QueueEntry, source: FlowSource | None, completion: Completion | None) -> None:
+        if completion is not None:
+            self._completions.append(completion)
+            completion.holds += 1
+
+    def release(self) -> None:
+        """Let go of all of them."""
+        for completion in self._completions:
+            completion.release()

@@ -15,8 +15,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import islice
+from collections.abc import Iterable, Iterator
 
 from qflow_client.broker.core.entries import Completion, DropReason, QueueEntry, QueueView, StoredMessage
 from qflow_client.flow import FlowSource
@@ -191,21 +190,6 @@ class Contents:
                 behind.append(ready.popleft())
             behind.append(entry)
         ready.extendleft(reversed(behind))
-
-    def missing(self, window: int) -> Sequence[QueueEntry]:
-        """The first ready entries whose bodies are not in memory, within so many bytes from the head; one at least."""
-        found: list[QueueEntry] = []
-        for entry in islice(self.ready, len(self.ready)):
-            if entry.is_gone:
-                continue
-            if window <= 0 and found:
-                break
-            window -= entry.message.size
-            if entry.message.body is None:
-                found.append(entry)
-            elif window <= 0:
-                break
-        return found
 
     # Leaving.
 

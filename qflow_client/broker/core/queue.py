@@ -19,6 +19,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Protocol
 
+from qflow_client.broker.core.confirms import WithheldConfirms
 from qflow_client.broker.core.contents import Contents, EntryObserver
 from qflow_client.broker.core.dispatcher import Dispatcher
 from qflow_client.broker.core.dropping import Dropping
@@ -36,7 +37,7 @@ from qflow_client.broker.core.expiry import Expiry
 from qflow_client.broker.core.limits import QueueLimits, QueueOptions, QueueRule
 from qflow_client.broker.core.overflow import Overflow
 from qflow_client.broker.core.ports import FlowObserver, Journal
-from qflow_client.broker.core.queueflow import FlowOptions, QueueFlows, WithheldConfirms
+from qflow_client.broker.core.queueflow import FlowOptions, QueueFlows
 from qflow_client.broker.core.storage import Storage
 from qflow_client.broker.core.wire import HAS_EXPIRATION
 from qflow_client.flow import FlowSource, Thresholds

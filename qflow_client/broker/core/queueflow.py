@@ -20,7 +20,7 @@ from qflow_client.broker.core.ports import FlowObserver
 from qflow_client.broker.core.settings import FlowScope
 from qflow_client.flow import FlowController, FlowSource, ThresholdLimiter, Thresholds
 
-__all__ = ["CountedSource", "FlowOptions", "QueueFlow", "QueueFlows", "Turns", "WithheldConfirms"]
+__all__ = ["CountedSource", "FlowOptions", "QueueFlow", "QueueFlows", "Turns"]
 
 _log = get_logger(__name__)
 
@@ -114,25 +114,6 @@ class QueueFlow(FlowController):
         for source in self.blocked:
             self.forget(source)
         self.release_held()
-
-
-class WithheldConfirms(EntryObserver):
-    """The confirms of one queue that an operator keeps back."""
-
-    __slots__ = ("_completions",)
-
-    def __init__(self) -> None:
-        self._completions: list[Completion] = []
-
-    def entered(self, entry: QueueEntry, source: FlowSource | None, completion: Completion | None) -> None:
-        if completion is not None:
-            self._completions.append(completion)
-            completion.holds += 1
-
-    def release(self) -> None:
-        """Let go of all of them."""
-        for completion in self._completions:
-            completion.release()
 
 
 class FlowOptions(NamedTuple):

@@ -19,7 +19,7 @@ from qflow_client.broker.core.properties import decode_headers
 from qflow_client.broker.core.queue import Queue
 from qflow_client.broker.core.settings import Settings
 
-__all__ = ["ALTERNATE_EXCHANGE", "Router", "check_exchange_arguments", "needs_headers", "reach"]
+__all__ = ["ALTERNATE_EXCHANGE", "Router", "needs_headers", "reach"]
 
 #: The argument of an exchange that names the exchange for what it cannot route.
 ALTERNATE_EXCHANGE = "alternate-exchange"
@@ -112,20 +112,6 @@ class Router:
         target = Target(exchange, routing_key)
         self._resolve(target, found)
         return target
-
-
-def check_exchange_arguments(exchange: str, arguments: Mapping[str, object]) -> None:
-    """Check the arguments that a new exchange is declared with.
-
-    Raises:
-        ChannelException: 406; the alternate exchange is not a name.
-    """
-    name = arguments.get(ALTERNATE_EXCHANGE)
-    if name is not None and not isinstance(name, str):
-        raise ChannelException(
-            ReplyCode.PRECONDITION_FAILED,
-            f"exchange '{exchange}': {ALTERNATE_EXCHANGE}={name!r}: it must be a string, not {type(name).__name__}",
-        )
 
 
 def _alternate(exchange: Exchange, exchanges: Mapping[str, Exchange]) -> Exchange | None:

@@ -6,7 +6,8 @@ until its dead letter is where it goes (`Storage.buried`), so it is on disk in o
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import islice
 
 from qflow_client.broker.core.contents import Contents, EntryObserver
 from qflow_client.broker.core.entries import (
@@ -164,7 +165,7 @@ class Storage(EntryObserver):
         if self._is_reading:
             return
         window = self._window()
-        entries = self._contents.missing(window if self._max_window is None else min(window, self._max_window))
+        entries = self._missing(window if self._max_window is None else min(window, self._max_window))
         if not entries:
             return
 
@@ -179,3 +180,19 @@ class Storage(EntryObserver):
 
         self._is_reading = True
         self._journal.want((entry.message for entry in entries), has_read)
+
+    def _missing(self, window: int) -> Sequence[QueueEntry]:
+        """The first ready entries whose bodies are not in memory, within so many bytes from the head; one at least."""
+        found: list[QueueEntry] = []
+        ready = self._contents.ready
+        for entry in islice(ready, len(ready)):
+            if entry.is_gone:
+                continue
+            if window <= 0 and found:
+                break
+            window -= entry.message.size
+            if entry.message.body is None:
+                found.append(entry)
+            elif window <= 0:
+                break
+        return found

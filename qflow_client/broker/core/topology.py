@@ -6,18 +6,19 @@ What is durable is noted in the journal. Every change raises `Router.version`, b
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
+from qflow_client.amqp.fields import MAX_DEPTH
 from qflow_client.broker.core.entries import Owner
 from qflow_client.broker.core.errors import ChannelException, ReplyCode
 from qflow_client.broker.core.exchange import Binding, DirectExchange, Exchange, ExchangeType, make_exchange
 from qflow_client.broker.core.ports import Journal
 from qflow_client.broker.core.queue import Queue
 from qflow_client.broker.core.quotas import Quota
-from qflow_client.broker.core.routing import Router, check_exchange_arguments
+from qflow_client.broker.core.routing import ALTERNATE_EXCHANGE, Router
 from qflow_client.broker.core.settings import Settings
-from qflow_client.broker.core.wire import check_depth
 
-__all__ = ["Topology", "check_owner"]
+__all__ = ["Topology", "check_depth", "check_owner"]
 
 _PREDECLARED = (
     ("amq.direct", ExchangeType.DIRECT),
@@ -103,7 +104,7 @@ class Topology:
                 f"exchange name '{name}' is the default exchange's or begins with 'amq.', which is reserved",
             )
         check_depth(f"exchange '{name}'", arguments or {})
-        check_exchange_arguments(name, arguments or {})
+        _check_exchange_arguments(name, arguments or {})
         exchange = make_exchange(
             name, kind, durable=durable, auto_delete=auto_delete, internal=internal, arguments=arguments or {}
         )
@@ -252,3 +253,43 @@ def check_owner(queue: Queue, owner: Owner | None) -> None:
     """
     if owner is not None and queue.exclusive_owner not in (None, owner):
         raise ChannelException(ReplyCode.RESOURCE_LOCKED, f"queue '{queue.name}' is exclusive to another connection")
+
+
+def _check_exchange_arguments(exchange: str, arguments: Mapping[str, object]) -> None:
+    """Check the arguments that a new exchange is declared with.
+
+    Raises:
+        ChannelException: 406; the alternate exchange is not a name.
+    """
+    name = arguments.get(ALTERNATE_EXCHANGE)
+    if name is not None and not isinstance(name, str):
+        raise ChannelException(
+            ReplyCode.PRECONDITION_FAILED,
+            f"exchange '{exchange}': {ALTERNATE_EXCHANGE}={name!r}: it must be a string, not {type(name).__name__}",
+        )
+
+
+def check_depth(what: str, arguments: Mapping[str, object]) -> None:
+    """Check that arguments are nested no deeper than a table that comes over AMQP.
+
+    The HTTP API and this process can give any. Functions that encode and show them recurse for each level.
+
+    Raises:
+        ChannelException: 406; they are.
+    """
+    level: list[object] = [arguments]
+    for _ in range(MAX_DEPTH):
+        level = [item for each in level for item in _nested_in(each)]
+        if not level:
+            return
+    raise ChannelException(
+        ReplyCode.PRECONDITION_FAILED, f"{what}: more than {MAX_DEPTH} tables and arrays lie in one another"
+    )
+
+
+def _nested_in(value: Any) -> list[object]:
+    """The tables and arrays in a table or an array."""
+    items = value.values() if isinstance(value, Mapping) else value
+    # Very many items have few types.
+    nested = tuple(kind for kind in set(map(type, items)) if issubclass(kind, (Mapping, list, tuple)))
+    return [item for item in items if isinstance(item, nested)] if nested else []

@@ -1,9 +1,7 @@
-"""The virtual host, sans-I/O: exchanges, queues, bindings, and the way of a message into its queues.
+"""The virtual host, sans-I/O: what all connections share, and the queues that are declared, deleted and dropped.
 
-All connections share one. A publish method is decoded once into a `Target`, which remembers its queues for one version
-of the topology; `VirtualHost.version` goes up with every change that routing depends on, and outdated targets are
-resolved again. Rules decide what is in force for a queue and are asked again by `VirtualHost.apply_rules`. Whatever is
-due at a time is in one heap of timers; `VirtualHost.next_tick` is when the first is due.
+Exchanges and bindings are in `topology.py`, the way of a message to its queues is in `routing.py`, and what is due at a
+time is in `timers.py`. Rules decide what is in force for a queue and are asked again by `VirtualHost.apply_rules`.
 """
 
 from __future__ import annotations
@@ -28,13 +26,12 @@ from qflow_client.broker.core.quotas import Quota
 from qflow_client.broker.core.replies import address_reply
 from qflow_client.broker.core.settings import FlowScope, Settings
 from qflow_client.broker.core.timers import Timers
-from qflow_client.broker.core.topology import Topology, check_owner
+from qflow_client.broker.core.topology import Topology, check_depth, check_owner
 from qflow_client.broker.core.unsupported import check_copies, check_queue_arguments
 from qflow_client.broker.core.waiting import WaitingRoom, refusal
 from qflow_client.broker.core.wire import (
     HAS_HEADERS,
     HAS_REPLY_TO,
-    check_depth,
     check_properties,
     encode_header,
 )

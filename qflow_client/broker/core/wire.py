@@ -7,7 +7,6 @@ here, by pamqp's own tables. What repeats with every message is encoded by hand.
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping
 from struct import Struct
 from typing import Any
 
@@ -16,7 +15,7 @@ import pamqp.commands
 import pamqp.decode
 import pamqp.header
 
-from qflow_client.amqp.fields import MAX_DEPTH, decode_table
+from qflow_client.amqp.fields import decode_table
 from qflow_client.amqp.frames import (
     BODY_FRAME,
     CHANNEL_CLOSE,
@@ -42,7 +41,6 @@ __all__ = [
     "UNDECODABLE",
     "ack",
     "cancel",
-    "check_depth",
     "check_properties",
     "close",
     "consumer_ok",
@@ -145,32 +143,6 @@ def decode_method(payload: bytes) -> pamqp.base.Frame:
     if at + (1 if bits else 0) != end:
         raise _syntax(value.name, f"{end - at - (1 if bits else 0)} bytes are left over")
     return value
-
-
-def check_depth(what: str, arguments: Mapping[str, object]) -> None:
-    """Check that arguments are nested no deeper than a table that comes over AMQP.
-
-    The HTTP API and this process can give any. Functions that encode and show them recurse for each level.
-
-    Raises:
-        ChannelException: 406; they are.
-    """
-    level: list[object] = [arguments]
-    for _ in range(MAX_DEPTH):
-        level = [item for each in level for item in _nested_in(each)]
-        if not level:
-            return
-    raise ChannelException(
-        ReplyCode.PRECONDITION_FAILED, f"{what}: more than {MAX_DEPTH} tables and arrays lie in one another"
-    )
-
-
-def _nested_in(value: Any) -> list[object]:
-    """The tables and arrays in a table or an array."""
-    items = value.values() if isinstance(value, Mapping) else value
-    # Very many items have few types.
-    nested = tuple(kind for kind in set(map(type, items)) if issubclass(kind, (Mapping, list, tuple)))
-    return [item for item in items if isinstance(item, nested)] if nested else []
 
 
 def _field_size(data_type: str, payload: bytes, at: int) -> int:
