@@ -147,6 +147,7 @@ def stages(folder: Path) -> Iterator[Stage]:
             environment={"QFLOW_EFFORT": "quick"},
         )
     yield Stage("pika", f"{tox} -e pika13,pika15", PYTHON, ("tests",), environment={"QFLOW_EFFORT": "quick"})
+    yield Stage("pyright", f"{tox} -e pyright", PYTHON, ("tests",))
     yield Stage("docs", f"{tox} -e docs", PYTHON, ("tests",))
     yield Stage(
         "wheel",

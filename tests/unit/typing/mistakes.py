@@ -1,4 +1,4 @@
-"""Mistakes that a type checker finds. If it misses one, its ``type: ignore`` is unused, which is an error, too."""
+"""Mistakes that mypy and pyright find. If one misses one, its ``type: ignore`` is unused, which is an error, too."""
 
 from __future__ import annotations
 
