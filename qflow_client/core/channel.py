@@ -295,6 +295,7 @@ class Channel:
         self._settling.settle(receipts, [self._outcome_at_end(each, begun) for each in receipts], now, (0, reason))
         self._admission.unsent.clear()
         self._resending.clear()
+        self._admission.gate.lift(HoldKind.REFUSED, now=now)
         self._reset(0, 0)
         self._admission.unwritten = 0
 

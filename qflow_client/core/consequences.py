@@ -76,15 +76,11 @@ class Consequences:
                 gate.lift(HoldKind.TRANSPORT, now=now)
             resending.refusals.check_probe()
             if resending.has_tried_all(bool(parts.admission.unsent)):
-                self.end_refusals(now)
+                resending.end_refusals({receipt._number for receipt in parts.channel.unsettled()})
+                gate.lift(HoldKind.REFUSED, now=now)
         sendable = resending.count_sendable(resending.again, not parts.unconfirmed.flight, now)
         if not resending.has_suspects_after(sendable):
             gate.lift(HoldKind.DISCONNECTED, now=now)
-
-    def end_refusals(self, now: float) -> None:
-        """End the refusal: the broker has room again, or nothing is left to try."""
-        self._parts.resending.end_refusals({receipt._number for receipt in self._parts.channel.unsettled()})
-        self._gate.lift(HoldKind.REFUSED, now=now)
 
     def next_retry(self, now: float) -> float | None:
         """Return when a message leaves again; ``None`` if time alone lets none leave."""
@@ -179,7 +175,7 @@ class Consequences:
         """Admit nothing from now on, and wake the callers that wait for that."""
         self._parts.admission.close(reason)
         self._reports.is_ending = True
-        self._parts.line.close()
+        self._parts.line.close(reason)
         self._waiters.end_unflowed()
 
     def end(self, reason: str, now: float) -> None:
@@ -190,7 +186,6 @@ class Consequences:
         parts.channel.disconnect(reason, now, held=parts.admission.closed is None)
         self.close(reason)
         parts.channel.settle_all(reason, now)
-        self.end_refusals(now)
         if parts.admission.store is not None:
             parts.admission.store.end(reason)
 

@@ -52,7 +52,7 @@ from qflow_client.events import FlowState, HoldKind
 from qflow_client.flow import Line
 from qflow_client.message import decode_message
 from qflow_client.receipt import Outcome, Receipt
-from qflow_client.settings import OnDisconnect, ProducerSettings
+from qflow_client.settings import ProducerSettings
 
 __all__ = ["ProducerProtocol"]
 
@@ -281,7 +281,6 @@ class ProducerProtocol:
         refused = self.channel.closed_by_broker(code, text, method, now)
         if refused:
             self._settling.hold_refused(refused, now, was_probe=True)
-        self._end_refusals_if_settled(now)
         self.consequences.update(now)
 
     @step
@@ -303,16 +302,10 @@ class ProducerProtocol:
             # A flush while it closes is held, too.
             self.channel.disconnect(reason, now)
             self.channel.lost(reason, now, shared=shared)
-            self._end_refusals_if_settled(now)
         else:
             self.consequences.end(reason, now)
         self.consequences.update(now)
         return self.wants_channel
-
-    def _end_refusals_if_settled(self, now: float) -> None:
-        """With ``on_disconnect="fail"`` no refused message is left after the end of a channel, so the hold ends."""
-        if self.settings.on_disconnect is OnDisconnect.FAIL:
-            self.consequences.end_refusals(now)
 
     # What the broker says.
 

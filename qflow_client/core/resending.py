@@ -110,7 +110,8 @@ class Resending:
             self.again = deque(each for each in self.again if each._outcome is None)
 
     def clear(self) -> None:
-        """Forget all messages."""
+        """Forget all messages, and the refusal with them."""
+        self.refusals.retry_at = None
         self.again.clear()
         self.end_channel((), ())
 

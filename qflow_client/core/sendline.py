@@ -229,17 +229,14 @@ class SendLine:
             reason: for their error, a `ProducerClosed`.
             now: seconds.
         """
-        for ticket in self.tickets:
-            ticket.error = ticket.closed_error(reason)
-        self._leave()
+        self.close(reason)
         # The limiter's hold stays only while somebody waits.
         self.grant(now)
 
-    def close(self) -> None:
-        """Give all waiting senders an error: nothing is admitted any more."""
-        assert self._admission.closed is not None
+    def close(self, reason: str) -> None:
+        """As `give_up_all`, inside a step, when nothing is admitted any more."""
         for ticket in self.tickets:
-            ticket.error = ticket.closed_error(self._admission.closed)
+            ticket.error = ticket.closed_error(reason)
         self._leave()
 
     def check_room(self, store: Store) -> None:
