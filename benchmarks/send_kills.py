@@ -10,6 +10,7 @@ import argparse
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -141,7 +142,7 @@ def run(
         rows: in the file.
         url: of the broker; `EMBEDDED` for ours.
         seed: of the moments.
-        longest: seconds after its start before which each is killed.
+        longest: seconds after its start before which each is killed; more if nothing has been sent by then.
         format: how the rows stand in the file.
     """
     began = time.monotonic()
@@ -157,8 +158,6 @@ def run(
         channel.queue_declare(_QUEUE, durable=True)
         channel.queue_purge(_QUEUE)
         stack.callback(channel.queue_delete, _QUEUE)
-        # So slow that the file lasts for all the kills.
-        rate = 2 * rows / (max(kills, 1) * longest)
         command = ["send", str(file), "-k", _QUEUE, "--outbox", str(outbox), "-f", format, "-q"]
         runs = stack.enter_context(
             subprocess.Popen(
@@ -171,7 +170,13 @@ def run(
         )
         stack.callback(runs.kill)
         while killed < kills:
-            resumed += _is_begun(outbox, file)
+            sent = _sent(outbox, file)
+            resumed += sent > 0
+            if killed and not sent:
+                # A slow machine takes longer until there is something to lose.
+                longest *= 1.5
+            # So slow that the file lasts for all the kills.
+            rate = max(1.0, 2 * (rows - sent) / ((kills - killed) * longest))
             code = _one_run(runs, f"--rate {rate}", chance.uniform(0, longest))
             # Keeps the connection alive.
             connection.process_data_events(0)
@@ -206,12 +211,15 @@ def _number(body: bytes) -> int:
     return int(found["number"] if isinstance(found, dict) else found)
 
 
-def _is_begun(outbox: Path, file: Path) -> bool:
+def _sent(outbox: Path, file: Path) -> int:
+    """Return the number of the last row that is stored as sent."""
     # Killed before its tables were made, it has stored nothing.
     if not outbox.exists() or not outbox.stat().st_size:
-        return False
+        return 0
     with Outbox(outbox) as stored:
-        return stored.position(f"{file.resolve()} to ''/'{_QUEUE}'") is not None
+        position = stored.position(f"{file.resolve()} to ''/'{_QUEUE}'")
+    found = re.search(r"record=(\d+)", str(position))
+    return int(found[1]) if found else 0
 
 
 def _one_run(runs: subprocess.Popen[str], options: str = "", seconds: float | None = None) -> int:
@@ -235,6 +243,7 @@ def main() -> int:
     parser.add_argument("--url", default=EMBEDDED, help=f"amqp:// URL of the broker, or {EMBEDDED}: ours (%(default)s)")
     parser.add_argument("--folder", type=Path, default=Path.cwd(), help="whose file system has file and outbox")
     parser.add_argument("--seed", type=int, default=1, help="of the moments (%(default)s)")
+    parser.add_argument("--longest", type=float, default=_LONGEST, help="seconds until a kill (%(default)s)")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     verdict = run(
@@ -243,6 +252,7 @@ def main() -> int:
         rows=arguments.rows,
         url=arguments.url,
         seed=arguments.seed,
+        longest=arguments.longest,
         format=arguments.format,
     )
     if arguments.json:

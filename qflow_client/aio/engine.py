@@ -260,7 +260,7 @@ class Engine(BaseEngine):
 
     def kick(self) -> None:
         """Have the loop write the present output, and pass on what the protocol reports."""
-        if self.link is not None and self.protocol.unwritten > 0:
+        if self.link is not None and self.protocol.has_output:
             tapped = self.link.tapped
             if tapped is not None and not tapped.awake:
                 tapped.wake()

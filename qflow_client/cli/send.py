@@ -7,11 +7,11 @@ import sys
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePath
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any, NamedTuple, NoReturn
 
 import typer
 from rich.console import Console, RenderableType
@@ -52,6 +52,8 @@ __all__ = ["Tally", "send"]
 _GRACE = 2.0
 # How many failed records are told of one by one.
 _TOLD = 5
+# How many records of a file are sent together.
+_TOGETHER = 64
 _MARK = "x-qflow-republished"
 
 
@@ -124,6 +126,15 @@ class Tally:
                     self.failures.append(f"of an earlier run: {receipt.error()}")
 
 
+class _Item(NamedTuple):
+    """A record that is about to be sent; with where it ends, and that as a position, if it is stored."""
+
+    record: Record
+    message: bytes | Message
+    place: Place | None
+    position: Position | None
+
+
 class Sending:
     """One run: feeds a producer with records, and keeps account of them.
 
@@ -146,6 +157,8 @@ class Sending:
         self.source = source
         self._skip = skip
         self._begins_anew = begins_anew
+        # The numbers of the last record that was found, and of the last that an earlier run may have sent.
+        self._found = self._sent_before = 0
         # What is not accounted for, in the order of the records, and where each record ends.
         self._pending: deque[tuple[Record, Receipt, Place | None]] = deque()
         # What is accounted for and was not delivered.
@@ -161,46 +174,18 @@ class Sending:
             CommandError: the broker did not take a record, or flow control took too long; likewise.
             Stopped: a signal came.
         """
-        sent_before = self._resume(records)
+        self._resume(records)
         supply = iter(records)
-        found = 0
-        while True:
-            try:
-                with stopping.breakable():
-                    record = next(supply, None)
-            except BadRecord as error:
-                self._flush()
-                raise BadRecord(f"{error}; nothing from there on was sent") from error
-            if record is None:
+        bad: BadRecord | None = None
+        while bad is None:
+            items, bad = self._read(supply, records, stopping)
+            if not items and bad is None:
                 break
-            found = record.number
-            if found <= self._skip:
-                if found == self._skip and self.progress is not None:
-                    self.progress = Reached(records.format, records.place)
-                continue
-            message = record.message if record.number > sent_before else _marked(record.message)
-            place = position = None
-            if self.source is not None:
-                place = records.place
-                sent = max(record.number, sent_before)
-                position = Position(self.source, str(Reached(records.format, place, sent)))
-            try:
-                receipt: Receipt = self.producer.send(message, position=position)
-            except NotDurable as error:
-                # It is admitted, and its receipt tells what becomes of it.
-                receipt = error.receipt
-            except ProducerFlowed as error:
-                raise self._not_sent(record, error, ExitCode.FLOWED) from error
-            except ProducerClosed as error:
-                if stopping.signal is not None:
-                    raise Stopped from None
-                raise self._not_sent(record, error, ExitCode.FAILED) from error
-            except (OutboxFull, TypeError, ValueError) as error:
-                raise self._not_sent(record, error, ExitCode.FAILED) from error
-            self.tally.admitted += 1
-            self._pending.append((record, receipt, place))
-            if self.account():
-                self._fail(stopping, "not every record was confirmed; nothing more was sent")
+            self._send(items, stopping)
+        if bad is not None:
+            self._flush()
+            raise BadRecord(f"{bad}; nothing from there on was sent") from bad
+        found = self._found
         if found < self._skip:
             self.tally.confirmed_up_to = 0
             raise CommandError(f"--skip {self._skip}: the input has no more than {text.count(found, 'record')}")
@@ -215,28 +200,87 @@ class Sending:
         if self.account():
             self._fail(stopping, "not every record was confirmed")
 
-    def _resume(self, records: RecordSource) -> int:
+    def _resume(self, records: RecordSource) -> None:
         """Begin behind what an earlier run has sent.
-
-        Returns:
-            The number of the last record that an earlier run may have sent.
 
         Raises:
             CommandError: the file is not the one that was sent then.
         """
         if self.source is None:
-            return 0
+            return
         self.progress = Reached(records.format, Place())
         if self._begins_anew:
-            return 0
+            return
         try:
             progress = Reached.parse(self.producer.position(self.source), records.format, records.name)
             records.resume(progress.place)
         except (CommandError, OutboxError) as error:
             raise CommandError(f"{error}; --from-start sends the whole file") from error
         self.progress = progress
+        self._sent_before = progress.sent
         self.resumed_behind = self.tally.confirmed_up_to = progress.place.number
-        return progress.sent
+
+    def _read(
+        self, supply: Iterator[Record], records: RecordSource, stopping: Stopping
+    ) -> tuple[list[_Item], BadRecord | None]:
+        """Return the next records, and the error if the one behind them cannot be read.
+
+        Those of a file come many at a time, because they share a commit of the outbox. Others may be long in coming.
+        """
+        items: list[_Item] = []
+        most = 1 if self.source is None else _TOGETHER
+        while len(items) < most:
+            try:
+                with stopping.breakable():
+                    record = next(supply, None)
+            except BadRecord as error:
+                return items, error
+            if record is None:
+                break
+            self._found = record.number
+            if record.number <= self._skip:
+                if record.number == self._skip and self.progress is not None:
+                    self.progress = Reached(records.format, records.place)
+                continue
+            message = record.message if record.number > self._sent_before else _marked(record.message)
+            place = position = None
+            if self.source is not None:
+                place = records.place
+                sent = max(record.number, self._sent_before)
+                position = Position(self.source, str(Reached(records.format, place, sent)))
+            items.append(_Item(record, message, place, position))
+        return items, None
+
+    def _send(self, items: Sequence[_Item], stopping: Stopping) -> None:
+        """Send records.
+
+        Raises:
+            CommandError, Stopped: as `send_all`.
+        """
+        while items:
+            error: Exception | None = None
+            try:
+                receipts: Sequence[Receipt] = self.producer.send_many(
+                    [each.message if each.position is None else (each.message, each.position) for each in items]
+                )
+            except NotDurable as failure:
+                # It is admitted, and its receipt tells what becomes of it. It may be one of those or the next.
+                receipts = failure.receipts
+                if failure.receipt not in receipts:
+                    receipts = (*receipts, failure.receipt)
+            except (OutboxFull, ProducerClosed, ProducerFlowed, TypeError, ValueError) as failure:
+                receipts, error = getattr(failure, "receipts", ()), failure
+            for each, receipt in zip(items, receipts, strict=False):
+                self.tally.admitted += 1
+                self._pending.append((each.record, receipt, each.place))
+            if error is not None:
+                if isinstance(error, ProducerClosed) and stopping.signal is not None:
+                    raise Stopped from None
+                code = ExitCode.FLOWED if isinstance(error, ProducerFlowed) else ExitCode.FAILED
+                raise self._not_sent(items[len(receipts)].record, error, code) from error
+            if self.account():
+                self._fail(stopping, "not every record was confirmed; nothing more was sent")
+            items = items[len(receipts) :]
 
     @staticmethod
     def _fail(stopping: Stopping, why: str) -> NoReturn:

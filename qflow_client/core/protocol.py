@@ -128,6 +128,12 @@ class ProducerProtocol:
         return self.admission.unwritten
 
     @property
+    def has_output(self) -> bool:
+        """Whether the owner is to ask for bytes to write: there are some, and not all of them wait for a disk."""
+        store = self.admission.store
+        return self.admission.unwritten > 0 and (store is None or not store.keeps_all_back)
+
+    @property
     def closed(self) -> str | None:
         """Why nothing can be sent any more; ``None`` while it can."""
         return self.admission.closed

@@ -49,6 +49,10 @@ class Store(Protocol):
             OutboxFull: there is no room.
         """
 
+    @property
+    def keeps_all_back(self) -> bool:
+        """Whether nothing can be written before the store takes a step, so that the owner need not be woken."""
+
     def count_writable(self, unsent: deque[Receipt]) -> int:
         """How many of the messages that were never written may be written now, from the first on.
 

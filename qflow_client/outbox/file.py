@@ -41,7 +41,7 @@ _TABLES = (
     "INSERT INTO state VALUES (0, 0)",
 )
 # The value has no type of its own: an INTEGER and a TEXT stay what they are.
-_POSITIONS = "CREATE TABLE IF NOT EXISTS position (source TEXT PRIMARY KEY, value NOT NULL) WITHOUT ROWID"
+MAKE_POSITIONS = "CREATE TABLE IF NOT EXISTS position (source TEXT PRIMARY KEY, value NOT NULL) WITHOUT ROWID"
 # In the column `held`: it waits for `permit`; it is damaged, and is not read any more.
 HELD, _SET_ASIDE = 1, 2
 # A message that is there already stays as it is.
@@ -138,14 +138,17 @@ def write_state(file: Database, last: int, permitted: int) -> None:
     file.execute("UPDATE state SET last = ?, permitted = ?", last, permitted)
 
 
+def has_positions(file: Database) -> bool:
+    """Whether it has a table of positions."""
+    return bool(file.one("SELECT count(*) FROM sqlite_master WHERE type = 'table' AND name = 'position'"))
+
+
 def read_positions(file: Database) -> dict[str, int | str | None]:
     """The position of each source; ``None`` for one that is damaged.
 
     Raises:
         OutboxError: a source is damaged.
     """
-    if not file.one("SELECT count(*) FROM sqlite_master WHERE type = 'table' AND name = 'position'"):
-        return {}
     # Text as bytes, as with messages.
     rows = file.rows("""SELECT CAST(source AS BLOB), typeof(value),
         CASE typeof(value) WHEN 'integer' THEN value ELSE CAST(value AS BLOB) END FROM position""")
@@ -166,7 +169,6 @@ def read_positions(file: Database) -> dict[str, int | str | None]:
 
 def write_positions(file: Database, positions: Mapping[str, int | str | None]) -> None:
     """Note the positions of sources; ``None`` for a source without one."""
-    file.execute(_POSITIONS)
     for source, value in positions.items():
         if value is None:
             file.execute("DELETE FROM position WHERE source = ?", source)

@@ -16,7 +16,7 @@ more than one message at a time, which an interrupt has kept from being admitted
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from qflow_client.database import Database
@@ -77,7 +77,9 @@ class Noted:
         self._reached: dict[str, _Reached] = {}
         #: Sources whose positions are damaged.
         self.damaged_sources: set[str] = set()
-        for source, value in outboxfile.read_positions(file).items():
+        # Whether the file has a table of positions.
+        self._has_table = outboxfile.has_positions(file)
+        for source, value in (outboxfile.read_positions(file) if self._has_table else {}).items():
             if value is None:
                 self.damaged_sources.add(source)
             else:
@@ -178,7 +180,7 @@ class Noted:
                 with file.transaction():
                     file.execute_many(outboxfile.INSERT, rows)
                     if reached:
-                        outboxfile.write_positions(file, {source: at.value for source, at in reached.items()})
+                        self._write_positions(file, {source: at.value for source, at in reached.items()})
                     for run in settled:
                         count, size = outboxfile.take_out(file, *run)
                         freed_count += count
@@ -187,6 +189,7 @@ class Noted:
                         outboxfile.write_state(file, last, permitted)
             if self._positions or reached:
                 self._keep(reached, last)
+                self._has_table = self._has_table or bool(reached)
             if withdrawn:
                 with self.lock:
                     self._withdrawn = self._withdrawn[len(withdrawn) :]
@@ -217,8 +220,14 @@ class Noted:
     def set_position(self, file: Database, source: str, value: _Value | None) -> None:
         """Write the position of a source without a message; ``None`` to forget it."""
         with file.transaction():
-            outboxfile.write_positions(file, {source: value})
+            self._write_positions(file, {source: value})
+        self._has_table = True
         self._set_reached(source, _Reached(0, value, value))
+
+    def _write_positions(self, file: Database, positions: Mapping[str, _Value | None]) -> None:
+        if not self._has_table:
+            file.execute(outboxfile.MAKE_POSITIONS)
+        outboxfile.write_positions(file, positions)
 
     def _set_reached(self, source: str, reached: _Reached) -> None:
         if reached.value is None:

@@ -210,6 +210,8 @@ class Outbox:
             OutboxFull: there is no room. With `commit`, what was settled makes some.
             TypeError, ValueError: what AMQP cannot carry.
         """
+        if position is not None and not isinstance(position, Position):
+            raise TypeError(f"position must be a Position, not {type(position).__name__}: {shown(position)}")
         identity = encode_short_string(message_id, "message_id")
         if type(payload) is bytes:
             header, body = plain_content_header(len(payload), identity), payload

@@ -87,7 +87,7 @@ class OutboxStore:
         self.requests.writer = writer
         #: Takes the steps; those of the store are steps of the producer's state.
         self.steps = protocol.steps
-        self._admission, self._line = protocol.admission, protocol.line
+        self._admission, self._line, self._resending = protocol.admission, protocol.line, protocol.parts.resending
         self._controller, self._gate, self._reports = protocol.controller, protocol.gate, protocol.reports
         self._blocks = protocol.settings.outbox_full is OnOutboxFull.BLOCK
         self._spills = protocol.settings.when_flowed is WhenFlowed.SPILL
@@ -99,6 +99,8 @@ class OutboxStore:
         self._sequences: dict[int, int] = {}
         # Likewise, of those with a position that are not known to be on disk, in order.
         self._not_on_disk: dict[int, int] = {}
+        #: Whether the first unsent message is one of them, so that nothing can be written before a commit.
+        self.keeps_all_back = False
         # Whether there will be no further channel; and the receipts of messages that are to stay in the outbox then, by
         # sequence.
         self._is_ended = False
@@ -213,7 +215,8 @@ class OutboxStore:
 
     @step
     def look_again(self, now: float) -> None:
-        """Admit what can be admitted: a commit may have made room."""
+        """Admit what can be admitted, and have written what can be written: a commit may have made way for both."""
+        self.keeps_all_back = False
         self._line.grant(now)
 
     @step
@@ -250,11 +253,14 @@ class OutboxStore:
             )
             if position is not None:
                 self._not_on_disk[number] = sequence
+                if not self._admission.unsent and not self._resending.again:
+                    self.keeps_all_back = True
                 # The sender commits it as a rule. If an interrupt keeps it from that, the writer does.
                 self.requests.request_commit()
         self._sequences[number] = sequence
 
     def heal(self, unsettled: Sequence[Receipt]) -> None:
+        self.keeps_all_back = False
         self.backlog.heal()
         numbers = {receipt._number for receipt in unsettled}
         for kept in (self._sequences, self._not_on_disk):
@@ -282,12 +288,16 @@ class OutboxStore:
         waiting = self._not_on_disk
         # It only grows.
         durable = self.outbox.durable
+        count = len(unsent)
         while waiting:
             number = next(iter(waiting))
             if waiting[number] > durable:
-                return bisect_left(unsent, number, key=_number_of)
+                count = bisect_left(unsent, number, key=_number_of)
+                break
             del waiting[number]
-        return len(unsent)
+        if count:
+            self.keeps_all_back = False
+        return count
 
     # Out of it, when it is settled.
 

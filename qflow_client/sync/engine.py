@@ -240,7 +240,7 @@ class Engine(BaseEngine):
         if link is None or link.ended:
             self.after()
             return
-        if not link.services.awake and protocol.unwritten > 0:
+        if not link.services.awake and protocol.has_output:
             link.services.wake()
         if not protocol.reports.is_empty:
             link.tell()

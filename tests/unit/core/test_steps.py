@@ -40,6 +40,10 @@ class Store:
     def admitting(self, receipt: Receipt, number: int) -> None:
         self.kept[number] = receipt
 
+    @property
+    def keeps_all_back(self) -> bool:
+        return False
+
     def count_writable(self, unsent: deque[Receipt]) -> int:
         return len(unsent)
 

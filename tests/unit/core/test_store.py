@@ -38,6 +38,7 @@ class Store:
         self.ended = ""
         # The lowest number that may not be written yet.
         self.kept_back = 1 << 60
+        self.keeps_all_back = False
 
     def check_room(self, payload: bytes | Message, exchange: str, routing_key: str) -> None:
         if len(payload) > self._max_size:  # type: ignore[arg-type]  # bytes
@@ -134,11 +135,16 @@ def test_E13_what_the_store_keeps_back_is_not_written_nor_what_was_admitted_afte
     protocol, store = attached()
     first, second, third = (send(protocol, body) for body in (b"1", b"2", b"3"))
     store.kept_back = second._number
+    assert protocol.has_output
     assert [message.body for message in wire(drain(protocol)).messages] == [b"1"]
     assert drain(protocol) == b""
+    store.keeps_all_back = True
+    assert not protocol.has_output
+    store.keeps_all_back = False
     assert protocol.in_flight == 1
     store.kept_back = third._number + 1
     assert [message.body for message in wire(drain(protocol)).messages] == [b"2", b"3"]
+    assert not protocol.has_output
     protocol.on_ack(3, True, 1.0)
     assert [receipt.outcome for receipt in (first, second, third)] == [Outcome.CONFIRMED] * 3
 

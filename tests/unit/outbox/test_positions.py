@@ -77,6 +77,13 @@ def test_E13_a_position_comes_back_as_it_was_put(path: Path, value: int | str) -
         assert outbox.position("another") is None
 
 
+def test_E13_what_is_no_position_is_refused(path: Path) -> None:
+    with Outbox(path) as outbox:
+        with pytest.raises(TypeError, match="position must be a Position, not int: 7"):
+            outbox.put(b"1", "", "q", "id", position=7)  # type: ignore[arg-type]  # on purpose
+        assert (outbox.last, len(outbox)) == (0, 0)
+
+
 def test_E13_a_position_is_on_disk_with_its_message_and_not_before(path: Path) -> None:
     outbox = Outbox(path)
     outbox.wait_durable(put(outbox, 1))
@@ -294,6 +301,33 @@ def test_E13_a_message_with_a_position_is_not_written_before_it_is_on_disk(path:
     kept.outbox.commit()
     assert bodies(kept.write()) == [b"1", b"behind"]
     assert not kept.store.waits_for_disk
+    kept.outbox.close()
+
+
+def test_E13_the_io_is_not_woken_for_what_waits_for_the_disk(path: Path) -> None:
+    kept = Kept(path)
+    has_output = [kept.protocol.has_output]
+    send(kept, 1)
+    has_output.append(kept.protocol.has_output)
+    assert kept.store.send(b"behind", "", "q", kept.now, spills=False) is not None
+    has_output.append(kept.protocol.has_output)
+    assert kept.write() == b""
+    has_output.append(kept.protocol.has_output)
+    kept.outbox.commit()
+    kept.store.look_again(kept.now)
+    has_output.append(kept.protocol.has_output)
+    assert has_output == [False, False, False, False, True]
+    # What is before it can be written, so the I/O is woken.
+    send(kept, 2)
+    assert kept.protocol.has_output
+    assert bodies(kept.write()) == [b"1", b"behind"]
+    kept.outbox.commit()
+    # The I/O may find it before its sender says that it is on disk. Then what follows wakes the I/O by itself.
+    send(kept, 3)
+    kept.outbox.commit()
+    assert bodies(kept.write()) == [b"2", b"3"]
+    assert kept.store.send(b"after", "", "q", kept.now, spills=False) is not None
+    assert kept.protocol.has_output
     kept.outbox.close()
 
 
