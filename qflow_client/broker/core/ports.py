@@ -20,7 +20,7 @@ from qflow_client.broker.core.entries import (
 )
 from qflow_client.flow import FlowSource
 
-__all__ = ["FlowObserver", "Journal", "PublishMeter", "Timed"]
+__all__ = ["FlowObserver", "Journal", "PublishMeter", "Timed", "TopologyJournal"]
 
 
 class Timed(Protocol):
@@ -28,6 +28,46 @@ class Timed(Protocol):
 
     def tick(self, now: float) -> None:
         """Do what was to be done by now."""
+
+
+class TopologyJournal(Protocol):
+    """Notes what is to be on disk of the topology."""
+
+    def number_of(self, name: str, auto_delete: bool, arguments: dict[str, object]) -> int:
+        """Note a new durable queue, and give it a number.
+
+        Raises:
+            ChannelException: 406; its arguments cannot be kept.
+        """
+
+    def queue_gone(self, name: str) -> None:
+        """A durable queue is deleted, with its bindings."""
+
+    def exchange(self, name: str, kind: str, auto_delete: bool, internal: bool, arguments: dict[str, object]) -> None:
+        """There is a new durable exchange.
+
+        Raises:
+            ChannelException: 406; its arguments cannot be kept.
+        """
+
+    def exchange_gone(self, name: str) -> None:
+        """A durable exchange is deleted, with its bindings."""
+
+    def binding(
+        self,
+        source: str,
+        kind: str,
+        destination: str,
+        routing_key: str,
+        arguments: dict[str, object],
+        *,
+        gone: bool = False,
+    ) -> None:
+        """There is a binding of two durable ends, or no longer.
+
+        Raises:
+            ChannelException: 406; its arguments cannot be kept.
+        """
 
 
 class Journal(Protocol):
@@ -45,6 +85,10 @@ class Journal(Protocol):
     waiting: int
     #: Bytes that clients have not read, of those that are slow.
     buffered: int
+
+    @property
+    def topology(self) -> TopologyJournal:
+        """Notes what is to be on disk of the topology."""
 
     # Messages.
 
@@ -84,44 +128,6 @@ class Journal(Protocol):
 
     def make_droppable(self) -> DroppableEntries:
         """A container for the entries of a queue that may be dropped for memory."""
-
-    # Topology.
-
-    def number_of(self, name: str, auto_delete: bool, arguments: dict[str, object]) -> int:
-        """Note a new durable queue, and give it a number.
-
-        Raises:
-            ChannelException: 406; its arguments cannot be kept.
-        """
-
-    def queue_gone(self, name: str) -> None:
-        """A durable queue is deleted, with its bindings."""
-
-    def exchange(self, name: str, kind: str, auto_delete: bool, internal: bool, arguments: dict[str, object]) -> None:
-        """There is a new durable exchange.
-
-        Raises:
-            ChannelException: 406; its arguments cannot be kept.
-        """
-
-    def exchange_gone(self, name: str) -> None:
-        """A durable exchange is deleted, with its bindings."""
-
-    def binding(
-        self,
-        source: str,
-        kind: str,
-        destination: str,
-        routing_key: str,
-        arguments: dict[str, object],
-        *,
-        gone: bool = False,
-    ) -> None:
-        """There is a binding of two durable ends, or no longer.
-
-        Raises:
-            ChannelException: 406; its arguments cannot be kept.
-        """
 
     # Time and memory.
 

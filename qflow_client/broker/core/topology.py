@@ -12,7 +12,7 @@ from qflow_client.amqp.fields import MAX_DEPTH
 from qflow_client.broker.core.entries import Owner
 from qflow_client.broker.core.errors import ChannelException, ReplyCode
 from qflow_client.broker.core.exchange import Binding, DirectExchange, Exchange, ExchangeType, make_exchange
-from qflow_client.broker.core.ports import Journal
+from qflow_client.broker.core.ports import TopologyJournal
 from qflow_client.broker.core.queue import Queue
 from qflow_client.broker.core.quotas import Quota
 from qflow_client.broker.core.routing import ALTERNATE_EXCHANGE, Router
@@ -43,7 +43,7 @@ class Topology:
         self,
         settings: Settings,
         queues: Mapping[str, Queue],
-        journal: Journal | None,
+        journal: TopologyJournal | None,
         on_bindings: Callable[[Queue | Exchange | None], None],
     ) -> None:
         self._journal = journal

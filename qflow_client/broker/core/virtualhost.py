@@ -63,8 +63,8 @@ class VirtualHost:
     ) -> None:
         self.settings = settings
         self.journal = journal
-        # The journal, if anything is to be on disk.
-        self._store = journal if journal is not None and journal.has_store else None
+        # Notes what is to be on disk of the topology; None if nothing is.
+        self._store = journal.topology if journal is not None and journal.has_store else None
         self.clock = clock
         self.queues: dict[str, Queue] = {}
         self.timers = Timers(clock, _nothing if journal is None else journal.divide)

@@ -17,14 +17,13 @@ from dataclasses import dataclass, field
 from itertools import chain, count
 from typing import Any, NamedTuple
 
-from qflow_client.amqp.fields import encode_table
 from qflow_client.broker.core.entries import Completion, QueueView, Record, StoredMessage
-from qflow_client.broker.core.errors import ChannelException, ReplyCode
 from qflow_client.broker.core.logs import get_logger
 from qflow_client.broker.core.snapshots import MemorySnapshot
 from qflow_client.broker.store.paging import Droppable, Pager, bring_back, relieve
+from qflow_client.broker.store.topologylog import Change, TopologyLog
 
-__all__ = ["Batch", "Change", "Found", "FoundMessage", "Journal", "Put"]
+__all__ = ["Batch", "Found", "FoundMessage", "Journal", "Put"]
 
 _log = get_logger(__name__)
 
@@ -47,18 +46,6 @@ class Put(NamedTuple):
     names: bytes
     header: bytes
     body: bytes
-
-
-class Change(NamedTuple):
-    """A change of the topology.
-
-    Attributes:
-        kind: ``queue``, ``exchange`` or ``binding``, and these with ``no_`` before them for what is gone.
-        values: for the table of that kind, those that identify it first.
-    """
-
-    kind: str
-    values: tuple[object, ...]
 
 
 class FoundMessage(NamedTuple):
@@ -176,8 +163,8 @@ class Journal:
         self.evicted = 0
         self.loaded = 0
         self._numbers = count(1)
-        self._queue_numbers = count(1)
-        self._changes: list[Change] = []
+        # What happened to queues, exchanges and bindings.
+        self.topology = TopologyLog()
         # By number, in their order.
         self._puts: dict[int, tuple[StoredMessage, float]] = {}
         self._moves: dict[int, Record] = {}
@@ -201,7 +188,7 @@ class Journal:
     def go_on_from(self, number: int, queue_number: int) -> None:
         """Give numbers above those that a store has already."""
         self._numbers = count(number + 1)
-        self._queue_numbers = count(queue_number + 1)
+        self.topology.go_on_from(queue_number)
 
     # Messages.
 
@@ -439,75 +426,6 @@ class Journal:
         record.is_taken = record.is_written = True
         self._grow(self._cost_of(message) + self.ENTRY * (len(queues) - 1))
 
-    # Topology.
-
-    def number_of(self, name: str, auto_delete: bool, arguments: dict[str, object]) -> int:
-        """Note a new durable queue.
-
-        Returns:
-            The number that it has in the store.
-
-        Raises:
-            ChannelException: 406; its arguments cannot be kept.
-        """
-        table = self._table(f"queue '{name}'", arguments)
-        number = next(self._queue_numbers)
-        self._changes.append(Change("queue", (number, name, auto_delete, table)))
-        return number
-
-    def queue_gone(self, name: str) -> None:
-        """A durable queue is deleted, with its bindings."""
-        self._changes.append(Change("no_queue", (name,)))
-
-    def exchange(self, name: str, kind: str, auto_delete: bool, internal: bool, arguments: dict[str, object]) -> None:
-        """There is a new durable exchange.
-
-        Raises:
-            ChannelException: 406; its arguments cannot be kept.
-        """
-        table = self._table(f"exchange '{name}'", arguments)
-        self._changes.append(Change("exchange", (name, kind, auto_delete, internal, table)))
-
-    def exchange_gone(self, name: str) -> None:
-        """A durable exchange is deleted, with its bindings."""
-        self._changes.append(Change("no_exchange", (name,)))
-
-    def binding(
-        self,
-        source: str,
-        kind: str,
-        destination: str,
-        routing_key: str,
-        arguments: dict[str, object],
-        *,
-        gone: bool = False,
-    ) -> None:
-        """There is a binding of two durable ends, or no longer.
-
-        Args:
-            source: the exchange.
-            kind: ``queue`` or ``exchange``: what the destination is.
-            destination: its name.
-            routing_key: the binding key.
-            arguments: of the binding.
-            gone: whether it is there no longer.
-
-        Raises:
-            ChannelException: 406; its arguments cannot be kept.
-        """
-        table = self._table(f"binding of '{destination}' to '{source}'", arguments)
-        values = source, kind, destination, routing_key, table
-        self._changes.append(Change("no_binding" if gone else "binding", values))
-
-    @staticmethod
-    def _table(what: str, arguments: dict[str, object]) -> bytes:
-        try:
-            return encode_table(arguments, "arguments")
-        except (TypeError, ValueError) as error:
-            raise ChannelException(
-                ReplyCode.PRECONDITION_FAILED, f"{what} cannot be durable: {error}; leave that out"
-            ) from None
-
     # To disk.
 
     def snapshot(self) -> MemorySnapshot:
@@ -528,7 +446,9 @@ class Journal:
     @property
     def is_dirty(self) -> bool:
         """Whether there is anything to be taken."""
-        return bool(self._full or self._puts or self._removals or self._moves or self._changes or self._callbacks)
+        return bool(
+            self._full or self._puts or self._removals or self._moves or self.topology.changes or self._callbacks
+        )
 
     @property
     def is_idle(self) -> bool:
@@ -545,7 +465,7 @@ class Journal:
         Returns:
             Whether it will be; if not, there is nothing to wait for.
         """
-        if self._changes or (not topology_only and (self._puts or self._removals or self._moves)):
+        if self.topology.changes or (not topology_only and (self._puts or self._removals or self._moves)):
             self._callbacks.append(callback)
             return True
         for batch in (*reversed(self._full), self._taken):
@@ -567,8 +487,8 @@ class Journal:
 
     def _collect(self) -> Batch:
         """All that was noted and is in no batch."""
-        taken = Batch(changes=self._changes, removals=self._removals, callbacks=self._callbacks)
-        self._changes, self._removals, self._callbacks = [], [], []
+        taken = Batch(changes=self.topology.take(), removals=self._removals, callbacks=self._callbacks)
+        self._removals, self._callbacks = [], []
         for number, (message, at) in self._puts.items():
             record = message.record
             assert record is not None

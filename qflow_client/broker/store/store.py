@@ -21,7 +21,8 @@ from zlib import crc32
 
 from qflow_client.amqp.fields import decode_short_string, decode_table
 from qflow_client.broker.store.errors import StoreError
-from qflow_client.broker.store.journal import Batch, Change, Found, FoundMessage, Put
+from qflow_client.broker.store.journal import Batch, Found, FoundMessage, Put
+from qflow_client.broker.store.topologylog import Change
 from qflow_client.database import Database, LockFile
 
 __all__ = ["BodyReader", "Store"]

@@ -12,9 +12,10 @@ from pamqp import commands
 
 from qflow_client.broker.core.entries import DropReason
 from qflow_client.broker.store.errors import StoreError
-from qflow_client.broker.store.journal import Batch, Change, Journal, Put
+from qflow_client.broker.store.journal import Batch, Journal, Put
 from qflow_client.broker.store.recovery import Recovery
 from qflow_client.broker.store.store import BodyReader, Store
+from qflow_client.broker.store.topologylog import Change
 from tests.effort import rounds
 
 from ..conftest import Disk, World

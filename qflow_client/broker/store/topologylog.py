@@ -1,0 +1,108 @@
+"""What happened to durable queues, exchanges and bindings, sans-I/O, until it is taken to disk."""
+
+from __future__ import annotations
+
+from itertools import count
+from typing import NamedTuple
+
+from qflow_client.amqp.fields import encode_table
+from qflow_client.broker.core.errors import ChannelException, ReplyCode
+
+__all__ = ["Change", "TopologyLog"]
+
+
+class Change(NamedTuple):
+    """A change of the topology.
+
+    Attributes:
+        kind: ``queue``, ``exchange`` or ``binding``, and these with ``no_`` before them for what is gone.
+        values: for the table of that kind, those that identify it first.
+    """
+
+    kind: str
+    values: tuple[object, ...]
+
+
+class TopologyLog:
+    """Changes of the topology that are in no batch yet."""
+
+    def __init__(self) -> None:
+        self._numbers = count(1)
+        # In their order.
+        self.changes: list[Change] = []
+
+    def go_on_from(self, number: int) -> None:
+        """Give queues numbers above those that a store has already."""
+        self._numbers = count(number + 1)
+
+    def take(self) -> list[Change]:
+        """What is to be written now."""
+        changes, self.changes = self.changes, []
+        return changes
+
+    def number_of(self, name: str, auto_delete: bool, arguments: dict[str, object]) -> int:
+        """Note a new durable queue.
+
+        Returns:
+            The number that it has in the store.
+
+        Raises:
+            ChannelException: 406; its arguments cannot be kept.
+        """
+        table = self._table(f"queue '{name}'", arguments)
+        number = next(self._numbers)
+        self.changes.append(Change("queue", (number, name, auto_delete, table)))
+        return number
+
+    def queue_gone(self, name: str) -> None:
+        """A durable queue is deleted, with its bindings."""
+        self.changes.append(Change("no_queue", (name,)))
+
+    def exchange(self, name: str, kind: str, auto_delete: bool, internal: bool, arguments: dict[str, object]) -> None:
+        """There is a new durable exchange.
+
+        Raises:
+            ChannelException: 406; its arguments cannot be kept.
+        """
+        table = self._table(f"exchange '{name}'", arguments)
+        self.changes.append(Change("exchange", (name, kind, auto_delete, internal, table)))
+
+    def exchange_gone(self, name: str) -> None:
+        """A durable exchange is deleted, with its bindings."""
+        self.changes.append(Change("no_exchange", (name,)))
+
+    def binding(
+        self,
+        source: str,
+        kind: str,
+        destination: str,
+        routing_key: str,
+        arguments: dict[str, object],
+        *,
+        gone: bool = False,
+    ) -> None:
+        """There is a binding of two durable ends, or no longer.
+
+        Args:
+            source: the exchange.
+            kind: ``queue`` or ``exchange``: what the destination is.
+            destination: its name.
+            routing_key: the binding key.
+            arguments: of the binding.
+            gone: whether it is there no longer.
+
+        Raises:
+            ChannelException: 406; its arguments cannot be kept.
+        """
+        table = self._table(f"binding of '{destination}' to '{source}'", arguments)
+        values = source, kind, destination, routing_key, table
+        self.changes.append(Change("no_binding" if gone else "binding", values))
+
+    @staticmethod
+    def _table(what: str, arguments: dict[str, object]) -> bytes:
+        try:
+            return encode_table(arguments, "arguments")
+        except (TypeError, ValueError) as error:
+            raise ChannelException(
+                ReplyCode.PRECONDITION_FAILED, f"{what} cannot be durable: {error}; leave that out"
+            ) from None
