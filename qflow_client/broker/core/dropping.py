@@ -87,9 +87,18 @@ class Dropping:
             self._contents.take_out(entry)
             self._contents.left(entry, DropReason.DAMAGED)
 
+    def end(self) -> None:
+        """The queue is deleted, and all entries have left."""
+        self._died = self.expiry = None
+        self._wake = _nothing
+
     def let_leave(self) -> None:
         """Let some of the entries leave that are to."""
         if self._contents.leaving:
             self._contents.let_leave()
             if self._contents.leaving:
                 self._wake()
+
+
+def _nothing() -> None:
+    """Called in place of a queue that is deleted."""

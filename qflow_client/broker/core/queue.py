@@ -417,7 +417,15 @@ class Queue:
         self._surroundings.admit_waiting(self, self._clock())
         # A publisher may keep the queue alive for a while; the connection that owned it is not kept with it.
         self.exclusive_owner = None
+        self._end_parts()
         return count
+
+    def _end_parts(self) -> None:
+        """If all entries have left, let nothing of it refer to itself any more: it need not wait to be collected."""
+        if not self.contents.leaving:
+            self.contents.observers = ()
+            self.dropping.end()
+            self.flows.end()
 
     # Time.
 
@@ -455,7 +463,10 @@ class Queue:
         if now < self._tick_at:
             return
         self._tick_at = math.inf
-        self.dropping.let_leave()
+        if self.contents.leaving:
+            self.dropping.let_leave()
+            if self.is_deleted:
+                self._end_parts()
         if self.is_deleted:
             return
         if self.dropping.expiry is not None:

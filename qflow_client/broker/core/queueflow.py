@@ -355,6 +355,13 @@ class QueueFlows(EntryObserver):
         for flow in self.families:
             flow.let_go()
 
+    def end(self) -> None:
+        """The queue is deleted, and all entries have left."""
+        self.let_go()
+        self.families = ()
+        self.observer = self._turns = None
+        del self._queue, self._wake_at, self._on_overdue
+
     def forget(self, source: FlowSource) -> None:
         """A publishing channel is gone."""
         if self._publishers is not None:

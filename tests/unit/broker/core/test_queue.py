@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import gc
+
 import pytest
 
 from qflow_client.broker.core.entries import Completion
@@ -425,3 +427,30 @@ def test_ring_strict_refuses_while_a_consumer_has_the_oldest():
     assert queue.refusal(1) is None
     fill(queue, [3, 4])
     assert [entry.message.size for entry in queue.contents.ready] == [3, 4]
+
+
+def living():
+    return sum(type(each) is Queue for each in gc.get_objects())
+
+
+MARKED = {"qpid.flow_stop_count": 1, "x-message-ttl": 10, "x-dead-letter-exchange": "x"}
+
+
+@pytest.mark.parametrize("arguments", [{}, MARKED], ids=["plain", "marked"])
+@pytest.mark.parametrize("depth", [0, 2, 2500])
+def test_a_deleted_queue_need_not_wait_to_be_collected(arguments, depth):
+    gc.collect()
+    gc.disable()
+    try:
+        before = living()
+        queue = fill(make_queue(arguments), [1] * depth, Publisher())
+        queue.delete()
+        queue.dispatcher.cancel_all()
+        while queue.contents.leaving:
+            queue.tick(0.0)
+        # Times that were set before come all the same.
+        queue.tick(float("inf"))
+        del queue
+        assert living() == before
+    finally:
+        gc.enable()
