@@ -12,9 +12,10 @@ from collections.abc import Iterable
 from struct import Struct
 from typing import Protocol
 
+import pamqp.base
 from pamqp import commands
 
-from qflow_client.amqp.frames import METHOD_FRAME
+from qflow_client.amqp.frames import METHOD_FRAME, frame
 from qflow_client.broker.core import wire
 from qflow_client.broker.core.entries import QueueEntry, QueueView, StoredMessage
 from qflow_client.broker.core.errors import ChannelException, ConnectionException, ReplyCode
@@ -71,7 +72,8 @@ class ChannelConsumer:
         self.is_active = False
         # Messages that it has not settled.
         self.unacked = 0
-        self._prefix = wire.deliver_prefix(tag)
+        # The payload of every Basic.Deliver to it, up to the delivery tag.
+        self._prefix = b"\0\x3c\0\x3c" + wire.short(tag)
 
     @property
     def can_take(self) -> bool:
@@ -247,7 +249,7 @@ class Consuming:
         consumer = ChannelConsumer(self, tag, queue, no_ack=no_ack, prefetch=self.consumer_prefetch)
         self.consumers[tag] = consumer
         if not nowait:
-            self.output.write(wire.consumer_ok(self.number, commands.Basic.ConsumeOk, tag))
+            self.output.write(_consumer_ok(self.number, commands.Basic.ConsumeOk, tag))
         queue.dispatcher.add(consumer, exclusive=exclusive)
         queue.dispatcher.dispatch()
 
@@ -264,13 +266,13 @@ class Consuming:
             consumer.queue.dispatcher.dispatch()
             self._host.consumer_gone(consumer.queue)
         if not nowait:
-            self.output.write(wire.consumer_ok(self.number, commands.Basic.CancelOk, tag))
+            self.output.write(_consumer_ok(self.number, commands.Basic.CancelOk, tag))
 
     def consumer_lost(self, consumer: ChannelConsumer) -> None:
         """The queue of a consumer was deleted."""
         was_there = self.consumers.pop(consumer.tag, None) is not None
         if was_there and self.session.handshake.understands("consumer_cancel_notify"):
-            self.output.write(wire.cancel(self.number, consumer.tag))
+            self.output.write(_cancel(self.number, consumer.tag))
 
     def get(self, queue: Queue, *, no_ack: bool) -> None:
         """Answer with the next message of a queue, or that there is none."""
@@ -283,7 +285,7 @@ class Consuming:
             self.unacked[tag] = Delivery(tag, entry, None)
         self.delivered += 1
         message = entry.message
-        get_ok = wire.get_ok(self.number, tag, entry.redelivered, message.target.names, queue.contents.ready_count)
+        get_ok = _get_ok(self.number, tag, entry.redelivered, message.target.names, queue.contents.ready_count)
         if message.body is not None:
             self.output.write(get_ok)
             self.output.write(wire.content_frames(self.number, message.header, message.body, self.frame_max))
@@ -460,3 +462,19 @@ class Consuming:
         for consumer in consumers:
             consumer.queue.dispatcher.dispatch()
             self._host.consumer_gone(consumer.queue)
+
+
+def _get_ok(channel: int, tag: int, redelivered: bool, names: bytes, message_count: int) -> bytes:
+    """The frame of a ``Basic.Get-Ok``; `names` are the exchange and the routing key as short strings."""
+    payload = b"\0\x3c\0\x47" + _TAG_BIT.pack(tag, redelivered) + names + message_count.to_bytes(4, "big")
+    return frame(METHOD_FRAME, channel, payload)
+
+
+def _cancel(channel: int, consumer_tag: str) -> bytes:
+    """The frame of a ``Basic.Cancel`` that tells a client that its consumer is gone."""
+    return frame(METHOD_FRAME, channel, b"\0\x3c\0\x1e" + wire.short(consumer_tag) + b"\1")
+
+
+def _consumer_ok(channel: int, kind: type[pamqp.base.Frame], consumer_tag: str) -> bytes:
+    """The frame of a ``Basic.Consume-Ok`` or ``Basic.Cancel-Ok``."""
+    return frame(METHOD_FRAME, channel, kind.index.to_bytes(4, "big") + wire.short(consumer_tag))

@@ -356,8 +356,7 @@ class QueueFlows(EntryObserver):
             flow.let_go()
 
     def end(self) -> None:
-        """The queue is deleted, and all entries have left."""
-        self.let_go()
+        """The queue is deleted, it has let go, and all entries have left."""
         self.families = ()
         self.observer = self._turns = None
         del self._queue, self._wake_at, self._on_overdue

@@ -40,16 +40,12 @@ __all__ = [
     "TIMESTAMP_FLAG",
     "UNDECODABLE",
     "ack",
-    "cancel",
     "check_properties",
     "close",
-    "consumer_ok",
     "content_frames",
     "decode_method",
-    "deliver_prefix",
     "encode_header",
     "expiration_of",
-    "get_ok",
     "layout",
     "method",
     "method_name",
@@ -319,25 +315,9 @@ def nack(channel: int, tag: int) -> bytes:
     return b"\1%b\0\0\0\x0d\0\x3c\0\x78%b\xce" % (channel.to_bytes(2, "big"), _TAG_BIT.pack(tag, 0))
 
 
-def deliver_prefix(consumer_tag: str) -> bytes:
-    """The payload of every ``Basic.Deliver`` to a consumer, up to the delivery tag."""
-    return b"\0\x3c\0\x3c" + short(consumer_tag)
-
-
-def get_ok(channel: int, tag: int, redelivered: bool, names: bytes, message_count: int) -> bytes:
-    """The frame of a ``Basic.Get-Ok``; `names` are the exchange and the routing key as short strings."""
-    payload = b"\0\x3c\0\x47" + _TAG_BIT.pack(tag, redelivered) + names + message_count.to_bytes(4, "big")
-    return frame(METHOD_FRAME, channel, payload)
-
-
 def return_(channel: int, code: ReplyCode, text: str, names: bytes) -> bytes:
     """The frame of a ``Basic.Return``; `names` are the exchange and the routing key as short strings."""
     return frame(METHOD_FRAME, channel, b"\0\x3c\0\x32" + code.to_bytes(2, "big") + short(text) + names)
-
-
-def cancel(channel: int, consumer_tag: str) -> bytes:
-    """The frame of a ``Basic.Cancel`` that tells a client that its consumer is gone."""
-    return frame(METHOD_FRAME, channel, b"\0\x3c\0\x1e" + short(consumer_tag) + b"\1")
 
 
 def close(channel: int, code: int, text: str, cause: bytes) -> bytes:
@@ -357,11 +337,6 @@ def close(channel: int, code: int, text: str, cause: bytes) -> bytes:
 def queue_declare_ok(channel: int, name: str, message_count: int, consumer_count: int) -> bytes:
     """The frame of a ``Queue.Declare-Ok``."""
     return frame(METHOD_FRAME, channel, b"\0\x32\0\x0b" + short(name) + _QUEUE_OK.pack(message_count, consumer_count))
-
-
-def consumer_ok(channel: int, kind: type[pamqp.base.Frame], consumer_tag: str) -> bytes:
-    """The frame of a ``Basic.Consume-Ok`` or ``Basic.Cancel-Ok``."""
-    return frame(METHOD_FRAME, channel, kind.index.to_bytes(4, "big") + short(consumer_tag))
 
 
 def content_frames(channel: int, header: bytes, body: bytes, frame_max: int) -> bytes:
