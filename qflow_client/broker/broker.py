@@ -53,8 +53,7 @@ def _names(source: FlowSource) -> tuple[str, str]:
     """What the client calls itself, and its connection's name."""
     assert isinstance(source, ChannelFlow)
     session = source.session
-    named = session.handshake.client_properties.get("connection_name")
-    return (named if isinstance(named, str) and named else session.name), session.name
+    return session.handshake.client_name or session.name, session.name
 
 
 class Broker(CoreBroker):

@@ -243,6 +243,7 @@ def producers(context: typer.Context, as_json: _Json = False) -> None:
         as_json,
         {
             "producer": lambda producer: producer["name"],
+            "client": lambda producer: producer["client"] or "-",
             "published": lambda producer: producer["published"],
             "unconfirmed": lambda producer: producer["unconfirmed"],
             "state": lambda producer: _state(producer["flowed"], "flowed", "unflowed"),

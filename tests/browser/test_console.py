@@ -95,11 +95,11 @@ def test_D5_all_producers_are_stopped_within_a_second_and_started(page: Page, br
             producer.send(b"y").result(PATIENCE)
         expect(stop).to_have_attribute("aria-pressed", "false")
         name = broker.producers()[0].name
-        page.get_by_role("button", name=f"Stop producer {name}").click()
+        page.get_by_role("button", name=f"Stop producer producer, {name}").click()
         broker.wait_until(
             lambda broker: [producer.flowed for producer in broker.producers()] == [True, False], PATIENCE
         )
-        page.get_by_role("button", name=f"Start producer {name}").click()
+        page.get_by_role("button", name=f"Start producer producer, {name}").click()
         broker.wait_until(lambda broker: not any(producer.flowed for producer in broker.producers()), PATIENCE)
 
 

@@ -24,6 +24,9 @@ __all__ = ["Handshake"]
 
 _log = get_logger(__name__)
 
+# Characters of a connection name that are shown: it is in the description of each channel.
+_LONGEST_NAME = 200
+
 
 class Handshake:
     """Opens one connection, and knows what was agreed on.
@@ -41,6 +44,7 @@ class Handshake:
         "_output",
         "_settings",
         "channel_max",
+        "client_name",
         "client_properties",
         "expires_at",
         "frame_max",
@@ -62,6 +66,8 @@ class Handshake:
         self.expires_at = math.inf
         #: What the client said of itself.
         self.client_properties: Mapping[str, Any] = {}
+        #: What the client calls itself, by ``connection_name``; empty if it does not.
+        self.client_name = ""
         self._capabilities: Mapping[str, Any] = {}
         # Negotiated.
         self.frame_max = FRAME_MIN_SIZE
@@ -91,6 +97,8 @@ class Handshake:
             done: called with why the login is refused, or with ``None``; not before `login_at` if that is later.
         """
         self.client_properties = method.client_properties or {}
+        name = self.client_properties.get("connection_name")
+        self.client_name = name[:_LONGEST_NAME] if isinstance(name, str) else ""
         capabilities = self.client_properties.get("capabilities")
         self._capabilities = capabilities if isinstance(capabilities, dict) else {}
         self._login = read_login(method.mechanism, method.response or b"")

@@ -221,6 +221,7 @@ class ChannelSnapshot:
 
     Attributes:
         name: its connection's name and its number, such as ``"127.0.0.1:40412 (1)"``.
+        client: what its client calls itself, by ``connection_name``; empty if that is not known.
         connection: the connection's name.
         number: of the channel.
         is_producer: whether it has published, or is in confirm or transaction mode.
@@ -245,6 +246,7 @@ class ChannelSnapshot:
     """
 
     name: str
+    client: str
     connection: str
     number: int
     is_producer: bool
@@ -277,6 +279,7 @@ class ConnectionSnapshot:
 
     Attributes:
         name: the peer's address and port.
+        client: what the client calls itself, by ``connection_name``; empty if that is not known.
         user: the name that logged in; empty before that.
         is_open: whether it is open and not closing.
         blocked: whether it was sent ``Connection.Blocked``.
@@ -298,6 +301,7 @@ class ConnectionSnapshot:
     """
 
     name: str
+    client: str
     user: str
     is_open: bool
     blocked: bool
@@ -443,6 +447,7 @@ def channel_snapshot(channel: Channel) -> ChannelSnapshot:
     """A picture of a channel."""
     return ChannelSnapshot(
         name=channel.name,
+        client=channel.session.handshake.client_name,
         connection=channel.session.name,
         number=channel.number,
         is_producer=channel.flow.is_producer,
@@ -472,6 +477,7 @@ def connection_snapshot(session: Session) -> ConnectionSnapshot:
     discipline = session.discipline
     return ConnectionSnapshot(
         name=session.name,
+        client=session.handshake.client_name,
         user=session.handshake.user,
         is_open=session.is_running,
         blocked=bool(session.blocks),

@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 from decimal import Decimal
 from typing import Any
 
+import pika
 import pytest
 from pamqp import commands
 
@@ -152,6 +153,17 @@ def test_snapshots_tell_who_is_flowed_by_which_queue_and_how_often(broker, conne
     (connection,) = broker.connections()
     assert (connection.name, connection.user, connection.channels) == (client.name, "guest", (3,))
     assert connection.published == 4
+
+
+@pytest.mark.parametrize(
+    ("named", "shown"), [({"connection_name": "shop"}, "shop"), ({"connection_name": 5}, ""), ({}, "")]
+)
+def test_a_client_is_shown_by_what_it_calls_itself(broker, named, shown):
+    parameters = pika.URLParameters(broker.url)
+    parameters.client_properties = named
+    with pika.BlockingConnection(parameters) as connection:
+        connection.channel().confirm_delivery()
+        assert [each.client for each in (*broker.connections(), *broker.producers())] == [shown, shown]
 
 
 def test_wait_until_looks_again_whenever_something_has_happened(broker, connect):

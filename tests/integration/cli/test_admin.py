@@ -95,7 +95,7 @@ def test_D5_producers_are_listed_stopped_and_started(broker: Broker, run: Run) -
         _, out, _ = run("producers")
         (name,) = (channel.name for channel in broker.producers())
         assert out.splitlines()[1].startswith(f"{name}")
-        assert out.splitlines()[1].split()[2:7] == ["1", "0", "flowed", "operator", "1"]
+        assert out.splitlines()[1].split()[2:8] == ["producer", "1", "0", "flowed", "operator", "1"]
         assert run("start")[0] == 0
         producer.send(b"x").result(20)
         assert run("stop", name)[0] == 0

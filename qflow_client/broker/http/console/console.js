@@ -284,7 +284,7 @@ function makeRow(kinds) {
 
 function fillRow(row, told, header) {
   if (row.dataset.name !== told.name) row.dataset.name = told.name;
-  setText(header, told.name);
+  setText(header, told.label);
   setClass(row.children[1], `state ${told.state}`);
   told.cells.forEach((text, index) => setText(row.children[index + 1].firstChild, text));
 }
@@ -319,7 +319,7 @@ function fillProducerRow(row, told) {
   fillRow(row, told, row.children[0]);
   const button = row.children[8].firstChild;
   const what = told.state === "operator" ? "Start" : "Stop";
-  const label = `${what} producer ${told.name}`;
+  const label = `${what} producer ${told.label}`;
   if (button.getAttribute("aria-label") === label) return;
   button.dataset.what = what.toLowerCase();
   setText(button, what);

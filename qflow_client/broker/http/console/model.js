@@ -220,9 +220,14 @@ function counters(producers) {
   ].map(([name, value]) => [name, number.format(value)]);
 }
 
+// A producer is shown by what its client calls itself, and by its connection and channel, which no other has.
+function label(each) {
+  return each.client ? `${each.client}, ${each.name}` : each.name;
+}
+
 function page(all, wanted, isHeld) {
   const filter = wanted.filter.toLowerCase();
-  const found = all.filter((each) => (!wanted.only || isHeld(each)) && each.name.toLowerCase().includes(filter));
+  const found = all.filter((each) => (!wanted.only || isHeld(each)) && label(each).toLowerCase().includes(filter));
   if (wanted.sort === "name") found.sort((one, other) => (one.name < other.name ? -1 : 1));
   else if (wanted.sort === "flowedSeconds") found.sort((one, other) => flowedSeconds(other) - flowedSeconds(one));
   else if (wanted.sort !== "order") found.sort((one, other) => other[wanted.sort] - one[wanted.sort]);
@@ -243,6 +248,7 @@ function queueRow(queue) {
   numbers.push(queue.flowStoppedCount, queue.blocked.length, queue.consumers);
   return {
     name: queue.name,
+    label: queue.name,
     state: queue.flowStopped ? "on" : "",
     cells: [queue.flowStopped ? "ON" : "OFF", ...numbers.map(whole)],
   };
@@ -268,6 +274,7 @@ function producerRow(producer) {
   const held = blockedBy.slice(0, 3).join(", ") + (blockedBy.length > 3 ? ` and ${blockedBy.length - 3} more` : "");
   return {
     name: producer.name,
+    label: label(producer),
     state: byOperator ? "operator" : producer.flowed ? "on" : "",
     cells: [
       producer.flowed ? "flowed" : "unflowed",
@@ -348,8 +355,8 @@ function graph(producers) {
   const used = new Set();
   for (const group of shownGroups) {
     const state = group.blockedBy.includes("operator") ? "operator" : group.blockedBy.length ? "held" : "";
-    const label = group.members.length === 1 ? group.members[0].name : `${group.members.length} producers`;
-    node(`p${group.id}`, "producers", label, group.blockedBy.length ? `held by ${short(group.blockedBy)}` : "unflowed", state);
+    const title = group.members.length === 1 ? group.members[0].client || group.members[0].name : `${group.members.length} producers`;
+    node(`p${group.id}`, "producers", title, group.blockedBy.length ? `held by ${short(group.blockedBy)}` : "unflowed", state);
     for (const exchange of group.exchangesOf) {
       used.add(exchange);
       edge(`p${group.id}`, `e${exchange}`, state);
