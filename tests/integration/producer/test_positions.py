@@ -25,6 +25,7 @@ from qflow_client import (
 )
 from qflow_client.broker import Broker
 from qflow_client.errors import ProducerClosed
+from tests.interrupting import EVERY, interrupted
 
 from .test_outbox import leave, marked, on_disk, store
 from .tools import PATIENCE, Proxy, bodies, eventually, start, wait_done, wait_in_line
@@ -240,3 +241,24 @@ def test_E13_a_position_survives_a_lost_connection_and_its_messages_keep_their_o
     producer.flush(timeout=PATIENCE)
     assert list(dict.fromkeys(bodies(broker))) == [b"1", b"2", b"3", b"4", b"5"]
     assert producer.position(ROWS) == 5
+
+
+def test_E13_a_send_that_is_interrupted_anywhere_is_written_with_its_position_or_not_at_all(
+    broker: Broker, path: Path
+) -> None:
+    sent = []
+    with Producer(broker.url, routing_key="q", outbox=path) as producer:
+        for at in range(1, 2000, EVERY):
+            body, position = b"%d" % at, Position(ROWS, at)
+            come = interrupted(lambda: producer.send(body, position=position), at)  # noqa: B023  # called at once
+            if producer.position(ROWS) == at:
+                sent.append(body)
+            # The I/O is woken for it, wherever the interrupt came.
+            producer.flush(timeout=PATIENCE)
+            if not come:
+                break
+        assert at > 100
+    assert bodies(broker) == sent
+    assert marked(broker) == []
+    with Outbox(path) as outbox:
+        assert outbox.position(ROWS) == at
