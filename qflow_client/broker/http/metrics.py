@@ -6,7 +6,9 @@ holds the event loop for seconds.
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Iterator, Sequence
+from importlib import import_module
 from itertools import chain
 
 from qflow_client.broker.broker import Broker
@@ -94,6 +96,13 @@ def _gauge(gauge: tuple[str, str, int]) -> str:
     return f"{_family('gauge', name, text)}{name} {value:d}\n"
 
 
+def _build() -> bytes:
+    version = _quoted(str(import_module("qflow_client").__version__))
+    python = _quoted(platform.python_version())
+    about = _family("gauge", "qflow_build_info", "The versions that run; always 1")
+    return f"{about}qflow_build_info{{python={python},version={version}}} 1\n".encode()
+
+
 async def metrics_text(broker: Broker, turns: Turns) -> bytearray:
     """The metrics in Prometheus' text format.
 
@@ -115,7 +124,7 @@ async def metrics_text(broker: Broker, turns: Turns) -> bytearray:
         ("qflow_producers_stopped", "Whether an operator has stopped all", broker.producers_stopped),
     )
     # Put together as it is made: one join of very many lines would hold the loop.
-    text = bytearray()
+    text = bytearray(_build())
     async for line in turns.each(chain(_queue_lines(queues), _memory_lines(broker.memory), map(_gauge, sums))):
         text += line.encode(errors="replace")
     return text

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import platform
+
 from prometheus_client.parser import text_string_to_metric_families
 
-from qflow_client import Producer
+from qflow_client import Producer, __version__
 from qflow_client.broker import Broker
 
 from .tools import Client
@@ -23,6 +25,7 @@ def test_prometheus_is_told_what_queues_are_at(broker: Broker, ask: Client) -> N
         for family in text_string_to_metric_families(answer.text)
         for sample in family.samples
     }
+    assert samples["qflow_build_info", platform.python_version(), __version__] == 1
     assert samples["qflow_queue_messages", "orders"] == 2
     assert samples["qflow_queue_bytes", "orders"] == 10
     assert samples["qflow_queue_flow_stopped", "orders"] == 1
