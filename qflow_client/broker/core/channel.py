@@ -335,7 +335,9 @@ class Channel:
         Returns:
             Whether its confirm is held.
         """
-        confirms, source = (None, None) if self.is_closing else (self.confirms, self.flow)
+        is_open = not self.is_closing
+        confirms = self.confirms if is_open else None
+        source = self.flow if is_open else None
         completion = confirms.completion(tag) if confirms is not None else None
         for queue in queues:
             queue.enqueue(message, source, completion)

@@ -247,11 +247,9 @@ class QueueFlows(EntryObserver):
     # Messages.
 
     def entered(self, entry: QueueEntry, source: FlowSource | None, completion: Completion | None) -> None:
-        size = entry.message.size
-        observer = self.observer
+        size, observer, families = entry.message.size, self.observer, self.families
         if observer is not None:
             observer.arrived(self._queue, source, size)
-        families = self.families
         if not families:
             return
         now = self._clock()

@@ -40,9 +40,11 @@ class Storage(EntryObserver):
 
     __slots__ = (
         "_contents",
+        "_enter",
         "_has_letters",
         "_is_reading",
         "_journal",
+        "_leave",
         "_letters",
         "_max_window",
         "_number",
@@ -56,6 +58,7 @@ class Storage(EntryObserver):
         self, journal: Journal, number: int, has_letters: bool, contents: Contents, window: Callable[[], int]
     ) -> None:
         self._journal = journal
+        self._enter, self._leave = journal.enter, journal.leave
         self._number = number
         self._has_letters = has_letters
         self._contents = contents
@@ -99,7 +102,7 @@ class Storage(EntryObserver):
     # Entries.
 
     def entered(self, entry: QueueEntry, source: FlowSource | None, completion: Completion | None) -> None:
-        self._journal.enter(self._number, entry.message, completion)
+        self._enter(self._number, entry.message, completion)
         if self.pager is not None:
             self.pager.add(entry)
         if self.droppable is not None:
@@ -132,7 +135,7 @@ class Storage(EntryObserver):
         if self._has_letters and reason in _WITH_LETTER:
             self._letters[entry.message] = None
         else:
-            self._journal.leave(self._number, entry.message)
+            self._leave(self._number, entry.message)
 
     # Dead letters.
 
@@ -140,13 +143,13 @@ class Storage(EntryObserver):
         """The dead letter of a message is where it goes, or nowhere: so the message may leave the disk."""
         if message in self._letters:
             del self._letters[message]
-            self._journal.leave(self._number, message)
+            self._leave(self._number, message)
 
     def queue_deleted(self) -> None:
         """The store knows the queue no longer; what is to be read for its dead letters stays until it is."""
         for message in self._letters:
             self._journal.hold(message)
-            self._journal.leave(self._number, message)
+            self._leave(self._number, message)
         self._number = 0
 
     # Bodies on disk.
