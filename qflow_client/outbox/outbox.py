@@ -110,8 +110,13 @@ class Outbox:
         )
         try:
             self._file = outboxfile.open_file(self.path, synchronous=synchronous, timeout=timeout)
-            self._noted = Noted(self._file)
-            aside = outboxfile.aside(self._file)
+            try:
+                self._noted = Noted(self._file)
+                aside = outboxfile.aside(self._file)
+            except BaseException:
+                # Not by the collector: a file that cannot be used is to be free at once.
+                self._file.close()
+                raise
         except BaseException:
             self._lock_file.release()
             raise
