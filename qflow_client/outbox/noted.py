@@ -111,6 +111,7 @@ class Noted:
         Returns:
             Its sequence; 0 if there is no room.
         """
+        put_with = 0
         try:
             with self.lock:
                 if max_bytes is not None and self.size + size > max_bytes:
@@ -118,7 +119,7 @@ class Noted:
                 # In this order: Ctrl-C may leave a sequence without a message, but never give one to two.
                 self.last = sequence = self.last + 1
                 if position is not None:
-                    self._positions[sequence] = position
+                    put_with, self._positions[sequence] = sequence, position
                 self.rows.append((sequence, size, *row))
                 self.size += size
                 self.count += 1
@@ -126,6 +127,9 @@ class Noted:
         except BaseException:
             # It may have come between the message and its count.
             self._is_unsure = True
+            if put_with and not any(row[0] == put_with for row in (*self.rows, *self.inserting)):
+                # Or between the position and its message.
+                self._positions.pop(put_with, None)
             raise
 
     def permit(self, sequence: int) -> None:
@@ -243,11 +247,14 @@ class Noted:
             rows: the messages that it inserts.
             withdrawn: runs of messages whose positions do not count.
         """
-        reached = {
-            source: _Reached(0, at.before, at.before)
-            for source, at in self._reached.items()
-            if _is_in(withdrawn, at.sequence)
-        }
+        reached: dict[str, _Reached] = {}
+        if withdrawn:
+            # Rare; otherwise no commit looks at all sources that there are.
+            reached = {
+                source: _Reached(0, at.before, at.before)
+                for source, at in self._reached.items()
+                if _is_in(withdrawn, at.sequence)
+            }
         for row in rows if self._positions else ():
             sequence = row[0]
             position = self._positions.get(sequence)

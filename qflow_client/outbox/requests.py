@@ -41,8 +41,9 @@ class Requests:
     def request_commit(self) -> None:
         """Have what is noted written to disk soon."""
         if not self.commit:
-            self.commit = True
+            # In this order: Ctrl-C in between may have the writer woken twice, and never not at all.
             self._reports.wake.append(self.writer)
+            self.commit = True
 
     def request_read(self, request: ReadRequest) -> None:
         """Have a part of the backlog read."""

@@ -11,7 +11,7 @@ have a message that is behind the position on disk, and its source would be sent
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -97,8 +97,9 @@ class OutboxStore:
         self.backlog = Backlog(protocol, outbox, self.requests, protocol.controller.limiter, spilled_type)
         # The sequences of the messages in the window, by number.
         self._sequences: dict[int, int] = {}
-        # Likewise, of those with a position that are not known to be on disk, in order.
-        self._not_on_disk: dict[int, int] = {}
+        # Likewise, of those with a position that are not known to be on disk, in order. Not a plain dict, in which the
+        # first is found behind the places of all that have left in front of it.
+        self._not_on_disk: OrderedDict[int, int] = OrderedDict()
         #: Whether the first unsent message is one of them, so that nothing can be written before a commit.
         self.keeps_all_back = False
         # Whether there will be no further channel; and the receipts of messages that are to stay in the outbox then, by
@@ -324,7 +325,16 @@ class OutboxStore:
         # Last, because an interrupted call is made again.
         for receipt in receipts:
             sequences.pop(receipt._number, None)
+        if self._not_on_disk:
+            self._keep_nothing_back_for(receipts)
         self.requests.request_commit()
+
+    def _keep_nothing_back_for(self, settled: Sequence[Receipt]) -> None:
+        """Let what is behind messages leave that were to be on disk first, and will not be written any more."""
+        for receipt in settled:
+            if receipt._outcome is not Outcome.STORED:
+                self._not_on_disk.pop(receipt._number, None)
+        self.keeps_all_back = False
 
     # The backlog.
 

@@ -29,6 +29,8 @@ __all__ = ["StoreStep", "Writer", "close_outbox"]
 
 # Seconds in which settled messages gather before they leave the disk, unless there is a commit earlier.
 _GATHER = 0.05
+# The same while messages wait for the disk before they are written: a sender may come that waits for their room.
+_GATHER_WAITED_FOR = 0.002
 # Messages, and bytes of them, that are read of the backlog at once.
 _BATCH = 500
 _BATCH_BYTES = 1 << 20
@@ -168,7 +170,7 @@ class Writer:
                 continue
             if not self._is_urgent and self.store.requests.read is None and not self.store.has_waiting:
                 # Let settled messages gather, unless a sender comes that waits.
-                self._wake.acquire(timeout=_GATHER)
+                self._wake.acquire(timeout=_GATHER_WAITED_FOR if self.store.waits_for_disk else _GATHER)
             if not self.work():
                 self._pause()
                 self.set()

@@ -89,6 +89,17 @@ def test_E13_send_many_takes_messages_with_their_positions(
     assert producer.position(ROWS) == ("four" if way == "mixed" else 3)
 
 
+def test_E13_a_batch_that_fills_the_window_does_not_wait_for_settled_messages_to_gather(
+    broker: Broker, make_producer: Callable[..., Producer], path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Longer than the test may take.
+    monkeypatch.setattr("qflow_client.outbox.writer._GATHER", 2 * PATIENCE)
+    producer = make_producer(outbox=path, capacity=10)
+    receipts = producer.send_many(numbered(1, 100), timeout=PATIENCE)
+    wait_done(receipts)
+    assert bodies(broker) == [b"%d" % number for number in range(1, 101)]
+
+
 def test_E13_a_position_without_an_outbox_is_refused_before_anything_is_sent(
     broker: Broker, make_producer: Callable[..., Producer]
 ) -> None:

@@ -331,6 +331,70 @@ def test_E13_the_io_is_not_woken_for_what_waits_for_the_disk(path: Path) -> None
     kept.outbox.close()
 
 
+def test_E13_what_is_settled_before_it_is_on_disk_keeps_nothing_back(path: Path) -> None:
+    # The disk does not answer, and the time of the first message is over.
+    kept = Kept(path, delivery_timeout=5.0)
+    late = send(kept, 1)
+    assert kept.store.send(b"behind", "", "q", kept.now, spills=False) is not None
+    kept.protocol.on_timer(kept.now + 1.0)
+    assert not kept.protocol.has_output
+    kept.now += 7.0
+    behind = kept.store.send(b"last", "", "q", kept.now, spills=False)
+    assert behind is not None
+    kept.protocol.on_timer(kept.now)
+    assert late._outcome is Outcome.FAILED
+    assert not kept.store.waits_for_disk
+    assert kept.protocol.has_output
+    assert bodies(kept.write())[-1:] == [b"last"]
+    kept.outbox.close()
+
+
+def test_E13_a_request_that_is_interrupted_does_not_keep_the_next_one_from_the_writer(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Interrupted(list[Any]):
+        def append(self, _waiter: Any) -> None:
+            raise KeyboardInterrupt
+
+    kept = Kept(path)
+    with monkeypatch.context() as patched:
+        patched.setattr(kept.protocol.reports, "wake", Interrupted())
+        with pytest.raises(KeyboardInterrupt):
+            kept.store.requests.request_commit()
+    kept.store.requests.request_commit()
+    assert kept.protocol.reports.wake == [kept.writer]
+    kept.outbox.close()
+
+
+def test_E13_a_commit_does_not_look_at_all_sources_that_there_are(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Reached(dict[str, Any]):
+        def items(self) -> Any:
+            raise AssertionError("all sources were looked at")
+
+    with Outbox(path) as outbox:
+        put(outbox, 1)
+        outbox.commit()
+        monkeypatch.setattr(outbox._noted, "_reached", Reached(outbox._noted._reached))
+        put(outbox, 2)
+        outbox.commit()
+        assert outbox.position(ROWS) == 2
+
+
+def test_E13_a_position_whose_message_was_not_noted_does_not_count(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Interrupted(list[Any]):
+        def append(self, _row: Any) -> None:
+            raise KeyboardInterrupt
+
+    with Outbox(path) as outbox:
+        put(outbox, 1)
+        outbox.commit()
+        with monkeypatch.context() as patched:
+            patched.setattr(outbox._noted, "rows", Interrupted())
+            with pytest.raises(KeyboardInterrupt):
+                put(outbox, 2)
+        assert outbox.position(ROWS) == 1
+
+
 def test_E13_the_writer_commits_what_its_sender_does_not_and_has_it_written(path: Path) -> None:
     kept = Kept(path)
     steps: list[Callable[[float], None]] = []
