@@ -336,7 +336,8 @@ class Channel:
             Whether its confirm is held.
         """
         is_open = not self.is_closing
-        confirms = self.confirms if is_open else None
+        # A publish that waited may be older than confirm mode: then its tag is 0.
+        confirms = self.confirms if is_open and tag else None
         source = self.flow if is_open else None
         completion = confirms.completion(tag) if confirms is not None else None
         for queue in queues:
@@ -356,7 +357,7 @@ class Channel:
         """One of its publishes that waited is taken."""
         self.waiting.pop(waiting, None)
         # With confirms it is owed until that is sent.
-        if self.confirms is None:
+        if not waiting.tag:
             self.flow.settle(waiting.message.size)
         self._enqueue(waiting.message, waiting.queues, waiting.tag)
 
@@ -365,7 +366,7 @@ class Channel:
         self.waiting.pop(waiting, None)
         if self.is_closing:
             return False
-        if self.confirms is None:
+        if self.confirms is None or not waiting.tag:
             self.flow.settle(waiting.message.size)
             self.fail(ReplyCode.RESOURCE_ERROR, f"{ReplyCode.RESOURCE_ERROR.title} - {reason}", PUBLISH)
         else:

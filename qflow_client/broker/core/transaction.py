@@ -81,6 +81,9 @@ class Transaction:
                 sizes[queue] = sizes.get(queue, 0) + message.size
                 largest[queue] = max(largest.get(queue, 0), message.size)
                 reason = queue.refusal(sizes[queue], counts[queue], largest[queue])
+                if reason is None and queue.has_line:
+                    # A commit cannot wait, and must not pass publishes that do.
+                    reason = f"publishes wait for room in queue '{queue.name}'"
                 if reason is not None:
                     return reason
         return None

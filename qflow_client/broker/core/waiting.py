@@ -1,8 +1,11 @@
 """Publishes that wait for room in a full queue whose policy is ``wait`` (A4), sans-I/O.
 
 A `WaitingPublish` stands in the line of every queue that it goes to. It is admitted when it is the first in all of them
-and all of them have room, so a later publish never passes an earlier one in any queue. A queue knows only how many wait
-for it; it asks the room to look at its line when a message has left it, and when the first deadline is over.
+and all of them have room, so a later publish never passes an earlier one in any queue. A commit is refused instead of
+waiting. Dead letters do not wait, nor does what the program publishes that embeds the broker.
+
+A queue knows only how many wait for it. It asks the room to look at its line when a message has left it, and when the
+first deadline is over.
 """
 
 from __future__ import annotations

@@ -415,6 +415,30 @@ def test_A4_without_confirms_who_waits_for_too_long_loses_its_channel(world):
     assert "waited 60.0 s" in close.reply_text
 
 
+@pytest.mark.parametrize("is_taken", [True, False])
+def test_A4_a_publish_that_is_older_than_confirm_mode_gets_no_confirm(world, is_taken):
+    client = world.client().channel()
+    client.declare(arguments=WAIT_1)
+    client.publish()
+    client.publish(b"waits")
+    client.call(1, commands.Confirm.Select(), commands.Confirm.SelectOk)
+    if is_taken:
+        world.queue().take(no_ack=True)
+        tick(world, 0.0)
+        assert bodies(world.queue()) == [b"waits"]
+        assert client.received() == []
+        world.queue().take(no_ack=True)
+        client.publish()
+        assert settled(client) == ([1], [])
+    else:
+        other = world.client().channel(confirms=True)
+        other.publish()
+        tick(world, 60.0)
+        # As without confirms; and what waits behind it is not forgotten.
+        assert client.close_of(commands.Channel.Close).reply_code == 506
+        assert settled(other) == ([], [1])
+
+
 def test_A4_what_never_fits_is_refused_at_once(world):
     client = world.client().channel(confirms=True)
     client.declare(arguments={"x-qflow-policy": "wait", "qpid.max_size": 3})
@@ -558,6 +582,20 @@ def test_A4_D9_a_commit_does_not_wait(world):
     close = client.close_of(commands.Channel.Close)
     assert (close.reply_code, world.queue().depth) == (406, 0)
     assert "queue full" in close.reply_text
+
+
+def test_A4_a_commit_does_not_pass_a_publish_that_waits(world):
+    first, second = world.client().channel(confirms=True), world.client().channel()
+    first.declare(arguments={"x-qflow-policy": "wait", "qpid.max_size": 4})
+    first.publish(b"4444")
+    first.publish(b"333")
+    world.queue().take(no_ack=True)
+    second.call(1, commands.Tx.Select(), commands.Tx.SelectOk)
+    second.publish(b"1")
+    second.send(1, commands.Tx.Commit())
+    assert "publishes wait for room in queue 'q'" in second.close_of(commands.Channel.Close).reply_text
+    tick(world, 0.0)
+    assert bodies(world.queue()) == [b"333"]
 
 
 @pytest.mark.parametrize("policy", ["reject", "wait", "ring_strict"])
