@@ -8,7 +8,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePath
 from typing import Annotated, Any, NamedTuple, NoReturn
@@ -142,7 +142,7 @@ class Sending:
         producer: what to send with; closed by `close`.
         skip: how many records to leave out at the beginning.
         source: the name of the file's position in the outbox; ``None`` if no position is stored.
-        begins_anew: whether to pay no regard to the stored position.
+        begins_anew: whether to begin at the first record behind `skip`, wherever the stored position is.
     """
 
     def __init__(
@@ -210,6 +210,11 @@ class Sending:
             return
         self.progress = Reached(records.format, Place())
         if self._begins_anew:
+            # What was sent before may be in the broker all the same. A position that cannot be read says nothing of it.
+            with suppress(CommandError, OutboxError):
+                stored = Reached.parse(self.producer.position(self.source), records.format, records.name)
+                self._sent_before = stored.sent
+                self.progress = replace(self.progress, sent=stored.sent)
             return
         try:
             progress = Reached.parse(self.producer.position(self.source), records.format, records.name)
@@ -240,7 +245,7 @@ class Sending:
             self._found = record.number
             if record.number <= self._skip:
                 if record.number == self._skip and self.progress is not None:
-                    self.progress = Reached(records.format, records.place)
+                    self.progress = replace(self.progress, place=records.place)
                 continue
             message = record.message if record.number > self._sent_before else _marked(record.message)
             place = position = None

@@ -19,6 +19,7 @@ import qflow_client.cli.send
 from qflow_client import Outbox, OutboxError
 from qflow_client.broker import Broker
 from qflow_client.cli import main
+from qflow_client.cli.resuming import source_of
 from qflow_client.message import REPUBLISHED
 from qflow_client.testing.proxy import FaultProxy
 from tests.integration.cli.commands import BRIEF
@@ -639,8 +640,37 @@ def test_E13_a_skip_is_obeyed_and_what_was_sent_is_remembered(
     assert "nothing is left to send: 3 records were sent before" in capsys.readouterr().out
     assert send_file(lines, path, broker, "--skip", "2") == 0
     assert bodies(broker) == [b"two", b"three", b"three"]
+    assert marks(broker) == [False, False, True]
     assert send_file(lines, path, broker, "--skip", "0", "--from-start") == 2
     assert "--from-start leaves out nothing, and --skip does; leave one of them out" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("is_refused", [False, True], ids=["delivered", "refused"])
+def test_E13_a_skip_does_not_forget_how_far_an_earlier_run_had_sent(
+    broker: Broker, lines: Path, tmp_path: Path, is_refused: bool
+) -> None:
+    path = tmp_path / "outbox"
+    assert send_file(lines, path, broker) == 0
+    # A run with --skip that does not get as far as the first run, as if it had been killed.
+    lines.write_bytes(b"one\ntwo\n")
+    if is_refused:
+        broker.delete_queue("orders")
+    assert send_file(lines, path, broker, "--skip", "1") == int(is_refused)
+    lines.write_bytes(b"one\ntwo\nthree\n")
+    broker.declare_queue("orders")
+    broker.purge("orders")
+    assert send_file(lines, path, broker) == 0
+    assert bodies(broker) == [b"two", b"three"][not is_refused :]
+    assert all(marks(broker))
+
+
+def test_E13_a_skip_needs_no_position_that_can_be_read(broker: Broker, lines: Path, tmp_path: Path) -> None:
+    path = tmp_path / "outbox"
+    with Outbox(path) as outbox:
+        outbox.set_position(source_of(str(lines), "", "orders"), "of something else")
+    assert send_file(lines, path, broker, "--skip", "1") == 0
+    assert bodies(broker) == [b"two", b"three"]
+    assert not any(marks(broker))
 
 
 def test_E13_the_same_file_to_another_queue_is_another_source(broker: Broker, lines: Path, tmp_path: Path) -> None:
