@@ -556,7 +556,7 @@ def check_many(messages: object, timeout: float | None) -> None:
 
 @contextmanager
 def keeping(receipts: Sequence[Receipt]) -> Iterator[None]:
-    """Have whatever is raised bear the receipts of what was admitted before, which nobody is given then.
+    """Have whatever is raised bear the receipts of what was admitted, which nobody is given then.
 
     Args:
         receipts: grows meanwhile.
@@ -566,9 +566,21 @@ def keeping(receipts: Sequence[Receipt]) -> Iterator[None]:
     except BaseException as error:
         # An exception may refuse attributes.
         with suppress(Exception):
-            error.add_note(f"qflow_client: {len(receipts)} messages were admitted before; .receipts has theirs")
+            error.add_note(f"qflow_client: {len(receipts)} messages were admitted; .receipts has theirs")
             error.receipts = tuple(receipts)  # type: ignore[attr-defined]  # of any exception
         raise
+
+
+def keep_admitted(error: Exception, receipts: list[Any]) -> None:
+    """Keep the receipt of a message that was admitted although its `send` has failed (`NotDurable`).
+
+    Args:
+        error: what `send` has raised.
+        receipts: those of the messages before it; gets that of the message.
+    """
+    receipt = getattr(error, "receipt", None)
+    if receipt is not None:
+        receipts.append(receipt)
 
 
 def undelivered_of(failures: Sequence[Receipt], dropped: int, outbox: Sized | None) -> UndeliveredMessages | None:

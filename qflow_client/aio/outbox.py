@@ -17,7 +17,7 @@ from qflow_client.outbox.spilled import Spilled
 from qflow_client.outbox.storage import GRACE, Storage
 from qflow_client.position import Position
 from qflow_client.producer import resolve, split
-from qflow_client.skin import deadline_of
+from qflow_client.skin import deadline_of, keep_admitted
 
 if TYPE_CHECKING:
     from qflow_client.aio.producer import AsyncProducer
@@ -165,16 +165,22 @@ async def store_many(
                 payload, settings.exchange if to is None else to, settings.routing_key if key is None else key
             )
             if receipt is None:
-                receipt = await producer.send(
-                    payload, timeout=timeout, **options | {"exchange": to, "routing_key": key}
-                )
+                sent_to = options | {"exchange": to, "routing_key": key}
+                try:
+                    receipt = await producer.send(payload, timeout=timeout, **sent_to)
+                except Exception as error:
+                    keep_admitted(error, receipts)
+                    raise
             receipts.append(receipt)
             if len(receipts) % _AT_ONCE == 0:
                 await engine.made_durable(receipt, deadline_of(timeout))
     except Exception as error:
         give_back(error)
-        if receipts:
-            await engine.made_durable(receipts[-1], time.monotonic())
+        # After a `NotDurable` the disk is not asked again. Any other error is what the caller has to know, so a second
+        # one from the disk must not replace it.
+        if receipts and not isinstance(error, NotDurable):
+            with suppress(NotDurable):
+                await engine.made_durable(receipts[-1], time.monotonic())
         raise
     if receipts:
         await engine.made_durable(receipts[-1], deadline_of(timeout))

@@ -36,6 +36,7 @@ from qflow_client.skin import (
     check_many,
     close_limit,
     deadline_of,
+    keep_admitted,
     keeping,
     leave_word,
     limit_of,
@@ -324,8 +325,8 @@ class AsyncProducer(BaseProducer):
         """`send` every message, in order, each as if it were alone.
 
         Whatever is raised, also by the iterable and by a cancel, has in its attribute ``receipts`` those of the
-        messages before it: they were admitted, and are on their way. No message after that one was taken from the
-        iterable.
+        messages before it: they were admitted, and are on their way. After `NotDurable` the last of them is that of the
+        message itself, which was admitted, too. No message after that one was taken from the iterable.
 
         Args:
             messages: as for `send`; or pairs of a message and its position.
@@ -353,8 +354,8 @@ class AsyncProducer(BaseProducer):
                 return await store_many(self, messages, receipts, limit_of(timeout, self.settings), options)
             for each in messages:
                 message, position = split(each) if isinstance(each, tuple) else (each, None)
-                receipts.append(
-                    await self.send(
+                try:
+                    receipt = await self.send(
                         message,
                         exchange=exchange,
                         routing_key=routing_key,
@@ -362,7 +363,10 @@ class AsyncProducer(BaseProducer):
                         source=source,
                         position=position,
                     )
-                )
+                except Exception as error:
+                    keep_admitted(error, receipts)
+                    raise
+                receipts.append(receipt)
         return receipts
 
     @staticmethod

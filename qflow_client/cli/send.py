@@ -269,10 +269,8 @@ class Sending:
                     [each.message if each.position is None else (each.message, each.position) for each in items]
                 )
             except NotDurable as failure:
-                # It is admitted, and its receipt tells what becomes of it. It may be one of those or the next.
+                # The last of them is that of the message that is not on disk. It tells what becomes of the message.
                 receipts = failure.receipts
-                if failure.receipt not in receipts:
-                    receipts = (*receipts, failure.receipt)
             except (OutboxFull, ProducerClosed, ProducerFlowed, TypeError, ValueError) as failure:
                 receipts, error = getattr(failure, "receipts", ()), failure
             for each, receipt in zip(items, receipts, strict=False):

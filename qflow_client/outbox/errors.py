@@ -20,7 +20,7 @@ class OutboxError(QflowError):
 
     Attributes:
         receipt: of a message that was admitted, see `NotDurable`; ``None`` if none was.
-        receipts: of what the same `send_many` had admitted before.
+        receipts: of what the same `send_many` had admitted, `receipt` included.
     """
 
     receipt: Receipt | None = None

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from qflow_client.message import Message, give_back, with_position
+from qflow_client.outbox.errors import NotDurable
 from qflow_client.outbox.spilled import Spilled
 from qflow_client.position import Position
 from qflow_client.producer import resolve, split
-from qflow_client.skin import deadline_of
+from qflow_client.skin import deadline_of, keep_admitted
 from qflow_client.sync.receipt import SyncReceipt
 
 if TYPE_CHECKING:
@@ -58,16 +60,24 @@ def store_many(
             )
             if receipt is None:
                 sent_to = options | {"exchange": to, "routing_key": key}
-                receipt = producer.send(payload, timeout=timeout, **sent_to)
+                try:
+                    receipt = producer.send(payload, timeout=timeout, **sent_to)
+                except Exception as error:
+                    keep_admitted(error, receipts)
+                    raise
                 durable = len(receipts) + 1
             receipts.append(receipt)
             if len(receipts) >= durable + _AT_ONCE:
                 durable = len(receipts)
                 storage.wait_durable(receipt, deadline_of(timeout))
-    except BaseException as error:
+    except Exception as error:
         give_back(error)
+        # After a `NotDurable` the disk is not asked again. Any other error is what the caller has to know, so a second
+        # one from the disk must not replace it.
+        if not isinstance(error, NotDurable) and len(receipts) > durable:
+            with suppress(NotDurable):
+                storage.wait_durable(receipts[-1], deadline_of(timeout))
         raise
-    finally:
-        if len(receipts) > durable:
-            storage.wait_durable(receipts[-1], deadline_of(timeout))
+    if len(receipts) > durable:
+        storage.wait_durable(receipts[-1], deadline_of(timeout))
     return receipts

@@ -30,6 +30,7 @@ from qflow_client.skin import (
     check_many,
     close_limit,
     deadline_of,
+    keep_admitted,
     keeping,
     leave_word,
     limit_of,
@@ -304,7 +305,8 @@ class Producer(BaseProducer):
         """`send` every message, in order, each as if it were alone.
 
         Whatever is raised, also by the iterable, has in its attribute ``receipts`` those of the messages before it:
-        they were admitted, and are on their way. No message after that one was taken from the iterable.
+        they were admitted, and are on their way. After `NotDurable` the last of them is that of the message itself,
+        which was admitted, too. No message after that one was taken from the iterable.
 
         Args:
             messages: as for `send`; or pairs of a message and its position.
@@ -331,8 +333,8 @@ class Producer(BaseProducer):
             # Other iterables may make each message when the one before it is on disk.
             for each in messages:
                 message, position = split(each) if isinstance(each, tuple) else (each, None)
-                receipts.append(
-                    self.send(
+                try:
+                    receipt = self.send(
                         message,
                         exchange=exchange,
                         routing_key=routing_key,
@@ -340,7 +342,10 @@ class Producer(BaseProducer):
                         source=source,
                         position=position,
                     )
-                )
+                except Exception as error:
+                    keep_admitted(error, receipts)
+                    raise
+                receipts.append(receipt)
         return receipts
 
     # Waiting.

@@ -21,6 +21,7 @@ from qflow_client.broker import Broker
 from qflow_client.cli import main
 from qflow_client.cli.resuming import source_of
 from qflow_client.message import REPUBLISHED
+from qflow_client.outbox.noted import Noted
 from qflow_client.testing.proxy import FaultProxy
 from tests.integration.cli.commands import BRIEF
 from tests.integration.cli.terminal import on_a_terminal
@@ -747,6 +748,23 @@ def test_E13_a_position_that_cannot_be_put_back_is_told(
     assert send_file(lines, tmp_path / "outbox", broker) == 1
     words = "qflow: the next run would go on behind what was not delivered, so give it --skip 0: disk full"
     assert words in capsys.readouterr().err.splitlines()
+
+
+def test_E13_while_the_disk_fails_no_record_is_sent_twice_that_had_to_wait(
+    broker: Broker, lines: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines.write_bytes(b"1\n2\n3\n4\n5\n")
+    write = Noted.write
+
+    def fail_at_first(self: Noted, *arguments: Any, **options: Any) -> int:
+        if self.last < 5:
+            raise OutboxError("disk full")
+        return write(self, *arguments, **options)
+
+    monkeypatch.setattr(Noted, "write", fail_at_first)
+    # The third record and those behind it wait for the rate.
+    assert send_file(lines, tmp_path / "outbox", broker, "--rate", "20", "--rate-burst", "2") == 0
+    assert bodies(broker) == [b"1", b"2", b"3", b"4", b"5"]
 
 
 def test_E13_a_damaged_position_is_told_and_left_by_from_start(

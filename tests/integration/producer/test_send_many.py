@@ -4,11 +4,22 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from qflow_client import FlowControlTimeout, Message, Outcome, Producer, ProducerClosed, ProducerFlowed
+from qflow_client import (
+    FlowControlTimeout,
+    Message,
+    NotDurable,
+    OutboxError,
+    Outcome,
+    Position,
+    Producer,
+    ProducerClosed,
+    ProducerFlowed,
+)
 from qflow_client.broker import Broker
 from tests.effort import rounds
 
@@ -73,7 +84,7 @@ def test_what_was_admitted_before_a_timeout_is_not_lost(
     error = caught.value
     assert [receipt.message.body for receipt in error.receipts] == numbered(100)
     assert error.message == b"100"
-    assert error.__notes__ == ["qflow_client: 100 messages were admitted before; .receipts has theirs"]
+    assert error.__notes__ == ["qflow_client: 100 messages were admitted; .receipts has theirs"]
     # An iterator has lost what the error has, and no more.
     assert list(messages) == (numbered(49, 101) if kind is iter else numbered(150))
     broker.release_confirms()
@@ -200,3 +211,81 @@ def test_with_spans_each_has_its_own(make_producer: Make, broker: Broker) -> Non
     producer = make_producer(tracing=True)
     wait_done(producer.send_many(numbered(3)))
     assert bodies(broker) == numbered(3)
+
+
+# With an outbox.
+
+
+def fail_for_now(producer: Producer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the disk fail until the patch is undone."""
+
+    def fail(*_: Any) -> None:
+        raise OutboxError("disk full")
+
+    assert producer._engine.storage is not None
+    monkeypatch.setattr(producer._engine.storage.outbox._file, "execute_many", fail)
+
+
+@KINDS
+def test_what_was_admitted_while_the_disk_fails_has_its_receipt_also_if_it_had_to_wait(
+    make_producer: Make,
+    broker: Broker,
+    tmp_path: Path,
+    kind: Callable[[Any], Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # The third message has to wait for the rate.
+    producer = make_producer(outbox=tmp_path / "outbox", rate=20, rate_burst=2)
+    messages = [(body, Position("orders", number)) for number, body in enumerate(numbered(5))]
+    sent = 0
+    with monkeypatch.context() as patched:
+        fail_for_now(producer, patched)
+        while sent < len(messages):
+            with pytest.raises(NotDurable) as caught:
+                producer.send_many(kind(messages[sent:]))
+            assert caught.value.receipts[-1] is caught.value.receipt
+            sent += len(caught.value.receipts)
+            assert producer.unsettled == sent
+            assert producer.position("orders") == sent - 1
+    producer.flush(timeout=PATIENCE)
+    assert bodies(broker) == numbered(5)
+
+
+@pytest.mark.parametrize("kind", [list, tuple], ids=["list", "tuple"])
+def test_a_disk_that_fails_replaces_no_other_error(
+    make_producer: Make, broker: Broker, tmp_path: Path, kind: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    producer = make_producer(outbox=tmp_path / "outbox")
+    with monkeypatch.context() as patched:
+        fail_for_now(producer, patched)
+        # Two messages are kept from the broker, because they have positions.
+        with pytest.raises(TypeError) as caught:
+            producer.send_many(kind([(b"0", Position("orders", 0)), (b"1", Position("orders", 1)), (7, None)]))
+        assert len(caught.value.receipts) == 2  # type: ignore[attr-defined]
+    producer.flush(timeout=PATIENCE)
+    assert bodies(broker) == numbered(2)
+
+
+def test_ctrl_c_does_not_wait_for_a_disk_that_fails(
+    broker: Broker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with (
+        Producer(broker.url, routing_key="q", outbox=tmp_path / "outbox") as producer,
+        monkeypatch.context() as patched,
+    ):
+        fail_for_now(producer, patched)
+        admit, left = producer._engine.admit, [1, 1]
+
+        def interrupted(*arguments: Any) -> Any:
+            if not left:
+                raise KeyboardInterrupt
+            left.pop()
+            return admit(*arguments)
+
+        patched.setattr(producer._engine, "admit", interrupted)
+        with pytest.raises(KeyboardInterrupt) as caught:
+            producer.send_many([(body, Position("orders", at)) for at, body in enumerate(numbered(3))])
+        assert len(caught.value.receipts) == 2  # type: ignore[attr-defined]
+        patched.undo()
+        producer.flush(timeout=PATIENCE)
+    assert bodies(broker) == numbered(2)
