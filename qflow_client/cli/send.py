@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 import threading
 import time
@@ -54,6 +55,10 @@ _GRACE = 2.0
 _TOLD = 5
 # How many records of a file are sent together.
 _TOGETHER = 64
+# Seconds after which a wait looks whether a record was refused meanwhile.
+_LOOK = 0.1
+# Seconds that the disk may take for a position that is put back. The end of the command tries again if it fails.
+_DISK = 1.0
 _MARK = "x-qflow-republished"
 
 
@@ -161,6 +166,8 @@ class Sending:
         self._found = self._sent_before = 0
         # What is not accounted for, in the order of the records, and where each record ends.
         self._pending: deque[tuple[Record, Receipt, Place | None]] = deque()
+        # The position that was put back because a record behind it was not delivered; ``None`` if there is none.
+        self._written_back: Reached | None = None
         # What is accounted for and was not delivered.
         self._failed: list[Receipt] = []
         # Held while the producer is being closed, so that a second close waits for the first.
@@ -234,6 +241,10 @@ class Sending:
         """
         items: list[_Item] = []
         most = 1 if self.source is None else _TOGETHER
+        rate = self.producer.settings.rate
+        if rate is not None:
+            # Otherwise the first of them could be refused long before the last one is sent, and that is seen only then.
+            most = max(1, min(most, int(rate * _LOOK)))
         while len(items) < most:
             try:
                 with stopping.breakable():
@@ -298,10 +309,10 @@ class Sending:
         )
 
     def account(self) -> int:
-        """Account for what is settled.
+        """Account for what is settled, and put the position back if a record was not delivered.
 
         Returns:
-            How many messages were not delivered so far.
+            How many messages are known not to be delivered.
         """
         pending = self._pending
         while pending and pending[0][1].done:
@@ -314,13 +325,58 @@ class Sending:
                 # What is behind a gap is sent again with it.
                 reached = place if self.tally.confirmed_up_to == record.number else self.progress.place
                 self.progress = Reached(self.progress.format, reached, max(record.number, self.progress.sent))
-        return self.tally.failed + self.tally.stored + self.tally.left_failed
+        behind = self._put_position_back()
+        return self.tally.failed + self.tally.stored + self.tally.left_failed + behind
+
+    def _put_position_back(self) -> int:
+        """Write the position before the first record that was not delivered, if there is one and the outbox is open.
+
+        Such a record has left the outbox, and the position in the file is behind it. Those before it are delivered or
+        in the outbox. Nothing may be sent afterwards, because that would move the position forward again.
+
+        Returns:
+            How many of the unaccounted records were not delivered; 1 at the most.
+        """
+        if self.source is None or self.progress is None or self.producer.closed:
+            return 0
+        place, behind = self.progress.place, 0
+        if not self.tally.failed:
+            for _, receipt, end in self._pending:
+                if receipt.done and not receipt.delivered and not receipt.is_stored:
+                    behind = 1
+                    break
+                assert end is not None
+                place = end
+            if not behind:
+                return 0
+        sent = max(self._pending[-1][0].number if self._pending else 0, self.progress.sent)
+        reached = Reached(self.progress.format, place, sent)
+        if reached != self._written_back:
+            storage = self.producer._engine.storage
+            assert storage is not None
+            # If it cannot be written now, the end of the command tries again, and tells of it.
+            with suppress(OutboxError):
+                storage.outbox.set_position(self.source, str(reached), _DISK)
+                self._written_back = reached
+        return behind
 
     def _flush(self) -> ConfirmTimeout | None:
+        """Wait for the confirms; return the error if they do not come in time."""
+        limit = self.producer.settings.max_producer_flow_control_wait
+        left = math.inf if limit is None else limit
+        end = time.monotonic() + left
         try:
-            self.producer.flush()
+            while self.source is not None and left > _LOOK:
+                try:
+                    self.producer.flush(_LOOK)
+                except ConfirmTimeout:
+                    self.account()
+                    left = end - time.monotonic()
+                else:
+                    return None
+            self.producer.flush(None if left == math.inf else max(0.0, left))
         except ConfirmTimeout as error:
-            return error
+            return ConfirmTimeout(f"{error.unsettled} messages are not settled after {limit:.3g} s", error.unsettled)
         except UndeliveredMessages as error:
             self._undelivered(error)
         return None
@@ -562,6 +618,8 @@ def send(
             assert stopping.signal is not None
             failure = CommandError(f"interrupted by {stopping.signal.name}", stopping.exit_code)
         finally:
+            # Before it waits for what is on its way, because it may be killed meanwhile.
+            sending.account()
             sending.close()
         sending.account()
         took = time.monotonic() - started

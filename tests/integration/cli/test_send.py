@@ -737,6 +737,21 @@ def test_E13_what_was_not_delivered_is_sent_again_with_a_mark(
     assert "nothing is left to send" in capsys.readouterr().out
 
 
+def test_E13_a_run_that_is_killed_once_it_knows_of_a_refusal_loses_no_record(
+    broker: Broker, lines: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "outbox"
+    broker.delete_queue("orders")
+    # As if it were killed when it has closed the producer.
+    with monkeypatch.context() as patched:
+        patched.setattr(qflow_client.cli.send, "_put_back", lambda *_: None)
+        assert send_file(lines, path, broker) == 1
+    broker.declare_queue("orders")
+    assert send_file(lines, path, broker) == 0
+    assert bodies(broker) == [b"one", b"two", b"three"]
+    assert all(marks(broker))
+
+
 def test_E13_a_position_that_cannot_be_put_back_is_told(
     broker: Broker, lines: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
