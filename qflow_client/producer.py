@@ -213,7 +213,7 @@ class BaseProducer(ABC):
 
         Raises:
             SettingsError: there is no outbox.
-            ProducerClosed: it is not connected yet, or was made in another process, of which this one is a fork.
+            ProducerClosed: it is not connected yet, or was made before this process was forked.
             OutboxError: the position is damaged.
         """
         if self.settings.outbox is None:

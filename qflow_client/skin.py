@@ -556,7 +556,7 @@ def check_many(messages: object, timeout: float | None) -> None:
 
 @contextmanager
 def keeping(receipts: Sequence[Receipt]) -> Iterator[None]:
-    """Have whatever is raised bear the receipts of what was admitted, which nobody is given then.
+    """Add the receipts of the messages that were admitted to any exception, because the call does not return them then.
 
     Args:
         receipts: grows meanwhile.

@@ -17,7 +17,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 
 def pytest_collection_finish() -> None:
-    """Keep what all test modules consist of out of every later search for garbage, some of which take 0.2 s with it."""
+    """Have the garbage collector ignore what the test modules consist of: a full collection takes 0.2 s with it."""
     gc.collect()
     gc.freeze()
 

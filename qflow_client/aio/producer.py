@@ -386,7 +386,7 @@ class AsyncProducer(BaseProducer):
         Raises:
             ConfirmTimeout: some is not; its outcome is not known yet.
             UndeliveredMessages: all is settled, and some of it, of which nobody has been told, was not delivered.
-            ProducerClosed: it was made in another process, of which this one is a fork.
+            ProducerClosed: it was made before this process was forked.
         """
         if self._engine.is_copy:
             raise ProducerClosed(str(self._protocol.closed))

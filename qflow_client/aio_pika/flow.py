@@ -528,7 +528,7 @@ class ChannelFlow(DropInFlow):
         return protocol.unwritten > _ENOUGH or (protocol.is_stopped and protocol.has_answer)
 
     def _kick(self) -> None:
-        """Have what there is written, and have the loop tell whom there is to tell."""
+        """Have the waiting bytes written, and have the loop wake and inform those that wait."""
         if self._number is not None and self.protocol.unwritten > 0 and not self._tapped.awake:
             self._tapped.wake()
         if self._loop.is_closed():

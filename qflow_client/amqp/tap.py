@@ -334,7 +334,7 @@ class Tap:
                 left an earlier call, so a part of what it was given may be lost.
         """
         if self._is_torn:
-            self.error = FrameError("bytes of which an interrupt has lost a part")
+            self.error = FrameError("an interrupt has lost a part of the bytes that came")
         if self.error is not None:
             raise self.error
         self._is_torn = True

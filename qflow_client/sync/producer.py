@@ -360,7 +360,7 @@ class Producer(BaseProducer):
             ConfirmTimeout: some is not; its outcome is not known yet.
             UndeliveredMessages: all is settled, and some of it, of which nobody has been told, was not delivered.
                 Whoever sent it: of several threads that flush, the first gets the failures of all, and no other does.
-            ProducerClosed: it was made in another process, of which this one is a fork.
+            ProducerClosed: it was made before this process was forked.
             TypeError, ValueError: `timeout` is no number.
         """
         if self._engine.is_copy:

@@ -170,7 +170,7 @@ class Contents:
         self.unacked_size -= entry.message.size
 
     def requeue(self, entries: Iterable[QueueEntry]) -> None:
-        """Put entries that consumers had back in their places; those of which there is a later value are dropped."""
+        """Put entries that consumers had back in their places, and drop an entry if a later value has replaced it."""
         back = sorted((entry for entry in entries if not entry.is_gone), key=_sequence, reverse=True)
         for entry in back:
             self.take_back(entry)

@@ -201,7 +201,7 @@ def test_E13_a_message_is_not_written_before_it_is_on_disk_and_at_once_then(
             written.append(bodies(broker))
         return commit(*arguments, **options)
 
-    outbox._noted.write = look_before  # type: ignore[method-assign]
+    outbox._noted.write = look_before  # type: ignore[method-assign]  # on purpose
     for number in range(1, 4):
         wait_done([producer.send(b"%d" % number, position=Position(ROWS, number), timeout=timeout)])
     assert written == [[], [b"1"], [b"1", b"2"]]

@@ -261,7 +261,7 @@ def test_a_disk_that_fails_replaces_no_other_error(
         # Two messages are kept from the broker, because they have positions.
         with pytest.raises(TypeError) as caught:
             producer.send_many(kind([(b"0", Position("orders", 0)), (b"1", Position("orders", 1)), (7, None)]))
-        assert len(caught.value.receipts) == 2  # type: ignore[attr-defined]
+        assert len(caught.value.receipts) == 2  # type: ignore[attr-defined]  # send_many's
     producer.flush(timeout=PATIENCE)
     assert bodies(broker) == numbered(2)
 
@@ -285,7 +285,7 @@ def test_ctrl_c_does_not_wait_for_a_disk_that_fails(
         patched.setattr(producer._engine, "admit", interrupted)
         with pytest.raises(KeyboardInterrupt) as caught:
             producer.send_many([(body, Position("orders", at)) for at, body in enumerate(numbered(3))])
-        assert len(caught.value.receipts) == 2  # type: ignore[attr-defined]
+        assert len(caught.value.receipts) == 2  # type: ignore[attr-defined]  # send_many's
         patched.undo()
         producer.flush(timeout=PATIENCE)
     assert bodies(broker) == numbered(2)
