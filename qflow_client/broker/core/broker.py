@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import AsyncExitStack
 from functools import partial
 from types import TracebackType
 from typing import Literal, Protocol, Self, TypeVar
@@ -127,6 +128,7 @@ class Broker:
         # Started after the broker listens, and stopped before it does not.
         self._fronts: list[Front] = []
         self._port: int | None = None
+        self._started = AsyncExitStack()
         self._runner = Runner()
 
     # Starting and stopping.
@@ -156,29 +158,25 @@ class Broker:
             raise RuntimeError("this broker has run already; make a new Broker")
 
     async def _start(self) -> None:
-        if self._disk is not None:
-            await self._disk.start()
-        try:
+        # What has started is stopped in the reverse order: here if something else cannot start, else by `_stop`.
+        async with AsyncExitStack() as started:
+            if self._disk is not None:
+                await self._disk.start()
+                started.push_async_callback(self._disk.stop)
+            started.callback(self._runner.leave)
+            started.callback(self._host.end_observing)
             self._port = await self._server.start()
+            started.push_async_callback(self._server.stop)
             for front in self._fronts:
                 await front.start()
-        except BaseException:
-            await self._server.stop()
+                started.push_async_callback(front.stop)
+            self._runner.enter()
             if self._disk is not None:
-                await self._disk.stop()
-            raise
-        self._runner.enter()
-        if self._disk is not None:
-            await self._disk.watch()
+                await self._disk.watch()
+            self._started = started.pop_all()
 
     async def _stop(self) -> None:
-        for front in self._fronts:
-            await front.stop()
-        await self._server.stop()
-        self._host.end_observing()
-        self._runner.leave()
-        if self._disk is not None:
-            await self._disk.stop()
+        await self._started.aclose()
         self._runner.changed()
 
     @property
@@ -800,10 +798,12 @@ class Broker:
         """
 
         def change() -> None:
-            if queue is None:
+            if queue is not None:
+                self._host.queue(queue).refuse(on)
+            else:
                 self._controls.refuse_publishes(on)
-            for each in self._host.queues.values() if queue is None else (self._host.queue(queue),):
-                each.refuse(on and queue is not None)
+                for each in self._host.queues.values() if not on else ():
+                    each.refuse(False)
             self._host.router.version += 1
 
         self._call(change, changes=True)

@@ -159,7 +159,7 @@ class Channel:
         if payload.startswith(ACK) and len(payload) == 13:
             tag, multiple = _TAG_BIT.unpack_from(payload, 4)
             self.settle(self.consuming.take(tag, multiple=bool(multiple & 1)), acked=True, requeue=False)
-            if multiple and tag in self.consuming.unacked:
+            if multiple and self.consuming.has_more(tag):
                 raise FrameWaitsError
             return
         method = wire.decode_method(payload)
@@ -308,23 +308,26 @@ class Channel:
         if self.controls.nack_publishes:
             self._refuse(tag, "the broker refuses every publish now")
             return
-        refused = refusal(queues, message.size)
-        if refused is not None:
-            if refused.waits:
-                if confirms is not None:
-                    confirms.hold(tag)
-                self._owe(message.size, tag)
-                self.count_rates(message, queues)
-                if not all(queue.is_watched for queue in queues):
-                    # What comes after it here must not pass it.
-                    self.router.version += 1
-                self.waiting[self.host.waiting.wait(message, queues, self, tag)] = None
-            elif not refused.queue.turn_away(message, is_told=confirms is not None):
-                self._refuse(tag, refused.reason)
-            return
-        if not queues and target.mandatory:
-            self.return_message(message)
-        is_held = self._enqueue(message, queues, tag)
+        with self.host.dead_letters:
+            refused = refusal(queues, message.size)
+            if refused is not None:
+                if refused.waits:
+                    if confirms is not None:
+                        confirms.hold(tag)
+                    self._owe(message.size, tag)
+                    self.count_rates(message, queues)
+                    if not all(queue.is_watched for queue in queues):
+                        # What comes after it here must not pass it.
+                        self.router.version += 1
+                    self.waiting[self.host.waiting.wait(message, queues, self, tag)] = None
+                elif not refused.queue.turn_away(message, is_told=confirms is not None):
+                    self._refuse(tag, refused.reason)
+                return
+            if not queues and target.mandatory:
+                self.return_message(message)
+            is_held = self._enqueue(message, queues, tag)
+        if self.host.journal is not None:
+            self.host.journal.divide()
         self.count_rates(message, queues)
         if was_flowed and not is_held and flow.is_flowed_by_others:
             flow.owe(message.size, is_past_flow=True)
@@ -349,8 +352,6 @@ class Channel:
             queue.after_publish()
         if len(queues) > MANY_QUEUES:
             self.session.has_done_much = True
-        if self.host.journal is not None:
-            self.host.journal.divide()
         return is_held
 
     def admit(self, waiting: WaitingPublish) -> None:

@@ -170,6 +170,7 @@ class Consuming:
     AT_ONCE = 10_000
 
     __slots__ = (
+        "_ack_until",
         "_delivery_tag",
         "_host",
         "_is_waiting",
@@ -199,6 +200,8 @@ class Consuming:
         # Given out and not settled, by delivery tag; how many of them to consumers.
         self.unacked: dict[int, Delivery] = {}
         self.consumer_unacked = 0
+        # While an ack of all (tag 0) goes on in slices: the tag of the last delivery that it is about; else 0.
+        self._ack_until = 0
         # The consumer of the last delivery.
         self.last_served: ChannelConsumer | None = None
         self.consumers: dict[str, ChannelConsumer] = {}
@@ -343,11 +346,13 @@ class Consuming:
     # Settling.
 
     def take(self, tag: int, *, multiple: bool) -> tuple[Delivery, ...]:
-        """What an ack is about, taken out of what is unacked; only the oldest if it is about very many up to a tag.
+        """What an ack is about, taken out of what is unacked; only the oldest if it is about very many.
+
+        If `has_more` says so afterwards, the same ack is to be handled again, before anything else of the channel.
 
         Args:
             tag: the delivery tag.
-            multiple: whether it is about all up to that one, or about all if that is 0.
+            multiple: whether it is about all up to that one, or if that is 0 about all that there are now.
 
         Raises:
             ChannelException: 406; there is no such delivery.
@@ -361,15 +366,21 @@ class Consuming:
             return (delivery,)
         if tag and tag not in unacked:
             raise self._unknown(tag)
+        last = tag or self._ack_until or next(reversed(unacked), 0)
         deliveries: list[Delivery] = []
         for known, delivery in unacked.items():
-            if tag and (known > tag or len(deliveries) == self.AT_ONCE):
+            if known > last or len(deliveries) == self.AT_ONCE:
                 break
             deliveries.append(delivery)
         for delivery in deliveries:
             del unacked[delivery.tag]
             self._count_unacked(delivery, -1)
+        self._ack_until = last if not tag and next(iter(unacked), last + 1) <= last else 0
         return tuple(deliveries)
+
+    def has_more(self, tag: int) -> bool:
+        """Whether an ack of all up to that tag, of which `take` gave some, is about more."""
+        return bool(self._ack_until) if not tag else tag in self.unacked
 
     @staticmethod
     def _unknown(tag: int) -> ChannelException:
@@ -422,7 +433,10 @@ class Consuming:
             queue.dispatcher.dispatch()
 
     def recover(self, *, requeue: bool) -> None:
-        """Deliver again what is unsettled: to the same consumer, or with `requeue` to any."""
+        """Deliver again what is unsettled: to the same consumer, or with `requeue` to any.
+
+        If `has_more(0)` says so afterwards, that was a slice, and the next call goes on.
+        """
         back: list[Delivery] = []
         for delivery in self.take(0, multiple=True):
             # Asked anew for each, because each delivery leaves less room for the next.

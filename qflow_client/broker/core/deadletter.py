@@ -68,6 +68,9 @@ class DeadLetter(StoredMessage):
 class DeadLetters:
     """Messages that died, on their way to where they are dead-lettered.
 
+    In ``with dead_letters:`` they wait for its end. A publish needs that from the question whether its queues have room
+    until it is in all of them, because a dead letter in between might take that room.
+
     Args:
         resolve: the target, up to date, of a message to an exchange with a routing key; ``None`` if there is no such
             exchange.
@@ -76,7 +79,7 @@ class DeadLetters:
         wall_clock: seconds since 1970.
     """
 
-    __slots__ = ("_dead", "_destinations", "_is_burying", "_letters", "_resolve", "_wall_clock", "_when_read")
+    __slots__ = ("_dead", "_destinations", "_letters", "_pauses", "_resolve", "_wall_clock", "_when_read")
 
     def __init__(
         self,
@@ -89,32 +92,43 @@ class DeadLetters:
         self._destinations = destinations
         self._when_read = when_read
         self._wall_clock = wall_clock
-        # Messages that died and are not dead-lettered yet, and whether `died` is at it.
+        # Messages that died and are not dead-lettered yet; they wait while this is not 0.
         self._dead: deque[tuple[Queue, StoredMessage, DropReason]] = deque()
-        self._is_burying = False
+        self._pauses = 0
         # The dead letters of this step.
         self._letters: list[DeadLetter] = []
 
-    def died(self, queue: Queue, message: StoredMessage, reason: DropReason) -> None:
-        """A message was dropped by a queue with a dead-letter exchange.
+    def __enter__(self) -> None:
+        self._pauses += 1
 
-        One that dies while another is buried waits for its turn, so that a chain of queues is no chain of calls.
-        """
+    def __exit__(self, *error: object) -> None:
+        self._pauses -= 1
+        if self._dead and not self._pauses:
+            self._send_all()
+
+    def died(self, queue: Queue, message: StoredMessage, reason: DropReason) -> None:
+        """A message was dropped by a queue with a dead-letter exchange."""
         self._dead.append((queue, message, reason))
-        if self._is_burying:
-            return
-        self._is_burying = True
+        if not self._pauses:
+            self._send_all()
+
+    def _send_all(self) -> None:
+        """Send the dead letters of all messages.
+
+        Those that die meanwhile come last, so that a chain of queues is no chain of calls.
+        """
+        self._pauses += 1
         try:
             while self._dead:
-                self._bury_next(*self._dead.popleft())
+                self._send_next(*self._dead.popleft())
         finally:
-            self._is_burying = False
+            self._pauses -= 1
             for letter in self._letters:
                 # Decoded again if it dies later: a long list of deaths takes far more memory than its bytes.
                 letter.deaths = None
             self._letters.clear()
 
-    def _bury_next(self, queue: Queue, message: StoredMessage, reason: DropReason) -> None:
+    def _send_next(self, queue: Queue, message: StoredMessage, reason: DropReason) -> None:
         if message.is_lost:
             queue.contents.count_drop(DropReason.DAMAGED)
             if queue.storage is not None:
@@ -123,11 +137,11 @@ class DeadLetters:
             # It must be read before.
             self._when_read(message, lambda: self.died(queue, message, reason))
         else:
-            self._bury(queue, message, reason)
+            self._send(queue, message, reason)
             if queue.storage is not None:
                 queue.storage.buried(message)
 
-    def _bury(self, queue: Queue, message: StoredMessage, reason: DropReason) -> None:
+    def _send(self, queue: Queue, message: StoredMessage, reason: DropReason) -> None:
         """Send the dead letter of a message where it goes."""
         options = queue.options
         key = options.dead_letter_routing_key

@@ -42,7 +42,8 @@ class Deadlines:
         self.at = min(self.at, at)
 
     def closing(self, now: float) -> None:
-        """Connection.Close is sent: the answer is due soon."""
+        """Connection.Close is sent: the answer is due soon, and is read."""
+        self.tarpit_until = None
         self.at = min(now + self._settings.close_timeout, self.open_by)
 
     def tarpit(self, now: float) -> None:

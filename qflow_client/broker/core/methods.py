@@ -266,7 +266,7 @@ def _flow(channel: MethodChannel, method: Any) -> None:
 def _nack(channel: MethodChannel, method: Any) -> None:
     deliveries = channel.consuming.take(method.delivery_tag, multiple=method.multiple)
     channel.settle(deliveries, acked=False, requeue=method.requeue)
-    if method.multiple and method.delivery_tag in channel.consuming.unacked:
+    if method.multiple and channel.consuming.has_more(method.delivery_tag):
         raise FrameWaitsError
 
 
@@ -276,12 +276,14 @@ def _reject(channel: MethodChannel, method: Any) -> None:
 
 
 def _recover(channel: MethodChannel, method: Any) -> None:
-    channel.consuming.recover(requeue=method.requeue)
+    _recover_async(channel, method)
     channel.reply(commands.Basic.RecoverOk())
 
 
 def _recover_async(channel: MethodChannel, method: Any) -> None:
     channel.consuming.recover(requeue=method.requeue)
+    if channel.consuming.has_more(0):
+        raise FrameWaitsError
 
 
 TOPOLOGY_METHODS: dict[type[pamqp.base.Frame], Callable[[Any, Any], None]] = {

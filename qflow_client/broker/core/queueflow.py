@@ -212,6 +212,7 @@ class QueueFlows(EntryObserver):
     def change_marks(self) -> None:
         """Bring the families up to date with the limits (D4)."""
         there = {type(flow.depth.thresholds): flow for flow in self.families}
+        held_confirms = any(flow.held for flow in self.families)
         now = self._clock()
         flows = []
         for thresholds in self.limits.thresholds:
@@ -238,6 +239,8 @@ class QueueFlows(EntryObserver):
                 for source in flow.blocked:
                     flow.forget(source)
             flow.resume()
+        if held_confirms and self.observer is not None and not any(flow.held for flow in flows):
+            self.observer.lets_confirms_go(self._queue)
         if self.on_since is not None:
             if not self.is_on:
                 self._turned_off()

@@ -472,6 +472,10 @@ class Connection(asyncio.Protocol):
             if self._is_slow:
                 self._count_buffers()
         self._check_timer()
+        if not self._is_reading:
+            # It may be closing now.
+            self._check_reading()
+            self._resume()
         if self.session.state is State.ENDED:
             self._finish(transport)
         elif not self._has_backlog and transport.get_write_buffer_size() > self.MAX_BACKLOG:
@@ -601,5 +605,6 @@ class Connection(asyncio.Protocol):
         self._look_for_life(now)
         self.session.tick(now)
         self._check_reading()
+        self._resume()
         if self.session.state is not State.ENDED:
             self._set_timer()

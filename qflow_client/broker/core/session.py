@@ -231,8 +231,8 @@ class Session:
 
     @property
     def can_resume(self) -> bool:
-        """Whether input is held and little enough waits to be sent: `receive_data` is to be called again soon."""
-        return self.is_held and self.output.unsent <= self.MAX_OUTPUT
+        """Whether input is held, little enough waits to be sent, and nothing is tarpitted: `receive_data` goes on."""
+        return self.is_held and self.deadlines.tarpit_until is None and self.output.unsent <= self.MAX_OUTPUT
 
     def _receive_header(self, data: bytes) -> bytes:
         self._beginning += data
@@ -437,6 +437,11 @@ class Session:
             self.is_unresponsive = True
             self.end()
 
+    def tarpit(self, now: float) -> None:
+        """Handle nothing more for a time (D8): neither what comes nor the rest of the input that is being handled."""
+        self.deadlines.tarpit(now)
+        self.has_done_much = True
+
     # The end.
 
     def fail(self, code: int, text: str, now: float, cause: bytes = b"\0\0\0\0") -> None:
@@ -458,6 +463,8 @@ class Session:
         _log.info("%s: %s", self.name, text)
         self.state = State.CLOSE_OK
         self.deadlines.closing(now)
+        # What comes is only looked through for Connection.Close-Ok, which takes no memory.
+        self.is_paused = False
         self._end_channels()
         self.output.write(close)
 
@@ -510,7 +517,9 @@ class Session:
 
     @property
     def is_publishing(self) -> bool:
-        """Whether it has published, or has begun to."""
+        """Whether it has published, or has begun to, and may go on."""
+        if self.state is State.CLOSE_OK:
+            return False
         if self.waits_to_publish or self.channels.published:
             return True
         return any(channel.unfinished for channel in self.channels.values())

@@ -141,7 +141,20 @@ def _commit(channel: TransactionChannel, method: commands.Tx.Commit) -> None:
     for _, target in transaction.publishes:
         if target.version != router.version:
             router.resolve(target)
-    destinations = [router.destinations(*publish) for publish in transaction.publishes]
+    with channel.host.dead_letters:
+        _commit_whole(channel, transaction)
+    if channel.host.journal is not None:
+        # All of it is one batch, however much that is.
+        channel.host.journal.divide()
+
+
+def _commit_whole(channel: TransactionChannel, transaction: Transaction) -> None:
+    """Do all of a transaction, or roll it back if a queue refuses any of it.
+
+    Raises:
+        ChannelException: 406; it is rolled back.
+    """
+    destinations = [channel.router.destinations(*publish) for publish in transaction.publishes]
     reason = transaction.refusal(destinations)
     if channel.controls.nack_publishes and transaction.publishes:
         reason = "the broker refuses every publish now"
@@ -164,9 +177,6 @@ def _commit(channel: TransactionChannel, method: commands.Tx.Commit) -> None:
     channel.output.write_when_durable(commit_ok, topology_only=False)
     for queue in touched:
         queue.after_publish()
-    if channel.host.journal is not None:
-        # All of it is one batch, however much that is.
-        channel.host.journal.divide()
 
 
 def _rollback(channel: TransactionChannel, method: commands.Tx.Rollback) -> None:

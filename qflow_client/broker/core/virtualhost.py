@@ -86,12 +86,20 @@ class VirtualHost:
         # Sees everything that a flow log has; None if there is none.
         self.observer: FlowObserver | None = None
         when_read = journal.when_read if journal is not None else _run
-        self._dead_letters = DeadLetters(self.router.target, self.router.destinations, when_read, wall_clock)
+        self.dead_letters = DeadLetters(self.router.target, self.router.destinations, when_read, wall_clock)
         # Whether the first publish of a connection has to wait, because those that publish are not read.
         self.takes_no_publisher = False
 
     def observe(self, observer: FlowObserver) -> None:
-        """Let an observer see the queues that are declared from now on, and all channels."""
+        """Let an observer see the queues that are declared from now on, and all channels.
+
+        Raises:
+            RuntimeError: there is an observer already.
+        """
+        if self.observer is not None:
+            raise RuntimeError(
+                f"this broker is observed by a {type(self.observer).__name__} already; make one observer of both"
+            )
         self.observer = observer
         self.timers.wake_at(_Sampling(self.timers, observer), self.clock() + observer.period)
 
@@ -317,20 +325,22 @@ class VirtualHost:
             address_reply(header, "")
         message = StoredMessage(target, header, body)
         queues = self.router.destinations(message, target)
-        refused = refusal(queues, message.size, has_line=False)
-        if refused is not None:
-            raise ChannelException(ReplyCode.RESOURCE_ERROR, refused.reason)
-        for queue in queues:
-            queue.enqueue(message)
-        for queue in queues:
-            queue.after_publish()
+        with self.dead_letters:
+            refused = refusal(queues, message.size, has_line=False)
+            if refused is not None:
+                raise ChannelException(ReplyCode.RESOURCE_ERROR, refused.reason)
+            for queue in queues:
+                queue.enqueue(message)
+            for queue in queues:
+                queue.after_publish()
         if self.journal is not None:
             self.journal.divide()
         return len(queues)
 
     def admit_waiting(self, queue: Queue, now: float) -> None:
         """There may be room for publishes that wait for a queue, or the time of some is over."""
-        self.waiting.admit(queue, now)
+        with self.dead_letters:
+            self.waiting.admit(queue, now)
 
     # Memory.
 
@@ -353,7 +363,7 @@ class VirtualHost:
 
     def died(self, queue: Queue, message: StoredMessage, reason: DropReason) -> None:
         """A message was dropped by a queue with a dead-letter exchange."""
-        self._dead_letters.died(queue, message, reason)
+        self.dead_letters.died(queue, message, reason)
 
 
 def _nothing() -> None:

@@ -103,7 +103,7 @@ class Discipline:
         if settings.tarpit_after and not source.past_flow % settings.tarpit_after:
             self.tarpits += 1
             sanctions["tarpits"] += 1
-            self._session.deadlines.tarpit(now)
+            self._session.tarpit(now)
             _log.info(
                 "%s: not read for %s s: it publishes on flowed channels", self._session.name, settings.tarpit_time
             )

@@ -33,6 +33,31 @@ def test_a_port_in_use_is_an_error_at_once():
         pass
 
 
+class _Front:
+    def __init__(self, error=None):
+        self.error = error
+        self.calls = []
+
+    async def start(self):
+        self.calls.append("start")
+        if self.error is not None:
+            raise self.error
+
+    async def stop(self):
+        self.calls.append("stop")
+
+
+def test_what_has_started_is_stopped_if_something_else_cannot_start():
+    broker = Broker()
+    fronts = [_Front(), _Front(OSError("no")), _Front()]
+    broker._fronts += fronts
+    with pytest.raises(OSError, match="no"), broker:
+        pass
+    assert [front.calls for front in fronts] == [["start", "stop"], ["start"], []]
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", broker.port))
+
+
 def test_a_broker_runs_once_and_says_so():
     broker = Broker()
     with pytest.raises(RuntimeError, match="with Broker"):
@@ -330,6 +355,10 @@ def test_publishes_to_one_queue_are_nacked_and_to_others_taken(broker, connect):
     client.publish()
     assert client.expect(commands.Basic.Ack).delivery_tag == 4
     broker.nack_publishes(queue="q")
+    # To refuse everything for a time is not to forget what was refused before.
+    broker.nack_publishes(queue="other")
+    broker.nack_publishes()
+    assert broker._host.queue("other").is_refusing
     broker.nack_publishes(False)
     client.publish()
     assert client.expect(commands.Basic.Ack).delivery_tag == 5

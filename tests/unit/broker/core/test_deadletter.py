@@ -4,7 +4,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 import pytest
-from pamqp import commands
+from pamqp import commands, header
 
 from qflow_client.broker.core.entries import DropReason
 from qflow_client.broker.core.properties import decode_properties
@@ -327,14 +327,47 @@ def test_what_clients_write_into_the_header_does_no_harm(world, client, forged):
     assert deaths[0]["count"] == 1
 
 
-def test_what_dies_in_a_full_queue_may_fill_a_queue_that_was_looked_at_before(world, client):
+FULL = {"x-dead-letter-exchange": "", "x-dead-letter-routing-key": "b", "x-max-length": 1}
+PUBLISHES = {
+    "publish": [commands.Basic.Publish(exchange="amq.fanout"), header.ContentHeader(body_size=0)],
+    "commit": [
+        commands.Tx.Select(),
+        commands.Basic.Publish(exchange="amq.fanout"),
+        header.ContentHeader(body_size=0),
+        commands.Tx.Commit(),
+    ],
+}
+
+
+@pytest.mark.parametrize("publish", [*PUBLISHES, "from inside", "after a wait"])
+def test_no_dead_letter_takes_the_room_of_a_publish_that_was_found_to_fit(world, client, publish):
+    # "a" is full and drops its message for the new one; "b" has room for one message, and takes the publish.
+    client.declare("a", arguments=FULL)
+    client.declare("b", arguments={"qpid.max_count": 1, "x-qflow-policy": "wait"})
+    client.publish(b"1", routing_key="a")
+    if publish == "after a wait":
+        client.publish(b"2", routing_key="b")
+    for name in ("a", "b"):
+        client.call(1, commands.Queue.Bind(queue=name, exchange="amq.fanout"), commands.Queue.BindOk)
+    if publish == "from inside":
+        world.host.publish("amq.fanout", "", b"")
+    else:
+        client.send(1, *PUBLISHES.get(publish, PUBLISHES["publish"]))
+    if publish == "after a wait":
+        world.queue("b").take(no_ack=True)
+        world.host.timers.tick(world.now)
+    assert (bodies(world.queue("a")), bodies(world.queue("b"))) == ([b""], [b""])
+    assert world.queue("b").contents.drops == {DropReason.REFUSED: 1}
+
+
+def test_what_dies_for_a_publish_comes_after_it(world, client):
     client.declare("b", arguments={"x-max-length": 1})
-    client.declare("a", arguments={"x-max-length": 1, "x-dead-letter-exchange": "", "x-dead-letter-routing-key": "b"})
+    client.declare("a", arguments=FULL)
     for name in ("a", "b"):
         client.call(1, commands.Queue.Bind(queue=name, exchange="amq.fanout"), commands.Queue.BindOk)
     for body in (b"1", b"2"):
         client.publish(body, exchange="amq.fanout")
-    assert (bodies(world.queue("a")), bodies(world.queue("b"))) == ([b"2"], [b"2"])
+    assert (bodies(world.queue("a")), bodies(world.queue("b"))) == ([b"2"], [b"1"])
 
 
 def test_reject_publish_dlx_sends_there_what_it_refuses(world, client):

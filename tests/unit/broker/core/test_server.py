@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 from pamqp import commands, frame, header
@@ -10,6 +11,7 @@ from pamqp import commands, frame, header
 from qflow_client.broker.core.exchange import MANY_QUEUES
 from qflow_client.broker.core.server import Connection, Server
 from qflow_client.broker.core.session import PROTOCOL_HEADER, State
+from qflow_client.broker.policies.discipline import Discipline
 from qflow_client.broker.store.journal import Journal
 
 HEARTBEAT_SECONDS = 10
@@ -50,7 +52,8 @@ class Peer:
 
     def __init__(self, world, server=None):
         self.world = world
-        self.server = server or Server(world.settings, world.host, world.controls, lambda: None)
+        discipline = Discipline if world.settings.has_discipline else None
+        self.server = server or Server(world.settings, world.host, world.controls, lambda: None, discipline)
         self.server.clock = lambda: world.now
         self.transport = Transport()
         self.connection = Connection(self.server)
@@ -360,3 +363,48 @@ def test_E9_large_input_waits_when_the_time_of_a_turn_is_used_up_and_small_input
     while any(peer.session.is_held for peer in peers):
         peers[0].turn()
     assert tuple(peer.session.channels.published for peer in peers) == sizes
+
+
+TARPIT = {"tarpit_after": 2, "tarpit_time": 60, "flow_grace": 0}
+STOP_1: dict[str, Any] = {"qpid.flow_stop_count": 1, "qpid.flow_resume_count": 1}
+
+
+def test_D8_a_tarpit_holds_what_has_come_with_the_publish_that_caused_it(make_world, make_peer):
+    peer = make_peer(make_world(**TARPIT)).open()
+    peer.say(1, commands.Queue.Declare(queue="stop", arguments=STOP_1))
+    publish = (commands.Basic.Publish(routing_key="stop"), header.ContentHeader(body_size=0))
+    peer.say(1, *publish * 10)
+    # Two make the queue ON, and two more the tarpit.
+    for published in (4, 6, 8, 10):
+        assert (peer.session.channels.published, peer.transport.reads) == (published, False)
+        peer.turn()
+        assert peer.session.channels.published == published
+        peer.pass_time(60.0)
+        peer.turn()
+    assert peer.transport.reads
+
+
+@pytest.mark.parametrize("why", ["tarpit", "memory", "memory, with input that is held"])
+def test_a_connection_that_is_not_read_is_read_for_the_answer_to_its_close(make_world, make_peer, why):
+    world = make_world(**TARPIT, journal=Journal(float, has_store=False, limit=LIMIT))
+    peer = make_peer(world).open()
+    peer.say(1, commands.Queue.Declare(queue="stop", arguments=STOP_1))
+    publish = (commands.Basic.Publish(routing_key="stop"), header.ContentHeader(body_size=0))
+    if why == "tarpit":
+        peer.say(1, *publish * 4)
+    else:
+        if "held" not in why:
+            peer.say(1, *publish)
+        world.host.publish("", "q", bytes(LIMIT))
+        peer.turn()
+        peer.say(1, *publish)
+    assert not peer.transport.reads
+    peer.session.fail(320, "CONNECTION_FORCED", world.now)
+    peer.turn()
+    peer.turn()
+    assert peer.transport.reads
+    peer.say(1, *publish)
+    assert peer.transport.reads
+    peer.say(0, commands.Connection.CloseOk())
+    assert peer.session.state is State.ENDED
+    assert not peer.session.is_unresponsive

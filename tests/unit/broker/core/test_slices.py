@@ -214,15 +214,51 @@ def test_E9_an_ack_of_very_many_deliveries_settles_them_in_slices_before_what_co
         assert world.queue().dispatcher.delivered == 55
 
 
-def test_E9_an_ack_of_all_deliveries_leaves_none_that_comes_later(world, monkeypatch):
+@pytest.mark.parametrize("method", [commands.Basic.Ack, commands.Basic.Nack], ids=["ack", "nack"])
+def test_E9_an_ack_of_all_deliveries_settles_those_that_there_are_in_slices(world, monkeypatch, method):
     monkeypatch.setattr(Consuming, "AT_ONCE", 10)
     client = world.client().channel()
     client.declare()
-    for _ in range(30):
+    for _ in range(40):
         client.publish()
+    client.send(1, commands.Basic.Qos(prefetch_count=35))
     client.consume()
-    client.send(1, commands.Basic.Ack(0, multiple=True))
-    assert (world.queue().depth, client.session.is_held) == (0, False)
+    client.received()
+    options = {} if method is commands.Basic.Ack else {"requeue": False}
+    client.send(1, method(0, multiple=True, **options), commands.Queue.Declare(queue="q", passive=True))
+    consuming = client.session.channels[1].consuming
+    unacked = [len(consuming.unacked)]
+    while client.session.is_held:
+        # What its credit brings meanwhile is not settled.
+        world.host.publish("", "q", b"")
+        client.feed(b"")
+        unacked.append(len(consuming.unacked))
+    assert unacked == [30, 21, 12, 8]
+    assert [each.name for _, each in client.received() if each.name == "Queue.DeclareOk"] == ["Queue.DeclareOk"]
+    assert min(consuming.unacked) == 36
+    # The next such ack is about these.
+    client.send(1, method(0, multiple=True, **options))
+    assert (len(consuming.unacked), world.queue().depth, client.session.is_held) == (0, 0, False)
+
+
+@pytest.mark.parametrize("requeue", [True, False])
+def test_E9_very_many_deliveries_are_recovered_in_slices_and_once_each(world, monkeypatch, requeue):
+    monkeypatch.setattr(Consuming, "AT_ONCE", 10)
+    client = world.client().channel()
+    client.declare()
+    for number in range(35):
+        client.publish(b"%d" % number)
+    client.consume()
+    client.received()
+    client.send(1, commands.Basic.Recover(requeue=requeue))
+    slices = 1
+    while client.session.is_held:
+        client.feed(b"")
+        slices += 1
+    assert slices == 4
+    deliveries = client.deliveries_after_ok()
+    assert [content for _, content, _ in deliveries] == [b"%d" % number for number in range(35)]
+    assert sorted(client.session.channels[1].consuming.unacked) == [tag for tag, _, _ in deliveries]
 
 
 def test_E9_what_a_lost_connection_had_comes_back_in_slices_and_in_order(world, monkeypatch):

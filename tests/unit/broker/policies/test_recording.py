@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from pamqp import commands
 
+from qflow_client.broker.core.settings import Enforcement
+from qflow_client.broker.policies.policy import Policy, PolicyDefinition
 from qflow_client.broker.policies.recording import FlowRecorder
 
 
@@ -88,6 +91,27 @@ def test_C5_confirms_that_are_kept_back_are_a_wait_of_their_own(make_world) -> N
     _get(client, 4)
     (lifted,) = _of(lines, "lifted")
     assert (lifted["reason"], lifted["at"] - lifted["since"]) == ("completion", 2_000_000)
+
+
+def test_C5_D4_confirms_that_a_change_of_enforcement_releases_are_shown_as_released(make_world) -> None:
+    world, lines = _recorded(make_world)
+    client = world.client().channel(confirms=True)
+    client.declare(arguments={**ARGUMENTS, "x-qflow-enforcement": "completion"})
+    for _ in range(4):
+        client.publish()
+    world.now = 1.0
+    world.set_policy(Policy("p", PolicyDefinition(enforcement=Enforcement.CHANNEL_FLOW, flow_stop_count=2)))
+    assert len(client.names()) == 1
+    (lifted,) = _of(lines, "lifted")
+    assert (lifted["reason"], lifted["at"] - lifted["since"]) == ("completion", 1_000_000)
+    # The queue is still ON.
+    assert _of(lines, "off") == []
+
+
+def test_a_broker_has_one_observer(make_world) -> None:
+    world, _ = _recorded(make_world)
+    with pytest.raises(RuntimeError, match="observed by a FlowRecorder already"):
+        world.host.observe(FlowRecorder(print, lambda: 0.0, lambda: 0.0))
 
 
 def test_two_marks_of_one_queue_are_one_wait(make_world) -> None:
