@@ -8,15 +8,16 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from pika import exceptions, spec
 
-from qflow_client.dropin import ADDRESSING, RECONNECTING, RETRYING, DropIn, DropInFlow, EncodedMessage
+from qflow_client.dropin import ADDRESSING, RECONNECTING, RETRYING, DropIn, DropInFlow, RepeatableMessage
 from qflow_client.events import FlowState, HoldKind
 from qflow_client.manager import flow_manager
 from qflow_client.receipt import Receipt
-from qflow_client.settings import ProducerSettings
+from qflow_client.settings import OnDisconnect, ProducerSettings
 
 __all__ = ["PIKA", "ChannelFlow", "ConnectionFlow", "Publish"]
 
@@ -34,12 +35,16 @@ PIKA = DropIn(
             RECONNECTING,
             "the program connects again, as with pika",
         ),
+        "on_disconnect": "confirm_delivery(pipelined=True, republish=…) says it, after the program has connected again",
         **dict.fromkeys(RETRYING, "the program publishes again, as with pika"),
         "tracing": "instrument pika itself: opentelemetry-instrumentation-pika",
         "url": "use URLParameters",
     },
 )
 _UNLIMITED = 1 << 62
+
+# What holds a channel from outside: the broker, and the manager of all producers.
+_FROM_OUTSIDE = HoldKind.CHANNEL_FLOW, HoldKind.CONNECTION_BLOCKED, HoldKind.TRANSPORT, HoldKind.PAUSED
 
 # Why a channel is closed that the program closes.
 _BY_PROGRAM = exceptions.ChannelClosedByClient, exceptions.ConnectionClosedByClient
@@ -50,7 +55,7 @@ _LOOK_AGAIN = 0.01
 _monotonic = time.monotonic
 
 
-class Publish(EncodedMessage):
+class Publish(RepeatableMessage):
     """One `basic_publish`, as pika has encoded it.
 
     Args:
@@ -128,9 +133,16 @@ class ChannelFlow(DropInFlow):
         number = channel.channel_number
         shared = ConnectionFlow.of(channel.connection)
         # How much pika's transport holds is looked at here, not there: what is admitted is given to it at once.
-        super().__init__(shared.settings, f"pika channel {number}", max_unwritten_bytes=_UNLIMITED)
+        super().__init__(
+            shared.settings,
+            f"pika channel {number}",
+            max_unwritten_bytes=_UNLIMITED,
+            on_disconnect=OnDisconnect.REPUBLISH,
+        )
         now = _monotonic()
         self._channel = channel
+        #: Whether what is unconfirmed when the connection ends stays so, for `take_over` by another channel.
+        self.keeps_unconfirmed = False
         #: The channel that the application has, if that is another; for the package.
         self.owner: Any = None
         #: What ended the channel; None before.
@@ -165,8 +177,36 @@ class ChannelFlow(DropInFlow):
         if isinstance(reason, _BY_PROGRAM) or (is_idle and isinstance(reason, exceptions.ChannelClosedByBroker)):
             # The method that the broker refused raises it, and no message is concerned.
             self.protocol.forget_past()
-        self.protocol.connection_lost(f"the channel is closed: {reason}", _monotonic())
+        keeps = self.keeps_unconfirmed and not isinstance(reason, exceptions.ChannelClosedByBroker)
+        # Others may have lost the connection over their messages.
+        self.protocol.connection_lost(f"the channel is closed: {reason}", _monotonic(), reconnects=keeps, shared=True)
         self.give_up_all()
+
+    def take_over(self, ended: ChannelFlow) -> None:
+        """Go on with what an ended channel left unconfirmed, as a producer goes on with its next channel.
+
+        The broker confirms on this channel, and nothing is unsettled. `capacity` is that of the ended channel from now
+        on, which has nothing any more.
+
+        Args:
+            ended: its flow.
+        """
+        protocol, unused, now = ended.protocol, self.protocol, _monotonic()
+        if self._listeners and protocol.reports.events is None:
+            protocol.reports.events = []
+        protocol.reports.name = unused.reports.name
+        protocol.settings = replace(protocol.settings, name=unused.reports.name)
+        for hold in unused.gate.holds:
+            if hold.kind in _FROM_OUTSIDE:
+                protocol.hold(hold.kind, now, source=hold.source, detail=hold.detail)
+        frame_max = self._channel.connection._body_max_length + spec.FRAME_HEADER_SIZE + spec.FRAME_END_SIZE
+        protocol.channel_opened(self._channel.channel_number, frame_max, now)
+        unused.forget_past()
+        unused.connection_lost("another channel publishes its messages", now)
+        self._before_confirms = 0
+        # Until here an interrupt leaves the messages to the ended channel, and from here on to this one.
+        self.protocol, ended.protocol = protocol, unused
+        self.write()
 
     def give_up_all(self) -> None:
         """The channel ends: a call that waits gets an error."""

@@ -27,7 +27,7 @@ from qflow_client.pika.channel import Channel
 from qflow_client.pika.flow import ChannelFlow, ConnectionFlow, Publish
 from qflow_client.pika.mirror import mirror, passed_on
 from qflow_client.receipt import Outcome, Receipt
-from qflow_client.settings import WhenFlowed, check_timeout
+from qflow_client.settings import WhenFlowed, check_argument, check_timeout
 from qflow_client.skin import DEFAULT
 
 __all__ = ["BlockingChannel", "BlockingConnection", "ReturnedMessage"]
@@ -393,6 +393,9 @@ class BlockingChannel(_pika.BlockingChannel):
             UnroutableError, NackError: as pika's. With pipelined confirms they are about earlier messages, and the
                 message of this call was not sent.
         """
+        if self._is_pipelined and self._flow.closing_reason is not None:
+            # An earlier call may have met the end, and not raised it.
+            self._check_open()
         publish = self._impl.encode(exchange, routing_key, body, properties, mandatory)
         if self._is_pipelined:
             self._raise_failures("earlier messages; the message of this call was not sent")
@@ -421,6 +424,8 @@ class BlockingChannel(_pika.BlockingChannel):
             flow.write()
         if turns.unwritten:
             self._write_all(len(publish.frames))
+            if not self._is_pipelined:
+                self._check_open()
         if self._delivery_confirmation and not self._is_pipelined:
             self._confirm(receipt, publish)
 
@@ -470,6 +475,11 @@ class BlockingChannel(_pika.BlockingChannel):
         except ProducerClosed:
             self._check_open()
             raise
+        except exceptions.AMQPError:
+            if self._is_pipelined and ticket.receipt is not None:
+                # It was admitted before the channel ended, so `unconfirmed` has it.
+                return ticket.receipt
+            raise
         finally:
             line.give_up(ticket, _monotonic())
             self._flow.write()
@@ -501,7 +511,6 @@ class BlockingChannel(_pika.BlockingChannel):
                     "the broker takes no more; what is left stays first in line, so the message may still arrive"
                 )
             self._turns.until(deadline)
-        self._check_open()
 
     def _confirm(self, receipt: Receipt, publish: Publish) -> None:
         """Wait for a message's confirm, and raise as pika does."""
@@ -532,16 +541,47 @@ class BlockingChannel(_pika.BlockingChannel):
 
     # Confirms.
 
-    def confirm_delivery(self, pipelined: bool = False) -> None:
+    def confirm_delivery(self, pipelined: bool = False, republish: BlockingChannel | None = None) -> None:
         """As pika's.
 
         Args:
             pipelined: `basic_publish` returns as soon as the message is written, and at most `capacity` messages are
                 unconfirmed at a time. That one was returned or nacked is raised by the next `basic_publish`,
-                `wait_for_confirms` or `close`.
+                `wait_for_confirms` or `close`. A `basic_publish` that raises has not taken its message, unless it
+                raises `ConfirmTimeout`.
+            republish: a channel with pipelined confirms whose connection has ended. What it left unconfirmed is
+                published on this channel, in order, before anything else. Messages that may have arrived have the
+                header `REPUBLISHED`. ``None`` for nothing. If this call raises, that channel still has its messages.
+
+        Raises:
+            TypeError: `republish` is no channel of this class.
+            ValueError: `republish` is open, or the broker has closed it, or its confirms were not pipelined; or this
+                channel confirms already, or not pipelined.
         """
+        if republish is not None:
+            self._check_republish(republish, pipelined)
         super().confirm_delivery()
-        self._is_pipelined = pipelined
+        self._is_pipelined = self._flow.keeps_unconfirmed = pipelined
+        if republish is not None:
+            self._returned, republish._returned = republish._returned, []
+            self._flow.take_over(republish._flow)
+
+    def _check_republish(self, ended: BlockingChannel, pipelined: bool) -> None:
+        check_argument("republish", ended, isinstance(ended, BlockingChannel), "a BlockingChannel of qflow_client.pika")
+        closed = ended._flow.closing_reason
+        if not pipelined or self._delivery_confirmation:
+            raise ValueError("republish is for pipelined=True in the first confirm_delivery() of a channel")
+        if ended.is_open:
+            raise ValueError(f"republish takes a channel whose connection has ended, and {ended!r} is open")
+        if isinstance(closed, exceptions.ChannelClosedByBroker):
+            raise ValueError(
+                f"republish takes a channel whose connection has ended, and the broker has closed {ended!r}: {closed}; "
+                "it would close the next one over the same message, which is one of its `unconfirmed`"
+            )
+        if ended._flow.protocol.closed is not None:
+            raise ValueError(
+                f"republish takes a channel with pipelined confirms, and only once; {ended!r} has nothing to publish"
+            )
 
     def wait_for_confirms(self, timeout: float | None = DEFAULT) -> None:
         """Wait until all that was published is confirmed.

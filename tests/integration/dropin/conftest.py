@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import pytest
@@ -23,7 +23,13 @@ def connect(broker: Broker, stack: ExitStack) -> Callable[..., pika.BlockingConn
     def connect(url: str | None = None, **settings: Any) -> pika.BlockingConnection:
         query = "&".join(f"{name}={value}" for name, value in settings.items())
         connection = pika.BlockingConnection(pika.URLParameters(f"{url or broker.url}?{query}"))
-        stack.callback(lambda: connection.close() if connection.is_open else None)
+
+        def close() -> None:
+            # The broker may have ended it, and the program not heard of that.
+            with suppress(pika.exceptions.AMQPConnectionError):
+                connection.close()
+
+        stack.callback(close)
         return connection
 
     return connect

@@ -18,7 +18,7 @@ from .scenarios import all_scenarios, members_of, outcome, recorder, until
 # The newest release that is known.
 KNOWN = {"pika": "1.5.0rc1"}
 # What is new, by class and method: parameters that pika's do not have.
-NEW = {("BlockingChannel", "confirm_delivery"): ["pipelined"]}
+NEW = {("BlockingChannel", "confirm_delivery"): ["pipelined", "republish"]}
 # Members that not every release of pika has that is admitted.
 NEWER = {"accept_consumer_cancel_ok_supported"}
 

@@ -1,0 +1,241 @@
+"""`confirm_delivery(pipelined=True, republish=…)`: what a lost connection leaves unconfirmed leaves again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+
+import qflow_client.pika as pika
+from qflow_client import ConfirmTimeout, HoldKind, flow_manager
+from qflow_client.broker import Broker
+from qflow_client.message import REPUBLISHED
+from tests.integration.producer.tools import PATIENCE, Proxy, bodies, eventually, start
+from tests.interrupting import EVERY, interrupted
+
+from .tools import held, pump
+
+Connect = Callable[..., pika.BlockingConnection]
+
+
+def marked(broker: Broker) -> list[bool]:
+    return [bool((message.properties.headers or {}).get(REPUBLISHED)) for message in broker.messages("q")]
+
+
+def lost(broker: Broker, channel: Any, *numbers: int) -> Any:
+    """Publish these, which arrive, and lose the connection before they are confirmed."""
+    broker.withhold_confirms()
+    depth = broker.queue("q").depth
+    for number in numbers:
+        channel.basic_publish("", "q", b"%d" % number, pika.BasicProperties(message_id=f"id {number}"))
+    broker.wait_until(lambda broker: broker.queue("q").depth == depth + len(numbers))
+    broker.drop_connections()
+    with pytest.raises(pika.exceptions.AMQPConnectionError):
+        channel.wait_for_confirms(PATIENCE)
+    broker.release_confirms()
+    return channel
+
+
+def pipelined(connect: Connect, republish: Any = None, **settings: Any) -> Any:
+    channel = connect(**settings).channel()
+    channel.confirm_delivery(pipelined=True, republish=republish)
+    return channel
+
+
+def test_what_is_unconfirmed_leaves_first_in_order_and_marked_with_its_id(broker: Broker, connect: Connect) -> None:
+    first = lost(broker, pipelined(connect), 0, 1, 2)
+    second = pipelined(connect, first)
+    assert first.unconfirmed == ()
+    second.basic_publish("", "q", b"3")
+    second.wait_for_confirms(PATIENCE)
+    assert bodies(broker) == [b"0", b"1", b"2"] * 2 + [b"3"]
+    assert marked(broker) == [False] * 3 + [True] * 3 + [False]
+    assert [each.properties.message_id for each in broker.messages("q")[3:6]] == ["id 0", "id 1", "id 2"]
+    assert second.unconfirmed == ()
+
+
+def test_a_channel_that_is_lost_in_turn_hands_on_all_that_it_has(broker: Broker, connect: Connect) -> None:
+    second = pipelined(connect, lost(broker, pipelined(connect), 0, 1))
+    second.wait_for_confirms(PATIENCE)
+    third = pipelined(connect, lost(broker, second, 2, 3))
+    assert [each.body for each in third.unconfirmed] == [b"2", b"3"]
+    third.wait_for_confirms(PATIENCE)
+    assert bodies(broker) == [b"0", b"1"] * 2 + [b"2", b"3"] * 2
+    assert marked(broker) == [False, False, True, True] * 2
+
+
+@pytest.mark.parametrize("size", [10, 5000])
+def test_a_program_that_reconnects_loses_nothing_in_many_losses(broker: Broker, connect: Connect, size: int) -> None:
+    count, losses = 400, 20
+    orders = iter(range(count))
+    channel, cuts = None, 0
+    order = next(orders, None)
+    while True:
+        try:
+            fresh = connect(capacity=20, max_producer_flow_control_wait=PATIENCE).channel()
+            # Messages without confirms before, so that its tags are not its numbers.
+            fresh.basic_publish("", "other", b"")
+            fresh.confirm_delivery(pipelined=True, republish=channel)
+            channel = fresh
+            while order is not None:
+                channel.basic_publish("", "q", b"%d " % order + bytes(size))
+                order = next(orders, None)
+                if cuts < losses and order is not None and order > cuts * count / losses:
+                    cuts += 1
+                    broker.drop_connections()
+            channel.wait_for_confirms(PATIENCE)
+            break
+        except pika.exceptions.AMQPConnectionError:
+            pass
+    arrived = [int(body.split()[0]) for body in bodies(broker)]
+    assert list(dict.fromkeys(arrived)) == list(range(count))
+    seen: set[int] = set()
+    for number, is_marked in zip(arrived, marked(broker), strict=True):
+        assert number not in seen or is_marked, "an unmarked copy"
+        seen.add(number)
+    assert cuts == losses
+
+
+@pytest.mark.parametrize("reason", ["stopped", "blocked", "paused"])
+def test_it_waits_while_the_new_channel_may_not_send(broker: Broker, connect: Connect, reason: str) -> None:
+    first = lost(broker, pipelined(connect), 0)
+    if reason == "paused":
+        flow_manager.stop_all("a test")
+    second = connect(max_producer_flow_control_wait=0.1).channel()
+    if reason == "stopped":
+        (name,) = (each.name for each in broker.channels())
+        broker.flow(False, name)
+        held(second, HoldKind.CHANNEL_FLOW)
+    elif reason == "blocked":
+        broker.block("a test")
+        held(second, HoldKind.CONNECTION_BLOCKED)
+    try:
+        events: list[Any] = []
+        second.add_on_flow_callback(events.append)
+        second.confirm_delivery(pipelined=True, republish=first)
+        kinds = {"stopped": HoldKind.CHANNEL_FLOW, "blocked": HoldKind.CONNECTION_BLOCKED, "paused": HoldKind.PAUSED}
+        assert [hold.kind for hold in second.flow_state.holds] == [kinds[reason]]
+        if reason != "paused":
+            # A pause holds what is not admitted yet.
+            assert second.queue_declare("q", passive=True).method.message_count == 1
+    finally:
+        flow_manager.start_all()
+        broker.unblock()
+        for each in broker.channels():
+            broker.flow(True, each.name)
+    second.wait_for_confirms(PATIENCE)
+    assert marked(broker) == [False, True]
+    second.connection.process_data_events(0)
+    assert events
+
+
+def test_a_message_that_was_written_in_part_leaves_as_a_whole(broker: Broker, connect: Connect, proxy: Proxy) -> None:
+    first = pipelined(connect, url=proxy.url(broker), max_producer_flow_control_wait=0.2)
+    proxy.stop_reading()
+    body = bytes(50_000_000)
+    with pytest.raises(ConfirmTimeout):
+        first.basic_publish("", "q", body)
+    proxy.cut()
+    with pytest.raises(pika.exceptions.AMQPConnectionError):
+        first.wait_for_confirms(PATIENCE)
+    second = pipelined(connect, first)
+    second.wait_for_confirms(PATIENCE)
+    assert marked(broker) == [True]
+    assert bodies(broker) == [body]
+
+
+def test_a_publish_that_meets_the_loss_after_its_message_was_taken_does_not_raise(
+    broker: Broker, connect: Connect, proxy: Proxy
+) -> None:
+    first = pipelined(connect, url=proxy.url(broker), max_producer_flow_control_wait=PATIENCE)
+    proxy.stop_reading()
+    job = start(first.basic_publish, "", "q", bytes(50_000_000))
+    eventually(lambda: first.unconfirmed)
+    proxy.cut()
+    job.result()
+    with pytest.raises(pika.exceptions.AMQPConnectionError):
+        first.basic_publish("", "q", b"not taken")
+    assert len(first.unconfirmed) == 1
+
+
+def test_a_smaller_frame_size_is_kept(broker: Broker, connect: Connect) -> None:
+    first = pipelined(connect)
+    broker.withhold_confirms()
+    first.basic_publish("", "q", bytes(range(256)) * 100)
+    broker.drop_connections()
+    with pytest.raises(pika.exceptions.AMQPConnectionError):
+        first.wait_for_confirms(PATIENCE)
+    broker.release_confirms()
+    second = pipelined(connect, first, frame_max=4096)
+    second.wait_for_confirms(PATIENCE)
+    assert bodies(broker)[-1] == bytes(range(256)) * 100
+
+
+def test_what_was_returned_before_the_loss_is_told_on_the_new_channel(broker: Broker, connect: Connect) -> None:
+    first = pipelined(connect)
+    first.basic_publish("", "nowhere", b"returned", mandatory=True)
+    pump(first.connection, lambda: not first._flow.protocol.unsettled)
+    broker.drop_connections()
+    with pytest.raises(pika.exceptions.AMQPConnectionError):
+        first.connection.sleep(PATIENCE)
+    second = pipelined(connect, first)
+    with pytest.raises(pika.exceptions.UnroutableError) as caught:
+        second.wait_for_confirms(PATIENCE)
+    assert [each.body for each in caught.value.messages] == [b"returned"]
+
+
+def test_what_close_could_not_settle_can_be_published_again(broker: Broker, connect: Connect) -> None:
+    first = pipelined(connect, max_producer_flow_control_wait=0.1)
+    broker.withhold_confirms()
+    first.basic_publish("", "q", b"0")
+    with pytest.raises(ConfirmTimeout):
+        first.connection.close()
+    broker.release_confirms()
+    pipelined(connect, first).wait_for_confirms(PATIENCE)
+    assert marked(broker) == [False, True]
+
+
+def test_a_channel_that_has_nothing_to_publish_again_is_refused(broker: Broker, connect: Connect) -> None:
+    closed = pipelined(connect)
+    closed.basic_publish("nowhere", "", b"")
+    with pytest.raises(pika.exceptions.ChannelClosedByBroker):
+        closed.wait_for_confirms(PATIENCE)
+    assert [each.body for each in closed.unconfirmed] == [b""]
+    taken = lost(broker, pipelined(connect), 0)
+    pipelined(connect, taken).wait_for_confirms(PATIENCE)
+    plain = connect().channel()
+    plain.connection.close()
+    for channel, why in (closed, "closed by|closed <"), (taken, "only once"), (plain, "pipelined"):
+        with pytest.raises(ValueError, match=why):
+            pipelined(connect, channel)
+    with pytest.raises(ValueError, match="is open"):
+        pipelined(connect, pipelined(connect))
+    with pytest.raises(TypeError, match=r"republish=.*must be a BlockingChannel"):
+        pipelined(connect, "channel")
+    kept = lost(broker, pipelined(connect), 1)
+    late = pipelined(connect)
+    with pytest.raises(ValueError, match="first confirm_delivery"):
+        late.confirm_delivery(pipelined=True, republish=kept)
+    with pytest.raises(ValueError, match="pipelined=True"):
+        connect().channel().confirm_delivery(republish=kept)
+    gone = connect().channel()
+    gone.connection.close()
+    with pytest.raises(pika.exceptions.AMQPError):
+        gone.confirm_delivery(pipelined=True, republish=kept)
+    assert [each.body for each in kept.unconfirmed] == [b"1"]
+
+
+def test_E2_an_interrupt_leaves_the_messages_to_one_of_the_two(broker: Broker, connect: Connect) -> None:
+    at, came = 1, 1
+    while came:
+        broker.purge("q")
+        first = lost(broker, pipelined(connect), 0, 1)
+        second = connect().channel()
+        came = interrupted(partial(second.confirm_delivery, True, first), at, only=("pika/flow.py", "core/channel.py"))
+        if first.unconfirmed:
+            second = pipelined(connect, first)
+        second.wait_for_confirms(PATIENCE)
+        assert bodies(broker)[:4] == [b"0", b"1"] * 2
+        at += EVERY
