@@ -147,7 +147,7 @@ class _Bench:
         """Rows a second of a relay that runs, from commits of few rows to their last confirm."""
         self.fill(0)
         rates = []
-        with OutboxRelay(self.engine, self.url, outbox=self.outbox) as relay:
+        with _confirms() as confirmed, OutboxRelay(self.engine, self.url, outbox=self.outbox) as relay:
             self._until(lambda: len(relay.partitions) == 16, "the beginning")
             for number in range(1, _ROUNDS + 1):
                 with self.engine.begin() as connection:
@@ -155,7 +155,7 @@ class _Bench:
                     connection.execute(text(f"NOTIFY {self.outbox.tables.channel}"))
                 began = time.perf_counter()
                 expected = number * _SMALL
-                self._until(lambda: relay.counts.confirmed >= expected, "all confirms")  # noqa: B023  # called at once
+                self._until(lambda: len(confirmed) >= expected, "all confirms")  # noqa: B023  # called at once
                 rates.append(_SMALL / (time.perf_counter() - began))
         return median(rates)
 
@@ -185,8 +185,7 @@ class _Bench:
         rate, count = _COMMITS
         self.fill(0)
         committed: dict[str, float] = {}
-        confirmed: dict[str, float] = {}
-        with _confirms_of(confirmed), OutboxRelay(self.engine, self.url, outbox=self.outbox) as relay:
+        with _confirms() as confirmed, OutboxRelay(self.engine, self.url, outbox=self.outbox) as relay:
             self._until(lambda: len(relay.partitions) == 16, "the beginning")
             began = time.perf_counter()
             with self.engine.connect() as connection:
@@ -196,7 +195,8 @@ class _Bench:
                     connection.commit()
                     committed[message_id] = time.perf_counter()
             self._until(lambda: len(confirmed) >= count, "all confirms")
-        taken = [1000 * max(0.0, confirmed[each] - at) for each, at in committed.items()]
+        at = dict(confirmed)
+        taken = [1000 * max(0.0, at[each] - since) for each, since in committed.items()]
         return median(taken), quantiles(taken, n=100)[98]
 
     def flowed(self) -> float:
@@ -220,17 +220,18 @@ class _Bench:
 
 
 @contextmanager
-def _confirms_of(confirmed: dict[str, float]) -> Iterator[None]:
-    """Note when each message is confirmed."""
+def _confirms() -> Iterator[list[tuple[str, float]]]:
+    """The message ids that are confirmed, and when each was."""
     settled = Tenure.settled
+    confirmed: list[tuple[str, float]] = []
 
     def note(self: Tenure, receipt: Receipt) -> None:
-        confirmed[str(receipt.message_id)] = time.perf_counter()
+        confirmed.append((str(receipt.message_id), time.perf_counter()))
         settled(self, receipt)
 
     Tenure.settled = note  # type: ignore[method-assign]
     try:
-        yield
+        yield confirmed
     finally:
         Tenure.settled = settled  # type: ignore[method-assign]
 

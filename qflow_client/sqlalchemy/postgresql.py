@@ -31,7 +31,7 @@ import socket
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, cast
 
 from sqlalchemy import Engine, text
 
@@ -44,6 +44,8 @@ __all__ = ["PostgresqlSession"]
 _FULL_PERIOD = 60.0
 # No transaction is in progress. A driver may not know the type of an empty list.
 _NONE = [-1]
+# More than any number of a transaction.
+_ALL = 1 << 62
 
 _monotonic = time.monotonic
 
@@ -74,6 +76,13 @@ class PostgresqlSession:
         self._class = tables.lock_class
         quote = engine.dialect.identifier_preparer.format_table
         self._rows, self._failed, self._relay = quote(tables.rows), quote(tables.failed), quote(tables.relay)
+        self._find_next = self._statement("%(last)s")
+        # First of all, the rows are found by the index on xid. With ORDER BY id, the planner might prefer to go through
+        # all ids, and those of rows that were deleted.
+        self._find_first = self._statement(
+            f"(SELECT min(id) - 1 FROM (SELECT id FROM {self._rows}"
+            " WHERE xid >= %(before_xmax)s OR xid = ANY(%(before_xip)s) OFFSET 0) fresh)"
+        )
         self._mine: list[int] = []
         # Whether the sweep reads what an earlier session, or this one before a failure, may have sent.
         self.is_full = True
@@ -88,7 +97,9 @@ class PostgresqlSession:
         # Whether the application has committed since `wait` returned.
         self._is_noticed = False
         self._connection = engine.connect().execution_options(isolation_level="AUTOCOMMIT")
-        self._driver: Any = self._connection.connection.driver_connection
+        self._driver = cast(Any, self._connection.connection.driver_connection)
+        # Bodies come as they are, not as text.
+        self._cursor = self._driver.cursor(binary=True)
         # It is never given back to the pool: it has locks and settings of its own.
         self._connection.detach()
         try:
@@ -206,93 +217,98 @@ class PostgresqlSession:
         """Return True if the next sweep should be a full one, for which nothing may be unsettled."""
         return not self._in_sweep and _monotonic() >= self._next_full > 0
 
-    def read(self, limit: int) -> list[Row]:
-        """Return the next rows, of one sweep, at most `limit`. `has_more` tells whether it may have others."""
-        self.has_more = False
-        if not self._mine or (not self._in_sweep and not self._begin()):
-            return []
+    def read(self, limit: int, gone: Sequence[int] = ()) -> list[Row]:
+        """Delete rows that are confirmed, and read and permit the next ones, in one commit.
+
+        It is on disk when this returns. `has_more` tells whether the sweep may have further rows.
+
+        Args:
+            limit: the most rows to return.
+            gone: ids of the rows to delete.
+        """
+        begins = not self._in_sweep
         xmax, xip = self._before
-        found = self._rows_of(
+        if begins:
+            self.is_full = xmax == 0
+            # Every row that the statement sees is in the snapshot of a sweep that begins with it.
+            self._last, self._xmax, self._xip = 0, _ALL, _NONE
+            if self.is_full:
+                self._next_full = _monotonic() + _FULL_PERIOD
+                self._adopt_restored()
+        # The driver alone needs half of the time that SQLAlchemy and the driver need.
+        found = self._cursor.execute(
+            self._find_first if begins and not self.is_full else self._find_next,
+            {
+                "last": self._last,
+                "xmax": self._xmax,
+                "xip": self._xip,
+                "before_xmax": xmax,
+                "before_xip": xip,
+                "mine": self._mine,
+                "limit": limit,
+                "bytes": PAGE_BYTES,
+                "gone": list(gone),
+            },
+        ).fetchall()
+        if begins:
+            _, first_unknown, in_progress = found[0][0].split(":")
+            self._xmax = int(first_unknown)
+            self._xip = [int(each) for each in in_progress.split(",")] if in_progress else _NONE
+        # Without a page there is the snapshot alone.
+        total = found[0][1] or 0
+        rows = [Row(*row[2:]) for row in found] if total else []
+        self.has_more = total == limit or total > len(rows)
+        self._in_sweep = self.has_more
+        if rows:
+            self._last = rows[-1].id
+        if not self.has_more:
+            self._before = self._xmax, self._xip
+        return rows
+
+    def _adopt_restored(self) -> None:
+        """Give rows with transactions of another server one of this: those that are visible began before it."""
+        self._run(
+            f"UPDATE {self._rows} SET xid = 0"
+            " WHERE xid >= (SELECT pg_snapshot_xmax(pg_current_snapshot())::text::bigint)"
+        )
+
+    def _statement(self, last: str) -> str:
+        """Return the statement of `read`.
+
+        Args:
+            last: an expression, behind which row the page begins.
+        """
+        return (
+            "WITH now AS (SELECT pg_current_snapshot() AS snapshot),"
+            f" gone AS (DELETE FROM {self._rows} WHERE id = ANY(CAST(%(gone)s AS bigint[])) RETURNING partition),"
             # Large bodies are stored beside the table, and are not touched before they are chosen.
-            "SELECT id, partition, exchange, routing_key, properties, body, total FROM ("
-            "SELECT *, count(*) OVER () AS total,"
+            " page AS MATERIALIZED (SELECT * FROM ("
+            "SELECT *, count(*) OVER () AS total, row_number() OVER (ORDER BY id) AS number,"
             " sum(octet_length(body)) OVER (ORDER BY id ROWS UNBOUNDED PRECEDING) - octet_length(body) AS size FROM ("
             f"SELECT id, partition, exchange, routing_key, properties, body FROM {self._rows}"
-            " WHERE id > :last AND xid < :xmax AND xid <> ALL(:xip)"
-            " AND (xid >= :before_xmax OR xid = ANY(:before_xip))"
-            " AND partition = ANY(CAST(:mine AS int[])) ORDER BY id LIMIT :limit) page) sized"
-            " WHERE size < :bytes ORDER BY id",
-            last=self._last,
-            xmax=self._xmax,
-            xip=self._xip,
-            before_xmax=xmax,
-            before_xip=xip,
-            mine=self._mine,
-            limit=limit,
-            bytes=PAGE_BYTES,
+            f" WHERE id > {last} AND xid < %(xmax)s AND xid <> ALL(%(xip)s)"
+            " AND (xid >= %(before_xmax)s OR xid = ANY(%(before_xip)s))"
+            " AND partition = ANY(CAST(%(mine)s AS int[])) ORDER BY id LIMIT %(limit)s) limited) sized"
+            " WHERE size < %(bytes)s),"
+            " news AS (SELECT partition, max(permitted) AS permitted, sum(relayed) AS relayed FROM ("
+            "SELECT partition, id AS permitted, 0 AS relayed FROM page"
+            " UNION ALL SELECT partition, 0, 1 FROM gone) every GROUP BY partition),"
+            f" written AS (UPDATE {self._relay} relay SET permitted = greatest(relay.permitted, news.permitted),"
+            " relayed = relay.relayed + news.relayed FROM news WHERE relay.partition = news.partition)"
+            " SELECT CASE WHEN page.id IS NULL OR number = 1 THEN snapshot::text END AS snapshot, total,"
+            " id, partition, exchange, routing_key, properties, body FROM now LEFT JOIN page ON true ORDER BY id"
         )
-        total = found[0].total if found else 0
-        self.has_more = total == limit or total > len(found)
-        if not self.has_more:
-            self._in_sweep = False
-            self._before = self._xmax, self._xip
-        if found:
-            self._last = found[-1][0]
-        return [Row(*row[:-1]) for row in found]
-
-    def _begin(self) -> bool:
-        """Begin a sweep. Return False if there is nothing new."""
-        xmax, xip = self._before
-        self.is_full = xmax == 0
-        if self.is_full:
-            self._next_full = _monotonic() + _FULL_PERIOD
-            # Restored rows have the transactions of another server. What is visible in a snapshot began before it.
-            self._run(
-                f"UPDATE {self._rows} SET xid = 0"
-                " WHERE xid >= (SELECT pg_snapshot_xmax(pg_current_snapshot())::text::bigint)"
-            )
-        # First of all, the rows are found by the index on xid. With ORDER BY id, the planner might prefer to go through
-        # all ids, and those of rows that were deleted.
-        found = self._rows_of(
-            f"WITH fresh AS MATERIALIZED (SELECT id FROM {self._rows} WHERE xid >= :xmax OR xid = ANY(:xip)),"
-            " now AS (SELECT pg_current_snapshot() AS snapshot)"
-            " SELECT pg_snapshot_xmax(snapshot)::text::bigint,"
-            " ARRAY(SELECT pg_snapshot_xip(snapshot)::text::bigint),"
-            + (" 1" if self.is_full else " (SELECT min(id) FROM fresh)")
-            + " FROM now",
-            xmax=xmax,
-            xip=xip,
-        )
-        ((self._xmax, self._xip, first),) = found
-        self._xip = self._xip or _NONE
-        if first is None:
-            self._before = self._xmax, self._xip
-            return False
-        self._last = first - 1
-        self._in_sweep = True
-        return True
 
     # Writing.
 
-    def write(self, gone: Sequence[int], counts: Mapping[int, int], permits: Mapping[int, int]) -> None:
-        """Delete rows, count them, and permit others, in one commit that is on disk when this returns.
-
-        Args:
-            gone: the ids of rows that are confirmed.
-            counts: how many they are, by partition.
-            permits: up to which row each partition's messages may be sent now.
-        """
-        partitions = sorted({*counts, *permits})
+    def delete(self, gone: Sequence[int]) -> None:
+        """Delete rows that are confirmed, in a commit that is on disk when this returns."""
         self._run(
-            f"WITH gone AS (DELETE FROM {self._rows} WHERE id = ANY(:gone))"
-            f" UPDATE {self._relay} relay SET permitted = greatest(relay.permitted, news.permitted),"
-            " relayed = relay.relayed + news.relayed"
-            " FROM unnest(CAST(:partitions AS int[]), CAST(:permits AS bigint[]), CAST(:counts AS bigint[]))"
-            " AS news(partition, permitted, relayed) WHERE relay.partition = news.partition",
+            f"WITH gone AS (DELETE FROM {self._rows} WHERE id = ANY(CAST(:gone AS bigint[])) RETURNING partition),"
+            " news AS (SELECT partition, count(*) AS relayed FROM gone GROUP BY partition)"
+            f" UPDATE {self._relay} relay SET relayed = relay.relayed + news.relayed"
+            " FROM news WHERE relay.partition = news.partition",
             gone=list(gone),
-            partitions=partitions,
-            permits=[permits.get(partition, 0) for partition in partitions],
-            counts=[counts.get(partition, 0) for partition in partitions],
         )
 
     def set_aside(self, rows: Sequence[Aside]) -> None:

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import os
 import socket
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 
-from sqlalchemy import Engine, bindparam, case, delete, exists, insert, literal, text, update
+from sqlalchemy import Engine, bindparam, case, delete, exists, insert, text, update
 from sqlalchemy import func as sql
 from sqlalchemy import select as query
 from sqlalchemy.exc import IntegrityError
@@ -131,10 +132,10 @@ class SqliteSession:
     def is_full_due(self) -> bool:
         return False
 
-    def read(self, limit: int) -> list[Row]:
+    def read(self, limit: int, gone: Sequence[int] = ()) -> list[Row]:
         if not self._has_all:
             return []
-        rows = self._tables.rows.c
+        rows, relay = self._tables.rows.c, self._tables.relay
         self.is_full = self._is_fresh
         found: list[Row] = []
         size = 0
@@ -149,22 +150,32 @@ class SqliteSession:
                 size += len(row.body)
                 if size >= PAGE_BYTES:
                     break
+        # Not in the transaction that reads: one that writes later may have to give way to another writer.
+        if found or gone:
+            with self._connection.begin():
+                self._delete(gone)
+                for partition, last in {row.partition: row.id for row in found}.items():
+                    values = {"permitted": sql.max(relay.c.permitted, last)}
+                    self._connection.execute(update(relay).where(relay.c.partition == partition).values(**values))
         self.has_more = len(found) == limit or size >= PAGE_BYTES
         self._is_fresh = self._is_fresh and self.has_more
         if found:
             self._last = found[-1].id
         return found
 
-    def write(self, gone: Sequence[int], counts: Mapping[int, int], permits: Mapping[int, int]) -> None:
-        rows, relay = self._tables.rows, self._tables.relay
+    def delete(self, gone: Sequence[int]) -> None:
         with self._connection.begin():
-            for begin in range(0, len(gone), _VALUES):
-                self._connection.execute(delete(rows).where(rows.c.id.in_(gone[begin : begin + _VALUES])))
-            for partition in {*counts, *permits}:
-                values = {"relayed": relay.c.relayed + counts.get(partition, 0)}
-                if partition in permits:
-                    values["permitted"] = literal(permits[partition])
-                self._connection.execute(update(relay).where(relay.c.partition == partition).values(**values))
+            self._delete(gone)
+
+    def _delete(self, gone: Sequence[int]) -> None:
+        rows, relay = self._tables.rows, self._tables.relay
+        counts: Counter[int] = Counter()
+        for begin in range(0, len(gone), _VALUES):
+            chosen = delete(rows).where(rows.c.id.in_(gone[begin : begin + _VALUES])).returning(rows.c.partition)
+            counts.update(self._connection.execute(chosen).scalars())
+        for partition, count in counts.items():
+            values = {"relayed": relay.c.relayed + count}
+            self._connection.execute(update(relay).where(relay.c.partition == partition).values(**values))
 
     def set_aside(self, rows: Sequence[Aside]) -> None:
         table, failed = self._tables.rows, self._tables.failed

@@ -5,9 +5,9 @@ first, so that nothing of this tenure can still leave, and then the session, and
 here or in another relay, reads from the beginning. So what is true in a tenure has to hold for no longer than that:
 
 - A row is *permitted* before it is published: the number up to which a partition's rows may have been sent is on disk
-  (`Session.write`) before the first of them is given to the producer. A tenure begins by reading that number, and marks
+  (`Session.read`) before the first of them is given to the producer. A tenure begins by reading that number, and marks
   what it finds below it. Later rows cannot have been sent by an earlier tenure: they were not there.
-- A row is deleted after the broker has confirmed it, in the same commit that permits further rows.
+- A row is deleted after the broker has confirmed it, in the same commit that reads and permits further rows.
 - The rows of a partition are given to the producer in the order in which the session reads them, by one thread, and the
   producer keeps that order, also across a lost connection of its own.
 - Before a row is given to the producer, the time of the last answer of the database is looked at. If it is longer ago
@@ -22,7 +22,7 @@ from __future__ import annotations
 import logging
 import socket
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 
@@ -42,8 +42,8 @@ __all__ = ["RelayCounts", "Tenure", "Waker"]
 _PAGE = 1000
 # The part of the window that has to be free before more is read, while there is more.
 _ROOM = 0.25
-# Seconds for which confirmed rows wait for others to be deleted with.
-_LINGER = 0.05
+# Seconds for which confirmed rows wait to be deleted in the commit that reads the next ones.
+_LINGER = 0.02
 # The shortest pause between two polls where no commit wakes the relay, in seconds.
 _SHORTEST_POLL = 0.01
 # What does not keep a relay from reading: it reads what there is room for, as fast as its rate lets it send.
@@ -146,9 +146,8 @@ class Tenure:
         # Partitions to give up and to take once nothing is unsettled; None if they stay as they are.
         self._change: tuple[set[int], set[int]] | None = None
         # By partition: up to which row messages may have been sent by an earlier tenure, until all of them have been
-        # read, and by any.
+        # read.
         self._doubt: dict[int, int] = {}
-        self._permitted: dict[int, int] = {}
         # Rows that are permitted, and not given to the producer.
         self._pending: deque[Row] = deque()
         self._in_flight: dict[Receipt, Row] = {}
@@ -157,7 +156,6 @@ class Tenure:
         # So many settled receipts wake the thread.
         self._wake_at = 1
         self._gone: list[int] = []
-        self._gone_counts: Counter[int] = Counter()
         self._oldest_gone_at = 0.0
         self._aside: list[Aside] = []
         # The first failure that ends the tenure.
@@ -222,7 +220,6 @@ class Tenure:
             if not self._gone:
                 self._oldest_gone_at = _monotonic()
             self._gone.append(row.id)
-            self._gone_counts[row.partition] += 1
         elif outcome in _POISON:
             self._aside.append((row.id, printable(receipt.describe())))
         elif self._failure is None:
@@ -254,14 +251,13 @@ class Tenure:
         assert self._change is not None
         leaving, coming = self._change
         self._change = None
-        self._write({})
+        self._write()
         if leaving:
             self._give_up(leaving)
         taken = self._session.take(coming) if coming else {}
         self._metrics.change_partitions(len(taken))
         self.mine |= set(taken)
         self._doubt.update(taken)
-        self._permitted.update(taken)
         if taken or not coming:
             self._session.start_over()
             self._is_dry = False
@@ -296,7 +292,8 @@ class Tenure:
         """Read a page, permit it, and give it to the producer. Return whether there was one."""
         limit = self._room(producer)
         began = _monotonic()
-        rows = self._session.read(limit)
+        rows = self._session.read(limit, self._gone)
+        self._deleted()
         self._answered_at = began
         if not self._session.has_more:
             self._is_dry = True
@@ -306,14 +303,9 @@ class Tenure:
             self._is_dry = False
         if not rows:
             return False
-        permits: dict[int, int] = {}
-        for row in rows:
-            if row.id > self._permitted.get(row.partition, 0):
-                self._permitted[row.partition] = permits[row.partition] = row.id
         if not self._session.is_full:
             # All rows that were there when the partitions were taken have been read.
             self._doubt.clear()
-        self._write(permits)
         self._pending.extend(rows)
         self._send(producer)
         return True
@@ -348,8 +340,8 @@ class Tenure:
             pending.popleft()
         self._counts.count(marked=marked)
 
-    def _write(self, permits: dict[int, int]) -> None:
-        """Delete and set aside what is settled, and permit what comes next."""
+    def _write(self) -> None:
+        """Delete and set aside what is settled."""
         began = _monotonic()
         if self._aside:
             self._session.set_aside(self._aside)
@@ -357,12 +349,16 @@ class Tenure:
             for number, reply in self._aside:
                 logger.warning("outbox relay: row %d is set aside: %s", number, reply)
             self._aside.clear()
-        if permits or self._gone:
-            self._session.write(self._gone, self._gone_counts, permits)
+        if self._gone:
+            self._session.delete(self._gone)
+            self._deleted()
+        self._answered_at = began
+
+    def _deleted(self) -> None:
+        """Count the confirmed rows that were deleted."""
+        if self._gone:
             self._counts.count(confirmed=len(self._gone))
             self._gone.clear()
-            self._gone_counts.clear()
-        self._answered_at = began
 
     def _rest(self, producer: Producer) -> None:
         """Wait for the next thing to do."""
@@ -370,8 +366,8 @@ class Tenure:
         if now - self._answered_at > self._lease / 4:
             self._session.ping()
             self._answered_at = now
-        if self._aside or (self._gone and (not self._in_flight or now - self._oldest_gone_at >= _LINGER)):
-            self._write({})
+        if self._aside or (self._gone and now - self._oldest_gone_at >= _LINGER):
+            self._write()
         until = [self._look_at, now + self._lease / 4]
         if self._gone:
             until.append(self._oldest_gone_at + _LINGER)
@@ -402,7 +398,7 @@ class Tenure:
                 self._waker.clear()
             self._collect()
             self._session.ping()
-        self._write({})
+        self._write()
         if not self._in_flight:
             self._give_up(set(self.mine))
 
@@ -418,7 +414,7 @@ class Tenure:
                 if self._gone or self._aside:
                     # A session that has failed cannot. Then they are sent again, and marked.
                     with suppress(Exception):
-                        self._write({})
+                        self._write()
         finally:
             self._session.close()
             self._metrics.change_partitions(-len(self.mine))

@@ -24,6 +24,8 @@ from qflow_client.broker import Broker
 from qflow_client.sqlalchemy import Outbox, OutboxRelay, RelayError
 from qflow_client.sqlalchemy import postgresql as of_postgresql
 from qflow_client.sqlalchemy import sqlite as of_sqlite
+from qflow_client.sqlalchemy.sessions import Session
+from qflow_client.sqlalchemy.tables import PARTITIONS
 
 from .support import FAST, add, bodies, depth, eventually, marks, permit, permitted
 
@@ -38,6 +40,16 @@ def engine(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Engine]:
         engine = create_engine(request.getfixturevalue("postgresql").url)
     yield engine
     engine.dispose()
+
+
+def session_of(engine: Engine, outbox: Outbox) -> Session:
+    """Return a relay's session, with all partitions."""
+    is_postgresql = engine.dialect.name == "postgresql"
+    make: Any = of_postgresql.PostgresqlSession if is_postgresql else of_sqlite.SqliteSession
+    session: Session = make(engine, outbox.tables, 30.0)
+    session.join()
+    session.take(range(PARTITIONS))
+    return session
 
 
 def test_E14_what_is_committed_is_published_and_what_is_rolled_back_is_not(
@@ -168,11 +180,7 @@ def test_C4_a_page_of_rows_ends_with_so_many_bytes(
     monkeypatch.setattr(of_postgresql, "PAGE_BYTES", 1000)
     monkeypatch.setattr(of_sqlite, "PAGE_BYTES", 1000)
     add(engine, outbox, *(b"%03d" % number + b"x" * 397 for number in range(7)), b"y" * 10_000, b"z", key="k")
-    is_postgresql = engine.dialect.name == "postgresql"
-    make: Any = of_postgresql.PostgresqlSession if is_postgresql else of_sqlite.SqliteSession
-    session = make(engine, outbox.tables, 30.0)
-    session.join()
-    session.take(range(16))
+    session = session_of(engine, outbox)
     pages = []
     while rows := session.read(100):
         pages.append(([row.body[:3] for row in rows], session.has_more))
@@ -182,6 +190,28 @@ def test_C4_a_page_of_rows_ends_with_so_many_bytes(
         ([b"006", b"yyy"], True),
         ([b"z"], False),
     ]
+    session.close()
+
+
+def test_E14_rows_are_permitted_when_they_are_read_and_deleted_when_others_are(engine: Engine, outbox: Outbox) -> None:
+    add(engine, outbox, b"1", b"2", b"3", key="k")
+    session = session_of(engine, outbox)
+
+    def stored() -> tuple[int, int, int]:
+        with engine.begin() as connection:
+            status = outbox.status(connection)
+        return permitted(engine, outbox), status.depth, status.relayed
+
+    assert [row.id for row in session.read(1)] == [1]
+    assert stored() == (1, 3, 0)
+    assert [row.id for row in session.read(1, [1])] == [2]
+    assert stored() == (2, 2, 1)
+    assert [row.id for row in session.read(9)] == [3]
+    # There is nothing to read, and something to delete.
+    assert session.read(9, [2]) == []
+    assert stored() == (3, 1, 2)
+    session.delete([3])
+    assert stored() == (3, 0, 3)
     session.close()
 
 
