@@ -2,6 +2,9 @@
 
 Every run is the same command over the same file. It goes on by itself where the one before was killed. In the end one
 run is left to finish, and the queue is read back.
+
+With refusals, the queue is unbound at some moment of every other run, so the broker returns what comes from there on.
+The run is killed soon after: before it has looked, while it ends, or after it has ended.
 """
 
 from __future__ import annotations
@@ -16,9 +19,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import pika
@@ -29,9 +33,11 @@ from qflow_client import Outbox
 
 __all__ = ["FORMATS", "Verdict", "audit", "run"]
 
-_QUEUE = "qflow.send-kills"
+_QUEUE = _EXCHANGE = "qflow.send-kills"
 # Seconds after its start before which a run is killed.
 _LONGEST = 0.6
+# The same after its queue was unbound.
+_LONGEST_REFUSED = 0.15
 #: How the rows stand in the file.
 FORMATS = ("lines", "csv", "jsonl")
 
@@ -67,10 +73,11 @@ class Verdict:
     Attributes:
         rows: in the file.
         kills: runs that were killed.
+        refused: runs after which refused rows were in the outbox, killed or not.
         resumed: runs that found some of the rows sent.
         in_queue: messages in the queue.
         lost: rows that are not there.
-        out_of_order: rows whose first copies came after that of a later row.
+        out_of_order: rows whose first copies came after that of a later row; refused rows do.
         copies: messages of rows that came before.
         unmarked: how many of these do not say so.
         left: messages in the outbox at the end.
@@ -79,6 +86,7 @@ class Verdict:
 
     rows: int
     kills: int
+    refused: int
     resumed: int
     in_queue: int
     lost: int
@@ -90,8 +98,8 @@ class Verdict:
 
     @property
     def is_good(self) -> bool:
-        """Whether each row is there, in order, and copies are marked."""
-        return not (self.lost or self.out_of_order or self.unmarked or self.left)
+        """Whether each row is there, in order if none was refused, and copies are marked."""
+        return not (self.lost or self.unmarked or self.left or (self.out_of_order and not self.refused))
 
 
 def audit(rows: int, queue: Iterable[tuple[int, bool]]) -> dict[str, int]:
@@ -133,6 +141,7 @@ def run(
     seed: int = 1,
     longest: float = _LONGEST,
     format: str = "lines",
+    refusals: bool = False,
 ) -> Verdict:
     """Kill runs, one after the other.
 
@@ -144,10 +153,11 @@ def run(
         seed: of the moments.
         longest: seconds after its start before which each is killed; more if nothing has been sent by then.
         format: how the rows stand in the file.
+        refusals: whether the broker refuses rows during every other run.
     """
     began = time.monotonic()
     chance = random.Random(seed)
-    killed = resumed = 0
+    killed = refused = resumed = 0
     with ExitStack() as stack:
         url = stack.enter_context(broker_url(url))
         place = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=folder)))
@@ -158,12 +168,17 @@ def run(
         channel.queue_declare(_QUEUE, durable=True)
         channel.queue_purge(_QUEUE)
         stack.callback(channel.queue_delete, _QUEUE)
-        command = ["send", str(file), "-k", _QUEUE, "--outbox", str(outbox), "-f", format, "-q"]
+        channel.exchange_declare(_EXCHANGE, "fanout")
+        stack.callback(channel.exchange_delete, _EXCHANGE)
+        channel.queue_bind(_QUEUE, _EXCHANGE)
+        command = ["send", str(file), "-e", _EXCHANGE, "--outbox", str(outbox), "-f", format, "-q"]
         runs = stack.enter_context(
             subprocess.Popen(
                 [sys.executable, "-c", _RUNS, *command],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
+                # Refused rows are told there.
+                stderr=subprocess.DEVNULL if refusals else None,
                 text=True,
                 env=os.environ | {"QFLOW_URL": url},
             )
@@ -177,18 +192,32 @@ def run(
                 longest *= 1.5
             # So slow that the file lasts for all the kills.
             rate = max(1.0, 2 * (rows - sent) / ((kills - killed) * longest))
-            code = _one_run(runs, f"--rate {rate}", chance.uniform(0, longest))
+            moment = chance.uniform(0, longest)
+            if refusals and killed % 2:
+
+                def refuse(moment: float = moment) -> None:
+                    time.sleep(moment)
+                    channel.queue_unbind(_QUEUE, _EXCHANGE)
+                    time.sleep(chance.uniform(0, _LONGEST_REFUSED))
+
+                code = _one_run(runs, f"--rate {rate}", refuse)
+                channel.queue_bind(_QUEUE, _EXCHANGE)
+                refused += bool(_left(outbox))
+            else:
+                code = _one_run(runs, f"--rate {rate}", partial(time.sleep, moment))
             # Keeps the connection alive.
             connection.process_data_events(0)
-            if code != -signal.SIGKILL:
+            killed += code == -signal.SIGKILL
+            if code == 0:
                 break
-            killed += 1
+            if code not in (-signal.SIGKILL, int(refusals)):
+                raise RuntimeError(f"a run ended with {code}")
         code = _one_run(runs)
         if code:
             raise RuntimeError(f"the last run ended with {code}")
-        left = len(Outbox.look(outbox))
+        left = _left(outbox)
         counts = audit(rows, ((_number(body), marked) for body, marked in read_queue(channel, _QUEUE)))
-    return Verdict(rows, killed, resumed, left=left, seconds=time.monotonic() - began, **counts)
+    return Verdict(rows, killed, refused, resumed, left=left, seconds=time.monotonic() - began, **counts)
 
 
 def _write(file: Path, rows: int, format: str) -> None:
@@ -211,27 +240,35 @@ def _number(body: bytes) -> int:
     return int(found["number"] if isinstance(found, dict) else found)
 
 
+def _is_made(outbox: Path) -> bool:
+    # Killed before its tables were made, a run has stored nothing.
+    return outbox.exists() and outbox.stat().st_size > 0
+
+
+def _left(outbox: Path) -> int:
+    return len(Outbox.look(outbox)) if _is_made(outbox) else 0
+
+
 def _sent(outbox: Path, file: Path) -> int:
     """Return the number of the last row that is stored as sent."""
-    # Killed before its tables were made, it has stored nothing.
-    if not outbox.exists() or not outbox.stat().st_size:
+    if not _is_made(outbox):
         return 0
     with Outbox(outbox) as stored:
-        position = stored.position(f"{file.resolve()} to ''/'{_QUEUE}'")
+        position = stored.position(f"{file.resolve()} to '{_EXCHANGE}'/''")
     found = re.search(r"record=(\d+)", str(position))
     return int(found[1]) if found else 0
 
 
-def _one_run(runs: subprocess.Popen[str], options: str = "", seconds: float | None = None) -> int:
-    """Kill a run with more options after so many seconds, or let it finish; return how it ended."""
+def _one_run(runs: subprocess.Popen[str], options: str = "", wait: Callable[[], None] | None = None) -> int:
+    """Kill a run with more options after a wait, or let it finish; return how it ended."""
     assert runs.stdin is not None
     assert runs.stdout is not None
     print(options, file=runs.stdin, flush=True)
     runs.stdout.readline()
-    if seconds is not None:
+    if wait is not None:
         # The moment is drawn by lot; nothing waits for it.
-        time.sleep(seconds)
-    print("wait" if seconds is None else "kill", file=runs.stdin, flush=True)
+        wait()
+    print("wait" if wait is None else "kill", file=runs.stdin, flush=True)
     return int(runs.stdout.readline())
 
 
@@ -244,6 +281,7 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, default=Path.cwd(), help="whose file system has file and outbox")
     parser.add_argument("--seed", type=int, default=1, help="of the moments (%(default)s)")
     parser.add_argument("--longest", type=float, default=_LONGEST, help="seconds until a kill (%(default)s)")
+    parser.add_argument("--refusals", action="store_true", help="the broker refuses rows during every other run")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     verdict = run(
@@ -254,6 +292,7 @@ def main() -> int:
         seed=arguments.seed,
         longest=arguments.longest,
         format=arguments.format,
+        refusals=arguments.refusals,
     )
     if arguments.json:
         print(json.dumps(asdict(verdict)))

@@ -134,6 +134,7 @@ PARTS: Final[Mapping[str, Part]] = {
             _step("environment", f"{_TOX} -e interop --notest"),
             _step("producers", f"{_PYTHON} -m benchmarks.kills --kills 3000 --seed $RANDOM --folder /tmp"),
             _step("qflow send", f"{_PYTHON} -m benchmarks.send_kills --kills 200 --seed $RANDOM --folder /tmp"),
+            _step("qflow send, refused", f"{_PYTHON} -m benchmarks.send_kills --refusals --seed $RANDOM --folder /tmp"),
             _step("qflow send, CSV", f"{_PYTHON} -m benchmarks.send_kills --format csv --seed $RANDOM --folder /tmp"),
             _step("relays", f"{_PYTHON} -m benchmarks.relay_kills --kills 200 --seed $RANDOM"),
             _step("relays and RabbitMQ", f"{_PYTHON} -m benchmarks.relay_kills --kills 200 --broker rabbitmq"),

@@ -64,7 +64,14 @@ _PRODUCERS_ONLY = {
     "close_timeout": "the program closes, as with the library",
     "delivery_timeout": "the library's own timeout ends the wait for a confirm",
     **dict.fromkeys(
-        ("outbox", "outbox_max_bytes", "outbox_max_age", "outbox_full", "outbox_synchronous"),
+        (
+            "outbox",
+            "outbox_max_bytes",
+            "outbox_max_age",
+            "outbox_full",
+            "outbox_synchronous",
+            "outbox_keep_undelivered",
+        ),
         "only Producer and AsyncProducer have an outbox",
     ),
 }

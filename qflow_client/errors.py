@@ -199,9 +199,10 @@ class OutcomeUnknown(DeliveryError):
 
 
 class MessageStored(DeliveryError):
-    """The message is in the outbox still, and its producer was closed. The next producer on that outbox sends it.
+    """The message is in the outbox still, and the next producer on that outbox sends it.
 
-    Or it is damaged there, as the text says: then it stays until ``qflow outbox drop``.
+    Its producer was closed, or it was not delivered, as the text says, and ``outbox_keep_undelivered`` is on. Or it is
+    damaged there, as the text says: then it stays until ``qflow outbox drop``.
     """
 
 

@@ -20,7 +20,7 @@ from qflow_client.message import Message, RoutedMessage
 if TYPE_CHECKING:
     from qflow_client.amqp.frames import Prepared, Route
 
-__all__ = ["RECEIPT_OVERHEAD", "Outcome", "Receipt"]
+__all__ = ["RECEIPT_OVERHEAD", "UNDELIVERED", "Outcome", "Receipt"]
 
 _NO_ROUTE = 312
 _NOT_FOUND = 404
@@ -46,8 +46,13 @@ class Outcome(StrEnum):
     FAILED = "failed"
     #: Written, and the connection ended before the broker answered.
     UNKNOWN = "unknown"
-    #: In the outbox still, as its producer was closed: the next one on that outbox sends it. Or damaged there.
+    #: In the outbox still, because its producer was closed or it was not delivered (``outbox_keep_undelivered``): the
+    #: next producer on that outbox sends it. Or it is damaged there.
     STORED = "stored"
+
+
+#: Outcomes of messages that the broker has not taken, as far as is known, and that are in no outbox.
+UNDELIVERED = (Outcome.NACKED, Outcome.RETURNED, Outcome.REJECTED, Outcome.FAILED, Outcome.UNKNOWN)
 
 
 class Receipt:
@@ -108,7 +113,7 @@ class Receipt:
 
     @property
     def is_stored(self) -> bool:
-        """Whether it stays in the outbox of a producer that was closed."""
+        """Whether it stays in the outbox, for the next producer on it."""
         return self._outcome is Outcome.STORED
 
     @property
@@ -191,7 +196,7 @@ class Receipt:
             case Outcome.FAILED:
                 return MessageFailed(text, self)
             case Outcome.STORED:
-                return MessageStored(text, self)
+                return MessageStored(f"{text}{self._way_out(code)}", self)
         return OutcomeUnknown(text, self)
 
     def _way_out(self, code: int) -> str:

@@ -233,6 +233,7 @@ class SettingsKeywords(TypedDict, total=False):
     outbox_max_age: float | None
     outbox_full: OnOutboxFull | Literal["block", "raise"]
     outbox_synchronous: OutboxSynchronous | Literal["normal", "full"]
+    outbox_keep_undelivered: bool
     tracing: bool
     name: str
 
@@ -311,6 +312,9 @@ class ProducerSettings:
         outbox_full: ``"block"`` or ``"raise"``: what `send` does while there is no room in it.
         outbox_synchronous: ``"normal"``: what is in it survives the death of the process, however that comes;
             ``"full"``: also that of the machine, for which every commit waits for the disk.
+        outbox_keep_undelivered: keep a message in the outbox that the broker refuses, or that is too old. Its receipt
+            says ``stored`` and why, and the next producer on that outbox sends it again. Otherwise its receipt says
+            how it failed, and it leaves the outbox.
         tracing: make an OpenTelemetry span of every message, and put its context into the message's headers. Metrics
             need no setting.
         name: what flow events, logs and the broker's management show.
@@ -427,6 +431,7 @@ class ProducerSettings:
         "'normal' or 'full'",
         lambda v: v in list(OutboxSynchronous) and isinstance(v, str),
     )
+    outbox_keep_undelivered: bool = _setting(False, *_BOOL)
     tracing: bool = _setting(False, *_BOOL)
     name: str = _setting("producer", *_NAME)
     #: The absolute path of the outbox, resolved when the settings are made; ``None`` without an outbox.
@@ -506,6 +511,11 @@ class ProducerSettings:
     def burst(self) -> int:
         """How many messages may pass at once after a rest, with a `rate`."""
         return self.rate_burst or max(1, int((self.rate or 0) * _CATCHES_UP))
+
+    @property
+    def keeps_undelivered(self) -> bool:
+        """Whether there is an outbox in which messages stay that are not delivered."""
+        return self.outbox is not None and self.outbox_keep_undelivered
 
     @property
     def urls(self) -> tuple[str, ...]:

@@ -93,6 +93,7 @@ class Parts:
             self.unconfirmed,
             self.resending,
             settings.confirms,
+            keeps_undelivered=settings.keeps_undelivered,
         )
         #: What becomes of messages when a channel opens and when it ends.
         self.channel = Channel(

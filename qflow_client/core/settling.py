@@ -18,7 +18,7 @@ from qflow_client.core.returns import Returns
 from qflow_client.core.unconfirmed import Unconfirmed
 from qflow_client.events import HoldKind
 from qflow_client.message import Message, republished
-from qflow_client.receipt import Outcome, Receipt
+from qflow_client.receipt import UNDELIVERED, Outcome, Receipt
 
 __all__ = ["Settling"]
 
@@ -37,12 +37,14 @@ class Settling:
         unconfirmed: what is on the wire.
         resending: what leaves again.
         confirms: whether the broker confirms messages.
+        keeps_undelivered: whether messages that are not delivered stay in the outbox (E13).
     """
 
     __slots__ = (
         "_admission",
         "_batch",
         "_confirms",
+        "_instead",
         "_limits",
         "_reports",
         "_resending",
@@ -60,6 +62,8 @@ class Settling:
         unconfirmed: Unconfirmed,
         resending: Resending,
         confirms: bool,
+        *,
+        keeps_undelivered: bool = False,
     ) -> None:
         self._admission = admission
         self._confirms = confirms
@@ -68,6 +72,8 @@ class Settling:
         self._returns = returns
         self._unconfirmed = unconfirmed
         self._resending = resending
+        # By outcome, what it is if the message stays in the outbox.
+        self._instead = dict.fromkeys(UNDELIVERED, Outcome.STORED) if keeps_undelivered else {}
         # What is being settled: the receipts, an outcome for all or for each, and what the broker said of those without
         # a reply; None if nothing is. And how far that has come.
         self._batch: tuple[list[Receipt], Outcome | Sequence[Outcome], Reply | None, float] | None = None
@@ -151,7 +157,8 @@ class Settling:
             if receipt._reply is None:
                 receipt._outcome = confirmed
             else:
-                receipt._outcome, all_confirmed = Outcome.RETURNED, False
+                returned = Outcome.RETURNED
+                receipt._outcome, all_confirmed = self._instead.get(returned, returned), False
             if receipt._waiter is not None:
                 wake.append(receipt._waiter)
         return all_confirmed
@@ -159,9 +166,12 @@ class Settling:
     def _end(self, receipts: Sequence[Receipt], outcome: Outcome | Sequence[Outcome], reply: Reply | None) -> None:
         wake = self._reports.wake
         for at, receipt in enumerate(receipts):
+            how = outcome if isinstance(outcome, Outcome) else outcome[at]
+            instead = self._instead.get(how, how)
             if receipt._reply is None:
-                receipt._reply = reply
-            receipt._outcome = outcome if isinstance(outcome, Outcome) else outcome[at]
+                # What stays in the outbox says why.
+                receipt._reply = (0, str(how)) if reply is None and instead is not how else reply
+            receipt._outcome = instead
             if receipt._waiter is not None:
                 wake.append(receipt._waiter)
 

@@ -59,6 +59,7 @@ class Backlog:
         self._protocol = protocol
         self._admission, self._reports, self._gate = protocol.admission, protocol.reports, protocol.gate
         self._max_age = protocol.settings.outbox_max_age
+        self._keeps = protocol.settings.keeps_undelivered
         self._outbox = outbox
         self._requests = requests
         self._limits = limits
@@ -262,6 +263,7 @@ class Backlog:
             receipt._payload = stored.message
         receipt._reply = (0, why)
         outcome = Outcome.UNKNOWN if stored.may_be_second_copy else Outcome.FAILED
+        outcome = Outcome.STORED if self._keeps else outcome
         self._failing = stored.sequence, receipt, outcome
         self._finish_failing()
 
@@ -270,8 +272,9 @@ class Backlog:
         if self._failing is None:
             return
         sequence, receipt, outcome = self._failing
-        self._outbox.settle(sequence)
-        self._requests.request_commit()
+        if outcome is not Outcome.STORED:
+            self._outbox.settle(sequence)
+            self._requests.request_commit()
         reports = self._reports
         reported = reports.failures if reports.settled is None else reports.settled
         if not reported or reported[-1] is not receipt:

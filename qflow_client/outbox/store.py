@@ -102,10 +102,10 @@ class OutboxStore:
         self._not_on_disk: OrderedDict[int, int] = OrderedDict()
         #: Whether the first unsent message is one of them, so that nothing can be written before a commit.
         self.keeps_all_back = False
-        # Whether there will be no further channel; and the receipts of messages that are to stay in the outbox then, by
-        # sequence.
+        # Whether there will be no further channel; and the receipts of messages that stay in the outbox, by sequence.
+        # Those that are on disk may be missing.
         self._is_ended = False
-        self._stored: dict[int, Receipt] = {}
+        self._stored: OrderedDict[int, Receipt] = OrderedDict()
         # The last sequence of a message that was admitted or spilled.
         self._last_sequence = outbox.last
         if self.has_backlog:
@@ -310,9 +310,9 @@ class OutboxStore:
             # It is no orphan, also once it is not among the unsettled messages any more.
             self._last_sequence = max(self._last_sequence, sequence)
             if receipt._outcome is Outcome.STORED:
-                # At the end of the producer: the message stays for the next one.
+                # The message stays for the next producer.
                 if sequence:
-                    self._stored[sequence] = receipt
+                    self._note_stored(sequence, receipt)
                 continue
             if sequence == last + 1 and last:
                 last = sequence
@@ -328,6 +328,13 @@ class OutboxStore:
         if self._not_on_disk:
             self._keep_nothing_back_for(receipts)
         self.requests.request_commit()
+
+    def _note_stored(self, sequence: int, receipt: Receipt) -> None:
+        """Note a message that stays in the outbox, until it is on disk."""
+        stored, durable = self._stored, self.outbox.durable
+        while stored and (first := next(iter(stored))) <= durable:
+            del stored[first]
+        stored[sequence] = receipt
 
     def _keep_nothing_back_for(self, settled: Sequence[Receipt]) -> None:
         """Let what is behind messages leave that were to be on disk first, and will not be written any more."""

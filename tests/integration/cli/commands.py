@@ -18,7 +18,7 @@ typer.main.get_command(app)
 # A program that is `qflow`, and waits hardly at all in the end for confirms that do not come.
 BRIEF = """
 import sys
-import qflow_client.cli.outbox, qflow_client.cli.send
-qflow_client.cli.outbox._GRACE = qflow_client.cli.send._GRACE = 0.1
+import qflow_client.cli.outbox, qflow_client.cli.sending
+qflow_client.cli.outbox._GRACE = qflow_client.cli.sending._GRACE = 0.1
 sys.exit(qflow_client.cli.main())
 """

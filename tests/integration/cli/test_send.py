@@ -15,7 +15,7 @@ from typing import IO, Any
 
 import pytest
 
-import qflow_client.cli.send
+import qflow_client.cli.sending
 from qflow_client import Outbox, OutboxError
 from qflow_client.broker import Broker
 from qflow_client.cli import main
@@ -29,6 +29,24 @@ from tests.integration.forked import Forked
 from tests.integration.producer.tools import eventually
 
 Capture = pytest.CaptureFixture[str]
+
+# `qflow`, killed with -9 when all of its records are refused, and that is on disk, before it looks at any.
+KILLED_BEFORE_IT_LOOKS = """
+import os, signal, sys
+from qflow_client import UndeliveredMessages
+from qflow_client.cli import main
+from qflow_client.cli.sending import Sending
+
+def die(sending):
+    try:
+        sending.producer.flush()
+    except UndeliveredMessages:
+        sending.producer._engine.storage.outbox.commit()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+Sending.account = die
+sys.exit(main())
+"""
 
 
 @pytest.fixture(autouse=True)
@@ -202,7 +220,7 @@ def test_confirms_that_are_late_and_come_are_no_failure(
 def test_confirms_that_do_not_come_are_a_failure_that_says_how_long_it_waited(
     broker: Broker, stdin: Callable[[bytes], None], capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(qflow_client.cli.send, "_GRACE", 0.1)
+    monkeypatch.setattr(qflow_client.cli.sending, "_GRACE", 0.1)
     broker.withhold_confirms()
     stdin(b"one\ntwo\n")
     assert main(["send", "-u", broker.url, "-k", "orders", "--max-producer-flow-control-wait", "0.1"]) == 1
@@ -547,8 +565,13 @@ def test_what_an_earlier_run_left_and_nobody_takes_is_told(
     stdin(b"one\n")
     assert send_with(path, broker) == 1
     out, err = capsys.readouterr()
-    assert "of an earlier run: message id-left to ''/'nowhere': returned" in err
+    assert "of an earlier run: message id-left to ''/'nowhere': stored (312 NO_ROUTE); there is no queue" in err
     assert "1 record confirmed" in out
+    # It stays until it is delivered.
+    broker.declare_queue("nowhere")
+    stdin(b"")
+    assert send_with(path, broker) == 0
+    assert [message.body for message in broker.messages("nowhere")] == [b"left"]
     assert Outbox.look(path) == []
 
 
@@ -721,48 +744,36 @@ def test_E13_what_was_not_delivered_is_sent_again_with_a_mark(
     broker.delete_queue("orders")
     capsys.readouterr()
     assert send_file(lines, path, broker) == 1
-    told = capsys.readouterr().out.splitlines()[-1]
-    assert told == (
-        "the next run begins with the first record"
-        if first == 1
-        else "the next run sends again, with a mark, the records behind record 2"
-    )
+    out, err = capsys.readouterr()
+    records = "3 records" if first == 1 else "1 record"
+    assert out.splitlines()[-2:] == [
+        f"{records} in {path}: the next run with it sends them, or qflow outbox drain",
+        "the next run goes on behind record 3",
+    ]
+    assert f"record {first} (line {first}): message " in err
+    assert "stored (312 NO_ROUTE); there is no queue 'orders': declare it" in err
     broker.declare_queue("orders")
     assert send_file(lines, path, broker, "--json") == 0
     assert before + bodies(broker) == [b"one", b"two", b"three"]
-    # All that the run before had got to.
-    assert all(marks(broker)) or first == 1
-    assert marks(broker)[0]
+    assert all(marks(broker))
     assert send_file(lines, path, broker) == 0
     assert "nothing is left to send" in capsys.readouterr().out
 
 
-def test_E13_a_run_that_is_killed_once_it_knows_of_a_refusal_loses_no_record(
-    broker: Broker, lines: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_E13_a_run_that_is_killed_between_a_refusal_and_its_next_look_loses_no_record(
+    broker: Broker, lines: Path, tmp_path: Path
 ) -> None:
     path = tmp_path / "outbox"
     broker.delete_queue("orders")
-    # As if it were killed when it has closed the producer.
-    with monkeypatch.context() as patched:
-        patched.setattr(qflow_client.cli.send, "_put_back", lambda *_: None)
-        assert send_file(lines, path, broker) == 1
+    command = ["send", str(lines), "-u", broker.url, "-k", "orders", "--outbox", str(path)]
+    process = Forked[bytes]([sys.executable, "-c", KILLED_BEFORE_IT_LOOKS, *command])
+    assert process.wait(timeout=60) == -signal.SIGKILL
+    assert [stored.message.body for stored in Outbox.look(path)] == [b"one", b"two", b"three"]
     broker.declare_queue("orders")
     assert send_file(lines, path, broker) == 0
     assert bodies(broker) == [b"one", b"two", b"three"]
     assert all(marks(broker))
-
-
-def test_E13_a_position_that_cannot_be_put_back_is_told(
-    broker: Broker, lines: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*_: object) -> None:
-        raise OutboxError("disk full")
-
-    broker.delete_queue("orders")
-    monkeypatch.setattr(Outbox, "set_position", fail)
-    assert send_file(lines, tmp_path / "outbox", broker) == 1
-    words = "qflow: the next run would go on behind what was not delivered, so give it --skip 0: disk full"
-    assert words in capsys.readouterr().err.splitlines()
+    assert Outbox.look(path) == []
 
 
 def test_E13_while_the_disk_fails_no_record_is_sent_twice_that_had_to_wait(

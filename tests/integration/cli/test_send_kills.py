@@ -27,6 +27,16 @@ def test_E13_whatever_the_moment_of_a_kill_each_row_is_there_in_order_and_copies
     assert verdict.is_good, verdict
 
 
+def test_E13_a_kill_after_the_broker_has_refused_rows_loses_none(broker: Broker, tmp_path: Path) -> None:
+    kills = rounds(20, least=6)
+    verdict = run(tmp_path, kills=kills, rows=200 * kills, url=broker.url, refusals=True)
+    while not verdict.refused:
+        kills *= 2
+        assert kills < 200, verdict
+        verdict = run(tmp_path, kills=kills, rows=200 * kills, url=broker.url, refusals=True)
+    assert verdict.is_good, verdict
+
+
 @pytest.mark.parametrize("format", FORMATS)
 def test_E13_a_file_of_any_format_is_sent_once_if_nothing_is_killed(
     broker: Broker, tmp_path: Path, format: str

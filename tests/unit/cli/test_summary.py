@@ -9,7 +9,8 @@ import pytest
 from qflow_client import Outcome
 from qflow_client.cli.errors import CommandError
 from qflow_client.cli.records import Record
-from qflow_client.cli.send import Tally, _summarise
+from qflow_client.cli.send import _summarise
+from qflow_client.cli.sending import Tally
 
 
 def tally(outcomes: str, skip: int = 0) -> Tally:
@@ -17,8 +18,8 @@ def tally(outcomes: str, skip: int = 0) -> Tally:
     made = Tally(confirmed_up_to=skip)
     for number, letter in enumerate(outcomes, skip + 1):
         outcome, error = (Outcome.CONFIRMED, None) if letter == "c" else (Outcome.NACKED, "it was nacked")
-        receipt: Any = SimpleNamespace(outcome=outcome, error=lambda error=error: error)
-        made.settle(Record(number, number, b""), receipt)
+        receipt: Any = SimpleNamespace(outcome=outcome, error=lambda error=error: error, is_stored=False)
+        made.settle(Record(number, number, b""), receipt, is_over=False)
     return made
 
 

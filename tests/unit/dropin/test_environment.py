@@ -18,6 +18,7 @@ OUTBOX = {
     "outbox_max_age": "5",
     "outbox_full": "raise",
     "outbox_synchronous": "full",
+    "outbox_keep_undelivered": "true",
 }
 
 

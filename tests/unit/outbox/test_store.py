@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +12,10 @@ import pytest
 
 from qflow_client.logs import flush_logs
 from qflow_client.outbox import Outbox, OutboxError
-from qflow_client.receipt import Outcome
-from tests.unit.core.support import wire
+from qflow_client.receipt import Outcome, Receipt
+from tests.unit.core.support import returned, wire
 
-from .support import Kept, change, leave
+from .support import MARK, Kept, change, leave
 
 DAY = 86_400.0
 PATIENCE = 20.0
@@ -154,6 +154,76 @@ def test_what_is_spilled_and_read_when_the_producer_ends_stays_on_disk_and_each_
     assert kept.protocol.unsettled == 0
     kept.outbox.close()
     assert [stored.message.body for stored in Outbox.look(path)] == [b"%d" % number for number in range(8)]
+
+
+# Undelivered messages that stay (E13).
+
+
+def is_nacked(kept: Kept, _: Receipt) -> None:
+    kept.protocol.on_nack(1, False, kept.now)
+
+
+def is_returned(kept: Kept, receipt: Receipt) -> None:
+    returned(kept.protocol, receipt.message_id)
+    kept.protocol.on_ack(1, False, kept.now)
+
+
+@pytest.mark.parametrize(
+    ("refuse", "words"),
+    [
+        (is_nacked, "stored (nacked)"),
+        (is_returned, "stored (312 NO_ROUTE); there is no queue 'q': declare it"),
+    ],
+)
+def test_E13_a_message_that_is_not_delivered_stays_and_the_next_producer_sends_it_with_a_mark(
+    path: Path, refuse: Callable[[Kept, Receipt], None], words: str
+) -> None:
+    kept = Kept(path, outbox_keep_undelivered=True, on_refused="fail")
+    receipt = kept.send(b"one")
+    assert receipt is not None
+    kept.write()
+    refuse(kept, receipt)
+    kept.turn()
+    assert (receipt.outcome, receipt.is_stored) == (Outcome.STORED, True)
+    assert words in str(receipt.error())
+    assert kept.protocol.unsettled == 0
+    # What is sent after it is not held by it, nor is it read again.
+    assert kept.send(b"two") is not None
+    assert bodies(kept.write()) == [b"two"]
+    kept.protocol.on_ack(2, False, kept.now)
+    kept.outbox.commit()
+    kept.crash()
+    after = Kept(path, "r-", outbox_keep_undelivered=True)
+    after.turn()
+    (message,) = wire(after.write()).messages
+    assert (message.body, message.properties.headers) == (b"one", {MARK: True})
+    after.protocol.on_ack(1, False, after.now)
+    after.outbox.close()
+    assert Outbox.look(path) == []
+
+
+def test_E13_a_message_that_has_got_too_old_on_disk_stays_and_is_settled_once(path: Path) -> None:
+    leave(path, b"1", b"2")
+    kept = Kept(path, opened=False, outbox_max_age=60.0, outbox_keep_undelivered=True)
+    kept.now += DAY
+    kept.protocol.channel_opened(1, 1 << 17, kept.now)
+    kept.turn()
+    assert kept.protocol.gate.is_open
+    assert [receipt.outcome for receipt in kept.protocol.reports.take_failures()] == [Outcome.STORED] * 2
+    kept.store.expire(kept.now)
+    kept.turn()
+    assert kept.protocol.reports.take_failures() == []
+    kept.outbox.close()
+    assert [stored.message.body for stored in Outbox.look(path)] == [b"1", b"2"]
+
+
+def test_E13_what_stays_and_is_on_disk_is_kept_in_no_memory(path: Path) -> None:
+    kept = Kept(path, outbox_keep_undelivered=True, on_refused="fail")
+    for tag in range(1, 100):
+        assert kept.send(b"one") is not None
+        kept.write()
+        kept.protocol.on_nack(tag, False, kept.now)
+        assert len(kept.store._stored) <= 1
 
 
 # Damaged messages.
