@@ -26,7 +26,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
 
-from checks.change import find_python
+from checks.change import find_python, first_on_path
 from checks.repeat import commit_of
 from checks.stages import PASSED, Stage, run_stage
 
@@ -67,9 +67,9 @@ def _pythons() -> Iterator[Stage]:
     for version in ("3.11", "3.12", "3.13", "3.14"):
         name = f"py{version.replace('.', '')}"
         if (found := find_python(version)) is not None:
-            yield _step(f"Python {version}", f"{_TOX} -e {name} --discover {found}")
+            yield _step(f"Python {version}", f"{_TOX} -e {name}", first_on_path(found))
         elif version == "3.14":
-            tox = f"python{version} -m venv /tmp/v && /tmp/v/bin/pip install -q tox && /tmp/v/bin/tox"
+            tox = f"python{version} -m venv /tmp/v && /tmp/v/bin/pip install -q tox tox-uv && /tmp/v/bin/tox"
             script = f".ci/containers python {version} '{tox} --workdir .tox/container -e {name}'"
             yield _step(f"Python {version}", f".ci/containers start\n{script}")
 

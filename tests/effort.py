@@ -16,7 +16,7 @@ from typing import Final
 
 from hypothesis import HealthCheck, settings
 
-_TIMES: Final = {"quick": 0.2, "ci": 1.0, "nightly": 30.0}
+_TIMES: Final = {"quick": 0.1, "ci": 1.0, "nightly": 30.0}
 
 EFFORT: Final = os.environ.get("QFLOW_EFFORT") or ("ci" if os.environ.get("CI") else "quick")
 if EFFORT not in _TIMES:

@@ -14,7 +14,7 @@ from tests.effort import rounds
 @pytest.mark.parametrize("storm", ["signal", "gc", "both", "log"])
 @pytest.mark.parametrize("skin", ["threads", "tasks"])
 def test_E2_no_storm_hangs_a_producer_or_gives_a_number_twice(broker: Broker, skin: str, storm: str) -> None:
-    seconds = rounds(20, least=10) / 10
+    seconds = rounds(20, least=5) / 10
     command = [sys.executable, "-m", "tests.integration.producer.storms", skin, broker.url, storm, str(seconds)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=150, check=False)
     assert ended.returncode == 0, ended.stderr
