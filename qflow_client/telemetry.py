@@ -38,6 +38,7 @@ __all__ = [
     "RelayMetrics",
     "Tracer",
     "destination_name",
+    "peer_of",
     "unwatch",
     "watch",
 ]
@@ -112,6 +113,15 @@ def destination_name(exchange: str, routing_key: str) -> str:
     return ":".join(filter(None, (exchange, routing_key))) or "amq.default"
 
 
+def peer_of(sock: Any) -> tuple[str, int] | None:
+    """Return the address and the port at the other end of a socket; ``None`` if it has none, or none any more."""
+    try:
+        address, port = sock.getpeername()[:2]
+    except (OSError, ValueError):
+        return None
+    return address, port
+
+
 def _server(url: str) -> dict[str, Any]:
     parts = urlsplit(url)
     return {
@@ -163,10 +173,12 @@ class Observer:
         # The longest durations that are not recorded yet, and when durations were recorded last.
         self._durations: dict[tuple[str | None, Outcome], float] = {}
         self._recorded_at = 0.0
-        # Spans that are to end, the receipts, when, in nanoseconds since 1970, and whether the message was spilled.
-        self._spans: deque[tuple[Span, Receipt, int, bool]] = deque()
+        # Spans that are to end, the receipts, when, in nanoseconds since 1970, and their last attributes.
+        self._spans: deque[tuple[Span, Receipt, int, Mapping[str, Any]]] = deque()
         #: Makes the spans of messages; ``None`` if they have none.
         self.tracer: Tracer | None = None
+        #: The address and the port that the producer is connected to, or was last; ``None`` before.
+        self.peer: tuple[str, int] | None = None
 
     def destination(self, exchange: str, routing_key: str) -> str | None:
         """The name by which a destination is told apart; ``None`` if there are too many."""
@@ -219,7 +231,12 @@ class Observer:
 
     def _end_span_of(self, payload: object, receipt: Receipt, at: int, *, spilled: bool = False) -> None:
         if type(payload) is _Traced and payload.trace.span is not None:
-            self._spans.append((payload.trace.span, receipt, at, spilled))
+            attributes: dict[str, Any] = {}
+            if spilled:
+                attributes["qflow.spilled"] = True
+            elif self.peer is not None:
+                attributes["network.peer.address"], attributes["network.peer.port"] = self.peer
+            self._spans.append((payload.trace.span, receipt, at, attributes))
             payload.trace.span = None
 
     def _count(self, first: Receipt, count: int, began: float | None, now: float) -> None:
@@ -246,11 +263,11 @@ class Observer:
                     self._give(partial(self._histogram.record, seconds, self.operation(*key)))
         while self._spans:
             try:
-                span, receipt, at, spilled = self._spans.popleft()
+                span, receipt, at, attributes = self._spans.popleft()
             except IndexError:
                 # Another thread was faster.
                 return
-            self._give(partial(_end_span, span, receipt, at, spilled))
+            self._give(partial(_end_span, span, receipt, at, attributes))
 
     def _give(self, call: Callable[[], object]) -> None:
         """Give something to the SDK. What that raises is neither the sender's concern nor the connection's."""
@@ -260,10 +277,9 @@ class Observer:
             logger.error("%s: telemetry failed: %r", self.attributes["qflow.producer.name"], error)
 
 
-def _end_span(span: Span, receipt: Receipt, at: int, spilled: bool) -> None:
+def _end_span(span: Span, receipt: Receipt, at: int, attributes: Mapping[str, Any]) -> None:
     if span.is_recording():
-        if spilled:
-            span.set_attribute("qflow.spilled", True)
+        span.set_attributes(attributes)
         message_id, outcome = receipt.message_id, receipt._outcome
         if message_id is not None:
             span.set_attribute("messaging.message.id", message_id)
@@ -319,6 +335,8 @@ class Tracer:
         attributes["messaging.destination.name"] = destination_name(exchange, routing_key)
         if routing_key:
             attributes["messaging.rabbitmq.destination.routing_key"] = routing_key
+        if isinstance(payload, Message) and payload.correlation_id is not None:
+            attributes["messaging.message.conversation_id"] = payload.correlation_id
         # A context that the application has put there is that of the message's creation; it stays, and is linked.
         created = [name for name in self._propagate.get_global_textmap().fields if name in headers]
         links = []
@@ -531,7 +549,9 @@ _metrics: _Metrics | None = None
 _making = threading.Lock()
 
 
-def watch(producer: object, protocol: _Watched, settings: ProducerSettings, url: str) -> Observer:
+def watch(
+    producer: object, protocol: _Watched, settings: ProducerSettings, url: str, peer: tuple[str, int] | None = None
+) -> Observer:
     """Measure a producer from now on, until `unwatch` is called or it is gone, and trace its messages if it is set to.
 
     Args:
@@ -539,12 +559,14 @@ def watch(producer: object, protocol: _Watched, settings: ProducerSettings, url:
         protocol: the producer's.
         settings: the producer's.
         url: of the broker.
+        peer: the address and the port that it is connected to, see `Observer.peer`.
     """
     global _metrics
     with _making:
         if _metrics is None:
             _metrics = _Metrics()
     observer = Observer(protocol, settings.name, url, _metrics.histogram)
+    observer.peer = peer
     if settings.tracing:
         observer.tracer = Tracer(observer)
     if settings.tracing or _metrics.has_sdk:

@@ -29,6 +29,7 @@ from qflow_client.forks import after_fork_in_child
 from qflow_client.guard import LOOPS
 from qflow_client.logs import log
 from qflow_client.skin import GOOD_BYE, TLS_WRITE_CHUNK, WRITE_CHUNK
+from qflow_client.telemetry import peer_of
 
 __all__ = ["OrderAddresses", "TapTransport", "TapTransportFactory"]
 
@@ -168,6 +169,8 @@ class TapTransport(asyncio.Transport):
         # The loop lets nobody else watch a descriptor that one of its transports reads from.
         self._socket = socket.socket(sock.family, sock.type, sock.proto, fileno=os.dup(sock.fileno()))
         self._socket.setblocking(False)
+        #: What it is connected to.
+        self.peer = peer_of(self._socket)
         # Called after anything that may have changed a channel.
         self._afters: list[Callable[[], bool]] = []
         # What the library has written and the socket has not taken, how much of the first chunk it has, and all of it.

@@ -159,7 +159,8 @@ class Engine(BaseEngine):
             self.link = link
             if self.storage is not None:
                 self.storage.start()
-            self.observer = telemetry.watch(self, self.protocol, self.settings, link.url)
+            peer = None if link.tapped is None else link.tapped.peer
+            self.observer = telemetry.watch(self, self.protocol, self.settings, link.url, peer)
             connected()
             self.kick()
         except BaseException as error:

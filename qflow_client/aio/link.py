@@ -295,6 +295,8 @@ class Link:
         def opened() -> None:
             self._protocol.channel_opened(number, amqp.connection_tune.frame_max, now)
             tapped.tap.attach(number, self._protocol, now)
+            if self._protocol.admission.observer is not None:
+                self._protocol.admission.observer.peer = tapped.peer
 
         LOOPS.take(opened)
         tapped.add_after(self._after_io)

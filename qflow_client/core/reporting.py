@@ -42,6 +42,8 @@ class MessageObserver(Protocol):
 
     #: When the message of each number was admitted, or began to wait for that; in seconds.
     began: dict[int, float]
+    #: The address and the port that the producer is connected to, or was last; ``None`` before.
+    peer: tuple[str, int] | None
 
     def settled(self, receipts: Sequence[Receipt], now: float) -> None:
         """Called with settled receipts in the order of admission; at least one.

@@ -132,7 +132,7 @@ class Engine(BaseEngine):
         self.link = link = self._connect()
         if self.storage is not None:
             self.storage.start()
-        self.observer = telemetry.watch(self, self.protocol, self.settings, link.url)
+        self.observer = telemetry.watch(self, self.protocol, self.settings, link.url, link.services.peer)
         if self.deliveries is not None:
             self.protocol.reports.settled = []
             self.dispatcher.start()

@@ -397,6 +397,8 @@ class Link(ChannelIO):
             with self._lock:
                 self._protocol.channel_opened(channel.channel_number, parameters.frame_max, now)
                 self._tap.attach(channel.channel_number, self._protocol, now)
+                if self._protocol.admission.observer is not None:
+                    self._protocol.admission.observer.peer = self.services.peer
         except BaseException as error:
             # Nobody else would tell who waits.
             self._not_opened(f"the channel cannot be used: {error!r}")

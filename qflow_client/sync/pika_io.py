@@ -26,6 +26,7 @@ from qflow_client.amqp.tap import Tap
 from qflow_client.core.admission import is_undisturbed
 from qflow_client.guard import Guard
 from qflow_client.skin import TLS_WRITE_CHUNK, WRITE_CHUNK
+from qflow_client.telemetry import peer_of
 
 __all__ = ["TapIOServices"]
 
@@ -52,7 +53,7 @@ class _TapSocket:
         # A TLS record of ours that was begun.
         self._begun_record = b""
         self.write_chunk = TLS_WRITE_CHUNK if self._is_tls else WRITE_CHUNK
-        services.tapped = self
+        services.tapped, services.peer = self, peer_of(sock)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._sock, name)
@@ -203,6 +204,8 @@ class TapIOServices(SelectorIOServicesAdapter):
         self._delay = delay
         # The socket, once it is connected and until it is closed.
         self.tapped: _TapSocket | None = None
+        #: What it is connected to, or was last; None before.
+        self.peer: tuple[str, int] | None = None
         # pika's transport on it, likewise, but only once TLS is there.
         self._transport: Any = None
         # The last one that was to be connected.

@@ -15,9 +15,14 @@ from qflow_client.broker.broker import Broker
 from qflow_client.broker.core.snapshots import MemorySnapshot, QueueSnapshot
 from qflow_client.broker.http.turns import Turns
 
-__all__ = ["MEDIA_TYPE", "metrics_text"]
+__all__ = ["OPEN_METRICS", "PROMETHEUS", "metrics_text"]
 
-MEDIA_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+#: The media types of the two formats.
+PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
+OPEN_METRICS = "application/openmetrics-text; version=1.0.0; charset=utf-8"
+
+# What a sample's name has behind that of its family. Prometheus' own format names the family as its samples.
+_SUFFIXES = {"counter": "_total", "info": "_info"}
 
 _QUEUE_GAUGES = (
     ("depth", "qflow_queue_messages", "Messages in a queue, ready and unacked"),
@@ -58,8 +63,17 @@ _THRESHOLDS = (
 )
 
 
-def _family(kind: str, name: str, text: str) -> str:
-    return f"# HELP {name} {text}\n# TYPE {name} {kind}\n"
+class _Head:
+    """Writes the lines before a family's samples, in one of the formats."""
+
+    def __init__(self, *, is_open: bool) -> None:
+        self._is_open = is_open
+
+    def __call__(self, kind: str, name: str, text: str) -> str:
+        if not self._is_open:
+            name += _SUFFIXES.get(kind, "")
+            kind = "gauge" if kind == "info" else kind
+        return f"# HELP {name} {text}\n# TYPE {name} {kind}\n"
 
 
 def _quoted(name: str) -> str:
@@ -68,48 +82,49 @@ def _quoted(name: str) -> str:
     return f'"{escaped}"'
 
 
-def _queue_lines(queues: Sequence[tuple[str, QueueSnapshot]]) -> Iterator[str]:
+def _queue_lines(head: _Head, queues: Sequence[tuple[str, QueueSnapshot]]) -> Iterator[str]:
     for attribute, name, text in _QUEUE_GAUGES:
-        yield _family("gauge", name, text)
+        yield head("gauge", name, text)
         for label, queue in queues:
             yield f"{name}{{queue={label}}} {getattr(queue, attribute):d}\n"
     for attribute, name, text in _QUEUE_COUNTERS:
-        yield _family("counter", f"{name}_total", text)
+        yield head("counter", name, text)
         for label, queue in queues:
             yield f"{name}_total{{queue={label}}} {getattr(queue, attribute):d}\n"
-    yield _family("gauge", "qflow_queue_threshold", "A mark in force; 0 for none")
+    yield head("gauge", "qflow_queue_threshold", "A mark in force; 0 for none")
     for label, queue in queues:
         for mark in _THRESHOLDS:
             value = getattr(queue.thresholds, mark)
             yield f'qflow_queue_threshold{{mark="{mark}",queue={label}}} {value:d}\n'
 
 
-def _memory_lines(memory: MemorySnapshot) -> Iterator[str]:
+def _memory_lines(head: _Head, memory: MemorySnapshot) -> Iterator[str]:
     for attribute, name, text in _MEMORY_GAUGES:
-        yield _gauge((name, text, getattr(memory, attribute)))
+        yield _gauge(head, name, text, getattr(memory, attribute))
     for attribute, name, text in _MEMORY_COUNTERS:
-        yield f"{_family('counter', f'{name}_total', text)}{name}_total {getattr(memory, attribute):d}\n"
+        yield f"{head('counter', name, text)}{name}_total {getattr(memory, attribute):d}\n"
 
 
-def _gauge(gauge: tuple[str, str, int]) -> str:
-    name, text, value = gauge
-    return f"{_family('gauge', name, text)}{name} {value:d}\n"
+def _gauge(head: _Head, name: str, text: str, value: int) -> str:
+    return f"{head('gauge', name, text)}{name} {value:d}\n"
 
 
-def _build() -> bytes:
+def _build(head: _Head) -> str:
     version = _quoted(str(import_module("qflow_client").__version__))
     python = _quoted(platform.python_version())
-    about = _family("gauge", "qflow_build_info", "The versions that run; always 1")
-    return f"{about}qflow_build_info{{python={python},version={version}}} 1\n".encode()
+    about = head("info", "qflow_build", "The versions that run; always 1")
+    return f"{about}qflow_build_info{{python={python},version={version}}} 1\n"
 
 
-async def metrics_text(broker: Broker, turns: Turns) -> bytearray:
-    """The metrics in Prometheus' text format.
+async def metrics_text(broker: Broker, turns: Turns, media_type: str = PROMETHEUS) -> bytearray:
+    """The metrics as text.
 
     Args:
         broker: which.
         turns: of which each makes a part of it.
+        media_type: `PROMETHEUS` or `OPEN_METRICS`.
     """
+    head = _Head(is_open=media_type == OPEN_METRICS)
     queues = [(_quoted(queue.name), queue) async for queue in turns.each(broker.each_queue())]
     channels = producers = flowed = 0
     async for channel in turns.each(broker.each_channel()):
@@ -124,7 +139,8 @@ async def metrics_text(broker: Broker, turns: Turns) -> bytearray:
         ("qflow_producers_stopped", "Whether an operator has stopped all", broker.producers_stopped),
     )
     # Put together as it is made: one join of very many lines would hold the loop.
-    text = bytearray(_build())
-    async for line in turns.each(chain(_queue_lines(queues), _memory_lines(broker.memory), map(_gauge, sums))):
+    text = bytearray(_build(head).encode())
+    rest = (_gauge(head, *each) for each in sums)
+    async for line in turns.each(chain(_queue_lines(head, queues), _memory_lines(head, broker.memory), rest)):
         text += line.encode(errors="replace")
-    return text
+    return text + b"# EOF\n" if media_type == OPEN_METRICS else text

@@ -17,11 +17,25 @@ from qflow_client.broker.http.problems import MEDIA_TYPE as PROBLEM
 from qflow_client.broker.http.problems import Problem, ProblemDetails, from_validation
 from qflow_client.broker.http.turns import Turns
 
-__all__ = ["JSON", "Api", "Operation"]
+__all__ = ["JSON", "Api", "MediaType", "Operation"]
 
 JSON = "application/json"
 _REFERENCE = "#/components/schemas/{model}"
 _PLACEHOLDER = re.compile(r"{(\w+)}")
+# Media types of a request that are looked at.
+_MOST_WANTED = 16
+
+
+class MediaType(str):
+    """The media type of an answer, for a handler that makes more than one."""
+
+    __slots__ = ()
+
+
+def _parsed(media_type: str) -> tuple[str, dict[str, str]]:
+    """The name of a media type, and its parameters."""
+    name, *parameters = (part.strip() for part in media_type.lower().split(";"))
+    return name, {key.strip(): value.strip() for key, _, value in (part.partition("=") for part in parameters)}
 
 
 @dataclass(frozen=True)
@@ -34,9 +48,10 @@ class Operation:
         tag: what it is about.
         handler: called with the broker and the parameters, and awaited if it is a coroutine function. Its parameters
             are those of the operation: in the path those that are named there, `body` in the body, all others in the
-            query; one that is annotated with `Turns` is given those of the server.
+            query; one that is annotated with `Turns` is given those of the server, one with `MediaType` that of the
+            answer.
         answer: what it gives; ``None`` for nothing.
-        media_type: of the answer.
+        media_types: of the answer; the first, unless the client prefers another one.
         statuses: with which it may be answered when all is well.
         problems: with which else, beside those that any operation may have.
         is_public: whether it needs no token.
@@ -45,6 +60,7 @@ class Operation:
         body: checks the body; ``None`` if there is none.
         takes: the type of the body.
         turns: the names of the parameters that are given the `Turns` of the server.
+        typed: the names of those that are given the media type of the answer.
     """
 
     method: str
@@ -52,7 +68,7 @@ class Operation:
     tag: str
     handler: Callable[..., Any]
     answer: Any
-    media_type: str
+    media_types: tuple[str, ...]
     statuses: tuple[int, ...]
     problems: tuple[int, ...]
     is_public: bool
@@ -61,6 +77,7 @@ class Operation:
     body: TypeAdapter[Any] | None
     takes: Any
     turns: tuple[str, ...]
+    typed: tuple[str, ...]
 
     @property
     def name(self) -> str:
@@ -71,6 +88,30 @@ class Operation:
     def in_path(self) -> frozenset[str]:
         """The parameters that stand in the path."""
         return frozenset(_PLACEHOLDER.findall(self.path))
+
+    def media_type(self, accept: str) -> str:
+        """Return the media type that a client prefers; the first one if it names none of them.
+
+        Args:
+            accept: the header of the request.
+        """
+        found, most = self.media_types[0], 0.0
+        if len(self.media_types) == 1:
+            return found
+        for wanted in accept.split(",", _MOST_WANTED)[:_MOST_WANTED]:
+            name, parameters = _parsed(wanted)
+            for offered in self.media_types:
+                offered_name, offered_parameters = _parsed(offered)
+                version = parameters.get("version", offered_parameters.get("version"))
+                if name != offered_name or version != offered_parameters.get("version"):
+                    continue
+                try:
+                    quality = float(parameters.get("q", 1.0))
+                except ValueError:
+                    continue
+                if quality > most:
+                    found, most = offered, quality
+        return found
 
     def check_parameters(self, path: dict[str, str], query: Iterable[tuple[str, str]]) -> dict[str, Any]:
         """The parameters of a request.
@@ -134,7 +175,7 @@ class Api:
         *,
         answer: Any = None,
         each: type[BaseModel] | None = None,
-        media_type: str = JSON,
+        media_types: Sequence[str] = (JSON,),
         statuses: Sequence[int] = (),
         problems: Sequence[int] = (),
         is_public: bool = False,
@@ -149,9 +190,12 @@ class Api:
             parameters: dict[str, Any] = {}
             body = None
             turns: list[str] = []
+            typed: list[str] = []
             for name, parameter in list(inspect.signature(handler).parameters.items())[1:]:
                 if hints[name] is Turns:
                     turns.append(name)
+                elif hints[name] is MediaType:
+                    typed.append(name)
                 elif name == "body":
                     body = TypeAdapter(hints[name])
                 else:
@@ -164,7 +208,7 @@ class Api:
                     tag=tag,
                     handler=handler,
                     answer=answer,
-                    media_type=media_type,
+                    media_types=tuple(media_types),
                     statuses=tuple(statuses) or ((HTTPStatus.NO_CONTENT,) if answer is None else (HTTPStatus.OK,)),
                     problems=tuple(problems),
                     is_public=is_public,
@@ -173,6 +217,7 @@ class Api:
                     body=body,
                     takes=hints.get("body"),
                     turns=tuple(turns),
+                    typed=tuple(typed),
                 )
             )
             return handler
@@ -273,8 +318,8 @@ class Api:
         for status in operation.statuses:
             responses[str(int(status))] = {"description": HTTPStatus(status).phrase}
             if operation.answer is not None:
-                content = {operation.media_type: {"schema": schemas[operation.name, "answer"]}}
-                responses[str(int(status))]["content"] = content
+                schema = {"schema": schemas[operation.name, "answer"]}
+                responses[str(int(status))]["content"] = dict.fromkeys(operation.media_types, schema)
         for status in sorted(problems):
             responses[str(int(status))] = {
                 "description": HTTPStatus(status).phrase,

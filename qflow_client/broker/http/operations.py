@@ -21,8 +21,7 @@ from qflow_client.broker.core.snapshots import (
     QueueSnapshot,
 )
 from qflow_client.broker.http.events import EventsRequest
-from qflow_client.broker.http.metrics import MEDIA_TYPE as PROMETHEUS
-from qflow_client.broker.http.metrics import metrics_text
+from qflow_client.broker.http.metrics import OPEN_METRICS, PROMETHEUS, metrics_text
 from qflow_client.broker.http.models import (
     Binding,
     BindingRequest,
@@ -47,7 +46,7 @@ from qflow_client.broker.http.models import (
     ThresholdsRequest,
     binding_id,
 )
-from qflow_client.broker.http.openapi import Api
+from qflow_client.broker.http.openapi import Api, MediaType
 from qflow_client.broker.http.problems import Problem
 from qflow_client.broker.http.turns import Turns
 from qflow_client.broker.policies.definitions import (
@@ -156,7 +155,7 @@ def flow_states(broker: Broker) -> dict[str, Any]:
     }
 
 
-@api.operation("GET", "/api/events", "broker", answer=str, media_type="text/event-stream", problems=[429])
+@api.operation("GET", "/api/events", "broker", answer=str, media_types=["text/event-stream"], problems=[429])
 def events(
     broker: Broker,
     period: Annotated[float, Field(ge=0.1, le=60, description="seconds between two looks at the broker")] = 1.0,
@@ -172,10 +171,10 @@ def events(
     return EventsRequest(period)
 
 
-@api.operation("GET", "/metrics", "broker", answer=str, media_type=PROMETHEUS)
-async def metrics(broker: Broker, turns: Turns) -> bytearray:
-    """Metrics for Prometheus, in its text format."""
-    return await metrics_text(broker, turns)
+@api.operation("GET", "/metrics", "broker", answer=str, media_types=(PROMETHEUS, OPEN_METRICS))
+async def metrics(broker: Broker, turns: Turns, media_type: MediaType) -> bytearray:
+    """Metrics for Prometheus, in its text format or as OpenMetrics, whichever the client prefers (`Accept`)."""
+    return await metrics_text(broker, turns, media_type)
 
 
 # Connections and channels.

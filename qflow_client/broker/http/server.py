@@ -183,7 +183,8 @@ class HttpServer:
             parameters = operation.check_parameters(dict(request.match_info), request.query.items())
             if operation.body is not None:
                 parameters["body"] = await self._body(operation, request)
-            parameters |= dict.fromkeys(operation.turns, self._turns)
+            media_type = operation.media_type(request.headers.get("Accept", ""))
+            parameters |= dict.fromkeys(operation.turns, self._turns) | dict.fromkeys(operation.typed, media_type)
             answer = operation.handler(self._broker, **parameters)
             if inspect.isawaitable(answer):
                 answer = await answer
@@ -197,7 +198,9 @@ class HttpServer:
             if operation.answer is None:
                 return web.Response(status=status)
             body = answer if isinstance(answer, (bytes, bytearray)) else await encode(answer, self._turns)
-            headers = {"Content-Type": operation.media_type}
+            headers = {"Content-Type": media_type}
+            if operation.typed:
+                headers["Vary"] = "Accept"
             if len(body) <= self.PIECE:
                 return web.Response(status=status, body=body, headers=headers)
             return await self._send(request, web.StreamResponse(status=status, headers=SAFE_HEADERS | headers), body)

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -291,7 +292,7 @@ def test_a_span_covers_a_message_from_send_to_confirm_and_its_context_travels_in
     producer = make_producer(tracing=True)
     receipts = [
         producer.send(b"plain"),
-        producer.send(Message(b"own", headers={"mine": 1}, message_id="m", priority=3)),
+        producer.send(Message(b"own", headers={"mine": 1}, message_id="m", priority=3, correlation_id="order 7")),
     ]
     for receipt in receipts:
         receipt.result(20)
@@ -302,12 +303,34 @@ def test_a_span_covers_a_message_from_send_to_confirm_and_its_context_travels_in
         "messaging.destination.name": "q",
         "messaging.rabbitmq.destination.routing_key": "q",
         "messaging.message.id": receipts[0].message_id,
+        "network.peer.address": "127.0.0.1",
+        "network.peer.port": broker.port,
     }
     assert (own.attributes or {})["messaging.message.id"] == "m"
+    assert (own.attributes or {})["messaging.message.conversation_id"] == "order 7"
     assert (plain.start_time or 0) < (plain.end_time or 0)
     assert headers(broker) == [{"traceparent": traceparent(plain)}, {"mine": 1, "traceparent": traceparent(own)}]
     (_, message) = broker.messages("q")
     assert (message.body, message.properties.message_id, message.properties.priority) == (b"own", "m", 3)
+
+
+def test_a_span_names_the_host_that_the_producer_has_moved_to(spans: Any, broker: Broker) -> None:
+    with ExitStack() as brokers:
+        first = brokers.enter_context(Broker())
+        first.declare_queue("q")
+        ports = [first.port, broker.port]
+        with Producer([first.url, broker.url], routing_key="q", tracing=True) as producer:
+            producer.send(b"x").result(20)
+            brokers.close()
+            producer.send(b"x").result(20)
+    assert [(span.attributes or {})["network.peer.port"] for span in spans(2)] == ports
+
+    async def work() -> None:
+        async with AsyncProducer(broker.url, routing_key="q", tracing=True) as producer:
+            await (await producer.send(b"x"))
+
+    asyncio.run(work())
+    assert [(span.attributes or {})["network.peer.port"] for span in spans(3)] == [*ports, broker.port]
 
 
 def test_E13_a_traced_message_has_its_position(

@@ -20,6 +20,7 @@ from .support import CHANNEL, FRAME_MAX, MAX_BODY, Wire, check_order, drain, mak
 
 class Watch:
     began: dict[int, float] = {}  # noqa: RUF012  # nothing is put here
+    peer: tuple[str, int] | None = None
 
     def settled(self, receipts: Sequence[Receipt], now: float) -> None: ...
 

@@ -119,6 +119,7 @@ class Watch:
 
     def __init__(self) -> None:
         self.began: dict[int, float] = {}
+        self.peer: tuple[str, int] | None = None
 
     def settled(self, receipts: Sequence[Receipt], now: float) -> None: ...
 

@@ -78,6 +78,7 @@ class Watch:
 
     def __init__(self) -> None:
         self.began: dict[int, float] = {}
+        self.peer: tuple[str, int] | None = None
         self.seen: list[Receipt] = []
 
     def settled(self, receipts: Sequence[Receipt], now: float) -> None:

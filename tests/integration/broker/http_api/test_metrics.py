@@ -2,12 +2,55 @@ from __future__ import annotations
 
 import platform
 
+import pytest
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics_families
 from prometheus_client.parser import text_string_to_metric_families
 
 from qflow_client import Producer, __version__
 from qflow_client.broker import Broker
 
 from .tools import Client
+
+OPEN = "application/openmetrics-text; version=1.0.0; charset=utf-8"
+PLAIN = "text/plain; version=0.0.4; charset=utf-8"
+
+
+@pytest.mark.parametrize(
+    ("accept", "answered"),
+    [
+        # As Prometheus 2 and 3 ask, and as browsers and curl do.
+        (
+            "application/openmetrics-text;version=1.0.0,application/openmetrics-text;version=0.0.1;q=0.75,*/*;q=0.1",
+            OPEN,
+        ),
+        ("application/openmetrics-text;version=1.0.0;escaping=allow-utf-8;q=0.6,text/plain;version=0.0.4;q=0.3", OPEN),
+        ("text/plain;version=0.0.4,application/openmetrics-text;q=0.5", PLAIN),
+        ("application/openmetrics-text", OPEN),
+        ("application/openmetrics-text; version=0.0.1", PLAIN),
+        ("application/openmetrics-text; q=0", PLAIN),
+        ("application/openmetrics-text; q=much", PLAIN),
+        ("text/html,*/*;q=0.8", PLAIN),
+        ("*/*", PLAIN),
+        (",;=," * 100, PLAIN),
+    ],
+)
+def test_the_format_is_the_one_that_the_client_prefers(ask: Client, accept: str, answered: str) -> None:
+    answer = ask("GET", "/metrics", headers={"Accept": accept})
+    assert (answer.status, answer.headers["Content-Type"], answer.headers["Vary"]) == (200, answered, "Accept")
+    assert answer.text.endswith("\n# EOF\n") is (answered == OPEN)
+
+
+def test_both_formats_say_the_same(broker: Broker, ask: Client) -> None:
+    broker.declare_queue('a "quoted"\nname', arguments={"qpid.flow_stop_count": 2, "qpid.flow_resume_count": 1})
+    plain = text_string_to_metric_families(ask("GET", "/metrics", headers={"Accept": PLAIN}).text)
+    # It checks what the format demands, such as the end and the names.
+    strict = openmetrics_families(ask("GET", "/metrics", headers={"Accept": OPEN}).text)
+    said = [
+        {(sample.name, *sorted(sample.labels.items())): sample.value for family in found for sample in family.samples}
+        for found in (plain, strict)
+    ]
+    assert said[0] == said[1]
+    assert len(said[0]) > 20
 
 
 def test_prometheus_is_told_what_queues_are_at(broker: Broker, ask: Client) -> None:

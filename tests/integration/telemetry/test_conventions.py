@@ -1,0 +1,79 @@
+"""Names of metrics and attributes, compared with the package of OpenTelemetry's semantic conventions."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from importlib.metadata import version
+
+import pytest
+from opentelemetry import metrics, trace
+from opentelemetry.sdk.metrics import MeterProvider
+from opentelemetry.sdk.metrics.export import InMemoryMetricReader
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.semconv._incubating.attributes import messaging_attributes
+from opentelemetry.semconv._incubating.metrics import messaging_metrics
+from opentelemetry.semconv.attributes import error_attributes, network_attributes, server_attributes
+from opentelemetry.semconv.schemas import Schemas
+
+from qflow_client import Message, Producer, UndeliveredMessages, telemetry
+from qflow_client.broker import Broker
+
+#: The newest release of the conventions' package that these tests know.
+KNOWN = (0, 66)
+PACKAGE = "opentelemetry-semantic-conventions"
+
+ATTRIBUTES = {
+    value
+    for module in (error_attributes, messaging_attributes, network_attributes, server_attributes)
+    for value in vars(module).values()
+    if isinstance(value, str)
+}
+METRICS = {value for value in vars(messaging_metrics).values() if isinstance(value, str)}
+
+
+def not_ours(names: Iterable[str]) -> set[str]:
+    return {name for name in names if not name.startswith("qflow.")}
+
+
+def test_the_schema_is_the_newest_one() -> None:
+    newest = list(Schemas)[-1].value
+    installed = tuple(int(re.match(r"\d+", part)[0]) for part in version(PACKAGE).split(".")[:2])  # type: ignore[index]
+    if installed > KNOWN and newest != telemetry.SCHEMA_URL:
+        pytest.skip(f"the conventions are {newest} now, and {telemetry.SCHEMA_URL} here")
+    assert newest == telemetry.SCHEMA_URL
+
+
+def test_what_is_not_ours_is_named_as_in_the_conventions(monkeypatch: pytest.MonkeyPatch) -> None:
+    reader, exporter = InMemoryMetricReader(), InMemorySpanExporter()
+    meters, tracers = MeterProvider(metric_readers=[reader]), TracerProvider()
+    tracers.add_span_processor(SimpleSpanProcessor(exporter))
+    # The API takes a provider once for the whole process.
+    monkeypatch.setattr(metrics, "get_meter_provider", lambda: meters)
+    monkeypatch.setattr(metrics, "get_meter", lambda *args, **more: meters.get_meter(*args, **more))
+    monkeypatch.setattr(trace, "get_tracer", lambda *args, **more: tracers.get_tracer(*args, **more))
+    monkeypatch.setattr(telemetry, "_metrics", None)
+    with Broker() as broker, Producer(broker.url, routing_key="q", declare="q", tracing=True) as producer:
+        producer.send(Message(b"x", correlation_id="order 7")).wait(20)
+        producer.send(b"x", routing_key="nowhere").wait(20)
+        with pytest.raises(UndeliveredMessages):
+            producer.flush()
+        data = reader.get_metrics_data()
+    assert data is not None
+    measured = [each for found in data.resource_metrics for scope in found.scope_metrics for each in scope.metrics]
+    assert not_ours(metric.name for metric in measured) == {
+        "messaging.client.sent.messages",
+        "messaging.client.operation.duration",
+    }
+    assert not_ours(metric.name for metric in measured) <= METRICS
+    names = {name for metric in measured for point in metric.data.data_points for name in point.attributes or {}}
+    spans = exporter.get_finished_spans()
+    assert len(spans) == 2
+    in_spans = {name for span in spans for name in span.attributes or {}}
+    assert not_ours(names | in_spans) <= ATTRIBUTES
+    expected = {"messaging.message.conversation_id", "network.peer.address", "network.peer.port", "error.type"}
+    assert expected <= in_spans
+    for provider in (meters, tracers):
+        provider.shutdown()
