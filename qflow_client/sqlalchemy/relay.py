@@ -1,4 +1,8 @@
-"""`OutboxRelay`: publishes what is committed to an outbox, in a thread. `tenure` has the theory."""
+"""`OutboxRelay`: publishes what is committed to an outbox, in a thread. `tenure` has the theory.
+
+An asyncio application has the same thread: `run` and ``async with`` start it, and wait for its end on the loop. The
+thread never calls into the loop, except to report its end.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +12,15 @@ import random
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self
 
 from sqlalchemy import URL, Engine, create_engine, make_url
 from sqlalchemy.exc import ArgumentError
+from sqlalchemy.ext.asyncio import AsyncEngine
 
 from qflow_client.credentials import Credentials
 from qflow_client.errors import QflowError, SettingsError
@@ -71,8 +78,8 @@ class OutboxRelay:
     """Publishes what is committed to an outbox, in order for each ordering key, through a `Producer` of its own.
 
     Any number of relays may work on one outbox: on PostgreSQL they share the work, on SQLite one works and the others
-    wait. It begins when the ``with`` or ``async with`` block is entered, and leaves nothing in doubt when it ends in
-    order.
+    wait. It works in a thread, from the beginning of a ``with`` or ``async with`` block to its end, or as a task that
+    awaits `run`. When it ends in order it leaves nothing in doubt.
 
     Args:
         database: an engine of SQLAlchemy with the driver psycopg or for SQLite, or a URL.
@@ -119,6 +126,11 @@ class OutboxRelay:
         loaded = ProducerSettings.load(url, settings, **given, **forced)
         # A broker that is cut off without a word is noticed in time for another relay to take over.
         self._settings = loaded if loaded.liveness is not None else replace(loaded, liveness=lease / 6)
+        if isinstance(database, AsyncEngine):
+            raise SettingsError(
+                "database: an asynchronous engine works on its loop only, and a relay in a thread; "
+                "give engine.url, or an engine with the driver psycopg"
+            )
         self._owns_engine = not isinstance(database, Engine)
         self._engine = database if isinstance(database, Engine) else engine_of(database)
         if self._engine.dialect.name not in _SESSIONS:
@@ -136,6 +148,8 @@ class OutboxRelay:
         self._waker: Waker | None = None
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
+        # Done when the thread has nothing left to do.
+        self._ended: Future[None] = Future()
 
     @property
     def partitions(self) -> frozenset[int]:
@@ -188,13 +202,43 @@ class OutboxRelay:
         Returns:
             Whether it has ended.
         """
-        self._stopping.set()
-        thread = self._thread
-        if thread is None or self._waker is None:
+        self._stop()
+        if self._thread is None:
             return True
-        self._waker.wake()
-        thread.join(timeout)
-        return not thread.is_alive()
+        self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    def _stop(self) -> None:
+        self._stopping.set()
+        if self._waker is not None:
+            self._waker.wake()
+
+    async def run(self) -> None:
+        """Begin, and work until the task is cancelled or `close` is called.
+
+        A task that is cancelled waits for the end as ``async with`` does. If it is cancelled again meanwhile, it does
+        not wait any longer, and the relay ends by itself.
+
+        Raises:
+            RuntimeError: it has begun before.
+        """
+        async with self:
+            await self._wait_for_end(None)
+
+    async def _wait_for_end(self, timeout: float | None) -> bool:
+        """Wait for the end of the thread without blocking the loop. Return whether it has ended."""
+        loop, ended = asyncio.get_running_loop(), asyncio.Event()
+
+        def report(_: Future[None]) -> None:
+            # The loop is closed if nothing waits any longer.
+            with suppress(RuntimeError):
+                loop.call_soon_threadsafe(ended.set)
+
+        self._ended.add_done_callback(report)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout):
+                await ended.wait()
+        return ended.is_set()
 
     def __enter__(self) -> Self:
         self.start()
@@ -203,16 +247,20 @@ class OutboxRelay:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        # A database that is cut off may not answer for as long as the system takes its connection for alive.
-        if not self.close(2 * self._lease):
-            logger.warning("outbox relay: it has not ended after %g s, and is left behind", 2 * self._lease)
+        self._report_end(self.close(2 * self._lease))
 
     async def __aenter__(self) -> Self:
         self.start()
         return self
 
     async def __aexit__(self, *about: Any) -> None:
-        await asyncio.to_thread(self.__exit__, *about)
+        self._stop()
+        self._report_end(await self._wait_for_end(2 * self._lease))
+
+    def _report_end(self, has_ended: bool) -> None:
+        # A database that is cut off may not answer for as long as the system takes its connection for alive.
+        if not has_ended:
+            logger.warning("outbox relay: it has not ended after %g s, and is left behind", 2 * self._lease)
 
     def _run(self, waker: Waker) -> None:
         pause = _FIRST_PAUSE
@@ -229,10 +277,13 @@ class OutboxRelay:
                 self._stopping.wait(pause * random.uniform(0.75, 1.25))
                 pause = min(_LONGEST_PAUSE, 2 * pause)
         finally:
-            self._metrics.end()
-            waker.close()
-            if self._owns_engine:
-                self._engine.dispose()
+            try:
+                self._metrics.end()
+                waker.close()
+                if self._owns_engine:
+                    self._engine.dispose()
+            finally:
+                self._ended.set_result(None)
 
     def _work(self, waker: Waker) -> None:
         """One tenure."""

@@ -232,16 +232,6 @@ def test_E12_a_relay_says_whether_it_is_ready_and_why_not(
         assert relay.health().state == "disconnected"
 
 
-def test_E14_a_relay_runs_beside_a_loop(engine: Engine, outbox: Outbox, broker: Broker) -> None:
-    async def main() -> None:
-        async with OutboxRelay(engine, broker.url, outbox=outbox, **FAST):
-            await asyncio.to_thread(add, engine, outbox, b"1")
-            await asyncio.to_thread(eventually, lambda: bodies(broker) == [b"1"])
-
-    asyncio.run(main())
-    assert permitted(engine, outbox) == 0
-
-
 def test_E14_a_flowed_relay_reads_no_more_than_its_window(engine: Engine, outbox: Outbox, broker: Broker) -> None:
     with OutboxRelay(engine, broker.url, outbox=outbox, capacity=10, **FAST) as relay:
         add(engine, outbox, b"0", key="k")

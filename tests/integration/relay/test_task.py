@@ -1,0 +1,131 @@
+"""A relay in an asyncio application: its end is awaited, and the loop goes on meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from sqlalchemy import Engine, create_engine
+from sqlalchemy.ext.asyncio import create_async_engine
+
+from qflow_client import SettingsError
+from qflow_client.broker import Broker
+from qflow_client.sqlalchemy import Outbox, OutboxRelay
+from qflow_client.testing.proxy import FaultProxy
+
+from .support import FAST, PATIENCE, add, bodies, depth, eventually, permitted
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Iterator[Engine]:
+    engine = create_engine(f"sqlite:///{tmp_path}/application.db")
+    yield engine
+    engine.dispose()
+
+
+async def until(condition: Callable[[], object]) -> None:
+    await asyncio.to_thread(eventually, condition)
+
+
+def test_E14_a_relay_runs_in_a_block_of_a_coroutine(engine: Engine, outbox: Outbox, broker: Broker) -> None:
+    async def main() -> None:
+        async with OutboxRelay(engine, broker.url, outbox=outbox, **FAST):
+            await asyncio.to_thread(add, engine, outbox, b"1")
+            await until(lambda: bodies(broker) == [b"1"])
+
+    asyncio.run(main())
+    assert permitted(engine, outbox) == 0
+
+
+def test_E14_a_relay_is_a_task_that_leaves_nothing_in_doubt_when_it_is_cancelled(
+    engine: Engine, outbox: Outbox, broker: Broker
+) -> None:
+    relay = OutboxRelay(engine, broker.url, outbox=outbox, **FAST)
+
+    async def main() -> None:
+        async with asyncio.TaskGroup() as group:
+            task = group.create_task(relay.run())
+            await asyncio.to_thread(add, engine, outbox, b"1")
+            await until(lambda: bodies(broker) == [b"1"])
+            task.cancel()
+        assert task.cancelled()
+        assert relay.health().state == "closed"
+        with pytest.raises(RuntimeError, match="once"):
+            await relay.run()
+
+    asyncio.run(main())
+    assert (permitted(engine, outbox), depth(engine, outbox)) == (0, 0)
+
+
+def test_E14_a_task_ends_when_its_relay_is_closed(engine: Engine, outbox: Outbox, broker: Broker) -> None:
+    relay = OutboxRelay(engine, broker.url, outbox=outbox, **FAST)
+
+    async def main() -> None:
+        task = asyncio.create_task(relay.run())
+        await until(lambda: relay.is_ready)
+        assert await asyncio.to_thread(relay.close, PATIENCE)
+        await task
+
+    asyncio.run(main())
+
+
+async def unconfirmed(relay: OutboxRelay, proxy: FaultProxy, engine: Engine, outbox: Outbox) -> None:
+    """Have one row on its way, whose confirm does not come."""
+    await until(lambda: relay.is_ready)
+    await asyncio.to_thread(proxy.stall)
+    await asyncio.to_thread(add, engine, outbox, b"1")
+    await until(lambda: permitted(engine, outbox) == 1 and relay.health().unsettled == 1)
+
+
+def test_E14_the_loop_runs_while_a_relay_waits_for_its_last_confirm(
+    engine: Engine, outbox: Outbox, broker: Broker
+) -> None:
+    async def main() -> None:
+        with FaultProxy(broker.url) as proxy:
+            # Half of the lease is the longest that it waits.
+            relay = OutboxRelay(engine, proxy.url, outbox=outbox, lease=20 * PATIENCE, **FAST)
+            task = asyncio.create_task(relay.run())
+            await unconfirmed(relay, proxy, engine, outbox)
+            task.cancel()
+            # The confirm can come because the loop is not blocked.
+            await asyncio.sleep(0)
+            assert not task.done()
+            await asyncio.to_thread(proxy.heal)
+            with pytest.raises(asyncio.CancelledError):
+                await task
+
+    asyncio.run(main())
+    assert bodies(broker) == [b"1"]
+    assert (permitted(engine, outbox), depth(engine, outbox)) == (0, 0)
+
+
+def test_E4_a_task_that_is_cancelled_twice_waits_no_longer_and_its_relay_ends_by_itself(
+    engine: Engine, outbox: Outbox, broker: Broker
+) -> None:
+    with FaultProxy(broker.url) as proxy:
+        relay = OutboxRelay(engine, proxy.url, outbox=outbox, lease=20 * PATIENCE, **FAST)
+
+        async def main() -> None:
+            task = asyncio.create_task(relay.run())
+            await unconfirmed(relay, proxy, engine, outbox)
+            for _ in range(2):
+                assert not task.done()
+                task.cancel()
+                await asyncio.sleep(0)
+            with pytest.raises(asyncio.CancelledError):
+                await task
+
+        asyncio.run(main())
+        # It still waits for the confirm. The loop is gone.
+        assert not relay.close(0)
+        proxy.heal()
+        assert relay.close(PATIENCE)
+    assert bodies(broker) == [b"1"]
+    assert depth(engine, outbox) == 0
+
+
+def test_E14_a_relay_says_that_it_does_not_take_an_asynchronous_engine(broker: Broker) -> None:
+    with pytest.raises(SettingsError, match=r"give engine\.url"):
+        OutboxRelay(create_async_engine("postgresql+asyncpg://nowhere/shop"), broker.url)  # type: ignore[arg-type]
