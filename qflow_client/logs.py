@@ -17,7 +17,7 @@ from contextlib import suppress
 from queue import Empty
 from typing import Any
 
-from qflow_client.core.reporting import LogEntry
+from qflow_client.core.reporting import LogEntry, log_entry
 from qflow_client.forks import after_fork_in_child
 
 __all__ = ["flush_logs", "log", "write_log"]
@@ -101,7 +101,7 @@ class _Writer:
             dropped, self._dropped = self._dropped, 0
             if dropped:
                 text = "%d log records were dropped: the handlers are slower than what there is to say"
-                logger.handle(_record(logging.WARNING, text, (dropped,)))
+                logger.handle(_record(log_entry(logging.WARNING, text, dropped)))
         except BaseException:
             _complain()
 
@@ -124,11 +124,10 @@ def _after_fork_in_child() -> None:
 after_fork_in_child(_after_fork_in_child)
 
 
-def _record(
-    level: int, text: str, arguments: tuple[object, ...], error: BaseException | None = None
-) -> logging.LogRecord:
+def _record(entry: LogEntry, error: BaseException | None = None) -> logging.LogRecord:
+    level, text, arguments, code, line = entry
     exc_info = None if error is None else (type(error), error, error.__traceback__)
-    return logger.makeRecord(logger.name, level, "(qflow_client)", 0, text, arguments, exc_info)
+    return logger.makeRecord(logger.name, level, code.co_filename, line, text, arguments, exc_info, code.co_name)
 
 
 def log(level: int, text: str, *arguments: object, error: BaseException | None = None) -> None:
@@ -140,18 +139,22 @@ def log(level: int, text: str, *arguments: object, error: BaseException | None =
         arguments: what must not change any more.
         error: whose traceback to show.
     """
-    try:
-        if logger.isEnabledFor(level):
-            _writer.put(_record(level, text, arguments, error))
-    except Exception:
-        # The application may make its records itself.
-        _complain()
+    _put(log_entry(level, text, *arguments, depth=2), error)
 
 
 def write_log(entries: list[LogEntry]) -> None:
     """Log what a protocol had to say, as `log` does."""
-    for level, text, arguments in entries:
-        log(level, text, *arguments)
+    for entry in entries:
+        _put(entry)
+
+
+def _put(entry: LogEntry, error: BaseException | None = None) -> None:
+    try:
+        if logger.isEnabledFor(entry[0]):
+            _writer.put(_record(entry, error))
+    except Exception:
+        # The application may make its records itself.
+        _complain()
 
 
 def flush_logs(timeout: float) -> bool:

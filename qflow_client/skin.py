@@ -18,7 +18,7 @@ from uuid import uuid4
 from weakref import WeakKeyDictionary, WeakSet
 
 from qflow_client.core.protocol import ProducerProtocol
-from qflow_client.core.reporting import LogEntry
+from qflow_client.core.reporting import LogEntry, log_entry
 from qflow_client.errors import ConfirmTimeout, ConnectionFailed, SettingsError, UndeliveredMessages
 from qflow_client.events import FlowEvent, HoldKind
 from qflow_client.flow import FlowManager, Line
@@ -240,7 +240,7 @@ class Losses:
             return None
         self._told += lost
         name, arguments = self._arguments
-        return logging.WARNING, self._text, (name, lost, *arguments, self._limit)
+        return log_entry(logging.WARNING, self._text, name, lost, *arguments, self._limit)
 
     def report(self, waiting: int) -> None:
         """Log the warning if it is due. The reader calls it when it has taken an event.

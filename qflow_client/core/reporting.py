@@ -7,9 +7,11 @@ them on outside its lock.
 from __future__ import annotations
 
 import logging
+import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from types import CodeType
 from typing import Any, Protocol
 
 from qflow_client.events import FlowEvent, FlowEventKind, HoldKind
@@ -17,12 +19,12 @@ from qflow_client.flow import Gate, Hold
 from qflow_client.message import Message
 from qflow_client.receipt import Outcome, Receipt
 
-__all__ = ["LogEntry", "MessageObserver", "Reports"]
+__all__ = ["LogEntry", "MessageObserver", "Reports", "log_entry"]
 
 logger = logging.getLogger("qflow_client")
 
-# A level, a text and its arguments.
-LogEntry = tuple[int, str, tuple[object, ...]]
+# A level, a text and its arguments; the code that logs it, and its line.
+LogEntry = tuple[int, str, tuple[object, ...], CodeType, int]
 
 # Holds that come and go with every burst are logged for debugging only.
 _LOG_LEVELS: dict[str, int] = {
@@ -326,8 +328,21 @@ class Reports:
 
     def log(self, level: int, text: str, *arguments: object) -> None:
         """Add a log entry, unless its level is off."""
-        self.logs += _entries(level, text, *arguments)
+        self.logs += _entries(level, text, *arguments, depth=3)
 
 
-def _entries(level: int, text: str, *arguments: object) -> list[LogEntry]:
-    return [(level, text, arguments)] if logger.isEnabledFor(level) else []
+def log_entry(level: int, text: str, *arguments: object, depth: int = 1) -> LogEntry:
+    """Return an entry for the log.
+
+    Args:
+        level: of `logging`.
+        text: with the places of the arguments.
+        arguments: what must not change any more.
+        depth: how many calls from here up the line is that logs it; 1 for that of the caller.
+    """
+    frame = sys._getframe(depth)
+    return level, text, arguments, frame.f_code, frame.f_lineno
+
+
+def _entries(level: int, text: str, *arguments: object, depth: int = 2) -> list[LogEntry]:
+    return [log_entry(level, text, *arguments, depth=depth)] if logger.isEnabledFor(level) else []

@@ -105,7 +105,7 @@ def holds(protocol: ProducerProtocol) -> list[str]:
 
 def logged(protocol: ProducerProtocol) -> list[str]:
     """What it has to log: levels and words."""
-    return [f"{logging.getLevelName(level)} {text % arguments}" for level, text, arguments in protocol.reports.logs]
+    return [f"{logging.getLevelName(level)} {text % arguments}" for level, text, arguments, *_ in protocol.reports.logs]
 
 
 def returned(

@@ -167,7 +167,7 @@ def test_of_a_run_beyond_what_is_written_only_the_written_is_settled() -> None:
     write(protocol, protocol.unwritten - 1)
     protocol.on_acks([(0, 5)], 0.0)
     assert [receipt.done for receipt in receipts] == [True, True, False]
-    assert [arguments[1] for _, _, arguments in protocol.reports.logs] == [0, 3, 4]
+    assert [arguments[1] for _, _, arguments, *_ in protocol.reports.logs] == [0, 3, 4]
 
 
 # What both ways leave behind.

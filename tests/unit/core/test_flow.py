@@ -378,6 +378,7 @@ def test_what_people_must_know_of_is_logged_louder(caplog: pytest.LogCaptureFixt
         ("INFO", "orders: no longer held after 1 s: channel_flow"),
         ("DEBUG", "orders: held: capacity"),
     ]
+    assert {(record.filename, record.funcName) for record in caplog.records} == {("reporting.py", "report_hold")}
 
 
 def test_what_nobody_wants_to_read_is_not_kept(caplog: pytest.LogCaptureFixture) -> None:
@@ -385,7 +386,7 @@ def test_what_nobody_wants_to_read_is_not_kept(caplog: pytest.LogCaptureFixture)
     protocol = make()
     protocol.on_flow(False, 1.0)
     protocol.on_blocked("low on memory", 1.0)
-    assert [level for level, _, _ in protocol.reports.logs] == [logging.WARNING]
+    assert [level for level, *_ in protocol.reports.logs] == [logging.WARNING]
 
 
 def test_a_second_connection_counts_as_having_been_flowed_and_the_first_does_not() -> None:

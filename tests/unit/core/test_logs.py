@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterator
 
 import pytest
 
 from qflow_client import logs
+from qflow_client.core.reporting import log_entry
+
+from .support import make
 
 
 @pytest.fixture
@@ -34,7 +38,7 @@ def test_records_come_in_order_on_a_thread_of_their_own(
 ) -> None:
     seen: list[tuple[str, str, str]] = []
     handle(lambda record: seen.append((record.levelname, record.getMessage(), threading.current_thread().name)))
-    logs.write_log([(logging.WARNING, "one of %d", (2,)), (logging.INFO, "two", ())])
+    logs.write_log([log_entry(logging.WARNING, "one of %d", 2), log_entry(logging.INFO, "two")])
     assert logs.flush_logs(20)
     assert seen == [("WARNING", "one of 2", "qflow-log"), ("INFO", "two", "qflow-log")]
 
@@ -51,6 +55,22 @@ def test_a_record_tells_who_had_something_to_say(
     assert (record.name, record.threadName) == ("qflow_client", threading.current_thread().name)
     assert record.exc_info is not None
     assert record.exc_info[1] is error
+
+
+def test_a_record_names_the_line_that_logs(
+    handle: Callable[[Callable[[logging.LogRecord], object]], None],
+) -> None:
+    seen: list[logging.LogRecord] = []
+    handle(seen.append)
+    reports = make().reports
+    reports.logs.clear()
+    here = sys._getframe()
+    line = here.f_lineno + 2
+    for log in (logs.log, reports.log):
+        log(logging.WARNING, "here")
+    logs.write_log(reports.logs)
+    assert logs.flush_logs(20)
+    assert [(each.pathname, each.funcName, each.lineno) for each in seen] == [(__file__, here.f_code.co_name, line)] * 2
 
 
 def test_what_nobody_wants_to_read_is_not_made(
