@@ -91,9 +91,9 @@ BRIEF = 0.3
 WRITE_CHUNK = 1 << 16
 TLS_WRITE_CHUNK = 1 << 14
 
-# After how many receipts at the latest it is noted that `on_delivery` was told of them.
-# What brokers show of it; with the address of its page once it has one.
+# What brokers show of a connection; with the address of our page once there is one.
 _INFORMATION = "AMQP 0-9-1 producers that obey the broker's flow control"
+# After how many receipts at the latest it is noted that `on_delivery` was told of them.
 _TELL_AT_ONCE = 100
 
 #: Why a producer that connects in the background is disconnected at first; a part of the error if it gives up.
