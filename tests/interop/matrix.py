@@ -41,7 +41,7 @@ python -m tests.interop.matrix
 
 Every line is one test, which is the same for all. A dash: that broker does not have it, or not for that producer.
 pika asks for confirms only where the broker announces them, and Broker-J does not; `Producer`, `AsyncProducer` and the
-drop-in for aio-pika have a [tap](decisions.md#broker-js-confirms-are-announced-by-the-tap), which mends that. The
+drop-in for aio-pika have a [tap](decisions/0031-broker-j-confirms.md), which mends that. The
 drop-ins do not send again after a lost connection: they do what pika and aio-pika do.
 
 *0.51 s for 0.5 s* is how long a send took that might wait for half a second, and was then refused with

@@ -390,7 +390,7 @@ def test_heartbeats_are_kept_up_while_the_producer_is_flowed(
         producer.send(b"still there").result(PATIENCE)
 
 
-# What is otherwise than in our broker (docs/decisions.md).
+# Where it differs from our broker (docs/decisions/0021-broker-j-differences.md).
 
 
 def test_J1_a_capacity_without_a_resume_capacity_holds_nobody(brokerj: BrokerJ, queue: Callable[..., str]) -> None:
