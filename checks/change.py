@@ -200,7 +200,8 @@ def stages(folder: Path) -> Iterator[Stage]:
         f"""
         {python} -m benchmarks.soak --minutes 1 --broker rabbitmq
         {python} -m benchmarks.soak --minutes 0.5 --broker embedded
-        {python} -m benchmarks.soak --minutes 0.5 --broker cluster
+        {python} -m benchmarks.soak --minutes 0.5 --broker cluster --history {folder}/history
+        {python} -m benchmarks.soak.history {folder}/history
         """,
         BROKERS,
         ("interop",),

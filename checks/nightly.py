@@ -123,7 +123,11 @@ PARTS: Final[Mapping[str, Part]] = {
         [
             _step("environment", f"{_TOX} -e interop --notest"),
             *(
-                _step(f"seed {seed}", f"{_PYTHON} -m benchmarks.soak --minutes 10 --broker cluster --seed {seed}")
+                _step(
+                    f"seed {seed}",
+                    f"{_PYTHON} -m benchmarks.soak --minutes 10 --broker cluster --seed {seed} --history /tmp/history\n"
+                    f"{_PYTHON} -m benchmarks.soak.history /tmp/history",
+                )
                 for seed in range(10)
             ),
         ],

@@ -21,9 +21,10 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-from benchmarks.soak.audit import Overruns, Soak, audit, to_json
+from benchmarks.soak.audit import Overruns, Soak, audit, describe, to_json
 from benchmarks.soak.brokers import BROKERS, QUEUE, SoakBroker
 from benchmarks.soak.faults import Faults
+from benchmarks.soak.history import History, merge
 from benchmarks.soak.lag import LagWatch
 from benchmarks.soak.senders import Found, Job, run_tasks, run_threads
 from qflow_client.testing.proxy import FaultProxy
@@ -121,14 +122,19 @@ def soak(broker: SoakBroker, options: argparse.Namespace) -> tuple[Soak, dict[st
     with contextlib.ExitStack() as stack:
         proxies = [stack.enter_context(FaultProxy(url, seed=options.seed)) for url in broker.urls]
 
-        def job(first: int, senders: int) -> Job:
+        # Each process writes one of its own.
+        parts = [f"{options.history}.{part}" for part in range(3)] if options.history else []
+
+        def job(part: int, first: int, senders: int) -> Job:
             # What is half-open is found within about 15 seconds: both libraries wait for several heartbeats.
             urls = tuple(f"{proxy.url}?heartbeat=3" for proxy in proxies)
             rate = options.rate / 2
-            return Job(urls, QUEUE, first, senders, _PRODUCERS, rate, options.seed, _PATIENCE, broker.settings)
+            history = parts[part] if parts else None
+            return Job(urls, QUEUE, first, senders, _PRODUCERS, rate, options.seed, _PATIENCE, broker.settings, history)
 
-        workers = [_Worker(run_threads, job(0, _THREADS)), _Worker(run_tasks, job(_THREADS, _TASKS))]
-        faults = Faults(broker, proxies, options.seed)
+        workers = [_Worker(run_threads, job(0, 0, _THREADS)), _Worker(run_tasks, job(1, _THREADS, _TASKS))]
+        history = History(parts[2] if parts else None)
+        faults = Faults(broker, proxies, options.seed, history)
         with _working(workers):
             for worker in workers:
                 # Its first word.
@@ -152,9 +158,13 @@ def soak(broker: SoakBroker, options: argparse.Namespace) -> tuple[Soak, dict[st
     faults.kills += 1
     broker.kill()
     _say("reading the queue")
+    queue = broker.read()
+    history.close()
+    if parts:
+        merge(parts, queue, options.history)
     result = Soak(
         journals=[journal for worker in workers if worker.found is not None for journal in worker.found.journals],
-        queue=broker.read(),
+        queue=queue,
         overruns=[(overruns, lag.within(worker.pid)) for worker in workers for overruns in _overruns(worker.found)],
         troubles=[
             *faults.troubles,
@@ -231,6 +241,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--rate", type=float, default=400.0, help="messages a second while nothing holds them")
     parser.add_argument("--seed", type=int, default=0, help="of faults and senders")
+    parser.add_argument("--history", metavar="FILE", help="write what happened, for benchmarks.soak.history and others")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args(arguments)
     with BROKERS[options.broker]() as broker:
@@ -239,8 +250,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.json:
         print(json.dumps(about | to_json(result, lines), indent=2))
     for line in lines:
-        text = f"{'ok   ' if line.passed else 'WRONG'}  {line.statement} ({line.measured})"
-        print(f"{text}  {line.difference}".rstrip(), file=sys.stderr if options.json else sys.stdout)
+        print(describe(line), file=sys.stderr if options.json else sys.stdout)
     return 0 if all(line.passed for line in lines) else 1
 
 

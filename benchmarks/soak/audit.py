@@ -21,6 +21,8 @@ __all__ = [
     "Overruns",
     "Soak",
     "audit",
+    "audit_messages",
+    "describe",
     "percentile",
     "to_json",
 ]
@@ -136,6 +138,30 @@ def percentile(values: Iterable[float], part: float) -> float:
 
 def audit(soak: Soak) -> list[AuditLine]:
     """Hold a run against what it has to show."""
+    late = soak.late()
+    by_library = [own for _, own in late]
+    too_late = [f"{own:.2f} s" for own in by_library if own > MOST_OVERRUN]
+    return [
+        *audit_messages(soak),
+        _none(
+            f"back more than {MOST_OVERRUN:g} s after the deadline",
+            f"{len(late):,} of {sum(overruns.deadlines for overruns, _ in soak.overruns):,} deadlines overrun, "
+            f"p99.9 {percentile(by_library, 0.999):.3f} s",
+            too_late,
+        ),
+        _none("what must not happen", "exceptions, processes", soak.troubles),
+        _enough("connection faults", soak.connection_faults, soak.least_connection_faults),
+        _enough("broker kills", soak.broker_kills, soak.least_broker_kills),
+    ]
+
+
+def describe(line: AuditLine) -> str:
+    """Return a line of an audit as text."""
+    return f"{'ok   ' if line.passed else 'WRONG'}  {line.statement} ({line.measured})  {line.difference}".rstrip()
+
+
+def audit_messages(soak: Soak) -> list[AuditLine]:
+    """Hold what became of the messages of a run against what it has to show."""
     journals = {journal.sender: journal for journal in soak.journals}
     # The best that came of each message: how often it is there, and how often without a mark.
     copies = {sender: bytearray(len(journal.calls)) for sender, journal in journals.items()}
@@ -178,9 +204,6 @@ def audit(soak: Soak) -> list[AuditLine]:
                 if not copies[sender][number]:
                     missing.append(f"{number} of sender {sender}")
     told_again = [f"{number} of sender {journal.sender}" for journal in soak.journals for number in journal.told_again]
-    late = soak.late()
-    by_library = [own for _, own in late]
-    too_late = [f"{own:.2f} s" for own in by_library if own > MOST_OVERRUN]
     return [
         _none("confirmed and missing", f"{confirmed:,} confirmed", missing),
         _none("accepted without an outcome", f"{accepted:,} accepted", without_outcome),
@@ -189,15 +212,6 @@ def audit(soak: Soak) -> list[AuditLine]:
         _none("first copies out of the order of their sender", f"{len(journals):,} senders", out_of_order),
         _none("never accepted, and in the queue", f"{len(soak.queue):,} in the queue", never_sent),
         _none("not as it was sent", f"{len(soak.queue):,} in the queue", broken),
-        _none(
-            f"back more than {MOST_OVERRUN:g} s after the deadline",
-            f"{len(late):,} of {sum(overruns.deadlines for overruns, _ in soak.overruns):,} deadlines overrun, "
-            f"p99.9 {percentile(by_library, 0.999):.3f} s",
-            too_late,
-        ),
-        _none("what must not happen", "exceptions, processes", soak.troubles),
-        _enough("connection faults", soak.connection_faults, soak.least_connection_faults),
-        _enough("broker kills", soak.broker_kills, soak.least_broker_kills),
         _enough("messages confirmed", confirmed, 1),
     ]
 

@@ -12,10 +12,11 @@ import itertools
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from random import Random
 
 from benchmarks.soak.brokers import SoakBroker
+from benchmarks.soak.history import History
 from qflow_client.testing.proxy import Direction, FaultProxy, ProxiedConnection
 
 __all__ = ["Faults"]
@@ -36,10 +37,12 @@ class Faults:
         broker: that is harmed.
         proxies: between it and its clients, one for each of its nodes.
         seed: of what happens.
+        history: what happens is written into it.
     """
 
-    def __init__(self, broker: SoakBroker, proxies: Sequence[FaultProxy], seed: int) -> None:
+    def __init__(self, broker: SoakBroker, proxies: Sequence[FaultProxy], seed: int, history: History) -> None:
         self._broker = broker
+        self._history = history
         self._proxies = proxies
         self._chance = Random(f"{seed} connections")
         self._broker_chance = Random(f"{seed} broker")
@@ -102,11 +105,17 @@ class Faults:
                 there = proxy.connections
                 if there:
                     # It may have gone since.
-                    with contextlib.suppress(LookupError, StopIteration):
+                    with contextlib.suppress(LookupError, StopIteration), self._harming(name.replace("_", " ")):
                         getattr(self, f"_{name}")(proxy, self._chance.choice(there))
-                        self.counts[name.replace("_", " ")] += 1
             until = min(next_at, self._undo[0][0]) if self._undo else next_at
             self._stop.wait(max(0.0, until - time.monotonic()))
+
+    @contextlib.contextmanager
+    def _harming(self, name: str) -> Iterator[None]:
+        """Count a fault that is done inside. Some, such as a stall, last longer than it takes to do them."""
+        with self._history.calling("fault", name=name):
+            yield
+        self.counts[name] += 1
 
     def _later(self, seconds: float, undo: Callable[[], object]) -> None:
         self._undone += 1
@@ -186,12 +195,11 @@ class Faults:
         turn = 0
         while not self._stop.wait(chance.uniform(*_BETWEEN_BROKER)):
             turn += 1
-            if turn % 2:
-                self.now = "killed"
-                self.kills += 1
-                self._broker.kill()
-            else:
-                self.now = next(others)
-                self._broker.actions[self.now](chance, self._stop.wait)
-            self.counts[f"broker {self.now}"] += 1
+            self.now = "killed" if turn % 2 else next(others)
+            with self._harming(f"broker {self.now}"):
+                if turn % 2:
+                    self.kills += 1
+                    self._broker.kill()
+                else:
+                    self._broker.actions[self.now](chance, self._stop.wait)
             self.now = ""

@@ -21,6 +21,7 @@ from random import Random
 from typing import Any
 
 from benchmarks.soak.audit import ACCEPTED, REFUSED, Journal, Overruns
+from benchmarks.soak.history import History
 from benchmarks.soak.messages import body_of, whose
 from qflow_client import (
     AsyncProducer,
@@ -62,6 +63,7 @@ class Job:
         seed: of what they do.
         patience: seconds that all may take to be settled at the end.
         more: settings that the broker asks for.
+        history: the file for the history of the process; None for none.
     """
 
     urls: tuple[str, ...]
@@ -73,6 +75,7 @@ class Job:
     seed: int
     patience: float
     more: Mapping[str, Any]
+    history: str | None = None
 
     def settings(self, index: int) -> dict[str, Any]:
         """Of one of the producers; no two of four are alike."""
@@ -114,6 +117,17 @@ class Found:
         self.journals[sender - self.journals[0].sender].told(number, outcome)
         self.confirmed += receipt.delivered
 
+    def teller(self, history: History) -> Callable[[Receipt], None]:
+        """Return a function that notes how a message ended, in the history as well."""
+
+        def told(receipt: Receipt) -> None:
+            at = _monotonic()
+            self.told(receipt)
+            sender, number = whose(receipt.message.body)
+            history.write("settled", sender=sender, number=number, outcome=receipt.outcome, end=at)
+
+        return told
+
     def trouble(self, who: str, error: BaseException) -> None:
         """Note what must not have happened."""
         logging.getLogger(__name__).error("%s", who, exc_info=error)
@@ -126,13 +140,18 @@ class _Sender:
     Args:
         job: of its process.
         found: likewise.
+        history: likewise.
         index: of the sender in its process.
         producer: a `Producer` or an `AsyncProducer`.
         rest: waits so many seconds, or until it is time to stop, and says whether it is.
     """
 
-    def __init__(self, job: Job, found: Found, index: int, producer: Any, rest: Callable[[float], Any]) -> None:
+    def __init__(
+        self, job: Job, found: Found, history: History, index: int, producer: Any, rest: Callable[[float], Any]
+    ) -> None:
         self._found = found
+        self._history = history
+        self._told = found.teller(history)
         self._journal = found.journals[index]
         self._producer = producer
         self._waits = isinstance(producer, AsyncProducer)
@@ -172,10 +191,10 @@ class _Sender:
             with self._sending(_MANY, None) as (receipts, messages):
                 receipts += await self._come(producer.send_many(messages, timeout=timeout))
         elif what < 950:
-            with self._deadline(wait):
+            with self._deadline("flush", wait):
                 await self._come(producer.flush(timeout=wait))
         elif what < 970:
-            with self._deadline(wait):
+            with self._deadline("wait_unflowed", wait):
                 await self._come(producer.wait_unflowed(wait))
         elif what < 990:
             if self._kept:
@@ -190,7 +209,7 @@ class _Sender:
                 producer.resume()
 
     async def _result(self, receipt: Any, timeout: float) -> None:
-        with self._deadline(timeout):
+        with self._deadline("result", timeout):
             await self._come(receipt.result(timeout))
 
     def _message(self, number: int) -> bytes | Message:
@@ -205,10 +224,20 @@ class _Sender:
         receipts: list[Receipt] = []
         messages = [self._message(number) for number in range(first, first + count)]
         due = None if timeout is None else _monotonic() + timeout
+        about = {"sender": journal.sender, "first": first, "count": count, "timeout": timeout}
         try:
-            yield receipts, messages
-        except ProducerFlowed as error:
-            receipts += error.receipts
+            with self._history.calling("send", **about) as call:
+                call.about["admitted"] = 0
+                try:
+                    yield receipts, messages
+                except ProducerFlowed as error:
+                    receipts += error.receipts
+                    raise
+                finally:
+                    call.about["admitted"] = len(receipts)
+        except ProducerFlowed:
+            # What was admitted is noted.
+            pass
         finally:
             if due is not None:
                 journal.overruns.note(due, _monotonic())
@@ -218,11 +247,12 @@ class _Sender:
                 self._kept += receipts
 
     @contextlib.contextmanager
-    def _deadline(self, timeout: float) -> Iterator[None]:
+    def _deadline(self, what: str, timeout: float) -> Iterator[None]:
         """A call that waits for messages that were sent before."""
         due = _monotonic() + timeout
         try:
-            yield
+            with self._history.calling(what, sender=self._journal.sender, timeout=timeout):
+                yield
         except (ConfirmTimeout, DeliveryError):
             # How they end is noted when it is known.
             pass
@@ -232,7 +262,7 @@ class _Sender:
     def harvest(self) -> None:
         """Note how those ended of the receipts that are kept which are settled by now."""
         while self._kept and self._kept[0].done:
-            self._found.told(self._kept.popleft())
+            self._told(self._kept.popleft())
 
 
 def _is_told(index: int) -> bool:
@@ -259,11 +289,12 @@ def _report(pipe: Connection, found: Found, producers: Sequence[Producer | Async
 
 
 @contextlib.contextmanager
-def _closing(job: Job, found: Found, producer: Any) -> Iterator[float]:
+def _closing(job: Job, found: Found, history: History, producer: Any) -> Iterator[float]:
     """A call that closes a producer within so many seconds."""
     due = _monotonic() + job.patience
     try:
-        yield job.patience
+        with history.calling("close", sender=job.first_sender, timeout=job.patience):
+            yield job.patience
     except Exception as error:
         found.trouble(producer.name, error)
     finally:
@@ -276,13 +307,14 @@ def _closing(job: Job, found: Found, producer: Any) -> Iterator[float]:
 def run_threads(pipe: Connection, job: Job) -> None:
     """Publish from threads until the parent says to stop; then have everything settled, and tell all."""
     _prepare()
-    found = Found.of(job)
+    found, history = Found.of(job), History(job.history)
+    told = found.teller(history)
     producers = [
-        Producer(job.urls, on_delivery=found.told if _is_told(index) else None, **job.settings(index))
+        Producer(job.urls, on_delivery=told if _is_told(index) else None, **job.settings(index))
         for index in range(job.producers)
     ]
     stop = threading.Event()
-    senders = [_Sender(job, found, at, producers[at % job.producers], stop.wait) for at in range(job.senders)]
+    senders = [_Sender(job, found, history, at, producers[at % job.producers], stop.wait) for at in range(job.senders)]
     threads = [threading.Thread(target=_drive, args=(sender.run(),), name="sender") for sender in senders]
     for thread in threads:
         thread.start()
@@ -291,10 +323,11 @@ def run_threads(pipe: Connection, job: Job) -> None:
     for thread in threads:
         thread.join()
     for producer in producers:
-        with _closing(job, found, producer) as patience:
+        with _closing(job, found, history, producer) as patience:
             producer.close(patience)
     for sender in senders:
         sender.harvest()
+    history.close()
     pipe.send(found)
 
 
@@ -310,14 +343,16 @@ def _drive(coroutine: Coroutine[Any, Any, None]) -> None:
 def run_tasks(pipe: Connection, job: Job) -> None:
     """Publish from tasks until the parent says to stop; then have everything settled, and tell all."""
     _prepare()
-    found = Found.of(job)
-    asyncio.run(_tasks(pipe, job, found))
+    found, history = Found.of(job), History(job.history)
+    asyncio.run(_tasks(pipe, job, found, history))
+    history.close()
     pipe.send(found)
 
 
-async def _tasks(pipe: Connection, job: Job, found: Found) -> None:
+async def _tasks(pipe: Connection, job: Job, found: Found, history: History) -> None:
+    told = found.teller(history)
     producers = [
-        AsyncProducer(job.urls, on_delivery=found.told if _is_told(index) else None, **job.settings(index))
+        AsyncProducer(job.urls, on_delivery=told if _is_told(index) else None, **job.settings(index))
         for index in range(job.producers)
     ]
     for producer in producers:
@@ -329,13 +364,13 @@ async def _tasks(pipe: Connection, job: Job, found: Found) -> None:
             await asyncio.wait_for(stop.wait(), seconds)
         return stop.is_set()
 
-    senders = [_Sender(job, found, at, producers[at % job.producers], rest) for at in range(job.senders)]
+    senders = [_Sender(job, found, history, at, producers[at % job.producers], rest) for at in range(job.senders)]
     tasks = [asyncio.create_task(sender.run()) for sender in senders]
     await asyncio.to_thread(_report, pipe, found, producers)
     stop.set()
     await asyncio.gather(*tasks)
     for producer in producers:
-        with _closing(job, found, producer) as patience:
+        with _closing(job, found, history, producer) as patience:
             await producer.close(patience)
     for sender in senders:
         sender.harvest()

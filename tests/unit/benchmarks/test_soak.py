@@ -8,7 +8,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from random import Random
 
 import pytest
@@ -16,6 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.soak.audit import ACCEPTED, REFUSED, Journal, Overruns, Soak, audit, percentile, to_json
+from benchmarks.soak.history import History, main, merge, read
 from benchmarks.soak.lag import LagWatch, Stretches
 from benchmarks.soak.messages import Copy, body_of, is_long, read_copy, whose
 from qflow_client import Outcome
@@ -235,3 +238,48 @@ def test_the_watch_for_lag_knows_its_processes_and_survives_their_end() -> None:
     took = time.monotonic() - began
     assert all(0.0 <= watch.of(pid).total <= took for pid in (os.getpid(), gone.pid))
     assert watch.within(os.getpid())(began, began) == 0.0
+
+
+def test_a_history_says_of_the_messages_what_their_senders_noted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    soak = good()
+    parts = [str(tmp_path / str(part)) for part in range(2)]
+    histories = [History(part) for part in parts]
+    for journal in soak.journals:
+        history = histories[journal.sender % 2]
+        for number in range(1, len(journal.calls)):
+            admitted = int(journal.calls[number] == ACCEPTED)
+            with (
+                suppress(TimeoutError),
+                history.calling("send", sender=journal.sender, first=number, count=1) as call,
+            ):
+                call.about["admitted"] = admitted
+                if not admitted:
+                    raise TimeoutError
+            if admitted:
+                history.write("settled", sender=journal.sender, number=number, outcome=journal.outcome(number), end=1.0)
+    with histories[0].calling("fault", name="cut"):
+        pass
+    for history in histories:
+        history.close()
+    path = tmp_path / "history"
+    merge(parts, soak.queue, str(path))
+    assert [entry.name for entry in tmp_path.iterdir()] == ["history"]
+    lines = path.read_text(encoding="utf-8").splitlines()
+    again = read(lines)
+    assert [(each.sender, each.calls, each.outcomes) for each in again.journals] == [
+        (each.sender, each.calls, each.outcomes) for each in soak.journals
+    ]
+    assert again.queue == soak.queue
+    assert main([str(path)]) == 0
+    # One that was confirmed is not in the queue.
+    path.write_text("\n".join(lines[:-1]), encoding="utf-8")
+    assert main([str(path)]) == 1
+    assert "WRONG  confirmed and missing: 0" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="line 1: 'sent' is no kind of line"):
+        read(['{"what": "sent"}'])
+    with pytest.raises(ValueError, match="message 2 of sender 0 is not the next"):
+        read(['{"what": "send", "sender": 0, "first": 2, "count": 1, "admitted": 1}'])
+    with pytest.raises(ValueError, match="message 1 of sender 0 is settled, and was never sent"):
+        read(['{"what": "settled", "sender": 0, "number": 1, "outcome": "confirmed"}'])
