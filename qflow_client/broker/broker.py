@@ -101,7 +101,7 @@ class Broker(CoreBroker):
         # Only set if there is to be one.
         self._http = None
         if settings.http_port is not None:
-            self._http = import_module("qflow_client.broker.http.server").HttpServer(self)
+            self._http = import_module("qflow_client.broker.http.server").HttpServer(self, self._count_answer)
             self._fronts.append(self._http)
 
     @property
@@ -162,6 +162,11 @@ class Broker(CoreBroker):
         """The connections, oldest first."""
         sessions = self._server.sessions
         return (connection_snapshot(session) for session in sessions if session.state is not State.ENDED)
+
+    def _count_answer(self, change: int) -> None:
+        """Take note that answers of the HTTP API take so many bytes more in memory."""
+        if self._journal is not None:
+            self._journal.answers += change
 
     def has_queue(self, name: str) -> bool:
         """Whether there is a queue of that name."""

@@ -1,7 +1,8 @@
 """The core of the broker: from ``Basic.Publish`` to ``Channel.Flow``. It works without the other rooms.
 
-Read these files in this order to follow a publish to the flow that it causes. Each imports only those after it, and
-knows those before it by a protocol. Together they have at most 3,500 lines.
+Read these files in this order to follow a publish to the flow that it causes. Each imports only those after it, but for
+`channelflow.py`, which imports `queueflow.py`; it knows those before it by a protocol. Together they have at most 3,500
+lines.
 
 1. `session.py` splits bytes into frames and gives each to its channel. `wire.py`, which the others use too, decodes and
    encodes them.

@@ -459,7 +459,7 @@ class Broker:
         Args:
             name: of the exchange.
             type: of the exchange.
-            arguments: kept, without effect.
+            arguments: such as ``alternate-exchange``.
             durable: as in ``Exchange.Declare``.
             auto_delete: as in ``Exchange.Declare``.
             internal: as in ``Exchange.Declare``.

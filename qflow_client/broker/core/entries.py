@@ -110,7 +110,7 @@ class Record:
 
 
 class StoredMessage:
-    """A message: shared by all queues that hold it, never changed.
+    """A message, shared by all queues that have it. What was published never changes, but the body may be on disk only.
 
     Args:
         target: where it was published to.
@@ -161,7 +161,7 @@ class StoredMessage:
 
 
 class Completion:
-    """The confirm of one message, held back by the flow states that were ON when it was enqueued (C5).
+    """The confirm of one message, held back by flow states that were ON when it came (C5), by the disk or an operator.
 
     Args:
         tag: the publish sequence number on its channel.
@@ -173,13 +173,13 @@ class Completion:
     def __init__(self, tag: int, complete: Callable[[int], None]) -> None:
         self.tag = tag
         self._complete = complete
-        # How many flow states hold it.
+        # How many of these hold it.
         self.holds = 0
         # Set when every destination has the message; before, no number of holds means anything.
         self._armed = False
 
     def release(self) -> None:
-        """One flow state has let it go."""
+        """One of those that hold it releases it."""
         self.holds -= 1
         if not self.holds and self._armed:
             self._complete(self.tag)
@@ -244,9 +244,8 @@ class Consumer(Protocol):
 class BodyPager(Protocol):
     """Decides which bodies of one queue stay in memory (A2)."""
 
-    #: Body bytes of the entries whose bodies are in memory, and of those that were read ahead.
+    #: Body bytes of the entries whose bodies are in memory.
     size: int
-    ahead_size: int
 
     def add(self, entry: QueueEntry) -> None:
         """An entry has come."""

@@ -1,8 +1,9 @@
 """What one connection has to send, sans-I/O: in which order, what waits for the disk, and when consumers are to wait.
 
 It is a list of byte strings that `Output.take` joins once in each turn of the loop. An answer that must wait for the
-disk is a `Promise`: what the same channel writes later waits behind it, and other channels do not. So the order of a
-channel's frames is always that in which they were written. Channel 0 makes no promises.
+disk is a `Promise`: what the same channel writes later waits behind it, and other channels do not. So the frames of a
+channel are sent in the order in which they were written, but for ``Channel.Flow``, which waits for no promise. Channel
+0 makes no promises.
 """
 
 from __future__ import annotations

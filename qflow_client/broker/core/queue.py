@@ -1,12 +1,14 @@
 """Queues, sans-I/O: what enters, what is delivered, what is in force, and when anything is due.
 
-A message is ready, or unacked (with a consumer), or gone; `contents.py` has the entries and their order. A queue does
-not deliver while it enqueues: a message enters all of its queues before any consumer gets it.
+A message is ready, unacked (with a consumer), about to leave, or gone; `contents.py` has the entries and their order.
+`Queue.enqueue` delivers nothing. If any of a message's queues is watched, it enters all of them before a consumer gets
+it; else each queue delivers it before the next has it.
 
 The queue drives what is plugged into it. The overflow policy is asked before a message enters, and changes the queue
 only through `QueueView`. What follows the entries is in `Contents.observers`, in this order: the storage (the journal,
-the pager and droppable entries), the flow states, the last values of a conflating queue, and the confirms that an
-operator withholds. `Queue.is_watched` is False if there is none of these: the common case pays for nothing.
+the pager and droppable entries), the expiry, the flow states, the last values of a conflating queue, the confirms that
+an operator withholds, and what wakes publishes that wait for room. `Queue.is_watched` is False if there is none of
+these and nothing refuses messages: the common case pays for nothing.
 
 Very many entries do not leave in one go, see `contents.py`. As many expire in each tick, and the queue delivers nothing
 until all have that are due.

@@ -181,6 +181,8 @@ PROPERTIES = (
 _layouts: dict[int, tuple[tuple[int, int], ...]] = {}
 _sound_tables: set[bytes] = set()
 _MAX_SOUND_TABLES = 1024
+# Bytes of a table that is remembered: all of them together take no more than 1 MiB.
+_MAX_SOUND_TABLE = 1024
 
 
 def check_properties(header: bytes) -> str | None:
@@ -253,9 +255,10 @@ def _check_table(table: bytes) -> None:
         decode_table(table, 0)
     except UNDECODABLE as error:
         raise _syntax("content header", f"headers cannot be decoded: {error}") from error
-    if len(_sound_tables) >= _MAX_SOUND_TABLES:
-        _sound_tables.clear()
-    _sound_tables.add(table)
+    if len(table) <= _MAX_SOUND_TABLE:
+        if len(_sound_tables) >= _MAX_SOUND_TABLES:
+            _sound_tables.clear()
+        _sound_tables.add(table)
 
 
 def expiration_of(header: bytes) -> str:

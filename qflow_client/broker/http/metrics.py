@@ -82,20 +82,23 @@ def _quoted(name: str) -> str:
     return f'"{escaped}"'
 
 
-def _queue_lines(head: _Head, queues: Sequence[tuple[str, QueueSnapshot]]) -> Iterator[str]:
-    for attribute, name, text in _QUEUE_GAUGES:
-        yield head("gauge", name, text)
-        for label, queue in queues:
-            yield f"{name}{{queue={label}}} {getattr(queue, attribute):d}\n"
-    for attribute, name, text in _QUEUE_COUNTERS:
-        yield head("counter", name, text)
-        for label, queue in queues:
-            yield f"{name}_total{{queue={label}}} {getattr(queue, attribute):d}\n"
-    yield head("gauge", "qflow_queue_threshold", "A mark in force; 0 for none")
-    for label, queue in queues:
-        for mark in _THRESHOLDS:
-            value = getattr(queue.thresholds, mark)
-            yield f'qflow_queue_threshold{{mark="{mark}",queue={label}}} {value:d}\n'
+# Kind, attribute of a snapshot, name and text of each family that has a line for each queue.
+_QUEUE_FAMILIES = (
+    *(("gauge", attribute, name, text) for attribute, name, text in _QUEUE_GAUGES),
+    *(("counter", attribute, name, text) for attribute, name, text in _QUEUE_COUNTERS),
+)
+
+
+def _add_queue(families: Sequence[bytearray], queue: QueueSnapshot) -> None:
+    """Add the lines of a queue to each of the families, of which the last is that of the marks."""
+    label = _quoted(queue.name)
+    for family, (kind, attribute, name, _) in zip(families, _QUEUE_FAMILIES, strict=False):
+        line = f"{name}{_SUFFIXES.get(kind, '')}{{queue={label}}} {getattr(queue, attribute):d}\n"
+        family += line.encode(errors="replace")
+    for mark in _THRESHOLDS:
+        value = getattr(queue.thresholds, mark)
+        line = f'qflow_queue_threshold{{mark="{mark}",queue={label}}} {value:d}\n'
+        families[-1] += line.encode(errors="replace")
 
 
 def _memory_lines(head: _Head, memory: MemorySnapshot) -> Iterator[str]:
@@ -125,7 +128,11 @@ async def metrics_text(broker: Broker, turns: Turns, media_type: str = PROMETHEU
         media_type: `PROMETHEUS` or `OPEN_METRICS`.
     """
     head = _Head(is_open=media_type == OPEN_METRICS)
-    queues = [(_quoted(queue.name), queue) async for queue in turns.each(broker.each_queue())]
+    families = [bytearray(head(kind, name, text).encode()) for kind, _, name, text in _QUEUE_FAMILIES]
+    families.append(bytearray(head("gauge", "qflow_queue_threshold", "A mark in force; 0 for none").encode()))
+    # Text and no pictures are kept of the queues: these take far more memory.
+    async for queue in turns.each(broker.each_queue()):
+        _add_queue(families, queue)
     channels = producers = flowed = 0
     async for channel in turns.each(broker.each_channel()):
         channels += 1
@@ -140,7 +147,11 @@ async def metrics_text(broker: Broker, turns: Turns, media_type: str = PROMETHEU
     )
     # Put together as it is made: one join of very many lines would hold the loop.
     text = bytearray(_build(head).encode())
-    rest = (_gauge(head, *each) for each in sums)
-    async for line in turns.each(chain(_queue_lines(head, queues), _memory_lines(head, broker.memory), rest)):
-        text += line.encode(errors="replace")
-    return text + b"# EOF\n" if media_type == OPEN_METRICS else text
+    async for family in turns.each(families):
+        text += family
+        family.clear()
+    for line in chain(_memory_lines(head, broker.memory), (_gauge(head, *each) for each in sums)):
+        text += line.encode()
+    if media_type == OPEN_METRICS:
+        text += b"# EOF\n"
+    return text

@@ -14,7 +14,7 @@ import asyncio
 import inspect
 from collections import Counter
 from collections.abc import Awaitable, Callable
-from contextlib import aclosing
+from contextlib import aclosing, nullcontext
 from http import HTTPStatus
 from typing import Any, cast
 
@@ -44,12 +44,15 @@ class HttpServer:
 
     Args:
         broker: which; its settings say where.
+        count_answer: takes note that answers take so many bytes more in memory.
     """
 
     #: Bytes of the largest body that is taken.
     MAX_BODY = 16 * 1024 * 1024
     #: Bytes of an answer that are handed to its socket at once.
     PIECE = 256 * 1024
+    #: Bytes of large answers that clients may not have taken yet; a single one may have more.
+    MAX_ANSWERS = 32 * 1024 * 1024
     #: Seconds that requests have to end when the broker stops.
     STOP_GRACE = 1.0
     #: Connections at once; more are closed as soon as they are accepted.
@@ -66,8 +69,9 @@ class HttpServer:
     #: Seconds that a request waits until what it did is on disk.
     DISK_PATIENCE = 10.0
 
-    def __init__(self, broker: Broker) -> None:
+    def __init__(self, broker: Broker, count_answer: Callable[[int], None]) -> None:
         self._broker = broker
+        self._report_answer = count_answer
         self._settings = broker.settings
         self._runner: web.AppRunner | None = None
         self._listener: Listener | None = None
@@ -82,6 +86,10 @@ class HttpServer:
         # Slices of long answers, one in each turn; and requests of strangers, one in each turn.
         self._turns = Turns()
         self._strangers_turns = Turns()
+        # One answer is made at a time, because that may take more memory than the answer; and bytes of large answers
+        # that are being sent.
+        self._making = asyncio.Lock()
+        self._answers = 0
         self._watch = Watch(broker, self._turns)
 
     @property
@@ -185,42 +193,76 @@ class HttpServer:
                 parameters["body"] = await self._body(operation, request)
             media_type = operation.media_type(request.headers.get("Accept", ""))
             parameters |= dict.fromkeys(operation.turns, self._turns) | dict.fromkeys(operation.typed, media_type)
-            answer = operation.handler(self._broker, **parameters)
-            if inspect.isawaitable(answer):
-                answer = await answer
+            is_read = operation.method == "GET" and not operation.is_public
+            async with self._making if is_read else nullcontext():
+                status, answer = await self._answer(operation, parameters)
             if isinstance(answer, EventsRequest):
                 return await self._stream(request, answer.period)
-            if operation.lasts:
-                await self._wait_for_disk()
-            status = operation.statuses[0]
-            if len(operation.statuses) > 1:
-                status, answer = answer
-            if operation.answer is None:
+            if answer is None:
                 return web.Response(status=status)
-            body = answer if isinstance(answer, (bytes, bytearray)) else await encode(answer, self._turns)
             headers = {"Content-Type": media_type}
             if operation.typed:
                 headers["Vary"] = "Accept"
-            if len(body) <= self.PIECE:
-                return web.Response(status=status, body=body, headers=headers)
-            return await self._send(request, web.StreamResponse(status=status, headers=SAFE_HEADERS | headers), body)
+            if len(answer) <= self.PIECE:
+                return web.Response(status=status, body=answer, headers=headers)
+            return await self._send(request, web.StreamResponse(status=status, headers=SAFE_HEADERS | headers), answer)
 
         return handle
+
+    async def _answer(
+        self, operation: Operation, parameters: dict[str, Any]
+    ) -> tuple[int, bytes | bytearray | EventsRequest | None]:
+        """Carry an operation out.
+
+        Returns:
+            The status; and the body, ``None`` for none, or that a stream of events is wanted.
+        """
+        answer = operation.handler(self._broker, **parameters)
+        if inspect.isawaitable(answer):
+            answer = await answer
+        status: int = operation.statuses[0]
+        if isinstance(answer, EventsRequest):
+            return status, answer
+        if operation.lasts:
+            await self._wait_for_disk()
+        if len(operation.statuses) > 1:
+            status, answer = answer
+        if operation.answer is None:
+            return status, None
+        return status, answer if isinstance(answer, (bytes, bytearray)) else await encode(answer, self._turns)
 
     async def _send(
         self, request: web.Request, response: web.StreamResponse, body: bytes | bytearray
     ) -> web.StreamResponse:
-        """Send a large body piece by piece, as fast as the client takes it."""
-        response.content_length = len(body)
-        await response.prepare(request)
-        view = memoryview(body)
+        """Send a large body piece by piece, as fast as the client takes it.
+
+        Raises:
+            Problem: 503; clients have not taken the answers before it.
+        """
+        size = len(body)
+        if self._answers and self._answers + size > self.MAX_ANSWERS:
+            raise Problem(
+                HTTPStatus.SERVICE_UNAVAILABLE,
+                f"the answer has {size} bytes, and other clients have not taken {self._answers} bytes yet, of at most "
+                f"{self.MAX_ANSWERS}; ask again later",
+            )
+        self._count_answer(size)
         try:
-            for start in range(0, len(body), self.PIECE):
+            response.content_length = size
+            await response.prepare(request)
+            view = memoryview(body)
+            for start in range(0, size, self.PIECE):
                 async with asyncio.timeout(self.PATIENCE):
                     await response.write(bytes(view[start : start + self.PIECE]))
         except TimeoutError:
             self._cut(request)
+        finally:
+            self._count_answer(-size)
         return response
+
+    def _count_answer(self, change: int) -> None:
+        self._answers += change
+        self._report_answer(change)
 
     @staticmethod
     def _cut(request: web.Request) -> None:

@@ -150,8 +150,9 @@ class Journal:
         # Of what is in no queue yet: bodies that are coming in and open transactions; and publishes that wait.
         self.unfinished = 0
         self.waiting = 0
-        # What clients have not read, of those that are slow.
+        # What clients have not read, of those that are slow; and answers of the HTTP API.
         self.buffered = 0
+        self.answers = 0
         # Above it bodies are evicted, so that there is room for what comes and what is read ahead.
         self.evict_above = limit * 3 // 4
         self.max_backlog = min(self.MAX_BACKLOG, limit // 8) if limit else self.MAX_BACKLOG
@@ -341,7 +342,7 @@ class Journal:
 
     @property
     def _total(self) -> int:
-        return self.memory + self.unfinished + self.waiting + self.buffered
+        return self.memory + self.unfinished + self.waiting + self.buffered + self.answers
 
     @property
     def held(self) -> int:

@@ -36,7 +36,7 @@ class Pager:
         evict: lets the body of a message go as soon as it is on disk.
     """
 
-    __slots__ = ("_ahead", "_evict", "_fresh", "_lent", "ahead_size", "size")
+    __slots__ = ("_ahead", "_evict", "_fresh", "_lent", "size")
 
     def __init__(self, evict: Callable[[StoredMessage], None]) -> None:
         self._evict = evict
@@ -45,9 +45,8 @@ class Pager:
         self._lent: dict[QueueEntry, None] = {}
         self._fresh: dict[QueueEntry, None] = {}
         self._ahead: dict[QueueEntry, None] = {}
-        # Body bytes of all of them, and of those that were read ahead.
+        # Body bytes of all of them.
         self.size = 0
-        self.ahead_size = 0
 
     def __len__(self) -> int:
         return len(self._lent) + len(self._fresh) + len(self._ahead)
@@ -62,7 +61,6 @@ class Pager:
         if entry not in self._ahead and entry not in self._fresh:
             self._ahead[entry] = None
             self.size += entry.message.size
-            self.ahead_size += entry.message.size
 
     def lend(self, entry: QueueEntry) -> None:
         """A consumer has an entry; its body is in memory."""
@@ -81,13 +79,8 @@ class Pager:
         for each in (self._lent, self._ahead, self._fresh):
             if entry in each:
                 del each[entry]
-                self._less(each, entry)
+                self.size -= entry.message.size
                 return
-
-    def _less(self, where: dict[QueueEntry, None], entry: QueueEntry) -> None:
-        self.size -= entry.message.size
-        if where is self._ahead:
-            self.ahead_size -= entry.message.size
 
     def evict(self, size: int, count: int | None = None) -> None:
         """Let bodies go until no more than so many bytes are left, and no more than so many of them.
@@ -97,7 +90,7 @@ class Pager:
         for each in (self._lent, self._fresh, self._ahead):
             while each and (self.size > size or (count is not None and len(self) > count)):
                 entry = each.popitem()[0]
-                self._less(each, entry)
+                self.size -= entry.message.size
                 self._evict(entry.message)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import aiohttp
 import pytest
+from aiohttp import web
 
 from qflow_client.broker import Broker
 from qflow_client.broker.http import documents, events, server
@@ -83,7 +84,7 @@ def test_E9_lists_imports_and_metrics_of_thousands_of_queues_take_turns_of_500_o
             assert len(json.loads(await get("/api/definitions", 2 * QUEUES))["queues"]) == QUEUES
             assert json.loads(await get("/api/counters", QUEUES))["queues"] == QUEUES
             assert len(json.loads(await get("/api/flow-states", QUEUES))["queues"]) == QUEUES
-            assert (await get("/metrics", 20 * QUEUES)).count(b'qflow_queue_messages{queue="') == QUEUES
+            assert (await get("/metrics", QUEUES)).count(b'qflow_queue_messages{queue="') == QUEUES
             # Two at once have one slice in a turn between them.
             await asyncio.gather(get("/api/queues", QUEUES), get("/metrics", QUEUES))
             before = turn.total
@@ -275,3 +276,65 @@ def test_E9_event_streams_are_limited_in_all_and_for_each_address(monkeypatch: p
 
 def test_json_of_nothing_is_a_list() -> None:
     assert asyncio.run(documents.encode(iter(()), Turns())) == b"[]"
+
+
+def test_E9_large_answers_that_clients_have_not_taken_are_limited_and_in_the_account(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def main() -> None:
+        taken = asyncio.Event()
+        write = web.StreamResponse.write
+
+        async def slow(response: web.StreamResponse, data: Any) -> None:
+            await taken.wait()
+            await write(response, data)
+
+        monkeypatch.setattr(web.StreamResponse, "write", slow)
+        monkeypatch.setattr(HttpServer, "PIECE", 1000)
+        monkeypatch.setattr(HttpServer, "MAX_ANSWERS", 1000)
+        async with serving(memory_limit=1 << 26) as (broker, session):
+            for number in range(10):
+                broker.declare_queue(f"queue {number}")
+            journal = broker._host.journal
+            # More than there may be, but alone.
+            async with session.get("/api/queues") as first:
+                assert first.status == 200
+                assert journal.answers == journal.held == first.content_length > 1000
+                async with session.get("/metrics") as second:
+                    assert second.status == 503
+                    assert "ask again later" in await second.text()
+                taken.set()
+                assert len(await first.json()) == 10
+            # It is taken, and counts no more.
+            async with session.get("/metrics") as second:
+                assert (second.status, len(await second.text()) > 1000) == (200, True)
+
+    asyncio.run(main())
+
+
+def test_E9_answers_are_made_one_at_a_time_and_strangers_wait_for_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        making: list[int] = []
+        has_begun, is_made = asyncio.Event(), asyncio.Event()
+
+        async def slow(value: Any, turns: Turns) -> bytes:
+            making.append(1)
+            has_begun.set()
+            await is_made.wait()
+            return b"[]"
+
+        async with serving() as (_, session):
+            monkeypatch.setattr(server, "encode", slow)
+            asked = [asyncio.create_task(session.get("/api/queues")) for _ in range(2)]
+            await has_begun.wait()
+            # Answered meanwhile, from what is encoded already.
+            async with session.get("/api/openapi.json") as answer:
+                assert answer.status == 200
+            assert len(making) == 1
+            is_made.set()
+            for each in asked:
+                async with await each as answer:
+                    assert await answer.read() == b"[]"
+            assert len(making) == 2
+
+    asyncio.run(main())

@@ -89,3 +89,13 @@ def test_what_is_decoded_is_what_pamqp_encodes():
 
 def test_a_null_may_be_written_as_RabbitMQ_once_did():
     assert decode_headers(header(b"\1a\0\1bV")) == {"a": None, "b": None}
+
+
+def test_E9_tables_that_were_found_sound_take_little_memory_however_large_they_are(monkeypatch):
+    known: set[bytes] = set()
+    monkeypatch.setattr(wire, "_sound_tables", known)
+    for number in range(20):
+        wire.check_properties(header(b"\1%cI\0\0\0\1" % (65 + number)))
+        wire.check_properties(header(b"\1%c" % (65 + number) + b"A" + table(b"V" * 10_000)))
+    assert len(known) == 20
+    assert wire._MAX_SOUND_TABLES * wire._MAX_SOUND_TABLE <= 1 << 20
