@@ -145,6 +145,13 @@ PARTS: Final[Mapping[str, Part]] = {
             _step("outages of relays", f"{_PYTHON} -m benchmarks.relay_outages --broker rabbitmq"),
         ],
     ),
+    "damage": Part(
+        "message stores with flipped bits, and cut ones",
+        [
+            _step("environment", f"{_TOX} -e interop --notest"),
+            _step("stores", f"{_PYTHON} -m benchmarks.damage --flips 1000 --cuts 100 --seed $RANDOM"),
+        ],
+    ),
     "spark": Part(
         "Spark at size",
         [

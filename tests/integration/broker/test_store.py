@@ -21,15 +21,24 @@ import pika
 import pytest
 from pamqp import commands
 
+from benchmarks.damage import damage
 from qflow_client import Producer
 from qflow_client.broker import Broker, StoreError
 from qflow_client.broker.http.server import HttpServer
 from qflow_client.broker.store import keeper
 from qflow_client.broker.store.keeper import Keeper
 from qflow_client.broker.store.store import BodyReader, Store
+from tests.effort import rounds
 from tests.integration.forked import Forked
 
 PERSISTENT = pika.BasicProperties(delivery_mode=2)
+
+
+def test_E10_a_damaged_store_starts_with_right_bodies_or_says_what_to_do(tmp_path):
+    # The nightly part "damage" does it at 1,100 places.
+    verdict = damage(tmp_path, flips=rounds(30), cuts=rounds(5), seed=1)
+    assert verdict.failures == []
+    assert verdict.whole + verdict.reported + verdict.refused == verdict.places > 0
 
 
 def test_durable_queues_exchanges_bindings_and_persistent_messages_survive_a_restart(tmp_path):
