@@ -61,14 +61,16 @@ class Health:
         return cls(state, tuple(reasons), flow.since if lasting else None, unsettled, stored, spills)
 
 
-class _HasHealth(Protocol):
+class HasHealth(Protocol):
+    """A producer, or what sends through one."""
+
     @property
     def name(self) -> str: ...
 
     def health(self) -> Health: ...
 
 
-def _answer(producers: Iterable[_HasHealth]) -> tuple[int, list[tuple[str, str]], bytes]:
+def _answer(producers: Iterable[HasHealth]) -> tuple[int, list[tuple[str, str]], bytes]:
     found = {producer.name: producer.health() for producer in producers}
     is_ready = all(health.is_ready for health in found.values())
     body = json.dumps(
@@ -80,7 +82,7 @@ def _answer(producers: Iterable[_HasHealth]) -> tuple[int, list[tuple[str, str]]
     return 200 if is_ready else 503, headers, body
 
 
-def asgi_readiness(*producers: _HasHealth) -> Callable[..., Awaitable[None]]:
+def asgi_readiness(*producers: HasHealth) -> Callable[..., Awaitable[None]]:
     """Make an ASGI application that answers 200 if all producers are ready, otherwise 503 with ``Retry-After``.
 
     Args:
@@ -100,7 +102,7 @@ def asgi_readiness(*producers: _HasHealth) -> Callable[..., Awaitable[None]]:
     return answer
 
 
-def wsgi_readiness(*producers: _HasHealth) -> Callable[..., Iterable[bytes]]:
+def wsgi_readiness(*producers: HasHealth) -> Callable[..., Iterable[bytes]]:
     """Make a WSGI application that answers 200 if all producers are ready, otherwise 503 with ``Retry-After``.
 
     Args:

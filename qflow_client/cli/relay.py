@@ -7,7 +7,7 @@ import os
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -21,6 +21,7 @@ from qflow_client import SettingsError
 from qflow_client.cli import text
 from qflow_client.cli.errors import CommandError
 from qflow_client.cli.passwords import warn_of_option, warn_of_url
+from qflow_client.cli.probe import readiness_probe
 from qflow_client.cli.stopping import Stopping
 from qflow_client.redaction import hide_password, printable
 
@@ -76,6 +77,13 @@ def run(
     poll: Annotated[float, typer.Option(help="Seconds between two looks for rows that nothing told of.")] = 1.0,
     capacity: Annotated[int | None, typer.Option(help="The most messages without an answer of the broker.")] = None,
     rate: Annotated[float | None, typer.Option(help="The most messages per second, on average.")] = None,
+    ready_port: Annotated[
+        int | None,
+        typer.Option(
+            metavar="PORT", help="Where readiness probes are answered; 0 for a free port; no port unless given."
+        ),
+    ] = None,
+    ready_host: Annotated[str, typer.Option(metavar="ADDRESS", help="The address for that.")] = "127.0.0.1",
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Nothing but errors.")] = False,
 ) -> None:
     """Publish what is committed, until Ctrl-C or SIGTERM. Any number of relays may run beside each other.
@@ -90,8 +98,12 @@ def run(
     outbox, relays = _outbox(table, schema)
     made: OutboxRelay = relays(_checked(database), url, outbox=outbox, lease=lease, poll=poll, **given)
     ended = threading.Event()
-    with Stopping() as stopping:
+    with Stopping() as stopping, ExitStack() as stack:
         stopping.on_stop(ended.set)
+        if ready_port is not None:
+            url = stack.enter_context(readiness_probe(made, ready_host, ready_port))
+            if not quiet:
+                print(f"qflow: readiness at {url}", file=sys.stderr, flush=True)
         with made:
             seen: str | None = ""
             while not ended.wait(_LOOK):
@@ -119,7 +131,7 @@ def status(
     seconds: Annotated[float, typer.Option(min=0, help="For how long to measure the rate; 0 for not at all.")] = 1.0,
     as_json: _Json = False,
 ) -> None:
-    """Show how many rows wait, for how long, how fast they leave, and what is set aside."""
+    """Show how many rows wait, for how long, how fast they leave, what holds the relays, and what is set aside."""
     outbox, _ = _outbox(table, schema)
     database = _checked(database)
     with _connection(database) as connection:
@@ -140,6 +152,8 @@ def status(
     print(f"{now.relayed:,} confirmed so far" + ("" if rate is None else f", {text.rate(rate, 1)} now"))
     if now.relays is not None:
         print(f"{text.count(now.relays, 'relay')} working")
+    for held in now.holds:
+        print(f"a relay is held: {printable(held)}")
     if now.failed:
         print(f"{text.count(now.failed, 'message')} set aside: see qflow relay failed")
 

@@ -21,6 +21,7 @@ from qflow_client.amqp.fields import encode_short_string
 from qflow_client.amqp.frames import FrameError, content_header
 from qflow_client.message import Message, RoutedMessage, as_body, decode_message
 from qflow_client.sqlalchemy.backlog import measure
+from qflow_client.sqlalchemy.sqlite import relay_of
 from qflow_client.sqlalchemy.tables import PARTITIONS, Tables, dialect_of, partition_of
 
 __all__ = ["FailedRow", "Outbox", "OutboxStatus"]
@@ -35,7 +36,8 @@ class OutboxStatus:
         oldest_age: seconds since the oldest of them was added, by the clock of the database; 0 if there is none.
         failed: rows that are set aside.
         relayed: rows that the broker has confirmed so far.
-        relays: relays that work now, on PostgreSQL; ``None`` where the database does not know.
+        relays: relays that work now; ``None`` if that cannot be seen.
+        holds: for each relay that is held, what holds it, such as ``"channel_flow"``; as of a second ago.
     """
 
     depth: int
@@ -43,6 +45,7 @@ class OutboxStatus:
     failed: int
     relayed: int
     relays: int | None
+    holds: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,22 +260,32 @@ class Outbox:
         """
         failed, relay = self.tables.failed, self.tables.relay
         depth, oldest_age = measure(connection, self.tables)
-        relays = None
-        if dialect_of(connection, self.tables.rows) == "postgresql":
-            locks = (
-                "SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND objsubid = 2 AND granted"
-                " AND database = (SELECT oid FROM pg_database WHERE datname = current_database())"
-                " AND classid = :class AND objid = :member"
-            )
-            given = {"class": self.tables.lock_class % (1 << 32), "member": PARTITIONS}
-            relays = connection.execute(text(locks), given).scalar_one()
+        is_postgresql = dialect_of(connection, self.tables.rows) == "postgresql"
+        relays, holds = self._relays(connection) if is_postgresql else relay_of(connection)
         return OutboxStatus(
             depth=depth,
             oldest_age=oldest_age,
             failed=connection.execute(select(func.count()).select_from(failed)).scalar_one(),
             relayed=int(connection.execute(select(func.coalesce(func.sum(relay.c.relayed), 0))).scalar_one()),
             relays=relays,
+            holds=holds,
         )
+
+    def _relays(self, connection: Connection | Session) -> tuple[int, tuple[str, ...]]:
+        locks = (
+            "SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND objsubid = 2 AND granted"
+            " AND database = (SELECT oid FROM pg_database WHERE datname = current_database())"
+            " AND classid = :class AND objid = :member"
+        )
+        given = {"class": self.tables.lock_class % (1 << 32), "member": PARTITIONS}
+        names = (
+            "SELECT application_name FROM pg_stat_activity"
+            " WHERE datname = current_database() AND starts_with(application_name, :name) ORDER BY pid"
+        )
+        prefix = self.tables.session_name
+        found = connection.execute(text(names), {"name": prefix}).scalars()
+        holds = tuple(name.removeprefix(prefix) for name in found if name != prefix)
+        return connection.execute(text(locks), given).scalar_one(), holds
 
     def failed(self, connection: Connection | Session, *, after: int = 0, limit: int = 100) -> list[FailedRow]:
         """Return messages that were set aside, the oldest first.

@@ -4,6 +4,7 @@ Writers of SQLite take turns, and a row gets its id in its writer's turn. So row
 ids, and what is behind the last row that was read is exactly what is new.
 
 One relay at a time works on a database: it holds a lock on the file ``<database>.relay``, which ends with its process.
+The file says what holds the relay.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 
-from sqlalchemy import Engine, bindparam, case, delete, exists, insert, text, update
+from sqlalchemy import Connection, Engine, bindparam, case, delete, exists, insert, orm, text, update
 from sqlalchemy import func as sql
 from sqlalchemy import select as query
 from sqlalchemy.exc import IntegrityError
@@ -24,11 +25,13 @@ from qflow_client.forks import after_fork_in_child
 from qflow_client.sqlalchemy.sessions import PAGE_BYTES, Aside, RelayError, Row, wait_readable
 from qflow_client.sqlalchemy.tables import PARTITIONS, Tables
 
-__all__ = ["SqliteSession"]
+__all__ = ["SqliteSession", "relay_of"]
 
 _PARTITIONS = frozenset(range(PARTITIONS))
 # The most values that any build of SQLite takes in one statement.
 _VALUES = 500
+# Bytes of the longest words that say what holds a relay.
+_LONGEST = 1000
 
 # The descriptors of locks that this process holds. A process that is forked has them too, and would keep the locks of a
 # parent that is dead.
@@ -41,6 +44,28 @@ def _close_locks_in_child() -> None:
 
 
 after_fork_in_child(_close_locks_in_child)
+
+
+def relay_of(connection: Connection | orm.Session) -> tuple[int | None, tuple[str, ...]]:
+    """Return how many relays work on a database, ``None`` if that is not known, and what holds each that is held."""
+    path = connection.execute(text("PRAGMA database_list")).first()[2]  # type: ignore[index]
+    try:
+        descriptor = os.open(f"{path}.relay", os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return (0 if path else None), ()
+    except OSError:
+        # It is another user's.
+        return None, ()
+    _locks.add(descriptor)
+    try:
+        lock(descriptor)
+    except BlockingIOError:
+        holds = os.read(descriptor, _LONGEST).decode()
+        return 1, (holds,) if holds else ()
+    finally:
+        _locks.discard(descriptor)
+        os.close(descriptor)
+    return 0, ()
 
 
 class SqliteSession:
@@ -70,6 +95,7 @@ class SqliteSession:
         self.is_full = True
         self.has_more = False
         self._lock: int | None = None
+        self._holds = ""
         self._has_all = False
         self._connection = engine.connect()
         try:
@@ -103,6 +129,7 @@ class SqliteSession:
                 self._lock = None
                 return {}
             _locks.add(self._lock)
+            self.say(self._holds)
         self._has_all = True
         relay = self._tables.relay
         with self._connection.begin():
@@ -194,6 +221,12 @@ class SqliteSession:
 
     def ping(self) -> None:
         pass
+
+    def say(self, holds: str) -> None:
+        self._holds = holds
+        if self._lock is not None:
+            os.ftruncate(self._lock, 0)
+            os.pwrite(self._lock, holds.encode()[:_LONGEST], 0)
 
     def wait(self, wake: socket.socket, timeout: float) -> bool:
         wait_readable((wake.fileno(),), timeout)

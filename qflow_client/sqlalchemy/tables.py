@@ -146,6 +146,11 @@ class Tables:
         return number - (1 << 32) if number >= 1 << 31 else number
 
     @property
+    def session_name(self) -> str:
+        """How the sessions of its relays are called in the database; what holds a relay follows."""
+        return f"qflow relay {crc32(self.full_name.encode()):08x}: "
+
+    @property
     def channel(self) -> str:
         """The channel of ``LISTEN`` and ``NOTIFY``."""
         return f"qflow_{crc32(self.full_name.encode()):08x}"

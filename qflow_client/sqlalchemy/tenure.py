@@ -23,8 +23,9 @@ import logging
 import socket
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
+from itertools import islice
 
 from qflow_client.amqp.frames import FrameError
 from qflow_client.errors import ProducerFlowed, UndeliveredMessages
@@ -44,8 +45,12 @@ _PAGE = 1000
 _ROOM = 0.25
 # Seconds for which confirmed rows wait to be deleted in the commit that reads the next ones.
 _LINGER = 0.02
+# Seconds between two looks at whether a producer that was held takes more.
+_RETRY = 0.02
 # The shortest pause between two polls where no commit wakes the relay, in seconds.
 _SHORTEST_POLL = 0.01
+# The oldest holds that the session says; PostgreSQL takes 63 bytes.
+_SAID = 2
 # What does not keep a relay from reading: it reads what there is room for, as fast as its rate lets it send.
 _HARMLESS = (HoldKind.CAPACITY, HoldKind.RATE, HoldKind.TRANSPORT)
 # The broker will not take these, however often they are sent.
@@ -165,6 +170,8 @@ class Tenure:
         self._pause = _SHORTEST_POLL
         self._read_at = 0.0
         self._look_at = 0.0
+        # What the session says of the holds.
+        self._said = ""
         self._answered_at = _monotonic()
         self._held_since: float | None = None
 
@@ -185,6 +192,7 @@ class Tenure:
             RelayError: something went wrong.
             Exception: of the database, or of the producer.
         """
+        self._session.say("")
         unsubscribe = producer.on_flow(lambda _event: self._waker.wake(), kinds=set(HoldKind) - {HoldKind.CAPACITY})
         self._session.join()
         try:
@@ -197,7 +205,8 @@ class Tenure:
                 self._look_around(producer)
                 if self._pending:
                     self._send(producer)
-                elif self._reads_now(producer) and self._read(producer):
+                next_read = self._next_read(producer)
+                if next_read is not None and next_read <= _monotonic() and self._read(producer):
                     continue
                 self._rest(producer)
         finally:
@@ -235,17 +244,25 @@ class Tenure:
             self._held_since = now
         elif now - self._held_since > self._lease / 2:
             raise RelayError("the broker was not reached for half of the lease; other relays may reach it")
-        if now >= self._look_at and self._change is None:
+        if now >= self._look_at:
             self._look_at = now + LOOK
-            due = self._session.due()
-            self._answered_at = now
-            if due != self.mine:
-                self._change = self.mine - due, due - self.mine
+            self._say(holds)
+            if self._change is None:
+                due = self._session.due()
+                self._answered_at = now
+                if due != self.mine:
+                    self._change = self.mine - due, due - self.mine
         if self._change is None and self._session.is_full_due():
             # Nothing may be unsettled when it begins.
             self._change = set(), set()
         if self._change is not None and not self._in_flight and not self._pending:
             self._change_partitions()
+
+    def _say(self, holds: Iterable[str]) -> None:
+        words = ", ".join(islice(holds, _SAID))
+        if words != self._said:
+            self._session.say(words)
+            self._said = words
 
     def _change_partitions(self) -> None:
         assert self._change is not None
@@ -272,15 +289,17 @@ class Tenure:
         self.mine -= leaving
         self._metrics.change_partitions(-len(leaving))
 
-    def _reads_now(self, producer: Producer) -> bool:
-        if not self.mine or self._change is not None:
-            return False
-        if any(hold.kind not in _HARMLESS for hold in producer.flow_state.holds):
-            return False
-        if self._is_dry and _monotonic() < self._read_at:
-            return False
+    def _next_read(self, producer: Producer) -> float | None:
+        """Return when to read; ``None`` as long as something else has to happen before."""
+        if not self.mine or self._change is not None or self._pending or self._is_held(producer):
+            return None
         room = self._room(producer)
-        return room > 0 and (self._is_dry or room >= self._least_room(producer) or not self._in_flight)
+        if room <= 0 or not (self._is_dry or room >= self._least_room(producer) or not self._in_flight):
+            return None
+        return self._read_at if self._is_dry else 0.0
+
+    def _is_held(self, producer: Producer) -> bool:
+        return any(hold.kind not in _HARMLESS for hold in producer.flow_state.holds)
 
     def _room(self, producer: Producer) -> int:
         return min(_PAGE, producer.available, producer.capacity - len(self._in_flight))
@@ -371,11 +390,12 @@ class Tenure:
         until = [self._look_at, now + self._lease / 4]
         if self._gone:
             until.append(self._oldest_gone_at + _LINGER)
-        if self._pending:
+        next_read = self._next_read(producer)
+        if next_read is not None:
+            until.append(next_read)
+        if self._pending or self._is_held(producer):
             # The producer's flow events come before it is unflowed; the rate and the socket tell nothing.
-            until.append(now + 0.02)
-        if self.mine and self._change is None and self._is_dry:
-            until.append(self._read_at)
+            until.append(now + _RETRY)
         needed = len(self._in_flight)
         if not self._is_dry:
             needed = min(needed, self._least_room(producer) - self._room(producer))

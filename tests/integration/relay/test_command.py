@@ -5,19 +5,23 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
+from urllib.error import HTTPError
+from urllib.request import urlopen
 
 import pytest
 from sqlalchemy import Engine, create_engine
 
 from qflow_client.broker import Broker
 from qflow_client.cli import main
-from qflow_client.sqlalchemy import Outbox
+from qflow_client.sqlalchemy import Outbox, OutboxRelay
 from qflow_client.sqlalchemy.sqlite import SqliteSession
 
-from .support import PATIENCE, add, bodies, eventually, permitted
+from .support import FAST, PATIENCE, add, bodies, eventually, permitted
 
 ROOT = Path(__file__).parents[3]
 Capture = pytest.CaptureFixture[str]
@@ -62,6 +66,47 @@ def test_E14_the_command_relays_until_it_is_told_to_end(
     assert permitted(engine, outbox) == 0
 
 
+def get(url: str) -> tuple[int, dict[str, Any]]:
+    try:
+        with urlopen(url, timeout=PATIENCE) as answer:
+            return answer.status, json.load(answer)
+    except HTTPError as error:
+        with error:
+            return error.code, json.load(error)
+
+
+def test_E12_the_command_answers_readiness_probes(engine: Engine, outbox: Outbox, broker: Broker, url: str) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-m", "qflow_client.cli", "relay", broker.url, "--database", url, "--ready-port", "0"],
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])},
+    ) as process:
+        try:
+            assert process.stderr is not None
+            where = process.stderr.readline().removeprefix("qflow: readiness at ").strip()
+            eventually(lambda: get(where) == (200, {"relay": {"state": "ready", "reasons": []}}))
+            # One that says nothing keeps no other waiting.
+            with socket.create_connection(("127.0.0.1", int(where.rstrip("/").rpartition(":")[2]))):
+                broker.flow(False)
+                eventually(lambda: get(where)[0] == 503)
+                _, told = get(where)
+            assert told["relay"]["state"] == "blocked"
+            assert "channel_flow" in told["relay"]["reasons"][0]
+            broker.flow(True)
+            eventually(lambda: get(where)[0] == 200)
+        finally:
+            process.terminate()
+        assert process.wait(PATIENCE) == 0
+
+
+def test_E12_a_port_for_probes_that_is_taken_is_said(broker: Broker, url: str, capsys: Capture) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        assert main(["relay", broker.url, "--database", url, "--ready-port", port]) == 1
+    assert f"readiness on 127.0.0.1:{port}: Address already in use" in capsys.readouterr().err
+
+
 def test_E14_status_failed_and_retry(
     engine: Engine, outbox: Outbox, url: str, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -73,7 +118,7 @@ def test_E14_status_failed_and_retry(
     assert main(["relay", "status", "--seconds", "0"]) == 0
     first, *others = capsys.readouterr().out.splitlines()
     assert first.startswith("2 rows waiting, the oldest for ")
-    assert others == ["0 confirmed so far", "2 messages set aside: see qflow relay failed"]
+    assert others == ["0 confirmed so far", "0 relays working", "2 messages set aside: see qflow relay failed"]
     assert main(["relay", "status", "--json", "--seconds", "0.01"]) == 0
     status = json.loads(capsys.readouterr().out)
     assert (status["depth"], status["failed"], status["relayed"], status["rate"]) == (2, 2, 0, 0)
@@ -87,6 +132,23 @@ def test_E14_status_failed_and_retry(
     assert capsys.readouterr().out == "1 message put back\n1 message put back\n"
     with engine.begin() as connection:
         assert (outbox.status(connection).depth, outbox.status(connection).failed) == (4, 0)
+
+
+def test_E14_status_tells_what_holds_a_relay(
+    engine: Engine, outbox: Outbox, broker: Broker, url: str, capsys: Capture
+) -> None:
+    def lines() -> list[str]:
+        assert main(["relay", "status", "--database", url, "--seconds", "0"]) == 0
+        return capsys.readouterr().out.splitlines()
+
+    with OutboxRelay(engine, broker.url, outbox=outbox, **FAST):
+        eventually(lambda: "1 relay working" in lines())
+        broker.flow(False)
+        eventually(lambda: "a relay is held: channel_flow" in lines())
+        assert main(["relay", "status", "--database", url, "--json"]) == 0
+        status = json.loads(capsys.readouterr().out)
+        assert (status["relays"], status["holds"]) == (1, ["channel_flow"])
+        broker.flow(True)
 
 
 def test_E14_a_command_without_a_database_says_what_to_give(capsys: Capture) -> None:

@@ -232,6 +232,22 @@ def test_E12_a_relay_says_whether_it_is_ready_and_why_not(
         assert relay.health().state == "disconnected"
 
 
+def test_E14_status_tells_what_holds_a_relay(engine: Engine, outbox: Outbox, broker: Broker) -> None:
+    def now() -> tuple[int | None, tuple[str, ...]]:
+        with engine.begin() as connection:
+            status = outbox.status(connection)
+        return status.relays, status.holds
+
+    assert now() == (0, ())
+    with OutboxRelay(engine, broker.url, outbox=outbox, **FAST):
+        eventually(lambda: now() == (1, ()))
+        broker.flow(False)
+        eventually(lambda: now() == (1, ("channel_flow",)))
+        broker.flow(True)
+        eventually(lambda: now() == (1, ()))
+    assert now() == (0, ())
+
+
 def test_E14_a_flowed_relay_reads_no_more_than_its_window(engine: Engine, outbox: Outbox, broker: Broker) -> None:
     with OutboxRelay(engine, broker.url, outbox=outbox, capacity=10, **FAST) as relay:
         add(engine, outbox, b"0", key="k")
