@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-PAGE = (Path(__file__).parents[3] / "docs" / "api.md").read_text()
-LISTED = set(re.findall(r"^::: ([\w.]+)$", PAGE, re.MULTILINE))
+PAGES = sorted((Path(__file__).parents[3] / "docs" / "reference").glob("*.md"))
+LISTED = {name for page in PAGES for name in re.findall(r"^::: ([\w.]+)$", page.read_text(), re.MULTILINE)}
 PACKAGES = (
     "qflow_client",
     "qflow_client.flow",

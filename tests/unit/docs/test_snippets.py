@@ -31,6 +31,7 @@ PAGES = [
         ROOT / "docs" / "migrate-taskiq.md",
         ROOT / "docs" / "migrate-faststream.md",
         ROOT / "docs" / "dialects.md",
+        ROOT / "docs" / "reference" / "qflow_client.flow.md",
     )
     if path.exists()
 ]
