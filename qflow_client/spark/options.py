@@ -234,7 +234,8 @@ def _share(settings: ProducerSettings, per_task: int | None, slots: int | None) 
 def _known(slots: int | None, name: str) -> int:
     if slots is None:
         raise SettingsError(
-            f"{name} is the whole job's, and how many tasks run at once could not be found out: set maxConcurrentTasks"
+            f"{name} is the whole job's, and how many tasks run at once could not be found out: set "
+            "maxConcurrentTasks, or call qflow_client.spark.register(spark) first"
         )
     return slots
 

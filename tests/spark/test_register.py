@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,6 +11,7 @@ import pytest
 from pyspark.errors import AnalysisException
 from pyspark.sql import SparkSession
 
+from qflow_client.broker import Broker
 from qflow_client.errors import SettingsError
 from qflow_client.spark import register
 from qflow_client.spark.datasource import AmqpDataSource
@@ -63,6 +66,27 @@ def test_a_job_that_cannot_know_its_share_is_refused() -> None:
     source = session.registered({})
     with pytest.raises(SettingsError, match=r"capacity is the whole job's, and .* set maxConcurrentTasks"):
         source.writer("body string", False)
+
+
+def test_spark_finds_the_format_by_itself(spark: SparkSession) -> None:
+    session = spark.newSession()
+    frame = session.range(100).selectExpr("cast(id as string) as body", "'q' as routing_key")
+    with Broker() as broker:
+        broker.declare_queue("q")
+        write = frame.write.format("amqp").option("url", broker.url).mode("append")
+        with pytest.raises(AnalysisException, match=r"set maxConcurrentTasks, or call qflow_client.spark.register"):
+            write.save()
+        write.option("maxConcurrentTasks", 2).save()
+        assert broker.queue("q").depth == 100
+        register(session)
+        frame.write.format("amqp").option("url", broker.url).mode("append").save()
+        assert broker.queue("q").depth == 200
+
+
+def test_without_the_extra_other_formats_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "qflow_client.spark.datasource", None)
+    monkeypatch.delitem(sys.modules, "pyspark_qflow", raising=False)
+    assert not hasattr(import_module("pyspark_qflow"), "DefaultSource")
 
 
 def test_an_option_says_how_many_tasks_there_are(spark: SparkSession) -> None:
