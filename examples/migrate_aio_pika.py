@@ -25,7 +25,7 @@ async def program(aio_pika: Any, url: str, queue: str) -> None:
 
 async def main(broker: Broker) -> None:
     await program(aio_pika, broker.url, "before")
-    broker.wait_until(lambda broker: broker.queue("before").depth == COUNT)
+    await broker.wait_until_async(lambda broker: broker.queue("before").depth == COUNT)
     print(f"aio-pika: {COUNT} messages in a queue that said stop after 50")
 
     # The import is what changes. How long to wait may be said in the URL.

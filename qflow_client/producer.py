@@ -94,7 +94,7 @@ class BaseProducer(ABC):
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
-            f"a {type(self).__name__} has a connection, and cannot be pickled or copied; make one in each process"
+            f"{type(self).__name__} has a connection, and cannot be pickled or copied; make one in each process"
         )
 
     def _use_engine(self, engine: BaseEngine) -> None:

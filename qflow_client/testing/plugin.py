@@ -8,7 +8,8 @@ the same broker by way of a proxy that does what networks do; see `qflow_client.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from qflow_client.broker import Broker
     from qflow_client.testing.proxy import FaultProxy
 
-__all__ = ["qflow_broker", "qflow_broker_settings", "qflow_proxy"]
+__all__ = ["qflow_broker", "qflow_broker_factory", "qflow_broker_settings", "qflow_proxy"]
 
 _MARKER = "qflow_broker"
 
@@ -51,6 +52,19 @@ def qflow_broker(request: pytest.FixtureRequest, qflow_broker_settings: Mapping[
         settings |= marker.kwargs
     with Broker(**settings) as broker:
         yield broker
+
+
+@pytest.fixture(scope="session")
+def qflow_broker_factory() -> Iterator[Callable[..., Broker]]:
+    """Makes brokers that end with the session: call it with settings, such as in a fixture of a wider scope."""
+    from qflow_client.broker import Broker
+
+    with ExitStack() as brokers:
+
+        def make(**settings: Any) -> Broker:
+            return brokers.enter_context(Broker(**settings))
+
+        yield make
 
 
 @pytest.fixture

@@ -179,12 +179,15 @@ class Runner:
 
         Raises:
             TimeoutError: it did not become true.
-            RuntimeError: called on the loop, which it would block.
+            RuntimeError: an event loop runs on the calling thread, which it would block.
         """
-        if self._loop is not None and threading.get_ident() == self._loop_thread:
-            raise RuntimeError(
-                "wait_until would block the loop that the broker runs on; await wait_until_async instead"
-            )
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            # None runs here.
+            pass
+        else:
+            raise RuntimeError("wait_until would block the event loop that runs here; await wait_until_async instead")
         end = time.monotonic() + timeout
         while True:
             with self._changed:

@@ -250,6 +250,8 @@ def test_on_the_running_loop_everything_can_be_called_directly():
             await broker.wait_until_async(lambda b: b.queue("q").depth == 1)
             with pytest.raises(RuntimeError, match="wait_until_async"):
                 broker.wait_until(lambda b: True)
+            with Broker() as another, pytest.raises(RuntimeError, match="would block the event loop that runs here"):
+                another.wait_until(lambda b: True)
             with pytest.raises(TimeoutError, match="depth=1"):
                 await broker.wait_until_async(lambda b: b.queue("q").depth == 2, timeout=0.01)
             waiting = asyncio.create_task(broker.wait_until_async(lambda b: not b.connections()))

@@ -121,7 +121,7 @@ def test_A4_a_publish_that_stays_blocked_raises_in_time_and_is_never_sent(
             broker.flow(True)
             assert await channel.wait_unflowed(PATIENCE)
             await publish(channel, b"later", timeout=PATIENCE)
-            broker.wait_until(lambda broker: broker.queue("q").depth)
+            await broker.wait_until_async(lambda broker: broker.queue("q").depth)
             assert bodies(broker) == [b"later"]
 
     run(main())

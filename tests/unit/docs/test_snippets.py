@@ -40,6 +40,8 @@ DEFAULT_URL = "amqp://guest:guest@localhost:5672/%2F"
 _BLOCK = re.compile(r'^```python(?: title="(?P<title>[^"]+)")?\n(?P<code>.*?)^```$', re.DOTALL | re.MULTILINE)
 # Seconds that something took, which are never the same.
 _PLUGIN = ("-p", "qflow_client.testing.plugin")
+# Of others, whose tests the page on testing shows.
+_ASYNC_PLUGINS = ("-p", "pytest_asyncio.plugin", "-p", "anyio.pytest_plugin")
 _TOOK = re.compile(r"\b\d+(?:\.\d+)?(?:e-\d+)? s\b")
 _PRINTED = re.compile(r"\n*```text\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
@@ -106,7 +108,19 @@ def test_the_tests_that_the_page_on_testing_shows_pass(tmp_path: Path) -> None:
         assert title is not None
         (tmp_path / title).write_text(code, encoding="utf-8")
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *_PLUGIN, "--rootdir", tmp_path, tmp_path],
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            *_PLUGIN,
+            *_ASYNC_PLUGINS,
+            "--rootdir",
+            tmp_path,
+            tmp_path,
+        ],
         cwd=tmp_path,
         # Of the plugins that there are it needs this one, and others take seconds to load.
         env=_environment() | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
