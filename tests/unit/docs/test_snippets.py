@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from dataclasses import dataclass, fields
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -40,8 +41,8 @@ DEFAULT_URL = "amqp://guest:guest@localhost:5672/%2F"
 _BLOCK = re.compile(r'^```python(?: title="(?P<title>[^"]+)")?\n(?P<code>.*?)^```$', re.DOTALL | re.MULTILINE)
 # Seconds that something took, which are never the same.
 _PLUGIN = ("-p", "qflow_client.testing.plugin")
-# Of others, whose tests the page on testing shows.
-_ASYNC_PLUGINS = ("-p", "pytest_asyncio.plugin", "-p", "anyio.pytest_plugin")
+# Of others: the file of the page on testing that needs each.
+_OTHERS = {"pytest_asyncio.plugin": "test_with_pytest_asyncio.py", "anyio.pytest_plugin": "test_with_anyio.py"}
 _TOOK = re.compile(r"\b\d+(?:\.\d+)?(?:e-\d+)? s\b")
 _PRINTED = re.compile(r"\n*```text\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
@@ -104,6 +105,12 @@ def test_the_tests_that_the_page_on_testing_shows_pass(tmp_path: Path) -> None:
     if os.environ.get("QFLOW_REQUIRE_BROKERS") != "1":
         # It starts a RabbitMQ node.
         compile(files.pop("test_with_rabbitmq.py"), "test_with_rabbitmq.py", "exec")
+    others: list[str] = []
+    for plugin, file in _OTHERS.items():
+        if find_spec(plugin.partition(".")[0]) or "CI" in os.environ:
+            others += ["-p", plugin]
+        else:
+            del files[file]
     for title, code in files.items():
         assert title is not None
         (tmp_path / title).write_text(code, encoding="utf-8")
@@ -116,7 +123,7 @@ def test_the_tests_that_the_page_on_testing_shows_pass(tmp_path: Path) -> None:
             "-p",
             "no:cacheprovider",
             *_PLUGIN,
-            *_ASYNC_PLUGINS,
+            *others,
             "--rootdir",
             tmp_path,
             tmp_path,
