@@ -19,13 +19,14 @@ from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import pika
 
 from benchmarks.embedded import EMBEDDED, broker_url
 from qflow_client import Outbox, Producer
 
-__all__ = ["MARK", "Verdict", "audit", "read_queue", "run"]
+__all__ = ["MARK", "Verdict", "audit", "print_verdict", "read_queue", "run"]
 
 _QUEUE = "qflow.kills"
 MARK = "x-qflow-republished"
@@ -245,6 +246,15 @@ def read_queue(channel: pika.adapters.blocking_connection.BlockingChannel, queue
     channel.cancel()
 
 
+def print_verdict(verdict: Any, *, as_json: bool) -> None:
+    """Print the fields of a dataclass, for people or as JSON."""
+    fields = asdict(verdict)
+    if as_json:
+        print(json.dumps(fields))
+    else:
+        print("\n".join(f"{name.replace('_', ' ')}: {value}" for name, value in fields.items()))
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.kills", description=__doc__)
     parser.add_argument("--kills", type=int, default=200, help="%(default)s unless given")
@@ -254,10 +264,7 @@ def main() -> int:
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     verdict = run(arguments.folder, kills=arguments.kills, url=arguments.url, seed=arguments.seed)
-    if arguments.json:
-        print(json.dumps(asdict(verdict)))
-    else:
-        print("\n".join(f"{name.replace('_', ' ')}: {value}" for name, value in asdict(verdict).items()))
+    print_verdict(verdict, as_json=arguments.json)
     return 0 if verdict.is_good else 1
 
 

@@ -8,7 +8,6 @@ RabbitMQ node; otherwise the broker is that of this repository, with its message
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
 import subprocess
@@ -19,7 +18,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +27,8 @@ import pika.exceptions
 from sqlalchemy import Connection, create_engine, text
 from sqlalchemy.exc import DBAPIError
 
+from benchmarks.kills import print_verdict, read_queue
 from benchmarks.postgresql import server
-from qflow_client.message import REPUBLISHED
 from qflow_client.sqlalchemy import Outbox
 from qflow_client.testing.node import free_port
 from qflow_client.testing.rabbitmq import RabbitMQNode
@@ -39,6 +38,7 @@ __all__ = [
     "QUEUE",
     "RELAY",
     "VICTIMS",
+    "Counts",
     "Program",
     "RelayVerdict",
     "audit",
@@ -118,23 +118,21 @@ with Broker(port=int(sys.argv[1]), store=sys.argv[2]) as broker:
 """
 
 
-@dataclass(frozen=True, slots=True)
-class RelayVerdict:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Counts:
     """What became of the messages.
 
     Attributes:
-        kills: how many, of all victims alike.
         committed: messages whose transaction has committed.
-        missing: those that are not in the queue.
-        rolled_back_and_sent: messages in the queue whose transaction has not committed.
-        second_copies: how many more there were than messages.
+        missing: those that have not arrived.
+        rolled_back_and_sent: messages that have arrived, and whose transaction has not committed.
+        second_copies: how many more arrived than messages.
         unmarked: messages of which more than one copy has no mark.
         out_of_order: first copies that came after a later one of the same key.
         set_aside: rows that a relay has set aside.
         seconds: what it took.
     """
 
-    kills: int
     committed: int
     missing: int
     rolled_back_and_sent: int
@@ -150,6 +148,17 @@ class RelayVerdict:
         return not (self.missing or self.rolled_back_and_sent or self.unmarked or self.out_of_order or self.set_aside)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RelayVerdict(Counts):
+    """What became of the messages.
+
+    Attributes:
+        kills: how many, of all victims alike.
+    """
+
+    kills: int
+
+
 def audit(committed: Iterable[bytes], queue: Iterable[tuple[bytes, bool]]) -> dict[str, int]:
     """Compare what was committed with what is in the queue.
 
@@ -158,7 +167,7 @@ def audit(committed: Iterable[bytes], queue: Iterable[tuple[bytes, bool]]) -> di
         queue: bodies in their order, and whether each is marked.
 
     Returns:
-        The counts of a `RelayVerdict`.
+        The first six of `Counts`.
     """
     expected = set(committed)
     copies: Counter[bytes] = Counter()
@@ -301,7 +310,7 @@ def run(*, kills: int = 200, broker: str = "embedded", seed: int = 1) -> RelayVe
             committed = [body.encode() for body in connection.execute(text("SELECT body FROM orders")).scalars()]
             set_aside = outbox.status(connection).failed
         with connected(url) as amqp:
-            counts = audit(committed, _read(amqp))
+            counts = audit(committed, read_queue(amqp.channel(), QUEUE))
     return RelayVerdict(kills=kills, set_aside=set_aside, seconds=time.monotonic() - began, **counts)
 
 
@@ -339,15 +348,6 @@ def connected(url: str) -> pika.BlockingConnection:
             threading.Event().wait(0.1)
 
 
-def _read(connection: pika.BlockingConnection) -> Iterable[tuple[bytes, bool]]:
-    channel = connection.channel()
-    while True:
-        method, properties, body = channel.basic_get(QUEUE, auto_ack=True)
-        if method is None or properties is None or body is None:
-            return
-        yield body, bool((properties.headers or {}).get(REPUBLISHED))
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.relay_kills", description=__doc__)
     parser.add_argument("--kills", type=int, default=200, help="%(default)s unless given")
@@ -356,10 +356,7 @@ def main() -> int:
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     verdict = run(kills=arguments.kills, broker=arguments.broker, seed=arguments.seed)
-    if arguments.json:
-        print(json.dumps(asdict(verdict)))
-    else:
-        print("\n".join(f"{name.replace('_', ' ')}: {value}" for name, value in asdict(verdict).items()))
+    print_verdict(verdict, as_json=arguments.json)
     return 0 if verdict.is_good else 1
 
 

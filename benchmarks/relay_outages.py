@@ -8,25 +8,26 @@ node; otherwise the broker is that of this repository, with its message store.
 from __future__ import annotations
 
 import argparse
-import json
 import signal
 import sys
 import tempfile
 import threading
 import time
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pika
 from sqlalchemy import Engine, create_engine, text
 
+from benchmarks.kills import print_verdict
 from benchmarks.postgresql import server
 from benchmarks.relay_kills import (
     APPLICATION,
     QUEUE,
     RELAY,
+    Counts,
     Program,
     audit,
     connected,
@@ -45,38 +46,17 @@ __all__ = ["OUTAGES", "OutageVerdict", "run"]
 OUTAGES = ("suspended", "cut off from the database", "cut off from the broker")
 
 
-@dataclass(frozen=True, slots=True)
-class OutageVerdict:
-    """What became of the messages.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutageVerdict(Counts):
+    """What became of the messages. `is_good` does not look at `latest`.
 
     Attributes:
         lease: of the relays, in seconds.
         latest: by outage: the longest time in seconds from the addition of a message during it to its arrival.
-        committed: messages whose transaction has committed.
-        missing: those that have not arrived.
-        rolled_back_and_sent: messages that have arrived, and whose transaction has not committed.
-        second_copies: how many more arrived than messages.
-        unmarked: messages of which more than one copy has no mark.
-        out_of_order: first copies that came after a later one of the same key.
-        set_aside: rows that a relay has set aside.
-        seconds: what it took.
     """
 
     lease: float
     latest: dict[str, float]
-    committed: int
-    missing: int
-    rolled_back_and_sent: int
-    second_copies: int
-    unmarked: int
-    out_of_order: int
-    set_aside: int
-    seconds: float
-
-    @property
-    def is_good(self) -> bool:
-        """Whether nothing is missing, too much, out of order or not marked. `latest` is another question."""
-        return not (self.missing or self.rolled_back_and_sent or self.unmarked or self.out_of_order or self.set_aside)
 
     @property
     def is_in_time(self) -> bool:
@@ -206,10 +186,7 @@ def main() -> int:
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     verdict = run(seconds=arguments.seconds, lease=arguments.lease, broker=arguments.broker)
-    if arguments.json:
-        print(json.dumps(asdict(verdict)))
-    else:
-        print("\n".join(f"{name.replace('_', ' ')}: {value}" for name, value in asdict(verdict).items()))
+    print_verdict(verdict, as_json=arguments.json)
     return 0 if verdict.is_good and verdict.is_in_time else 1
 
 

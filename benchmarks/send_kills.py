@@ -21,14 +21,14 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import pika
 
 from benchmarks.embedded import EMBEDDED, broker_url
-from benchmarks.kills import read_queue
+from benchmarks.kills import print_verdict, read_queue
 from qflow_client import Outbox
 
 __all__ = ["FORMATS", "Verdict", "audit", "run"]
@@ -294,10 +294,7 @@ def main() -> int:
         format=arguments.format,
         refusals=arguments.refusals,
     )
-    if arguments.json:
-        print(json.dumps(asdict(verdict)))
-    else:
-        print("\n".join(f"{name.replace('_', ' ')}: {value}" for name, value in asdict(verdict).items()))
+    print_verdict(verdict, as_json=arguments.json)
     return 0 if verdict.is_good else 1
 
 
