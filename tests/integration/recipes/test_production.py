@@ -25,6 +25,21 @@ PAGE = (ROOT / "docs" / "production.md").read_text(encoding="utf-8")
 _FILE = re.compile(r'^```python title="(?P<name>[\w.]+\.py)"\n(?P<code>.*?)^```$', re.DOTALL | re.MULTILINE)
 
 
+# What a Django project has around its views.
+DJANGO = """
+from django.conf import settings
+from django.core.wsgi import get_wsgi_application
+from django.urls import path
+
+settings.configure(ROOT_URLCONF=__name__, ALLOWED_HOSTS=["*"], SECRET_KEY="of a test")
+application = get_wsgi_application()
+
+import views
+
+urlpatterns = [path("orders", views.order), path("ready/", views.ready)]
+"""
+
+
 def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as server:
         return int(server.getsockname()[1])
@@ -35,6 +50,9 @@ def folder(tmp_path: Path) -> Path:
     """The programs of the page."""
     for name, code in _FILE.findall(PAGE):
         (tmp_path / name).write_text(code, encoding="utf-8")
+    (tmp_path / "site_of_shop.py").write_text(DJANGO, encoding="utf-8")
+    conf = (tmp_path / "gunicorn.conf.py").read_text(encoding="utf-8")
+    (tmp_path / "django.conf.py").write_text(conf.replace("from kiosk", "from views"), encoding="utf-8")
     return tmp_path
 
 
@@ -106,8 +124,9 @@ def arrived(broker: Broker) -> list[str | None]:
     [
         ("uvicorn", "shop:app", "--timeout-graceful-shutdown", "10", "--port"),
         ("gunicorn", "kiosk:app", "--bind"),
+        ("gunicorn", "site_of_shop:application", "--config", "django.conf.py", "--bind"),
     ],
-    ids=lambda program: program[0],
+    ids=lambda program: program[1].partition(":")[0],
 )
 def test_E12_a_service_starts_without_its_broker_refuses_in_time_and_leaves_without_a_loss(
     folder: Path, program: tuple[str, ...]
@@ -122,7 +141,7 @@ def test_E12_a_service_starts_without_its_broker_refuses_in_time_and_leaves_with
             eventually(lambda: service.order() == (202, None))
             broker.block("low on memory")
             eventually(lambda: service.order() == (503, "5"))
-            if program[0] == "uvicorn":
+            if program[1] != "kiosk:app":
                 assert service.ask("/ready/")[:2] == (503, "5")
             broker.unblock()
             eventually(lambda: service.order() == (202, None))
