@@ -20,9 +20,8 @@ from qflow_client.broker import Broker
 FOLDER = Path(__file__).parents[3] / "docs" / "grafana"
 # Name, expression and summary of each.
 ALERTS = re.findall(
-    r'- alert: (\w+)\n +expr: (.+)\n.*?\n +summary: "(.+)"',
+    r'- alert: (\w+)\n +expr: (.+)\n(?: +(?:for|labels): .+\n)+ +annotations:\n +summary: "(.+)"',
     (FOLDER / "qflow-alerts.yml").read_text(encoding="utf-8"),
-    re.DOTALL,
 )
 
 
