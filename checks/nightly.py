@@ -42,6 +42,7 @@ _HOUR: Final = 3600.0
 # A test at this effort takes longer than in CI.
 _NIGHTLY: Final = {"QFLOW_EFFORT": "nightly", "PYTEST_ADDOPTS": "-o timeout=3600"}
 _COMPATIBILITY: Final = {"QFLOW_COMPATIBILITY": "docs/compatibility.json"}
+_SUITES: Final = ("amqplib", "amqp091-go", "aio-pika", "py-amqp")
 _REQUIRED: Final = {"CI": "true", "QFLOW_REQUIRE_BROKERS": "1", "QFLOW_REQUIRE_BROWSER": "1"}
 
 
@@ -150,6 +151,13 @@ PARTS: Final[Mapping[str, Part]] = {
         [
             _step("environment", f"{_TOX} -e interop --notest"),
             _step("stores", f"{_PYTHON} -m benchmarks.damage --flips 1000 --cuts 100 --seed $RANDOM"),
+        ],
+    ),
+    "suites": Part(
+        "the suites of amqplib, amqp091-go, aio-pika and py-amqp on RabbitMQ and on qflow broker",
+        [
+            _step("environment", f"{_TOX} -e interop --notest"),
+            *(_step(name, f"{_PYTHON} -m tests.interop.suites.run {name}", hours=2.0) for name in _SUITES),
         ],
     ),
     "spark": Part(

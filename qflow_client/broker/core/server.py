@@ -495,32 +495,38 @@ class Connection(asyncio.Protocol):
         server.finished += 1
         if self.session.is_unresponsive or server.finished > server.settings.max_connections:
             transport.close()
-        elif transport.can_write_eof():
-            # Fails if the peer has reset the connection. The transport then reports the loss.
-            with suppress(OSError):
-                transport.write_eof()
-            self._check_reading()
         else:
-            # asyncio's TLS cannot close one direction, and the client may wait for the end of the stream.
             self._check_reading()
-            self.close_when_quiet()
+            # asyncio's TLS cannot close one direction, and the client may wait for the end of the stream.
+            self._when_quiet(transport.write_eof if transport.can_write_eof() else transport.close)
         time_to_open = max(0.0, self.session.deadlines.open_by - server.clock())
         self.cut_off_after(min(server.settings.close_timeout, time_to_open))
 
-    def close_when_quiet(self, received: int | None = None) -> None:
-        """Close the connection when its client sends nothing for `Server.QUIET` seconds.
+    def close_when_quiet(self) -> None:
+        """Close the connection when its client sends nothing for `Server.QUIET` seconds."""
+        if self._transport is not None:
+            self._when_quiet(self._transport.close)
+
+    def _when_quiet(self, end: Callable[[], None], received: int | None = None) -> None:
+        """End the connection, or one direction of it, when its client sends nothing for `Server.QUIET` seconds.
+
+        Not at once: several threads of a client may have sent ``Connection.Close``, and all of them are to see
+        ``Connection.Close-Ok`` before the end of the stream.
 
         Args:
+            end: does it.
             received: the bytes that had come from the client at the previous look; ``None`` at the first.
         """
         # After a second close, asyncio's TLS transport ignores `abort`.
         if self._transport is None or self._transport.is_closing():
             return
         count = self.session.bytes_received
-        if count == received:
-            self._transport.close()
-        else:
-            self._loop.call_later(self._server.QUIET, self.close_when_quiet, count)
+        if count != received:
+            self._loop.call_later(self._server.QUIET, self._when_quiet, end, count)
+            return
+        # Fails if the peer has reset the connection. The transport then reports the loss.
+        with suppress(OSError):
+            end()
 
     def _check_reading(self) -> None:
         """Read from the socket, unless too much waits for it or the session wants none (D8)."""

@@ -408,3 +408,26 @@ def test_a_connection_that_is_not_read_is_read_for_the_answer_to_its_close(make_
     peer.say(0, commands.Connection.CloseOk())
     assert peer.session.state is State.ENDED
     assert not peer.session.is_unresponsive
+
+
+def test_the_stream_ends_when_a_client_that_has_closed_is_quiet(world, make_peer, monkeypatch):
+    peer = make_peer(world).open()
+    ended, later = [], []
+    monkeypatch.setattr(peer.transport, "can_write_eof", lambda: True)
+    monkeypatch.setattr(peer.transport, "write_eof", lambda: ended.append(True))
+    monkeypatch.setattr(peer.connection._loop, "call_later", lambda delay, call, *args: later.append((call, args)))
+
+    def pass_time():
+        (call, arguments), *_ = [each for each in later if each[0] == peer.connection._when_quiet]
+        later.clear()
+        call(*arguments)
+
+    close = commands.Connection.Close(200, "", 0, 0)
+    peer.say(0, close)
+    assert (peer.session.state, ended) == (State.ENDED, [])
+    # Another thread of the client says it, too.
+    peer.say(0, close)
+    pass_time()
+    assert ended == []
+    pass_time()
+    assert (ended, later) == ([True], [])

@@ -1,0 +1,3 @@
+module qflow/interop/suite
+
+go 1.20

@@ -1,0 +1,296 @@
+"""Runs the suites of clients of other hands against RabbitMQ and against `qflow broker`, and compares.
+
+    python -m tests.interop.suites.run                 # all of them
+    python -m tests.interop.suites.run amqplib         # this one
+    python -m tests.interop.suites.run --json amqplib  # with the outcome of each test
+
+What passes on RabbitMQ has to pass on the broker here, but for `DIFFERENT`, each of which has a row in
+`docs/dialects.md`. An entry of `DIFFERENT` that passes is an error as well. What fails on RabbitMQ proves nothing.
+
+Each suite is fetched once, in the release that is pinned here, from where its client is published, into the user's
+cache. Nothing of it is changed but the address that it connects to.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+from urllib.parse import urlsplit
+from xml.etree import ElementTree
+
+from qflow_client.testing.rabbitmq import RabbitMQNode
+from tests.interop.toolchains import built, tool
+
+HERE: Final = Path(__file__).parent
+#: Test by name, with its outcome.
+Outcomes = dict[str, bool]
+
+#: Tests that pass on RabbitMQ and not here, by suite, with the row of docs/dialects.md that says why.
+DIFFERENT: Final[dict[str, dict[str, str]]] = {
+    "amqp091-go": {
+        "TestIntegrationConsumeFlow": "sends `Channel.Flow`",
+        "TestIntegrationRecoverNotImplemented": "sends `Basic.Recover` without requeue",
+    },
+    "py-amqp": {
+        f"t.integration.test_rmq.test_rabbitmq_operations > test_publish_consume[plain-{publish}-{mandatory}-True]": (
+            "publishes with `immediate`"
+        )
+        for publish in ("basic_publish", "basic_publish_confirm")
+        for mandatory in (False, True)
+    },
+}
+
+# Seconds for a whole suite, and for one test of it.
+_SUITE: Final = 3600.0
+_TEST: Final = 60.0
+
+
+@dataclass(frozen=True)
+class Suite:
+    """A suite.
+
+    Attributes:
+        client: whose it is, with the release.
+        fetch: gets it, and returns its folder.
+        run: runs it against a broker on a port of this machine.
+    """
+
+    client: str
+    fetch: Callable[[], Path]
+    run: Callable[[Path, int], Outcomes]
+
+
+def _call(arguments: Sequence[str], folder: Path, limit: float, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        arguments,
+        cwd=folder,
+        env={**os.environ, **environment},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        timeout=limit,
+        check=False,
+    )
+
+
+def _junit(path: Path, prefix: str = "") -> Outcomes:
+    """The outcomes in a report in JUnit's format, without what was skipped."""
+    found: Outcomes = {}
+
+    def look(element: ElementTree.Element, names: tuple[str, ...]) -> None:
+        for each in element:
+            if each.tag == "testsuite":
+                look(each, (*names, each.get("name", "")))
+            elif each.tag == "testcase" and each.find("skipped") is None:
+                class_name = each.get("classname", "test")
+                test = " > ".join((*names, *((class_name,) if class_name != "test" else ()), each.get("name", "")))
+                passed = each.find("failure") is None and each.find("error") is None
+                found[test] = passed and found.get(test, True)
+
+    look(ElementTree.parse(path).getroot(), (prefix,) if prefix else ())
+    return found
+
+
+# amqplib.
+
+
+def _fetch_amqplib() -> Path:
+    # The last release whose package has the tests.
+    npm = tool("npm", "npm")
+    folder = built(
+        HERE / "amqplib",
+        [
+            [npm, "pack", "--silent", "amqplib@2.2.0"],
+            ["tar", "xzf", "amqplib-2.2.0.tgz"],
+            # What its unit tests generate their data with.
+            [npm, "install", "--prefix", ".", "--no-save", "--ignore-scripts", "claire@0.4.1"],
+        ],
+    )
+    return folder / "package"
+
+
+def _run_amqplib(folder: Path, port: int) -> Outcomes:
+    node, outcomes = tool("node", "nodejs"), Outcomes()
+    for path in sorted((folder / "test").glob("*.test.js")):
+        report = folder / f"report-{port}.xml"
+        report.unlink(missing_ok=True)
+        _call(
+            [
+                node,
+                *("--test", f"--test-timeout={_TEST * 1000:.0f}"),
+                *("--test-reporter=junit", f"--test-reporter-destination={report}", str(path)),
+            ],
+            folder,
+            _SUITE,
+            URL=f"amqp://guest:guest@127.0.0.1:{port}",
+            BROKER_PORT=str(port),
+            NODE_OPTIONS=f"--require {folder.parent / 'redirect.js'}",
+        )
+        outcomes |= _junit(report, path.name.removesuffix(".test.js"))
+    return outcomes
+
+
+# amqp091-go.
+
+
+def _fetch_amqp091_go() -> Path:
+    environment = {"GOTOOLCHAIN": "local", "GOFLAGS": "-mod=mod -buildvcs=false", "CGO_ENABLED": "0"}
+    go, package = tool("go", "golang-go"), "github.com/rabbitmq/amqp091-go"
+    return built(
+        HERE / "amqp091_go",
+        [
+            [go, "get", "-t", f"{package}@v1.10.0"],
+            [go, "test", "-c", "-tags", "integration", "-o", "suite", package],
+        ],
+        environment,
+    )
+
+
+def _run_amqp091_go(folder: Path, port: int) -> Outcomes:
+    """Each test in a process of its own: a panic ends no other."""
+    url = f"amqp://guest:guest@127.0.0.1:{port}/"
+    listed = re.findall(r"^Test\w+$", _call(["./suite", "-test.list", "^Test"], folder, _TEST).stdout, re.MULTILINE)
+    outcomes = Outcomes()
+    for test in listed:
+        done = _call(
+            ["./suite", "-test.v", "-test.run", f"^{test}$", "-test.timeout", f"{_TEST:.0f}s"],
+            folder,
+            _TEST * 2,
+            AMQP_URL=url,
+        )
+        if f"--- SKIP: {test}" not in done.stdout:
+            outcomes[test] = f"--- PASS: {test}" in done.stdout
+    return outcomes
+
+
+# The two in Python, each in an environment of its own.
+
+
+def _fetch_sdist(name: str, distribution: str) -> Path:
+    folder = HERE / name
+    pin = next(line for line in (folder / "requirements.txt").read_text().split() if line.startswith(distribution))
+    archive = f"{pin.replace('-', '_').replace('==', '-')}.tar.gz"
+    python = "venv/bin/python"
+    return built(
+        folder,
+        [
+            [sys.executable, "-m", "venv", "venv"],
+            [python, "-m", "pip", "install", "-q", "-r", "requirements.txt"],
+            [python, "-m", "pip", "download", "-q", "--no-deps", "--no-binary", distribution, pin],
+            ["tar", "xzf", archive, "--one-top-level=source", "--strip-components=1"],
+        ],
+    )
+
+
+def _fetch_aio_pika() -> Path:
+    folder = _fetch_sdist("aio_pika", "aio-pika")
+    (folder / "source" / "tests" / "docker_client.py").write_bytes((folder / "docker_client.py").read_bytes())
+    return folder
+
+
+def _run_pytest(folder: Path, port: int, *arguments: str) -> Outcomes:
+    report = folder / f"report-{port}.xml"
+    report.unlink(missing_ok=True)
+    _call(
+        [
+            *(str(folder / "venv/bin/python"), "-m", "pytest", "-q", "--tb=no", "-p", "no:cacheprovider"),
+            *("-o", "log_cli=false", "-o", f"timeout={_TEST:.0f}", f"--junitxml={report}", *arguments),
+        ],
+        folder / "source",
+        _SUITE,
+        BROKER_PORT=str(port),
+        RABBITMQ_HOST="127.0.0.1",
+        RABBITMQ_5672_TCP=str(port),
+        PYTHONPATH="",
+        PYTEST_ADDOPTS="",
+    )
+    return {test.removeprefix("pytest > "): passed for test, passed in _junit(report).items()}
+
+
+def _run_aio_pika(folder: Path, port: int) -> Outcomes:
+    # There is no TLS here.
+    return _run_pytest(folder, port, "tests", "--ignore=tests/test_amqps.py")
+
+
+def _run_py_amqp(folder: Path, port: int) -> Outcomes:
+    return _run_pytest(folder, port, "t/integration", "-k", "not tls")
+
+
+SUITES: Final = {
+    "amqplib": Suite("amqplib 2.2.0", _fetch_amqplib, _run_amqplib),
+    "amqp091-go": Suite("amqp091-go 1.10.0", _fetch_amqp091_go, _run_amqp091_go),
+    "aio-pika": Suite("aio-pika 10.2.1", _fetch_aio_pika, _run_aio_pika),
+    "py-amqp": Suite("py-amqp 5.4.2", lambda: _fetch_sdist("py_amqp", "amqp"), _run_py_amqp),
+}
+
+
+@contextmanager
+def _qflow_broker() -> Iterator[int]:
+    """`qflow broker` in a process of its own, on a free port."""
+    process = subprocess.Popen([sys.executable, "-m", "tests.interop.suites.broker"], stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        yield urlsplit(process.stdout.readline().strip()).port or 0
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def differences(name: str, rabbitmq: Outcomes, ours: Outcomes) -> list[str]:
+    """What has to be explained: tests that pass on RabbitMQ only, and exceptions that are none.
+
+    Args:
+        name: of the suite.
+        rabbitmq: the outcomes there.
+        ours: the outcomes on the broker here.
+    """
+    known = DIFFERENT.get(name, {})
+    failed = {test for test, passed in rabbitmq.items() if passed and not ours.get(test, False)}
+    return [f"passes on RabbitMQ and not here: {test}" for test in sorted(failed - known.keys())] + [
+        f"is in DIFFERENT and passes here: {test}" for test in sorted(known.keys() - failed) if ours.get(test)
+    ]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run suites, print what each shows, and return the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("suites", nargs="*", metavar="SUITE", help=", ".join(SUITES))
+    parser.add_argument("--json", action="store_true", help="print the outcome of each test, too")
+    options = parser.parse_args(arguments)
+    if unknown := set(options.suites) - set(SUITES):
+        parser.error(f"unknown suite {', '.join(sorted(unknown))}; there are {', '.join(SUITES)}")
+    wrong: list[str] = []
+    with RabbitMQNode() as node, _qflow_broker() as port:
+        for name in options.suites or SUITES:
+            suite = SUITES[name]
+            folder = suite.fetch()
+            rabbitmq = suite.run(folder, urlsplit(node.url).port or 5672)
+            ours = suite.run(folder, port)
+            if options.json:
+                print(json.dumps({"rabbitmq": rabbitmq, "qflow": ours}, indent=1))
+            passed = [test for test, has_passed in rabbitmq.items() if has_passed]
+            found = differences(name, rabbitmq, ours)
+            both = sum(ours.get(test, False) for test in passed)
+            print(
+                f"{suite.client}: {len(rabbitmq)} tests; {len(passed)} pass on RabbitMQ, {both} of them on the broker "
+                f"here, {len(DIFFERENT.get(name, {}))} known differences",
+                flush=True,
+            )
+            wrong += [f"{suite.client}: {each}" for each in found]
+    print("\n".join(wrong) if wrong else "what passes on RabbitMQ passes here")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,53 @@
+"""How the outcomes of the suites of other clients are compared."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from checks.nightly import PARTS
+from tests.interop.suites import run
+from tests.interop.suites.run import DIFFERENT, SUITES, differences
+
+DIALECTS = Path(__file__).parents[3] / "docs" / "dialects.md"
+
+
+def test_every_difference_has_a_row_on_the_page() -> None:
+    page = DIALECTS.read_text(encoding="utf-8")
+    assert set(DIFFERENT) <= set(SUITES)
+    for row in {row for known in DIFFERENT.values() for row in known.values()}:
+        assert f"| {row} |" in page
+
+
+def test_every_suite_is_run_at_night() -> None:
+    assert {step.name for step in PARTS["suites"].steps} == {"environment", *SUITES}
+
+
+def test_what_passes_on_rabbitmq_only_is_told_and_so_is_an_exception_that_is_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(run.DIFFERENT, "amqplib", {"known": "row", "mended": "row", "gone": "row"})
+    rabbitmq = {"passes": True, "fails": False, "known": True, "mended": True, "lost": True, "new": True}
+    ours = {"passes": True, "fails": False, "known": False, "mended": True, "lost": False}
+    assert differences("amqplib", rabbitmq, ours) == [
+        "passes on RabbitMQ and not here: lost",
+        "passes on RabbitMQ and not here: new",
+        "is in DIFFERENT and passes here: mended",
+    ]
+
+
+def test_reports_are_read_with_the_names_of_suites_and_classes(tmp_path: Path) -> None:
+    report = tmp_path / "report.xml"
+    report.write_text(
+        """<testsuites><testsuite name="pytest"><testcase classname="t.One" name="a" />
+        <testcase classname="t.One" name="b"><failure message="no" /></testcase>
+        <testcase classname="t.Two" name="a"><skipped /></testcase></testsuite>
+        <testsuite name="outer"><testsuite name="inner"><testcase classname="test" name="c" /></testsuite></testsuite>
+        </testsuites>"""
+    )
+    assert run._junit(report) == {
+        "pytest > t.One > a": True,
+        "pytest > t.One > b": False,
+        "outer > inner > c": True,
+    }
