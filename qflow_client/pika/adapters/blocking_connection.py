@@ -55,6 +55,8 @@ class _Services(SelectorIOServicesAdapter):
     # Whether the loop waits until the socket takes bytes, and whether pika has just said that it need not.
     _watches = False
     _is_done = False
+    # What pika wants called then.
+    _writes: Callable[[], None] | None = None
     #: Called once, when pika has written all it has and the socket takes more.
     on_writable: Callable[[], None] | None = None
     _is_corked = False
@@ -69,13 +71,24 @@ class _Services(SelectorIOServicesAdapter):
         return super().create_streaming_connection(protocol_factory, sock, on_done, ssl_context, server_hostname)
 
     def set_writer(self, fd: int, on_writable: Callable[[], None]) -> None:
+        if fd == self._fd:
+            self._writes = on_writable
         if self.eager:
             self._is_done = False
             on_writable()
             if self._is_done:
                 return
+        self._watch(fd, on_writable)
+
+    def _watch(self, fd: int, on_writable: Callable[[], None]) -> None:
+        if fd == self._fd:
+            self._watches = True
         super().set_writer(fd, on_writable)
-        self._watches = fd == self._fd
+
+    def go_on_writing(self) -> None:
+        """Have the loop wait until the socket takes bytes: an interrupt may have kept pika from asking for that."""
+        if not self._watches and self._writes is not None:
+            self._watch(self._fd, self._writes)
 
     def remove_writer(self, fd: int) -> bool:
         if fd != self._fd:
@@ -108,7 +121,7 @@ class _Services(SelectorIOServicesAdapter):
         def awake() -> None:
             self.remove_writer(self._fd)
 
-        self.set_writer(self._fd, awake)
+        self._watch(self._fd, awake)
 
 
 class _Connection(SelectConnection):
@@ -168,6 +181,11 @@ class _Turns:
         transport = self._impl._transport
         return transport.get_write_buffer_size() if transport is not None else 0
 
+    def go_on_writing(self) -> None:
+        """Have the loop write what pika has."""
+        if self.services is not None and self.unwritten:
+            self.services.go_on_writing()
+
     def now(self) -> bool:
         """Take what has come, without waiting.
 
@@ -185,6 +203,7 @@ class _Turns:
             if ready == select.POLLOUT and not self.unwritten:
                 loop.process_timeouts()
                 return True
+            self.go_on_writing()
             # Something has come, or can go, so this does not wait.
             if ready & ~select.POLLOUT or (ready and self.unwritten):
                 loop.poll()
@@ -208,6 +227,7 @@ class _Turns:
         loop = self._impl.ioloop
         if self.services is not None:
             self.services.cork(False)
+            self.go_on_writing()
         timer = None
         if deadline < math.inf:
             timer = loop.call_later(max(0.0, deadline - _monotonic()), _nothing)
@@ -237,6 +257,11 @@ class BlockingConnection(_pika.BlockingConnection):
     def __init__(self, parameters: Any = None, _impl_class: Any = None) -> None:
         super().__init__(parameters, _impl_class or _Connection)  # type: ignore[arg-type]  # a class is what it takes
         self._turns = _Turns(self)
+
+    def _flush_output(self, *waiters: Any) -> None:
+        if hasattr(self, "_turns"):
+            self._turns.go_on_writing()
+        super()._flush_output(*waiters)  # type: ignore[misc]  # private
 
     def channel(self, channel_number: int | None = None) -> BlockingChannel:
         """As pika's, with flow control."""

@@ -7,6 +7,7 @@ import signal
 import ssl
 import threading
 import weakref
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from qflow_client import ConfirmTimeout, FlowControlTimeout, FlowEventKind, Hold
 from qflow_client.broker import Broker
 from qflow_client.logs import flush_logs
 from tests.integration.producer.tools import PATIENCE, Stopwatch, bodies, eventually, start
+from tests.interrupting import EVERY, interrupted
 
 from .tools import held, pump, stop
 
@@ -518,3 +520,19 @@ def test_a_connection_that_is_lost_is_warned_of(broker, connect, caplog):
     (record,) = (record for record in caplog.records if record.name == "qflow_client")
     assert record.levelname == "WARNING"
     assert "pika channel 1: held: disconnected" in record.message
+
+
+@pytest.mark.parametrize("pipelined", [False, True])
+def test_E2_after_an_interrupt_all_that_was_given_to_pika_leaves(connect, pipelined):
+    connection = connect(max_producer_flow_control_wait=PATIENCE)
+    at, came = 1, 1
+    while came:
+        channel = connection.channel()
+        channel.confirm_delivery(pipelined=pipelined)
+        came = interrupted(partial(channel.basic_publish, "", "q", bytes(100)), at, only=("blocking_connection.py",))
+        if pipelined:
+            channel.wait_for_confirms()
+        channel.basic_publish("", "q", b"the next one")
+        assert not channel.flow_state.flowed
+        channel.close()
+        at += EVERY
