@@ -1,0 +1,91 @@
+"""Draws sentences by lot, for a reader who marks those that have to be read twice.
+
+    python -m checks.sentences --seed 7
+    python -m checks.sentences --seed 7 --docstrings
+
+They come from README and the documentation, or from the docstrings of the package. Code, tables and what is made by
+programs is left out. The same seed draws the same sentences from the same text.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import random
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final, NamedTuple
+
+ROOT: Final = Path(__file__).parents[1]
+#: Pages that programs make, or that tell history.
+_LEFT_OUT: Final = ("changelog.md", "compatibility.md", "nightly.md", "decisions/")
+
+_NO_PROSE: Final = re.compile(r"^(```|~~~).*?^\1|^---\n.*?^---$|^\|.*?$|^:::.*?(?=^\S|\Z)|^#.*?$", re.M | re.S)
+_LINK: Final = re.compile(r"!?\[([^]]*)\]\([^)]*\)")
+_ITEM: Final = re.compile(r"^\s*(?:[-*]|\d+\.)\s+", re.MULTILINE)
+_ARGUMENT: Final = re.compile(r"^\s*(?:\w+: |Args:|Raises:|Returns:|Yields:|Attributes:)", re.MULTILINE)
+_END: Final = re.compile(r"(?<=[.!?])[)\"”]?\s+(?=[`A-Z\"(])")
+# A shorter one is a heading or a label.
+_SHORTEST: Final = 4
+
+
+class Sentence(NamedTuple):
+    """A sentence, and where it stands."""
+
+    place: str
+    text: str
+
+
+def sentences(text: str) -> Iterator[str]:
+    """Yield the sentences of a page or a docstring."""
+    prose = _NO_PROSE.sub("\n\n", text)
+    # Items and arguments are paragraphs of their own.
+    prose = _ITEM.sub("\n\n", _LINK.sub(r"\1", prose))
+    for paragraph in re.split(r"\n\s*\n", prose):
+        for sentence in _END.split(" ".join(paragraph.split())):
+            if len(sentence.split()) >= _SHORTEST:
+                yield sentence
+
+
+def of_documentation() -> Iterator[Sentence]:
+    """Yield the sentences of README and the pages."""
+    for path in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
+        place = path.relative_to(ROOT).as_posix()
+        if not place.removeprefix("docs/").startswith(_LEFT_OUT):
+            for text in sentences(path.read_text(encoding="utf-8")):
+                yield Sentence(place, text)
+
+
+def of_docstrings() -> Iterator[Sentence]:
+    """Yield the sentences of the docstrings of the package."""
+    for path in sorted((ROOT / "qflow_client").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+                for text in sentences(_ARGUMENT.sub("\n\n", ast.get_docstring(node) or "")):
+                    yield Sentence(f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 1)}", text)
+
+
+def draw(found: list[Sentence], count: int, seed: int) -> list[Sentence]:
+    """Return so many of them, by lot, in the order in which they stand."""
+    chosen = random.Random(seed).sample(range(len(found)), min(count, len(found)))
+    return [found[at] for at in sorted(chosen)]
+
+
+def main() -> int:
+    """Print sentences, and return the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m checks.sentences", description=__doc__)
+    parser.add_argument("--seed", type=int, required=True, help="of the lot")
+    parser.add_argument("--count", type=int, default=100, help="how many (%(default)s)")
+    parser.add_argument("--docstrings", action="store_true", help="of the package, instead of the documentation")
+    arguments = parser.parse_args()
+    found = list(of_docstrings() if arguments.docstrings else of_documentation())
+    for number, sentence in enumerate(draw(found, arguments.count, arguments.seed), 1):
+        print(f"{number:3} {sentence.place}: {sentence.text}")
+    print(f"{min(arguments.count, len(found))} of {len(found)} sentences, seed {arguments.seed}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

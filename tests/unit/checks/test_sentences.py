@@ -1,0 +1,39 @@
+"""Which sentences are drawn."""
+
+from __future__ import annotations
+
+from checks.sentences import draw, of_docstrings, of_documentation, sentences
+
+PAGE = """# A title that is no sentence.
+
+One sentence, with a [link to it](page.md#there). `Another` one
+goes on in the next line.
+
+```python
+print("This is no sentence of the page.")
+```
+
+| a table | has none of the sentences |
+|---|---|
+
+- An item that has words. And a second sentence in it.
+- Too short.
+"""
+
+
+def test_code_tables_and_headings_are_no_sentences() -> None:
+    assert list(sentences(PAGE)) == [
+        "One sentence, with a link to it.",
+        "`Another` one goes on in the next line.",
+        "An item that has words.",
+        "And a second sentence in it.",
+    ]
+
+
+def test_the_same_seed_draws_the_same_sentences() -> None:
+    found = list(of_documentation())
+    assert len(found) > 500
+    drawn = draw(found, 100, 1)
+    assert len(set(drawn)) == 100
+    assert drawn == draw(found, 100, 1) != draw(found, 100, 2)
+    assert len(list(of_docstrings())) > 1000
