@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from qflow_client import ConnectionFailed, DeliveryError, FlowControlTimeout, Producer, ProducerClosed, Queue
+from qflow_client import ConnectionFailed, DeliveryError, FlowControlTimeout, Outbox, Producer, ProducerClosed, Queue
 from qflow_client.broker import Broker
 from tests.integration.producer.tools import PATIENCE, eventually
 
@@ -57,7 +57,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 @contextmanager
-def running(folder: Path, port: int, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+def running(folder: Path, port: int, *arguments: str, **environment: str) -> Iterator[subprocess.Popen[str]]:
     """A program of the page, for a broker on this port."""
     process = subprocess.Popen(
         [sys.executable, *arguments],
@@ -67,7 +67,8 @@ def running(folder: Path, port: int, *arguments: str) -> Iterator[subprocess.Pop
             "AMQP_URL": f"amqp://guest:guest@127.0.0.1:{port}/%2F",
             "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
             "QFLOW_RECONNECT_DELAY_MAX": "0.1",
-        },
+        }
+        | environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -109,7 +110,7 @@ class Service:
         status, after, body = self.ask("/orders", b"an order")
         if status == 202:
             # As JSON or as it is.
-            found = re.search(rb"[\w-]+-\w{12}", body)
+            found = re.search(rb"[\w-]+[-+]\w{12}", body)
             assert found
             self.accepted.append(found[0].decode())
         return status, after
@@ -155,6 +156,31 @@ def test_E12_a_service_starts_without_its_broker_refuses_in_time_and_leaves_with
             process.send_signal(signal.SIGTERM)
             assert process.wait(PATIENCE) == (-signal.SIGTERM if program[0] == "uvicorn" else 0)
             assert set(service.accepted) <= set(map(str, arrived(broker)))
+
+
+def test_E12_with_an_outbox_a_service_takes_orders_under_an_alarm_and_loses_none_when_it_ends(folder: Path) -> None:
+    amqp, http = free_port(), free_port()
+    service, outbox = Service(http), folder / "orders.outbox"
+    shop = folder / "shop.py"
+    # An alarm that stays keeps it for as long as that.
+    shop.write_text(
+        shop.read_text(encoding="utf-8").replace("close_timeout=10.0", "close_timeout=0.5"), encoding="utf-8"
+    )
+    spills = {"QFLOW_OUTBOX": str(outbox), "QFLOW_WHEN_FLOWED": "spill"}
+    with running(folder, amqp, "-m", "uvicorn", "shop:app", "--port", str(http), **spills) as process:
+        eventually(service.is_there, "the service")
+        # There is no broker yet.
+        assert service.order() == (202, None)
+        with Broker(port=amqp) as broker:
+            eventually(lambda: "orders" in [queue.name for queue in broker.queues()])
+            eventually(lambda: set(service.accepted) <= set(map(str, arrived(broker))))
+            broker.block("low on memory")
+            eventually(lambda: service.order() == (202, None) and len(Outbox.look(outbox)) >= 5)
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(PATIENCE) == -signal.SIGTERM
+            left = {stored.message.message_id for stored in Outbox.look(outbox)}
+            assert left
+            assert set(service.accepted) <= {*arrived(broker), *left}
 
 
 @pytest.mark.parametrize("start", ["fork", "spawn"])
