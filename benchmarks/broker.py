@@ -42,10 +42,10 @@ OURS, RABBITMQ = "ours", "rabbitmq"
 
 #: What ``--check`` asks: the figure, in words, and whether it is so.
 BARS: tuple[tuple[str, str, Callable[[float], bool]], ...] = (
-    ("published, of RabbitMQ's", ">= 0.4", lambda value: value >= 0.4),
-    ("published and consumed, of RabbitMQ's", ">= 0.4", lambda value: value >= 0.4),
-    ("published, persistent, of RabbitMQ's", ">= 0.3", lambda value: value >= 0.3),
-    ("p99 ms of a confirm at half load", "<= 5", lambda value: value <= 5),
+    ("published, of RabbitMQ's", ">= 3.5", lambda value: value >= 3.5),
+    ("published and consumed, of RabbitMQ's", ">= 1.5", lambda value: value >= 1.5),
+    ("published, persistent, of RabbitMQ's", ">= 1", lambda value: value >= 1),
+    ("p99 ms of a confirm at half load", "<= 1", lambda value: value <= 1),
     ("KiB of an idle connection", "<= 64", lambda value: value <= 64),
     ("connections held", ">= 2000", lambda value: value >= 2000),
 )

@@ -359,7 +359,7 @@ class Channel:
         self.waiting.pop(waiting, None)
         # With confirms it is owed until that is sent.
         if not waiting.tag:
-            self.flow.settle(waiting.message.size)
+            self.flow.repay(waiting.message.size)
         self._enqueue(waiting.message, waiting.queues, waiting.tag)
 
     def give_up(self, waiting: WaitingPublish, reason: str) -> bool:
@@ -368,7 +368,7 @@ class Channel:
         if self.is_closing:
             return False
         if self.confirms is None or not waiting.tag:
-            self.flow.settle(waiting.message.size)
+            self.flow.repay(waiting.message.size)
             self.fail(ReplyCode.RESOURCE_ERROR, f"{ReplyCode.RESOURCE_ERROR.title} - {reason}", PUBLISH)
         else:
             self.confirms.drop(waiting.tag)
@@ -450,7 +450,7 @@ class Channel:
             raise ChannelException(ReplyCode.PRECONDITION_FAILED, "a channel in transaction mode cannot confirm")
         if self.confirms is None:
             self.confirms = Confirms(self.number, self._has_confirms)
-            self.confirms.on_released = self.flow.settle
+            self.confirms.on_released = self.flow.repay
         if not method.nowait:
             self.reply(commands.Confirm.SelectOk())
         if not self.flow.is_producer:

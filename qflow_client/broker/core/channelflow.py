@@ -37,7 +37,7 @@ class Discipline(Protocol):
     def owe(self, size: int, now: float) -> None:
         """A message of so many body bytes is in the backlog."""
 
-    def settle(self, size: int, count: int = 1) -> None:
+    def repay(self, size: int, count: int = 1) -> None:
         """Messages of together so many body bytes are in the backlog no more."""
 
     def look_at(self, source: ChannelFlow) -> None:
@@ -126,7 +126,7 @@ class ChannelFlow(CountedSource):
             count, size = self._owed_past_flow
             self._owed_past_flow = [0, 0]
             if count:
-                self.settle(size, count)
+                self.repay(size, count)
 
     def on_blocked(self) -> None:
         """The first hold: one Channel.Flow."""
@@ -195,12 +195,12 @@ class ChannelFlow(CountedSource):
         self._discipline.owe(size, self._host.clock())
         return True
 
-    def settle(self, size: int, count: int = 1) -> None:
+    def repay(self, size: int, count: int = 1) -> None:
         """Messages of together so many body bytes are owed no more."""
         if self._discipline is not None and not self.is_over:
             self._owed[0] -= count
             self._owed[1] -= size
-            self._discipline.settle(size, count)
+            self._discipline.repay(size, count)
 
     def end(self) -> None:
         """The channel has ended: nothing is owed, and nothing flows it any more."""
@@ -209,7 +209,7 @@ class ChannelFlow(CountedSource):
         count, size = self._owed
         self._owed_past_flow = [0, 0]
         if count:
-            self.settle(size, count)
+            self.repay(size, count)
         self.is_over = True
         for controller in tuple(self.blocked_by):
             controller.forget(self)

@@ -132,12 +132,12 @@ class Returning:
         self._deliveries = deliveries
         self._queues: dict[QueueView, None] = {}
         for queue in queues:
-            self._hold(queue)
+            self._pause(queue)
 
-    def _hold(self, queue: QueueView) -> None:
+    def _pause(self, queue: QueueView) -> None:
         if queue not in self._queues:
             self._queues[queue] = None
-            queue.dispatcher.hold(1)
+            queue.dispatcher.pause(1)
 
     def tick(self, now: float) -> None:
         """Return a slice."""
@@ -146,13 +146,13 @@ class Returning:
             back.setdefault(delivery.entry.queue, []).append(delivery.entry)
         del self._deliveries[-self.AT_ONCE :]
         for queue, entries in back.items():
-            self._hold(queue)
+            self._pause(queue)
             queue.dispatcher.requeue(entries)
         if self._deliveries:
             self._host.timers.wake_at(self, now)
             return
         for queue in self._queues:
-            queue.dispatcher.hold(-1)
+            queue.dispatcher.pause(-1)
             queue.trim()
         for queue in self._queues:
             queue.dispatcher.dispatch()
@@ -173,7 +173,7 @@ class Consuming:
         "_ack_until",
         "_delivery_tag",
         "_host",
-        "_is_waiting",
+        "_waits_for_disk",
         "_wants_deliveries",
         "acked",
         "consumer_prefetch",
@@ -214,7 +214,7 @@ class Consuming:
         # Whether the client wants deliveries, which its own Channel.Flow says; whether its answers wait for the
         # disk; and so, whether its consumers take anything.
         self._wants_deliveries = True
-        self._is_waiting = False
+        self._waits_for_disk = False
         self.delivers = True
 
     # Delivering.
@@ -333,13 +333,13 @@ class Consuming:
         self._wants_deliveries = on
         self._check_delivers()
 
-    def wait(self, on: bool) -> None:
+    def wait_for_disk(self, on: bool) -> None:
         """Its answers wait for the disk, or no longer: deliveries go elsewhere, or stay in their queues."""
-        self._is_waiting = on
+        self._waits_for_disk = on
         self._check_delivers()
 
     def _check_delivers(self) -> None:
-        self.delivers = self._wants_deliveries and not self._is_waiting
+        self.delivers = self._wants_deliveries and not self._waits_for_disk
         if self.delivers:
             self.wake()
 

@@ -154,11 +154,11 @@ class DeadLetters:
                 options.dead_letter_exchange,
             )
             return
-        left: set[tuple[str, str, str]] = set()
+        sent: set[tuple[str, str, str]] = set()
         if reason is not DropReason.REJECTED:
-            left = message.left = getattr(message, "left", left)
+            sent = message.dead_lettered = getattr(message, "dead_lettered", sent)
             way = queue.name, target.exchange, target.routing_key
-            if way in left:
+            if way in sent:
                 # Another copy has gone wherever this one would go.
                 if DropReason.COPY not in queue.contents.drops:
                     _log.warning(
@@ -167,11 +167,11 @@ class DeadLetters:
                     )
                 queue.contents.count_drop(DropReason.COPY)
                 return
-            left.add(way)
+            sent.add(way)
         assert message.body is not None
         deaths, headers = _deaths_and_headers(message, queue.name, reason, self._wall_clock())
         letter = DeadLetter(target, with_headers(message.header, headers), message.body, deaths)
-        letter.left = left
+        letter.dead_lettered = sent
         self._letters.append(letter)
         blocked = _cycle_queues(reason, deaths)
         for destination in self._destinations(letter, target):

@@ -30,7 +30,7 @@ class Dispatcher:
     __slots__ = (
         "_contents",
         "_dropping",
-        "_holds",
+        "_pauses",
         "_single_active",
         "_storage",
         "acked",
@@ -54,7 +54,7 @@ class Dispatcher:
         # Whether there ever was one, without which auto-delete does nothing.
         self.was_used = False
         # How many channels that have ended are still to return deliveries: until then it delivers nothing.
-        self._holds = 0
+        self._pauses = 0
         # Messages so far: given to consumers, settled by them.
         self.delivered = 0
         self.acked = 0
@@ -99,9 +99,9 @@ class Dispatcher:
 
     # Deliveries.
 
-    def hold(self, change: int) -> None:
+    def pause(self, change: int) -> None:
         """Deliver nothing until as many calls had -1 as had 1; `dispatch` is to follow the last."""
-        self._holds += change
+        self._pauses += change
 
     def dispatch(self) -> None:
         """Deliver what can be delivered, to each consumer in turn."""
@@ -112,7 +112,7 @@ class Dispatcher:
     def deliver(self) -> None:
         """`dispatch`, without a look at what may have expired."""
         contents, storage, expiry = self._contents, self._storage, self._dropping.expiry
-        if self._holds or (expiry is not None and expiry.is_behind):
+        if self._pauses or (expiry is not None and expiry.is_behind):
             return
         ready, active = contents.ready, self.active
         if storage is not None and not storage.may_lack:

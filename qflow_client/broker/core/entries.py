@@ -118,11 +118,11 @@ class StoredMessage:
         body: the content.
     """
 
-    __slots__ = ("body", "header", "left", "record", "size", "target")
+    __slots__ = ("body", "dead_lettered", "header", "record", "size", "target")
 
     #: The queues that have dead-lettered a copy of it, each with the exchange and the routing key. All copies share the
     #: set. Only there if a queue has.
-    left: set[tuple[str, str, str]]
+    dead_lettered: set[tuple[str, str, str]]
 
     def __init__(self, target: Address, header: bytes, body: bytes) -> None:
         self.target = target
@@ -333,7 +333,7 @@ class QueueDispatcher(Protocol):
     def requeue(self, entries: Iterable[QueueEntry]) -> None:
         """Put delivered entries back in their places."""
 
-    def hold(self, change: int) -> None:
+    def pause(self, change: int) -> None:
         """Deliver nothing until as many calls had -1 as had 1."""
 
     def dispatch(self) -> None:

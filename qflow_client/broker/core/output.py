@@ -24,7 +24,7 @@ class _Consuming(Protocol):
     def consumers(self) -> Mapping[str, object]:
         """By tag."""
 
-    def wait(self, on: bool) -> None:
+    def wait_for_disk(self, on: bool) -> None:
         """The channel's answers wait for the disk, or no longer."""
 
     def wake(self) -> None:
@@ -98,8 +98,8 @@ class Output:
         self._journal = journal
         self._on_output = on_output
         self._announced = False
-        self._waiting: list[bytes] = []
-        # Bytes that wait to be sent: in `_waiting`, promised, and behind promises.
+        self._frames: list[bytes] = []
+        # Bytes that wait to be sent: in `_frames`, promised, and behind promises.
         self.unsent = 0
         # Channels with promises, which wait for the disk, in their order.
         self.promises: dict[int, deque[Promise]] = {}
@@ -118,9 +118,9 @@ class Output:
     def write(self, data: bytes) -> None:
         """Put whole frames of one channel into what is to be sent, behind the promises of that channel."""
         self.unsent += len(data)
-        if self.promises and self._waits(data):
+        if self.promises and self._put_behind(data):
             return
-        self._waiting.append(data)
+        self._frames.append(data)
         if not self._announced:
             self._announce()
 
@@ -131,7 +131,7 @@ class Output:
         the time of grace (D8) runs.
         """
         self.unsent += len(data)
-        self._waiting.append(data)
+        self._frames.append(data)
         self._announce()
 
     def deliver(self, data: bytes) -> None:
@@ -167,7 +167,7 @@ class Output:
 
     # What waits for the disk.
 
-    def _waits(self, data: bytes) -> bool:
+    def _put_behind(self, data: bytes) -> bool:
         """Put frames behind the promises of their channel, if it has any."""
         promises = self.promises.get(int.from_bytes(data[1:3], "big"))
         if promises is None:
@@ -207,7 +207,7 @@ class Output:
         self.promises.setdefault(number, deque()).append(promise)
         channel = self._channels.get(number)
         if channel is not None:
-            channel.consuming.wait(True)
+            channel.consuming.wait_for_disk(True)
 
     def promise_kept(self, number: int, more: int) -> None:
         """What a channel has waited for can be sent, with what is behind it.
@@ -222,14 +222,14 @@ class Output:
             # The connection is over.
             return
         while promises and (data := promises[0].data) is not None:
-            self._waiting += (data, *promises.popleft().behind)
+            self._frames += (data, *promises.popleft().behind)
         if not promises:
             del self.promises[number]
-        if self._waiting and not self._announced:
+        if self._frames and not self._announced:
             self._announce()
         channel = self._channels.get(number)
         if channel is not None and not promises:
-            channel.consuming.wait(False)
+            channel.consuming.wait_for_disk(False)
 
     # What is sent.
 
@@ -245,14 +245,14 @@ class Output:
                 if not channel.is_closing and channel.confirms is not None:
                     confirms = channel.confirms.flush()
                     self.unsent += len(confirms)
-                    if not (self.promises and self._waits(confirms)):
-                        self._waiting.append(confirms)
+                    if not (self.promises and self._put_behind(confirms)):
+                        self._frames.append(confirms)
             self._confirming.clear()
-        waiting = self._waiting
-        if not waiting:
+        frames = self._frames
+        if not frames:
             return b""
-        data = b"".join(waiting) if len(waiting) > 1 else waiting[0]
-        waiting.clear()
+        data = b"".join(frames) if len(frames) > 1 else frames[0]
+        frames.clear()
         self.unsent -= len(data)
         self._delivery_bytes = 0
         self.last_sent = now
@@ -290,7 +290,7 @@ class Output:
     def memory(self) -> int:
         """Bytes that wait to be taken for sending, and are in memory."""
         behind = (promise.behind for promises in self.promises.values() for promise in promises)
-        return sum(len(data) for part in (self._waiting, *behind) for data in part)
+        return sum(len(data) for part in (self._frames, *behind) for data in part)
 
 
 def _nobody() -> None:

@@ -57,8 +57,8 @@ class Turns:
         self._wake_at = wake_at
         self._next_at = -math.inf
 
-    def take(self) -> bool:
-        """Whether it is the turn of one now."""
+    def let_next(self) -> bool:
+        """Whether the next may be unflowed now; its turn is over then."""
         now = self._clock()
         if now < self._next_at:
             self._wake_at(self._next_at)
@@ -100,7 +100,7 @@ class QueueFlow(FlowController):
                 self._blocked = dict.fromkeys(sorted(blocked, key=_published))
             super().resume(now)
             return
-        while blocked and self._may_go_on(now) and self._turns.take():
+        while blocked and self._may_go_on(now) and self._turns.let_next():
             self.forget(next(iter(blocked)))
 
     def release_held(self) -> None:

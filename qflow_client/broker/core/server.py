@@ -91,7 +91,7 @@ class Server:
         self._loop: asyncio.AbstractEventLoop | None = None
         # Connections that are to go on with input that is held, in that order; and until when this turn of the loop
         # has time for whole slices, 0 if none has begun in it.
-        self._waiting: dict[Connection, None] = {}
+        self._with_input: dict[Connection, None] = {}
         self._busy_until = 0.0
         # Connections with something to send at the end of this turn, in that order.
         self._writers: dict[Connection, None] = {}
@@ -210,21 +210,21 @@ class Server:
 
     def go_on_later(self, connection: Connection) -> None:
         """Let a connection go on with its held input, after those that wait already."""
-        self._waiting[connection] = None
+        self._with_input[connection] = None
         self.touch()
 
-    def stop_waiting(self, connection: Connection) -> None:
+    def forget_input(self, connection: Connection) -> None:
         """A connection that is lost has no input to go on with."""
-        self._waiting.pop(connection, None)
+        self._with_input.pop(connection, None)
 
     def _go_on(self) -> None:
         """Let connections go on with their input, as far as this turn of the loop has time."""
-        for connection in tuple(self._waiting):
-            del self._waiting[connection]
+        for connection in tuple(self._with_input):
+            del self._with_input[connection]
             connection.go_on()
             if self.clock() >= self._busy_until:
                 break
-        if self._waiting:
+        if self._with_input:
             self.touch()
 
     def _end_turn(self) -> None:
@@ -245,7 +245,7 @@ class Server:
             self._set_ticker()
         if self.host.journal is not None:
             self._check_memory(self.host.journal)
-        if self._waiting:
+        if self._with_input:
             self._go_on()
         self._on_change()
 
@@ -390,7 +390,7 @@ class Connection(asyncio.Protocol):
             self._timer.cancel()
         self.session.lost()
         self._server.connections.pop(self, None)
-        self._server.stop_waiting(self)
+        self._server.forget_input(self)
         self._set_buffers(0, 0)
         self._server.strangers.discard(self)
         if self._is_finished:

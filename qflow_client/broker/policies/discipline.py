@@ -60,7 +60,7 @@ class Discipline:
         if self.depth.on and source.is_producer and not source.is_over:
             self.backlog.block(source)
 
-    def settle(self, size: int, count: int = 1) -> None:
+    def repay(self, size: int, count: int = 1) -> None:
         """Messages are in the backlog no more.
 
         Args:
