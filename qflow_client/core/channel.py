@@ -23,14 +23,14 @@ from qflow_client.message import republished
 from qflow_client.receipt import Outcome, Receipt
 from qflow_client.settings import OnDisconnect, ProducerSettings
 
-__all__ = ["Channel"]
+__all__ = ["INTERRUPTED", "Channel"]
 
 # Class and method id, as Channel.Close names them; (0, 0) if it names no method.
 _BASIC_PUBLISH = (60, 40)
 _NO_METHOD = (0, 0)
 
-# Why a channel has ended, if an interrupt has lost the reason.
-_LOST = "the connection is lost"
+#: Why a channel or the producer has ended, if an interrupt has lost the reason.
+INTERRUPTED = "the connection is lost"
 
 # What can still be said of a message that no broker has answered, if it is in an outbox.
 _UNANSWERED = (Outcome.UNKNOWN, Outcome.FAILED, Outcome.NACKED)
@@ -131,16 +131,15 @@ class Channel:
     def _encode_all(self, now: float) -> None:
         """Encode the admitted messages for the channel, and settle those that do not fit into its frames."""
         admission, resending = self._admission, self._resending
-        was_written = resending.copies
         unfit, outcomes = [], []
         for receipt in (*resending.again, *admission.unsent):
             try:
                 self._encode(receipt)
             except Exception as error:
                 # This broker takes smaller frames than the one that it was admitted for.
-                receipt._reply = (0, f"it cannot be encoded again: {error}")
+                outcomes.append(self._outcome_at_end(receipt, ()))
+                receipt._reply = receipt._reply or (0, f"it cannot be encoded again: {error}")
                 unfit.append(receipt)
-                outcomes.append(Outcome.UNKNOWN if receipt._number in was_written else Outcome.FAILED)
         if unfit:
             self._settling.settle(unfit, outcomes, now)
             self._discard_settled()
@@ -209,9 +208,9 @@ class Channel:
         if self._settings.on_disconnect is OnDisconnect.FAIL:
             self.settle_all(f"the broker closed the channel: {code} {text}", now, culprits, (code, text))
         elif no_room and suspects:
-            self.keep_unsettled(
-                now, culprits=[each for each in suspects if resending.refusals.note(each, now)], reply=(code, text)
-            )
+            expired = [each for each in suspects if resending.refusals.note(each, now)]
+            outcome = Outcome.REJECTED if is_alone else Outcome.UNKNOWN
+            self.keep_unsettled(now, culprits=expired, reply=(code, text), outcome=outcome)
             if is_alone:
                 resending.refusals.note_answered(suspects[0])
             if self._admission.window.used:
@@ -220,7 +219,7 @@ class Channel:
             if culprits:
                 suspects = []
             elif suspects and not resending.copies.intersection(each._number for each in suspects):
-                # Among messages that were suspects before, no words tell the culprit.
+                # With second copies among them, no words are believed: they may have named the wrong messages before.
                 suspects = list(narrow_down(suspects, text))
             self.keep_unsettled(now, suspects, culprits, (code, text))
         return ""
@@ -269,9 +268,14 @@ class Channel:
         answered = [each for each in self._unconfirmed.flight.values() if each in culprits or each._reply is not None]
         outcomes = [outcome if each in culprits else Outcome.RETURNED for each in answered]
         self._settling.settle(answered, outcomes, now, reply)
-        written = {each._number for each in self._unconfirmed.begun()} | resending.copies
+        begun = {each._number for each in self._unconfirmed.begun()}
+        written = begun | resending.copies
         left = [each for each in self._unconfirmed.flight.values() if each._outcome is None]
-        resending.end_channel([each for each in left if each._number in written], suspects)
+        resending.end_channel(
+            [each for each in left if each._number in written],
+            suspects,
+            unanswered=[each for each in left if each._number in begun],
+        )
         # An interrupted call may have put some of them there already.
         first = unsent[0]._number if unsent else self._admission.next_number
         unsent.extendleft([each for each in reversed(left) if each._number not in written and each._number < first])
@@ -363,13 +367,13 @@ class Channel:
         elif self.number is None and self._settings.on_disconnect is OnDisconnect.FAIL:
             # The interrupt may have come before the end of a channel had an effect. So below.
             self._end_again(now)
-            self.settle_all(_LOST, now)
+            self.settle_all(INTERRUPTED, now)
         elif self.number is None:
             self._end_again(now)
             self.keep_unsettled(now)
 
     def _end_again(self, now: float) -> None:
-        self.disconnect(_LOST, now, held=self._admission.closed is None)
+        self.disconnect(INTERRUPTED, now, held=self._admission.closed is None)
 
     def _discard_settled(self) -> None:
         self._resending.discard_settled()

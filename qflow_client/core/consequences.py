@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from qflow_client.core.channel import INTERRUPTED
 from qflow_client.core.parts import Parts
 from qflow_client.core.untold import ON_DELIVERY
 from qflow_client.events import HoldKind
@@ -88,6 +89,10 @@ class Consequences:
         if parts.channel.number is None or parts.unconfirmed.outbound.stopped:
             return None
         times = parts.resending.next_times(not parts.unconfirmed.flight, now)
+        store, unsent = parts.admission.store, parts.admission.unsent
+        if times and store is not None and not parts.resending.again and not store.count_writable(unsent):
+            # What leaves next is not on disk yet. The disk, not the time, lets it leave.
+            times = [at for at in times if at > now]
         if not parts.unconfirmed.outbound.is_empty:
             # A full socket keeps a message back whose time has come. Do not look at it all the time.
             times = [max(at, now + _LOOK_AGAIN) for at in times]
@@ -205,7 +210,11 @@ class Consequences:
         parts.channel.count_unwritten(now)
         if parts.resending.refusals.retry_at is None:
             self._gate.lift(HoldKind.REFUSED, now=now)
-        if parts.admission.closed is not None:
+        else:
+            self._gate.hold(HoldKind.REFUSED, now=now)
+        if parts.channel.is_over:
+            self.end(parts.admission.closed or INTERRUPTED, now)
+        elif parts.admission.closed is not None:
             self.close(parts.admission.closed)
 
     def _follow_up(self) -> None:
@@ -214,3 +223,5 @@ class Consequences:
         self.lift_untold(0, now)
         self._waiters.wake_unflowed()
         self.go_on(now)
+        if self._parts.channel.number is not None:
+            self._parts.channel.was_open = True

@@ -194,9 +194,9 @@ class ProducerProtocol:
     @step
     def take_settled(self, now: float) -> list[Receipt]:
         """The settled receipts, to be told to the application one by one; `told` says how far that has come."""
-        settled = self._untold.take()
         self.consequences.hold_untold(now)
-        return settled
+        # Last, so no interrupt comes between this and the caller.
+        return self._untold.take()
 
     @step
     def told(self, count: int, now: float) -> None:

@@ -114,8 +114,12 @@ class Refusals:
         self._unanswered.discard(receipt._number)
         is_over = self.is_over(receipt, now)
         if is_over:
-            del self._first_refused[receipt._number]
+            self.forget(receipt)
         return is_over
+
+    def forget(self, receipt: Receipt) -> None:
+        """Forget the refusal of a message that is settled."""
+        del self._first_refused[receipt._number]
 
     def is_refused(self, receipt: Receipt) -> bool:
         """Whether the broker has refused a message that is not settled."""
@@ -146,6 +150,14 @@ class Refusals:
         """Whether a message is not tried again: it was refused for too long, or was returned."""
         since = self._first_refused.get(receipt._number, math.inf)
         return receipt._reply is not None or self._clock(now) >= since + self._retry_for
+
+    def next_over(self, now: float) -> list[float]:
+        """Return when the first refused message besides the probe is given up; empty if none is, or none any more."""
+        # The first refused comes first.
+        probe = 0 if self.probe is None else self.probe._number
+        first = next((at for number, at in self._first_refused.items() if number != probe), None)
+        at = math.inf if first is None else now + first + self._retry_for - self._clock(now)
+        return [at] if now < at < math.inf else []
 
     def forget_others(self, unsettled: Collection[int]) -> None:
         """Forget the refusals of all messages but those with these numbers."""

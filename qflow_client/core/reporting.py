@@ -48,7 +48,7 @@ class MessageObserver(Protocol):
     peer: tuple[str, int] | None
 
     def settled(self, receipts: Sequence[Receipt], now: float) -> None:
-        """Called with settled receipts in the order of admission; at least one.
+        """Called with receipts that are settled together; at least one. Second copies may come before older messages.
 
         Args:
             receipts: the receipts.

@@ -57,31 +57,29 @@ class Resending:
 
     # What stands in `again`.
 
-    def end_channel(self, begun: Iterable[Receipt], suspects: Iterable[Receipt]) -> None:
+    def end_channel(
+        self, written: Iterable[Receipt], suspects: Iterable[Receipt], unanswered: Iterable[Receipt] = ()
+    ) -> None:
         """Take note that a channel has ended, and add what it leaves.
 
         Args:
-            begun: what may have arrived.
-            suspects: the part of `begun` that may be the cause.
+            written: what was written before, on this channel or an earlier one.
+            suspects: what may be the cause.
+            unanswered: what has begun on this channel, and may have arrived.
         """
         # By number, because an interrupted call may be made again.
-        begun = tuple(begun)
-        by_number = {receipt._number: receipt for receipt in (*self.again, *begun)}
+        by_number = {receipt._number: receipt for receipt in (*self.again, *written)}
+        numbers = set(by_number)
+        # First, because what stands in `again` has left the wire for a call that is made again.
+        self.refusals.end_channel(numbers, unanswered)
+        self.suspects.end_channel(numbers, suspects)
         self.again = deque(by_number[number] for number in sorted(by_number))
-        self.copies = set(by_number)
-        self.suspects.end_channel(self.copies, suspects)
-        self.refusals.end_channel(self.copies, begun)
+        self.copies = numbers
 
-    def put_refused(self, receipt: Receipt) -> bool:
-        """Add a message that the broker has refused.
-
-        Returns:
-            Whether it was the probe.
-        """
-        was_probe = receipt is self.refusals.probe
+    def put_refused(self, receipt: Receipt) -> None:
+        """Add a message that the broker has refused."""
         self.copies.add(receipt._number)
         self.put_back(receipt)
-        return was_probe
 
     def put_back(self, receipt: Receipt) -> bool:
         """Put a message back that is not on the wire any more, or never was.
@@ -140,7 +138,7 @@ class Resending:
             now: seconds.
         """
         if self.refusals.probe is not None:
-            return []
+            return self.refusals.next_over(now)
         times = [at for at in (self.refusals.retry_at, self.candidate_at()) if at is not None]
         if len(times) > 1:
             # The message waits for both. What is over time is settled at the first, so that counts until it has passed.

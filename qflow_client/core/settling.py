@@ -273,25 +273,26 @@ class Settling:
             receipt = unconfirmed.flight.get(tag)
             if receipt is None:
                 continue
-            if resending.refusals.note(receipt, now):
-                was_refused_probe = receipt is resending.refusals.probe and receipt._reply is None
+            was_probe = receipt is resending.refusals.probe
+            is_over = resending.refusals.note(receipt, now)
+            # That the probe is not tried again does not mean that there is room.
+            is_refusal = not is_over or (was_probe and receipt._reply is None)
+            reply = None
+            if not is_over:
+                try:
+                    self._encode_again(receipt)
+                except Exception as error:
+                    # With the mark of a second copy its properties are larger than a frame.
+                    reply, is_over, is_refusal = (0, f"it cannot be sent again: {error}"), True, was_probe
+                    resending.refusals.forget(receipt)
+            if is_over:
                 resending.forget_sent(receipt)
-                self.settle_run(tag, tag + 1, Outcome.NACKED, now)
-                if was_refused_probe:
-                    # That it has tried for long enough does not mean that there is room.
-                    self.hold_refused("Basic.Nack", now, was_probe=True)
-                continue
-            try:
-                self._encode_again(receipt)
-            except Exception as error:
-                # With the mark of a second copy its properties are larger than a frame.
-                resending.forget_sent(receipt)
-                self.settle((receipt,), Outcome.NACKED, now, (0, f"it cannot be sent again: {error}"))
-                del unconfirmed.flight[tag]
-                continue
-            was_probe = resending.put_refused(receipt)
+                self.settle((receipt,), Outcome.NACKED, now, reply)
+            else:
+                resending.put_refused(receipt)
             del unconfirmed.flight[tag]
-            self.hold_refused("Basic.Nack", now, was_probe=was_probe)
+            if is_refusal:
+                self.hold_refused("Basic.Nack", now, was_probe=was_probe)
 
     def _encode_again(self, receipt: Receipt) -> None:
         admission = self._admission

@@ -18,7 +18,21 @@ from qflow_client.core.resending import Resending
 from qflow_client.message import REPUBLISHED
 from qflow_client.recovery import Backoff
 
-from .support import CHANNEL, FRAME_MAX, Wire, check_order, drain, holds, logged, make, returned, send, wait, wire
+from .support import (
+    CHANNEL,
+    FRAME_MAX,
+    Wire,
+    check_order,
+    drain,
+    holds,
+    logged,
+    make,
+    returned,
+    send,
+    wait,
+    wire,
+    write,
+)
 
 PUBLISH = (60, 40)
 
@@ -71,7 +85,8 @@ def test_a_refused_message_holds_the_producer_and_a_probe_of_one_comes_first() -
     (probe,) = wire(drain(protocol)).messages
     assert (probe.body, probe.properties.headers) == (b"1", {REPUBLISHED: True})
     assert probe.properties.message_id == receipts[0].message_id
-    assert protocol.next_timer(11.0) is None
+    # The others are given up in time, whatever becomes of the probe.
+    assert protocol.next_timer(11.0) == 10.0 + protocol.settings.retry_for
     protocol.on_ack(4, False, 11.1)
     assert left(protocol) == [b"2", b"3"]
     assert holds(protocol) == []
@@ -216,8 +231,8 @@ def test_a_channel_that_is_closed_for_want_of_room_is_a_refusal_and_no_poison() 
     assert left(protocol) == [b"2", b"3", b"4"]
     assert holds(protocol) == []
     protocol.channel_closed(406, text, PUBLISH, 21.0)
-    # The first refusal of these was long ago.
-    assert [receipt.outcome for receipt in receipts] == [Outcome.CONFIRMED, Outcome.REJECTED, Outcome.REJECTED]
+    # The first refusal of these was long ago, and nobody knows over which the channel was closed.
+    assert [receipt.outcome for receipt in receipts] == [Outcome.CONFIRMED, Outcome.UNKNOWN, Outcome.UNKNOWN]
     assert not late.done
 
 
@@ -651,6 +666,83 @@ def test_of_several_messages_the_end_of_a_channel_does_not_say_which_was_refused
     protocol.channel_closed(506, "no room", PUBLISH, 0.0)
     protocol.connection_lost("gone", 0.1)
     assert {receipt.outcome for receipt in receipts} == {outcome}
+
+
+@pytest.mark.parametrize("end", ["closed", "too late"])
+def test_a_refused_message_whose_second_copy_never_began_is_nacked(end: str) -> None:
+    protocol = patient(retry_for=5.0)
+    receipt = send(protocol)
+    drain(protocol)
+    protocol.on_nack(1, False, 0.0)
+    protocol.on_timer(1.0)
+    # Its frames are made, and the socket takes none.
+    assert protocol.data_to_write(1 << 20)
+    protocol.connection_lost("gone", 1.1, reconnects=True)
+    if end == "closed":
+        protocol.connection_lost("gone", 1.2)
+    else:
+        protocol.channel_opened(CHANNEL, FRAME_MAX, 1.2)
+        protocol.on_timer(60.0)
+    assert receipt.outcome is Outcome.NACKED
+
+
+def test_of_several_messages_whose_time_is_over_none_is_blamed_for_the_end_of_a_channel() -> None:
+    protocol = patient(retry_for=10.0)
+    one, two, three = (send(protocol) for _ in range(3))
+    drain(protocol)
+    protocol.on_nack(3, True, 0.0)
+    protocol.on_timer(9.0)
+    drain(protocol, 9.0)
+    protocol.on_ack(4, False, 9.0)
+    drain(protocol, 9.0)
+    protocol.channel_closed(506, "no room", PUBLISH, 11.0)
+    assert [each.outcome for each in (one, two, three)] == [Outcome.CONFIRMED, Outcome.UNKNOWN, Outcome.UNKNOWN]
+
+
+def test_a_refused_message_that_does_not_fit_the_next_channel_is_nacked() -> None:
+    protocol = patient()
+    receipt = send(protocol, Message(b"x", headers={"k": "x" * 3000}))
+    drain(protocol)
+    protocol.on_nack(1, False, 0.0)
+    protocol.connection_lost("gone", 0.1, reconnects=True)
+    protocol.channel_opened(CHANNEL, 2048, 0.2)
+    assert receipt.outcome is Outcome.NACKED
+    assert "it cannot be encoded again" in str(receipt.error())
+
+
+def test_a_probe_that_is_refused_and_too_large_for_the_mark_does_not_mean_that_there_is_room() -> None:
+    protocol = patient(retry_for=0.5)
+    send(protocol, b"refused")
+    # As in the test of one that is nacked alone.
+    large = send(protocol, Message(b"x", headers={"k": "x" * (FRAME_MAX - 8 - 12 - 2 - 1 - 15 - 4 - 2 - 5)}))
+    send(protocol, b"other")
+    write(protocol, 1)
+    protocol.on_flow(False, 0.0)
+    drain(protocol)
+    protocol.on_nack(1, False, 0.0)
+    protocol.on_flow(True, 0.0)
+    protocol.on_timer(0.5)
+    assert left(protocol, 0.5) == [b"x"]
+    protocol.on_nack(2, False, 0.5)
+    assert large.outcome is Outcome.NACKED
+    assert holds(protocol) == ["refused"]
+    assert left(protocol, 0.5) == []
+    protocol.on_timer(2.5)
+    assert left(protocol, 2.5) == [b"other"]
+
+
+def test_a_message_is_given_up_in_time_though_the_probe_has_no_answer() -> None:
+    protocol = patient(retry_for=10.0)
+    probe, other = send(protocol), send(protocol)
+    drain(protocol)
+    protocol.on_nack(1, False, 0.0)
+    protocol.on_nack(2, False, 2.0)
+    protocol.on_timer(5.0)
+    drain(protocol, 5.0)
+    assert protocol.next_timer(5.0) == 12.0
+    protocol.on_timer(12.0)
+    assert (probe.outcome, other.outcome) == (None, Outcome.NACKED)
+    assert protocol.next_timer(12.0) is None
 
 
 def test_no_timer_is_due_while_a_suspect_waits_for_the_answers_of_others() -> None:

@@ -456,3 +456,85 @@ def test_E2_the_time_for_retries_does_not_jump_when_a_step_is_repaired() -> None
         if not come:
             assert at > 10
             return
+
+
+def test_E2_an_interrupted_refusal_leaves_no_message_behind() -> None:
+    for at in range(1, 1000):
+        protocol = make(retries=Backoff(1.0, 8.0, 0.0), retry_for=1e9)
+        receipts = [send(protocol) for _ in range(3)]
+        drain(protocol)
+        come = interrupted(lambda: protocol.on_nack(3, True, 0.0), at)  # noqa: B023  # called at once
+        # A skin ends the connection, because the answer may be lost.
+        protocol.connection_lost("interrupted", 0.0, reconnects=True)
+        protocol.channel_opened(CHANNEL, FRAME_MAX, 0.0)
+        for now in range(1, 20):
+            due = protocol.next_timer(float(now))
+            if due is not None and due <= now:
+                protocol.on_timer(float(now))
+            drain(protocol, float(now))
+            protocol.on_ack(0, True, float(now))
+        assert {receipt._outcome for receipt in receipts} == {Outcome.CONFIRMED}
+        assert protocol.gate.is_open
+        if not come:
+            assert at > 10
+            return
+
+
+def test_E2_an_end_that_is_interrupted_settles_all() -> None:
+    for at in range(1, 2000):
+        life = Life(told=False)
+        protocol = life.protocol
+        come = interrupted(lambda: protocol.connection_lost("closed", 1.0), at)  # noqa: B023  # called at once
+        has_begun = protocol.channel.is_over
+        protocol.on_timer(1.0)
+        if has_begun:
+            assert protocol.closed is not None
+            assert protocol.unsettled == 0
+        if not come:
+            assert at > 10
+            return
+
+
+def test_E2_receipts_that_are_taken_as_an_interrupt_comes_are_taken_once_more() -> None:
+    for at in range(1, 1000):
+        protocol = make(capacity=2)
+        protocol.reports.settled = []
+        receipts = []
+        for tag in (1, 2, 3):
+            receipts.append(send(protocol))
+            drain(protocol)
+            protocol.on_ack(tag, False, 0.0)
+        taken = []
+        come = interrupted(lambda: taken.extend(protocol.take_settled(0.0)), at)  # noqa: B023  # called at once
+        taken += protocol.take_settled(0.0)
+        assert taken == receipts
+        if not come:
+            assert at > 5
+            return
+
+
+def test_E2_a_first_channel_whose_opening_was_interrupted_counts() -> None:
+    for at in range(1, 1000):
+        protocol = make(opened=False)
+        come = interrupted(lambda: protocol.channel_opened(CHANNEL, FRAME_MAX, 0.0), at)  # noqa: B023  # called at once
+        protocol.on_timer(0.0)
+        assert protocol.channel.was_open is (protocol.channel.number is not None)
+        if not come:
+            assert at > 10
+            return
+
+
+def test_no_timer_is_due_while_the_probe_waits_for_the_disk() -> None:
+    protocol = make(retries=Backoff(1.0, 8.0, 0.0), retry_for=2.0)
+    store = Store(protocol)
+    refused = send(protocol)
+    drain(protocol)
+    protocol.on_nack(1, False, 0.0)
+    # As messages do that were on their way to the disk.
+    protocol.lift("refused", 0.0)
+    send(protocol)
+    protocol.on_timer(2.0)
+    assert refused.outcome is Outcome.NACKED
+    assert protocol.next_timer(2.0) == 1.0
+    store.count_writable = lambda unsent: 0  # type: ignore[method-assign]
+    assert protocol.next_timer(2.0) is None
