@@ -117,7 +117,7 @@ class Session:
         self._held = b""
         # Bytes from one look at the clock to the next, but for the rest of a frame.
         self._stride = 0
-        # Set by a frame that took long: the rest of the input is held, whatever the clock says.
+        # Set by a frame that took long, or a tarpit: the rest of the input is held, whatever the clock says.
         self.has_done_much = False
         self._beginning = b""
         self._splitter = FrameSplitter(FRAME_MIN_SIZE)
@@ -433,7 +433,6 @@ class Session:
             missed = deadlines.beat(now, is_silenced=is_silenced, login_at=handshake.login_at)
         if missed is not None:
             _log.info("%s: %s", self.name, missed)
-            # Nothing that it may still send is waited for.
             self.is_unresponsive = True
             self.end()
 
@@ -518,11 +517,10 @@ class Session:
     @property
     def is_publishing(self) -> bool:
         """Whether it has published, or has begun to, and may go on."""
-        if self.state is State.CLOSE_OK:
-            return False
-        if self.waits_to_publish or self.channels.published:
-            return True
-        return any(channel.unfinished for channel in self.channels.values())
+        has_published = self.waits_to_publish or self.channels.published
+        return self.state is not State.CLOSE_OK and (
+            bool(has_published) or any(channel.unfinished for channel in self.channels.values())
+        )
 
 
 def _frame_name(kind: int, payload: bytes) -> str:
