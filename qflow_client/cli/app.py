@@ -31,7 +31,6 @@ _UsageError: Any = typer.BadParameter.__base__
 
 app = typer.Typer(
     name="qflow",
-    add_completion=False,
     no_args_is_help=True,
     # Errors that are meant for people become one line in `run`; the others are shown whole, as Python shows them.
     pretty_exceptions_enable=False,
@@ -51,12 +50,16 @@ def _show_version(wanted: bool) -> None:
 def _qflow(
     context: typer.Context,
     debug: Annotated[bool, typer.Option("--debug", help="Log everything, and show tracebacks.")] = False,
+    no_color: Annotated[bool, typer.Option("--no-color", help="Print without colours, as NO_COLOR=1 does.")] = False,
     _version: Annotated[
         bool, typer.Option("--version", help="Show the version and exit.", callback=_show_version, is_eager=True)
     ] = False,
 ) -> None:
     """Publish to AMQP 0-9-1 brokers, never faster than they allow."""
     context.obj["debug"] = debug
+    if no_color:
+        # Every console of rich looks there.
+        os.environ["NO_COLOR"] = "1"
     if debug:
         logging.basicConfig(
             level=logging.DEBUG, format="%(name)s: %(message)s", handlers=[RichHandler(console=Console(stderr=True))]

@@ -8,18 +8,19 @@ import json
 import sys
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import partial
 from pathlib import Path, PurePath
 from types import TracebackType
 from typing import IO, Self, cast
 
 from qflow_client import Message
-from qflow_client.cli.errors import CommandError
+from qflow_client.cli.errors import CommandError, ExitCode
 
-__all__ = ["BadRecord", "Format", "Place", "Record", "RecordSource"]
+__all__ = ["BadRecord", "Format", "Place", "Reading", "Record", "RecordSource"]
 
 _JSON = "application/json"
 
@@ -82,6 +83,57 @@ class Place:
     checksum: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """How messages are made of records.
+
+    Attributes:
+        delimiter: between the fields of a CSV file; one character.
+        encoding: of a CSV file, one in which a line ends with the byte 10.
+        message_id: the column of a CSV file, or the key of a JSON object, that has the message id; ``None`` for none.
+        headers: of every message.
+
+    Raises:
+        CommandError: `delimiter` or `encoding` cannot be used.
+    """
+
+    delimiter: str = ","
+    encoding: str = "utf-8"
+    message_id: str | None = None
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if len(self.delimiter) != 1 or self.delimiter in '"\r\n':
+            raise CommandError(f"--delimiter {self.delimiter!r}: it must be one character", ExitCode.USAGE)
+        try:
+            is_usable = "a\n".encode(self.encoding) == b"a\n"
+        except LookupError:
+            is_usable = False
+        if not is_usable:
+            raise CommandError(f"--encoding {self.encoding}: use utf-8, latin-1, cp1252 or the like", ExitCode.USAGE)
+
+    def message(self, body: bytes, content_type: str | None, values: object) -> bytes | Message:
+        """Make the message of a record.
+
+        Args:
+            body: its body.
+            content_type: of the body; ``None`` if it is not known.
+            values: the columns or keys of the record.
+
+        Raises:
+            ValueError: the record has no message id.
+        """
+        message_id = None
+        if self.message_id is not None:
+            found = values.get(self.message_id) if isinstance(values, dict) else None
+            if isinstance(found, bool) or not isinstance(found, (int, str)) or found == "":
+                raise ValueError(f"there is no message id in {self.message_id!r}")
+            message_id = str(found)
+        if content_type is None and message_id is None and not self.headers:
+            return body
+        return Message(body, content_type=content_type, message_id=message_id, headers=dict(self.headers) or None)
+
+
 class RecordSource:
     """The records of a file, read as they are asked for. A context manager.
 
@@ -90,13 +142,17 @@ class RecordSource:
             decompressed.
         format: how the records stand in it; by the ending of its name unless given.
         standard_input: what to read for ``-``; ``None`` if it is closed.
+        reading: how messages are made of them.
 
     Raises:
         OSError: it cannot be opened.
         CommandError: it is not what its ending says.
     """
 
-    def __init__(self, file: str, format: Format | None, standard_input: IO[bytes] | None) -> None:
+    def __init__(
+        self, file: str, format: Format | None, standard_input: IO[bytes] | None, reading: Reading | None = None
+    ) -> None:
+        self._reading = reading or Reading()
         #: For people.
         self.name = "standard input" if file == "-" else file
         #: Bytes of the file as it is stored; ``None`` if it is not known.
@@ -125,6 +181,9 @@ class RecordSource:
             elif ending == ".zip":
                 inner = self._open_archive(self._stored)
         self.format = format or Format.of(inner)
+        if self.format is Format.LINES and self._reading.message_id is not None:
+            self._stack.close()
+            raise CommandError("--message-id names a column of CSV or a key of JSON; lines have none", ExitCode.USAGE)
         self._lines = _Lines(self._content)
 
     def _open_archive(self, stored: IO[bytes]) -> str:
@@ -222,12 +281,18 @@ class RecordSource:
 
     # Each gives the number of a record's last line, and its message.
 
-    def _read_lines(self) -> Iterator[tuple[int, bytes]]:
+    def _message(self, body: bytes, content_type: str | None, values: object) -> bytes | Message:
+        try:
+            return self._reading.message(body, content_type, values)
+        except ValueError as error:
+            raise BadRecord(f"{self.name}, line {self._lines.number}: {error}") from error
+
+    def _read_lines(self) -> Iterator[tuple[int, bytes | Message]]:
         lines = self._lines
         for line in lines:
-            yield lines.number, _without_end(line)
+            yield lines.number, self._message(_without_end(line), None, None)
 
-    def _read_jsonl(self) -> Iterator[tuple[int, Message]]:
+    def _read_jsonl(self) -> Iterator[tuple[int, bytes | Message]]:
         lines = self._lines
         for line in lines:
             text = line.strip()
@@ -236,12 +301,12 @@ class RecordSource:
             if not text:
                 continue
             try:
-                json.loads(text.decode(), parse_constant=_refuse_constant)
+                values = json.loads(text.decode(), parse_constant=_refuse_constant)
             except (ValueError, RecursionError) as error:
                 raise BadRecord(f"{self.name}, line {lines.number}: not JSON: {error}") from error
-            yield lines.number, Message(text, content_type=_JSON)
+            yield lines.number, self._message(text, _JSON, values)
 
-    def _read_csv(self) -> Iterator[tuple[int, Message]]:
+    def _read_csv(self) -> Iterator[tuple[int, bytes | Message]]:
         encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
         lines = self._lines
         rows = self._rows(lines)
@@ -251,15 +316,16 @@ class RecordSource:
                 raise BadRecord(
                     f"{self.name}, line {lines.number}: {len(row)} fields, but the first row names {len(names)}"
                 )
-            body = encode(dict(zip(names, row, strict=True))).encode()
-            yield lines.number, Message(body, content_type=_JSON)
+            values = dict(zip(names, row, strict=True))
+            yield lines.number, self._message(encode(values).encode(), _JSON, values)
 
     def _rows(self, lines: _Lines) -> Iterator[list[str]]:
         """The rows of a CSV file that are not empty."""
         # A record may be as large as a message, and the limit is the process's.
         csv.field_size_limit(sys.maxsize)
         try:
-            yield from filter(None, csv.reader(map(lines.decode, lines), strict=True))
+            decoded = map(partial(lines.decode, encoding=self._reading.encoding), lines)
+            yield from filter(None, csv.reader(decoded, delimiter=self._reading.delimiter, strict=True))
         except (csv.Error, UnicodeDecodeError) as error:
             raise BadRecord(f"{self.name}, line {lines.number}: not CSV: {error}") from error
 
@@ -300,10 +366,10 @@ class _Lines:
         self.offset += len(line)
         return line
 
-    def decode(self, line: bytes) -> str:
+    def decode(self, line: bytes, encoding: str = "utf-8") -> str:
         """The text of the line that was read last."""
         # Only the first line may begin with a byte order mark.
-        return line.decode("utf-8-sig" if self.number == 1 else "utf-8")
+        return line.decode("utf-8-sig" if self.number == 1 and encoding == "utf-8" else encoding)
 
 
 def _without_end(line: bytes) -> bytes:

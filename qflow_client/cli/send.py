@@ -28,7 +28,7 @@ from qflow_client import (
 from qflow_client.cli import text
 from qflow_client.cli.errors import CommandError, ExitCode
 from qflow_client.cli.passwords import warn_of_url
-from qflow_client.cli.records import Format, RecordSource
+from qflow_client.cli.records import Format, Reading, RecordSource
 from qflow_client.cli.resuming import source_of
 from qflow_client.cli.sending import Sending, Tally
 from qflow_client.cli.stopping import Stopped, Stopping
@@ -104,6 +104,17 @@ def _seconds(value: str) -> float | None:
         raise typer.BadParameter(f"{value!r} is neither seconds nor 'forever'") from None
 
 
+def _headers(given: Iterable[str]) -> dict[str, str]:
+    """The headers of every message, given as ``NAME=VALUE``."""
+    headers = {}
+    for each in given:
+        name, equals, value = each.partition("=")
+        if not (name and equals):
+            raise CommandError(f"--header {each!r}: it must be NAME=VALUE", ExitCode.USAGE)
+        headers[name] = value
+    return headers
+
+
 def send(
     file: Annotated[
         str,
@@ -135,6 +146,21 @@ def send(
             "unless given.",
         ),
     ] = None,
+    delimiter: Annotated[str, typer.Option(help="Between the fields of a CSV file; 'tab' for a tabulator.")] = ",",
+    encoding: Annotated[str, typer.Option(help="Of a CSV file, such as latin-1.")] = "utf-8",
+    message_id: Annotated[
+        str | None,
+        typer.Option("--message-id", metavar="COLUMN", help="The column, or the key in JSON, that has the message id."),
+    ] = None,
+    header: Annotated[
+        list[str] | None,
+        typer.Option("--header", metavar="NAME=VALUE", help="A header of every message; can be given again."),
+    ] = None,
+    mandatory: Annotated[
+        bool | None,
+        typer.Option("--mandatory/--no-mandatory", help="Whether a record that no queue takes is an error."),
+    ] = None,
+    name: Annotated[str | None, typer.Option(help="What the broker's management shows.")] = None,
     capacity: Annotated[int | None, typer.Option(help="The most messages without an answer of the broker.")] = None,
     wait: Annotated[
         str | None,
@@ -181,6 +207,8 @@ def send(
         "outbox_keep_undelivered": True,
         "exchange": exchange,
         "routing_key": routing_key,
+        "mandatory": mandatory,
+        "name": name,
         "capacity": capacity,
         "rate": rate,
         "rate_burst": rate_burst,
@@ -202,7 +230,9 @@ def send(
         raise CommandError("--declare declares the queue of the default exchange; leave --exchange out", ExitCode.USAGE)
     console = Console(stderr=True, quiet=quiet)
     with ExitStack() as stack:
-        source = stack.enter_context(RecordSource(file, format, None if sys.stdin is None else sys.stdin.buffer))
+        reading = Reading("\t" if delimiter == "tab" else delimiter, encoding, message_id, _headers(header or []))
+        standard_input = None if sys.stdin is None else sys.stdin.buffer
+        source = stack.enter_context(RecordSource(file, format, standard_input, reading))
         stopping = stack.enter_context(Stopping())
         position = None
         if settings.outbox_path is not None and source.can_resume:

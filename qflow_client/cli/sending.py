@@ -338,5 +338,6 @@ class Sending:
 
 def _marked(message: bytes | Message) -> Message:
     """A record that may be in the broker already."""
-    headers = {_MARK: True}
-    return replace(message, headers=headers) if isinstance(message, Message) else Message(message, headers=headers)
+    if isinstance(message, Message):
+        return replace(message, headers={**(message.headers or {}), _MARK: True})
+    return Message(message, headers={_MARK: True})

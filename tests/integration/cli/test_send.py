@@ -478,6 +478,62 @@ def test_a_lost_connection_ends_the_run_and_says_how_far_it_got(broker: Broker) 
     assert err.decode().startswith("qflow: record ")
 
 
+# What messages are made of.
+
+
+def test_message_ids_and_headers_come_from_the_options(broker: Broker, tmp_path: Path, capsys: Capture) -> None:
+    file = tmp_path / "orders.csv"
+    file.write_bytes("number;who\n7;Zoë\n8;Ann\n".encode("latin-1"))
+    options = ["--delimiter", ";", "--encoding", "latin-1", "--message-id", "number", "--header", "tenant=a=b"]
+    assert main(["send", str(file), "-u", broker.url, "-k", "orders", "--name", "shop", *options]) == 0
+    messages = broker.messages("orders")
+    assert [message.properties.message_id for message in messages] == ["7", "8"]
+    assert [message.properties.headers for message in messages] == [{"tenant": "a=b"}] * 2
+    assert json.loads(messages[0].body) == {"number": "7", "who": "Zoë"}
+    # What is sent again keeps them, beside its mark.
+    path = tmp_path / "outbox"
+    assert send_file(file, path, broker, *options) == 0
+    assert send_file(file, path, broker, "--skip", "1", *options) == 0
+    again = broker.messages("orders")[-1].properties
+    assert (again.message_id, again.headers) == ("8", {"tenant": "a=b", REPUBLISHED: True})
+    assert main(["send", str(file), "-u", broker.url, "-k", "nowhere", "--no-mandatory", *options]) == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "words"),
+    [
+        (["--message-id", "nothing"], 1, "line 2: there is no message id in 'nothing'"),
+        (["--message-id", "a", "-f", "lines"], 2, "--message-id names a column of CSV or a key of JSON"),
+        (["--delimiter", ";;"], 2, "--delimiter ';;': it must be one character"),
+        (["--encoding", "utf-16"], 2, "--encoding utf-16: use utf-8, latin-1"),
+        (["--encoding", "klingon"], 2, "--encoding klingon: use utf-8"),
+        (["--header", "tenant"], 2, "--header 'tenant': it must be NAME=VALUE"),
+    ],
+)
+def test_options_that_cannot_be_right_are_told(
+    broker: Broker, tmp_path: Path, capsys: Capture, options: list[str], code: int, words: str
+) -> None:
+    file = tmp_path / "orders.csv"
+    file.write_bytes(b"a,b\n1,2\n")
+    assert main(["send", str(file), "-u", broker.url, "-k", "orders", *options]) == code
+    assert words in capsys.readouterr().err
+    assert bodies(broker) == []
+
+
+def test_a_shell_completes_commands(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+    asked = {"_QFLOW_COMPLETE": "complete_bash", "COMP_WORDS": "qflow se", "COMP_CWORD": "1"}
+    for name, value in asked.items():
+        monkeypatch.setenv(name, value)
+    assert main([]) == 0
+    assert capsys.readouterr().out.split() == ["send"]
+
+
+def test_without_colours(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NO_COLOR", "")
+    assert main(["--no-color", "send", os.devnull, "-u", broker.url, "-k", "orders", "-q"]) == 0
+    assert os.environ["NO_COLOR"] == "1"
+
+
 # With an outbox.
 
 
