@@ -21,6 +21,9 @@ snapshot, or was in progress in it; both are short ranges of an index. It follow
 - A transaction that stays open holds up nothing but its own rows. Rows that were deleted and cannot be vacuumed because
   of it are not visited again, because a page begins behind the last one.
 
+**Writing.** Rows are permitted by a commit that waits for the disk, and `AHEAD` of what is read, so at a low rate most
+pages need none. Deletes go with the next page, and do not wait for the disk.
+
 The first sweep of a session is *full*: there is no earlier snapshot. Another one is made once a minute, which costs one
 look at the table, and finds whatever this arithmetic cannot know, such as rows that were restored from a backup.
 """
@@ -38,7 +41,7 @@ from sqlalchemy import Engine, text
 from qflow_client.sqlalchemy.sessions import PAGE_BYTES, Aside, RelayError, Row, silence_of, wait_readable
 from qflow_client.sqlalchemy.tables import PARTITIONS, Tables
 
-__all__ = ["PostgresqlSession"]
+__all__ = ["AHEAD", "PostgresqlSession"]
 
 # Seconds between two full sweeps, of a relay that has nothing else to read.
 _FULL_PERIOD = 60.0
@@ -46,6 +49,9 @@ _FULL_PERIOD = 60.0
 _NONE = [-1]
 # More than any number of a transaction.
 _ALL = 1 << 62
+#: So many numbers behind the last row that was read are permitted with it. While they last, no row waits for a disk
+#: before it is published. After a crash up to so many more first copies are marked.
+AHEAD = 1000
 
 _monotonic = time.monotonic
 
@@ -220,7 +226,8 @@ class PostgresqlSession:
     def read(self, limit: int, gone: Sequence[int] = ()) -> list[Row]:
         """Delete rows that are confirmed, and read and permit the next ones, in one commit.
 
-        It is on disk when this returns. `has_more` tells whether the sweep may have further rows.
+        What is permitted is on disk when this returns, but for the deletes there is no wait: rows that come back if the
+        server crashes are sent again, and marked. `has_more` tells whether the sweep may have further rows.
 
         Args:
             limit: the most rows to return.
@@ -255,8 +262,8 @@ class PostgresqlSession:
             self._xmax = int(first_unknown)
             self._xip = [int(each) for each in in_progress.split(",")] if in_progress else _NONE
         # Without a page there is the snapshot alone.
-        total = found[0][1] or 0
-        rows = [Row(*row[2:]) for row in found] if total else []
+        total = found[0][2] or 0
+        rows = [Row(*row[3:]) for row in found] if total else []
         self.has_more = total == limit or total > len(rows)
         self._in_sweep = self.has_more
         if rows:
@@ -290,24 +297,31 @@ class PostgresqlSession:
             " AND (xid >= %(before_xmax)s OR xid = ANY(%(before_xip)s))"
             " AND partition = ANY(CAST(%(mine)s AS int[])) ORDER BY id LIMIT %(limit)s) limited) sized"
             " WHERE size < %(bytes)s),"
-            " news AS (SELECT partition, max(permitted) AS permitted, sum(relayed) AS relayed FROM ("
-            "SELECT partition, id AS permitted, 0 AS relayed FROM page"
-            " UNION ALL SELECT partition, 0, 1 FROM gone) every GROUP BY partition),"
-            f" written AS (UPDATE {self._relay} relay SET permitted = greatest(relay.permitted, news.permitted),"
-            " relayed = relay.relayed + news.relayed FROM news WHERE relay.partition = news.partition)"
-            " SELECT CASE WHEN page.id IS NULL OR number = 1 THEN snapshot::text END AS snapshot, total,"
-            " id, partition, exchange, routing_key, properties, body FROM now LEFT JOIN page ON true ORDER BY id"
+            " last AS (SELECT max(id) AS id FROM page),"
+            f" needed AS (SELECT EXISTS (SELECT FROM page JOIN {self._relay} relay USING (partition)"
+            " WHERE page.id > relay.permitted) AS is_needed),"
+            " counted AS (SELECT partition, count(*) AS relayed FROM gone GROUP BY partition),"
+            f" written AS (UPDATE {self._relay} relay SET permitted ="
+            f" CASE WHEN is_needed THEN greatest(relay.permitted, last.id + {AHEAD}) ELSE relay.permitted END,"
+            " relayed = relay.relayed + coalesce(counted.relayed, 0)"
+            " FROM last, needed, unnest(CAST(%(mine)s AS int[])) AS mine(partition) LEFT JOIN counted USING (partition)"
+            " WHERE relay.partition = mine.partition AND (is_needed OR counted.relayed IS NOT NULL))"
+            " SELECT CASE WHEN page.id IS NULL OR number = 1 THEN snapshot::text END AS snapshot,"
+            " CASE WHEN page.id IS NULL OR number = 1 THEN"
+            " set_config('synchronous_commit', CASE WHEN is_needed THEN 'on' ELSE 'off' END, true) END, total,"
+            " id, partition, exchange, routing_key, properties, body"
+            " FROM now CROSS JOIN needed LEFT JOIN page ON true ORDER BY id"
         )
 
     # Writing.
 
     def delete(self, gone: Sequence[int]) -> None:
-        """Delete rows that are confirmed, in a commit that is on disk when this returns."""
+        """Delete rows that are confirmed."""
         self._run(
             f"WITH gone AS (DELETE FROM {self._rows} WHERE id = ANY(CAST(:gone AS bigint[])) RETURNING partition),"
             " news AS (SELECT partition, count(*) AS relayed FROM gone GROUP BY partition)"
             f" UPDATE {self._relay} relay SET relayed = relay.relayed + news.relayed"
-            " FROM news WHERE relay.partition = news.partition",
+            " FROM news, set_config('synchronous_commit', 'off', true) WHERE relay.partition = news.partition",
             gone=list(gone),
         )
 

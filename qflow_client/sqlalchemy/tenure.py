@@ -7,7 +7,7 @@ here or in another relay, reads from the beginning. So what is true in a tenure 
 - A row is *permitted* before it is published: the number up to which a partition's rows may have been sent is on disk
   (`Session.read`) before the first of them is given to the producer. A tenure begins by reading that number, and marks
   what it finds below it. Later rows cannot have been sent by an earlier tenure: they were not there.
-- A row is deleted after the broker has confirmed it, in the same commit that reads and permits further rows.
+- A row is deleted after the broker has confirmed it, by the statement that reads and permits further rows.
 - The rows of a partition are given to the producer in the order in which the session reads them, by one thread, and the
   producer keeps that order, also across a lost connection of its own.
 - Before a row is given to the producer, the time of the last answer of the database is looked at. If it is longer ago

@@ -17,11 +17,11 @@ from sqlalchemy import Connection, Engine, create_engine, text
 from benchmarks.postgresql import PostgresqlServer
 from qflow_client.broker import Broker
 from qflow_client.sqlalchemy import Outbox, OutboxRelay, RelayError
-from qflow_client.sqlalchemy.postgresql import PostgresqlSession
+from qflow_client.sqlalchemy.postgresql import AHEAD, PostgresqlSession
 from qflow_client.sqlalchemy.tables import PARTITIONS
 from qflow_client.testing.proxy import FaultProxy
 
-from .support import FAST, PATIENCE, add, bodies, depth, eventually, marks, permit
+from .support import FAST, PATIENCE, add, bodies, depth, eventually, marks, permit, permitted
 
 ROOT = Path(__file__).parents[3]
 
@@ -158,6 +158,29 @@ def test_E14_no_row_is_changed_so_no_index_bloats(engine: Engine, outbox: Outbox
     assert tuple(counted()) == (500, 0, 500)
 
 
+def test_E14_rows_of_a_low_rate_wait_for_no_disk_before_they_are_published(
+    engine: Engine, outbox: Outbox, session: PostgresqlSession
+) -> None:
+    def waited() -> bool:
+        session._cursor.scroll(0, mode="absolute")
+        return bool(session._cursor.fetchone()[1] == "on")
+
+    add(engine, outbox, b"0")
+    assert read(session) == [b"0"]
+    assert waited()
+    first = permitted(engine, outbox)
+    for number in range(1, 20):
+        add(engine, outbox, b"%d" % number)
+        assert [row.body for row in session.read(100, [number])] == [b"%d" % number]
+        assert not waited()
+    assert permitted(engine, outbox) == first
+    # The numbers run out.
+    add(engine, outbox, *(b"x" for _ in range(AHEAD)))
+    assert len(session.read(2 * AHEAD)) == AHEAD
+    assert waited()
+    assert permitted(engine, outbox) == first + 19 + AHEAD
+
+
 def test_E14_restored_rows_with_numbers_of_another_server_are_read(
     engine: Engine, outbox: Outbox, session: PostgresqlSession
 ) -> None:
@@ -204,15 +227,15 @@ def test_E14_a_killed_relay_keeps_no_rows_and_what_it_may_have_sent_is_marked(
         eventually(lambda: held(engine, outbox) == PARTITIONS)
         # Not one confirm comes back.
         broker.flow(False)
-        add(engine, outbox, *(b"%d" % number for number in range(100)), key="k")
+        add(engine, outbox, *(b"%d" % number for number in range(2000)), key="k")
         process.kill()
         eventually(lambda: held(engine, outbox) == 0)
     broker.flow(True)
     with OutboxRelay(engine, broker.url, outbox=outbox, **FAST) as relay:
-        eventually(lambda: relay.counts.confirmed == 100)
+        eventually(lambda: relay.counts.confirmed == 2000)
     first = dict.fromkeys(bodies(broker))
-    assert list(first) == [b"%d" % number for number in range(100)]
-    assert relay.counts.marked <= 10
+    assert list(first) == [b"%d" % number for number in range(2000)]
+    assert relay.counts.marked <= 10 + AHEAD
 
 
 def test_E14_what_is_in_doubt_stays_so_when_a_relay_ends_or_another_comes_before_it_is_sent(
