@@ -160,6 +160,15 @@ PARTS: Final[Mapping[str, Part]] = {
             *(_step(name, f"{_PYTHON} -m tests.interop.suites.run {name}", hours=2.0) for name in _SUITES),
         ],
     ),
+    "drop-ins": Part(
+        "the suites of aio-pika and kombu through the drop-ins; frameworks under an alarm, and 100 connections cut",
+        [
+            _step("environment", f"{_TOX} -e interop --notest"),
+            _step("kombu", f"{_PYTHON} -m tests.interop.suites.dropins kombu"),
+            _step("aio-pika", f"{_PYTHON} -m tests.interop.suites.dropins aio-pika", hours=2.0),
+            _step("frameworks", f"{_PYTHON} -m benchmarks.frameworks --cuts 100", hours=1.5),
+        ],
+    ),
     "spark": Part(
         "Spark at size",
         [

@@ -177,7 +177,17 @@ def _run_amqp091_go(folder: Path, port: int) -> Outcomes:
 # The two in Python, each in an environment of its own.
 
 
-def _fetch_sdist(name: str, distribution: str) -> Path:
+def fetch_sdist(name: str, distribution: str, *more: str) -> Path:
+    """Fetch a source distribution, and make an environment for its tests.
+
+    Args:
+        name: of the folder here whose `requirements.txt` pins it.
+        distribution: as PyPI calls it.
+        more: what is installed in the environment, too.
+
+    Returns:
+        The folder in the cache, which has `venv` and `source`.
+    """
     folder = HERE / name
     pin = next(line for line in (folder / "requirements.txt").read_text().split() if line.startswith(distribution))
     archive = f"{pin.replace('-', '_').replace('==', '-')}.tar.gz"
@@ -186,20 +196,29 @@ def _fetch_sdist(name: str, distribution: str) -> Path:
         folder,
         [
             [sys.executable, "-m", "venv", "venv"],
-            [python, "-m", "pip", "install", "-q", "-r", "requirements.txt"],
+            [python, "-m", "pip", "install", "-q", "-r", "requirements.txt", *more],
             [python, "-m", "pip", "download", "-q", "--no-deps", "--no-binary", distribution, pin],
             ["tar", "xzf", archive, "--one-top-level=source", "--strip-components=1"],
         ],
     )
 
 
-def _fetch_aio_pika() -> Path:
-    folder = _fetch_sdist("aio_pika", "aio-pika")
+def fetch_aio_pika(*more: str) -> Path:
+    """As `fetch_sdist`, with the stand-in for the suite's containers."""
+    folder = fetch_sdist("aio_pika", "aio-pika", *more)
     (folder / "source" / "tests" / "docker_client.py").write_bytes((folder / "docker_client.py").read_bytes())
     return folder
 
 
-def _run_pytest(folder: Path, port: int, *arguments: str) -> Outcomes:
+def run_pytest(folder: Path, port: int, *arguments: str, path: str = "") -> Outcomes:
+    """Run tests of a fetched suite against a broker on a port of this machine.
+
+    Args:
+        folder: of `fetch_sdist`.
+        port: of the broker.
+        arguments: for pytest.
+        path: the PYTHONPATH.
+    """
     report = folder / f"report-{port}.xml"
     report.unlink(missing_ok=True)
     _call(
@@ -212,7 +231,7 @@ def _run_pytest(folder: Path, port: int, *arguments: str) -> Outcomes:
         BROKER_PORT=str(port),
         RABBITMQ_HOST="127.0.0.1",
         RABBITMQ_5672_TCP=str(port),
-        PYTHONPATH="",
+        PYTHONPATH=path,
         PYTEST_ADDOPTS="",
     )
     return {test.removeprefix("pytest > "): passed for test, passed in _junit(report).items()}
@@ -220,18 +239,18 @@ def _run_pytest(folder: Path, port: int, *arguments: str) -> Outcomes:
 
 def _run_aio_pika(folder: Path, port: int) -> Outcomes:
     # There is no TLS here.
-    return _run_pytest(folder, port, "tests", "--ignore=tests/test_amqps.py")
+    return run_pytest(folder, port, "tests", "--ignore=tests/test_amqps.py")
 
 
 def _run_py_amqp(folder: Path, port: int) -> Outcomes:
-    return _run_pytest(folder, port, "t/integration", "-k", "not tls")
+    return run_pytest(folder, port, "t/integration", "-k", "not tls")
 
 
 SUITES: Final = {
     "amqplib": Suite("amqplib 2.2.0", _fetch_amqplib, _run_amqplib),
     "amqp091-go": Suite("amqp091-go 1.10.0", _fetch_amqp091_go, _run_amqp091_go),
-    "aio-pika": Suite("aio-pika 10.2.1", _fetch_aio_pika, _run_aio_pika),
-    "py-amqp": Suite("py-amqp 5.4.2", lambda: _fetch_sdist("py_amqp", "amqp"), _run_py_amqp),
+    "aio-pika": Suite("aio-pika 10.2.1", fetch_aio_pika, _run_aio_pika),
+    "py-amqp": Suite("py-amqp 5.4.2", lambda: fetch_sdist("py_amqp", "amqp"), _run_py_amqp),
 }
 
 

@@ -1,0 +1,1 @@
+"""Applications of four frameworks, and one under gevent, under an alarm and while their connections are cut."""

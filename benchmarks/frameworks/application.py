@@ -1,0 +1,275 @@
+"""One application that publishes with a framework, in a process of its own; `benchmarks.frameworks` starts it.
+
+    python -m benchmarks.frameworks.application APPLICATION original|changed URL
+
+It prints one line of JSON for each line that it reads. `publish` publishes one message, and the answer says what became
+of it. `stream` makes every sender publish numbered messages, one after the other. A message whose publishing raises is
+published again, as a program does that must not lose any. `stop` ends that, and the answer says what was raised.
+"""
+
+from __future__ import annotations
+
+import sys
+
+if __name__ == "__main__" and sys.argv[1] == "celery-gevent":
+    # As in a worker with this pool.
+    from gevent import monkey  # type: ignore[import-untyped]
+
+    import qflow_client.kombu  # noqa: F401
+
+    monkey.patch_all()
+
+import asyncio
+import itertools
+import json
+import os
+import threading
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from importlib import import_module
+from typing import Any, Final
+
+#: The applications: how many senders each has, and its queue.
+APPLICATIONS: Final = {
+    "taskiq": (10, "taskiq"),
+    "faststream": (10, "faststream"),
+    "dramatiq": (1, "dramatiq"),
+    "celery-django": (1, "celery"),
+    "celery-gevent": (10, "celery"),
+}
+# Seconds until a failed message is published again, and that senders have to end.
+_PAUSE: Final = 0.05
+_PATIENCE: Final = 20.0
+
+
+def _name(error: BaseException) -> str:
+    """The types of an error and of its first cause."""
+    cause = error.__cause__ or error.__context__
+    return type(error).__name__ + (f" from {type(cause).__name__}" if cause is not None else "")
+
+
+class Senders:
+    """What the senders of one application have done.
+
+    Args:
+        count: how many there are.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.errors: Counter[str] = Counter()
+        #: How many messages of each sender were published without an error.
+        self.published = [0] * count
+        #: Whether they go on.
+        self.go_on = False
+        #: The longest publish, in seconds.
+        self.longest = 0.0
+
+    def numbers(self, sender: int) -> Iterator[str]:
+        """The messages of a sender; each comes again until it is noted as published."""
+        while self.go_on:
+            yield f"{sender}-{self.published[sender]}"
+
+    def failed(self, error: Exception) -> None:
+        """Note an error."""
+        self.errors[_name(error)] += 1
+
+    def report(self, stuck: int) -> dict[str, Any]:
+        """What the answer to `stop` says."""
+        return {
+            "errors": dict(self.errors),
+            "published": self.published,
+            "stuck": stuck,
+            "longest": round(self.longest, 2),
+        }
+
+
+# Those that are asynchronous.
+
+
+@asynccontextmanager
+async def _taskiq(url: str, changed: bool) -> Any:
+    module: Any = import_module("taskiq_aio_pika.broker")
+    if changed:
+        import qflow_client.aio_pika
+
+        module.connect_robust = qflow_client.aio_pika.connect_robust
+    app = module.AioPikaBroker(url)
+    task = app.register_task(lambda token: None, task_name="task")
+    await app.startup()
+    yield task.kiq
+    await app.shutdown()
+
+
+@asynccontextmanager
+async def _faststream(url: str, changed: bool) -> Any:
+    module: Any = import_module("faststream.rabbit.broker.broker")
+    if changed:
+        import qflow_client.aio_pika
+
+        module.connect_robust = qflow_client.aio_pika.connect_robust
+    # FastStream's own argument counts, whatever the URL says.
+    async with module.RabbitBroker(url, reconnect_interval=0.1) as app:
+        await app.declare_queue(import_module("faststream.rabbit").RabbitQueue("faststream", durable=True))
+        yield lambda token: app.publish(token, "faststream", persist=True)
+
+
+async def _lines() -> Any:
+    loop = asyncio.get_running_loop()
+    while line := (await loop.run_in_executor(None, sys.stdin.readline)).strip():
+        yield line
+
+
+async def _run_tasks(name: str, url: str, changed: bool) -> None:
+    senders = Senders(APPLICATIONS[name][0])
+    application = {"taskiq": _taskiq, "faststream": _faststream}[name]
+    async with application(url, changed) as publish:
+
+        async def send(sender: int) -> None:
+            for token in senders.numbers(sender):
+                began = time.monotonic()
+                try:
+                    await publish(token)
+                except Exception as error:
+                    senders.failed(error)
+                    await asyncio.sleep(_PAUSE)
+                else:
+                    senders.published[sender] += 1
+                senders.longest = max(senders.longest, time.monotonic() - began)
+
+        tasks: list[asyncio.Task[None]] = []
+        _answer("ready")
+        async for line in _lines():
+            match line:
+                case "publish":
+                    _answer(await _once_async(publish))
+                case "stream":
+                    senders.go_on = True
+                    tasks = [asyncio.create_task(send(sender)) for sender in range(len(senders.published))]
+                    _answer("streaming")
+                case "stop":
+                    senders.go_on = False
+                    _, stuck = await asyncio.wait(tasks, timeout=_PATIENCE)
+                    _answer(senders.report(len(stuck)))
+        os._exit(0)
+
+
+async def _once_async(publish: Callable[[str], Awaitable[object]]) -> dict[str, Any]:
+    began = time.monotonic()
+    try:
+        await publish("one")
+    except Exception as error:
+        return {"outcome": _name(error), "seconds": time.monotonic() - began}
+    return {"outcome": "published", "seconds": time.monotonic() - began}
+
+
+# Those that are not.
+
+
+def _task(token: str) -> None:
+    """Only its messages count."""
+
+
+@contextmanager
+def _dramatiq(url: str, changed: bool) -> Any:
+    module: Any = import_module("dramatiq.brokers.rabbitmq")
+    if changed:
+        import qflow_client.pika
+
+        module.pika = qflow_client.pika
+    app = module.RabbitmqBroker(url=url, confirm_delivery=True)
+    actor = import_module("dramatiq").actor(lambda token: None, broker=app, actor_name="actor", queue_name="dramatiq")
+    yield actor.send
+
+
+@contextmanager
+def _celery(url: str, changed: bool) -> Any:
+    import celery
+    import django.conf
+
+    if changed:
+        url = url.replace("amqp", "qflow", 1)
+    django.conf.settings.configure(
+        CELERY_BROKER_URL=url,
+        CELERY_TASK_IGNORE_RESULT=True,
+        CELERY_BROKER_TRANSPORT_OPTIONS={"confirm_publish": True},
+    )
+    app = celery.Celery("application")
+    app.config_from_object("django.conf:settings", namespace="CELERY")
+    task = app.task(_task, name="task", shared=False)
+    yield lambda token: task.apply_async((token,))
+
+
+def _run_threads(name: str, url: str, changed: bool) -> None:
+    senders = Senders(APPLICATIONS[name][0])
+    application = _dramatiq if name == "dramatiq" else _celery
+    with application(url, changed) as publish:
+
+        def send(sender: int) -> None:
+            for token in senders.numbers(sender):
+                began = time.monotonic()
+                try:
+                    publish(token)
+                except Exception as error:
+                    senders.failed(error)
+                    time.sleep(_PAUSE)
+                else:
+                    senders.published[sender] += 1
+                senders.longest = max(senders.longest, time.monotonic() - began)
+
+        def once() -> dict[str, Any]:
+            began = time.monotonic()
+            try:
+                publish("one")
+            except Exception as error:
+                return {"outcome": _name(error), "seconds": time.monotonic() - began}
+            return {"outcome": "published", "seconds": time.monotonic() - began}
+
+        threads: list[threading.Thread] = []
+        _answer("ready")
+        for line in _blocking_lines(name):
+            match line:
+                case "publish":
+                    _answer(once())
+                case "stream":
+                    senders.go_on = True
+                    count = len(senders.published)
+                    threads = [threading.Thread(target=send, args=(each,), daemon=True) for each in range(count)]
+                    for thread in threads:
+                        thread.start()
+                    _answer("streaming")
+                case "stop":
+                    senders.go_on = False
+                    end = time.monotonic() + _PATIENCE
+                    for thread in threads:
+                        thread.join(max(0.0, end - time.monotonic()))
+                    _answer(senders.report(sum(thread.is_alive() for thread in threads)))
+        os._exit(0)
+
+
+def _blocking_lines(name: str) -> Iterator[str]:
+    if name == "celery-gevent":
+        from gevent.fileobject import FileObject  # type: ignore[import-untyped]
+
+        source: Any = (line.decode() for line in FileObject(sys.stdin.buffer, "rb"))
+    else:
+        source = sys.stdin
+    return itertools.takewhile(bool, (line.strip() for line in source))
+
+
+def _answer(what: Any) -> None:
+    print(json.dumps(what), flush=True)
+
+
+def main() -> None:
+    """Run the application that the command line names."""
+    name, kind, url = sys.argv[1:]
+    if name in ("taskiq", "faststream"):
+        asyncio.run(_run_tasks(name, url, kind == "changed"))
+    else:
+        _run_threads(name, url, kind == "changed")
+
+
+if __name__ == "__main__":
+    main()
