@@ -30,15 +30,15 @@ DIFFERENT: Final[Mapping[str, frozenset[str]]] = {
     "aio-pika": frozenset(
         f"{test}[{parameters}]"
         for test, values in {
-            "test_connection_factory_passes_properties_and_timeout": (
+            "tests.test_connection_options > test_connection_factory_passes_properties_and_timeout": (
                 *("False-connect", "False-connect_robust", "True-connect", "True-connect_robust"),
             ),
-            "test_restore_waiting_for_lock_stops_on_connection_close": ("False", "True"),
-            "test_close_during_restore_preserves_unrelated_errors": ("False", "True"),
+            "tests.test_robust_shutdown > test_restore_waiting_for_lock_stops_on_connection_close": ("False", "True"),
+            "tests.test_robust_shutdown > test_close_during_restore_preserves_unrelated_errors": ("False", "True"),
         }.items()
         for parameters in values
     ),
-    "kombu": frozenset({"test_close_connection"}),
+    "kombu": frozenset({"t.unit.transport.test_pyamqp.test_Transport > test_close_connection"}),
 }
 # Fail now and then with the original, too, depending on the machine's speed or on which tests ran before.
 _UNSTEADY: Final = (
