@@ -168,7 +168,7 @@ def test_a_smaller_frame_size_is_kept(broker: Broker, connect: Connect) -> None:
     with pytest.raises(pika.exceptions.AMQPConnectionError):
         first.wait_for_confirms(PATIENCE)
     broker.release_confirms()
-    second = pipelined(connect, first, frame_max=4096)
+    second = pipelined(connect, first, frame_max=8192)
     second.wait_for_confirms(PATIENCE)
     assert bodies(broker)[-1] == bytes(range(256)) * 100
 
