@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import ssl
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
@@ -36,6 +38,7 @@ from qflow_client.broker import hash_password as hash_of
 from qflow_client.cli.config import Config, read_config
 from qflow_client.cli.errors import CommandError, ExitCode
 from qflow_client.cli.passwords import USERS, broker_users, warn_of_option
+from qflow_client.cli.resident import ALARM, ResidentWatch, resident_size
 from qflow_client.cli.stopping import Stopped, Stopping
 from qflow_client.cli.warned import warnings_shown
 from qflow_client.redaction import printable
@@ -55,6 +58,10 @@ _OTHER_FILES = 100
 
 # Seconds between two pictures.
 _PERIOD = 0.25
+# Seconds between two looks at the resident size.
+_LOOK = 1.0
+
+_log = logging.getLogger("qflow_client.broker.resident")
 
 
 def queue_table(queues: tuple[QueueSnapshot, ...], producers: int, flowed: int) -> Table:
@@ -430,6 +437,7 @@ def broker(
             except AmqpError as error:
                 where = "" if its_marks is marks_given or read.path is None else f"{read.path}: "
                 raise CommandError(f"{where}{error}", ExitCode.USAGE) from error
+        _watch_resident_size(running, stack)
         print(running.url, flush=True)
         if running.settings.http_port is not None:
             print(running.http_url, flush=True)
@@ -466,6 +474,32 @@ def _make(config: Config, given: Mapping[str, Any]) -> Broker:
         name = text.split(maxsplit=1)[0].partition("=")[0]
         where = f"{config.path}: " if name in config.settings and name not in given else ""
         raise CommandError(f"{where}{text}", ExitCode.USAGE) from error
+
+
+def _watch_resident_size(running: Broker, stack: ExitStack) -> None:
+    """Block publishers while the process takes much more than `memory_limit`, until the stack is left."""
+    limit, idle = running.settings.memory_limit, resident_size()
+    if not limit or idle is None:
+        return
+    watch, ended = ResidentWatch(idle, limit), threading.Event()
+
+    def look() -> None:
+        while not ended.wait(_LOOK):
+            resident = resident_size()
+            if resident is None or not watch.look(resident, running.memory.bytes):
+                continue
+            text = f"the process takes {resident} bytes of memory; it may take {watch.most}"
+            if watch.is_over:
+                running.raise_alarm(ALARM, text)
+            else:
+                running.clear_alarm(ALARM)
+            _log.warning("%s; clients are %s", text, "blocked" if watch.is_over else "no longer blocked for that")
+
+    thread = threading.Thread(target=look, name="qflow-resident", daemon=True)
+    thread.start()
+    # Before the broker ends, which takes no calls then.
+    stack.callback(thread.join)
+    stack.callback(ended.set)
 
 
 def _watch(running: Broker, console: Console) -> None:

@@ -1,0 +1,76 @@
+"""`qflow broker` watches its resident size."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from qflow_client import Producer
+from qflow_client.broker import Broker
+from qflow_client.cli import broker as command
+from qflow_client.cli.resident import ALARM, ResidentWatch, resident_size
+
+
+def test_E9_publishers_are_blocked_while_the_process_is_too_large_and_messages_explain_it() -> None:
+    watch = ResidentWatch(1000, 800)
+    assert watch.most == 1960
+    seen = []
+    for resident, counted in [
+        (1960, 800),
+        (1961, 400),
+        (1961, 401),
+        (1900, 401),
+        (1860, 401),
+        # What the allocator keeps would block them for ever.
+        (5000, 300),
+        (5000, 800),
+        (5000, 200),
+    ]:
+        changed = watch.look(resident, counted)
+        seen.append((changed, watch.is_over))
+    assert seen == [
+        (False, False),
+        (False, False),
+        (True, True),
+        (False, True),
+        (True, False),
+        (False, False),
+        (True, True),
+        (True, False),
+    ]
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="the system does not say")
+def test_the_resident_size_is_that_of_this_process() -> None:
+    before = resident_size()
+    assert before is not None
+    block = b"x" * (64 << 20)
+    after = resident_size()
+    assert after is not None
+    assert after - before > len(block) // 2
+
+
+def test_E9_the_alarm_comes_and_goes_with_the_size_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    size = 10 << 20
+    monkeypatch.setattr(command, "resident_size", lambda: size)
+    monkeypatch.setattr(command, "_LOOK", 0.01)
+    with Broker(memory_limit=1 << 20) as running, ExitStack() as stack:
+        command._watch_resident_size(running, stack)
+        running.declare_queue("q")
+        with Producer(running.url, routing_key="q") as producer:
+            producer.send_many([bytes(10_000)] * 80)
+            producer.flush()
+            assert not running.alarms
+            size = 12 << 20
+            running.wait_until(lambda broker: ALARM in broker.alarms)
+            assert "it may take 11744051" in running.alarms[ALARM]
+            size = 10 << 20
+            running.wait_until(lambda broker: not broker.alarms)
+
+
+def test_without_a_limit_nothing_is_watched() -> None:
+    with Broker() as running, ExitStack() as stack:
+        command._watch_resident_size(running, stack)
+        assert not stack.pop_all()._exit_callbacks  # type: ignore[attr-defined]
