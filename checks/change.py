@@ -166,7 +166,8 @@ def stages(folder: Path) -> Iterator[Stage]:
         {folder}/build/bin/twine check --strict {folder}/dist/*
         # What a registry shows has no link into the repository.
         {folder}/build/bin/python -m zipfile -e {folder}/dist/*.whl {folder}/unpacked
-        if grep -E '[]][(](docs/|examples/|[A-Z]+)' {folder}/unpacked/*.dist-info/METADATA; then exit 1; fi
+        cat {folder}/unpacked/*.dist-info/METADATA > {folder}/metadata
+        if grep -E '[]][(](docs/|examples/|[A-Z]+)' {folder}/metadata; then exit 1; fi
         {sys.executable} -m venv {folder}/wheel
         wheel=$(echo {folder}/dist/*.whl)
         {folder}/wheel/bin/pip install -q --no-compile "$wheel[broker,celery,cli,sqlalchemy]" opentelemetry-sdk pytest

@@ -2,7 +2,8 @@
 
     python -m checks.first_message
 
-It has to take less than 90 seconds: by the clock, or on a busy machine of processor time.
+It has to take less than 90 seconds by the clock. If the machine is busy before it begins, these are seconds of
+processor time, and it may take five times as long.
 
 RabbitMQ is there before the clock starts. It is a node of its own, on a port of its own: `QFLOW_URL` says which to the
 commands, and the program's URL is replaced.
@@ -75,6 +76,8 @@ def main() -> int:
     if shutil.which("git") is None:
         raise SystemExit("there is no git")
     commands, program = commands_and_program((ROOT / "README.md").read_text(encoding="utf-8"))
+    # What else runs makes the clock meaningless.
+    is_busy = os.getloadavg()[0] > (os.cpu_count() or 1)
     with RabbitMQNode() as node, tempfile.TemporaryDirectory() as name:
         clone = Path(name) / "clone"
         begun, before = time.monotonic(), resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -84,16 +87,18 @@ def main() -> int:
         (clone / "first.py").write_text(program.replace(_URL, node.url), encoding="utf-8")
         confirmed = run(". .venv/bin/activate && python first.py", clone, node.url)
         took = time.monotonic() - begun
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+        # Before the node ends, whose time would count.
+        used = resource.getrusage(resource.RUSAGE_CHILDREN)
     processor = used.ru_utime + used.ru_stime - before.ru_utime - before.ru_stime
     print(f"A first message was confirmed {first:.1f} s after git clone began, one of a program after {took:.1f} s.")
     print(f"The commands took {processor:.1f} s of processor time.")
     if "1 record confirmed" not in said or "confirmed" not in confirmed.splitlines():
         print("Not each of them says that its message is confirmed.")
         return 1
-    # On a busy machine the time by the clock is not that of the commands.
-    is_busy = os.getloadavg()[0] > (os.cpu_count() or 1)
-    return 0 if (processor if is_busy else took) < LIMIT else 1
+    is_in_time = processor < LIMIT and took < 5 * LIMIT if is_busy else took < LIMIT
+    if not is_in_time:
+        print(f"It may take {LIMIT:.0f} s.")
+    return 0 if is_in_time else 1
 
 
 if __name__ == "__main__":

@@ -126,8 +126,10 @@ PARTS: Final[Mapping[str, Part]] = {
             *(
                 _step(
                     f"seed {seed}",
-                    f"{_PYTHON} -m benchmarks.soak --minutes 10 --broker cluster --seed {seed} --history /tmp/history\n"
-                    f"{_PYTHON} -m benchmarks.soak.history /tmp/history",
+                    "history=$(mktemp)\n"
+                    f"{_PYTHON} -m benchmarks.soak --minutes 10 --broker cluster --seed {seed} --history $history\n"
+                    f"{_PYTHON} -m benchmarks.soak.history $history\n"
+                    "rm $history",
                 )
                 for seed in range(10)
             ),

@@ -11,10 +11,9 @@ from tests.effort import load_profile
 
 load_profile()
 
-# What is imported and collected stays until the end.
-gc.disable()
-
 if "PYTEST_XDIST_WORKER" in os.environ:
+    # Until all is collected: what is imported stays until the end.
+    gc.disable()
     # Coverage is of the tests' own processes, and costs nothing in the programs that they start.
     os.environ.pop("COVERAGE_PROCESS_CONFIG", None)
 

@@ -153,11 +153,12 @@ class Refusals:
 
     def next_over(self, now: float) -> list[float]:
         """Return when the first refused message besides the probe is given up; empty if none is, or none any more."""
-        # The first refused comes first.
+        # The first refused comes first. Of messages that are settled the time has passed, or does no harm.
         probe = 0 if self.probe is None else self.probe._number
-        first = next((at for number, at in self._first_refused.items() if number != probe), None)
-        at = math.inf if first is None else now + first + self._retry_for - self._clock(now)
-        return [at] if now < at < math.inf else []
+        clock = self._clock(now)
+        ends = (at + self._retry_for - clock for number, at in self._first_refused.items() if number != probe)
+        left = next((left for left in ends if left > 0.0), None)
+        return [] if left is None else [now + left]
 
     def forget_others(self, unsettled: Collection[int]) -> None:
         """Forget the refusals of all messages but those with these numbers."""

@@ -14,6 +14,7 @@ import pytest
 
 import qflow_client.aio_pika as drop_in
 from qflow_client.aio_pika.flow import ChannelFlow
+from tests.effort import EFFORT
 from tests.integration.parity import members, parameters, until_release
 from tests.integration.producer.tools import PATIENCE
 
@@ -135,9 +136,14 @@ class Wrapped:
 _WRAPPED = [name for name in SCENARIOS if name.startswith(("Channel__", "Exchange__publish"))]
 
 
-# What is wrapped differs in the connection alone, so each scenario has one of the two.
+# What is wrapped differs in the connection alone, so each scenario has one of the two, and at night both.
 @pytest.mark.parametrize(
-    ("name", "robust"), [pytest.param(name, bool(n % 2), id=name) for n, name in enumerate(_WRAPPED)]
+    ("name", "robust"),
+    [
+        pytest.param(name, robust, id=f"{name}-{'robust' if robust else 'plain'}")
+        for number, name in enumerate(_WRAPPED)
+        for robust in ((False, True) if EFFORT == "nightly" else (bool(number % 2),))
+    ],
 )
 def test_a_wrapped_connection_does_the_same_too(broker: Any, name: str, robust: bool, run: Run) -> None:
     ours = run(outcome(Wrapped(), broker.url, name, robust=robust))

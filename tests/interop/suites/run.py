@@ -62,11 +62,13 @@ class Suite:
         client: whose it is, with the release.
         fetch: gets it, and returns its folder.
         run: runs it against a broker on a port of this machine.
+        least: how many of its tests pass on RabbitMQ at the least; with fewer, the suite itself does not run.
     """
 
     client: str
     fetch: Callable[[], Path]
     run: Callable[[Path, int], Outcomes]
+    least: int
 
 
 def _call(arguments: Sequence[str], folder: Path, limit: float, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -246,11 +248,11 @@ def _run_py_amqp(folder: Path, port: int) -> Outcomes:
     return run_pytest(folder, port, "t/integration", "-k", "not tls")
 
 
-SUITES: Final = {
-    "amqplib": Suite("amqplib 2.2.0", _fetch_amqplib, _run_amqplib),
-    "amqp091-go": Suite("amqp091-go 1.10.0", _fetch_amqp091_go, _run_amqp091_go),
-    "aio-pika": Suite("aio-pika 10.2.1", fetch_aio_pika, _run_aio_pika),
-    "py-amqp": Suite("py-amqp 5.4.2", lambda: fetch_sdist("py_amqp", "amqp"), _run_py_amqp),
+SUITES: Final[dict[str, Suite]] = {
+    "amqplib": Suite("amqplib 2.2.0", _fetch_amqplib, _run_amqplib, 330),
+    "amqp091-go": Suite("amqp091-go 1.10.0", _fetch_amqp091_go, _run_amqp091_go, 125),
+    "aio-pika": Suite("aio-pika 10.2.1", fetch_aio_pika, _run_aio_pika, 300),
+    "py-amqp": Suite("py-amqp 5.4.2", lambda: fetch_sdist("py_amqp", "amqp"), _run_py_amqp, 45),
 }
 
 
@@ -267,7 +269,7 @@ def _qflow_broker() -> Iterator[int]:
 
 
 def differences(name: str, rabbitmq: Outcomes, ours: Outcomes) -> list[str]:
-    """What has to be explained: tests that pass on RabbitMQ only, and exceptions that are none.
+    """Return what has to be explained: tests that pass on RabbitMQ only, exceptions that are none, and too few tests.
 
     Args:
         name: of the suite.
@@ -275,10 +277,14 @@ def differences(name: str, rabbitmq: Outcomes, ours: Outcomes) -> list[str]:
         ours: the outcomes on the broker here.
     """
     known = DIFFERENT.get(name, {})
-    failed = {test for test, passed in rabbitmq.items() if passed and not ours.get(test, False)}
-    return [f"passes on RabbitMQ and not here: {test}" for test in sorted(failed - known.keys())] + [
-        f"is in DIFFERENT and passes here: {test}" for test in sorted(known.keys() - failed) if ours.get(test)
-    ]
+    passed = {test for test, has_passed in rabbitmq.items() if has_passed}
+    failed = {test for test in passed if not ours.get(test, False)}
+    found = [f"passes on RabbitMQ and not here: {test}" for test in sorted(failed - known.keys())]
+    found += [f"is in DIFFERENT and passes here: {test}" for test in sorted(known.keys() - failed) if ours.get(test)]
+    found += [f"is in DIFFERENT and is no test: {test}" for test in sorted(known.keys() - rabbitmq.keys())]
+    if len(passed) < SUITES[name].least:
+        found.append(f"{len(passed)} tests pass on RabbitMQ, of at least {SUITES[name].least}: did the suite run?")
+    return found
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -28,12 +29,15 @@ def test_what_passes_on_rabbitmq_only_is_told_and_so_is_an_exception_that_is_non
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(run.DIFFERENT, "amqplib", {"known": "row", "mended": "row", "gone": "row"})
+    monkeypatch.setitem(run.SUITES, "amqplib", replace(SUITES["amqplib"], least=6))
     rabbitmq = {"passes": True, "fails": False, "known": True, "mended": True, "lost": True, "new": True}
     ours = {"passes": True, "fails": False, "known": False, "mended": True, "lost": False}
     assert differences("amqplib", rabbitmq, ours) == [
         "passes on RabbitMQ and not here: lost",
         "passes on RabbitMQ and not here: new",
         "is in DIFFERENT and passes here: mended",
+        "is in DIFFERENT and is no test: gone",
+        "5 tests pass on RabbitMQ, of at least 6: did the suite run?",
     ]
 
 

@@ -733,16 +733,18 @@ def test_a_probe_that_is_refused_and_too_large_for_the_mark_does_not_mean_that_t
 
 def test_a_message_is_given_up_in_time_though_the_probe_has_no_answer() -> None:
     protocol = patient(retry_for=10.0)
-    probe, other = send(protocol), send(protocol)
+    receipts = [send(protocol) for _ in range(3)]
     drain(protocol)
-    protocol.on_nack(1, False, 0.0)
-    protocol.on_nack(2, False, 2.0)
+    for tag, now in ((1, 0.0), (2, 2.0), (3, 4.0)):
+        protocol.on_nack(tag, False, now)
     protocol.on_timer(5.0)
     drain(protocol, 5.0)
     assert protocol.next_timer(5.0) == 12.0
     protocol.on_timer(12.0)
-    assert (probe.outcome, other.outcome) == (None, Outcome.NACKED)
-    assert protocol.next_timer(12.0) is None
+    assert protocol.next_timer(12.0) == 14.0
+    protocol.on_timer(14.0)
+    assert protocol.next_timer(14.0) is None
+    assert [each.outcome for each in receipts] == [None, Outcome.NACKED, Outcome.NACKED]
 
 
 def test_no_timer_is_due_while_a_suspect_waits_for_the_answers_of_others() -> None:
