@@ -1,4 +1,4 @@
-"""A consumer of aio-pika's and a producer on one connection; the broker stops the producer, and acks go on."""
+"""A consumer of aio-pika and a producer share one connection. The broker stops the producer, and acks continue."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ async def main(url: str) -> None:
 
             async def on_order(message) -> None:
                 nonlocal seen
-                # Waits while the queue of invoices is too full. Nothing else on the connection does.
+                # Only this call waits while the queue of invoices is too full. The rest of the connection continues.
                 await producer.send(b"invoice for " + message.body, timeout=60)
                 await message.ack()
                 seen += 1
@@ -35,7 +35,7 @@ async def main(url: str) -> None:
             watching = asyncio.create_task(watch())
             await orders.consume(on_order)
             invoices = await channel.get_queue("invoices")
-            # Whoever takes the invoices comes late.
+            # The consumer of the invoices comes late.
             await asyncio.wait_for(stopped.wait(), 60)
             taken = 0
             while taken < 500:
@@ -49,7 +49,7 @@ async def main(url: str) -> None:
         print(seen, "orders,", taken, "invoices")
 
 
-# It takes a queue that stops its producers early, so this one always brings its own broker.
+# This example needs a queue that stops its producers early, so it always starts its own broker.
 with Broker() as broker:
     broker.declare_queue("orders")
     broker.declare_queue("invoices", arguments={"qpid.flow_stop_count": 50, "qpid.flow_resume_count": 10})

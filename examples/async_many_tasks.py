@@ -1,4 +1,4 @@
-"""A thousand tasks share one producer; each awaits what became of its own messages."""
+"""A thousand tasks share one producer. Each task awaits the outcomes of its own messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The capacities of the producers bound how far a queue goes past its stop threshold: 100 + 50 + 15 is 165 (C6)."""
+"""The capacities of the producers limit the depth of a queue beyond its stop threshold: 100 + 50 + 15 is 165 (C6)."""
 
 from __future__ import annotations
 
@@ -9,18 +9,19 @@ from qflow_client.broker import Broker
 
 STOP, RESUME, CAPACITIES = 100, 70, (50, 15)
 
-# It looks into the queue, so this one always brings its own broker. Here the queue holds producers by their confirms.
+# This example reads the depth of the queue, so it always starts its own broker. The queue holds producers by late
+# confirms.
 with Broker(enforcement="completion") as broker:
     broker.declare_queue("orders", arguments={"qpid.flow_stop_count": STOP, "qpid.flow_resume_count": RESUME})
     producers = [Producer(broker.url, routing_key="orders", capacity=capacity) for capacity in CAPACITIES]
 
     def publish_until_held(producer: Producer) -> None:
-        """Nobody consumes, so every producer has its whole capacity in the queue before long."""
+        """Publish until a send waits for 0.5 s. Without a consumer the queue soon has the whole capacity."""
         while True:
             try:
                 producer.send(b"x", timeout=0.5)
             except FlowControlTimeout as error:
-                # A line in one piece: the other thread prints, too.
+                # Print the line in one call, because the other thread prints, too.
                 print(f"capacity {producer.capacity}: {error}\n", end="")
                 return
 
@@ -37,7 +38,7 @@ with Broker(enforcement="completion") as broker:
     assert queue.peak_depth == worst
     assert [producer.unsettled for producer in producers] == list(CAPACITIES)
 
-    # Room in the queue is room in the windows.
+    # When the queue has room, the windows have room.
     broker.purge("orders")
     for producer in producers:
         producer.flush(timeout=10)

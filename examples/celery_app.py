@@ -1,6 +1,6 @@
-"""A Celery application under flow control: ``qflow://`` in the broker's URL, and nothing else.
+"""A Celery application under flow control. Only the broker's URL changes, to ``qflow://``.
 
-It runs against a broker of its own, which stops the producer once the queue is full.
+The example starts its own broker, which stops the producer when the queue is full.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ with Broker() as broker:
 
     @app.task(name="shop.ship")
     def ship(number: int) -> None:
-        """A worker would run it: ``celery -A celery_app worker``."""
+        """Run by a worker: ``celery -A celery_app worker``."""
 
     sent = 0
     try:
@@ -29,12 +29,12 @@ with Broker() as broker:
             ship.apply_async((sent,), queue="orders")
             sent += 1
     except OperationalError as error:
-        # Not sent, and never will be. A ConfirmTimeout would mean that nobody knows.
+        # The task was not sent and will not be sent. A ConfirmTimeout would mean that the outcome is unknown.
         if not isinstance(error.__cause__, FlowControlTimeout):
             raise
         print(f"after {sent} tasks: {error.__cause__}")
 
-    # A worker takes them, and the calls go on.
+    # When a worker takes the tasks, calls continue.
     broker.wait_until(lambda broker: broker.queue("orders").depth == sent)
     broker.purge("orders")
     ship.apply_async((sent,), queue="orders")

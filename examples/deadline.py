@@ -1,4 +1,4 @@
-"""Wait for a broker that says stop, but not for ever: what gave up was not sent, and never will be."""
+"""Wait with a deadline for a broker that says stop. After the deadline the message is not sent, and never will be."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import time
 from qflow_client import FlowControlTimeout, Producer, ProducerFlowed
 from qflow_client.broker import Broker
 
-# It takes a broker that can be told to stop its producers, so this one always brings its own.
+# This example makes the broker stop its producers, so it always starts its own broker.
 with Broker() as broker:
     broker.declare_queue("orders")
     with Producer(broker.url, routing_key="orders") as producer:
         producer.send(b"before").result(timeout=10)
         events = producer.flow_events()
         broker.flow(False)
-        # The producer is flowed once it has read the broker's Channel.Flow.
+        # The producer is blocked (flowed) when it has read the broker's Channel.Flow.
         assert next(events).flowed
 
         began = time.monotonic()
@@ -25,10 +25,10 @@ with Broker() as broker:
             timeout = error
         print(timeout)
         assert time.monotonic() - began >= 0.5
-        # It was not sent, so it can be given to somebody else.
+        # The message was not sent, so the program may send it in another way.
         assert timeout.message == b"late"
 
-        # Not willing to wait at all.
+        # This call does not wait.
         try:
             producer.send_nowait(b"not now")
             raise AssertionError("sent although the broker said stop")

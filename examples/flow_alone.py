@@ -1,4 +1,4 @@
-"""Flow control with no broker at all: threads that hand over to each other, and a sensor that cannot wait."""
+"""Flow control without a broker: threads that exchange items, and a sensor that cannot wait."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from qflow_client.flow import (
 
 
 class Place(Ticket):
-    """A ticket that carries its item, and tells the thread that waits with it."""
+    """A ticket with its item. `entered` shows the waiting thread that the item is in the inbox."""
 
     def __init__(self, item: str) -> None:
         super().__init__(size=1, source=item)
@@ -27,7 +27,7 @@ class Place(Ticket):
 
 
 class Inbox:
-    """A bounded queue for threads. The controller decides; the lock, the clock and the items are ours."""
+    """A bounded queue for threads. The controller decides. The inbox has the lock, the clock and the items."""
 
     def __init__(self, name: str, capacity: int, weights: dict[str, float]) -> None:
         self.name = name
@@ -55,7 +55,7 @@ class Inbox:
             return item
 
     def let_in(self) -> None:
-        """Whoever changes anything asks whose turn it is."""
+        """Admit the next items. Called after every change of the controller."""
         while (place := self.controller.grant(time.monotonic())) is not None:
             assert isinstance(place, Place)
             place.entered = True
@@ -63,7 +63,7 @@ class Inbox:
         self.deepest = max(self.deepest, len(self.items))
         self.changed.notify_all()
 
-    # What a manager calls.
+    # A manager calls these methods.
 
     def hold(self, kind: str, *, source: str, detail: str) -> None:
         with self.changed:
@@ -102,7 +102,7 @@ assert (first["gold"], rest["gold"], inbox.deepest) == (15, 5, 3)
 
 
 class Sensor(FlowSource):
-    """It cannot keep what it has measured, so it is told to measure less."""
+    """A sensor that cannot store its readings. While it is blocked it does not measure."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -112,7 +112,7 @@ class Sensor(FlowSource):
         self.stops += 1
 
 
-# Time is what the caller says it is, here ten seconds that take none.
+# The caller passes the time. So these ten seconds pass at once.
 sensor, entrance = Sensor("thermometer"), FlowController(RateLimiter(10, burst=5))
 now = 0.0
 while now <= 10.0:

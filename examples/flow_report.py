@@ -1,4 +1,4 @@
-"""Log who is held and why, report on it, and follow the advice: the queue stays within a maximum, and nobody waits."""
+"""Log holds and their reasons, and follow the advice of the report: the queue keeps to a maximum, and no send waits."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from qflow_client import FlowLog, Producer
 from qflow_client.broker import Broker
 from qflow_client.report import FlowReport, flow_report
 
-# The most messages that the queue may ever have.
+# The maximum depth of the queue.
 MAXIMUM = 500
 BURST, BURSTS, RATE = 150, 4, 500.0
 
 
 def consume(url: str, count: int) -> None:
-    """Take messages, not faster than `RATE`."""
+    """Take `count` messages, not faster than `RATE`."""
     with pika.BlockingConnection(pika.URLParameters(url)) as connection:
         channel = connection.channel()
         while count:
@@ -30,7 +30,7 @@ def consume(url: str, count: int) -> None:
 
 
 def work(folder: Path, stop: int, resume: int, capacities: Mapping[str, int]) -> FlowReport:
-    """Two producers send bursts, faster than the consumer; the broker and both write a flow log."""
+    """Two producers send bursts, faster than the consumer. The broker and both producers write a flow log."""
     with FlowLog(folder, period=0.1) as log, Broker(flow_log=log) as broker:
         marks = {"qpid.flow_stop_count": stop, "qpid.flow_resume_count": resume}
         broker.declare_queue("orders", arguments=marks)
@@ -54,13 +54,13 @@ def work(folder: Path, stop: int, resume: int, capacities: Mapping[str, int]) ->
 
 
 def held(report: FlowReport) -> float:
-    """Seconds that the broker held its publishers."""
+    """Return the seconds for which the broker held its publishers."""
     rows = report.tables["holds"]
     return float(sum(row["seconds"] for row in rows if row["origin"] == "broker" and row["reason"] == "channel_flow"))
 
 
 with tempfile.TemporaryDirectory() as temporary:
-    # With a file as argument the page of the first run's report is written there.
+    # If the argument names a file, the page of the first report is written there.
     before = work(Path(temporary, "before"), 20, 5, {"north": 100, "south": 100})
     if len(sys.argv) > 1:
         Path(sys.argv[1]).write_text(before.page(), encoding="utf-8")

@@ -1,6 +1,6 @@
 """Use case 1 of QPID-942 (D6): a consumer comes late, lags behind its producer, goes away, and comes back.
 
-Run twice, without marks on the queue and with them. Draws the queue's depth; an argument says into which file.
+It runs twice: without marks on the queue, and with marks. It draws the queue's depth. An argument names the file.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from qflow_client.testing.depth import DepthPanel, DepthRecorder, draw_depth
 
 ORDERS, STOP, RESUME, CAPACITY = 500, 100, 60, 30
 HIGHEST = STOP + CAPACITY
-# Seconds that the consumer needs for an order, and for which it is away.
+# In seconds: the time that the consumer needs for an order, and the time for which it is away.
 HANDLING, AWAY = 0.002, 0.4
 
 
@@ -30,7 +30,7 @@ def publish(url: str) -> None:
 
 
 def consume(url: str, count: int) -> None:
-    """Handle so many orders and leave; what was delivered beyond them goes back to the queue."""
+    """Handle `count` orders and disconnect. Further orders that were delivered return to the queue."""
     with pika.BlockingConnection(pika.URLParameters(url)) as connection:
         channel = connection.channel()
         channel.basic_qos(prefetch_count=10)
@@ -49,7 +49,7 @@ def run(arguments: dict[str, object]) -> DepthRecorder:
         with DepthRecorder(broker, "orders") as recorder:
             producing = threading.Thread(target=publish, args=(broker.url,))
             producing.start()
-            # It comes late: the producer has sent everything, or is held.
+            # The consumer comes late, when the producer has sent everything or is held.
             broker.wait_until(
                 lambda b: b.queue("orders").flow_stopped or b.queue("orders").published == ORDERS, timeout=60
             )

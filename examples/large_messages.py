@@ -1,6 +1,7 @@
-"""Use case 3 of QPID-942 (D6): large messages that nobody can process, bounded in bytes until they are taken away.
+"""Use case 3 of QPID-942 (D6): large messages that no consumer can process. Their bytes are limited until a purge.
 
-Run twice, without a capacity of the queue and with one. Draws the queue's body bytes; an argument says into which file.
+It runs twice: without a capacity of the queue, and with one. It draws the queue's body bytes. An argument names the
+file.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from qflow_client.testing.depth import DepthPanel, DepthRecorder, draw_depth
 IMAGES, SIZE = 40, 100_000
 QUEUE_CAPACITY, RESUME, CAPACITY_BYTES = 1_000_000, 500_000, 300_000
 HIGHEST = QUEUE_CAPACITY + CAPACITY_BYTES
-# Seconds of a vain attempt, and after which an operator takes away what stands still.
+# In seconds: the time of a failed attempt, and the time after which an operator purges the queue.
 ATTEMPT, OPERATOR = 0.02, 0.3
 
 
@@ -53,9 +54,9 @@ def run(arguments: dict[str, object]) -> DepthRecorder:
         with DepthRecorder(broker, "images") as recorder:
             for thread in threads:
                 thread.start()
-            # One stays with the consumer.
+            # One message stays with the consumer.
             while broker.queue("images").published < IMAGES or broker.queue("images").depth > 1:
-                # Nothing moves any more, but for the attempts: the producer has sent everything, or is held.
+                # Wait until the producer has sent everything or is held. Only the failed attempts continue.
                 broker.wait_until(
                     lambda b: b.queue("images").flow_stopped or b.queue("images").published == IMAGES, timeout=60
                 )

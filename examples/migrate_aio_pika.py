@@ -1,4 +1,4 @@
-"""A program that publishes with aio-pika, and the same one with the import changed, when the broker says stop."""
+"""A program that publishes with aio-pika, and the same program with a changed import, when the broker says stop."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ COUNT = 300
 
 
 async def program(aio_pika: Any, url: str, queue: str) -> None:
-    """Publishes more than the queue is to hold. Nothing in it knows of flow control."""
+    """Publish more messages than the queue should have. The program has no code for flow control."""
     async with await aio_pika.connect_robust(url) as connection:
         channel = await connection.channel(publisher_confirms=False)
         for number in range(COUNT):
@@ -28,7 +28,7 @@ async def main(broker: Broker) -> None:
     await broker.wait_until_async(lambda broker: broker.queue("before").depth == COUNT)
     print(f"aio-pika: {COUNT} messages in a queue that said stop after 50")
 
-    # The import is what changes. How long to wait may be said in the URL.
+    # Only the import changes. The URL may set the time to wait.
     try:
         await program(qflow_client.aio_pika, f"{broker.url}?max_producer_flow_control_wait=0.5", "impatient")
         raise AssertionError("published although the broker said stop")
@@ -36,10 +36,10 @@ async def main(broker: Broker) -> None:
         print("nobody consumes:", error)
     assert 50 < broker.queue("impatient").depth < COUNT
 
-    # With a consumer it waits, and goes on.
+    # With a consumer the program waits and then continues.
     publishing = asyncio.create_task(program(qflow_client.aio_pika, broker.url, "patient"))
     taken: list[bytes] = []
-    # It comes late.
+    # The consumer comes late.
     await broker.wait_until_async(lambda broker: broker.queue("patient").flow_stopped, timeout=60)
     async with asyncio.timeout(60), await qflow_client.aio_pika.connect(broker.url) as connection:
         channel = await connection.channel()

@@ -1,4 +1,4 @@
-"""A program that publishes with pika, and the same one with the import changed, when the broker says stop."""
+"""A program that publishes with pika, and the same program with a changed import, when the broker says stop."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ COUNT = 300
 
 
 def program(pika: Any, parameters: Any, queue: str) -> None:
-    """Publishes more than the queue is to hold. Nothing in it knows of flow control."""
+    """Publish more messages than the queue should have. The program has no code for flow control."""
     with pika.BlockingConnection(parameters) as connection:
         channel = connection.channel()
         for number in range(COUNT):
@@ -32,7 +32,7 @@ with Broker() as broker:
     broker.wait_until(lambda broker: broker.queue("before").depth == COUNT)
     print(f"pika: {COUNT} messages in a queue that said stop after 50")
 
-    # The import is what changes. How long to wait may be said in the URL.
+    # Only the import changes. The URL may set the time to wait.
     url = f"{broker.url}?max_producer_flow_control_wait=0.5"
     try:
         program(qflow_client.pika, qflow_client.pika.URLParameters(url), "impatient")
@@ -42,11 +42,11 @@ with Broker() as broker:
     depth = broker.queue("impatient").depth
     assert 50 < depth < COUNT
 
-    # With a consumer it waits, and goes on.
+    # With a consumer the program waits and then continues.
     taken: list[bytes] = []
 
     def consume() -> None:
-        # It comes late.
+        # The consumer comes late.
         broker.wait_until(lambda broker: broker.queue("patient").flow_stopped, timeout=60)
         while len(taken) < COUNT:
             time.sleep(0.002)

@@ -1,4 +1,4 @@
-"""A process is killed with -9 while the broker says stop: what it had sent is on disk, and the next one sends it."""
+"""A process is killed with -9 while its producer is held. Its messages are on disk, and the next process sends them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ with Broker() as broker, tempfile.TemporaryDirectory() as folder:
     print("in the outbox of the dead process:", len(Outbox.look(path, limit=2000)))
 
     with Producer(broker.url, routing_key="orders", outbox=path) as producer:
-        # It waits for those before it.
+        # The outbox sends the earlier messages first.
         producer.send("order 1000")
         producer.flush(timeout=30)
         print("in the outbox now:", producer.stored)

@@ -1,4 +1,4 @@
-"""An order and its message are one transaction: published if it commits, and only then."""
+"""An order and its message are in one transaction. The message is published only if the transaction commits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stop every producer of the process, whoever made it, and start them again."""
+"""Stop every producer of the process, and start them again."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ with ExitStack() as stack:
     stopped = flow_manager.stop_all("stocktaking")
     print(f"{stopped} producers are stopped")
     assert stopped == len(producers)
-    # One that comes later is stopped at once.
+    # A producer that is made later is stopped at once.
     producers.append(stack.enter_context(Producer(url, routing_key="orders", name="till 3")))
     for producer in producers:
         try:

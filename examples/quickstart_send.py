@@ -1,4 +1,4 @@
-"""Send messages, and know what became of each."""
+"""Send messages, and read the outcome of each."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ with ExitStack() as stack:
         url = broker.url
 
     with Producer(url, routing_key="orders") as producer:
-        # A receipt comes as soon as the message is admitted; the broker's answer comes later.
+        # `send` returns a receipt when the message is admitted. The broker's answer comes later.
         receipt = producer.send(b"a plain body")
         print("the broker says:", receipt.result(timeout=10))
         assert receipt.outcome is Outcome.CONFIRMED
@@ -28,7 +28,7 @@ with ExitStack() as stack:
         print(sum(receipt.delivered for receipt in receipts), "of", len(receipts), "confirmed")
         assert all(receipt.delivered for receipt in receipts)
 
-        # What no queue takes comes back, and is not lost in silence.
+        # The broker returns a message that no queue takes.
         lost = producer.send(b"to nobody", routing_key="no-such-queue")
         try:
             lost.result(timeout=10)

@@ -1,4 +1,4 @@
-"""Be told when the broker says stop, why, and for how long."""
+"""Get an event when the broker stops the producer, with the reason and the duration."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import threading
 from qflow_client import FlowEvent, FlowEventKind, Producer
 from qflow_client.broker import Broker
 
-# It takes a broker that can be told to stop its producers, so this one always brings its own.
+# This example makes the broker stop its producers, so it always starts its own broker.
 with Broker() as broker:
     broker.declare_queue("orders")
     with Producer(broker.url, routing_key="orders", name="till 7") as producer:
@@ -15,7 +15,7 @@ with Broker() as broker:
         flowed, unflowed = threading.Event(), threading.Event()
 
         def on_flow(event: FlowEvent) -> None:
-            """Called in order, on a thread of the producer's; it may call any method of the producer."""
+            """Called in order, on a thread of the producer. It may call any method of the producer."""
             print(event)
             events.append(event)
             if event.kind is FlowEventKind.FLOWED:
@@ -28,7 +28,7 @@ with Broker() as broker:
 
         broker.flow(False)
         assert flowed.wait(timeout=10)
-        # This one waits until the broker lets it go.
+        # This send waits until the broker says go.
         threading.Timer(0.3, broker.flow, args=(True,)).start()
         producer.send(b"second", timeout=10)
         assert unflowed.wait(timeout=10)

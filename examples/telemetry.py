@@ -12,7 +12,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from qflow_client import FlowControlTimeout, Producer
 from qflow_client.broker import Broker
 
-# Your application has exporters here, to wherever you look at metrics and traces.
+# Your application has exporters here, to its systems for metrics and traces.
 reader = InMemoryMetricReader()
 metrics.set_meter_provider(MeterProvider(metric_readers=[reader]))
 finished = InMemorySpanExporter()
@@ -22,7 +22,7 @@ trace.set_tracer_provider(tracing)
 
 
 def collect() -> dict[str, float]:
-    """The sum of each metric."""
+    """Return the sum of each metric."""
     data = reader.get_metrics_data()
     assert data is not None
     return {
@@ -39,7 +39,7 @@ with Broker() as broker:
         with trace.get_tracer("shop").start_as_current_span("a customer orders"):
             producer.send(b"three apples").result(timeout=10)
 
-        # The broker says stop, and a send does not want to wait for long.
+        # The broker says stop. A send waits for 0.2 s at most.
         broker.flow(False)
         try:
             while True:
@@ -55,7 +55,7 @@ with Broker() as broker:
         assert measured["qflow.producer.flowed.time"] > 0
         broker.flow(True)
 
-    # The message bears the context of its span, which is a child of the customer's.
+    # The headers have the context of the message's span. That span is a child of the customer's span.
     headers = broker.messages("orders")[0].properties.headers
     print(headers)
     assert headers is not None

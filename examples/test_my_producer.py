@@ -1,4 +1,4 @@
-"""How to test your own producer with the pytest plugin: `pytest examples/test_my_producer.py`."""
+"""Test your own producer with the pytest plugin: `pytest examples/test_my_producer.py`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from qflow_client.broker import Broker
 
 
 class OrderSender:
-    """The program under test: sends orders, and keeps for later what could not be sent."""
+    """The program under test. It sends orders, and keeps orders that it could not send."""
 
     def __init__(self, url: str, patience: float) -> None:
         self.producer = Producer(
@@ -78,6 +78,6 @@ def test_a_full_queue_confirms_late(qflow_broker: Broker) -> None:
 
 
 if __name__ == "__main__":
-    # Without this repository's own configuration of pytest, which asks for more than pytest.
+    # Ignore the pytest configuration of this repository, because it needs further packages.
     options = ["-q", "-c", os.devnull, "-p", "no:cacheprovider", "--import-mode=importlib"]
     sys.exit(subprocess.call([sys.executable, "-m", "pytest", *options, __file__]))

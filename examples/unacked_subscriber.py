@@ -1,6 +1,6 @@
-"""Use case 2 of QPID-942 (D6): of two subscribers one never acks. It is bounded, and the other gets everything (D10).
+"""Use case 2 of QPID-942 (D6): one of two subscribers never acks. Its queue is limited. The other gets all news (D10).
 
-Run twice, without a policy and with one. Draws the depth of the queue that is not acked; an argument says into which
+It runs twice: without a policy, and with one. It draws the depth of the queue that is not acked. An argument names the
 file.
 """
 
@@ -19,7 +19,7 @@ from qflow_client.testing.depth import DepthPanel, DepthRecorder, draw_depth
 
 NEWS, STOP, RESUME, CAPACITY = 500, 100, 60, 30
 HIGHEST = STOP + CAPACITY
-# Seconds for which a queue may hold the producers of everybody; then it drops its oldest messages instead.
+# Seconds for which a queue may hold all producers. After that it drops its oldest messages.
 PATIENCE = 0.5
 
 POLICY = Policy(
@@ -31,7 +31,7 @@ POLICY = Policy(
 
 
 def subscribe(url: str, queue: str, *, acks: bool, count: int) -> None:
-    """Take so many messages."""
+    """Take `count` messages."""
     with pika.BlockingConnection(pika.URLParameters(url)) as connection:
         channel = connection.channel()
         for method, _, _ in channel.consume(queue):

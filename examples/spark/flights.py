@@ -1,4 +1,4 @@
-"""The 336,776 flights that left New York in 2013, from Parquet to a queue and back."""
+"""Send the 336,776 flights that left New York in 2013 from Parquet to a queue, and read them back."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pyspark.sql import functions as sf
 from qflow_client.broker import Broker
 from qflow_client.spark import check_java, register
 
-# As many flights as the first argument says; all of them without.
+# The first argument is the number of flights. The default is all flights.
 COUNT = int(sys.argv[1]) if len(sys.argv) > 1 else 336_776
 
 check_java()
@@ -35,7 +35,7 @@ with tempfile.TemporaryDirectory() as folder, Broker() as broker:
     spark.sparkContext.setLogLevel("ERROR")
     register(spark)
 
-    # Each flight becomes a JSON object; `save` returns when the broker has confirmed all of them.
+    # Each flight becomes a JSON object. `save` returns when the broker has confirmed all flights.
     flights = spark.read.parquet(parquet)
     flights.write.format("amqp").mode("append").options(
         url=broker.url, routingKey="flights", bodyFormat="json", capacity=4000, summaryPath=f"{folder}/summary.jsonl"
@@ -43,7 +43,7 @@ with tempfile.TemporaryDirectory() as folder, Broker() as broker:
     print(Path(folder, "summary.jsonl").read_text().strip())
     assert broker.queue("flights").depth == COUNT
 
-    # Back again. The messages are in the spool now, and acknowledged.
+    # Read them back. The read stores the messages in the spool, and then acknowledges them.
     messages = spark.read.format("amqp").options(url=broker.url, queue="flights", spoolPath=f"{folder}/spool").load()
     returned = messages.select(sf.from_json(sf.col("body").cast("string"), flights.schema).alias("flight")).select(
         "flight.*"

@@ -1,4 +1,4 @@
-"""A streaming job that is faster than the consumer of its queue waits, and the queue stays within its bound (C6)."""
+"""A streaming job is faster than the consumer of its queue. The job waits, and the queue keeps to its limit (C6)."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ with tempfile.TemporaryDirectory() as folder, Broker() as broker:
     repeats = 0
 
     def consume() -> None:
-        """Come late, then take 1,500 messages a second, each of them once: what has a known message id is dropped."""
+        """Start late, and take 1,500 messages a second. Count a message with a known message id as a repeat."""
         global repeats
         broker.wait_until(lambda b: b.queue("events").flow_stopped, timeout=600)
         with pika.BlockingConnection(pika.URLParameters(broker.url)) as connection:
@@ -52,8 +52,8 @@ with tempfile.TemporaryDirectory() as folder, Broker() as broker:
     spark.sparkContext.setLogLevel("ERROR")
     register(spark)
 
-    # Files, of which each batch takes one, and whose rows come in the same order each time: so a message id by position
-    # is the same if a batch is sent again.
+    # Each batch takes one file, and the rows of a file always have the same order. So if a batch is sent again, its
+    # messages have the same ids, because the ids are made from the position.
     lines = Path(folder, "lines")
     lines.mkdir()
     for file in range(BATCHES):
