@@ -167,6 +167,8 @@ class Broker(CoreBroker):
         """Take note that answers of the HTTP API take so many bytes more in memory."""
         if self._journal is not None:
             self._journal.answers += change
+            # Publishers may have to wait for that, or may go on.
+            self._server.touch()
 
     def has_queue(self, name: str) -> bool:
         """Whether there is a queue of that name."""

@@ -56,6 +56,8 @@ class Operation:
         problems: with which else, beside those that any operation may have.
         is_public: whether it needs no token.
         lasts: whether what it does may have to be on disk before it is answered, which may not be to be had (503).
+        is_large: whether the answer is the longer the more the broker has. Such answers are made one at a time, and may
+            find no room beside others (503).
         parameters: checks those of path and query.
         body: checks the body; ``None`` if there is none.
         takes: the type of the body.
@@ -73,6 +75,7 @@ class Operation:
     problems: tuple[int, ...]
     is_public: bool
     lasts: bool
+    is_large: bool
     parameters: type[BaseModel]
     body: TypeAdapter[Any] | None
     takes: Any
@@ -180,8 +183,13 @@ class Api:
         problems: Sequence[int] = (),
         is_public: bool = False,
         lasts: bool = False,
+        is_large: bool = False,
     ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-        """Define an operation by the function that does it; see `Operation`. `each` is of what it gives a list."""
+        """Define an operation by the function that does it; see `Operation`.
+
+        `each` is of what it gives a list, which is a large answer.
+        """
+        is_large = is_large or each is not None
         if each is not None:
             answer = types.GenericAlias(list, (each,))
 
@@ -213,6 +221,7 @@ class Api:
                     problems=tuple(problems),
                     is_public=is_public,
                     lasts=lasts,
+                    is_large=is_large,
                     parameters=create_model(handler.__name__, __config__=ConfigDict(extra="forbid"), **parameters),
                     body=body,
                     takes=hints.get("body"),
@@ -309,7 +318,7 @@ class Api:
                 "content": {JSON: {"schema": schemas[operation.name, "body"]}},
             }
             problems |= {HTTPStatus.REQUEST_ENTITY_TOO_LARGE, HTTPStatus.UNSUPPORTED_MEDIA_TYPE}
-        if operation.lasts:
+        if operation.lasts or operation.is_large:
             problems.add(HTTPStatus.SERVICE_UNAVAILABLE)
         if has_token and not operation.is_public:
             told["security"] = [{"token": []}]

@@ -139,7 +139,7 @@ async def counters(broker: Broker, turns: Turns) -> Counters:
     )
 
 
-@api.operation("GET", "/api/flow-states", "flow control", answer=FlowStates)
+@api.operation("GET", "/api/flow-states", "flow control", answer=FlowStates, is_large=True)
 def flow_states(broker: Broker) -> dict[str, Any]:
     """Queues with their flow states, and the channels that each of them holds."""
 
@@ -171,7 +171,7 @@ def events(
     return EventsRequest(period)
 
 
-@api.operation("GET", "/metrics", "broker", answer=str, media_types=(PROMETHEUS, OPEN_METRICS))
+@api.operation("GET", "/metrics", "broker", answer=str, media_types=(PROMETHEUS, OPEN_METRICS), is_large=True)
 async def metrics(broker: Broker, turns: Turns, media_type: MediaType) -> bytearray:
     """Metrics for Prometheus, in its text format or as OpenMetrics, whichever the client prefers (`Accept`)."""
     return await metrics_text(broker, turns, media_type)
@@ -450,7 +450,7 @@ async def unbind(
 # Definitions.
 
 
-@api.operation("GET", "/api/definitions", "definitions", answer=DefinitionsDocument)
+@api.operation("GET", "/api/definitions", "definitions", answer=DefinitionsDocument, is_large=True)
 async def export_definitions(broker: Broker, turns: Turns) -> dict[str, Any]:
     """The queues, exchanges, bindings and policies, but for exclusive queues and what every broker has.
 

@@ -50,13 +50,17 @@ class Problem(Exception):
         status: of the response.
         detail: what went wrong and the way out, for people.
         errors: fields and what is wrong with them.
+        retry_after: seconds after which the client is to ask again; ``None`` if it is told none.
     """
 
-    def __init__(self, status: int, detail: str, errors: Iterable[tuple[str, str]] = ()) -> None:
+    def __init__(
+        self, status: int, detail: str, errors: Iterable[tuple[str, str]] = (), *, retry_after: int | None = None
+    ) -> None:
         super().__init__(detail)
         self.status = status
         self.detail = detail
         self.errors = tuple(errors)
+        self.retry_after = retry_after
 
 
 def from_amqp(error: AmqpError) -> Problem:
@@ -89,4 +93,5 @@ def problem_response(problem: Problem) -> web.Response:
         detail=problem.detail,
         errors=[FieldProblem(field=field, detail=detail) for field, detail in problem.errors],
     )
-    return web.Response(status=problem.status, body=to_json(told), content_type=MEDIA_TYPE)
+    headers = {} if problem.retry_after is None else {"Retry-After": str(problem.retry_after)}
+    return web.Response(status=problem.status, body=to_json(told), content_type=MEDIA_TYPE, headers=headers)

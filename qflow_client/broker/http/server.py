@@ -15,6 +15,7 @@ import inspect
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing, nullcontext
+from functools import partial
 from http import HTTPStatus
 from typing import Any, cast
 
@@ -51,7 +52,8 @@ class HttpServer:
     MAX_BODY = 16 * 1024 * 1024
     #: Bytes of an answer that are handed to its socket at once.
     PIECE = 256 * 1024
-    #: Bytes of large answers that clients may not have taken yet; a single one may have more.
+    #: Bytes of large answers that are sent at once, unless a quarter of `memory_limit` is less. Without that limit a
+    #: single answer may have more.
     MAX_ANSWERS = 32 * 1024 * 1024
     #: Seconds that requests have to end when the broker stops.
     STOP_GRACE = 1.0
@@ -64,6 +66,10 @@ class HttpServer:
     MAX_STREAMS_OF_ADDRESS = 20
     #: Seconds after which a client that takes nothing of a large answer or an event stream is cut.
     PATIENCE = 60.0
+    #: Seconds after which a client that has not taken all of a large answer is cut.
+    ANSWER_TIME = 300.0
+    #: Seconds after which a client is to ask again for an answer for which there was no room.
+    RETRY_AFTER = 10
     #: Seconds between the end of a request and the next one on its connection.
     KEEP_ALIVE = 60.0
     #: Seconds that a request waits until what it did is on disk.
@@ -86,8 +92,8 @@ class HttpServer:
         # Slices of long answers, one in each turn; and requests of strangers, one in each turn.
         self._turns = Turns()
         self._strangers_turns = Turns()
-        # One answer is made at a time, because that may take more memory than the answer; and bytes of large answers
-        # that are being sent.
+        # One large answer is made at a time, because that may take more memory than the answer; and bytes of large
+        # answers that are being sent.
         self._making = asyncio.Lock()
         self._answers = 0
         self._watch = Watch(broker, self._turns)
@@ -193,8 +199,9 @@ class HttpServer:
                 parameters["body"] = await self._body(operation, request)
             media_type = operation.media_type(request.headers.get("Accept", ""))
             parameters |= dict.fromkeys(operation.turns, self._turns) | dict.fromkeys(operation.typed, media_type)
-            is_read = operation.method == "GET" and not operation.is_public
-            async with self._making if is_read else nullcontext():
+            async with self._making if operation.is_large else nullcontext():
+                if _is_gone(request):
+                    return web.Response()
                 status, answer = await self._answer(operation, parameters)
             if isinstance(answer, EventsRequest):
                 return await self._stream(request, answer.period)
@@ -205,6 +212,8 @@ class HttpServer:
                 headers["Vary"] = "Accept"
             if len(answer) <= self.PIECE:
                 return web.Response(status=status, body=answer, headers=headers)
+            if operation.is_large:
+                self._check_room(len(answer))
             return await self._send(request, web.StreamResponse(status=status, headers=SAFE_HEADERS | headers), answer)
 
         return handle
@@ -234,31 +243,45 @@ class HttpServer:
     async def _send(
         self, request: web.Request, response: web.StreamResponse, body: bytes | bytearray
     ) -> web.StreamResponse:
-        """Send a large body piece by piece, as fast as the client takes it.
-
-        Raises:
-            Problem: 503; clients have not taken the answers before it.
-        """
+        """Send a large body piece by piece, as fast as the client takes it."""
         size = len(body)
-        if self._answers and self._answers + size > self.MAX_ANSWERS:
-            raise Problem(
-                HTTPStatus.SERVICE_UNAVAILABLE,
-                f"the answer has {size} bytes, and other clients have not taken {self._answers} bytes yet, of at most "
-                f"{self.MAX_ANSWERS}; ask again later",
-            )
         self._count_answer(size)
         try:
             response.content_length = size
             await response.prepare(request)
             view = memoryview(body)
-            for start in range(0, size, self.PIECE):
-                async with asyncio.timeout(self.PATIENCE):
-                    await response.write(bytes(view[start : start + self.PIECE]))
-        except TimeoutError:
+            async with asyncio.timeout(self.ANSWER_TIME):
+                for start in range(0, size, self.PIECE):
+                    async with asyncio.timeout(self.PATIENCE):
+                        await response.write(bytes(view[start : start + self.PIECE]))
+        except (ConnectionError, TimeoutError):
+            # The client has gone, or takes it too slowly.
             self._cut(request)
         finally:
             self._count_answer(-size)
         return response
+
+    def _check_room(self, size: int) -> None:
+        """Check that a large answer of so many bytes may be sent now.
+
+        Raises:
+            Problem: 503; it is too large beside those that are being sent, or by itself.
+        """
+        limit = self._settings.memory_limit
+        most = min(self.MAX_ANSWERS, limit // 4) if limit else self.MAX_ANSWERS
+        if limit and size > most:
+            raise Problem(
+                HTTPStatus.SERVICE_UNAVAILABLE,
+                f"the answer has {size} bytes; at most {most} are sent at once: a quarter of memory_limit={limit}, and "
+                f"never more than {self.MAX_ANSWERS}",
+            )
+        if self._answers and self._answers + size > most:
+            raise Problem(
+                HTTPStatus.SERVICE_UNAVAILABLE,
+                f"the answer has {size} bytes, and answers of {self._answers} bytes are being sent, of at most {most}; "
+                "ask again later",
+                retry_after=self.RETRY_AFTER,
+            )
 
     def _count_answer(self, change: int) -> None:
         self._answers += change
@@ -309,15 +332,10 @@ class HttpServer:
         self._streams_of[address] += 1
         response = web.StreamResponse(headers=SAFE_HEADERS)
         response.content_type = "text/event-stream"
-
-        def is_gone() -> bool:
-            # aiohttp takes the transport away when the connection ends. Until then a stream has its place, although the
-            # next write may be 15 s away.
-            return request.transport is None or request.transport.is_closing()
-
         try:
             await response.prepare(request)
-            async with aclosing(self._watch.events(period, is_gone)) as events:
+            # The next write may be 15 s away, and a client that has gone keeps its place no longer than it is there.
+            async with aclosing(self._watch.events(period, partial(_is_gone, request))) as events:
                 async for piece in events:
                     async with asyncio.timeout(self.PATIENCE):
                         await response.write(piece)
@@ -357,6 +375,11 @@ class HttpServer:
         """
         self._strangers.pop(connection, None)
         return self._connections.pop(handler, None) is not None
+
+
+def _is_gone(request: web.Request) -> bool:
+    """Whether the client's connection has ended: then aiohttp takes the transport away."""
+    return request.transport is None or request.transport.is_closing()
 
 
 class _Connection(asyncio.Protocol):

@@ -54,6 +54,15 @@ def test_every_answer_is_one_that_is_described(tmp_path: Path) -> None:
     assert int(found[1]) == int(found[2]) - 1 == int(found[3])
 
 
+def test_what_may_find_no_room_is_described_with_503(ask: Client) -> None:
+    paths = ask("GET", "/api/openapi.json").json["paths"]
+    assert {path for path, has in paths.items() if "503" in has.get("get", {}).get("responses", {})} == {
+        "/metrics",
+        *(f"/api/{path}" for path in ("connections", "channels", "producers", "queues", "exchanges", "bindings")),
+        *(f"/api/{path}" for path in ("policies", "rate-limits", "flow-states", "definitions")),
+    }
+
+
 def test_the_description_is_made_once(ask: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     first = ask("GET", "/api/openapi.json").json
     monkeypatch.setattr(type(api), "_schemas", None)

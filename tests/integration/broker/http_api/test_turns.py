@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
@@ -12,6 +12,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
+from qflow_client import AsyncProducer
 from qflow_client.broker import Broker
 from qflow_client.broker.http import documents, events, server
 from qflow_client.broker.http.events import Watch
@@ -278,59 +279,150 @@ def test_json_of_nothing_is_a_list() -> None:
     assert asyncio.run(documents.encode(iter(()), Turns())) == b"[]"
 
 
+def hold_answers(monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
+    """Answers of more than 1,000 bytes are sent in pieces, and none is taken until the event is set."""
+    taken = asyncio.Event()
+    write = web.StreamResponse.write
+
+    async def slow(response: web.StreamResponse, data: Any) -> None:
+        await taken.wait()
+        await write(response, data)
+
+    monkeypatch.setattr(web.StreamResponse, "write", slow)
+    monkeypatch.setattr(HttpServer, "PIECE", 1000)
+    return taken
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while True:
+            if condition():
+                return
+            await asyncio.sleep(0.001)
+
+
 def test_E9_large_answers_that_clients_have_not_taken_are_limited_and_in_the_account(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def main() -> None:
-        taken = asyncio.Event()
-        write = web.StreamResponse.write
-
-        async def slow(response: web.StreamResponse, data: Any) -> None:
-            await taken.wait()
-            await write(response, data)
-
-        monkeypatch.setattr(web.StreamResponse, "write", slow)
-        monkeypatch.setattr(HttpServer, "PIECE", 1000)
-        monkeypatch.setattr(HttpServer, "MAX_ANSWERS", 1000)
+        taken = hold_answers(monkeypatch)
         async with serving(memory_limit=1 << 26) as (broker, session):
             for number in range(10):
                 broker.declare_queue(f"queue {number}")
             journal = broker._host.journal
-            # More than there may be, but alone.
             async with session.get("/api/queues") as first:
                 assert first.status == 200
                 assert journal.answers == journal.held == first.content_length > 1000
-                async with session.get("/metrics") as second:
-                    assert second.status == 503
-                    assert "ask again later" in await second.text()
+                monkeypatch.setattr(HttpServer, "MAX_ANSWERS", first.content_length + 1000)
+                async with session.get("/api/queues") as second:
+                    assert (second.status, second.headers["Retry-After"]) == (503, "10")
+                    assert f"answers of {first.content_length} bytes are being sent" in await second.text()
                 taken.set()
                 assert len(await first.json()) == 10
             # It is taken, and counts no more.
-            async with session.get("/metrics") as second:
-                assert (second.status, len(await second.text()) > 1000) == (200, True)
+            async with session.get("/api/queues") as second:
+                assert (second.status, len(await second.json())) == (200, 10)
 
     asyncio.run(main())
 
 
-def test_E9_answers_are_made_one_at_a_time_and_strangers_wait_for_none(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("limit", [0, 1 << 20])
+def test_E9_an_answer_has_a_quarter_of_the_memory_at_most_if_that_is_limited(
+    monkeypatch: pytest.MonkeyPatch, limit: int
+) -> None:
+    async def main() -> None:
+        hold_answers(monkeypatch).set()
+        monkeypatch.setattr(HttpServer, "MAX_ANSWERS", 1 << 18)
+        async with serving(memory_limit=limit) as (broker, session):
+            for number in range(500):
+                broker.declare_queue(f"queue {number}")
+            async with session.get("/api/queues") as answer:
+                text = await answer.text()
+                assert (answer.status, answer.headers.get("Retry-After")) == (503 if limit else 200, None)
+                assert ("at most 262144 are sent at once" in text) is bool(limit)
+
+    asyncio.run(main())
+
+
+def test_A1_a_publisher_that_waits_for_an_answer_to_be_taken_goes_on_when_it_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def main() -> None:
+        taken = hold_answers(monkeypatch)
+        async with serving(memory_limit=1 << 20) as (broker, session):
+            for number in range(350):
+                broker.declare_queue(f"queue {number}")
+            # Less than 7/8 of memory, and with the answer more than all of it.
+            broker.publish(bytes(880_000), "queue 0")
+            async with AsyncProducer(broker.url, routing_key="queue 1") as producer, asyncio.timeout(10):
+                await (await producer.send(b"before")).result()
+                async with session.get("/api/queues") as answer:
+                    await broker.wait_until_async(lambda broker: broker._server.is_paused)
+                    receipt = await producer.send(b"while it is sent")
+                    taken.set()
+                    # Nothing else happens: no other client asks or sends anything.
+                    await receipt.result()
+                    assert answer.status == 200
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("why", ["it is gone", "it is slow"])
+def test_E9_a_client_that_does_not_take_an_answer_is_cut_and_nothing_is_logged(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, why: str
+) -> None:
+    async def main() -> None:
+        taken = hold_answers(monkeypatch)
+        async with serving(memory_limit=1 << 26) as (broker, session):
+            for number in range(10):
+                broker.declare_queue(f"queue {number}")
+            if why == "it is slow":
+                monkeypatch.setattr(HttpServer, "ANSWER_TIME", 0.01)
+            answer = await session.get("/api/queues")
+            if why == "it is gone":
+                answer.close()
+                await until(lambda: not broker._http._connections)
+                taken.set()
+            else:
+                with pytest.raises(aiohttp.ClientPayloadError):
+                    await answer.read()
+            await until(lambda: not broker._host.journal.answers)
+
+    asyncio.run(main())
+    assert [record for record in caplog.records if record.levelname == "ERROR"] == []
+
+
+def test_E9_large_answers_are_made_one_at_a_time_and_small_ones_wait_for_none(monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
         making: list[int] = []
         has_begun, is_made = asyncio.Event(), asyncio.Event()
 
-        async def slow(value: Any, turns: Turns) -> bytes:
+        async def slow(value: Any, turns: Turns) -> bytes | bytearray:
+            if not isinstance(value, Iterator):
+                return await documents.encode(value, turns)
             making.append(1)
             has_begun.set()
             await is_made.wait()
             return b"[]"
 
-        async with serving() as (_, session):
+        async with serving() as (broker, session):
+            broker.declare_queue("q")
             monkeypatch.setattr(server, "encode", slow)
             asked = [asyncio.create_task(session.get("/api/queues")) for _ in range(2)]
             await has_begun.wait()
-            # Answered meanwhile, from what is encoded already.
-            async with session.get("/api/openapi.json") as answer:
-                assert answer.status == 200
+            # Answered meanwhile, the first from what is encoded already.
+            for path in ("/api/openapi.json", "/api/queues/q", "/api/counters"):
+                async with session.get(path) as answer:
+                    assert answer.status == 200
             assert len(making) == 1
+            # Nothing is made for a client that goes while it waits.
+            _, writer = await asyncio.open_connection(*("127.0.0.1", int(broker.http_url.rpartition(":")[2])))
+            writer.write(b"GET /api/queues HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            lock = broker._http._making
+            await until(lambda: len(lock._waiters or ()) == 2)
+            connections = len(broker._http._connections)
+            writer.transport.abort()
+            await until(lambda: len(broker._http._connections) < connections)
             is_made.set()
             for each in asked:
                 async with await each as answer:
