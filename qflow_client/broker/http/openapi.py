@@ -35,7 +35,30 @@ class MediaType(str):
 def _parsed(media_type: str) -> tuple[str, dict[str, str]]:
     """The name of a media type, and its parameters."""
     name, *parameters = (part.strip() for part in media_type.lower().split(";"))
-    return name, {key.strip(): value.strip() for key, _, value in (part.partition("=") for part in parameters)}
+    return name, {key.strip(): value.strip(' "') for key, _, value in (part.partition("=") for part in parameters)}
+
+
+def _quality(wanted: Iterable[tuple[str, dict[str, str]]], offered: str) -> tuple[float, int]:
+    """How much a client wants a media type (RFC 9110, 12.5.1): the weight of the most specific range that has it.
+
+    Returns:
+        The weight, 0 if it is not wanted; and how specific that range is.
+    """
+    offered_name, offered_parameters = _parsed(offered)
+    ranges = {"*/*": 1, offered_name.partition("/")[0] + "/*": 2, offered_name: 3}
+    found, quality = 0, 0.0
+    for name, parameters in wanted:
+        specificity = ranges.get(name, 0)
+        if specificity == 3 and "version" in parameters:
+            specificity = 4 if parameters["version"] == offered_parameters.get("version") else 0
+        if specificity > found:
+            try:
+                weight = float(parameters.get("q", 1.0))
+            except ValueError:
+                continue
+            if 0 <= weight <= 1:
+                found, quality = specificity, weight
+    return quality, found if quality else 0
 
 
 @dataclass(frozen=True)
@@ -93,28 +116,15 @@ class Operation:
         return frozenset(_PLACEHOLDER.findall(self.path))
 
     def media_type(self, accept: str) -> str:
-        """Return the media type that a client prefers; the first one if it names none of them.
+        """Return the media type that a client prefers; the first one if it prefers none.
 
         Args:
             accept: the header of the request.
         """
-        found, most = self.media_types[0], 0.0
         if len(self.media_types) == 1:
-            return found
-        for wanted in accept.split(",", _MOST_WANTED)[:_MOST_WANTED]:
-            name, parameters = _parsed(wanted)
-            for offered in self.media_types:
-                offered_name, offered_parameters = _parsed(offered)
-                version = parameters.get("version", offered_parameters.get("version"))
-                if name != offered_name or version != offered_parameters.get("version"):
-                    continue
-                try:
-                    quality = float(parameters.get("q", 1.0))
-                except ValueError:
-                    continue
-                if quality > most:
-                    found, most = offered, quality
-        return found
+            return self.media_types[0]
+        wanted = [_parsed(each) for each in accept.split(",", _MOST_WANTED)[:_MOST_WANTED]]
+        return max(self.media_types, key=lambda offered: _quality(wanted, offered))
 
     def check_parameters(self, path: dict[str, str], query: Iterable[tuple[str, str]]) -> dict[str, Any]:
         """The parameters of a request.

@@ -32,6 +32,14 @@ PLAIN = "text/plain; version=0.0.4; charset=utf-8"
         ("text/html,*/*;q=0.8", PLAIN),
         ("*/*", PLAIN),
         (",;=," * 100, PLAIN),
+        ("application/openmetrics-text;q=0.1, */*;q=0.9", PLAIN),
+        ("application/openmetrics-text;q=0.1, text/*", PLAIN),
+        ("application/*;q=0.6, text/*;q=0.5", OPEN),
+        ("text/plain;q=0, */*", OPEN),
+        ("application/openmetrics-text, */*", OPEN),
+        ('application/openmetrics-text; version="1.0.0"', OPEN),
+        ("application/openmetrics-text;q=0.5, text/plain;version=0.0.4;q=0.5", PLAIN),
+        ("application/openmetrics-text; q=nan", PLAIN),
     ],
 )
 def test_the_format_is_the_one_that_the_client_prefers(ask: Client, accept: str, answered: str) -> None:
