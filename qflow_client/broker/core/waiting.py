@@ -145,6 +145,8 @@ class WaitingRoom:
                 self.stop(waiting)
                 waiting.queues = queues
                 waiting.publisher.admit(waiting)
+                if self._journal is not None:
+                    self._journal.divide()
                 continue
             if refused.waits and now < waiting.deadline:
                 queue.wait(waiting.deadline)

@@ -353,6 +353,17 @@ def test_what_is_much_goes_to_disk_in_order_in_batches_each_with_its_confirms():
     assert (journal.backlog, journal.backlog_size, journal.written, journal.batches) == (0, 0, 7, 3 + 1)
 
 
+def test_publishes_that_waited_for_room_go_to_disk_in_several_batches_too():
+    world = small_batches(1000)
+    client = declared(world, "q", arguments={"x-qflow-policy": "wait", "qpid.max_count": 6})
+    for _ in range(12):
+        client.publish(b"x" * 400, properties=PERSISTENT)
+    assert [len(batch.puts) for batch in write(world)] == [3, 3]
+    client.send(1, commands.Queue.Purge(queue="q"))
+    world.host.timers.tick(world.now)
+    assert [len(batch.puts) for batch in write(world)] == [3, 3]
+
+
 def test_a_batch_holds_about_16_MiB_unless_told_otherwise():
     world = durable_world()
     world.host.declare_queue("q", durable=True)
