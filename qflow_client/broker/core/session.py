@@ -178,7 +178,7 @@ class Session:
                         self._receive_elsewhere(kind, number, payload, now)
                     elif kind == METHOD_FRAME:
                         channel.on_method(payload)
-                        if output.unsent > max_output or self.has_done_much:
+                        if output.unsent > max_output:
                             # Not checked after content frames: they add little, or at most their message, which is
                             # returned (Basic.Return).
                             self._hold(stop + 1)
@@ -201,6 +201,9 @@ class Session:
                     self.fail(error.code, error.reply_text, now, cause)
                 except FrameWaitsError:
                     self._hold(start - 7)
+                    break
+                if self.has_done_much:
+                    self._hold(stop + 1)
                     break
                 if stop > look_at:
                     time = clock()

@@ -384,6 +384,24 @@ def test_D8_a_tarpit_holds_what_has_come_with_the_publish_that_caused_it(make_wo
     assert peer.transport.reads
 
 
+def test_D8_a_tarpit_holds_what_comes_next_on_any_channel(make_world, make_peer):
+    world = make_world(**TARPIT)
+    peer = make_peer(world).open()
+    peer.say(1, commands.Queue.Declare(queue="stop", arguments=STOP_1))
+    publish = (commands.Basic.Publish(routing_key="stop"), header.ContentHeader(body_size=0))
+    peer.say(2, commands.Channel.Open())
+    # Two make the queue ON, and two more the tarpit.
+    peer.say(1, *publish * 2)
+    method, content = (frame.marshal(each, 1) for each in publish)
+    declare = frame.marshal(commands.Queue.Declare(queue="later"), 2)
+    peer.connection.data_received((method + content) * 2 + declare)
+    assert (peer.session.channels.published, peer.session.is_held) == (4, True)
+    assert "later" not in world.host.queues
+    peer.pass_time(60.0)
+    peer.turn()
+    assert "later" in world.host.queues
+
+
 @pytest.mark.parametrize("why", ["tarpit", "memory", "memory, with input that is held"])
 def test_a_connection_that_is_not_read_is_read_for_the_answer_to_its_close(make_world, make_peer, why):
     world = make_world(**TARPIT, journal=Journal(float, has_store=False, limit=LIMIT))
