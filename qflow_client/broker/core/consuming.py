@@ -166,8 +166,10 @@ class Consuming:
         number: of the channel.
     """
 
-    #: Deliveries that an ack of several takes at once.
+    #: Deliveries that an ack of several takes at once; and for how many of them a delivery counts whose queue
+    #: dead-letters, because sending a dead letter takes longer than anything else that becomes of one.
     AT_ONCE = 10_000
+    LETTER = 50
 
     __slots__ = (
         "_ack_until",
@@ -368,10 +370,12 @@ class Consuming:
             raise self._unknown(tag)
         last = tag or self._ack_until or next(reversed(unacked), 0)
         deliveries: list[Delivery] = []
+        left = self.AT_ONCE
         for known, delivery in unacked.items():
-            if known > last or len(deliveries) == self.AT_ONCE:
+            if known > last or left <= 0:
                 break
             deliveries.append(delivery)
+            left -= self.LETTER if delivery.entry.queue.dropping.has_letters else 1
         for delivery in deliveries:
             del unacked[delivery.tag]
             self._count_unacked(delivery, -1)

@@ -23,7 +23,7 @@ class Dropping:
         wake: called when more is to leave soon: `let_leave` is to be called again.
     """
 
-    __slots__ = ("_contents", "_died", "_wake", "expiry")
+    __slots__ = ("_contents", "_died", "_wake", "expiry", "has_letters")
 
     def __init__(
         self,
@@ -33,6 +33,8 @@ class Dropping:
     ) -> None:
         self._contents = contents
         self._died = died
+        # Whether there is a dead-letter exchange.
+        self.has_letters = died is not None
         self._wake = wake
         # Entries that expire; None until there is one.
         self.expiry: Expiry | None = None

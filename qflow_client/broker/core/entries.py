@@ -309,6 +309,9 @@ class QueueContents(Protocol):
 class QueueDropping(Protocol):
     """Drops messages of a queue."""
 
+    #: Whether what is dropped is dead-lettered.
+    has_letters: bool
+
     def drop_oldest(self) -> None:
         """Drop the oldest entry, even one that a consumer has. There must be one."""
 

@@ -241,6 +241,23 @@ def test_E9_an_ack_of_all_deliveries_settles_those_that_there_are_in_slices(worl
     assert (len(consuming.unacked), world.queue().depth, client.session.is_held) == (0, 0, False)
 
 
+def test_E9_what_is_dead_lettered_is_rejected_in_smaller_slices(world, monkeypatch):
+    monkeypatch.setattr(Consuming, "AT_ONCE", 10)
+    monkeypatch.setattr(Consuming, "LETTER", 5)
+    client = world.client().channel()
+    client.declare("dead")
+    client.declare(arguments={"x-dead-letter-exchange": "", "x-dead-letter-routing-key": "dead"})
+    for _ in range(5):
+        client.publish()
+    client.consume()
+    client.send(1, commands.Basic.Nack(0, multiple=True, requeue=False))
+    dead = [world.queue("dead").depth]
+    while client.session.is_held:
+        client.feed(b"")
+        dead.append(world.queue("dead").depth)
+    assert dead == [2, 4, 5]
+
+
 @pytest.mark.parametrize("requeue", [True, False])
 def test_E9_very_many_deliveries_are_recovered_in_slices_and_once_each(world, monkeypatch, requeue):
     monkeypatch.setattr(Consuming, "AT_ONCE", 10)
