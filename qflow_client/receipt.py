@@ -69,6 +69,7 @@ class Receipt:
         "_route",
         "_seen",
         "_tag",
+        "_undelivered",
         "_waiter",
     )
 
@@ -87,6 +88,8 @@ class Receipt:
         # The broker's code and words, once it has returned the message or closed the channel over it; 0 and the reason,
         # once the connection has ended before its answer.
         self._reply: tuple[int, str] | None = None
+        # How it ended, if it stays in the outbox because it was not delivered.
+        self._undelivered: Outcome | None = None
         # Whether the application has been told of a failure, so that flush and close need not.
         self._seen = False
         # Its properties as they are encoded, if it is no plain message (`PublishEncoder.prepare`).
@@ -115,6 +118,16 @@ class Receipt:
     def is_stored(self) -> bool:
         """Whether it stays in the outbox, for the next producer on it."""
         return self._outcome is Outcome.STORED
+
+    @property
+    def failure(self) -> Outcome | None:
+        """The outcome of a message that was not delivered, also if it stays in the outbox for that.
+
+        ``None`` if it was delivered or is unsettled, or is in the outbox only because its producer was closed. Whoever
+        reads a failure has been told, as by `error`.
+        """
+        self._look()
+        return self._outcome if self._outcome in UNDELIVERED else self._undelivered
 
     @property
     def may_have_arrived(self) -> bool:

@@ -205,13 +205,13 @@ class Observer:
         """
         forget = self.began.pop
         first = receipts[0]
-        route, outcome, began = first._route, first._outcome, self.began.get(first._number)
-        alike = 0
+        route, outcome, kept = first._route, first._outcome, first._undelivered
+        began, alike = self.began.get(first._number), 0
         for receipt in receipts:
-            if receipt._route is not route or receipt._outcome is not outcome:
+            if receipt._route is not route or receipt._outcome is not outcome or receipt._undelivered is not kept:
                 self._count(first, alike, began, now)
-                first, alike = receipt, 0
-                route, outcome, began = first._route, first._outcome, self.began.get(first._number)
+                first, route, outcome, kept = receipt, receipt._route, receipt._outcome, receipt._undelivered
+                began, alike = self.began.get(first._number), 0
             forget(receipt._number, None)
             alike += 1
         self._count(first, alike, began, now)
@@ -241,8 +241,10 @@ class Observer:
 
     def _count(self, first: Receipt, count: int, began: float | None, now: float) -> None:
         """Count receipts that are alike; the first of them is the oldest."""
-        assert first._outcome is not None
-        key = self.destination(first.exchange, first.routing_key), first._outcome
+        # Alerts are for what was not delivered, also if it stays in the outbox.
+        outcome = first._undelivered or first._outcome
+        assert outcome is not None
+        key = self.destination(first.exchange, first.routing_key), outcome
         self.counts[key] = self.counts.get(key, 0) + count
         # Nobody knows of what was sent before somebody watched.
         if began is not None and now - began > self._durations.get(key, -1.0):
@@ -280,7 +282,7 @@ class Observer:
 def _end_span(span: Span, receipt: Receipt, at: int, attributes: Mapping[str, Any]) -> None:
     if span.is_recording():
         span.set_attributes(attributes)
-        message_id, outcome = receipt.message_id, receipt._outcome
+        message_id, outcome = receipt.message_id, receipt._undelivered or receipt._outcome
         if message_id is not None:
             span.set_attribute("messaging.message.id", message_id)
         if outcome is not None and outcome not in _DELIVERED:

@@ -313,9 +313,8 @@ def _summarise(
         )
     for line in tally.failures:
         print(f"qflow: {line}", file=sys.stderr)
-    more = tally.failed + tally.left_failed - len(tally.failures)
-    if more > 0:
-        print(f"qflow: and {text.count(more, 'more record')}", file=sys.stderr)
+    if tally.failures_left_out:
+        print(f"qflow: and {text.count(tally.failures_left_out, 'more record')}", file=sys.stderr)
     if as_json or quiet:
         return
     confirmed = text.count(tally.confirmed, "record")

@@ -58,6 +58,7 @@ class Tally:
             outbox.
         confirmed_later: how many are confirmed behind one that is not.
         failures: the first records that were not delivered, as told to people.
+        failures_left_out: how many more were not.
         left_failed: messages of an earlier run, from the outbox, that were not delivered.
         times_flowed: how often the producer became flowed.
         seconds_flowed: seconds that it was, by hold kind.
@@ -68,6 +69,7 @@ class Tally:
     confirmed_up_to: int = 0
     confirmed_later: int = 0
     failures: list[str] = field(default_factory=list)
+    failures_left_out: int = 0
     left_failed: int = 0
     times_flowed: int = 0
     seconds_flowed: dict[str, float] = field(default_factory=dict)
@@ -92,13 +94,12 @@ class Tally:
         """Records that were taken, and are neither confirmed nor in the outbox."""
         return self.outcomes.total() - self.confirmed - self.stored
 
-    def settle(self, record: Record, receipt: Receipt, *, is_over: bool) -> None:
+    def settle(self, record: Record, receipt: Receipt) -> None:
         """Take note of a record's outcome, in the order of the records.
 
         Args:
             record: the record.
             receipt: of its message.
-            is_over: whether the producer was closed. What is in the outbox then need not have been refused.
         """
         outcome = receipt.outcome
         assert outcome is not None
@@ -108,17 +109,22 @@ class Tally:
             else:
                 self.confirmed_up_to = record.number
         self.outcomes[outcome] += 1
-        # Asking for the error is what tells the producer that somebody has looked.
-        error = receipt.error()
-        if error is not None and not (is_over and receipt.is_stored) and len(self.failures) < _TOLD:
-            self.failures.append(f"record {record.number} (line {record.line}): {error}")
+        self._tell(f"record {record.number} (line {record.line})", receipt)
 
     def left(self, receipts: Iterable[Receipt]) -> None:
         """Take note of what an earlier run had left in the outbox and was not delivered now."""
         for receipt in receipts:
             self.left_failed += 1
-            if len(self.failures) < _TOLD:
-                self.failures.append(f"of an earlier run: {receipt.error()}")
+            self._tell("of an earlier run", receipt)
+
+    def _tell(self, what: str, receipt: Receipt) -> None:
+        # What stays in the outbox only because the producer was closed has not failed.
+        if receipt.failure is None:
+            return
+        if len(self.failures) < _TOLD:
+            self.failures.append(f"{what}: {receipt.error()}")
+        else:
+            self.failures_left_out += 1
 
 
 class _Item(NamedTuple):
@@ -300,7 +306,7 @@ class Sending:
             if not receipt.delivered:
                 self._failed.append(receipt)
             record, _ = pending.popleft()
-            self.tally.settle(record, receipt, is_over=self.producer.closed)
+            self.tally.settle(record, receipt)
         return self.tally.failed + self.tally.stored + self.tally.left_failed
 
     def _flush(self) -> ConfirmTimeout | None:
@@ -332,8 +338,8 @@ class Sending:
             try:
                 self.producer.close(timeout=_GRACE)
             except UndeliveredMessages as error:
-                # What stays in the outbox need not have been refused: the next run finds out.
-                self.tally.left(each for each in self._of_earlier_runs(error) if not each.is_stored)
+                # What the broker has not answered stays in the outbox, and the next run finds out.
+                self.tally.left(each for each in self._of_earlier_runs(error) if each.failure is not None)
 
 
 def _marked(message: bytes | Message) -> Message:

@@ -44,7 +44,7 @@ class Settling:
         "_admission",
         "_batch",
         "_confirms",
-        "_instead",
+        "_keeps_undelivered",
         "_limits",
         "_reports",
         "_resending",
@@ -72,8 +72,7 @@ class Settling:
         self._returns = returns
         self._unconfirmed = unconfirmed
         self._resending = resending
-        # By outcome, what it is if the message stays in the outbox.
-        self._instead = dict.fromkeys(UNDELIVERED, Outcome.STORED) if keeps_undelivered else {}
+        self._keeps_undelivered = keeps_undelivered
         # What is being settled: the receipts, an outcome for all or for each, and what the broker said of those without
         # a reply; None if nothing is. And how far that has come.
         self._batch: tuple[list[Receipt], Outcome | Sequence[Outcome], Reply | None, float] | None = None
@@ -157,8 +156,7 @@ class Settling:
             if receipt._reply is None:
                 receipt._outcome = confirmed
             else:
-                returned = Outcome.RETURNED
-                receipt._outcome, all_confirmed = self._instead.get(returned, returned), False
+                receipt._outcome, all_confirmed = self._kept(receipt, Outcome.RETURNED), False
             if receipt._waiter is not None:
                 wake.append(receipt._waiter)
         return all_confirmed
@@ -167,13 +165,20 @@ class Settling:
         wake = self._reports.wake
         for at, receipt in enumerate(receipts):
             how = outcome if isinstance(outcome, Outcome) else outcome[at]
-            instead = self._instead.get(how, how)
+            instead = self._kept(receipt, how)
             if receipt._reply is None:
                 # What stays in the outbox says why.
                 receipt._reply = (0, str(how)) if reply is None and instead is not how else reply
             receipt._outcome = instead
             if receipt._waiter is not None:
                 wake.append(receipt._waiter)
+
+    def _kept(self, receipt: Receipt, outcome: Outcome) -> Outcome:
+        """Return the outcome of a message, which is another one if it stays in the outbox."""
+        if not self._keeps_undelivered or outcome not in UNDELIVERED:
+            return outcome
+        receipt._undelivered = outcome
+        return Outcome.STORED
 
     # What the broker answers.
 

@@ -631,6 +631,40 @@ def test_what_an_earlier_run_left_and_nobody_takes_is_told(
     assert Outbox.look(path) == []
 
 
+def test_with_an_outbox_what_is_refused_is_told_though_the_confirms_do_not_come(
+    broker: Broker,
+    stdin: Callable[[bytes], None],
+    tmp_path: Path,
+    capsys: Capture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(qflow_client.cli.sending, "_GRACE", 0.1)
+    path = tmp_path / "outbox"
+    broker.withhold_confirms()
+    # The returns come, and no acks.
+    stdin(b"x\n" * 7)
+    command = ["send", "-u", broker.url, "--outbox", str(path), "--max-producer-flow-control-wait", "0.1", "-q"]
+    assert main([*command, "-k", "nowhere"]) == 1
+    told = capsys.readouterr().err.splitlines()
+    assert [line.partition(": message")[0] for line in told[:5]] == [
+        f"qflow: record {n} (line {n})" for n in range(1, 6)
+    ]
+    assert all("stored (312 NO_ROUTE)" in line for line in told[:5])
+    assert told[5:] == [
+        "qflow: and 2 more records",
+        "qflow: not every record was confirmed: 7 messages are not settled after 0.1 s",
+    ]
+    # The next run tells it, too; and nothing of what has only had no answer.
+    stdin(b"one\n")
+    assert main([*command, "-k", "orders"]) == 1
+    told = capsys.readouterr().err.splitlines()
+    assert [line.partition(": message")[0] for line in told[:5]] == ["qflow: of an earlier run"] * 5
+    assert told[5:] == [
+        "qflow: and 2 more records",
+        "qflow: not every record was confirmed: 8 messages are not settled after 0.1 s",
+    ]
+
+
 # A file that is resumed (E13).
 
 

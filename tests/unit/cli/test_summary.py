@@ -18,8 +18,9 @@ def tally(outcomes: str, skip: int = 0) -> Tally:
     made = Tally(confirmed_up_to=skip)
     for number, letter in enumerate(outcomes, skip + 1):
         outcome, error = (Outcome.CONFIRMED, None) if letter == "c" else (Outcome.NACKED, "it was nacked")
-        receipt: Any = SimpleNamespace(outcome=outcome, error=lambda error=error: error, is_stored=False)
-        made.settle(Record(number, number, b""), receipt, is_over=False)
+        failure = outcome if error else None
+        receipt: Any = SimpleNamespace(outcome=outcome, error=lambda error=error: error, failure=failure)
+        made.settle(Record(number, number, b""), receipt)
     return made
 
 

@@ -155,6 +155,21 @@ def test_one_ack_of_several_destinations_and_outcomes_is_told_apart(recorded: Re
     assert errors == [(3.0, "a", None), (3.0, "a", "returned"), (2.0, "b", None)]
 
 
+def test_what_stays_in_the_outbox_because_it_was_not_delivered_is_counted_as_such(recorded: Recorded) -> None:
+    protocol = make(outbox="kept", outbox_keep_undelivered=True, on_refused="fail", mandatory=True)
+    observer = observe(protocol, recorded)
+    receipts = [send(protocol, now=0.0) for _ in range(4)]
+    drain(protocol)
+    returned(protocol, receipts[1].message_id)
+    protocol.on_ack(2, True, 1.0)
+    protocol.on_nack(4, True, 2.0)
+    observer.tell(now=2.0)
+    assert [receipt.outcome for receipt in receipts] == [Outcome.CONFIRMED] + [Outcome.STORED] * 3
+    assert [receipt.failure for receipt in receipts] == [None, Outcome.RETURNED, Outcome.NACKED, Outcome.NACKED]
+    assert observer.counts == {("q", Outcome.CONFIRMED): 1, ("q", Outcome.RETURNED): 1, ("q", Outcome.NACKED): 2}
+    assert [attributes.get("error.type") for _, attributes in recorded] == [None, "returned", "nacked"]
+
+
 def test_what_a_connection_takes_with_it_is_told(recorded: Recorded) -> None:
     protocol = make()
     observer = observe(protocol, recorded)

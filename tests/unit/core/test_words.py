@@ -65,10 +65,14 @@ def test_every_outcome_has_its_error(
     assert made.may_have_arrived == may_have_arrived
     assert str(outcome or "unsettled") in repr(made)
     assert not made._seen, "none of these tells the application of a failure"
-    for look in ("outcome", "delivered"):
+    for look in ("outcome", "delivered", "failure"):
         made._seen = False
-        told = outcome if look == "outcome" else outcome is not None and error is None
-        assert getattr(made, look) == told
+        told = {
+            "outcome": outcome,
+            "delivered": outcome is not None and error is None,
+            "failure": None if error is None else outcome,
+        }
+        assert getattr(made, look) == told[look]
         assert made._seen == (error is not None)
     made._seen = False
     raised = made.error()
