@@ -28,20 +28,34 @@ class _Server(ThreadingTCPServer):
     allow_reuse_address = True
     daemon_threads = True
 
-    def __init__(self, address: tuple[str, int], handler: type[BaseHTTPRequestHandler]) -> None:
+    def __init__(self, host: str, port: int, handler: type[BaseHTTPRequestHandler]) -> None:
         self._free = threading.BoundedSemaphore(_MOST)
-        super().__init__(address, handler)
+        self.address_family = socket.getaddrinfo(host or None, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][
+            0
+        ]
+        super().__init__((host, port), handler)
 
     def verify_request(self, request: Any, client_address: Any) -> bool:
         """Return False, so that the connection is closed, if there are too many."""
         return self._free.acquire(blocking=False)
 
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Answer in a thread. If none can be started, the connection is closed."""
+        try:
+            super().process_request(request, client_address)
+        except BaseException:
+            self._free.release()
+            raise
+
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         end = threading.Timer(_LONGEST, self._end, (request,))
         end.daemon = True
         try:
+            # Without it, a connection could last for ever. That ends the connection, too.
             end.start()
             super().process_request_thread(request, client_address)
+        except RuntimeError:
+            self.shutdown_request(request)
         finally:
             end.cancel()
             self._free.release()
@@ -77,20 +91,24 @@ def readiness_probe(source: HasHealth, host: str, port: int) -> Iterator[str]:
                     self.send_header(name, value)
                 self.end_headers()
 
-            self.wfile.writelines(answer({}, start))
+            body = answer({}, start)
+            if self.command != "HEAD":
+                self.wfile.writelines(body)
+
+        do_HEAD = do_GET
 
         def log_message(self, *_: Any) -> None:
             pass
 
     try:
-        server = _Server((host, port), Handler)
-    except (OSError, OverflowError) as error:
+        server = _Server(host, port, Handler)
+    except (OSError, OverflowError, UnicodeError) as error:
         raise CommandError(f"readiness on {host}:{port}: {getattr(error, 'strerror', None) or error}") from error
     with server:
         thread = threading.Thread(target=server.serve_forever, name="qflow-readiness", daemon=True)
         thread.start()
         try:
-            yield f"http://{host}:{server.server_address[1]}/"
+            yield f"http://{f'[{host}]' if ':' in host else host}:{server.server_address[1]}/"
         finally:
             server.shutdown()
             thread.join()
