@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import csv
 import gzip
 import json
@@ -107,7 +108,7 @@ class Reading:
             raise CommandError(f"--delimiter {self.delimiter!r}: it must be one character", ExitCode.USAGE)
         try:
             is_usable = "a\n".encode(self.encoding) == b"a\n"
-        except LookupError:
+        except (LookupError, UnicodeError):
             is_usable = False
         if not is_usable:
             raise CommandError(f"--encoding {self.encoding}: use utf-8, latin-1, cp1252 or the like", ExitCode.USAGE)
@@ -368,8 +369,9 @@ class _Lines:
 
     def decode(self, line: bytes, encoding: str = "utf-8") -> str:
         """The text of the line that was read last."""
-        # Only the first line may begin with a byte order mark.
-        return line.decode("utf-8-sig" if self.number == 1 and encoding == "utf-8" else encoding)
+        # Only the first line may begin with a byte order mark. An encoding has many names.
+        has_mark = self.number == 1 and codecs.lookup(encoding).name == "utf-8"
+        return line.decode("utf-8-sig" if has_mark else encoding)
 
 
 def _without_end(line: bytes) -> bytes:

@@ -507,6 +507,7 @@ def test_message_ids_and_headers_come_from_the_options(broker: Broker, tmp_path:
         (["--delimiter", ";;"], 2, "--delimiter ';;': it must be one character"),
         (["--encoding", "utf-16"], 2, "--encoding utf-16: use utf-8, latin-1"),
         (["--encoding", "klingon"], 2, "--encoding klingon: use utf-8"),
+        (["--encoding", "undefined"], 2, "--encoding undefined: use utf-8"),
         (["--header", "tenant"], 2, "--header 'tenant': it must be NAME=VALUE"),
     ],
 )

@@ -13,7 +13,7 @@ import pytest
 
 from qflow_client import Message, Position
 from qflow_client.cli.errors import CommandError
-from qflow_client.cli.records import BadRecord, Format, Place, Record, RecordSource
+from qflow_client.cli.records import BadRecord, Format, Place, Reading, Record, RecordSource
 from qflow_client.cli.resuming import Reached, source_of
 
 
@@ -62,6 +62,15 @@ def test_a_csv_record_is_a_json_object_with_names_from_the_first_row() -> None:
         {"a": "2", "b": "ü"},
     ]
     assert [(record.number, record.line) for record in records] == [(1, 3), (2, 5)]
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "UTF-8", "utf8"])
+def test_a_byte_order_mark_is_no_part_of_the_first_name_of_a_csv_file(encoding: str) -> None:
+    file = io.BytesIO("\ufeffid,b\n7,x\n".encode())
+    with RecordSource("-", Format.CSV, file, Reading(encoding=encoding, message_id="id")) as source:
+        (record,) = source
+    assert isinstance(record.message, Message)
+    assert (record.message.message_id, json.loads(record.message.body)) == ("7", {"id": "7", "b": "x"})
 
 
 def test_a_json_line_is_sent_as_it_stands_and_blank_lines_are_left_out() -> None:
