@@ -308,24 +308,29 @@ class Channel:
         if self.controls.nack_publishes:
             self._refuse(tag, "the broker refuses every publish now")
             return
-        with self.host.dead_letters:
+        if not queues and target.mandatory:
+            self.return_message(message)
+        if len(queues) == 1 and not queues[0].dropping.has_letters:
+            # No dead letter can take its room meanwhile. To hold dead letters takes a twentieth of a publish.
             refused = refusal(queues, message.size)
-            if refused is not None:
-                if refused.waits:
-                    if confirms is not None:
-                        confirms.hold(tag)
-                    self._owe(message.size, tag)
-                    self.count_rates(message, queues)
-                    if not all(queue.is_watched for queue in queues):
-                        # What comes after it here must not pass it.
-                        self.router.version += 1
-                    self.waiting[self.host.waiting.wait(message, queues, self, tag)] = None
-                elif not refused.queue.turn_away(message, is_told=confirms is not None):
-                    self._refuse(tag, refused.reason)
-                return
-            if not queues and target.mandatory:
-                self.return_message(message)
-            is_held = self._enqueue(message, queues, tag)
+            is_held = refused is None and self._enqueue(message, queues, tag)
+        else:
+            with self.host.dead_letters:
+                refused = refusal(queues, message.size)
+                is_held = refused is None and self._enqueue(message, queues, tag)
+        if refused is not None:
+            if refused.waits:
+                if confirms is not None:
+                    confirms.hold(tag)
+                self._owe(message.size, tag)
+                self.count_rates(message, queues)
+                if not all(queue.is_watched for queue in queues):
+                    # What comes after it here must not pass it.
+                    self.router.version += 1
+                self.waiting[self.host.waiting.wait(message, queues, self, tag)] = None
+            elif not refused.queue.turn_away(message, is_told=confirms is not None):
+                self._refuse(tag, refused.reason)
+            return
         if self.host.journal is not None:
             self.host.journal.divide()
         self.count_rates(message, queues)
