@@ -200,7 +200,7 @@ class HttpServer:
             media_type = operation.media_type(request.headers.get("Accept", ""))
             parameters |= dict.fromkeys(operation.turns, self._turns) | dict.fromkeys(operation.typed, media_type)
             async with self._making if operation.is_large else nullcontext():
-                if _is_gone(request):
+                if operation.is_large and _is_gone(request):
                     return web.Response()
                 status, answer = await self._answer(operation, parameters)
             if isinstance(answer, EventsRequest):

@@ -430,3 +430,15 @@ def test_E9_large_answers_are_made_one_at_a_time_and_small_ones_wait_for_none(mo
             assert len(making) == 2
 
     asyncio.run(main())
+
+
+def test_E9_what_a_client_asked_for_before_it_went_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "_is_gone", lambda request: True)
+
+    async def main() -> None:
+        async with serving() as (broker, session):
+            async with session.post("/api/producers/stop") as answer:
+                assert answer.status == 204
+            assert broker.producers_stopped
+
+    asyncio.run(main())
