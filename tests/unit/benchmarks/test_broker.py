@@ -33,7 +33,7 @@ def test_connections_are_held_and_a_bar_that_was_not_measured_is_missed(capsys: 
     printed = capsys.readouterr()
     assert json.loads(printed.out)["connections held"] == 50
     assert "missed: connections held >= 2000, not 50" in printed.err
-    assert "missed: published, of RabbitMQ's >= 0.4, not measured" in printed.err
+    assert "missed: published, of RabbitMQ's >= 3.5, not measured" in printed.err
 
 
 def test_two_producers_in_processes_are_counted() -> None:
