@@ -45,8 +45,9 @@ _PAGE = 1000
 _ROOM = 0.25
 # Seconds for which confirmed rows wait to be deleted in the commit that reads the next ones.
 _LINGER = 0.02
-# Seconds between two looks at whether a producer that was held takes more.
+# Seconds between two looks at whether a producer that was held takes more, and for how long after an event.
 _RETRY = 0.02
+_SOON = 0.2
 # The shortest pause between two polls where no commit wakes the relay, in seconds.
 _SHORTEST_POLL = 0.01
 # The oldest holds that the session says; PostgreSQL takes 63 bytes.
@@ -103,11 +104,13 @@ class Waker:
         with suppress(OSError):
             self._other.send(b"\0")
 
-    def clear(self) -> None:
-        """Forget what has come."""
+    def clear(self) -> bool:
+        """Forget what has come. Return whether something has."""
+        has_come = False
         with suppress(OSError):
             while self.socket.recv(4096):
-                pass
+                has_come = True
+        return has_come
 
     def close(self) -> None:
         """Close the sockets."""
@@ -158,6 +161,8 @@ class Tenure:
         self._in_flight: dict[Receipt, Row] = {}
         # Receipts that are settled, from the producer's callback thread.
         self._settled: deque[Receipt] = deque()
+        # When the thread was woken last.
+        self._woken_at = 0.0
         # So many settled receipts wake the thread.
         self._wake_at = 1
         self._gone: list[int] = []
@@ -197,7 +202,8 @@ class Tenure:
         self._session.join()
         try:
             while True:
-                self._waker.clear()
+                if self._waker.clear():
+                    self._woken_at = _monotonic()
                 self._collect()
                 if self._is_stopping():
                     self._drain(producer)
@@ -393,8 +399,9 @@ class Tenure:
         next_read = self._next_read(producer)
         if next_read is not None:
             until.append(next_read)
-        if self._pending or self._is_held(producer):
-            # The producer's flow events come before it is unflowed; the rate and the socket tell nothing.
+        is_held = self._is_held(producer)
+        # The producer's flow events come before it is unflowed. The rate and the socket tell nothing.
+        if (is_held and now - self._woken_at < _SOON) or (self._pending and not is_held):
             until.append(now + _RETRY)
         needed = len(self._in_flight)
         if not self._is_dry:
