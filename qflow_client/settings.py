@@ -313,8 +313,8 @@ class ProducerSettings:
         outbox_synchronous: ``"normal"``: what is in it survives the death of the process, however that comes;
             ``"full"``: also that of the machine, for which every commit waits for the disk.
         outbox_keep_undelivered: keep a message in the outbox that the broker refuses, or that is too old. Its receipt
-            says ``stored`` and why, and the next producer on that outbox sends it again. Otherwise its receipt says
-            how it failed, and it leaves the outbox.
+            says ``stored`` and why. The next producer on that outbox sends it again, unless it is still too old.
+            Otherwise its receipt says how it failed, and it leaves the outbox.
         tracing: make an OpenTelemetry span of every message, and put its context into the message's headers. Metrics
             need no setting.
         name: what flow events, logs and the broker's management show.
