@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -77,7 +77,8 @@ class Verdict:
         resumed: runs that found some of the rows sent.
         in_queue: messages in the queue.
         lost: rows that are not there.
-        out_of_order: rows whose first copies came after that of a later row; refused rows do.
+        out_of_order: rows that were never in the outbox after such a run, and whose first copies came after that of a
+            later row that was not there either.
         copies: messages of rows that came before.
         unmarked: how many of these do not say so.
         left: messages in the outbox at the end.
@@ -98,16 +99,17 @@ class Verdict:
 
     @property
     def is_good(self) -> bool:
-        """Whether each row is there, in order if none was refused, and copies are marked."""
-        return not (self.lost or self.unmarked or self.left or (self.out_of_order and not self.refused))
+        """Whether each row is there, those that were not refused in order, and copies are marked."""
+        return not (self.lost or self.unmarked or self.left or self.out_of_order)
 
 
-def audit(rows: int, queue: Iterable[tuple[int, bool]]) -> dict[str, int]:
+def audit(rows: int, queue: Iterable[tuple[int, bool]], refused: Container[int] = ()) -> dict[str, int]:
     """Compare the file with the queue.
 
     Args:
         rows: how many there are, numbered from 1.
         queue: the numbers in their order, and whether each is marked.
+        refused: the numbers of rows that may come in any order.
 
     Returns:
         The counts of a `Verdict`.
@@ -121,6 +123,8 @@ def audit(rows: int, queue: Iterable[tuple[int, bool]]) -> dict[str, int]:
             unmarked += not is_marked
             continue
         seen.add(number)
+        if number in refused:
+            continue
         out_of_order += number < highest
         highest = max(highest, number)
     return {
@@ -158,6 +162,8 @@ def run(
     began = time.monotonic()
     chance = random.Random(seed)
     killed = refused = resumed = 0
+    # The rows that were in the outbox after a run with refusals.
+    may_be_late: set[int] = set()
     with ExitStack() as stack:
         url = stack.enter_context(broker_url(url))
         place = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=folder)))
@@ -202,7 +208,9 @@ def run(
 
                 code = _one_run(runs, f"--rate {rate}", refuse)
                 channel.queue_bind(_QUEUE, _EXCHANGE)
-                refused += bool(_left(outbox))
+                left_now = _left(outbox)
+                refused += bool(left_now)
+                may_be_late.update(left_now)
             else:
                 code = _one_run(runs, f"--rate {rate}", partial(time.sleep, moment))
             # Keeps the connection alive.
@@ -216,8 +224,9 @@ def run(
         if code:
             raise RuntimeError(f"the last run ended with {code}")
         left = _left(outbox)
-        counts = audit(rows, ((_number(body), marked) for body, marked in read_queue(channel, _QUEUE)))
-    return Verdict(rows, killed, refused, resumed, left=left, seconds=time.monotonic() - began, **counts)
+        found = ((_number(body), marked) for body, marked in read_queue(channel, _QUEUE))
+        counts = audit(rows, found, may_be_late)
+    return Verdict(rows, killed, refused, resumed, left=len(left), seconds=time.monotonic() - began, **counts)
 
 
 def _write(file: Path, rows: int, format: str) -> None:
@@ -245,8 +254,9 @@ def _is_made(outbox: Path) -> bool:
     return outbox.exists() and outbox.stat().st_size > 0
 
 
-def _left(outbox: Path) -> int:
-    return len(Outbox.look(outbox)) if _is_made(outbox) else 0
+def _left(outbox: Path) -> list[int]:
+    """Return the numbers of the rows in the outbox."""
+    return [_number(stored.message.body) for stored in Outbox.look(outbox)] if _is_made(outbox) else []
 
 
 def _sent(outbox: Path, file: Path) -> int:

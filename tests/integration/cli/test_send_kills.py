@@ -51,3 +51,11 @@ def test_E13_the_audit_finds_what_is_wrong() -> None:
     assert audit(4, right) == {"in_queue": 6, "lost": 0, "out_of_order": 0, "copies": 2, "unmarked": 0}
     wrong = [(1, False), (3, False), (2, False), (1, False)]
     assert audit(4, wrong) == {"in_queue": 4, "lost": 1, "out_of_order": 1, "copies": 1, "unmarked": 1}
+
+
+def test_E13_the_audit_lets_only_refused_rows_come_out_of_order() -> None:
+    # Row 2 was refused, and came behind row 5; then rows 7 and 6.
+    queue = [(1, False), (3, False), (4, False), (5, False), (2, True), (7, False), (6, False)]
+    assert audit(7, queue, {2})["out_of_order"] == 1
+    assert audit(7, queue, {2, 6})["out_of_order"] == audit(7, queue, {2, 7})["out_of_order"] == 0
+    assert audit(7, queue)["out_of_order"] == 2
