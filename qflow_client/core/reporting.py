@@ -281,6 +281,17 @@ class Reports:
         for hold in present - self._reported:
             self.report_hold(hold, True, now, connecting=connecting, ending=ending)
 
+    def go_on_from(self, other: Reports, now: float) -> None:
+        """Report to the listeners of another producer from now on, first the holds that differ from those it reported.
+
+        Args:
+            other: the reports of that producer, which are left as they are.
+            now: seconds.
+        """
+        self.events = None if other.events is None else []
+        self._reported = other._reported
+        self.heal(now, connecting=False, ending=False)
+
     def report_waiting(self, count: int, since: float, now: float) -> None:
         """Log that sends wait, and add the flow event.
 

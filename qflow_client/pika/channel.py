@@ -86,6 +86,12 @@ class Channel(pika.channel.Channel):
             self.flow_control.confirms_begin()
         super()._send_method(method)  # type: ignore[misc]  # private
 
+    def _raise_if_not_open(self) -> None:
+        error, self.flow_control.unraised = self.flow_control.unraised, None
+        if error is not None:
+            raise error
+        super()._raise_if_not_open()  # type: ignore[misc]  # private
+
     def _encode(self, method: spec.Basic.Publish, properties: spec.BasicProperties, body: bytes) -> Publish:
         number, size = self.channel_number, len(body)
         begin = frame.Method(number, method).marshal()

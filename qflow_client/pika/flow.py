@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from pika import exceptions, spec
+from pika.adapters.blocking_connection import ReturnedMessage
 
 from qflow_client.dropin import ADDRESSING, RECONNECTING, RETRYING, DropIn, DropInFlow, RepeatableMessage
 from qflow_client.events import FlowState, HoldKind
@@ -96,7 +97,7 @@ class ConnectionFlow:
         self.settings: ProducerSettings = getattr(connection.params, "flow_settings", None) or PIKA.settings()
         # Why the broker blocks the connection; None while it does not.
         self.blocked: str | None = None
-        # The open channels, by number.
+        # The open channels, by number; after the loss of the connection, those that were open then.
         self.channels: dict[int, ChannelFlow] = {}
         connection.add_on_connection_blocked_callback(self._on_blocked)
         connection.add_on_connection_unblocked_callback(self._on_unblocked)
@@ -145,6 +146,10 @@ class ChannelFlow(DropInFlow):
         self.keeps_unconfirmed = False
         #: The channel that the application has, if that is another; for the package.
         self.owner: Any = None
+        #: Messages that were returned and not raised yet.
+        self.returned: list[ReturnedMessage] = []
+        #: What a call has met and not raised, because its message was taken before: the next call raises it.
+        self.unraised: BaseException | None = None
         #: What ended the channel; None before.
         self.closing_reason: BaseException | None = None
         self.protocol.channel_opened(number, 0, now)
@@ -170,7 +175,9 @@ class ChannelFlow(DropInFlow):
         self.write()
 
     def _on_close(self, channel: Any, reason: BaseException) -> None:
-        ConnectionFlow.of(channel.connection).channels.pop(channel.channel_number, None)
+        channels = ConnectionFlow.of(channel.connection).channels
+        if isinstance(reason, exceptions.AMQPChannelError):
+            channels.pop(channel.channel_number, None)
         flow_manager.unregister(self)
         self.closing_reason = reason
         is_idle = not self.protocol.unsettled and not self.protocol.line.tickets
@@ -179,7 +186,8 @@ class ChannelFlow(DropInFlow):
             self.protocol.forget_past()
         keeps = self.keeps_unconfirmed and not isinstance(reason, exceptions.ChannelClosedByBroker)
         # Others may have lost the connection over their messages.
-        self.protocol.connection_lost(f"the channel is closed: {reason}", _monotonic(), reconnects=keeps, shared=True)
+        shared = any(each.protocol.admission.admitted for each in channels.values() if each is not self)
+        self.protocol.connection_lost(f"the channel is closed: {reason}", _monotonic(), reconnects=keeps, shared=shared)
         self.give_up_all()
 
     def take_over(self, ended: ChannelFlow) -> None:
@@ -192,21 +200,28 @@ class ChannelFlow(DropInFlow):
             ended: its flow.
         """
         protocol, unused, now = ended.protocol, self.protocol, _monotonic()
-        if self._listeners and protocol.reports.events is None:
-            protocol.reports.events = []
+        # The listeners know the holds of `unused`, and are told below what differs.
+        protocol.reports.events = None
         protocol.reports.name = unused.reports.name
         protocol.settings = replace(protocol.settings, name=unused.reports.name)
+        for hold in protocol.gate.holds:
+            if hold.kind in _FROM_OUTSIDE:
+                protocol.lift(hold.kind, now, source=hold.source)
         for hold in unused.gate.holds:
             if hold.kind in _FROM_OUTSIDE:
-                protocol.hold(hold.kind, now, source=hold.source, detail=hold.detail)
+                # As it was raised, so that it does not differ.
+                protocol.hold(hold.kind, hold.since, source=hold.source, detail=hold.detail)
         frame_max = self._channel.connection._body_max_length + spec.FRAME_HEADER_SIZE + spec.FRAME_END_SIZE
         protocol.channel_opened(self._channel.channel_number, frame_max, now)
+        protocol.reports.go_on_from(unused.reports, now)
         unused.forget_past()
         unused.connection_lost("another channel publishes its messages", now)
         self._before_confirms = 0
         # Until here an interrupt leaves the messages to the ended channel, and from here on to this one.
         self.protocol, ended.protocol = protocol, unused
+        self.returned, ended.returned = ended.returned, []
         self.write()
+        self.watch()
 
     def give_up_all(self) -> None:
         """The channel ends: a call that waits gets an error."""

@@ -394,8 +394,6 @@ class BlockingChannel(_pika.BlockingChannel):
         self._message_confirmation_result = _Unused(self._OnMessageConfirmationReportArgs)
         # Whether basic_publish leaves the confirms to later calls.
         self._is_pipelined = False
-        # Messages that were returned, of which nobody has been told.
-        self._returned: list[ReturnedMessage] = []
 
     # Publishing.
 
@@ -500,9 +498,10 @@ class BlockingChannel(_pika.BlockingChannel):
         except ProducerClosed:
             self._check_open()
             raise
-        except exceptions.AMQPError:
+        except exceptions.AMQPError as error:
             if self._is_pipelined and ticket.receipt is not None:
                 # It was admitted before the channel ended, so `unconfirmed` has it.
+                self._flow.unraised = error
                 return ticket.receipt
             raise
         finally:
@@ -551,8 +550,8 @@ class BlockingChannel(_pika.BlockingChannel):
         if not receipt.done or receipt._outcome is Outcome.UNKNOWN:
             self._check_open()
         # A return that is late belongs to a message whose publisher has been told that its outcome is unknown.
-        returned = [each for each in self._returned if _is_of(each, publish)]
-        self._returned.clear()
+        returned = [each for each in self._flow.returned if _is_of(each, publish)]
+        self._flow.returned.clear()
         if receipt.outcome is Outcome.NACKED:
             raise exceptions.NackError(returned)
         if returned:
@@ -561,7 +560,7 @@ class BlockingChannel(_pika.BlockingChannel):
     def _on_puback_message_returned(self, channel: Any, method: Any, properties: Any, body: bytes) -> None:
         super()._on_puback_message_returned(channel, method, properties, body)  # type: ignore[misc]  # private
         assert self._puback_return is not None
-        self._returned.append(self._puback_return)
+        self._flow.returned.append(self._puback_return)
         self._puback_return = None
 
     # Confirms.
@@ -576,7 +575,8 @@ class BlockingChannel(_pika.BlockingChannel):
                 raises `ConfirmTimeout`.
             republish: a channel with pipelined confirms whose connection has ended. What it left unconfirmed is
                 published on this channel, in order, before anything else. Messages that may have arrived have the
-                header `REPUBLISHED`. ``None`` for nothing. If this call raises, that channel still has its messages.
+                header `REPUBLISHED`. ``None`` for nothing. If this call raises, that channel still has its messages;
+                after ``KeyboardInterrupt`` one of the two channels has them.
 
         Raises:
             TypeError: `republish` is no channel of this class.
@@ -588,7 +588,6 @@ class BlockingChannel(_pika.BlockingChannel):
         super().confirm_delivery()
         self._is_pipelined = self._flow.keeps_unconfirmed = pipelined
         if republish is not None:
-            self._returned, republish._returned = republish._returned, []
             self._flow.take_over(republish._flow)
 
     def _check_republish(self, ended: BlockingChannel, pipelined: bool) -> None:
@@ -616,7 +615,8 @@ class BlockingChannel(_pika.BlockingChannel):
 
         Raises:
             ConfirmTimeout: some is not; its outcome is not known yet.
-            NackError: the broker nacked messages, which the error has in `messages`, with their ``Basic.Publish``.
+            NackError: the broker nacked messages, which the error has in `messages`, with their ``Basic.Publish``. Its
+                notes say how many of them were not nacked but given up, and why.
             UnroutableError: no queue took mandatory messages, which the error has in `messages`.
             TypeError, ValueError: `timeout` is no number.
         """
@@ -645,16 +645,21 @@ class BlockingChannel(_pika.BlockingChannel):
 
     def _raise_failures(self, about: str) -> None:
         error: exceptions.NackError | exceptions.UnroutableError
+        others: list[Receipt] = []
         if self._flow.protocol.reports.failures:
-            error = exceptions.NackError([_published(each) for each in self._flow.protocol.reports.take_failures()])
+            failures = self._flow.protocol.reports.take_failures()
+            error = exceptions.NackError([_published(each) for each in failures])
+            others = [each for each in failures if each._outcome is not Outcome.NACKED]
             # The log has a warning of them; pika's error has no place for a count.
             self._flow.protocol.reports.take_dropped()
-        elif self._returned:
-            returned, self._returned = self._returned, []
+        elif self._flow.returned:
+            returned, self._flow.returned = self._flow.returned, []
             error = exceptions.UnroutableError(returned)
         else:
             return
         error.add_note(f"about {about}")
+        if others:
+            error.add_note(f"{len(others)} of them were not nacked: {others[0].describe()}")
         raise error
 
     def _settle(self, end: float = math.inf) -> Exception | None:

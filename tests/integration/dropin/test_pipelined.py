@@ -203,7 +203,7 @@ def test_without_pipelined_wait_for_confirms_has_nothing_to_wait_for(connect):
 
 def test_a_late_return_with_multiple_in_flight_is_told_once(channel):
     channel.basic_publish("", "nowhere", b"", mandatory=True)
-    pump(channel.connection, lambda: channel._returned)
+    pump(channel.connection, lambda: channel._flow.returned)
     with pytest.raises(pika.exceptions.UnroutableError):
         channel.basic_publish("", "q", b"")
     channel.basic_publish("", "q", b"")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -9,8 +10,9 @@ from typing import Any
 import pytest
 
 import qflow_client.pika as pika
-from qflow_client import ConfirmTimeout, HoldKind, flow_manager
+from qflow_client import ConfirmTimeout, FlowEventKind, HoldKind, flow_manager
 from qflow_client.broker import Broker
+from qflow_client.core.suspects import PoisonDetector
 from qflow_client.message import REPUBLISHED
 from tests.integration.producer.tools import PATIENCE, Proxy, bodies, eventually, start
 from tests.interrupting import EVERY, interrupted
@@ -24,13 +26,20 @@ def marked(broker: Broker) -> list[bool]:
     return [bool((message.properties.headers or {}).get(REPUBLISHED)) for message in broker.messages("q")]
 
 
-def lost(broker: Broker, channel: Any, *numbers: int) -> Any:
-    """Publish these, which arrive, and lose the connection before they are confirmed."""
+def has_arrived(broker: Broker, count: int) -> bool:
+    return broker.queue("q").depth == count
+
+
+def lost(broker: Broker, channel: Any, *numbers: int, returned: bool = False) -> Any:
+    """Publish these, which arrive, and perhaps one that is returned; lose the connection before they are confirmed."""
     broker.withhold_confirms()
     depth = broker.queue("q").depth
     for number in numbers:
         channel.basic_publish("", "q", b"%d" % number, pika.BasicProperties(message_id=f"id {number}"))
     broker.wait_until(lambda broker: broker.queue("q").depth == depth + len(numbers))
+    if returned:
+        channel.basic_publish("", "nowhere", b"returned", mandatory=True)
+        pump(channel.connection, lambda: channel._flow.returned)
     broker.drop_connections()
     with pytest.raises(pika.exceptions.AMQPConnectionError):
         channel.wait_for_confirms(PATIENCE)
@@ -98,13 +107,41 @@ def test_a_program_that_reconnects_loses_nothing_in_many_losses(broker: Broker, 
     assert cuts == losses
 
 
+def holds(channel: Any) -> list[str]:
+    return [hold.kind for hold in channel.flow_state.holds]
+
+
+@pytest.mark.parametrize("still", [True, False])
+def test_a_pause_from_before_the_loss_holds_the_next_channel_only_while_it_lasts(
+    broker: Broker, connect: Connect, still: bool
+) -> None:
+    first = pipelined(connect)
+    try:
+        flow_manager.stop_all("a test")
+        held(first, HoldKind.PAUSED)
+        broker.drop_connections()
+        with pytest.raises(pika.exceptions.AMQPConnectionError):
+            first.connection.sleep(PATIENCE)
+        if not still:
+            flow_manager.start_all()
+        second = pipelined(connect, first)
+        assert holds(second) == [HoldKind.PAUSED] * still
+    finally:
+        flow_manager.start_all()
+    held(second)
+    second.basic_publish("", "q", b"")
+
+
 @pytest.mark.parametrize("reason", ["stopped", "blocked", "paused"])
 def test_it_waits_while_the_new_channel_may_not_send(broker: Broker, connect: Connect, reason: str) -> None:
     first = lost(broker, pipelined(connect), 0)
+    events: list[Any] = []
+    second = connect(max_producer_flow_control_wait=0.1).channel()
+    second.add_on_flow_callback(events.append)
     if reason == "paused":
         flow_manager.stop_all("a test")
-    second = connect(max_producer_flow_control_wait=0.1).channel()
-    if reason == "stopped":
+        held(second, HoldKind.PAUSED)
+    elif reason == "stopped":
         (name,) = (each.name for each in broker.channels())
         broker.flow(False, name)
         held(second, HoldKind.CHANNEL_FLOW)
@@ -112,8 +149,6 @@ def test_it_waits_while_the_new_channel_may_not_send(broker: Broker, connect: Co
         broker.block("a test")
         held(second, HoldKind.CONNECTION_BLOCKED)
     try:
-        events: list[Any] = []
-        second.add_on_flow_callback(events.append)
         second.confirm_delivery(pipelined=True, republish=first)
         kinds = {"stopped": HoldKind.CHANNEL_FLOW, "blocked": HoldKind.CONNECTION_BLOCKED, "paused": HoldKind.PAUSED}
         assert [hold.kind for hold in second.flow_state.holds] == [kinds[reason]]
@@ -127,8 +162,12 @@ def test_it_waits_while_the_new_channel_may_not_send(broker: Broker, connect: Co
             broker.flow(True, each.name)
     second.wait_for_confirms(PATIENCE)
     assert marked(broker) == [False, True]
+    held(second)
     second.connection.process_data_events(0)
-    assert events
+    assert [(event.kind, event.hold.kind) for event in events] == [
+        (FlowEventKind.FLOWED, kinds[reason]),
+        (FlowEventKind.UNFLOWED, kinds[reason]),
+    ]
 
 
 def test_a_message_that_was_written_in_part_leaves_as_a_whole(broker: Broker, connect: Connect, proxy: Proxy) -> None:
@@ -158,6 +197,41 @@ def test_a_publish_that_meets_the_loss_after_its_message_was_taken_does_not_rais
     with pytest.raises(pika.exceptions.AMQPConnectionError):
         first.basic_publish("", "q", b"not taken")
     assert len(first.unconfirmed) == 1
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda channel: channel.basic_publish("", "q", b"not taken"),
+        lambda channel: channel.wait_for_confirms(PATIENCE),
+        lambda channel: channel.queue_declare("q"),
+    ],
+)
+def test_a_publish_whose_message_is_taken_and_lost_in_one_read_leaves_the_error_to_the_next_call(
+    broker: Broker, connect: Connect, monkeypatch: pytest.MonkeyPatch, call: Callable[[Any], Any]
+) -> None:
+    first = pipelined(connect, capacity=1, max_producer_flow_control_wait=PATIENCE)
+    broker.withhold_confirms()
+    first.basic_publish("", "q", b"0")
+    turn = first._turns.until
+
+    def confirm_and_lose(_deadline: float) -> None:
+        at = time.monotonic() + PATIENCE
+        broker.release_confirms()
+        while first.unconfirmed[0].body != b"1":
+            turn(at)
+        broker.drop_connections()
+        while first.is_open:
+            turn(at)
+
+    monkeypatch.setattr(first._turns, "until", confirm_and_lose)
+    first.basic_publish("", "q", b"1")
+    assert [each.body for each in first.unconfirmed] == [b"1"]
+    with pytest.raises(pika.exceptions.AMQPConnectionError):
+        call(first)
+    with pytest.raises(pika.exceptions.ChannelWrongStateError):
+        call(first)
+    assert [each.body for each in first.unconfirmed] == [b"1"]
 
 
 def test_a_smaller_frame_size_is_kept(broker: Broker, connect: Connect) -> None:
@@ -227,15 +301,59 @@ def test_a_channel_that_has_nothing_to_publish_again_is_refused(broker: Broker, 
     assert [each.body for each in kept.unconfirmed] == [b"1"]
 
 
+@pytest.mark.parametrize("others", ["none", "before it", "after it"])
+def test_a_message_over_which_its_connections_are_lost_is_given_back_unless_others_publish_on_them(
+    broker: Broker, connect: Connect, monkeypatch: pytest.MonkeyPatch, others: str
+) -> None:
+    # A connection has held after a moment, but is lost just after it is sent.
+    monkeypatch.setattr(PoisonDetector, "note_open", lambda self, now: setattr(self, "_send_at", now + 0.01))
+    broker.withhold_confirms()
+    channel: Any = None
+    losses = 0
+    while losses < 10:
+        connection = connect()
+        fresh = connection.channel(2)
+        if others != "none":
+            connection.channel(1 if others == "before it" else 3).basic_publish("", "other", b"")
+        fresh.confirm_delivery(pipelined=True, republish=channel)
+        if channel is None:
+            fresh.basic_publish("", "q", b"poison", pika.BasicProperties(message_id="7"))
+        channel = fresh
+        if not channel._flow.protocol.unsettled:
+            break
+        pump(connection, partial(has_arrived, broker, losses + 1))
+        broker.drop_connections()
+        losses += 1
+        with pytest.raises(pika.exceptions.AMQPConnectionError):
+            channel.wait_for_confirms(PATIENCE)
+        assert [(each.properties.message_id, each.body) for each in channel.unconfirmed] == [("7", b"poison")]
+    if others != "none":
+        assert losses == 10
+        return
+    assert losses == 8
+    with pytest.raises(pika.exceptions.NackError) as caught:
+        channel.basic_publish("", "q", b"not sent")
+    assert [each.body for each in caught.value.messages] == [b"poison"]
+    assert "1 of them were not nacked: message 1 to ''/'q': unknown (connections hold" in caught.value.__notes__[-1]
+    assert channel.unconfirmed == ()
+    broker.release_confirms()
+    channel.basic_publish("", "q", b"goes on")
+    channel.wait_for_confirms(PATIENCE)
+    assert bodies(broker) == [b"poison"] * 8 + [b"goes on"]
+
+
 def test_E2_an_interrupt_leaves_the_messages_to_one_of_the_two(broker: Broker, connect: Connect) -> None:
     at, came = 1, 1
     while came:
         broker.purge("q")
-        first = lost(broker, pipelined(connect), 0, 1)
+        first = lost(broker, pipelined(connect), 0, 1, returned=True)
         second = connect().channel()
         came = interrupted(partial(second.confirm_delivery, True, first), at, only=("pika/flow.py", "core/channel.py"))
         if first.unconfirmed:
             second = pipelined(connect, first)
-        second.wait_for_confirms(PATIENCE)
+        with pytest.raises(pika.exceptions.UnroutableError) as caught:
+            second.wait_for_confirms(PATIENCE)
+        # The first return, and that of its second copy.
+        assert [each.body for each in caught.value.messages] == [b"returned"] * 2
         assert bodies(broker)[:4] == [b"0", b"1"] * 2
         at += EVERY

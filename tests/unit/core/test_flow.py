@@ -283,6 +283,26 @@ def told(holds: Iterable[Hold]) -> list[tuple[str, float]]:
     return [(hold.kind, hold.since) for hold in holds]
 
 
+@pytest.mark.parametrize("listened", [True, False])
+def test_listeners_of_another_producer_are_told_only_of_holds_that_differ(listened: bool) -> None:
+    left, goes_on = make(), make()
+    for protocol in (left, goes_on):
+        protocol.reports.events = [] if listened or protocol is goes_on else None
+        protocol.on_blocked("low on disk", 3.0)
+    left.hold("mine", 4.0)
+    goes_on.hold("other", 5.0)
+    before = left.reports.events
+    goes_on.reports.go_on_from(left.reports, 6.0)
+    assert left.reports.events is before
+    if not listened:
+        assert goes_on.reports.events is None
+        return
+    assert [(event.kind, event.hold.kind) for event in goes_on.reports.events or () if event.hold] == [
+        (FlowEventKind.HOLD_LIFTED, "mine"),
+        (FlowEventKind.HOLD_RAISED, "other"),
+    ]
+
+
 def test_nobody_listens_and_no_event_is_made() -> None:
     protocol = make()
     protocol.on_flow(False, 1.0)

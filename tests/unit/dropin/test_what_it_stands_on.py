@@ -15,7 +15,7 @@ from pika.adapters.base_connection import BaseConnection
 from pika.adapters.utils.io_services_utils import _AsyncTransportBase
 
 PRIVATE = {
-    pika.channel.Channel: {"_send_method": ["self", "method", "content"]},
+    pika.channel.Channel: {"_send_method": ["self", "method", "content"], "_raise_if_not_open": ["self"]},
     pika.connection.Connection: {
         "_create_channel": ["self", "channel_number", "on_open_callback"],
         "_init_connection_state": ["self"],
