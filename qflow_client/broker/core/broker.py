@@ -363,7 +363,7 @@ class Broker:
 
         Raises:
             TimeoutError: it did not become true; the text says what the broker looked like.
-            RuntimeError: an event loop runs on the calling thread, as in an async test, and it would be blocked; there,
+            RuntimeError: called in a task, as in an async test, or on the broker's loop, which it would block; there,
                 use `wait_until_async`.
         """
         self._runner.wait_until(lambda: predicate(self), self._describe, timeout)

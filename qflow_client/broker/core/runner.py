@@ -20,6 +20,14 @@ _Result = TypeVar("_Result")
 _Step = Callable[[], Coroutine[Any, Any, None]]
 
 
+def _is_in_task() -> bool:
+    """Whether a task runs here. Where a loop runs without one, as in Playwright's synchronous API, a call may block."""
+    try:
+        return asyncio.current_task() is not None
+    except RuntimeError:
+        return False
+
+
 class Runner:
     """The loop of one broker, and the calls to it from other threads."""
 
@@ -179,14 +187,9 @@ class Runner:
 
         Raises:
             TimeoutError: it did not become true.
-            RuntimeError: an event loop runs on the calling thread, which it would block.
+            RuntimeError: called in a task, or on the broker's loop, which it would block.
         """
-        try:
-            asyncio.get_running_loop()
-        except RuntimeError:
-            # None runs here.
-            pass
-        else:
+        if (self._loop is not None and threading.get_ident() == self._loop_thread) or _is_in_task():
             raise RuntimeError("wait_until would block the event loop that runs here; await wait_until_async instead")
         end = time.monotonic() + timeout
         while True:

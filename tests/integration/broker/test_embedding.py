@@ -562,3 +562,19 @@ def test_E9_a_policy_for_very_many_queues_comes_in_turns_with_what_else_the_loop
     assert len(marked) >= 50
     with pytest.raises(LookupError, match="no policy 'x'"):
         broker.delete_policy("x")
+
+
+def test_wait_until_may_block_a_loop_that_runs_no_task_here() -> None:
+    """Playwright's synchronous API calls the program from a callback of its loop."""
+    loop, waited = asyncio.new_event_loop(), []
+
+    def call() -> None:
+        broker.wait_until(lambda _: True)
+        waited.append(True)
+        loop.stop()
+
+    with Broker() as broker:
+        loop.call_soon(call)
+        loop.run_forever()
+    loop.close()
+    assert waited == [True]
