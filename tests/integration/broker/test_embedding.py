@@ -566,7 +566,8 @@ def test_E9_a_policy_for_very_many_queues_comes_in_turns_with_what_else_the_loop
 
 def test_wait_until_may_block_a_loop_that_runs_no_task_here() -> None:
     """Playwright's synchronous API calls the program from a callback of its loop."""
-    loop, waited = asyncio.new_event_loop(), []
+    loop = asyncio.new_event_loop()
+    waited: list[bool] = []
 
     def call() -> None:
         broker.wait_until(lambda _: True)
