@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import gc
 import itertools
 import threading
@@ -17,7 +18,7 @@ from qflow_client import AsyncProducer, NestedCall, Producer, ProducerClosed, Pr
 from qflow_client.broker import Broker
 from tests.interrupting import EVERY, interrupted
 
-from .tools import PATIENCE
+from .tools import PATIENCE, PATIENCE_WITH_JOBS
 
 
 def pause(producer: Producer | AsyncProducer) -> None:
@@ -52,8 +53,12 @@ def in_time(run: Callable[[], None]) -> None:
 
     thread = threading.Thread(target=target, daemon=True)
     thread.start()
-    thread.join(2 * PATIENCE)
-    assert not thread.is_alive(), "it hangs"
+    thread.join(PATIENCE_WITH_JOBS)
+    if thread.is_alive():
+        # pytest cannot report a failure while each allocation collects garbage.
+        gc.set_threshold(700, 10, 10)
+        faulthandler.dump_traceback(2)
+        pytest.fail("it hangs; where it does is on standard error")
     if errors:
         raise errors[0]
 
