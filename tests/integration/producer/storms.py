@@ -119,7 +119,7 @@ def check(producer: Any, receipts: list[Receipt], storm: Storm) -> None:
     admitted = protocol.admission.admitted
     assert len(numbers) <= admitted
     left = protocol.window.used, protocol.controller.waiting, protocol.unwritten, list(protocol.line.tickets)
-    assert left == (0, 0, 0, [])
+    assert left == (0, 0, 0, []), left
     if storm.kind != "signal":
         # An interrupt takes the receipt away from its caller; nothing else does.
         assert storm.kind == "both" or sorted(numbers) == list(range(1, admitted + 1))
