@@ -51,7 +51,7 @@ def run(script: str, cwd: Path, url: str) -> str:
     Raises:
         RuntimeError: a command fails, or says something of an error
     """
-    # No settings and no virtual environment of whoever runs this.
+    # No settings and no virtual environment of the caller.
     names = [name for name in os.environ if name.startswith(("QFLOW_", "PYTHON", "VIRTUAL_ENV"))]
     environment = {name: value for name, value in os.environ.items() if name not in names}
     ran = subprocess.run(

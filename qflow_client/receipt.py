@@ -61,6 +61,7 @@ class Receipt:
     # One is made for every message, so it holds references to what is there anyway, and computes the rest when asked.
     __slots__ = (
         "_id_prefix",
+        "_kept_as",
         "_number",
         "_outcome",
         "_payload",
@@ -69,9 +70,11 @@ class Receipt:
         "_route",
         "_seen",
         "_tag",
-        "_undelivered",
         "_waiter",
     )
+
+    # How it ended, if it stays in the outbox because it was not delivered; of others it is not set.
+    _kept_as: Outcome
 
     def __init__(self, payload: bytes | Message, route: Route, id_prefix: str | None) -> None:
         # What the application gave; a plain body stands for a persistent message without further properties.
@@ -88,8 +91,6 @@ class Receipt:
         # The broker's code and words, once it has returned the message or closed the channel over it; 0 and the reason,
         # once the connection has ended before its answer.
         self._reply: tuple[int, str] | None = None
-        # How it ended, if it stays in the outbox because it was not delivered.
-        self._undelivered: Outcome | None = None
         # Whether the application has been told of a failure, so that flush and close need not.
         self._seen = False
         # Its properties as they are encoded, if it is no plain message (`PublishEncoder.prepare`).
@@ -123,11 +124,15 @@ class Receipt:
     def failure(self) -> Outcome | None:
         """The outcome of a message that was not delivered, also if it stays in the outbox for that.
 
-        ``None`` if it was delivered or is unsettled, or is in the outbox only because its producer was closed. Whoever
-        reads a failure has been told, as by `error`.
+        ``None`` if it was delivered or is unsettled, or is in the outbox only because its producer was closed. A
+        program that reads a failure has been told, as by `error`.
         """
         self._look()
         return self._outcome if self._outcome in UNDELIVERED else self._undelivered
+
+    @property
+    def _undelivered(self) -> Outcome | None:
+        return getattr(self, "_kept_as", None)
 
     @property
     def may_have_arrived(self) -> bool:

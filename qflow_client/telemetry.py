@@ -205,12 +205,18 @@ class Observer:
         """
         forget = self.began.pop
         first = receipts[0]
-        route, outcome, kept = first._route, first._outcome, first._undelivered
+        route, outcome = first._route, first._outcome
+        kept = first._undelivered if outcome is Outcome.STORED else None
         began, alike = self.began.get(first._number), 0
         for receipt in receipts:
-            if receipt._route is not route or receipt._outcome is not outcome or receipt._undelivered is not kept:
+            if (
+                receipt._route is not route
+                or receipt._outcome is not outcome
+                or (outcome is Outcome.STORED and receipt._undelivered is not kept)
+            ):
                 self._count(first, alike, began, now)
-                first, route, outcome, kept = receipt, receipt._route, receipt._outcome, receipt._undelivered
+                first, route, outcome = receipt, receipt._route, receipt._outcome
+                kept = first._undelivered if outcome is Outcome.STORED else None
                 began, alike = self.began.get(first._number), 0
             forget(receipt._number, None)
             alike += 1

@@ -177,7 +177,7 @@ class Settling:
         """Return the outcome of a message, which is another one if it stays in the outbox."""
         if not self._keeps_undelivered or outcome not in UNDELIVERED:
             return outcome
-        receipt._undelivered = outcome
+        receipt._kept_as = outcome
         return Outcome.STORED
 
     # What the broker answers.

@@ -179,7 +179,7 @@ class Backlog:
         for sequence, why in damaged.items():
             receipt = self.spilled.pop(sequence, None)
             if receipt is not None:
-                receipt._undelivered = Outcome.FAILED
+                receipt._kept_as = Outcome.FAILED
                 receipt._reply = (0, f"it is damaged there, and set aside: {why}")
                 self._reports.settle_unadmitted(receipt, Outcome.STORED)
         oldest = self._oldest_sent(now)
@@ -265,7 +265,7 @@ class Backlog:
         receipt._reply = (0, why)
         outcome = Outcome.UNKNOWN if stored.may_be_second_copy else Outcome.FAILED
         if self._keeps:
-            receipt._undelivered, outcome = outcome, Outcome.STORED
+            receipt._kept_as, outcome = outcome, Outcome.STORED
         self._failing = stored.sequence, receipt, outcome
         self._finish_failing()
 

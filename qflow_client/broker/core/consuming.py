@@ -383,7 +383,7 @@ class Consuming:
         return tuple(deliveries)
 
     def has_more(self, tag: int) -> bool:
-        """Whether an ack of all up to that tag, of which `take` gave some, is about more."""
+        """Return True if `take` gave only a part of what an ack up to this tag is about."""
         return bool(self._ack_until) if not tag else tag in self.unacked
 
     @staticmethod

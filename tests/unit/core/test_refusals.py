@@ -231,7 +231,7 @@ def test_a_channel_that_is_closed_for_want_of_room_is_a_refusal_and_no_poison() 
     assert left(protocol) == [b"2", b"3", b"4"]
     assert holds(protocol) == []
     protocol.channel_closed(406, text, PUBLISH, 21.0)
-    # The first refusal of these was long ago, and nobody knows over which the channel was closed.
+    # The first refusal of these was long ago. The broker does not say over which of them it closed the channel.
     assert [receipt.outcome for receipt in receipts] == [Outcome.CONFIRMED, Outcome.UNKNOWN, Outcome.UNKNOWN]
     assert not late.done
 
