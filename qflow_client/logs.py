@@ -17,7 +17,7 @@ from contextlib import suppress
 from queue import Empty
 from typing import Any
 
-from qflow_client.core.reporting import LogEntry, log_entry
+from qflow_client.core.reporting import LogEntry, is_logged, log_entry
 from qflow_client.forks import after_fork_in_child
 
 __all__ = ["flush_logs", "log", "write_log"]
@@ -150,7 +150,7 @@ def write_log(entries: list[LogEntry]) -> None:
 
 def _put(entry: LogEntry, error: BaseException | None = None) -> None:
     try:
-        if logger.isEnabledFor(entry[0]):
+        if is_logged(entry[0]):
             _writer.put(_record(entry, error))
     except Exception:
         # The application may make its records itself.

@@ -23,6 +23,7 @@ from urllib.parse import urlsplit
 from qflow_client.events import HoldKind
 from qflow_client.flow import Gate, WindowLimiter
 from qflow_client.forks import after_fork_in_child
+from qflow_client.logs import log
 from qflow_client.message import Message, copy_position
 from qflow_client.receipt import Outcome, Receipt
 from qflow_client.settings import ProducerSettings
@@ -61,8 +62,6 @@ _OPERATION = {"messaging.operation.name": "send", "messaging.operation.type": "s
 _DELIVERED = (Outcome.CONFIRMED, Outcome.SENT)
 
 _monotonic = time.monotonic
-
-logger = logging.getLogger("qflow_client")
 
 
 class _Outbound(Protocol):
@@ -282,7 +281,7 @@ class Observer:
         try:
             call()
         except Exception as error:
-            logger.error("%s: telemetry failed: %r", self.attributes["qflow.producer.name"], error)
+            log(logging.ERROR, "%s: telemetry failed", self.attributes["qflow.producer.name"], error=error)
 
 
 def _end_span(span: Span, receipt: Receipt, at: int, attributes: Mapping[str, Any]) -> None:

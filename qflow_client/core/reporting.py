@@ -19,7 +19,7 @@ from qflow_client.flow import Gate, Hold
 from qflow_client.message import Message
 from qflow_client.receipt import Outcome, Receipt
 
-__all__ = ["LogEntry", "MessageObserver", "Reports", "log_entry"]
+__all__ = ["LogEntry", "MessageObserver", "Reports", "is_logged", "log_entry"]
 
 logger = logging.getLogger("qflow_client")
 
@@ -355,5 +355,14 @@ def log_entry(level: int, text: str, *arguments: object, depth: int = 1) -> LogE
     return level, text, arguments, frame.f_code, frame.f_lineno
 
 
+def is_logged(level: int) -> bool:
+    """Return whether the log takes entries of a level.
+
+    It asks as `logging.Logger.isEnabledFor` does, but takes no lock. That one takes the lock of `logging`. Another
+    thread may hold it and run a signal handler or a finalizer that waits for this step.
+    """
+    return level > logger.manager.disable and level >= logger.getEffectiveLevel()
+
+
 def _entries(level: int, text: str, *arguments: object, depth: int = 2) -> list[LogEntry]:
-    return [log_entry(level, text, *arguments, depth=depth)] if logger.isEnabledFor(level) else []
+    return [log_entry(level, text, *arguments, depth=depth)] if is_logged(level) else []

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from qflow_client import AsyncProducer, FlowControlTimeout, Outcome, Producer, ProducerFlowed, Receipt
+from qflow_client import AsyncProducer, FlowControlTimeout, Outcome, Producer, ProducerFlowed, Receipt, guard
 
 CAPACITY = 50
 # Seconds from one signal to the next.
@@ -63,6 +63,7 @@ class Storm:
         if self.kind in ("gc", "both"):
             gc.set_threshold(5)
         if self.kind == "log":
+            logging._lock = _LockOfLogging(self.errors)  # type: ignore[attr-defined]
             logger = logging.getLogger("qflow_client")
             logger.addHandler(_Sender(self))
             logger.setLevel(logging.DEBUG)
@@ -85,6 +86,32 @@ class Storm:
             self.send_from_inside()
         elif self.armed:
             raise KeyboardInterrupt
+
+
+class _LockOfLogging:
+    """The lock of `logging`. A step must not wait for it: its holder may wait for the step.
+
+    Args:
+        errors: gets an error for each step that takes it.
+    """
+
+    def __init__(self, errors: list[BaseException]) -> None:
+        self._lock = threading.RLock()
+        self._errors = errors
+
+    def acquire(self) -> None:
+        if threading.get_ident() in guard._inside:
+            self._errors.append(AssertionError("a step takes the lock of logging"))
+        self._lock.acquire()
+
+    def release(self) -> None:
+        self._lock.release()
+
+    def __enter__(self) -> None:
+        self.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
 
 
 class _Sender(logging.Handler):

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from qflow_client import logs
-from qflow_client.core.reporting import log_entry
+from qflow_client.core.reporting import is_logged, log_entry
 
 from .support import make
 
@@ -55,6 +55,34 @@ def test_a_record_tells_who_had_something_to_say(
     assert (record.name, record.threadName) == ("qflow_client", threading.current_thread().name)
     assert record.exc_info is not None
     assert record.exc_info[1] is error
+
+
+@pytest.mark.parametrize("where", ["a skin", "a protocol"])
+def test_nothing_that_is_logged_waits_for_the_lock_of_logging(where: str) -> None:
+    log = logs.log if where == "a skin" else make().reports.log
+    thread = threading.Thread(target=log, args=(logging.DEBUG, "here"))
+    logger = logs.logger.manager.root
+    # As while another thread sets a level: no logger knows any more what it takes.
+    with logging._lock:  # type: ignore[attr-defined]
+        logger.setLevel(logger.level)
+        thread.start()
+        thread.join(20)
+        assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("level", [logging.DEBUG, logging.INFO, logging.WARNING])
+@pytest.mark.parametrize("least", [logging.NOTSET, logging.INFO, logging.CRITICAL])
+@pytest.mark.parametrize("disabled", [logging.NOTSET, logging.INFO, logging.CRITICAL])
+def test_a_level_is_logged_where_logging_says_so(level: int, least: int, disabled: int) -> None:
+    logger = logs.logger
+    before = logger.level
+    try:
+        logger.setLevel(least)
+        logging.disable(disabled)
+        assert is_logged(level) == logger.isEnabledFor(level)
+    finally:
+        logging.disable(logging.NOTSET)
+        logger.setLevel(before)
 
 
 def test_a_record_names_the_line_that_logs(
