@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from qflow_client import telemetry
 from qflow_client.core.protocol import ProducerProtocol
 from qflow_client.core.reporting import LogEntry
-from qflow_client.errors import UndeliveredMessages
+from qflow_client.errors import NestedCall, UndeliveredMessages
 from qflow_client.flow import FlowManager
 from qflow_client.logs import log
 from qflow_client.message import Message
@@ -92,6 +92,18 @@ class BaseEngine(ABC):
         """Take a step of the protocol, and do what follows from it."""
 
     @abstractmethod
+    def try_step(self, step: Callable[[ProducerProtocol], _T], deadline: float = 0.0) -> _T:
+        """As `step`, for a call of the application, which may hold a lock that another step waits for.
+
+        Args:
+            step: the step.
+            deadline: as for `Guard.try_take`.
+
+        Raises:
+            NestedCall: the step could not be taken.
+        """
+
+    @abstractmethod
     def ask(self, step: Callable[[ProducerProtocol], object]) -> None:
         """Take a step without waiting for its result. Where none can be taken, it is taken later."""
 
@@ -114,7 +126,13 @@ class BaseEngine(ABC):
         """Whether `on_delivery` or a flow callback makes the call, while there is an `on_delivery`."""
 
     def admit(
-        self, payload: bytes | Message, exchange: str, routing_key: str, *, spills: bool = False
+        self,
+        payload: bytes | Message,
+        exchange: str,
+        routing_key: str,
+        deadline: float = 0.0,
+        *,
+        spills: bool = False,
     ) -> Receipt | None:
         """Admit a message, or put it into the outbox, if that is possible now.
 
@@ -122,19 +140,29 @@ class BaseEngine(ABC):
             payload: the message.
             exchange: where to publish.
             routing_key: with which key.
+            deadline: as for `Guard.try_take`.
             spills: whether it may be put into the outbox while the producer is flowed, if the settings say so. The
                 message of a callback is in any case, because other senders may wait for the callback to return.
 
         Returns:
             Its receipt, which with an outbox is not on disk yet; ``None`` if nothing has happened.
+
+        Raises:
+            NestedCall: the step could not be taken.
         """
         storage = self.storage
-        if storage is None:
-            return self.step(lambda protocol: protocol.admission.send(payload, exchange, routing_key, _monotonic()))
-        spills = spills and (self.settings.when_flowed is WhenFlowed.SPILL or self.is_in_callback)
-        return self.step(
-            lambda _protocol: storage.store.send(payload, exchange, routing_key, _monotonic(), spills=spills)
-        )
+        try:
+            if storage is None:
+                return self.try_step(
+                    lambda protocol: protocol.admission.send(payload, exchange, routing_key, _monotonic()), deadline
+                )
+            spills = spills and (self.settings.when_flowed is WhenFlowed.SPILL or self.is_in_callback)
+            return self.try_step(
+                lambda _protocol: storage.store.send(payload, exchange, routing_key, _monotonic(), spills=spills),
+                deadline,
+            )
+        except NestedCall:
+            raise NestedCall("a send", payload, exchange=exchange, routing_key=routing_key) from None
 
     # After a step.
 

@@ -113,8 +113,9 @@ class FlowControlTimeout(ProducerFlowed, TimeoutError):
 class NestedCall(ProducerFlowed):
     """A call would have had to wait where nothing can be waited for, and nothing has happened (E2).
 
-    It came from inside a step of a producer, by a signal handler, a finalizer or a log handler, or on the thread that a
-    connection depends on. What it was to send was not sent and never will be.
+    It came from inside a step of a producer, by a signal handler, a finalizer or a log handler; or on the thread that a
+    connection depends on; or it held a lock for which a step of a producer waited, such as that of a log handler. What
+    it was to send was not sent and never will be.
     """
 
     def __init__(
@@ -122,8 +123,9 @@ class NestedCall(ProducerFlowed):
     ) -> None:
         super().__init__((), 0.0, message, exchange=exchange, routing_key=routing_key)
         text = (
-            f"{what} would have to wait for a step of a producer that it interrupts, or for the thread that it is on: "
-            "call it from the application's own code, not from a signal handler, a finalizer or a log handler"
+            f"{what} would have to wait for a step of a producer that it interrupts, for the thread that it is on, or "
+            "for a step that waits for a lock that it holds: call it from the application's own code, not from a "
+            "signal handler, a finalizer or a log handler"
         )
         self.args = (text,)
 

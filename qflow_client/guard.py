@@ -5,22 +5,30 @@ finalizer that the collector or a reference count has found due, which logs, who
 step's lock it would wait for itself; if it took another producer's, two threads could wait for each other. So a thread
 is marked before it waits for a lock, until after it has let go of it, and what comes from a marked thread is refused,
 or handed to the I/O thread, if it needs a step. To send while there is room needs none (`send_at_once`).
+
+Foreign code inside a step may also wait for a lock of the application, such as that of a log handler. The thread that
+holds it may be in a call that waits for the step. So no call of the application waits for a step longer than until its
+deadline, or for `PATIENCE`: `Guard.try_take`. What it could not do is refused, or handed to the I/O thread, likewise.
 """
 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
-from threading import get_ident
+from threading import TIMEOUT_MAX, get_ident
 from types import TracebackType
 from typing import TypeVar
 
 from qflow_client.errors import NestedCall
 from qflow_client.forks import after_fork_in_child
 
-__all__ = ["LOOPS", "Guard", "check_can_wait", "is_inside", "serve", "take"]
+__all__ = ["LOOPS", "PATIENCE", "Guard", "check_can_wait", "is_inside", "serve", "take"]
 
 _T = TypeVar("_T")
+
+#: Seconds that a call of the application waits at least for the step of another thread. A step takes far less.
+PATIENCE = 1.0
 
 # The threads that are inside a step, and those that connections depend on.
 _inside: set[int] = set()
@@ -98,6 +106,37 @@ class Guard:
             _inside.add(me)
             with self._lock:
                 return step()
+        finally:
+            _inside.discard(me)
+
+    def try_take(self, step: Callable[[], _T], deadline: float = 0.0) -> _T:
+        """Take a step for a call of the application, on any thread.
+
+        Args:
+            step: the step.
+            deadline: until when to wait for the step of another thread, in seconds of `time.monotonic`; at least for
+                `PATIENCE`.
+
+        Raises:
+            NestedCall: this thread is inside one, or another thread's has not ended by then.
+        """
+        me = get_ident()
+        if me in _inside:
+            raise NestedCall("a call")
+        patience = PATIENCE if deadline == 0.0 else min(max(PATIENCE, deadline - time.monotonic()), TIMEOUT_MAX)
+        held: list[bool] = []
+        try:
+            _inside.add(me)
+            try:
+                # One call of C, so no interrupt comes between the lock and the note that this thread has it.
+                held.extend(map(self._lock.acquire, (True,), (patience,)))
+                if not held[0]:
+                    raise NestedCall("a call")
+                return step()
+            finally:
+                # Nothing is called before the lock is released, so no interrupt comes first.
+                if held and held[0]:
+                    self._lock.release()
         finally:
             _inside.discard(me)
 

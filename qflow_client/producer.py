@@ -6,7 +6,7 @@ import time
 import weakref
 from abc import ABC
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, NoReturn
 
 from qflow_client.core import calls
@@ -15,10 +15,9 @@ from qflow_client.core.limits import check_capacity
 from qflow_client.core.protocol import ProducerProtocol
 from qflow_client.core.tickets import SendTicket
 from qflow_client.engine import BaseEngine
-from qflow_client.errors import FlowControlTimeout, ProducerClosed, ProducerFlowed, SettingsError
+from qflow_client.errors import FlowControlTimeout, NestedCall, ProducerClosed, ProducerFlowed, SettingsError
 from qflow_client.events import FlowEvent, FlowState, HoldKind
 from qflow_client.flow import FlowManager, Hold
-from qflow_client.guard import is_inside
 from qflow_client.health import Health
 from qflow_client.message import Message, RoutedMessage, as_body, give_back, with_position
 from qflow_client.position import Position
@@ -150,7 +149,10 @@ class BaseProducer(ABC):
             protocol.line.count_flowed_error()
             return protocol.reports.holds
 
-        holds = self._engine.step(refuse)
+        try:
+            holds = self._engine.try_step(refuse)
+        except NestedCall:
+            holds = self._protocol.reports.holds
         return cannot_wait.error(holds, 0.0, payload, cannot_wait.advice, exchange=exchange, routing_key=routing_key)
 
     def _cannot_wait_in_send(self, timeout: float | None) -> CannotWait | None:
@@ -220,9 +222,9 @@ class BaseProducer(ABC):
             raise SettingsError(f"position({source!r}): {_NO_OUTBOX}")
         if self._engine.storage is None:
             raise ProducerClosed(self._protocol.closed or "the producer is not connected, so its outbox is not open")
-        if not is_inside():
-            # An interrupted send is undone before.
-            self._engine.step(lambda protocol: protocol.on_timer(_monotonic()))
+        # An interrupted send is undone before, where that is possible.
+        with suppress(NestedCall):
+            self._engine.try_step(lambda protocol: protocol.on_timer(_monotonic()))
         return self._engine.storage.outbox.position(source)
 
     # The window.
@@ -271,9 +273,10 @@ class BaseProducer(ABC):
     @property
     def flow_state(self) -> FlowState:
         """Whether the producer is flowed, by what, since when and how often."""
-        if is_inside():
+        try:
+            return self._engine.try_step(lambda protocol: protocol.flow_state(_monotonic()))
+        except NestedCall:
             return self._protocol.flow_seen(_monotonic())
-        return self._engine.step(lambda protocol: protocol.flow_state(_monotonic()))
 
     def health(self) -> Health:
         """The producer's health, for probes and dashboards; on any thread (E12)."""

@@ -514,7 +514,8 @@ class _Metrics:
         def observe(_options: CallbackOptions) -> list[Observation]:
             with self._lock:
                 series = dict(past)
-                for observer in self._observers:
+                # A copy, because the collector of garbage can end a producer in here.
+                for observer in tuple(self._observers):
                     # Who collects is an SDK, maybe one that came after the producer.
                     observer.protocol.admission.observer = observer
                     observer.tell()

@@ -27,7 +27,7 @@ from qflow_client.engine import DROPPED, BaseEngine
 from qflow_client.errors import ConnectionFailed, NestedCall, ProducerClosed, QflowError, UndeliveredMessages
 from qflow_client.events import FlowEvent
 from qflow_client.flow import FlowManager, Line
-from qflow_client.guard import LOOPS, is_inside
+from qflow_client.guard import LOOPS
 from qflow_client.logs import log, write_log
 from qflow_client.receipt import Receipt
 from qflow_client.recovery import Reconnection, hosts_in_order
@@ -236,8 +236,14 @@ class Engine(BaseEngine):
         return self.deliveries is not None and self.dispatcher is not None and self.dispatcher.is_running
 
     def step(self, step: Callable[[ProducerProtocol], _T]) -> _T:
+        return self._step(LOOPS.take, step)
+
+    def try_step(self, step: Callable[[ProducerProtocol], _T], deadline: float = 0.0) -> _T:
+        return self._step(lambda take_it: LOOPS.try_take(take_it, deadline), step)
+
+    def _step(self, take: Callable[[Callable[[], _T]], _T], step: Callable[[ProducerProtocol], _T]) -> _T:
         try:
-            result = LOOPS.take(lambda: step(self.protocol))
+            result = take(lambda: step(self.protocol))
             self.kick()
             return result
         except NestedCall:
@@ -252,9 +258,13 @@ class Engine(BaseEngine):
             self.loop.call_soon(self.step, lambda protocol: protocol.on_timer(_monotonic()))
 
     def ask(self, step: Callable[[ProducerProtocol], object]) -> None:
-        if self.loop is None or (self._thread in (None, threading.get_ident()) and not is_inside()):
-            self.step(step)
-            return
+        if self.loop is None or self._thread in (None, threading.get_ident()):
+            try:
+                self.try_step(step)
+                return
+            except NestedCall:
+                if self.loop is None:
+                    raise
         # A loop that is closed has nothing to hold.
         with suppress(RuntimeError):
             self.loop.call_soon_threadsafe(self.step, step)

@@ -238,11 +238,11 @@ class AsyncProducer(BaseProducer):
             raise self._refused(payload, exchange, routing_key, cannot_wait)
         ticket = self._make_ticket(payload, exchange, routing_key, 0.0, "", Waiter())
         try:
-            _, receipt = self._engine.step(
+            _, receipt = self._engine.try_step(
                 lambda _protocol: resume(self._send_call(ticket, cannot_wait, notices=False), None)
             )
         except BaseException:
-            self._engine.step(lambda protocol: protocol.line.give_up(ticket, _monotonic()))
+            self._engine.ask(lambda protocol: protocol.line.give_up(ticket, _monotonic()))
             raise
         finally:
             self._engine.arm_timer()

@@ -279,6 +279,12 @@ class SendLine:
         self._admission.is_granting = False
 
     def _admit_ticket(self, ticket: SendTicket, now: float) -> None:
+        if not ticket.claim():
+            # Its sender could not wait for a step to give it up.
+            self._admission.limits.give_back(ticket.size)
+            ticket.cancelled = True
+            self.tickets.pop(ticket, None)
+            return
         try:
             ticket.receipt, cost = self._admission.make_receipt(ticket.payload, ticket.exchange, ticket.routing_key)
             self._admission.admit(ticket.receipt, cost, ticket.since, now)

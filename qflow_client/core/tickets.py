@@ -20,6 +20,7 @@ class SendTicket(Ticket):
     """The place in line of a message that waits to be admitted."""
 
     __slots__ = (
+        "_claims",
         "deadline",
         "error",
         "exchange",
@@ -53,6 +54,20 @@ class SendTicket(Ticket):
         self.error: BaseException | None = None
         #: What the skin wakes the sender by.
         self.waiter: Any = None
+        # Who wanted to decide about the message. The first one does.
+        self._claims: list[bool] = []
+
+    def claim(self, *, for_sender: bool = False) -> bool:
+        """Claim to decide about the message; on any thread, also without a step.
+
+        Args:
+            for_sender: whether the sender claims it, to give the message up; else the line, to admit it.
+
+        Returns:
+            Whether it is the claimant's. It stays so, however often it is asked.
+        """
+        self._claims.append(for_sender)
+        return self._claims[0] is for_sender
 
     @property
     def decided(self) -> bool:

@@ -191,6 +191,11 @@ class OutboxStore:
         while self._spills and controller.waiting and self.outbox.has_room(controller.next_size):
             ticket = controller.dismiss()
             assert isinstance(ticket, SendTicket)
+            if not ticket.claim():
+                # Its sender could not wait for a step to give it up.
+                ticket.cancelled = True
+                self._line.tickets.pop(ticket, None)
+                continue
             try:
                 self._spill(ticket.payload, ticket.exchange, ticket.routing_key, now, ticket)
             except Exception as error:

@@ -15,6 +15,7 @@ from qflow_client import telemetry
 from qflow_client.core import calls
 from qflow_client.core.calls import Call, resume
 from qflow_client.core.protocol import ProducerProtocol
+from qflow_client.core.tickets import SendTicket
 from qflow_client.credentials import Credentials
 from qflow_client.engine import DROPPED, BaseEngine
 from qflow_client.errors import ConnectionFailed, NestedCall, UndeliveredMessages
@@ -50,6 +51,9 @@ if TYPE_CHECKING:
 __all__ = ["Engine", "Waiter"]
 
 _T = TypeVar("_T")
+
+# What wakes callers, and entries to log.
+_News = tuple[list[Any], list[Any]]
 
 # Seconds that the end of the process waits for a producer that was not closed.
 _AT_EXIT = 1.0
@@ -201,8 +205,14 @@ class Engine(BaseEngine):
         return self.deliveries is not None and self.dispatcher.is_current_thread
 
     def step(self, step: Callable[[ProducerProtocol], _T]) -> _T:
+        return self._step(self.lock.take, step)
+
+    def try_step(self, step: Callable[[ProducerProtocol], _T], deadline: float = 0.0) -> _T:
+        return self._step(lambda take_it: self.lock.try_take(take_it, deadline), step)
+
+    def _step(self, take: Callable[[Callable[[], _T]], _T], step: Callable[[ProducerProtocol], _T]) -> _T:
         try:
-            result = self.lock.take(lambda: step(self.protocol))
+            result = take(lambda: step(self.protocol))
             self._kick()
             return result
         except NestedCall:
@@ -212,10 +222,10 @@ class Engine(BaseEngine):
             raise
 
     def ask(self, step: Callable[[ProducerProtocol], object]) -> None:
-        if is_inside():
+        try:
+            self.try_step(step)
+        except NestedCall:
             self.call_later(lambda: self.step(step))
-        else:
-            self.step(step)
 
     def call_later(self, function: Callable[[], object]) -> None:
         """Call a function on the I/O thread."""
@@ -238,7 +248,8 @@ class Engine(BaseEngine):
         link, protocol = self.link, self.protocol
         # As long as there is an I/O thread, that is its task, because no Ctrl-C comes there.
         if link is None or link.ended:
-            self.after()
+            with suppress(NestedCall):
+                self.after(self.lock.try_take)
             return
         if not link.services.awake and protocol.has_output:
             link.services.wake()
@@ -250,40 +261,64 @@ class Engine(BaseEngine):
         if self.settings.rate is not None and self.link is not None:
             self.link.arm_timer()
 
-    def drive(self, call: Call[_T], waiter: Waiter, undo: Callable[[ProducerProtocol], object] | None = None) -> _T:
+    def drive(self, call: Call[_T], waiter: Waiter, deadline: float, ticket: SendTicket | None = None) -> _T:
         """Run a call that waits, see `core.calls`.
 
         Args:
             call: the call.
             waiter: its waiter.
-            undo: takes it back if something is raised; by default, `waiter` is forgotten.
+            deadline: until when it may wait, in seconds.
+            ticket: of a send, given up if something is raised; of another call, `waiter` is forgotten.
+
+        Raises:
+            NestedCall: a step could not be taken, and nothing has happened.
         """
+
+        def undo(protocol: ProducerProtocol) -> None:
+            if ticket is None:
+                protocol.waiters.forget(waiter)
+            else:
+                protocol.line.give_up(ticket, _monotonic())
+
         try:
-            until, result = self.step(lambda _protocol: resume(call, None))
+            until, result = self.try_step(lambda _protocol: resume(call, None), deadline)
             self.arm_timer()
             while until is not None:
                 waiter.wait_until(until)
-                until, result = self.step(lambda _protocol: resume(call, _monotonic()))
+                try:
+                    until, result = self.try_step(lambda _protocol: resume(call, _monotonic()), deadline)
+                except NestedCall:
+                    if ticket is None or ticket.claim(for_sender=True):
+                        raise
+                    # The step that does not end admits the message.
+        except NestedCall:
+            self.call_later(lambda: self.step(undo))
+            raise
         except BaseException:
-            self.step(undo or (lambda protocol: protocol.waiters.forget(waiter)))
+            self.ask(undo)
             raise
         return result  # type: ignore[return-value]  # the call has ended
 
     # After a step, without the lock.
 
-    def after(self) -> None:
+    def after(self, take: Callable[[Callable[[], _News]], _News] | None = None) -> None:
+        """As `BaseEngine.after`.
+
+        Args:
+            take: how to take the step that it needs; by default, it is waited for as long as it takes.
+        """
         protocol = self.protocol
         if protocol.admission.observer is not None:
             protocol.admission.observer.tell(now=_monotonic())
         if protocol.reports.is_empty:
             return
-        wake, logs = self.lock.take(self._pass_on)
+        wake, logs = (take or self.lock.take)(self._pass_on)
         for waiter in wake:
             waiter.set()
         # Last, because it may take its time.
         write_log(logs)
 
-    def _pass_on(self) -> tuple[list[Any], list[Any]]:
+    def _pass_on(self) -> _News:
         """Pass on events and receipts, and return the waiters to wake and the entries to log."""
         settled, wake, logs = self.take_news()
         # In the order of the steps, so that two threads cannot swap what they pass on.
@@ -325,11 +360,15 @@ class Engine(BaseEngine):
         waiter = Waiter()
         call = calls.close(self.protocol, waiter, deadline, _monotonic(), CLOSED, waits_for_holds=waits_for_holds)
         try:
-            self.lock.take(begin)
+            self.lock.try_take(begin, deadline)
             if first:
                 self.unregister()
-                self.drive(call, waiter)
+                self.drive(call, waiter, deadline)
                 return self.end(good_bye_until(deadline), deadline if waits_for_holds else None)
+        except NestedCall:
+            if first:
+                self._end_later()
+            raise
         except BaseException as error:
             # Ctrl-C above all.
             if first:
@@ -373,16 +412,16 @@ class Engine(BaseEngine):
         assert self.link is not None
         try:
             # What the first call has found is as true after Ctrl-C.
-            self._left = self._left or self.lock.take(lambda: self.protocol.unsettled_receipts)
+            self._left = self._left or self._take_last(lambda: self.protocol.unsettled_receipts)
             self.unregister()
             self.detach()
             try:
                 self.link.close(patience)
             finally:
-                self.after()
+                self.after(self._take_last)
                 if self.observer is not None:
                     telemetry.unwatch(self.observer)
-                write_log(self.lock.take(self.listeners.end))
+                write_log(self._take_last(self.listeners.end))
                 if self.deliveries is not None and deadline is not None:
                     patience = min(max(BRIEF, deadline - _monotonic()), threading.TIMEOUT_MAX)
                 self.dispatcher.stop(patience)
@@ -393,8 +432,15 @@ class Engine(BaseEngine):
             finally:
                 # Other threads that close wait until here.
                 self._all_ended.set()
-        failures, dropped = self.lock.take(self.take_failures)
+        failures, dropped = self._take_last(self.take_failures)
         return self.undelivered(failures, dropped, self._left)
+
+    def _take_last(self, step: Callable[[], _T]) -> _T:
+        """Take one of the last steps; also while another thread does not end its own, because nothing follows it."""
+        try:
+            return self.lock.try_take(step)
+        except NestedCall:
+            return step()
 
     # Without the producer.
 
@@ -412,7 +458,7 @@ class Engine(BaseEngine):
         wait = self.settings.max_producer_flow_control_wait
         now, waiter = _monotonic(), Waiter()
         deadline = math.inf if wait is None else now + wait
-        self.drive(calls.close(self.protocol, waiter, deadline, now, DROPPED, waits_for_holds=True), waiter)
+        self.drive(calls.close(self.protocol, waiter, deadline, now, DROPPED, waits_for_holds=True), waiter, deadline)
         self._log_dropped(self.end(good_bye_until(deadline), deadline))
 
     # Forks and the end of the process.
@@ -435,7 +481,7 @@ class Engine(BaseEngine):
             return
         waiter = Waiter()
         now = _monotonic()
-        self.drive(calls.drain(self.protocol, waiter, now + _AT_EXIT, now), waiter)
+        self.drive(calls.drain(self.protocol, waiter, now + _AT_EXIT, now), waiter, now + _AT_EXIT)
         if self.storage is not None:
             self.storage.close(BRIEF)
         self.lock.take(lambda: log_forgotten(self.protocol, self.storage))

@@ -14,7 +14,7 @@ from qflow_client.core import calls
 from qflow_client.core.calls import CannotWait
 from qflow_client.core.protocol import ProducerProtocol
 from qflow_client.credentials import Credentials
-from qflow_client.errors import ProducerClosed, SettingsError, UndeliveredMessages
+from qflow_client.errors import NestedCall, ProducerClosed, SettingsError, UndeliveredMessages
 from qflow_client.events import FlowEvent
 from qflow_client.flow import FlowManager, Line
 from qflow_client.guard import check_can_wait, is_inside
@@ -197,7 +197,7 @@ class Producer(BaseProducer):
         check_can_wait("send()", payload, exchange, routing_key)
         timeout = limit_of(timeout, self.settings)
         deadline = deadline_of(timeout)
-        receipt = self._engine.admit(payload, exchange, routing_key, spills=True)
+        receipt = self._engine.admit(payload, exchange, routing_key, deadline, spills=True)
         if receipt is None:
             receipt = self._wait_in_line(
                 payload, exchange, routing_key, timeout, source, self._cannot_wait_in_send(timeout)
@@ -221,11 +221,12 @@ class Producer(BaseProducer):
                 raise self._refused(payload, exchange, routing_key, cannot_wait)
         waiter = Waiter()
         ticket = self._make_ticket(payload, exchange, routing_key, timeout, source, waiter)
-        return self._engine.drive(
-            self._send_call(ticket, cannot_wait, notices=True),
-            waiter,
-            lambda protocol: protocol.line.give_up(ticket, _monotonic()),
-        )
+        try:
+            return self._engine.drive(
+                self._send_call(ticket, cannot_wait, notices=True), waiter, ticket.deadline, ticket
+            )
+        except NestedCall:
+            raise NestedCall("a send", payload, exchange=exchange, routing_key=routing_key) from None
 
     def _made_durable(self, receipt: Receipt, deadline: float) -> SyncReceipt:
         """Return the receipt once its message is on disk, if there is an outbox."""
@@ -368,9 +369,10 @@ class Producer(BaseProducer):
         check_can_wait("flush()")
         timeout = limit_of(timeout, self.settings)
         waiter = Waiter()
-        if not self._engine.drive(calls.flush(self._protocol, waiter, deadline_of(timeout)), waiter):
+        deadline = deadline_of(timeout)
+        if not self._engine.drive(calls.flush(self._protocol, waiter, deadline), waiter, deadline):
             raise unflushed(self._protocol, self._engine.storage, timeout)
-        failures, dropped = self._engine.lock.take(self._engine.take_failures)
+        failures, dropped = self._engine.lock.try_take(self._engine.take_failures)
         if failures or dropped:
             raise UndeliveredMessages(failures, dropped=dropped)
 
@@ -391,7 +393,9 @@ class Producer(BaseProducer):
         check_can_wait("wait_unflowed()")
         waiter, in_callback = Waiter(), self._engine.is_in_callback
         return self._engine.drive(
-            calls.wait_unflowed(self._protocol, waiter, deadline, _monotonic(), in_callback=in_callback), waiter
+            calls.wait_unflowed(self._protocol, waiter, deadline, _monotonic(), in_callback=in_callback),
+            waiter,
+            deadline,
         )
 
     def _listen(self, add: Callable[[ProducerProtocol], None]) -> None:
@@ -399,7 +403,7 @@ class Producer(BaseProducer):
 
         def listen() -> None:
             engine.dispatcher.start()
-            engine.step(add)
+            engine.ask(add)
 
         if is_inside():
             engine.call_later(listen)

@@ -105,6 +105,29 @@ def test_a_ticket_that_was_given_up_before_it_stood_in_line_is_never_admitted() 
     assert protocol.controller.waiting == 0
 
 
+def test_E2_a_message_that_its_sender_gave_up_without_a_step_is_never_admitted_and_takes_no_room() -> None:
+    protocol = full(capacity_bytes=100)
+    first, second = (ticket_of(protocol) for _ in range(2))
+    for ticket in first, second:
+        protocol.line.stand_in_line(ticket, 0.0)
+    assert first.claim(for_sender=True)
+    protocol.on_ack(1, False, 1.0)
+    assert first.decided
+    assert first.receipt is None
+    assert second.receipt is not None
+    assert protocol.unsettled_receipts == (second.receipt,)
+    assert protocol.limits.byte_window is not None
+    assert (protocol.window.used, protocol.limits.byte_window.used) == (1, 1)
+    assert list(protocol.line.tickets) == []
+
+
+def test_E2_a_sender_cannot_give_up_what_is_being_admitted() -> None:
+    ticket = ticket_of(full())
+    assert ticket.claim()
+    assert not ticket.claim(for_sender=True)
+    assert ticket.claim(), "after an interrupt, once more"
+
+
 @pytest.mark.parametrize("settled", [False, True])
 def test_a_flush_tells_whether_all_is_settled(settled: bool) -> None:
     protocol = full()

@@ -13,7 +13,7 @@ import pytest
 from qflow_client.logs import flush_logs
 from qflow_client.outbox import Outbox, OutboxError
 from qflow_client.receipt import Outcome, Receipt
-from tests.unit.core.support import returned, wire
+from tests.unit.core.support import place, returned, wire
 
 from .support import MARK, Kept, change, leave
 
@@ -261,6 +261,23 @@ def test_a_damaged_message_is_set_aside_and_all_others_leave_in_order(
     assert list(kept.outbox.damaged) == which
     assert flush_logs(PATIENCE)
     assert not caplog.records
+    kept.outbox.close()
+
+
+def test_E2_a_message_that_its_sender_gave_up_without_a_step_is_not_spilled(path: Path) -> None:
+    kept = Kept(path, when_flowed="spill", outbox_max_bytes=800)
+    kept.send(bytes(500))
+    kept.write()
+    kept.protocol.hold("paused", kept.now)
+    first, second = (place(kept.protocol, body * 400, kept.now, waiter=body) for body in (b"1", b"2"))
+    assert first.claim(for_sender=True)
+    kept.protocol.on_ack(1, False, kept.now)
+    kept.outbox.commit()
+    kept.turn()
+    assert (first.decided, first.receipt) == (True, None)
+    assert second.receipt is not None
+    assert kept.outbox.last == 2
+    assert not kept.protocol.line.tickets
     kept.outbox.close()
 
 
