@@ -1,4 +1,5 @@
-"""What decides about a producer's messages, sans-I/O: it is told what happened, and says what to do.
+"""The state of a producer and the rules for its messages, sans-I/O.
 
-Nothing here knows threads, event loops, sockets, files or clocks. `protocol` is the way in.
+The caller reports events, and the core returns what to do. No module here uses threads, event loops, sockets, files or
+clocks. The entry point is `protocol`.
 """

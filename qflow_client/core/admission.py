@@ -1,17 +1,17 @@
-"""Admits messages: from here on a message has a number, and a receipt that will be settled.
+"""Admits messages. An admitted message has a number, and a receipt that will be settled.
 
-A message is admitted in one go: `next_number` is counted up, and the message is appended to `unsent`, the messages that
-were never written. Before that nothing is shared. What limits admission is the window and the rate (`limits`), the
-holds on the gate, and the bytes that are not written. A message that cannot be admitted now waits in line, see
-`sendline`.
+Admission is one operation: it increments `next_number` and appends the message to `unsent`, the messages that were
+never written. It changes no shared state before that. Admission is limited by the window and the rate (`limits`), by
+the holds on the gate, and by the unwritten bytes. A message that cannot be admitted now waits in line, see `sendline`.
 
-`send_at_once` is the path of nearly every message. It takes no lock and is no step: from the look at the limits, which
-are plain attributes, to the last assignment it calls nothing, and CPython runs no other thread, signal handler or
-finalizer between two instructions that call nothing. Where that does not hold (PyPy, builds without the GIL), it admits
-nothing.
+`send_at_once` handles nearly every message. It takes no lock and is not a step. Between its first check of the limits,
+which are plain attributes, and its last assignment, it calls nothing. CPython runs no other thread, signal handler or
+finalizer between two instructions that call nothing. Other interpreters (PyPy, builds without the GIL) do not guarantee
+this, so `send_at_once` admits nothing there.
 
-A *plain* message is a body of bytes that fits into one frame. It has no properties of its own, so its frames have
-`Route.cost` bytes and its body. All others are encoded when they are admitted, and ask the encoder for their cost.
+A *plain* message is a body of bytes that fits into one frame. It has no properties of its own, so its frames have the
+length of its body plus `Route.cost`. All other messages are encoded when they are admitted, and the encoder computes
+their cost.
 """
 
 from __future__ import annotations
@@ -36,23 +36,23 @@ __all__ = ["Admission", "is_undisturbed"]
 
 
 def is_undisturbed() -> bool:
-    """Whether no thread, signal or finalizer comes between instructions that call nothing: CPython with its GIL."""
+    """Whether no thread, signal or finalizer runs between instructions that call nothing: CPython with its GIL."""
     return sys.implementation.name == "cpython" and bool(getattr(sys, "_is_gil_enabled", lambda: True)())
 
 
 class Admission:
-    """The way in: from what the application sends to what waits for the socket.
+    """Moves messages from the application to `unsent`, where they wait for the socket.
 
     Args:
         settings: the producer's settings.
         limits: what limits admission.
         returns: finds the messages that a return names.
-        steps: whether the last step came to its end.
-        id_prefix: how the message ids begin that the producer gives; ``None`` if it gives none.
-        receipt_type: what it makes for every message.
+        steps: whether the last step was completed.
+        id_prefix: the prefix of message ids that the producer assigns; ``None`` if it assigns none.
+        receipt_type: the class of the receipts.
     """
 
-    # CPython (3.11) is quick at no more than 30 attributes that have no slots.
+    # CPython (3.11) is fast with at most 30 attributes that have no slots.
     __slots__ = (
         "_controller",
         "_is_simple",
@@ -77,7 +77,7 @@ class Admission:
         "window",
     )
 
-    #: Encodes for the channel that is open; set by `use_encoder`.
+    #: Encodes for the open channel; set by `use_encoder`.
     encoder: PublishEncoder
 
     def __init__(
@@ -98,26 +98,26 @@ class Admission:
         self.gate = limits.controller.gate
         self._returns = returns
         self.steps = steps
-        # Whether `send_at_once` may admit: only a window of messages limits it, and nothing can come between.
+        # Whether `send_at_once` may admit: the only limit is a window of messages, and nothing can interrupt it.
         self._is_simple = limits.is_plain and is_undisturbed()
         #: Whether waiting messages are being admitted. A new message must not go before them.
         self.is_granting = False
         self._max_unwritten = settings.max_unwritten_bytes
-        #: How the message ids begin that the producer gives; ``None`` if it gives none.
+        #: The prefix of message ids that the producer assigns; ``None`` if it assigns none.
         self.id_prefix = id_prefix
-        #: What it makes for every message.
+        #: The class of the receipts.
         self.receipt_type = receipt_type
-        #: The number of the next message; with the prefix it is its message id. Counting it up admits a message.
+        #: The number of the next message; prefix and number form its message id. Incrementing it admits a message.
         self.next_number = 1
-        #: Messages that are admitted and were never written, in the order of admission.
+        #: Admitted messages that were never written, in the order of admission.
         self.unsent: deque[Receipt] = deque()
-        #: Bytes of messages, and of answers on the channel, that are not written.
+        #: Unwritten bytes of messages and of replies on the channel.
         self.unwritten = 0
-        #: Why nothing can be admitted any more; ``None`` while it can.
+        #: Why nothing can be admitted any more; ``None`` while messages can be admitted.
         self.closed: str | None = None
-        #: Where admitted messages are kept; ``None`` without an outbox.
+        #: Stores admitted messages; ``None`` without an outbox.
         self.store: Store | None = None
-        #: Watches every message; ``None`` unless somebody measures or traces them.
+        #: Measures or traces every message; ``None`` without metrics and tracing.
         self.observer: MessageObserver | None = None
 
     def use_encoder(self, encoder: PublishEncoder, exchange: str, routing_key: str) -> None:
@@ -125,18 +125,19 @@ class Admission:
 
         Args:
             encoder: of the channel.
-            exchange: where messages go as a rule.
-            routing_key: likewise.
+            exchange: the default exchange of messages.
+            routing_key: the default routing key.
         """
         self.encoder = encoder
         self._mark = encoder.mark
-        # The longest body that needs no closer look; -1 for none, if a body alone gets no message id.
+        # The longest body that is a plain message; -1 if there are none, because each message needs a message id of its
+        # own.
         self._max_plain = -1 if self.id_prefix is None else encoder.max_body
-        # The last route. Comparing by identity is the cheapest way to see that the next message has the same.
+        # The last route. An identity comparison is the cheapest way to find that the next message has the same route.
         self._last = exchange, routing_key, encoder.route(exchange, routing_key)
 
     def use_store(self, store: Store) -> None:
-        """Keep messages in a store, which makes every admission a step. Nothing may have been admitted before."""
+        """Keep messages in a store. Every admission is a step from now on. No message may have been admitted before."""
         self.store = store
         self._is_simple = False
         if store.limiter is not None:
@@ -144,18 +145,18 @@ class Admission:
 
     @property
     def admitted(self) -> int:
-        """Messages that were admitted so far."""
+        """How many messages were admitted so far."""
         return self.next_number - 1
 
     # Sending.
 
     def send_at_once(self, payload: bytes | Message, exchange: str, routing_key: str) -> Receipt | None:
-        """Admit a message if nothing but a window with room limits that.
+        """Admit a message if the only limit is a window, and the window has room.
 
-        It is the one method that needs no step: any thread may call it, also inside a step (E2).
+        This method needs no step: any thread may call it, also inside a step (E2).
 
         Returns:
-            Its receipt; ``None`` if only `send` can tell, and nothing has happened.
+            Its receipt; ``None`` if `send` has to decide. Nothing has changed then.
 
         Raises:
             TypeError, ValueError: it cannot be encoded.
@@ -167,14 +168,14 @@ class Admission:
             route = self.route(exchange, routing_key)
         receipt = self.receipt_type(payload, route, self.id_prefix)
         if type(payload) is bytes and 0 < (size := len(payload)) <= self._max_plain:
-            # As `cost` says; a call takes longer than the sum.
+            # As in `cost`; a call takes longer than the addition.
             cost = route.cost + size
         else:
             cost = self.prepare(receipt)
             if self._returns.has_own_id(payload):
                 return None
         window = self.window
-        # From here on nothing is called.
+        # Nothing is called from here on.
         if (
             window.used < window._capacity
             and self._is_simple
@@ -183,7 +184,7 @@ class Admission:
             and not self.is_granting
             and self.observer is None
             and self.unwritten + cost <= self._max_unwritten
-            # It was made for the channel that is open.
+            # The route was made for the open channel.
             and route.made_by is self._mark
         ):
             number = receipt._number = self.next_number
@@ -196,7 +197,7 @@ class Admission:
         """Admit a message if that is possible now.
 
         Returns:
-            Its receipt; ``None`` if the producer is flowed or others wait, and nothing has happened.
+            Its receipt; ``None`` if the producer is flowed or other messages wait. Nothing has changed then.
 
         Raises:
             ProducerClosed: no message will ever be admitted again.
@@ -218,7 +219,7 @@ class Admission:
 
     def close(self, reason: str) -> None:
         """Admit nothing from now on."""
-        # A closed gate saves every send the test for `closed`.
+        # With a closed gate, `send_at_once` does not have to check `closed`.
         self.gate.shut()
         if self.closed is None:
             self.closed = reason
@@ -226,7 +227,7 @@ class Admission:
     # Admitting.
 
     def admit(self, receipt: Receipt, cost: int, since: float, now: float) -> None:
-        """Admit a message that the limits have let in.
+        """Admit a message. The caller has checked the limits.
 
         Args:
             receipt: of the message.
@@ -239,7 +240,7 @@ class Admission:
         self._returns.expect(receipt)
         if self.observer is not None:
             self.observer.began[self.next_number] = since
-        # From here on nothing is called, as in `send_at_once`.
+        # Nothing is called from here on, as in `send_at_once`.
         number = receipt._number = self.next_number
         self.next_number, self.unwritten = number + 1, self.unwritten + cost
         self.unsent.append(receipt)
@@ -247,7 +248,7 @@ class Admission:
             self.gate.hold(HoldKind.TRANSPORT, now=now)
 
     def make_receipt(self, payload: bytes | Message, exchange: str, routing_key: str) -> tuple[Receipt, int]:
-        """Return the receipt of a message that may be admitted, and how many bytes its frames have."""
+        """Return a new receipt for a message, and the size of its frames in bytes."""
         receipt = self.receipt_type(payload, self.route(exchange, routing_key), self.id_prefix)
         return receipt, self.prepare(receipt)
 
@@ -265,7 +266,7 @@ class Admission:
         return route
 
     def prepare(self, receipt: Receipt) -> int:
-        """Encode the properties of a message that was never written, and return how many bytes its frames have.
+        """Encode the properties of a message that was never written, and return the size of its frames in bytes.
 
         Raises:
             TypeError, ValueError: they cannot be encoded.
@@ -273,14 +274,14 @@ class Admission:
         payload = receipt._payload
         if type(payload) is bytes and 0 < (size := len(payload)) <= self._max_plain:
             receipt._prepared = None
-            # As `cost` says, likewise.
+            # As in `cost`; a call takes longer than the addition.
             return receipt._route.cost + size
         message = payload if isinstance(payload, Message) else Message(payload)
         receipt._prepared = self.encoder.prepare(message, has_id=self.id_prefix is not None)
         return self.cost(receipt)
 
     def cost(self, receipt: Receipt) -> int:
-        """How many bytes the frames of an admitted message have."""
+        """Return the size of the frames of an admitted message, in bytes."""
         route, size, prepared = receipt._route, receipt.size, receipt._prepared
         return route.cost + size if prepared is None else self.encoder.cost(route, size, prepared)
 
@@ -288,23 +289,23 @@ class Admission:
 
     @property
     def is_nearly_written(self) -> bool:
-        """Whether no more than half of the unwritten bytes that are allowed is left."""
+        """Whether at most half of the allowed unwritten bytes is left."""
         return self.unwritten <= self._max_unwritten // 2
 
     def count_unwritten(
         self, others: Callable[[], Iterable[Receipt]], written_to: Callable[[], int], now: float
     ) -> None:
-        """Count the unwritten bytes anew, and raise or lift the hold of the socket accordingly.
+        """Recount the unwritten bytes, and raise or lift the hold of the socket accordingly.
 
         Args:
-            others: returns the messages besides `unsent` that are to be written.
-            written_to: returns the bytes that are made for the socket and not written.
+            others: returns the messages to be written that are not in `unsent`.
+            written_to: returns how many bytes are encoded for the socket and not written.
             now: seconds.
         """
         while True:
             before = self.unwritten
             size = written_to() + sum(map(self.cost, (*others(), *self.unsent)))
-            # Others may have admitted messages meanwhile. Nothing comes between the look and the store.
+            # Other threads may have admitted messages meanwhile. Nothing runs between this check and the assignment.
             if before == self.unwritten:
                 self.unwritten = size
                 break
@@ -314,7 +315,7 @@ class Admission:
             self.gate.lift(HoldKind.TRANSPORT, now=now)
 
     def heal(self, unsettled: Callable[[], Sequence[Receipt]]) -> None:
-        """Repair what an unfinished step has left. `unsettled` returns what is admitted and not settled."""
+        """Repair the state after an unfinished step. `unsettled` returns the admitted messages that are not settled."""
         if self.observer is not None:
             self.observer.began.pop(self.next_number, None)
         self._returns.heal()

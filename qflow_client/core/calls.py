@@ -1,16 +1,17 @@
-"""The calls that wait, written once for all producers and drop-ins: `send`, `flush`, `wait_unflowed` and `close`.
+"""The calls that wait, for all producers and drop-ins: `send`, `flush`, `wait_unflowed` and `close`.
 
-Such a call is a generator. It takes steps of the protocol, and where it has to wait, it yields until when. A driver
-runs it: each skin has one, because waiting is what differs between a thread, a task and a connection that is polled.
+Each call is a generator. It takes steps of the protocol. When it has to wait, it yields the time until which to wait.
+Each skin has a driver for these generators, because a thread, a task and a polled connection wait in different ways.
 The driver
 
-1. resumes the generator where steps of the protocol are taken (under the lock, in the loop), see `resume`;
+1. resumes the generator in the context where steps of the protocol are taken (under the lock, or in the loop), see
+   `resume`;
 2. then waits until the call's waiter is set, or until the time that was yielded;
-3. resumes it with the present time, and so on until there is a result;
-4. undoes the call if anything is raised meanwhile, such as ``KeyboardInterrupt``: it gives up the ticket, or forgets
+3. resumes the generator with the present time, and repeats this until there is a result;
+4. undoes the call if an exception such as ``KeyboardInterrupt`` is raised meanwhile: it gives up the ticket, or forgets
    the waiter.
 
-A generator never does that itself, because the collector may close one that was dropped, on any thread.
+A generator never undoes its call itself, because the garbage collector may close an abandoned generator on any thread.
 """
 
 from __future__ import annotations
@@ -29,15 +30,15 @@ __all__ = ["Call", "CannotWait", "close", "drain", "flush", "resume", "send", "w
 
 _T = TypeVar("_T")
 
-#: Yields until when to wait, in seconds; is resumed with the time.
+#: Yields the time until which to wait, in seconds; is resumed with the present time.
 Call = Generator[float, float, _T]
 
-# If the broker has not answered for so many seconds, a caller that does not wait for holds stops waiting for confirms.
+# If the broker has not answered for this many seconds, a caller that ignores holds stops waiting for confirms.
 _LULL = 0.5
 
 
 class CannotWait(NamedTuple):
-    """The error for a message that cannot be admitted at once, if it may not wait."""
+    """The error for a message that may not wait and cannot be admitted at once."""
 
     error: type[ProducerFlowed]
     #: What the caller can do, for the error's text.
@@ -45,14 +46,14 @@ class CannotWait(NamedTuple):
 
 
 def resume(call: Call[_T], now: float | None) -> tuple[float | None, _T | None]:
-    """Run a call until it has to wait, or has ended.
+    """Run a call until it has to wait or ends.
 
     Args:
         call: the call.
         now: seconds; ``None`` to begin.
 
     Returns:
-        Until when to wait, or ``None`` and the result.
+        The time until which to wait and ``None``, or ``None`` and the result.
     """
     try:
         return call.send(now), None  # type: ignore[arg-type]  # that is how a generator begins
@@ -67,11 +68,12 @@ def send(
 
     Args:
         line: of the producer.
-        ticket: of the message; its waiter is set once it is decided.
+        ticket: of the message; its waiter is set when the ticket is decided.
         now: seconds.
-        cannot_wait: the error for the message of a callback that may not wait: its ticket has a timeout of 0, and
-            stands in front of the line for an instant.
-        notices: whether to return in time for notices that sends wait. Otherwise the skin calls `SendLine.notice`.
+        cannot_wait: the error for the message of a callback that may not wait. The ticket has a timeout of 0 then, and
+            is at the front of the line for a moment.
+        notices: whether to return in time to log notices about waiting sends. Otherwise the skin calls
+            `SendLine.notice`.
 
     Returns:
         The receipt.
@@ -99,11 +101,11 @@ def flush(protocol: ProducerProtocol, waiter: object, deadline: float) -> Call[b
 
     Args:
         protocol: the producer's state.
-        waiter: is set then.
+        waiter: is set when they are settled.
         deadline: until when to wait, in seconds.
 
     Returns:
-        Whether they are.
+        Whether all of them are settled.
     """
     if protocol.waiters.when_flushed(waiter):
         yield deadline
@@ -117,16 +119,16 @@ def wait_unflowed(
 
     Args:
         protocol: the producer's state.
-        waiter: is set then.
+        waiter: is set when the producer is unflowed.
         deadline: until when to wait, in seconds.
         now: seconds.
         in_callback: as for `Waiters.when_unflowed`.
 
     Returns:
-        Whether it is.
+        Whether the producer is unflowed.
 
     Raises:
-        ProducerClosed: it is closed, so it never will be.
+        ProducerClosed: the producer is closed and will never be unflowed.
     """
     if protocol.closed is None and protocol.waiters.when_unflowed(waiter, now, in_callback=in_callback):
         yield deadline
@@ -144,11 +146,11 @@ def close(
 
     Args:
         protocol: the producer's state.
-        waiter: is set then.
+        waiter: is set when they are settled.
         deadline: until when to wait, in seconds.
         now: seconds.
         reason: why nothing is admitted.
-        waits_for_holds: False to wait only as long as the broker goes on answering.
+        waits_for_holds: False to wait only while the broker continues to answer.
     """
     protocol.close(reason, now)
     if waits_for_holds:
@@ -158,11 +160,11 @@ def close(
 
 
 def drain(protocol: ProducerProtocol, waiter: object, deadline: float, now: float) -> Call[None]:
-    """Wait until all messages are settled, or the broker does not answer any more.
+    """Wait until all messages are settled, or the broker stops answering.
 
     Args:
         protocol: the producer's state.
-        waiter: is set in between.
+        waiter: is set when the state must be checked again.
         deadline: until when to wait, in seconds.
         now: seconds.
     """
@@ -177,15 +179,15 @@ def drain(protocol: ProducerProtocol, waiter: object, deadline: float, now: floa
 
 
 def _has_stalled(protocol: ProducerProtocol, before: int, now: float) -> bool:
-    """Return whether waiting without regard to holds has come to nothing.
+    """Return whether a caller that ignores holds should stop waiting.
 
-    A fast producer is held by ``capacity`` and ``transport`` most of the time, and waits only for answers that are on
-    their way, so these two end the wait only if no answer comes for a while. ``paused`` and ``rate`` keep no admitted
-    message back. ``disconnected`` and ``refused`` keep back all of them.
+    A fast producer has the holds ``capacity`` and ``transport`` most of the time, because it waits for answers that are
+    on their way. So these two holds end the wait only if no answer comes for a while. The holds ``paused`` and ``rate``
+    do not delay admitted messages. The holds ``disconnected`` and ``refused`` delay all of them.
 
     Args:
         protocol: the producer's state.
-        before: how many messages were unsettled a while ago; -1 at first.
+        before: how many messages were unsettled at the last check; -1 at the first check.
         now: seconds.
     """
     protocol.controller.look(now)

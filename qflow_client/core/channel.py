@@ -1,8 +1,9 @@
-"""What becomes of messages when a channel opens and when it ends.
+"""Moves and settles messages when a channel opens or ends.
 
-Messages that have begun to be written may have arrived. With the setting ``on_disconnect="republish"`` they leave again
-on the next channel, as second copies, in the order of admission and before any message that was never written. With
-``"fail"``, and at the end of the producer, every message is settled as it is.
+A message may have arrived at the broker if its first byte was written. With the setting ``on_disconnect="republish"``
+such messages are sent again on the next channel, as second copies. They are sent in the order of admission, before all
+messages that were never written. With ``"fail"``, and at the end of the producer, every message is settled when the
+channel ends.
 """
 
 from __future__ import annotations
@@ -29,25 +30,25 @@ __all__ = ["INTERRUPTED", "Channel"]
 _BASIC_PUBLISH = (60, 40)
 _NO_METHOD = (0, 0)
 
-#: Why a channel or the producer has ended, if an interrupt has lost the reason.
+#: The reason for the end of a channel or of the producer, if an interrupt has lost the real reason.
 INTERRUPTED = "the connection is lost"
 
-# What can still be said of a message that no broker has answered, if it is in an outbox.
+# The possible outcomes of a message in an outbox that no broker has answered.
 _UNANSWERED = (Outcome.UNKNOWN, Outcome.FAILED, Outcome.NACKED)
 
 
 class Channel:
-    """The channel that a producer has at a time.
+    """The current channel of a producer; there is at most one at a time.
 
     Args:
         settings: the producer's settings.
-        id_prefix: how the message ids begin that the producer gives; ``None`` if it gives none.
+        id_prefix: the prefix of message ids that the producer assigns; ``None`` if it assigns none.
         encoder: makes the encoder of each channel.
-        admission: whose messages they are.
-        reports: the producer's news.
-        unconfirmed: what is on the wire.
-        resending: what is to leave again.
-        settling: settles what does not.
+        admission: has the messages that were never written.
+        reports: collects the producer's news.
+        unconfirmed: the messages on the wire.
+        resending: the messages to be sent again.
+        settling: settles the other messages.
     """
 
     __slots__ = (
@@ -87,28 +88,28 @@ class Channel:
         self._settling = settling
         #: The channel number while a channel is open.
         self.number: int | None = None
-        # Number and frame size of a channel that is opening; None otherwise.
+        # Number and frame size of a channel that is opening; ``None`` otherwise.
         self._opening: tuple[int, int] | None = None
         #: Whether a channel was ever open.
         self.was_open = False
-        #: Whether no message may begin yet, because what the program had declared is declared again.
+        #: Whether no message may be written yet, because declarations of the program are being repeated.
         self.is_restoring = False
         #: Whether there will be no further channel.
         self.is_over = False
         self._reset(0, 0)
 
     def _reset(self, number: int, frame_max: int) -> None:
-        """Start with nothing on the wire, and encode for a channel; number 0 stands for none."""
+        """Start with nothing on the wire, and encode for a channel. Number 0 means that there is no channel."""
         settings = self._settings
         mandatory = settings.is_mandatory
         encoder = self._encoder(number, frame_max, id_prefix=self._id_prefix or "", mandatory=mandatory)
         self._admission.use_encoder(encoder, settings.exchange, settings.routing_key)
         self._unconfirmed.begin(encoder)
 
-    # It opens.
+    # Opening.
 
     def open(self, number: int, frame_max: int, now: float) -> None:
-        """Go on with a channel on which nothing was published yet.
+        """Continue with a new channel on which nothing was published yet.
 
         Args:
             number: of the channel.
@@ -136,7 +137,7 @@ class Channel:
             try:
                 self._encode(receipt)
             except Exception as error:
-                # This broker takes smaller frames than the one that it was admitted for.
+                # This broker takes smaller frames than the broker for which the message was admitted.
                 outcomes.append(self._outcome_at_end(receipt, ()))
                 receipt._reply = receipt._reply or (0, f"it cannot be encoded again: {error}")
                 unfit.append(receipt)
@@ -154,16 +155,16 @@ class Channel:
             self._admission.prepare(receipt)
 
     def count_unwritten(self, now: float) -> None:
-        """Count the unwritten bytes anew; there are none without a channel."""
+        """Recount the unwritten bytes. Without a channel there are none."""
         if self.number is None:
             self._admission.unwritten = 0
         else:
             self._admission.count_unwritten(lambda: self._resending.again, lambda: self._unconfirmed.outbound.size, now)
 
-    # It ends.
+    # Ending.
 
     def disconnect(self, reason: str, now: float, *, held: bool = True) -> None:
-        """Have no channel from now on. What the broker and the socket said of it ends with it.
+        """Continue without a channel. The holds that the broker and the socket raised on it are lifted.
 
         Args:
             reason: for people.
@@ -179,7 +180,7 @@ class Channel:
             gate.lift(kind, now=now)
 
     def closed_by_broker(self, code: int, text: str, method: tuple[int, int], now: float) -> str:
-        """The broker closed the channel over a message, and does not say over which.
+        """Handle a channel that the broker closed because of a message. The broker does not say which message it was.
 
         Args:
             code: its reply code.
@@ -188,17 +189,18 @@ class Channel:
             now: seconds.
 
         Returns:
-            Why sends are held, if it is because the broker has no room; "" otherwise.
+            Why sends are held, if the broker has no room; "" otherwise.
         """
         confirms, resending = self._settings.confirms, self._resending
         begun = self._unconfirmed.begun()
-        # The message may be any that is not returned. Without confirms it can also be one that is settled already.
+        # The cause may be any message that was not returned. Without confirms it can also be a message that is settled
+        # already.
         suspects: list[Receipt] = []
         if method in (_BASIC_PUBLISH, _NO_METHOD) and (confirms or self._unconfirmed.outbound.begun == 1):
             suspects = [each for each in begun if each._reply is None]
         no_room = resending.refusals.retries and means_no_room(code, text)
-        # Only a lone message is known to be the cause, unless another one was abandoned on this channel. If no method
-        # is named, an operator may have closed the channel, but would hardly do so twice.
+        # A message is known to be the cause only if it was alone, and no other message was abandoned on this channel.
+        # If no method is named, an operator may have closed the channel; that is unlikely to happen twice.
         told = method == _BASIC_PUBLISH or any(each._number in resending.suspects.numbers for each in suspects)
         is_alone = len(suspects) == 1 and not self._unconfirmed.has_abandoned
         culprits = suspects if is_alone and told and not no_room else []
@@ -219,18 +221,18 @@ class Channel:
             if culprits:
                 suspects = []
             elif suspects and not resending.copies.intersection(each._number for each in suspects):
-                # With second copies among them, no words are believed: they may have named the wrong messages before.
+                # If there are second copies, the reply text is ignored: it may have named the wrong messages before.
                 suspects = list(narrow_down(suspects, text))
             self.keep_unsettled(now, suspects, culprits, (code, text))
         return ""
 
     def lost(self, reason: str, now: float, *, shared: bool) -> None:
-        """The connection is lost, and another will be made.
+        """The connection is lost, and another one will be made.
 
         Args:
             reason: for people.
             now: seconds.
-            shared: whether others publish on it, too, and it may have been lost over their messages.
+            shared: whether other publishers use the connection, and their messages may be the cause of the loss.
         """
         suspects: Sequence[Receipt] = ()
         if not shared:
@@ -260,11 +262,11 @@ class Channel:
             suspects: messages that are sent one at a time.
             culprits: messages that are settled instead.
             reply: for the culprits.
-            outcome: likewise.
+            outcome: for the culprits.
         """
         unsent, resending = self._admission.unsent, self._resending
         culprits = frozenset(culprits)
-        # A returned message has been answered, though its ack did not come.
+        # The broker has answered a returned message, although its ack did not come.
         answered = [each for each in self._unconfirmed.flight.values() if each in culprits or each._reply is not None]
         outcomes = [outcome if each in culprits else Outcome.RETURNED for each in answered]
         self._settling.settle(answered, outcomes, now, reply)
@@ -276,7 +278,7 @@ class Channel:
             suspects,
             unanswered=[each for each in left if each._number in begun],
         )
-        # An interrupted call may have put some of them there already.
+        # An interrupted call may have moved some of the messages already.
         first = unsent[0]._number if unsent else self._admission.next_number
         unsent.extendleft([each for each in reversed(left) if each._number not in written and each._number < first])
         self._reset(0, 0)
@@ -290,8 +292,8 @@ class Channel:
         Args:
             reason: for people.
             now: seconds.
-            culprits: messages over which the broker closed the channel.
-            reply: what it said.
+            culprits: messages because of which the broker closed the channel.
+            reply: the broker's reply.
         """
         self._settling.settle(tuple(culprits), Outcome.REJECTED, now, reply)
         begun = {receipt._number for receipt in self._unconfirmed.begun()}
@@ -304,7 +306,7 @@ class Channel:
         self._admission.unwritten = 0
 
     def abandon(self, receipts: Sequence[Receipt], reason: str, now: float) -> None:
-        """Settle messages as they are, and leave nothing of them to be sent. No frames may be made and not begun.
+        """Settle messages as they are, and do not send them. There may be no frames that are encoded and not begun.
 
         Args:
             receipts: of unsettled messages, in the order of admission.
@@ -336,7 +338,7 @@ class Channel:
         else:
             outcome = Outcome.UNKNOWN if number in begun or number in resending.copies else Outcome.FAILED
         if self.is_over and self._admission.store is not None and outcome in _UNANSWERED:
-            # The next producer on the outbox sends it.
+            # The next producer that uses the outbox sends it.
             return Outcome.STORED
         return outcome
 
@@ -348,7 +350,7 @@ class Channel:
         return (*written, *self._admission.unsent)
 
     def oldest_unsettled(self) -> int:
-        """The lowest number of an unsettled message; the next number if there is none."""
+        """The lowest number of an unsettled message; the next number if all are settled."""
         parts = (
             self._unconfirmed.oldest_number(),
             *(each[0]._number for each in (self._resending.again, self._admission.unsent) if each),
@@ -358,14 +360,14 @@ class Channel:
     # An unfinished step.
 
     def heal(self, now: float) -> None:
-        """Repair what an unfinished step has left of messages: each stands in one place, and a settled one nowhere."""
+        """Repair the state after an unfinished step: an unsettled message is in one place, a settled one in none."""
         self._discard_settled()
         self._unconfirmed.heal(self._resending.again, self._admission.unsent)
         self._resending.heal(self._unconfirmed.tag_of)
         if self._opening is not None:
             self._open(now)
         elif self.number is None and self._settings.on_disconnect is OnDisconnect.FAIL:
-            # The interrupt may have come before the end of a channel had an effect. So below.
+            # The interrupt may have come before the end of a channel had an effect. The same applies below.
             self._end_again(now)
             self.settle_all(INTERRUPTED, now)
         elif self.number is None:
@@ -378,6 +380,7 @@ class Channel:
     def _discard_settled(self) -> None:
         self._resending.discard_settled()
         unsent = self._admission.unsent
-        # A copy, and one after the other, because others may admit messages meanwhile.
+        # Iterate over a copy and remove one message after the other, because other threads may admit messages
+        # meanwhile.
         for receipt in [each for each in tuple(unsent) if each._outcome is not None]:
             unsent.remove(receipt)

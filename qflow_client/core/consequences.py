@@ -1,7 +1,7 @@
-"""What follows from a step, whichever it was.
+"""The actions that follow every step.
 
-When messages were settled, or a hold came or went, then messages are tried again, waiting senders are admitted, and
-waiters are woken. And when a step was interrupted, the next one repairs what it has left, see `step`.
+If a step settles messages, or raises or lifts a hold, then messages are sent again, waiting senders are admitted, and
+waiters are woken. After an interrupted step the next step repairs the state, see `step`.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from qflow_client.receipt import Receipt
 
 __all__ = ["Consequences"]
 
-# Seconds after which a message whose time has come is looked at again, while earlier bytes are not written.
+# Seconds until the next check of a message that is due, while earlier bytes are not written.
 _LOOK_AGAIN = 0.05
 
-# The holds under which admitted messages do not leave either.
+# The holds that also stop the writing of admitted messages.
 _STOPS_WRITING = (HoldKind.CHANNEL_FLOW, HoldKind.CONNECTION_BLOCKED)
 
 
@@ -33,16 +33,16 @@ class Consequences:
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
-        # Those that every answer of the broker comes to.
+        # Attributes for speed: every answer of the broker uses them.
         self._gate, self._controller = parts.gate, parts.controller
         self._reports, self._untold, self._waiters = parts.reports, parts.untold, parts.waiters
         parts.gate.observer = self._hold_changed
         parts.steps.heal, parts.steps.follow_up = self._heal, self._follow_up
 
     def update(self, now: float) -> None:
-        """Do what follows when messages were settled, or have left the wire."""
+        """Do what follows when messages were settled or taken off the wire."""
         if self._untold.count and self._reports.settled:
-            # Before any sender is admitted for what has just been settled.
+            # Before the settled messages make room for any sender.
             self.hold_untold(now)
         if self._controller.waiting or not self._gate.is_open:
             self.go_on(now)
@@ -59,12 +59,12 @@ class Consequences:
         if self._waiters.settled:
             self._waiters.wake_settled(self._parts.channel.oldest_unsettled())
 
-    # Messages that leave again.
+    # Messages to be sent again.
 
     def retry(self, now: float) -> None:
-        """Settle refused messages whose time is over, and let sends go on once no suspect has to leave before them.
+        """Settle refused messages whose time is over, and let sends continue if no suspect comes before them.
 
-        Suspects leave one at a time, so new messages would pile up behind them.
+        Suspects are sent one at a time, so new messages would pile up behind them.
         """
         parts, gate, resending = self._parts, self._gate, self._parts.resending
         if parts.channel.number is None or parts.channel.is_restoring:
@@ -84,17 +84,17 @@ class Consequences:
             gate.lift(HoldKind.DISCONNECTED, now=now)
 
     def next_retry(self, now: float) -> float | None:
-        """Return when a message leaves again; ``None`` if time alone lets none leave."""
+        """Return when a message will be sent again; ``None`` if time alone allows none."""
         parts = self._parts
         if parts.channel.number is None or parts.unconfirmed.outbound.stopped:
             return None
         times = parts.resending.next_times(not parts.unconfirmed.flight, now)
         store, unsent = parts.admission.store, parts.admission.unsent
         if times and store is not None and not parts.resending.again and not store.count_writable(unsent):
-            # What leaves next is not on disk yet. The disk, not the time, lets it leave.
+            # The next message is not on disk yet. It waits for the disk, not for a time.
             times = [at for at in times if at > now]
         if not parts.unconfirmed.outbound.is_empty:
-            # A full socket keeps a message back whose time has come. Do not look at it all the time.
+            # The message is due, but the socket is full. Do not check it in a busy loop.
             times = [max(at, now + _LOOK_AGAIN) for at in times]
         return min(times, default=None)
 
@@ -106,17 +106,17 @@ class Consequences:
             self._parts.line.grant(now)
 
     def lift_transport(self, now: float) -> None:
-        """Lift the hold of the socket if nearly all is written."""
+        """Lift the hold of the socket if at most half of the allowed bytes is unwritten."""
         if self._parts.admission.is_nearly_written:
             self.lift(HoldKind.TRANSPORT, now)
 
     def hold_untold(self, now: float) -> None:
-        """Hold senders if the application is not told of too many receipts yet."""
+        """Hold senders if the application has too many receipts still to be informed of."""
         if self._parts.admission.closed is None:
             self._untold.hold_if_many(now)
 
     def lift_untold(self, count: int, now: float) -> None:
-        """Take note that the application has been told of so many more receipts."""
+        """Record that the application was informed of `count` more receipts."""
         if self._untold.note_told(count):
             self.lift(HoldKind.CAPACITY, now, ON_DELIVERY)
 
@@ -131,11 +131,11 @@ class Consequences:
 
     @property
     def _is_ending(self) -> bool:
-        """Whether holds go because the producer was closed."""
+        """Whether holds are lifted because the producer was closed."""
         return self._parts.channel.is_over and self._parts.admission.closed is not None
 
     def apply_stops(self, now: float) -> None:
-        """Let messages begin to be written, or none, as the holds have it now."""
+        """Allow or forbid the writing of messages, according to the present holds."""
         parts = self._parts
         stopped = (
             parts.writing.has_ended or parts.channel.is_restoring or any(map(self._gate.is_held_by, _STOPS_WRITING))
@@ -162,7 +162,7 @@ class Consequences:
             parts.expiry.forget(before)
 
     def abandon(self, receipts: Sequence[Receipt], reason: str, now: float) -> None:
-        """Settle messages as they are, and leave nothing of them to be sent.
+        """Settle messages as they are, and do not send them.
 
         Args:
             receipts: of unsettled messages, in the order of admission.
@@ -177,17 +177,17 @@ class Consequences:
     # Ends.
 
     def close(self, reason: str) -> None:
-        """Admit nothing from now on, and wake the callers that wait for that."""
+        """Admit nothing from now on, and wake the callers that wait for admission."""
         self._parts.admission.close(reason)
         self._reports.is_ending = True
         self._parts.line.close(reason)
         self._waiters.end_unflowed()
 
     def end(self, reason: str, now: float) -> None:
-        """Settle every message: there will be no further channel."""
+        """Settle every message, because there will be no further channel."""
         parts = self._parts
         parts.channel.is_over = True
-        # To be closed by hand is no flow control.
+        # Closing on request is not flow control.
         parts.channel.disconnect(reason, now, held=parts.admission.closed is None)
         self.close(reason)
         parts.channel.settle_all(reason, now)
@@ -197,7 +197,7 @@ class Consequences:
     # An unfinished step.
 
     def _heal(self) -> None:
-        """Repair what an unfinished step has left, see `step`."""
+        """Repair the state after an unfinished step, see `step`."""
         parts, now = self._parts, self._parts.steps.now
         parts.settling.heal()
         parts.channel.heal(now)
@@ -218,7 +218,7 @@ class Consequences:
             self.close(parts.admission.closed)
 
     def _follow_up(self) -> None:
-        """Do what was to follow from an unfinished step."""
+        """Do what should have followed an unfinished step."""
         now = self._parts.steps.now
         self.lift_untold(0, now)
         self._waiters.wake_unflowed()

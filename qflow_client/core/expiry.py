@@ -1,9 +1,9 @@
-"""Knows which messages are unsettled for too long: the setting `delivery_timeout`.
+"""Finds the messages that are unsettled for too long: the setting `delivery_timeout`.
 
-A message carries no time, so that it costs nothing to admit one. Instead a *mark* is set now and then: a time, and the
-number of the next message. All messages with lower numbers were admitted before that time. Once a mark is as old as
-`delivery_timeout`, these messages have expired. So none expires early, and each at most the time between two marks
-late, as long as the owner calls in time.
+A message does not store its time of admission, so that admission costs nothing more. Instead a *mark* is set at
+intervals. A mark is a time and the number of the next message at that time. All messages with lower numbers were
+admitted before. When a mark is as old as `delivery_timeout`, these messages have expired. So no message expires too
+early. A message expires at most one interval too late, if the owner calls in time.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections import deque
 
 __all__ = ["Expiry"]
 
-# So many marks are set within a `delivery_timeout`, at least so many seconds apart.
+# How many marks are set within a `delivery_timeout`, and the shortest interval between two marks in seconds.
 _MARKS = 50
 _LEAST = 0.005
 
@@ -31,7 +31,7 @@ class Expiry:
         #: Seconds from the admission of a message until it expires.
         self.timeout = timeout
         self._period = max(_LEAST, timeout / _MARKS)
-        # Times and the numbers of the next messages then, the oldest first. Both rise.
+        # Times, and the number of the next message at that time; the oldest first. Both increase.
         self._marks: deque[tuple[float, int]] = deque()
         self._next_mark_at = now
 
@@ -42,15 +42,15 @@ class Expiry:
         return self._next_mark_at
 
     def expired_before(self, next_number: int, now: float) -> int:
-        """Set a mark if one is due.
+        """Set a mark if a mark is due.
 
         Args:
             next_number: the number of the next message.
             now: seconds.
 
         Returns:
-            The number below which all messages have expired; 0 if no mark is old enough. It is returned again until it
-            is given to `forget`.
+            The number below which all messages have expired; 0 if no mark is old enough. The same number is returned
+            until `forget` is called with it.
         """
         marks = self._marks
         if now >= self._next_mark_at:

@@ -1,7 +1,7 @@
-"""What limits admission: the window of messages, the window of bytes, and the rate.
+"""The limits of admission: the window of messages, the window of bytes, and the rate.
 
-The windows count what is unsettled, so each admitted message takes room and each settled one gives it back. A window
-may find its own size (``capacity="auto"``). The flow controller asks all limits before it admits a message.
+The windows count unsettled messages: each admitted message takes room, and each settled message gives it back. A window
+can adapt its size (``capacity="auto"``). The flow controller asks all limits before it admits a message.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = ["Limits", "check_capacity"]
 
 
 def check_capacity(capacity: object) -> None:
-    """Reject a capacity that an existing producer cannot be given.
+    """Reject a capacity that an existing producer cannot have.
 
     Raises:
         SettingsError: the setting `capacity` cannot have this value.
@@ -42,10 +42,10 @@ class Limits:
 
     Args:
         settings: the producer's settings.
-        line: the order in which waiting messages are served; first come, first served unless given.
+        line: the order in which waiting messages are served; by default first come, first served.
 
     Raises:
-        TypeError: `line` is no line.
+        TypeError: `line` has the wrong type.
     """
 
     __slots__ = ("adaptive", "byte_window", "controller", "is_plain", "max_capacity", "window")
@@ -53,38 +53,38 @@ class Limits:
     def __init__(self, settings: ProducerSettings, line: Line | None) -> None:
         is_line = line is None or all(callable(getattr(line, name, None)) for name in ("push", "head", "pop", "clear"))
         check_argument("line", line, is_line and not isinstance(line, type), "None or have the methods of a Line")
-        #: At most so many unsettled messages.
+        #: Limits the number of unsettled messages.
         self.window: WindowLimiter = (
             AdaptiveWindow(settings.capacity_max, kind=HoldKind.CAPACITY)
             if settings.capacity == "auto"
             else WindowLimiter(settings.capacity, kind=HoldKind.CAPACITY)
         )
         parts: list[Limiter] = [self.window]
-        #: At most so many bytes of unsettled messages; ``None`` without limit.
+        #: Limits the bytes of unsettled messages; ``None`` without limit.
         self.byte_window: SizeLimiter | None = None
         if settings.capacity_bytes is not None:
             self.byte_window = SizeLimiter(settings.capacity_bytes, kind=HoldKind.CAPACITY)
             parts.append(self.byte_window)
         if settings.rate is not None:
             parts.append(RateLimiter(settings.rate, burst=settings.burst, kind=HoldKind.RATE))
-        #: The window as long as it finds its own size; ``None`` if that is fixed.
+        #: The window while it adapts its size; ``None`` if the size is fixed.
         self.adaptive = self.window if isinstance(self.window, AdaptiveWindow) else None
-        #: The highest capacity that the window may come to.
+        #: The highest capacity that the window can reach.
         self.max_capacity = settings.capacity_max if self.adaptive is not None else self.window.capacity
-        #: Whether nothing but the window of messages limits admission.
+        #: Whether the window of messages is the only limit of admission.
         self.is_plain = len(parts) == 1
-        #: Asks the limits and the gate, and has the line of the waiting messages.
+        #: Asks the limits and the gate; holds the line of waiting messages.
         self.controller = FlowController(
             parts[0] if self.is_plain else CompositeLimiter(parts), line=line, name=settings.name
         )
 
     def add(self, limiter: Limiter) -> None:
-        """Add a limit. Nothing may have been admitted before."""
+        """Add a limit. No message may have been admitted before."""
         self.is_plain = False
         self.controller.limiter = CompositeLimiter((self.controller.limiter, limiter))
 
     def set_capacity(self, capacity: int) -> None:
-        """Fix the window. A lower one cancels nothing: nothing is admitted until there is room (C6).
+        """Fix the size of the window. A lower capacity cancels no message: none is admitted until there is room (C6).
 
         Raises:
             SettingsError: the setting `capacity` cannot have this value.
@@ -94,7 +94,7 @@ class Limits:
         self.window.capacity = self.max_capacity = capacity
 
     def release(self, receipts: Sequence[Receipt], now: float) -> None:
-        """Make room: these messages are settled."""
+        """Make room, because these messages are settled."""
         if not receipts:
             return
         if self.adaptive is not None:
@@ -103,18 +103,18 @@ class Limits:
         self.controller.release(size, len(receipts))
 
     def give_back(self, size: int) -> None:
-        """Undo what a message has taken that is not admitted after all."""
+        """Return the room of a message that is not admitted after all."""
         self.window.used -= 1
         if self.byte_window is not None:
             self.byte_window.used -= size
 
     def heal(self, unsettled: Callable[[], Sequence[Receipt]]) -> Sequence[Receipt]:
-        """Count anew what is used, and return the unsettled receipts that were counted."""
+        """Recount the used room, and return the unsettled receipts that were counted."""
         while True:
             used = self.window.used
             receipts = unsettled()
             count = len(receipts)
-            # Others may have admitted messages meanwhile. Nothing comes between the look and the store.
+            # Other threads may have admitted messages meanwhile. Nothing runs between this check and the assignment.
             if used == self.window.used:
                 self.window.used = count
                 break

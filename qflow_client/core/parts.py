@@ -1,7 +1,7 @@
-"""The parts of one producer's protocol, and which part uses which.
+"""Makes the parts of one producer's protocol and connects them.
 
-A part gets the parts that it uses when it is made, so none knows a part that is made after it. Whatever needs all of
-them is in `consequences`.
+A part receives the parts that it uses when it is made, so it cannot use a part that is made later. Code that needs all
+parts is in `consequences`.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ class Parts:
         encoder: type[PublishEncoder],
     ) -> None:
         prefix = id_prefix if settings.message_ids else None
-        #: Whether the last step came to its end, and the time.
+        #: Whether the last step was completed, and the time.
         self.steps = Steps(now)
-        #: What limits admission.
+        #: The limits of admission.
         self.limits = Limits(settings, line)
         self.controller = self.limits.controller
         self.gate = self.controller.gate
-        #: What there is to tell.
+        #: Collects events, log entries, receipts and waiters to wake.
         self.reports = Reports(
             settings.name,
             self.gate,
@@ -60,16 +60,16 @@ class Parts:
             max_failed_bytes=settings.max_failed_bytes,
             max_events=settings.max_flow_events,
         )
-        #: Settled receipts that the application is not told of yet.
+        #: Settled receipts of which the application is not informed yet.
         self.untold = Untold(self.reports, self.limits)
-        #: What is on the wire.
+        #: The messages on the wire.
         self.unconfirmed = Unconfirmed()
-        #: What leaves again, before any new message.
+        #: The messages to be sent again, before any new message.
         self.resending = Resending(settings.reconnect_delay_max, retries, settings.retry_for)
         self.resending.refusals.stop_clock(now)
-        #: The messages that a return may name.
+        #: Finds the message that a return names.
         self.returns = Returns(settings.is_mandatory, prefix, self.unconfirmed, self.resending)
-        #: The way in.
+        #: Admits messages.
         self.admission = Admission(
             settings, self.limits, self.returns, self.steps, id_prefix=prefix, receipt_type=receipt_type
         )
@@ -84,7 +84,7 @@ class Parts:
             self.steps,
             settings.flow_control_wait_notify_period,
         )
-        #: Says what the broker's answers mean.
+        #: Applies the broker's answers.
         self.settling = Settling(
             self.admission,
             self.limits,
@@ -95,14 +95,14 @@ class Parts:
             settings.confirms,
             keeps_undelivered=settings.keeps_undelivered,
         )
-        #: What becomes of messages when a channel opens and when it ends.
+        #: Moves messages when a channel opens or ends.
         self.channel = Channel(
             settings, prefix, encoder, self.admission, self.reports, self.unconfirmed, self.resending, self.settling
         )
         #: Makes frames of messages.
         self.writing = Writing(self.admission, self.unconfirmed, self.resending, self.channel)
         timeout = settings.delivery_timeout
-        #: Which messages are unsettled for too long; ``None`` without `delivery_timeout`.
+        #: Finds messages that are unsettled for too long; ``None`` without `delivery_timeout`.
         self.expiry = None if timeout is None else Expiry(timeout, now)
 
     def _counts(self) -> tuple[int, int, int]:

@@ -1,43 +1,43 @@
-"""One AMQP publishing channel, sans-I/O: what becomes of every message.
+"""One AMQP publishing channel, sans-I/O: decides what happens to every message.
 
-`ProducerProtocol` is told what happened on the connection (a channel opened, the broker acked, the socket took bytes,
-time passed) and says what to write. Nothing here knows threads, tasks, sockets or clocks: the owner calls one method at
-a time, with the time in monotonic seconds. The protocol has a part for each decision, in the order in which a message
-meets them:
+The owner informs `ProducerProtocol` of events on the connection: a channel opened, the broker acked, the socket took
+bytes, time passed. The protocol returns the bytes to write. No module here uses threads, tasks, sockets or clocks. The
+owner calls one method at a time and passes the time in monotonic seconds. The protocol has one part for each decision,
+listed here in the order in which a message reaches them:
 
-* `line` keeps messages that cannot be admitted now, and `admission` admits them, as far as `limits` and the gate allow;
-* `Writing` makes frames of them, and `unconfirmed` has what is on the wire of the channel;
-* `settling` says what the broker's answers mean, and `returns` finds the message that a return names;
-* `resending` has what leaves again and says when;
+* `line` keeps messages that cannot be admitted now, and `admission` admits them when `limits` and the gate allow it;
+* `Writing` makes their frames, and `unconfirmed` has the messages on the wire of the channel;
+* `settling` applies the broker's answers, and `returns` finds the message that a return names;
+* `resending` has the messages to be sent again, and decides when they are sent;
 * `channel` moves messages when a channel opens or ends;
-* `reports` collects what there is to tell, and `waiters` and `untold` know who waits for that.
+* `reports` collects news for the application, and `waiters` and `untold` keep the callers and receipts that need it.
 
-A message is in exactly one of three places until it is settled:
+Until a message is settled, it is in exactly one of three places:
 
-* `admission.unsent`: it is admitted, and not one byte of it was ever written;
-* `unconfirmed.flight`: it has a delivery tag, because its frames are made for the channel that is open;
-* `resending.again`: it was written before, so it leaves again with the mark of a second copy. It may have arrived, or
-  was refused by one queue and not by another.
+* `admission.unsent`: the message is admitted, and no byte of it was ever written;
+* `unconfirmed.flight`: the message has a delivery tag, because its frames are made for the open channel;
+* `resending.again`: the message was written before, so it will be sent again, marked as a second copy. It may have
+  arrived, or one queue refused it and another queue took it.
 
-It moves from `unsent`, or from `again`, into the flight when the socket takes more bytes (`data_to_write`). It moves
-back when the broker stops the channel before its first byte was written, when the channel ends, and when the broker
-refuses it for want of room. It leaves for good when `settling` settles it. `unsent` and `again` are in the order of
-admission at any time, and `again` goes first; so first copies always leave in that order.
+A message moves from `unsent` or `again` to `flight` when the socket takes more bytes (`data_to_write`). It moves back
+when the broker stops the channel before the first byte of the message is written, when the channel ends, and when the
+broker refuses the message because it has no room. `settling` removes it for good. `unsent` and `again` are always in
+the order of admission, and `again` goes first. So first copies are always sent in the order of admission.
 
 Example, with `retry_for`: a message is refused, then its connection is lost, then the broker stops the new channel
-(``Channel.Flow``). The refusal moves it into `again`, encoded with the mark of a second copy, and begins a pause. The
-loss leaves it there, and stops the clock that `retry_for` counts. When a channel opens, it is encoded for that channel.
-While the channel is stopped nothing leaves, and the clock stands still. Once the broker lets the channel go on, and the
-pause is over, the oldest message of `again` leaves alone as a probe. The others follow when it is confirmed, and then
-the unsent messages.
+(``Channel.Flow``). The refusal moves the message into `again`, encodes it as a second copy, and begins a pause. The
+loss leaves it there, and stops the clock of `retry_for`. When a channel opens, the message is encoded for that channel.
+While the channel is stopped, no message is sent and the clock stands still. When the broker restarts the channel and
+the pause is over, the oldest message of `again` is sent alone, as a probe. The other messages of `again` follow when
+the broker confirms the probe, and then the unsent messages.
 
-What follows from a step is in one place, `Consequences`: messages are tried again, waiting senders are admitted, and
-waiters are woken. Public methods that change anything are steps, see `step`; the three that come with every few
-messages are written as steps by hand. `Parts` makes the parts and connects them.
+`Consequences` contains the actions that follow every step: messages are tried again, waiting senders are admitted, and
+waiters are woken. All public methods that change state are steps, see `step`. Three of them are called every few
+messages and are written as steps by hand. `Parts` makes the parts and connects them.
 
-The *owner* is the I/O thread or the event loop. A *skin* is what surrounds the protocol with I/O: a producer's engine
-or a drop-in for another library. Ids such as E1, C6 and J7 are lines of the specification, which tests have in their
-names.
+The *owner* is the I/O thread or the event loop. A *skin* surrounds the protocol with I/O: it is a producer's engine, or
+a drop-in for another library. Ids such as E1, C6 and J7 are lines of the specification. The names of tests contain
+them.
 """
 
 from __future__ import annotations
@@ -62,17 +62,17 @@ class ProducerProtocol:
 
     Args:
         settings: the producer's settings.
-        id_prefix: the beginning of the message ids that it gives; the number in 12 hexadecimal digits follows.
-        receipt_type: what it makes for every message.
+        id_prefix: the prefix of the message ids that the producer assigns; the number in 12 hexadecimal digits follows.
+        receipt_type: the class of the receipts.
         now: seconds.
-        wall_offset: what to add to `now` for seconds since 1970.
-        line: the order in which waiting messages are served; first come, first served unless given.
-        retries: the pauses before messages leave again that the broker has refused for want of room; ``None`` to settle
-            them.
+        wall_offset: added to `now`, it gives seconds since 1970.
+        line: the order in which waiting messages are served; by default first come, first served.
+        retries: the pauses before messages are sent again that the broker refused because it had no room; ``None`` to
+            settle them instead.
         encoder: makes the encoder of each channel.
 
     Raises:
-        TypeError: `line` is no line.
+        TypeError: `line` has the wrong type.
     """
 
     def __init__(
@@ -99,48 +99,48 @@ class ProducerProtocol:
         )
         self.parts = parts
         self.settings = settings
-        # Those that skins use; `Parts` says what each is.
+        # Parts that skins use; `Parts` describes each.
         self.steps, self.limits, self.window = parts.steps, parts.limits, parts.limits.window
         self.controller, self.gate = parts.controller, parts.gate
         self.reports, self.waiters = parts.reports, parts.waiters
         self.admission, self.line, self.channel = parts.admission, parts.line, parts.channel
         self._unconfirmed, self._settling, self._writing = parts.unconfirmed, parts.settling, parts.writing
         self._untold, self._expiry = parts.untold, parts.expiry
-        #: What follows from a step.
+        #: The actions that follow every step.
         self.consequences = Consequences(parts)
         self.gate.hold(HoldKind.DISCONNECTED, now=now)
 
-    # What it is.
+    # Properties.
 
     @property
     def unsettled(self) -> int:
-        """Messages that are admitted and not settled."""
+        """How many messages are admitted and not settled."""
         return self.window.used
 
     @property
     def in_flight(self) -> int:
-        """The part of the unsettled messages that has begun to be written."""
+        """How many of the unsettled messages have begun to be written."""
         return self._unconfirmed.in_flight
 
     @property
     def unwritten(self) -> int:
-        """Bytes of messages, and of answers on the channel, that are not written."""
+        """Unwritten bytes of messages and of replies on the channel."""
         return self.admission.unwritten
 
     @property
     def has_output(self) -> bool:
-        """Whether the owner is to ask for bytes to write: there are some, and not all of them wait for a disk."""
+        """Whether the owner should ask for bytes to write: there are bytes that do not wait for the disk."""
         store = self.admission.store
         return self.admission.unwritten > 0 and (store is None or not store.keeps_all_back)
 
     @property
     def closed(self) -> str | None:
-        """Why nothing can be sent any more; ``None`` while it can."""
+        """Why no message can be sent any more; ``None`` while messages can be sent."""
         return self.admission.closed
 
     @property
     def settled_so_far(self) -> int:
-        """How many messages are settled; it only grows."""
+        """How many messages were settled so far; it never decreases."""
         return self.admission.admitted - self.window.used
 
     @property
@@ -150,14 +150,14 @@ class ProducerProtocol:
 
     @property
     def wants_channel(self) -> bool:
-        """Whether a channel is of use: messages may be admitted, or wait to leave."""
+        """Whether a channel is needed: messages may be admitted, or wait to be sent."""
         if self.closed is None or self.window.used > 0:
             return True
         store = self.admission.store
         return store is not None and store.has_backlog and not self.channel.is_over
 
     def flow_seen(self, now: float) -> FlowState:
-        """The flow as it was last looked at. It changes nothing, so it is no step."""
+        """The flow state as last computed. The call changes nothing, so it is not a step."""
         since = self.gate.closed_since
         return FlowState(
             self.reports.holds,
@@ -167,11 +167,11 @@ class ProducerProtocol:
             self.closed,
         )
 
-    # What the application does.
+    # Calls of the application.
 
     @step
     def flow_state(self, now: float) -> FlowState:
-        """The flow at this moment."""
+        """The present flow state."""
         self.controller.look(now)
         return self.flow_seen(now)
 
@@ -193,22 +193,22 @@ class ProducerProtocol:
 
     @step
     def take_settled(self, now: float) -> list[Receipt]:
-        """The settled receipts, to be told to the application one by one; `told` says how far that has come."""
+        """Return the settled receipts. The skin informs the application of each, and then calls `told`."""
         self.consequences.hold_untold(now)
-        # Last, so no interrupt comes between this and the caller.
+        # This comes last, so no interrupt comes between it and the return to the caller.
         return self._untold.take()
 
     @step
     def told(self, count: int, now: float) -> None:
-        """Take note that the application has been told of so many of the receipts of `take_settled`."""
+        """Record that the application was informed of `count` receipts of `take_settled`."""
         self.consequences.lift_untold(count, now)
 
     @step
     def withdraw(self, receipt: Receipt, now: float) -> bool:
-        """Settle an admitted message as *failed*, unless a byte of it is written. It is reported nowhere.
+        """Settle an admitted message as *failed*, unless a byte of it was written. The receipt is not reported.
 
         Returns:
-            Whether it was not sent and never will be.
+            Whether the message was not sent and never will be.
         """
         self._writing.take_back()
         unsent = self.admission.unsent
@@ -226,7 +226,7 @@ class ProducerProtocol:
 
     @step
     def attach_store(self, store: Store, now: float) -> None:
-        """Keep messages in a store from now on. Nothing may have been admitted before; senders may wait already.
+        """Keep messages in a store from now on. No message may have been admitted before; senders may wait already.
 
         Args:
             store: an outbox.
@@ -238,20 +238,23 @@ class ProducerProtocol:
 
     @step
     def close(self, reason: str, now: float) -> None:
-        """Admit nothing from now on. Waiters are woken; admitted messages go on."""
+        """Admit nothing from now on, and wake waiters. Admitted messages are still sent."""
         self.consequences.close(reason)
 
-    # What happens to the connection.
+    # Events of the connection.
 
     @step
     def channel_opened(self, channel: int, frame_max: int, now: float, *, restores: bool = False) -> None:
-        """A channel is there, in confirm mode if the settings want it; its first publish has delivery tag 1.
+        """Handle a new channel. Its first publish has delivery tag 1.
+
+        The channel is in confirm mode if the settings ask for it.
 
         Args:
             channel: its number.
             frame_max: the negotiated frame size in bytes; 0 for no limit.
             now: seconds.
-            restores: what was declared is declared again. Until `restored`, sends stay held and no message leaves.
+            restores: whether declarations are being repeated. Until `restored` is called, sends are held and no message
+                is sent.
         """
         self.channel.is_restoring = restores
         self.consequences.expire(now)
@@ -260,21 +263,21 @@ class ProducerProtocol:
         self.consequences.apply_stops(now)
         self.consequences.retry(now)
         if not self.channel.was_open and self.gate.is_open:
-            # That a producer connects before it can send is no flow control.
+            # The time before the first connection is not flow control.
             self.gate.forget_past()
         self.channel.was_open = True
         self.consequences.go_on(now)
 
     @step
     def restored(self, now: float) -> None:
-        """What was declared is there again: messages may leave."""
+        """The declarations are repeated, so messages may be sent."""
         self.channel.is_restoring = False
         self.consequences.apply_stops(now)
         self.consequences.go_on(now)
 
     @step
     def channel_closed(self, code: int, text: str, method: tuple[int, int], now: float) -> None:
-        """The broker closed the channel. It does not say over which message. The next channel carries on without it.
+        """Handle a channel that the broker closed because of an unnamed message. The next channel continues without it.
 
         Args:
             code: its reply code.
@@ -291,21 +294,24 @@ class ProducerProtocol:
 
     @step
     def connection_lost(self, reason: str, now: float, *, reconnects: bool = False, shared: bool = False) -> bool:
-        """The connection is gone, or given up.
+        """Handle a connection that was lost or given up.
+
+        Without `reconnects`, all unsettled messages are settled, and nothing is admitted any more. With `reconnects`,
+        the setting `on_disconnect` decides: either unsettled messages are settled too, or they stay unsettled. In the
+        second case they are sent on the next connection, in order and before new messages. Messages that may have
+        arrived are sent with the header `REPUBLISHED`.
 
         Args:
             reason: for people.
             now: seconds.
-            reconnects: another one will be made, if one is wanted. By the setting `on_disconnect`, unsettled messages
-                stay so until then, when they leave in order before anything new, and those that may have arrived have
-                the header `REPUBLISHED`; or they are settled. Otherwise they are settled, and nothing is admitted.
-            shared: others publish on it, too, over whose messages it may have been lost.
+            reconnects: whether another connection will be made if one is wanted.
+            shared: whether other publishers use the connection, and their messages may be the cause of the loss.
 
         Returns:
-            Whether another one is wanted.
+            Whether another connection is wanted.
         """
         if reconnects and self.wants_channel:
-            # A flush while it closes is held, too.
+            # A flush during the closing is held, too.
             self.channel.disconnect(reason, now)
             self.channel.lost(reason, now, shared=shared)
         else:
@@ -313,13 +319,13 @@ class ProducerProtocol:
         self.consequences.update(now)
         return self.wants_channel
 
-    # What the broker says.
+    # Answers of the broker.
 
     @step
     def on_flow(self, active: bool, now: float) -> None:
-        """``Channel.Flow``: it is answered at once, right after the message that has begun, if any (J7)."""
+        """Handle ``Channel.Flow``. The reply is written at once, right after a message that is partly written (J7)."""
         if self.channel.number is None:
-            # There is nobody left to answer.
+            # The channel is gone, so no reply is needed.
             return
         self._writing.take_back()
         self._writing.put_control(flow_ok(self.channel.number, active))
@@ -329,21 +335,21 @@ class ProducerProtocol:
             self.gate.hold(HoldKind.CHANNEL_FLOW, now=now)
 
     def on_blocked(self, reason: str, now: float) -> None:
-        """``Connection.Blocked``."""
+        """Handle ``Connection.Blocked``."""
         self.hold(HoldKind.CONNECTION_BLOCKED, now, detail=reason)
 
     def on_unblocked(self, now: float) -> None:
-        """``Connection.Unblocked``."""
+        """Handle ``Connection.Unblocked``."""
         self.lift(HoldKind.CONNECTION_BLOCKED, now)
 
     @step
     def on_ack(self, tag: int, multiple: bool, now: float) -> None:
-        """``Basic.Ack``: the broker takes responsibility."""
+        """Handle ``Basic.Ack``: the broker has taken responsibility."""
         self._settling.answer(tag, multiple, Outcome.CONFIRMED, now)
         self.consequences.update(now)
 
     def on_acks(self, acks: list[tuple[int, int]], now: float) -> None:
-        """The acks of one read: `TapChannel` says what is in the list, and what an interrupt costs."""
+        """Handle the acks of one read. `TapChannel` describes the list, and the effect of an interrupt."""
         steps = self.steps
         if steps.is_unfinished:
             steps.resume()
@@ -354,13 +360,13 @@ class ProducerProtocol:
 
     @step
     def on_nack(self, tag: int, multiple: bool, now: float) -> None:
-        """``Basic.Nack``: the broker does not."""
+        """Handle ``Basic.Nack``: the broker has not taken responsibility."""
         self._settling.answer(tag, multiple, Outcome.NACKED, now)
         self.consequences.update(now)
 
     @step
     def on_return(self, code: int, text: str, exchange: str, routing_key: str, header: bytes, body: bytes) -> None:
-        """``Basic.Return``: no queue took a mandatory message. Its ack follows.
+        """Handle ``Basic.Return``: no queue took a mandatory message. Its ack follows.
 
         Args:
             code: the reply code.
@@ -374,13 +380,13 @@ class ProducerProtocol:
 
     @step
     def put_control(self, frame: bytes) -> None:
-        """Have a frame of the channel written after the messages whose frames are made."""
+        """Write a frame of the channel after the messages whose frames are made."""
         self._writing.put_control(frame)
 
-    # What the socket says.
+    # Events of the socket.
 
     def data_to_write(self, limit: int) -> bytes:
-        """The next bytes to write, about `limit` at the most; empty if nothing may be written now."""
+        """Return the next bytes to write, at most about `limit`; empty if nothing may be written now."""
         steps = self.steps
         if steps.is_unfinished:
             steps.resume()
@@ -390,10 +396,10 @@ class ProducerProtocol:
         return data
 
     def advance(self, count: int, now: float) -> bool:
-        """Take note that so many bytes of `data_to_write` were taken by the socket.
+        """Record that the socket took `count` bytes of `data_to_write`.
 
         Returns:
-            True if that ends at a frame border, so that something else may be written on the connection.
+            True if they end at a frame border, so that other frames may be written on the connection.
         """
         steps = self.steps
         if steps.is_unfinished:
@@ -412,35 +418,35 @@ class ProducerProtocol:
 
     @property
     def unfinished(self) -> bytes:
-        """What is still to be written of frames that have begun; empty at a frame border."""
+        """The unwritten rest of frames that are partly written; empty at a frame border."""
         return self._unconfirmed.outbound.unfinished
 
     @property
     def written(self) -> int:
-        """How many messages are all written on this channel."""
+        """How many messages were completely written on this channel."""
         return self._unconfirmed.outbound.finished
 
     @property
     def is_stopped(self) -> bool:
-        """Whether no message may begin."""
+        """Whether no message may begin to be written."""
         return self._unconfirmed.outbound.stopped
 
     @property
     def has_answer(self) -> bool:
-        """Whether something is to be written that a stop does not keep back."""
+        """Whether a reply is to be written that the broker's stop does not delay."""
         return not self._unconfirmed.outbound.is_empty
 
     @step
     def end_writing(self) -> bool:
-        """Have no message begin any more; whether none has begun and not ended."""
+        """Let no further message begin to be written. Return True if no message is partly written."""
         self._writing.has_ended = True
         self._writing.take_back()
         return self._unconfirmed.outbound.stop()
 
-    # What the clock says.
+    # Timers.
 
     def next_timer(self, now: float) -> float | None:
-        """When to call `on_timer`; ``None`` if time alone changes nothing."""
+        """Return when to call `on_timer`; ``None`` if time alone changes nothing."""
         times = [self.controller.ready_at(now), self.consequences.next_retry(now)]
         if self.admission.store is not None:
             times.append(self.admission.store.next_timer(now))
@@ -450,11 +456,11 @@ class ProducerProtocol:
 
     @property
     def needs_timer(self) -> bool:
-        """Whether time alone may change something, so that the owner has to call `on_timer` at `next_timer`."""
+        """Whether time alone may change something. If so, the owner has to call `on_timer` at `next_timer`."""
         return self.settings.rate is not None or self._expiry is not None or self.parts.resending.needs_timer
 
     @step
     def on_timer(self, now: float) -> None:
-        """Time has passed."""
+        """Do what is due at this time."""
         self.consequences.expire(now)
         self.consequences.go_on(now)

@@ -1,7 +1,7 @@
-"""The news of a producer: settled receipts, flow events, log entries, and waiters to wake.
+"""Collects the news of a producer: settled receipts, flow events, log entries, and waiters to wake.
 
-Nothing here decides anything. The state collects its news in `Reports`. The skin takes them after each step and passes
-them on outside its lock.
+This module makes no decisions. The state collects its news in `Reports`. The skin takes the news after each step and
+passes it on outside its lock.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ __all__ = ["LogEntry", "MessageObserver", "Reports", "is_logged", "log_entry"]
 
 logger = logging.getLogger("qflow_client")
 
-# A level, a text and its arguments; the code that logs it, and its line.
+# A level, a text, its arguments, the code that logs it, and the line of that code.
 LogEntry = tuple[int, str, tuple[object, ...], CodeType, int]
 
-# Holds that come and go with every burst are logged for debugging only.
+# Holds that come and go with every burst are logged at the level DEBUG only.
 _LOG_LEVELS: dict[str, int] = {
     HoldKind.CHANNEL_FLOW: logging.INFO,
     HoldKind.PAUSED: logging.INFO,
@@ -35,20 +35,20 @@ _LOG_LEVELS: dict[str, int] = {
     HoldKind.REFUSED: logging.WARNING,
 }
 
-# Fewer failures than this are not worth sweeping.
+# With fewer failures than this, a sweep is not worth its cost.
 _SWEEP_FROM = 64
 
 
 class MessageObserver(Protocol):
-    """Is told of every message, to measure or trace it."""
+    """Receives every message, to measure or trace it."""
 
-    #: When the message of each number was admitted, or began to wait for that; in seconds.
+    #: When each message was admitted, or began to wait for admission; in seconds, by number.
     began: dict[int, float]
-    #: The address and the port that the producer is connected to, or was last; ``None`` before.
+    #: The address and the port of the present or last connection; ``None`` before the first.
     peer: tuple[str, int] | None
 
     def settled(self, receipts: Sequence[Receipt], now: float) -> None:
-        """Called with receipts that are settled together; at least one. Second copies may come before older messages.
+        """Called with one or more receipts that are settled together. Second copies may come before older messages.
 
         Args:
             receipts: the receipts.
@@ -59,12 +59,12 @@ class MessageObserver(Protocol):
         """Called with a message that was put into the outbox, to be sent later.
 
         Args:
-            payload: what the application sent; later another is read from the outbox.
+            payload: the payload that the application sent; another object is read from the outbox later.
             receipt: its receipt, which is not settled.
         """
 
     def tell(self, *, now: float) -> None:
-        """Called by the skin without a lock, after anything that may have settled receipts.
+        """Called by the skin without a lock, after each action that may have settled receipts.
 
         Args:
             now: seconds.
@@ -77,10 +77,10 @@ class Reports:
     Args:
         name: the producer's, for events and logs.
         gate: its holds.
-        wall_offset: what to add to the caller's seconds for seconds since 1970.
+        wall_offset: added to the caller's seconds, it gives seconds since 1970.
         counts: returns how many messages were admitted, how many are unsettled, and the capacity.
         max_failed_bytes: the most bytes of failed receipts that are kept.
-        max_events: the most flow events that wait until they can be passed on.
+        max_events: the most flow events that are kept until they can be passed on.
     """
 
     __slots__ = (
@@ -117,11 +117,11 @@ class Reports:
         self._gate = gate
         self._wall_offset = wall_offset
         self._counts = counts
-        # The skin takes these five lists. Waiters to wake:
+        # Waiters to wake. The skin takes this list and the four collections that follow.
         self.wake: list[Any] = []
-        #: Settled receipts; ``None`` unless somebody wants all of them.
+        #: Settled receipts; ``None`` if no listener needs all of them.
         self.settled: list[Receipt] | None = None
-        #: Flow events; ``None`` unless somebody listens.
+        #: Flow events; ``None`` without listeners.
         self.events: list[FlowEvent] | None = None
         #: How many flow events were dropped since the skin took `events`, by the kind of their hold.
         self.lost_events: dict[str | None, int] = {}
@@ -129,22 +129,24 @@ class Reports:
         self._reported: set[Hold] = set()
         #: Log entries, for `qflow_client.logs`.
         self.logs: list[LogEntry] = []
-        #: Failed receipts that the application has not been told of, the first that failed first.
+        #: Failed receipts of which the application is not informed yet, in the order of their failures.
         self.failures: deque[Receipt] = deque()
-        #: How many failed receipts were dropped since `take_dropped`, and the application had not looked at them.
+        #: How many failed receipts were dropped since `take_dropped` before the application looked at them.
         self.dropped = 0
-        #: Whether nothing more is admitted. Then all failures are kept: there are no more than unsettled messages.
+        #: Whether nothing more is admitted. Then all failures are kept, because there are at most as many as unsettled
+        #: messages.
         self.is_ending = False
-        # The bytes of `failures`, and the most that there may be.
+        # The bytes of `failures`, and their limit.
         self._failed_bytes = 0
         self._max_failed_bytes = max_failed_bytes
         self._max_events = max_events
-        # After how many more failures the receipts that the application has looked at are taken out.
+        # How many more failures there will be before the next sweep, which removes the receipts that the application
+        # has seen.
         self._sweep_in = _SWEEP_FROM
 
     @property
     def is_empty(self) -> bool:
-        """Whether the skin has nothing to pass on; failures are for `flush` and `close`."""
+        """Whether the skin has nothing to pass on. Failures do not count, because `flush` and `close` report them."""
         return not self.wake and not self.events and not self.settled and not self.logs
 
     # Receipts.
@@ -157,7 +159,7 @@ class Reports:
         self.add_settled((receipt,))
 
     def add_settled(self, receipts: Sequence[Receipt]) -> None:
-        """Pass settled receipts on to `settled`, or the failed ones of them to `failures`."""
+        """Pass settled receipts on to `settled`, or only the failed receipts to `failures`."""
         if self.settled is not None:
             self.settled += receipts
         else:
@@ -166,7 +168,7 @@ class Reports:
     def add_failures(self, receipts: Iterable[Receipt]) -> None:
         """Keep failed receipts for the next `flush` or `close`.
 
-        Older failures are dropped if there is no room for them. Receipts that fail together never displace each other.
+        Older failures are dropped if there is no room for these. Receipts that fail together never displace each other.
         """
         failures = list(receipts)
         count = len(failures)
@@ -175,15 +177,16 @@ class Reports:
             self._sweep()
         if not self.is_ending:
             self._make_room(size)
-        # From here on nothing is called, so an interrupt leaves all or none of them.
+        # Nothing is called from here on, so an interrupt leaves all or none of the changes.
         self._sweep_in -= count
         self._failed_bytes += size
         self.failures += failures
 
     def _sweep(self) -> None:
-        """Forget the receipts that the application has looked at. A producer that never flushes would keep them.
+        """Forget the receipts that the application has seen. Otherwise a producer that never flushes would keep them.
 
-        The next time is after as many more failures as are left, so the cost of a failure does not grow with them.
+        The next sweep is after as many more failures as are kept now, so the cost of a failure does not grow with their
+        number.
         """
         kept = deque(self._unseen())
         size = sum([receipt.held_bytes for receipt in kept])
@@ -191,11 +194,11 @@ class Reports:
         self.failures, self._failed_bytes, self._sweep_in = kept, size, sweep_in
 
     def _make_room(self, size: int) -> None:
-        """Drop the oldest failures until there is room for so many bytes."""
+        """Drop the oldest failures until there is room for `size` bytes."""
         while self.failures and self._failed_bytes + size > self._max_failed_bytes:
             oldest = self.failures[0]
             freed = oldest.held_bytes
-            # A message in the outbox is not lost: the next producer sends it.
+            # A message in the outbox is not lost, because the next producer sends it.
             is_lost = not oldest._seen and oldest._outcome is not Outcome.STORED
             if is_lost and not self.dropped:
                 self.log(
@@ -205,24 +208,24 @@ class Reports:
                     self.name,
                     self._max_failed_bytes,
                 )
-            # From here to the end of the turn nothing is called, so an interrupt finds the counts right.
+            # Nothing is called from here to the end of this iteration, so an interrupt finds correct counts.
             del self.failures[0]
             self._failed_bytes -= freed
             self.dropped += is_lost
 
     def take_failures(self) -> list[Receipt]:
-        """Return the failures that the application has not been told of, in the order of admission, and forget them."""
+        """Return and forget the failures of which the application is not informed yet, in the order of admission."""
         failures = sorted(self._unseen(), key=lambda receipt: receipt._number)
         self.forget_failures()
         return failures
 
     def take_dropped(self) -> int:
-        """Return how many failures were dropped, and count from 0 again."""
+        """Return how many failures were dropped, and reset the count."""
         dropped, self.dropped = self.dropped, 0
         return dropped
 
     def forget_failures(self) -> None:
-        """Forget the failures, because the application is told of them in another way."""
+        """Forget the failures, because the application is informed of them in another way."""
         nothing: deque[Receipt] = deque()
         self.failures, self._failed_bytes = nothing, 0
 
@@ -233,11 +236,11 @@ class Reports:
 
     @property
     def holds(self) -> tuple[Hold, ...]:
-        """The present holds as people see them: the oldest first, their times in seconds since 1970."""
+        """The present holds in the form for applications: the oldest first, with times in seconds since 1970."""
         return tuple(map(self._on_the_wall_clock, self._gate.holds))
 
     def wall_time(self, now: float) -> float:
-        """Seconds since 1970."""
+        """Return a time as seconds since 1970."""
         return now + self._wall_offset
 
     def _on_the_wall_clock(self, hold: Hold) -> Hold:
@@ -248,10 +251,10 @@ class Reports:
 
         Args:
             hold: the hold.
-            raised: whether it was raised; else it was lifted.
+            raised: True if it was raised, False if it was lifted.
             now: seconds.
-            connecting: whether the producer has never had a channel. That it is not connected yet is no news.
-            ending: whether the hold goes because the producer was closed.
+            connecting: whether the producer has never had a channel. The hold ``disconnected`` is not reported then.
+            ending: whether the hold is lifted because the producer was closed.
         """
         level = _LOG_LEVELS.get(hold.kind, logging.DEBUG)
         if connecting and hold.kind == HoldKind.DISCONNECTED:
@@ -267,14 +270,14 @@ class Reports:
             kind = FlowEventKind.HOLD_LIFTED if self._gate.holds else FlowEventKind.UNFLOWED
         events = [] if self.events is None else [self._make_event(kind, hold, hold.since, now)]
         reported = {each for each in self._reported if each is not hold} | ({hold} if raised else set())
-        # From here on nothing is called, so an interrupt leaves all or none of them.
+        # Nothing is called from here on, so an interrupt leaves all or none of the changes.
         self.logs += logs
         if self.events is not None:
             self.events += events
         self._reported = reported
 
     def heal(self, now: float, *, connecting: bool, ending: bool) -> None:
-        """Report the holds that an unfinished step has raised or lifted and not reported; as `report_hold`."""
+        """Report the holds that an unfinished step changed and did not report. See `report_hold` for the arguments."""
         present = frozenset(self._gate.holds)
         for hold in self._reported - present:
             self.report_hold(hold, False, now, connecting=connecting, ending=ending)
@@ -282,10 +285,10 @@ class Reports:
             self.report_hold(hold, True, now, connecting=connecting, ending=ending)
 
     def go_on_from(self, other: Reports, now: float) -> None:
-        """Report to the listeners of another producer from now on, first the holds that differ from those it reported.
+        """Report to the listeners of another producer from now on, first the holds that differ from its reported ones.
 
         Args:
-            other: the reports of that producer, which are left as they are.
+            other: the reports of that producer, which stay unchanged.
             now: seconds.
         """
         self.events = None if other.events is None else []
@@ -296,7 +299,7 @@ class Reports:
         """Log that sends wait, and add the flow event.
 
         Args:
-            count: how many wait.
+            count: how many sends wait.
             since: when the longest wait began, in seconds.
             now: seconds.
         """
@@ -310,7 +313,7 @@ class Reports:
     def _make_event(
         self, kind: FlowEventKind, hold: Hold | None, since: float, now: float, waiting: int = 0
     ) -> FlowEvent:
-        """Return an event, for which there is room in `events`."""
+        """Make room for an event in `events`, and return the event."""
         assert self.events is not None
         offset = self._wall_offset
         told = None if hold is None else self._on_the_wall_clock(hold)
@@ -329,8 +332,8 @@ class Reports:
             capacity,
         )
         if len(self.events) >= 2 * self._max_events:
-            # They could not be passed on for a while, such as before the event loop runs. Half of them are dropped at
-            # once, so the cost of an event does not grow with their number.
+            # Events cannot be passed on before the event loop runs, for example. Half of them are dropped at once, so
+            # the cost of an event does not grow with their number.
             for old in self.events[: self._max_events]:
                 hold_kind = None if old.hold is None else old.hold.kind
                 self.lost_events[hold_kind] = self.lost_events.get(hold_kind, 0) + 1
@@ -338,7 +341,7 @@ class Reports:
         return event
 
     def log(self, level: int, text: str, *arguments: object) -> None:
-        """Add a log entry, unless its level is off."""
+        """Add a log entry, unless its level is disabled."""
         self.logs += _entries(level, text, *arguments, depth=3)
 
 
@@ -347,19 +350,19 @@ def log_entry(level: int, text: str, *arguments: object, depth: int = 1) -> LogE
 
     Args:
         level: of `logging`.
-        text: with the places of the arguments.
-        arguments: what must not change any more.
-        depth: how many calls from here up the line is that logs it; 1 for that of the caller.
+        text: a format string.
+        arguments: its arguments, which must not change later.
+        depth: how many calls above this one the logging line is; 1 for the caller.
     """
     frame = sys._getframe(depth)
     return level, text, arguments, frame.f_code, frame.f_lineno
 
 
 def is_logged(level: int) -> bool:
-    """Return whether the log takes entries of a level.
+    """Return whether the logger is enabled for a level.
 
-    It asks as `logging.Logger.isEnabledFor` does, but takes no lock. That one takes the lock of `logging`. Another
-    thread may hold it and run a signal handler or a finalizer that waits for this step.
+    The result is that of `logging.Logger.isEnabledFor`, but this function takes no lock. `isEnabledFor` takes the lock
+    of `logging`. Another thread may hold that lock and run a signal handler or a finalizer that waits for this step.
     """
     return level > logger.manager.disable and level >= logger.getEffectiveLevel()
 

@@ -1,15 +1,15 @@
-"""Messages that leave again: in which order, and how many at once.
+"""Messages to be sent again: their order, and how many may be sent at once.
 
-Two kinds of messages stand in `again`: what an ended channel left without an answer, and what the broker refused. All
-of them were written before, so all of them leave as second copies, in the order of admission, and before any message
-that was never written (E1). A message that was made for the wire and not begun comes back by `put_back`: if it was
-never written before, it returns to the unsent messages instead.
+`again` contains two kinds of messages: messages that an ended channel left without an answer, and messages that the
+broker refused. All of them were written before. So all of them are sent as second copies, in the order of admission,
+before all messages that were never written (E1). A message whose frames were made and not begun comes back by
+`put_back`. If it was never written before, it returns to the unsent messages instead.
 
-`count_sendable` decides how many messages may leave now, by three rules:
+`count_sendable` decides how many messages may be sent now, by three rules:
 
-1. While a suspect is in flight, nothing leaves, and a suspect leaves only with nothing else in flight (`suspects`).
+1. While a suspect is in flight, nothing else is sent. A suspect is sent only if nothing else is in flight (`suspects`).
 2. The candidate for a poisonous message waits until the connection has held for a while (`PoisonDetector`).
-3. While the broker has no room, one message leaves as a probe after each pause (`refusals`).
+3. While the broker has no room, one message is sent as a probe after each pause (`refusals`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = ["Resending"]
 
 
 class Resending:
-    """The messages that leave again, in the order of admission.
+    """The messages to be sent again, in the order of admission.
 
     Args:
         hold_time: as for `PoisonDetector`.
@@ -38,39 +38,39 @@ class Resending:
     __slots__ = ("again", "copies", "poison", "refusals", "suspects")
 
     def __init__(self, hold_time: float, pauses: Pauses | None, retry_for: float) -> None:
-        #: What leaves again, in the order of admission.
+        #: The messages to be sent again, in the order of admission.
         self.again: deque[Receipt] = deque()
-        #: Numbers of the unsettled messages that were written before: on an earlier channel, or refused on this one.
-        #: Their frames, if there are any now, are a second copy.
+        #: Numbers of the unsettled messages that were written before: on an earlier channel, or refused on this one. If
+        #: they have frames now, these are a second copy.
         self.copies: set[int] = set()
-        #: What leaves one at a time.
+        #: The messages that are sent one at a time.
         self.suspects = Suspects()
-        #: Knows over which message connections are lost.
+        #: Finds the message that causes lost connections.
         self.poison = PoisonDetector(hold_time)
-        #: What the broker has refused, and when to try again.
+        #: The messages that the broker has refused, and the time of the next try.
         self.refusals = Refusals(pauses, retry_for)
 
     @property
     def is_idle(self) -> bool:
-        """Whether messages that were never written may leave without limit."""
+        """Whether there is no limit for messages that were never written."""
         return not self.again and self.refusals.retry_at is None and not self.suspects.is_one_in_flight
 
-    # What stands in `again`.
+    # Changes of `again`.
 
     def end_channel(
         self, written: Iterable[Receipt], suspects: Iterable[Receipt], unanswered: Iterable[Receipt] = ()
     ) -> None:
-        """Take note that a channel has ended, and add what it leaves.
+        """Record that a channel has ended, and add the messages that it leaves.
 
         Args:
-            written: what was written before, on this channel or an earlier one.
-            suspects: what may be the cause.
-            unanswered: what has begun on this channel, and may have arrived.
+            written: messages that were written before, on this channel or an earlier one.
+            suspects: messages that may be the cause.
+            unanswered: messages that have begun on this channel, and may have arrived.
         """
-        # By number, because an interrupted call may be made again.
+        # By number, because an interrupted call may be repeated.
         by_number = {receipt._number: receipt for receipt in (*self.again, *written)}
         numbers = set(by_number)
-        # First, because what stands in `again` has left the wire for a call that is made again.
+        # This comes first, because a repeated call does not find the messages of `again` on the wire.
         self.refusals.end_channel(numbers, unanswered)
         self.suspects.end_channel(numbers, suspects)
         self.again = deque(by_number[number] for number in sorted(by_number))
@@ -82,10 +82,10 @@ class Resending:
         self.put_back(receipt)
 
     def put_back(self, receipt: Receipt) -> bool:
-        """Put a message back that is not on the wire any more, or never was.
+        """Put back a message that is not on the wire any more, or never was.
 
         Returns:
-            Whether it leaves again as a second copy; otherwise it was never written.
+            True if it will be sent again as a second copy; False if it was never written.
         """
         self.forget_sent(receipt)
         number = receipt._number
@@ -108,13 +108,13 @@ class Resending:
             self.again = deque(each for each in self.again if each._outcome is None)
 
     def clear(self) -> None:
-        """Forget all messages, and the refusal with them."""
+        """Forget all messages and the refusals."""
         self.refusals.retry_at = None
         self.again.clear()
         self.end_channel((), ())
 
     def end_refusals(self, unsettled: Collection[int]) -> None:
-        """Take note that the broker has room again, or that nothing is left to try.
+        """Record that the broker has room again, or that no message is left to try.
 
         Args:
             unsettled: the numbers of all unsettled messages.
@@ -123,15 +123,15 @@ class Resending:
         self.refusals.forget_others(unsettled)
         self.copies.intersection_update(unsettled)
 
-    # What may leave.
+    # Sending.
 
     @property
     def needs_timer(self) -> bool:
-        """Whether a message leaves again at a certain time."""
+        """Whether a message is due to be sent again at some time."""
         return self.refusals.retry_at is not None or self.candidate_at() is not None
 
     def next_times(self, is_alone: bool, now: float) -> list[float]:
-        """Return the times at which the next message may leave, or refused ones are given up.
+        """Return the times at which the next message may be sent, or refused messages are given up.
 
         Args:
             is_alone: whether nothing is in flight.
@@ -141,22 +141,24 @@ class Resending:
             return self.refusals.next_over(now)
         times = [at for at in (self.refusals.retry_at, self.candidate_at()) if at is not None]
         if len(times) > 1:
-            # The message waits for both. What is over time is settled at the first, so that counts until it has passed.
+            # The message waits for both times. An expired message is settled at the first, so keep the first until it
+            # has passed.
             times = [max(times), *(at for at in times if at > now)]
         if not is_alone and self.again and self.again[0]._number in self.suspects.numbers:
-            # What leaves next leaves alone, so a time that has passed changes nothing until the others are answered.
+            # The next message is sent alone, so a time that has passed changes nothing until the messages in flight are
+            # answered.
             times = [at for at in times if at > now]
         return times
 
     def candidate_at(self) -> float | None:
-        """Return when the next message may leave if it is the candidate for poison; ``None`` if it is not."""
+        """Return when the next message may be sent if it is the candidate for poison; ``None`` if it is not."""
         return self.poison.send_at(self.again[0]) if self.again else None
 
     def count_sendable(self, source: deque[Receipt], is_alone: bool, now: float) -> int:
-        """Return how many messages may leave now.
+        """Return how many messages may be sent now.
 
         Args:
-            source: what leaves next: `again`, or else the unsent messages.
+            source: the messages that are next: `again`, or else the unsent messages.
             is_alone: whether nothing is in flight.
             now: seconds.
         """
@@ -175,24 +177,24 @@ class Resending:
         return self.suspects.count_before_first(source)
 
     def has_suspects_after(self, count: int) -> bool:
-        """Whether suspects are left in `again` after the first so many messages."""
+        """Whether `again` has suspects after its first `count` messages."""
         numbers = self.suspects.numbers
         return bool(numbers) and any(each._number in numbers for each in islice(self.again, count, None))
 
     def note_sent(self, first: Receipt, now: float) -> None:
-        """Take note that this message, and perhaps others after it, is about to leave."""
+        """Record that this message, and possibly others after it, is about to be sent."""
         if first._number in self.suspects.numbers:
             self.suspects.alone = first
             self.poison.note_sent(now)
         self.refusals.note_sent(first)
 
     def forget_sent(self, receipt: Receipt) -> None:
-        """Take note that a message is not in flight any more, or never was."""
+        """Record that a message is not in flight any more, or never was."""
         self.refusals.forget_sent(receipt)
         self.suspects.forget_sent(receipt)
 
     def has_tried_all(self, has_unsent: bool) -> bool:
-        """Whether the broker has room again, or nothing is left to try.
+        """Whether the broker has room again, or no message is left to try.
 
         Args:
             has_unsent: whether there are messages that were never written.
@@ -201,14 +203,14 @@ class Resending:
         return refusals.retry_at is None or not (self.again or refusals.probe or has_unsent)
 
     def heal(self, tag_of: Callable[[Receipt], int]) -> None:
-        """Repair what an unfinished step has left.
+        """Repair the state after an unfinished step.
 
         Args:
             tag_of: returns the tag of a message on the wire; 0 if it is not there.
         """
         for receipt in (self.refusals.probe, self.suspects.alone):
             if receipt is not None and not receipt.done and not tag_of(receipt):
-                # It was about to leave, and did not.
+                # It was about to be sent, and was not.
                 self.forget_sent(receipt)
 
 

@@ -1,7 +1,7 @@
 """Finds the message that ``Basic.Return`` names.
 
-A return names a message by its message id and its route only. Ids that the producer has given contain the message's
-number. Messages with an id of their own are kept by that id until they are settled.
+A return identifies a message only by its message id and its route. Ids that the producer has assigned contain the
+message's number. A message with its own id is kept under that id until it is settled.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ __all__ = ["Returns"]
 
 
 class Returns:
-    """The unsettled mandatory messages, by what a return says of them.
+    """The unsettled mandatory messages, by the data of a return.
 
     Args:
         is_mandatory: whether messages can be returned at all.
-        id_prefix: how the ids begin that the producer gives; ``None`` if it gives none.
-        unconfirmed: what is on the wire.
-        resending: what is to leave again.
+        id_prefix: the prefix of message ids that the producer assigns; ``None`` if it assigns none.
+        unconfirmed: the messages on the wire.
+        resending: the messages to be sent again.
     """
 
     __slots__ = ("_id_prefix", "_is_mandatory", "_resending", "_unconfirmed", "by_id")
@@ -35,20 +35,20 @@ class Returns:
         self._id_prefix = id_prefix
         self._unconfirmed = unconfirmed
         self._resending = resending
-        #: Unsettled messages with an id of their own.
+        #: Unsettled messages with ids that the application assigned.
         self.by_id: dict[str, list[Receipt]] = {}
 
     def has_own_id(self, payload: bytes | Message) -> bool:
-        """Whether a return would name a message by an id of its own."""
+        """Whether a return would identify a message by an id that the application assigned."""
         return self._is_mandatory and isinstance(payload, Message) and payload.message_id is not None
 
     def expect(self, receipt: Receipt) -> None:
-        """Take note of a message that is about to be admitted."""
+        """Record a message that is about to be admitted."""
         if self.has_own_id(receipt._payload):
             self.by_id.setdefault(receipt._payload.message_id, []).append(receipt)  # type: ignore[union-attr, arg-type]  # it has
 
     def forget(self, receipts: Iterable[Receipt]) -> None:
-        """Take note of messages that are settled."""
+        """Record that messages are settled."""
         for receipt in receipts:
             payload = receipt._payload
             if isinstance(payload, Message) and payload.message_id in self.by_id:
@@ -69,10 +69,10 @@ class Returns:
         """Return the written, unsettled message that a return names; ``None`` if there is none."""
         if message_id is None:
             return None
-        # One that has a reply was returned before.
+        # A message that has a reply was returned before.
         own = [each for each in self.by_id.get(message_id, ()) if each._reply is None and self._is_written(each)]
         if own:
-            # One id may have gone to several places, and only some of them have a queue.
+            # Messages with the same id may have different routes, and only some of the routes have a queue.
             there = [each for each in own if (each.exchange, each.routing_key) == (exchange, routing_key)]
             return (there or own)[0]
         return self._with_given_id(message_id)
@@ -87,7 +87,7 @@ class Returns:
             return None
         found = self._unconfirmed.with_number(number)
         if found is None:
-            # Broker-J nacks what no queue takes, and returns it afterwards.
+            # Broker-J nacks a message that no queue takes, and returns it afterwards.
             found = next((each for each in self._resending.again if each._number == number), None)
         elif not self._is_written(found):
             return None

@@ -1,10 +1,10 @@
-"""The line of messages that wait to be admitted, and who is admitted next.
+"""The line of messages that wait to be admitted.
 
 A caller that cannot be served at once makes a `SendTicket` and joins the line of the flow controller. `grant` admits
-the waiting messages in the order of the line, as soon as the gate and the limits allow. A ticket is decided once: it
-gets a receipt with a number, or an error, or is cancelled. Its waiter is in `Reports.wake` then.
+the waiting messages in the order of the line when the gate and the limits allow it. A ticket is decided once: it gets a
+receipt with a number, or an error, or is cancelled. Its waiter is in `Reports.wake` then.
 
-Whether a wait is too long is decided by the time that `look_at` is told, never by a clock (A4).
+A wait is too long if the time that is passed to `look_at` is past the deadline. No clock is read (A4).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from qflow_client.message import Message
 
 __all__ = ["SendLine"]
 
-# The holds that stand for the limits of admission.
+# The holds that represent the limits of admission.
 _LIMITS = (HoldKind.CAPACITY, HoldKind.RATE)
 
 
@@ -37,10 +37,10 @@ class SendLine:
     Args:
         admission: admits them.
         controller: has the order of the line.
-        reports: says which callers to wake.
+        reports: collects the waiters to wake.
         waiters: for an open gate.
-        steps: whether the last step came to its end.
-        notice_period: seconds between two notices that sends wait.
+        steps: whether the last step was completed.
+        notice_period: seconds between two notices about waiting sends.
     """
 
     __slots__ = (
@@ -72,10 +72,10 @@ class SendLine:
         self.steps = steps
         #: The tickets of waiting messages, the longest wait first.
         self.tickets: dict[SendTicket, None] = {}
-        # No notice that messages wait comes before this.
+        # The earliest time of the next notice about waiting messages.
         self._notice_at = -math.inf
         self._notice_period = notice_period
-        #: How many sends were refused, by the kind of the oldest hold.
+        #: How many sends failed because the producer was flowed, by the kind of the oldest hold.
         self.flowed_errors: dict[str, int] = {}
 
     # Waiting.
@@ -100,9 +100,10 @@ class SendLine:
             routing_key: with which key.
             now: seconds.
             timeout: seconds that it may wait; ``None`` for ever.
-            waiter: is in `Reports.wake` once the ticket is decided.
-            source: whose message it is, for a `WeightedLine`.
-            first: used by callbacks. Other senders may wait for the callback to return, so it waits for none of them.
+            waiter: is in `Reports.wake` when the ticket is decided.
+            source: the source of the message, for a `WeightedLine`.
+            first: used by callbacks. Other senders may be waiting for the callback to return, so it waits for none of
+                them.
 
         Raises:
             ProducerClosed: no message will ever be admitted again.
@@ -110,7 +111,7 @@ class SendLine:
         """
         if self._admission.closed is not None:
             raise ProducerClosed(self._admission.closed, payload, exchange=exchange, routing_key=routing_key)
-        # Names and properties that cannot be encoded are refused before the wait, not after it.
+        # Names and properties that cannot be encoded raise an error before the wait, not after it.
         self._admission.encoder.route(exchange, routing_key)
         if isinstance(payload, Message):
             properties(payload.__dict__)
@@ -127,9 +128,9 @@ class SendLine:
 
     @step
     def stand_in_line(self, ticket: SendTicket, now: float) -> None:
-        """Have a message wait for its admission, until its ticket is decided or given up."""
+        """Put a ticket in line, until it is decided or given up."""
         if self._admission.closed is not None:
-            # Closed since the ticket was made.
+            # The producer was closed after the ticket was made.
             ticket.error = ticket.closed_error(self._admission.closed)
             return
         self.tickets[ticket] = None
@@ -137,14 +138,14 @@ class SendLine:
             self._controller.stand_in_front(ticket, now, ignoring=ON_DELIVERY)
         else:
             self._controller.stand_in_line(ticket, now)
-        # What was in the way may be gone since.
+        # The reason for the wait may be gone by now.
         self.grant(now)
 
     def look_at(self, ticket: SendTicket, now: float) -> float | None:
-        """Decide about a waiting message by the time.
+        """Decide about a waiting message if the time requires it.
 
         Returns:
-            When to look again; ``None`` once it is decided: the ticket has its receipt or its error, or was given up.
+            When to call again; ``None`` if the ticket is decided: it has its receipt or its error, or was given up.
 
         Raises:
             FlowControlTimeout: its deadline has passed, and it will not be sent.
@@ -157,7 +158,7 @@ class SendLine:
     @step
     def _look_at(self, ticket: SendTicket, now: float) -> float | FlowControlTimeout | None:
         if now >= ticket.deadline and not ticket.decided:
-            # Time may have made room since the last grant.
+            # Room may have become free over time since the last grant.
             self.grant(now)
         if ticket.decided:
             return None
@@ -172,12 +173,12 @@ class SendLine:
 
     @step
     def notice(self, now: float) -> float | None:
-        """Log a notice for waiting sends if one is due. Callers that do not look at every ticket use this.
+        """Log a notice for waiting sends if one is due. Callers that do not call `look_at` for every ticket use this.
 
         Returns:
             When to call again; ``None`` if no send waits.
         """
-        # The longest wait speaks for all.
+        # One notice covers all waiting sends; it names the longest wait.
         ticket = next(iter(self.tickets), None)
         if ticket is None:
             return None
@@ -186,16 +187,16 @@ class SendLine:
         return ticket.notice_at
 
     def _notice(self, ticket: SendTicket, now: float) -> None:
-        # One notice is for all that wait.
+        # One notice covers all waiting sends.
         if now >= self._notice_at:
             self._notice_at = now + self._notice_period
             self._reports.report_waiting(len(self.tickets), next(iter(self.tickets)).since, now)
         ticket.notice_at = self._notice_at
 
     def count_flowed_error(self) -> None:
-        """Count a send that gets an error because the producer is flowed."""
+        """Count a send that fails because the producer is flowed."""
         holds = self._gate.holds
-        # With no hold, it waits only behind others.
+        # Without a hold, the message waits only for the messages before it.
         kind = holds[0].kind if holds else "line"
         self.flowed_errors[kind] = self.flowed_errors.get(kind, 0) + 1
 
@@ -206,41 +207,41 @@ class SendLine:
         """Stop waiting.
 
         Returns:
-            True if the message was not admitted, and never will be; False if that was decided before.
+            True if the message was not admitted and never will be; False if the ticket was decided before.
         """
         return self._withdraw(ticket, now)
 
     def _withdraw(self, ticket: SendTicket, now: float) -> bool:
         if ticket.decided:
             return False
-        # Also if it was interrupted before it stood in line.
+        # This also covers a ticket that was interrupted before it was in line.
         ticket.cancelled = True
         self._controller.leave_line(ticket)
         self.tickets.pop(ticket, None)
-        # The message may have stood before a smaller one.
+        # A smaller message may have waited behind this one.
         self.grant(now)
         return True
 
     @step
     def give_up_all(self, reason: str, now: float) -> None:
-        """Have all senders stop waiting at once, so that none is admitted because another leaves.
+        """Let all senders stop waiting at once, so that no sender is admitted because another one leaves.
 
         Args:
             reason: for their error, a `ProducerClosed`.
             now: seconds.
         """
         self.close(reason)
-        # The limiter's hold stays only while somebody waits.
+        # The limiter's hold stays only while messages wait.
         self.grant(now)
 
     def close(self, reason: str) -> None:
-        """As `give_up_all`, inside a step, when nothing is admitted any more."""
+        """As `give_up_all`, but inside a step, and when nothing is admitted any more."""
         for ticket in self.tickets:
             ticket.error = ticket.closed_error(reason)
         self._leave()
 
     def check_room(self, store: Store) -> None:
-        """Give senders an error if a new store will never have room for their messages."""
+        """Give an error to senders whose messages will never have room in a new store."""
         for ticket in self.tickets:
             try:
                 store.check_room(ticket.payload, ticket.exchange, ticket.routing_key)
@@ -249,12 +250,12 @@ class SendLine:
         self._leave()
 
     def heal(self) -> None:
-        """Repair what an unfinished step has left."""
+        """Repair the state after an unfinished step."""
         self._leave()
         self._admission.is_granting = False
 
     def _leave(self) -> None:
-        """Wake the senders of all tickets that are decided, and keep the others in line."""
+        """Wake the senders of all decided tickets, and keep the other tickets in line."""
         self._reports.wake += [ticket.waiter for ticket in self.tickets if ticket.decided]
         self.tickets = {ticket: None for ticket in self.tickets if not ticket.decided}
         self._controller.set_line(self.tickets)
@@ -264,7 +265,7 @@ class SendLine:
     def grant(self, now: float) -> None:
         """Admit the waiting messages that the gate and the limits allow now."""
         controller, store = self._controller, self._admission.store
-        # A new message does not go before them.
+        # New messages must not go before the waiting ones.
         self._admission.is_granting = True
         if store is not None:
             store.admit_backlog(now)
@@ -272,7 +273,7 @@ class SendLine:
             assert isinstance(ticket, SendTicket)
             self._admit_ticket(ticket, now)
         if self._waiters.unflowed or (not controller.waiting and any(map(self._gate.is_held_by, _LIMITS))):
-            # Such a hold has to end as soon as there is room, not only at the next send.
+            # A hold of a limiter must end when there is room, not only at the next send.
             controller.look(now)
         if store is not None:
             store.spill_line(now)
@@ -280,7 +281,7 @@ class SendLine:
 
     def _admit_ticket(self, ticket: SendTicket, now: float) -> None:
         if not ticket.claim():
-            # Its sender could not wait for a step to give it up.
+            # Its sender could not wait for a step to give the room back.
             self._admission.limits.give_back(ticket.size)
             ticket.cancelled = True
             self.tickets.pop(ticket, None)

@@ -1,7 +1,7 @@
-"""Settles messages: what the broker's answers mean for them.
+"""Settles messages according to the broker's answers.
 
-Every receipt is settled once. A batch of receipts is first noted, then each gets its outcome, then the batch is
-reported, then it gives back its room. An interrupt in between leaves the note, and `heal` goes on where it was.
+Every receipt is settled once. A batch of receipts is first stored in `_batch`. Then each receipt gets its outcome, the
+batch is reported, and its room is given back. After an interrupt `heal` continues with the stored batch.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from qflow_client.receipt import UNDELIVERED, Outcome, Receipt
 
 __all__ = ["Settling"]
 
-#: A reply code, or 0, and words.
+#: A reply code (or 0) and a reply text.
 Reply = tuple[int, str]
 
 
 class Settling:
-    """Brings answers together with messages.
+    """Matches the broker's answers with messages, and settles them.
 
     Args:
-        admission: knows the unwritten bytes, the store and the observer.
-        limits: where room is given back.
-        reports: the producer's news.
+        admission: has the unwritten bytes, the store and the observer.
+        limits: receive the room of settled messages.
+        reports: collects the producer's news.
         returns: finds the messages that a return names.
-        unconfirmed: what is on the wire.
-        resending: what leaves again.
+        unconfirmed: the messages on the wire.
+        resending: the messages to be sent again.
         confirms: whether the broker confirms messages.
         keeps_undelivered: whether messages that are not delivered stay in the outbox (E13).
     """
@@ -73,12 +73,12 @@ class Settling:
         self._unconfirmed = unconfirmed
         self._resending = resending
         self._keeps_undelivered = keeps_undelivered
-        # What is being settled: the receipts, an outcome for all or for each, and what the broker said of those without
-        # a reply; None if nothing is. And how far that has come.
+        # The batch that is being settled: the receipts, one outcome for all or one for each, the reply for receipts
+        # without a reply, and the time. ``None`` if there is no batch. The second attribute is the stage of the batch.
         self._batch: tuple[list[Receipt], Outcome | Sequence[Outcome], Reply | None, float] | None = None
         self._stage = 0
 
-    # What is settled, and how.
+    # Settling.
 
     def settle(
         self,
@@ -87,11 +87,11 @@ class Settling:
         now: float,
         reply: Reply | None = None,
     ) -> None:
-        """Settle admitted messages. The caller takes them away from where they stand afterwards.
+        """Settle admitted messages. Afterwards the caller removes them from the collection that contains them.
 
         Args:
             receipts: of the messages, in the order of admission.
-            outcome: for all of them, or one for each. A returned message is ``RETURNED`` where it says ``CONFIRMED``.
+            outcome: one for all, or one for each. ``CONFIRMED`` becomes ``RETURNED`` for a returned message.
             now: seconds.
             reply: for receipts that have none.
         """
@@ -100,14 +100,14 @@ class Settling:
         self._limits.release(receipts, now)
 
     def settle_silently(self, receipt: Receipt, outcome: Outcome, now: float) -> None:
-        """As `settle`, but report nothing: only the caller knows."""
+        """As `settle`, but without reports: only the caller knows the outcome."""
         receipt._outcome = outcome
         self._batch, self._stage = ([receipt], outcome, None, now), 2
         self._finish()
         self._limits.release((receipt,), now)
 
     def settle_run(self, first: int, stop: int, outcome: Outcome, now: float) -> None:
-        """Settle the unsettled messages of the tags from `first` to before `stop`, all of which are written."""
+        """Settle the unsettled messages with tags from `first` to before `stop`, which are all written."""
         receipts: list[Receipt] = []
         self._batch, self._stage = (receipts, outcome, None, now), 0
         self._unconfirmed.take_into(receipts, first, stop)
@@ -122,7 +122,7 @@ class Settling:
             self._finish()
 
     def _finish(self) -> None:
-        """Report the messages that are being settled. To begin anew after an interrupt changes nothing."""
+        """Report the messages that are being settled. A repeated call after an interrupt has no further effect."""
         assert self._batch is not None
         receipts, outcome, reply, now = self._batch
         reports = self._reports
@@ -136,7 +136,7 @@ class Settling:
         if self._stage == 1:
             if not all_confirmed or reports.settled is not None:
                 reports.add_settled(receipts)
-            # Nothing is called between the last instruction there and this one.
+            # Nothing is called between the last instruction of `add_settled` and this one.
             self._stage = 2
         if self._stage == 2:
             self._stage = 3
@@ -149,7 +149,7 @@ class Settling:
         self._batch = None
 
     def _confirm(self, receipts: Sequence[Receipt]) -> bool:
-        """Settle messages that the broker has confirmed; whether none of them was returned."""
+        """Settle messages that the broker has confirmed. Return True if none of them was returned."""
         wake = self._reports.wake
         confirmed, all_confirmed = Outcome.CONFIRMED, True
         for receipt in receipts:
@@ -167,38 +167,38 @@ class Settling:
             how = outcome if isinstance(outcome, Outcome) else outcome[at]
             instead = self._kept(receipt, how)
             if receipt._reply is None:
-                # What stays in the outbox says why.
+                # The reply of a message that stays in the outbox gives the reason.
                 receipt._reply = (0, str(how)) if reply is None and instead is not how else reply
             receipt._outcome = instead
             if receipt._waiter is not None:
                 wake.append(receipt._waiter)
 
     def _kept(self, receipt: Receipt, outcome: Outcome) -> Outcome:
-        """Return the outcome of a message, which is another one if it stays in the outbox."""
+        """Return the outcome of a message. It differs from `outcome` if the message stays in the outbox."""
         if not self._keeps_undelivered or outcome not in UNDELIVERED:
             return outcome
         receipt._kept_as = outcome
         return Outcome.STORED
 
-    # What the broker answers.
+    # Answers of the broker.
 
     def answer(self, tag: int, multiple: bool, outcome: Outcome, now: float) -> None:
-        """Take an answer of the broker.
+        """Handle an answer of the broker.
 
         Args:
             tag: the delivery tag.
-            multiple: whether it is for all up to there.
+            multiple: whether the answer is for all tags up to `tag`.
             outcome: ``CONFIRMED`` or ``NACKED``.
             now: seconds.
         """
-        # A message that is half written cannot have arrived.
+        # A message that is partly written cannot have arrived.
         written = self._unconfirmed.outbound.finished
         if tag > written or (tag == 0 and not multiple):
             reports = self._reports
             words = "%s: the broker answered delivery tag %d, but %d messages were written; ignored"
             reports.log(logging.WARNING, words, reports.name, tag, written)
             return
-        # Tag 0 stands for all (AMQP 0-9-1, Basic.Ack).
+        # Tag 0 means all messages (AMQP 0-9-1, Basic.Ack).
         first, stop = (self._unconfirmed.oldest, (tag or written) + 1) if multiple else (tag, tag + 1)
         if outcome is Outcome.NACKED and self._resending.refusals.retries:
             self._refuse(first, stop, now)
@@ -206,14 +206,16 @@ class Settling:
             self.settle_run(first, stop, outcome, now)
 
     def settle_acked(self, acks: Iterable[tuple[int, int]], now: float) -> None:
-        """Settle what the acks of one read confirm, as if each were told by `answer`, in as few runs as possible.
+        """Settle the messages that the acks of one read confirm, in as few runs as possible.
+
+        The result is the same as with one call of `answer` for each ack.
 
         Args:
             acks: see `TapChannel.on_acks`.
             now: seconds.
         """
         written = self._unconfirmed.outbound.finished
-        # All up to this tag is confirmed, and not settled yet; 0 if nothing is.
+        # All tags up to this one are confirmed, and their messages are not settled yet; 0 if there are none.
         confirmed = 0
         for tag, count in acks:
             last = tag + count - 1
@@ -236,7 +238,7 @@ class Settling:
             self.settle_run(self._unconfirmed.oldest, tag + 1, Outcome.CONFIRMED, now)
 
     def note_return(self, reply: Reply, message: Message, exchange: str, routing_key: str) -> None:
-        """Note on its receipt that a message was returned. Its ack follows.
+        """Record on its receipt that a message was returned. Its ack follows.
 
         Args:
             reply: of the broker.
@@ -249,7 +251,7 @@ class Settling:
         if receipt is not None:
             receipt._reply = reply
         elif not self._confirms:
-            # Its receipt was settled when it was written, and that was told. So `flush` and `close` bring this up.
+            # Its receipt was settled and reported when it was written. So `flush` and `close` report the return.
             try:
                 route = self._unconfirmed.encoder.route(exchange, routing_key)
             except ValueError as error:
@@ -266,13 +268,13 @@ class Settling:
             reports.log(logging.WARNING, words, reports.name, *values)
 
     def settle_written(self, now: float) -> None:
-        """Without confirms a message is settled once it is written."""
+        """Settle the written messages, because there are no confirms."""
         self.settle_run(self._unconfirmed.oldest, self._unconfirmed.outbound.finished + 1, Outcome.SENT, now)
 
-    # What the broker refuses.
+    # Refusals of the broker.
 
     def _refuse(self, first: int, stop: int, now: float) -> None:
-        """Have the unsettled messages of these tags leave again, unless they have tried for long enough."""
+        """Send the unsettled messages with these tags again, or settle them if they were tried for long enough."""
         resending, unconfirmed = self._resending, self._unconfirmed
         for tag in range(max(first, unconfirmed.oldest), stop):
             receipt = unconfirmed.flight.get(tag)
@@ -280,14 +282,14 @@ class Settling:
                 continue
             was_probe = receipt is resending.refusals.probe
             is_over = resending.refusals.note(receipt, now)
-            # That the probe is not tried again does not mean that there is room.
+            # A probe that is not tried again does not show that there is room.
             is_refusal = not is_over or (was_probe and receipt._reply is None)
             reply = None
             if not is_over:
                 try:
                     self._encode_again(receipt)
                 except Exception as error:
-                    # With the mark of a second copy its properties are larger than a frame.
+                    # As a second copy, its properties are larger than a frame.
                     reply, is_over, is_refusal = (0, f"it cannot be sent again: {error}"), True, was_probe
                     resending.refusals.forget(receipt)
             if is_over:
@@ -303,16 +305,16 @@ class Settling:
         admission = self._admission
         receipt._prepared = admission.encoder.prepare(republished(receipt._as_published()), has_id=False)
         cost = admission.cost(receipt)
-        # Nothing is called while the sum is made, see `step`.
+        # Nothing is called while the sum is computed, see `step`.
         admission.unwritten += cost
 
     def hold_refused(self, detail: str, now: float, *, was_probe: bool) -> None:
-        """Send no probe for a while; `was_probe` if one was refused."""
+        """Send no probe for a while. `was_probe` is True if a probe was refused."""
         if self._resending.refusals.delay_probe(self._resending.again, now, was_probe=was_probe):
             self._limits.controller.gate.hold(HoldKind.REFUSED, now=now, detail=detail)
 
     def give_up_refused(self, now: float) -> None:
-        """Settle messages that wait to leave again and have been refused for long enough."""
+        """Settle messages that wait to be sent again and were refused for long enough."""
         expired = self._resending.refused_too_long(now)
         for receipt in expired:
             cost = self._admission.cost(receipt)

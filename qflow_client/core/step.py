@@ -1,19 +1,19 @@
 """A step changes a producer's state as a whole, although ``KeyboardInterrupt`` may end it at any point.
 
-Any other exception that leaves a step counts as an interrupt, too.
+Any other exception that leaves a step is treated like an interrupt.
 
 Python runs signal handlers between two instructions of the main thread, so an asyncio loop or a drop-in may leave a
-step in the middle. Nothing is undone there. The step leaves a mark, and the next step of the same producer, whichever
-that is, first repairs the state (`Consequences._heal`). Two rules make that possible:
+step in the middle. The changes so far are not undone. The step leaves a mark, and the next step of the same producer
+first repairs the state (`Consequences._heal`). Two rules make that possible:
 
-1. A step first applies a change to its target, then removes the source. Doing it twice does no harm.
-2. Everything that can be counted (the used window, unwritten bytes, the tickets in line) is counted anew. What is
-   added to such a count is computed before, because others may admit messages while a function is called.
+1. A step first adds a change to its target, then removes it from the source. A repetition does no harm.
+2. All counts (the used window, unwritten bytes, the tickets in line) are counted anew. A value that is added to such a
+   count is computed before the addition, because other threads may admit messages during a function call.
 
-A step never calls another step. It calls the plain methods behind it.
+A step never calls another step. It calls the plain methods that the other step consists of.
 
-`step` costs 0.2 µs, which is too much for what comes with every few messages. Those steps set the mark themselves
-(`Steps.is_unfinished`), and call `Steps.resume` if they find it set.
+`step` costs 0.2 µs, which is too much for steps that are taken every few messages. Those steps set the mark themselves
+(`Steps.is_unfinished`), and call `Steps.resume` if it is already set.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ _R = TypeVar("_R")
 
 
 class Steps:
-    """Knows whether the last step of a producer came to its end, and the time; shared by all that take its steps.
+    """Records whether the last step of a producer was completed, and its time.
+
+    All objects that take steps of the producer share it.
 
     Args:
         now: seconds.
@@ -38,19 +40,19 @@ class Steps:
 
     __slots__ = ("follow_up", "heal", "is_unfinished", "now")
 
-    #: Repairs what an unfinished step has left; set by `Consequences`.
+    #: Repairs the state after an unfinished step; set by `Consequences`.
     heal: Callable[[], None]
-    #: Does what was to follow from it; likewise.
+    #: Does what should have followed an unfinished step; set by `Consequences`.
     follow_up: Callable[[], None]
 
     def __init__(self, now: float) -> None:
-        #: The time of the last step that was given one. For steps without, and for repairs.
+        #: The time of the last step with a parameter `now`. Steps without this parameter, and repairs, use it.
         self.now = now
         #: True while a step runs, and after one that was interrupted.
         self.is_unfinished = False
 
     def resume(self) -> None:
-        """Bring an unfinished step to its end."""
+        """Complete an unfinished step."""
         self.heal()
         self.follow_up()
 
@@ -64,9 +66,9 @@ _Self = TypeVar("_Self", bound=_HasSteps)
 
 
 def step(method: Callable[Concatenate[_Self, _P], _R]) -> Callable[Concatenate[_Self, _P], _R]:
-    """Make a step of a method: it begins in a clean state. If it has a parameter `now`, that is given by position."""
+    """Make a method a step, which begins in a repaired state. A parameter `now` must be passed by position."""
     parameters = tuple(signature(method).parameters)
-    # Where `now` stands behind `self`; -1 if the method has none.
+    # The index of `now` after `self`; -1 if the method has no such parameter.
     at = parameters.index("now") - 1 if "now" in parameters else -1
 
     def take(self: _Self, *arguments: _P.args, **named: _P.kwargs) -> _R:
@@ -79,7 +81,8 @@ def step(method: Callable[Concatenate[_Self, _P], _R]) -> Callable[Concatenate[_
         steps.is_unfinished = True
         result = method(self, *arguments, **named)
         if heals:
-            # After the step: it may be the second try to withdraw a message, which must not be admitted before that.
+            # After the step, because it may be the second try to withdraw a message, which must not be admitted before
+            # that.
             steps.follow_up()
         steps.is_unfinished = False
         return result

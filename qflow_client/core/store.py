@@ -1,9 +1,10 @@
-"""What a producer's state asks of an outbox, which keeps its messages on disk.
+"""The interface of an outbox for a producer's state. An outbox keeps messages on disk.
 
-A store keeps each admitted message until it is settled. Other messages may wait in the store without being admitted:
-the backlog. The backlog takes no part of the window, and is admitted before any sender that waits in line.
+A store keeps each admitted message until it is settled. Other messages may wait in the store without being admitted;
+they are the backlog. The backlog takes no room in the window. Messages of the backlog are admitted before messages that
+wait in line.
 
-The state calls these methods inside its own steps, so none of them waits for a disk. Without a store none is called.
+The state calls these methods inside its own steps, so none of them waits for a disk.
 """
 
 from __future__ import annotations
@@ -20,16 +21,16 @@ __all__ = ["Store"]
 
 
 class Store(Protocol):
-    """Where messages are kept until they are settled."""
+    """Keeps messages until they are settled."""
 
     # Room.
 
     @property
     def limiter(self) -> Limiter | None:
-        """Limits admission by the room on disk; ``None`` if a message for which there is no room is refused instead."""
+        """Limits admission by the room on disk; ``None`` if a message without room is rejected instead."""
 
     def check_room(self, payload: bytes | Message, exchange: str, routing_key: str) -> None:
-        """Refuse a message for which there is no room, now or ever.
+        """Reject a message for which there is no room, now or ever.
 
         Args:
             payload: the message.
@@ -37,7 +38,7 @@ class Store(Protocol):
             routing_key: with which key.
 
         Raises:
-            OutboxFull: there is none. It is not raised for a message that can wait for room.
+            OutboxFull: there is no room. It is not raised for a message that can wait for room.
         """
 
     # Admitted messages.
@@ -51,12 +52,12 @@ class Store(Protocol):
 
     @property
     def keeps_all_back(self) -> bool:
-        """Whether nothing can be written before the store takes a step, so that the owner need not be woken."""
+        """Whether no message can be written before the store takes a step, so that the owner need not be woken."""
 
     def count_writable(self, unsent: deque[Receipt]) -> int:
-        """How many of the messages that were never written may be written now, from the first on.
+        """Return how many of the messages that were never written may be written now, counted from the first.
 
-        When there are more, the owner has to ask for bytes to write once more.
+        When this number rises, the owner has to ask for bytes to write again.
 
         Args:
             unsent: the messages, in the order of admission.
@@ -72,24 +73,24 @@ class Store(Protocol):
         """Whether messages wait on disk."""
 
     def admit_backlog(self, now: float) -> None:
-        """Admit messages of the backlog, and settle those that have waited for too long."""
+        """Admit messages of the backlog, and settle its messages that have waited for too long."""
 
     def spill_line(self, now: float) -> None:
         """Move messages that wait in line into the backlog."""
 
     def when_flushed(self, waiter: Any) -> None:
-        """Wake a waiter once all messages that are in the backlog now, and all that are admitted, are settled."""
+        """Wake a waiter when all messages of the present backlog, and all admitted messages, are settled."""
 
     def forget_waiter(self, waiter: Any) -> bool:
-        """Drop a waiter of `when_flushed`; whether it was still kept."""
+        """Drop a waiter of `when_flushed`. Return True if it was still kept."""
 
     def next_timer(self, now: float) -> float | None:
-        """When the limits let the next message of the backlog in; ``None`` if time alone changes nothing."""
+        """Return when the limits admit the next message of the backlog; ``None`` if time alone changes nothing."""
 
     # The end.
 
     def end(self, reason: str) -> None:
-        """Leave the backlog to the next producer: there will be no further channel."""
+        """Leave the backlog to the next producer, because there will be no further channel."""
 
     def heal(self, unsettled: Sequence[Receipt]) -> None:
-        """Repair what an unfinished step has left; these receipts are all that is admitted and unsettled."""
+        """Repair the state after an unfinished step. `unsettled` has all receipts that are admitted and unsettled."""

@@ -42,29 +42,30 @@ class SendTicket(Ticket):
         self.routing_key = routing_key
         #: When it began to wait.
         self.since = since
-        #: Whether it stands in front of the line, because a callback sends it.
+        #: Whether it is at the front of the line, because a callback sends it.
         self.first = False
         #: When it stops waiting.
         self.deadline = math.inf
-        #: When a notice that it waits is due.
+        #: When a notice about the wait is due.
         self.notice_at = math.inf
-        #: The receipt, which has a number from the admission on.
+        #: The receipt. It has a number after the admission.
         self.receipt: Receipt | None = None
-        #: Why it was not admitted and never will be.
+        #: Why the message was not admitted and never will be.
         self.error: BaseException | None = None
-        #: What the skin wakes the sender by.
+        #: The object by which the skin wakes the sender.
         self.waiter: Any = None
-        # Who wanted to decide about the message. The first one does.
+        # The claims to decide about the message, True for the sender. The first claim wins.
         self._claims: list[bool] = []
 
     def claim(self, *, for_sender: bool = False) -> bool:
-        """Claim to decide about the message; on any thread, also without a step.
+        """Claim the right to decide about the message. Any thread may call this, also outside a step.
 
         Args:
-            for_sender: whether the sender claims it, to give the message up; else the line, to admit it.
+            for_sender: True if the sender claims it, to give the message up; False if the line claims it, to admit the
+                message.
 
         Returns:
-            Whether it is the claimant's. It stays so, however often it is asked.
+            Whether this claimant has the right. Repeated calls return the same result.
         """
         self._claims.append(for_sender)
         return self._claims[0] is for_sender
@@ -78,9 +79,9 @@ class SendTicket(Ticket):
     def flowed_error(
         self, kind: type[_FlowedError], holds: Sequence[Hold], waited: float, advice: str = ""
     ) -> _FlowedError:
-        """Return the error for a message that is not sent, because the producer is flowed."""
+        """Return the error for a message that is not sent because the producer is flowed."""
         return kind(holds, waited, self.payload, advice, exchange=self.exchange, routing_key=self.routing_key)
 
     def closed_error(self, reason: str) -> ProducerClosed:
-        """Return the error for a message that is not sent, because the producer is closed."""
+        """Return the error for a message that is not sent because the producer is closed."""
         return ProducerClosed(reason, self.payload, exchange=self.exchange, routing_key=self.routing_key)

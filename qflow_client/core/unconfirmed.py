@@ -1,11 +1,11 @@
-"""The messages on the wire of the channel, and the bytes that are made of them.
+"""The messages on the wire of the channel, and their encoded bytes.
 
-A message has a *number* from its admission on, which gives the order. It has a *delivery tag* once its frames are
-made, because a tag is nothing but a place on the wire. Tags are given one after the other, so the unsettled messages
-stand in a dict in the order of their tags, and a settled message leaves nothing behind.
+A message has a *number* after its admission. Numbers define the order. A message has a *delivery tag* when its frames
+are made, because the tag is its position on the wire. Tags are assigned in ascending order, so the dict of unsettled
+messages is in the order of their tags. A settled message leaves no entry behind.
 
-Frames are made a batch at a time, when the socket takes more. Messages whose frames are made and not begun when the
-broker stops the channel (``Channel.Flow``) are taken back and lose their tags.
+Frames are made a batch at a time, when the socket takes more. If the broker stops the channel (``Channel.Flow``),
+messages with frames that are not begun are taken back and lose their tags.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from qflow_client.receipt import Receipt
 
 __all__ = ["Unconfirmed"]
 
-# Below this length a heap is not worth making anew.
+# A shorter heap is not worth rebuilding.
 _SWEEP_FROM = 64
 
-# What ends the last frame of a message.
+# The last byte of the last frame of a message.
 _END = b"\xce"
 
 
 class Unconfirmed:
-    """The messages on the wire of one channel after the other."""
+    """The messages on the wire of the present channel; reused for each channel."""
 
     __slots__ = ("_by_number", "_is_ordered", "_last", "_low", "encoder", "flight", "has_abandoned", "outbound")
 
@@ -38,27 +38,28 @@ class Unconfirmed:
     def __init__(self) -> None:
         #: The unsettled messages on the wire, by tag, in the order of the tags.
         self.flight: dict[int, Receipt] = {}
-        #: What is being written.
+        #: The bytes to be written.
         self.outbound = Outbound()
-        #: Whether a message of this channel was settled after it had begun and before the broker answered it. The
-        #: broker may still close the channel over it.
+        #: Whether a message of this channel was settled after it was begun and before the broker answered. The broker
+        #: may still close the channel because of it.
         self.has_abandoned = False
-        # A tag below which nothing is unsettled.
+        # A tag. All messages with lower tags are settled.
         self._low = 1
-        # The number of the last message that got one, and whether all in flight are in the order of admission.
+        # The number of the last message that got a tag, and whether all messages in flight are in the order of
+        # admission.
         self._last = 0
         self._is_ordered = True
-        # If they are not and somebody has asked for the oldest: a heap of numbers, tags and messages. Some may have
-        # left the wire.
+        # A heap of numbers, tags and messages. `oldest_number` fills it if the messages are not in order. Some of its
+        # messages may not be on the wire any more.
         self._by_number: list[tuple[int, int, Receipt]] = []
 
     def begin(self, encoder: PublishEncoder) -> None:
-        """Forget all, and begin with delivery tag 1.
+        """Forget all messages, and begin with delivery tag 1.
 
         Args:
             encoder: of the new channel.
         """
-        # The new values are made first. The stores call nothing, so an interrupt leaves all or none of them.
+        # The new values are made first. The assignments call nothing, so an interrupt leaves all or none of them.
         flight: dict[int, Receipt] = {}
         outbound, by_number = Outbound(), list[tuple[int, int, Receipt]]()
         self.encoder, self.flight, self.outbound, self._by_number = encoder, flight, outbound, by_number
@@ -66,24 +67,24 @@ class Unconfirmed:
 
     @property
     def oldest(self) -> int:
-        """The delivery tag of the oldest message on the wire; if there is none, the next one that is given."""
+        """The delivery tag of the oldest message on the wire; if there is none, the next tag."""
         low, given, flight = self._low, self.outbound.given, self.flight
-        # Each tag is passed once.
+        # Each tag is skipped only once.
         while low <= given and low not in flight:
             low += 1
         self._low = low
         return low
 
     def tag_of(self, receipt: Receipt) -> int:
-        """The delivery tag of a message; 0 if it is not on the wire any more, or not yet."""
+        """Return the delivery tag of a message; 0 if it is not on the wire."""
         return receipt._tag if self.flight.get(receipt._tag) is receipt else 0
 
     def with_number(self, number: int) -> Receipt | None:
-        """The unsettled message on the wire of a number; ``None`` if there is none."""
+        """Return the unsettled message on the wire with a number; ``None`` if there is none."""
         flight = self.flight
         if not flight:
             return None
-        # As a rule they follow one another.
+        # Numbers usually follow one another in the order of the tags.
         oldest = self.oldest
         receipt = flight.get(oldest + number - flight[oldest]._number)
         if receipt is not None and receipt._number == number:
@@ -91,7 +92,7 @@ class Unconfirmed:
         return next((each for each in flight.values() if each._number == number), None)
 
     def oldest_number(self) -> int:
-        """The lowest number of what is unsettled on the wire; 0 if nothing is."""
+        """Return the lowest number of an unsettled message on the wire; 0 if there is none."""
         flight = self.flight
         if not flight:
             return 0
@@ -106,44 +107,44 @@ class Unconfirmed:
         return heap[0][0]
 
     def begun(self) -> list[Receipt]:
-        """The unsettled messages that have begun: at least one byte is written."""
+        """Return the unsettled messages of which at least one byte is written."""
         begun = self.outbound.begun
         return [receipt for tag, receipt in self.flight.items() if tag <= begun]
 
     @property
     def in_flight(self) -> int:
         """How many unsettled messages have begun to be written."""
-        # What is made and has not begun has no answer.
+        # Frames that are made and not begun have no answer.
         return len(self.flight) - (self.outbound.given - self.outbound.begun)
 
-    # What is answered.
+    # Answers.
 
     def take_into(self, receipts: list[Receipt], first: int, stop: int) -> None:
-        """Move the unsettled messages of the tags from `first` to before `stop` into a list.
+        """Move the unsettled messages with tags from `first` to before `stop` into a list.
 
-        An interrupt leaves each message in one of the two; there may be ``None`` in the list then.
+        An interrupt leaves each message in one of the two places. The list may contain ``None`` then.
         """
         flight = self.flight
         before = len(flight)
-        # One call into C, between whose steps no signal handler runs.
+        # One call into C. No signal handler runs inside it.
         receipts.extend(map(flight.pop, range(first, stop), repeat(None)))  # type: ignore[misc]  # see above
         if before - len(flight) != len(receipts):
             receipts[:] = [receipt for receipt in receipts if receipt is not None]
 
-    # What is written.
+    # Writing.
 
     def make(self, source: deque[Receipt], limit: int, most: int) -> None:
-        """Give the first messages of `source` their tags, and make their frames.
+        """Assign tags to the first messages of `source`, and make their frames.
 
         Args:
-            source: messages that were never written, or that leave again.
+            source: messages that were never written, or that are sent again.
             limit: about how many bytes.
-            most: how many messages at the most; there are so many.
+            most: how many messages at most; `source` has at least as many.
         """
         encoder = self.encoder
         parts: list[bytes] = []
         ends: list[int] = []
-        # The same list as long as no message has several frames.
+        # The two names mean the same list until a message has several frames.
         borders = ends
         rest: list[bytes] = []
         batch: list[Receipt] = []
@@ -167,7 +168,7 @@ class Unconfirmed:
                     hundreds, length, made_for = number >> 8, len(payload), route
                     head, tail = encoder.plain(route, length, number)
                 parts += (head, LAST_DIGITS[number & 255], tail, payload, _END)
-                # As `Admission.cost` says.
+                # As in `Admission.cost`.
                 size += route.cost + length
                 ends.append(size)
                 if borders is not ends:
@@ -198,31 +199,31 @@ class Unconfirmed:
             for each in batch:
                 heappush(self._by_number, (each._number, each._tag, each))
         self._last = batch[-1]._number
-        # In this order, so that `heal` can tell how far it came.
+        # In this order, so that `heal` can see how far the call came.
         self.flight.update(zip(range(given + 1, tag + 1), batch, strict=True))
         self.outbound.put(parts, ends, borders, rest)
         for _ in batch:
             source.popleft()
 
     def beyond(self) -> Receipt | None:
-        """The last message in flight if its frames were taken back; ``None`` if they were not."""
+        """Return the last message in flight if its frames were taken back; ``None`` if they were not."""
         flight = self.flight
         last = next(reversed(flight), 0)
         return flight[last] if last > self.outbound.given else None
 
     def heal(self, again: deque[Receipt], unsent: deque[Receipt]) -> None:
-        """Repair what an unfinished step has left: a message stands in one place only.
+        """Repair the state after an unfinished step: a message is in one place only.
 
         Args:
-            again: what is to leave again.
-            unsent: what was never written.
+            again: the messages to be sent again.
+            unsent: the messages that were never written.
         """
         flight, given, begun = self.flight, self.outbound.given, self.outbound.begun
         for source in (again, unsent):
             # `make` has made their frames.
             while source and begun < source[0]._tag <= given and flight.get(source[0]._tag) is source[0]:
                 source.popleft()
-        # `make` has only noted them, or they were taken back or refused, or the channel has ended.
+        # `make` has only assigned their tags, or they were taken back or refused, or the channel has ended.
         for receipt in (*again, *unsent):
             if flight.get(receipt._tag) is receipt:
                 del flight[receipt._tag]

@@ -1,7 +1,7 @@
-"""Settled receipts that the application has not been told of, and the hold if there are too many.
+"""Settled receipts of which the application is not informed yet, and the hold that limits their number.
 
-If `on_delivery` callbacks are slower than the broker's confirms, settled receipts pile up. Senders are held then, so no
-more than about twice the capacity is settled and not told.
+If `on_delivery` callbacks are slower than the broker's confirms, settled receipts pile up. Then senders are held, so
+the number of these receipts is at most about twice the capacity.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ ON_DELIVERY = "on_delivery"
 
 
 class Untold:
-    """Counts the untold receipts of one producer.
+    """Counts the receipts of one producer of which the application is not informed yet.
 
     Args:
         reports: has the settled receipts.
@@ -30,26 +30,26 @@ class Untold:
     def __init__(self, reports: Reports, limits: Limits) -> None:
         self._reports = reports
         self._limits = limits
-        #: Settled receipts that the skin has taken, and that the application is not told of yet.
+        #: Settled receipts that the skin has taken, and of which the application is not informed yet.
         self.count = 0
 
     def take(self) -> list[Receipt]:
-        """Return the settled receipts, for the skin to tell the application."""
+        """Return the settled receipts. The skin informs the application of them."""
         settled, nothing = self._reports.settled, list[Receipt]()
         assert settled is not None
         count = self.count + len(settled)
-        # Nothing is called between these stores, so an interrupt leaves both or none of them.
+        # Nothing is called between the two assignments, so an interrupt leaves both or none of them.
         self.count, self._reports.settled = count, nothing
         return settled
 
     def hold_if_many(self, now: float) -> None:
-        """Hold senders if too many receipts are untold."""
+        """Hold senders if the application has too many receipts still to be informed of."""
         if self.count + len(self._reports.settled or ()) > self._limits.max_capacity:
             detail = "callbacks are slower than confirms"
             self._limits.controller.gate.hold(HoldKind.CAPACITY, now=now, source=ON_DELIVERY, detail=detail)
 
     def note_told(self, count: int) -> bool:
-        """Take note that the application has been told of so many receipts.
+        """Record that the application was informed of `count` receipts.
 
         Returns:
             Whether the hold ends.

@@ -1,4 +1,4 @@
-"""Callers that wait for something other than a place in line: for settled messages, or for an open gate."""
+"""Callers that wait for settled messages or for an open gate. Callers in line are in `sendline`."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ __all__ = ["Waiters"]
 
 
 class Waiters:
-    """The waiters of `flush` and `wait_unflowed`. A waiter that is woken is in `Reports.wake`.
+    """The waiters of `flush` and `wait_unflowed`. Woken waiters are added to `Reports.wake`.
 
     Args:
         reports: of the producer.
         limits: of admission, with the gate.
-        admission: knows what is admitted.
-        steps: whether the last step came to its end.
+        admission: has the number of the next message.
+        steps: whether the last step was completed.
     """
 
     __slots__ = ("_admission", "_gate", "_limits", "_reports", "settled", "steps", "unflowed")
@@ -31,19 +31,19 @@ class Waiters:
         self._gate = limits.controller.gate
         self._admission = admission
         self.steps = steps
-        #: Waiters for all messages up to a number to be settled.
+        #: Waiters, each with the number of the last message that must be settled before it is woken.
         self.settled: list[tuple[int, Any]] = []
         #: Waiters for an open gate, each with the source of the holds that it ignores; "" for none.
         self.unflowed: list[tuple[str, Any]] = []
 
-    # What callers ask for.
+    # Registration.
 
     @step
     def when_flushed(self, waiter: Any) -> bool:
-        """Have a waiter woken once all that is admitted now is settled.
+        """Wake a waiter when all messages that are admitted now are settled.
 
         Returns:
-            False if it is already, and the waiter is not kept.
+            False if they are settled already. The waiter is not kept then.
         """
         store = self._admission.store
         if store is not None and store.has_backlog:
@@ -53,15 +53,15 @@ class Waiters:
 
     @step
     def when_settled(self, waiter: Any) -> bool:
-        """Have a waiter woken once all that is in the window now is settled; messages on disk do not count.
+        """Wake a waiter when all messages that are in the window now are settled. Messages on disk do not count.
 
         Returns:
-            False if it is already, and the waiter is not kept.
+            False if they are settled already. The waiter is not kept then.
         """
         return self.add_settled(waiter)
 
     def add_settled(self, waiter: Any) -> bool:
-        """As `when_settled`, inside a step."""
+        """As `when_settled`, but inside a step."""
         if not self._limits.window.used:
             return False
         self.settled.append((self._admission.admitted, waiter))
@@ -69,15 +69,16 @@ class Waiters:
 
     @step
     def when_unflowed(self, waiter: Any, now: float, *, in_callback: bool = False) -> bool:
-        """Have a waiter woken once the producer is unflowed.
+        """Wake a waiter when the producer is unflowed.
 
         Args:
-            waiter: is in `Reports.wake` then.
+            waiter: is added to `Reports.wake`.
             now: seconds.
-            in_callback: used by callbacks. Others may be held until it returns, so it does not wait for that hold.
+            in_callback: used by callbacks. Senders may be held until the callback returns, so it does not wait for that
+                hold.
 
         Returns:
-            False if it is already, or is closed and never will be, and the waiter is not kept.
+            False if the producer is unflowed or closed already. The waiter is not kept then.
         """
         self._limits.controller.look(now)
         ignored = ON_DELIVERY if in_callback else ""
@@ -87,7 +88,7 @@ class Waiters:
         return True
 
     def forget(self, waiter: Any) -> bool:
-        """Drop a waiter; whether it was still kept. If not, its wait is over."""
+        """Drop a waiter. Return True if it was still kept; otherwise its wait is over."""
         before = len(self.settled) + len(self.unflowed)
         self.settled = [entry for entry in self.settled if entry[1] is not waiter]
         self.unflowed = [entry for entry in self.unflowed if entry[1] is not waiter]
@@ -95,24 +96,24 @@ class Waiters:
         store = self._admission.store
         return was_kept if store is None else store.forget_waiter(waiter) or was_kept
 
-    # What wakes them.
+    # Waking.
 
     def _is_unflowed(self, ignored: str) -> bool:
-        """Whether no hold is left but those of the source `ignored`."""
+        """Whether all holds have the source `ignored`."""
         gate = self._gate
         return gate.is_open or (ignored != "" and all(hold.source == ignored for hold in gate.holds))
 
     def wake_settled(self, oldest: int) -> None:
-        """Wake the waiters for numbers below that of the oldest unsettled message."""
+        """Wake the waiters for numbers below the number of the oldest unsettled message."""
         self._reports.wake += [waiter for number, waiter in self.settled if number < oldest]
         self.settled = [entry for entry in self.settled if entry[0] >= oldest]
 
     def wake_unflowed(self) -> None:
-        """Wake the waiters for which the gate is open."""
+        """Wake the waiters that see an open gate."""
         self._reports.wake += [waiter for ignored, waiter in self.unflowed if self._is_unflowed(ignored)]
         self.unflowed = [entry for entry in self.unflowed if not self._is_unflowed(entry[0])]
 
     def end_unflowed(self) -> None:
-        """Wake all waiters for an open gate, because it never will be."""
+        """Wake all waiters for an open gate, because the gate will never open."""
         self._reports.wake += [waiter for _, waiter in self.unflowed]
         self.unflowed.clear()

@@ -1,9 +1,9 @@
-"""From messages to bytes on the wire, and back.
+"""Encodes messages for the wire, and takes messages back from it.
 
-The socket takes bytes from `Unconfirmed.outbound`. If that is empty, the next messages get their tags and frames: first
-what leaves again, then what was never written, so first copies leave in the order of admission (E1). A store may keep
-back the unsent messages from one of them on, until that is on disk. If the broker stops the channel, the messages whose
-frames are made and not begun go back to where they came from.
+The socket takes bytes from `Unconfirmed.outbound`. If that is empty, the next messages get their tags and frames.
+Messages to be sent again come first, then messages that were never written. So first copies are sent in the order of
+admission (E1). A store may delay unsent messages until they are on disk. If the broker stops the channel, messages with
+frames that are not begun go back to the collection that they came from.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ __all__ = ["Writing"]
 
 
 class Writing:
-    """What one producer writes.
+    """Makes the bytes that one producer writes.
 
     Args:
         admission: has the messages that were never written.
-        unconfirmed: what is on the wire.
-        resending: what leaves again.
+        unconfirmed: the messages on the wire.
+        resending: the messages to be sent again.
         channel: the producer's.
     """
 
@@ -33,11 +33,11 @@ class Writing:
         self._unconfirmed = unconfirmed
         self._resending = resending
         self._channel = channel
-        #: Whether no message may begin on this channel any more, whatever the holds are.
+        #: Whether no further message may begin on this channel, also without holds.
         self.has_ended = False
 
     def next_bytes(self, limit: int, now: float) -> bytes:
-        """Return the next bytes to write, about `limit` at the most; empty if nothing may be written now."""
+        """Return the next bytes to write, at most about `limit`; empty if nothing may be written now."""
         outbound = self._unconfirmed.outbound
         data = outbound.data(limit)
         if data or outbound.stopped or self._channel.number is None:
@@ -58,20 +58,20 @@ class Writing:
         return outbound.data(limit)
 
     def put_control(self, frame: bytes) -> None:
-        """Have a frame of the channel written after the messages whose frames are made."""
+        """Write a frame of the channel after the messages whose frames are made."""
         size = len(frame)
         self._unconfirmed.outbound.put_control(frame)
         self._admission.unwritten += size
 
     def take_back(self) -> None:
-        """Have nothing on the wire that has not begun."""
+        """Take back all messages on the wire that are not begun."""
         self._unconfirmed.outbound.discard_unbegun()
         self.move_back()
 
     def move_back(self) -> None:
-        """Put messages whose frames were taken back where they leave from again."""
+        """Put messages whose frames were taken back into the collection that they came from."""
         unconfirmed, unsent = self._unconfirmed, self._admission.unsent
-        # The last first.
+        # The last message comes first.
         while (receipt := unconfirmed.beyond()) is not None:
             if not self._resending.put_back(receipt):
                 unsent.appendleft(receipt)
