@@ -123,11 +123,16 @@ class Guard:
         me = get_ident()
         if me in _inside:
             raise NestedCall("a call")
-        patience = PATIENCE if deadline == 0.0 else min(max(PATIENCE, deadline - time.monotonic()), TIMEOUT_MAX)
-        held: list[bool] = []
         try:
             _inside.add(me)
+            if _inside == {me}:
+                # No other thread holds a lock, and CPython lets none run before this thread has it: a comparison of
+                # sets is no call.
+                with self._lock:
+                    return step()
+            held: list[bool] = []
             try:
+                patience = min(max(PATIENCE, deadline - time.monotonic()), TIMEOUT_MAX)
                 # One call of C, so no interrupt comes between the lock and the note that this thread has it.
                 held.extend(map(self._lock.acquire, (True,), (patience,)))
                 if not held[0]:

@@ -106,6 +106,10 @@ def test_E2_what_needs_no_answer_is_done_once_the_step_has_ended(broker: Broker,
             else:
                 producer.on_flow(lambda _event: told.set())
             assert not producer.flow_state.flowed
+        # The I/O thread calls in the order in which it is asked.
+        done = threading.Event()
+        producer._engine.call_later(done.set)
+        assert done.wait(PATIENCE)
         if call == "pause":
             assert not producer.wait_unflowed(timeout=0.05)
         elif call == "capacity":
