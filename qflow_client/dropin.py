@@ -12,7 +12,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeVar
 from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
@@ -325,7 +325,7 @@ class DropInFlow:
             changes["name"] = name
         now = time.monotonic()
         #: What decides.
-        self.protocol = protocol(replace(settings, **changes), now=now, wall_offset=time.time() - now)
+        self.protocol = protocol(settings.replace(**changes), now=now, wall_offset=time.time() - now)
         self._listeners: list[Callable[[FlowEvent], object]] = []
         self._is_telling = False
 

@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from enum import StrEnum
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal, Self, TypedDict
 from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
 
 from qflow_client.errors import SettingsError
@@ -323,9 +323,6 @@ class ProducerSettings:
         SettingsError: a value that is not allowed.
     """
 
-    # What `_given` of the settings was that `dataclasses.replace` makes new ones of. It has to be the first field.
-    _replaced: frozenset[str] = field(default=frozenset(), repr=False, compare=False)
-
     url: str | Sequence[str] = _setting(
         _URL, _comma_list, "an amqp:// or amqps:// URL, or a non-empty sequence of them", lambda v: bool(_urls(v))
     )
@@ -442,15 +439,10 @@ class ProducerSettings:
     def __new__(cls, **arguments: Any) -> ProducerSettings:
         """Note which settings are given explicitly. Only those take precedence over the URL and the environment."""
         self = object.__new__(cls)
-        names = list(arguments)
-        if "_replaced" in arguments:
-            # By `dataclasses.replace`: its changes come first, then this field, and behind it the values of the others.
-            names = [*names[: names.index("_replaced")], *arguments["_replaced"]]
-        object.__setattr__(self, "_given", frozenset(names))
+        object.__setattr__(self, "_given", frozenset(arguments))
         return self
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_replaced", self._given)
         check_setting("url", self.url)
         found = _query_settings(self.url)
         for name, setting in _SETTINGS.items():
@@ -501,6 +493,23 @@ class ProducerSettings:
             lacking = "message_ids" if self.confirms else "confirms"
             why = "second copies are told by their ids" if self.confirms else "only what is confirmed can leave it"
             raise SettingsError(f"outbox={self.outbox!r} with {lacking}=False: {why}; leave {lacking} on")
+
+    def replace(self, **changes: Any) -> Self:
+        """Return a copy with some settings changed. Only settings that were given, here or before, are explicit in it.
+
+        `dataclasses.replace` passes every setting, so all are explicit in its copy.
+
+        Args:
+            changes: settings by name.
+
+        Raises:
+            SettingsError: a value that is not allowed.
+            TypeError: a name that is no setting.
+        """
+        return type(self)(**({name: getattr(self, name) for name in self._given} | changes))
+
+    # For `copy.replace` of Python 3.13.
+    __replace__ = replace
 
     @property
     def is_mandatory(self) -> bool:

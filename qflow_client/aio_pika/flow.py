@@ -171,7 +171,7 @@ class ChannelFlow(DropInFlow):
         protocol = self.protocol
         if not self._is_named:
             protocol.reports.name = f"aio-pika channel {number}"
-            protocol.settings = replace(protocol.settings, name=protocol.reports.name)
+            protocol.settings = protocol.settings.replace(name=protocol.reports.name)
         now = _monotonic()
         restores, self._was_open = self._restores and self._was_open, True
         protocol.channel_opened(number, amqp.connection_tune.frame_max, now, restores=restores)

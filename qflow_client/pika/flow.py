@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 from pika import exceptions, spec
@@ -203,7 +202,7 @@ class ChannelFlow(DropInFlow):
         # The listeners know the holds of `unused`, and are told below what differs.
         protocol.reports.events = None
         protocol.reports.name = unused.reports.name
-        protocol.settings = replace(protocol.settings, name=unused.reports.name)
+        protocol.settings = protocol.settings.replace(name=unused.reports.name)
         for hold in protocol.gate.holds:
             if hold.kind in _FROM_OUTSIDE:
                 protocol.lift(hold.kind, now, source=hold.source)

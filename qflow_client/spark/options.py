@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any
 
 from qflow_client.errors import SettingsError
@@ -242,4 +242,4 @@ def _known(slots: int | None, name: str) -> int:
 
 def named(settings: ProducerSettings, name: str) -> ProducerSettings:
     """The settings of a producer that bears a name of its own unless one was set."""
-    return replace(settings, name=f"{settings.name} {name}"[:255])
+    return settings.replace(name=f"{settings.name} {name}"[:255])

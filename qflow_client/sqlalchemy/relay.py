@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self
 
@@ -125,7 +124,7 @@ class OutboxRelay:
             given.pop("name")
         loaded = ProducerSettings.load(url, settings, **given, **forced)
         # A broker that is cut off without a word is noticed in time for another relay to take over.
-        self._settings = loaded if loaded.liveness is not None else replace(loaded, liveness=lease / 6)
+        self._settings = loaded if loaded.liveness is not None else loaded.replace(liveness=lease / 6)
         if isinstance(database, AsyncEngine):
             raise SettingsError(
                 "database: an asynchronous engine works on its loop only, and a relay in a thread; "

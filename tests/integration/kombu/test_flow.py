@@ -11,7 +11,6 @@ import sys
 import threading
 import time
 from contextlib import ExitStack
-from dataclasses import replace
 from typing import Any
 
 import amqp
@@ -57,7 +56,7 @@ def stop(channel: Any, broker: Broker) -> None:
 def wait_at_most(channel: Any, seconds: float) -> None:
     """Have what a channel does from now on wait no longer, where it was connected with more for what is to succeed."""
     connection = channel.connection
-    connection.flow_settings = replace(connection.flow_settings, max_producer_flow_control_wait=seconds)
+    connection.flow_settings = connection.flow_settings.replace(max_producer_flow_control_wait=seconds)
 
 
 def publish(channel: Any, body: bytes = b"body", **keywords: Any) -> None:
@@ -233,7 +232,7 @@ def test_a_connection_that_is_closed_while_blocked_comes_back_until_it_is_unbloc
     assert watch.seconds < PATIENCE, "nobody waits for a broker that does not read"
     again = connect(max_producer_flow_control_wait=PATIENCE)
     settings = again.connection.flow_settings
-    again.connection.flow_settings = replace(settings, max_producer_flow_control_wait=0.5)
+    again.connection.flow_settings = settings.replace(max_producer_flow_control_wait=0.5)
     assert [each.name for each in broker.connections()] == [name]
     with pytest.raises(OperationalError, match="connection_blocked"):
         publish(again.default_channel)

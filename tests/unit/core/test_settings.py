@@ -499,7 +499,7 @@ def test_a_fragment_is_refused_with_the_way_out(url: str) -> None:
 
 def test_what_is_replaced_is_given_and_what_was_not_given_still_is_not() -> None:
     environ = {"QFLOW_CAPACITY": "7", "QFLOW_RATE": "5", "QFLOW_MANDATORY": "no", "QFLOW_NAME": "environment"}
-    settings = replace(replace(ProducerSettings(mandatory=None, rate=3), name="replaced"), rate_burst=2)
+    settings = ProducerSettings(mandatory=None, rate=3).replace(name="replaced").replace(rate_burst=2)
     assert settings == ProducerSettings(mandatory=None, rate=3, name="replaced", rate_burst=2)
     loaded = load(settings=settings, environ=environ)
     assert (loaded.capacity, loaded.rate, loaded.mandatory, loaded.name, loaded.rate_burst) == (
@@ -511,6 +511,13 @@ def test_what_is_replaced_is_given_and_what_was_not_given_still_is_not() -> None
     )
 
 
+def test_a_copy_of_another_maker_has_every_setting_explicit() -> None:
+    settings = replace(ProducerSettings(url=f"{URL}?rate=3"), name="replaced")
+    assert settings == ProducerSettings(url=f"{URL}?rate=3", name="replaced")
+    loaded = load(URL, settings=settings, environ={"QFLOW_CAPACITY": "7"})
+    assert (loaded.capacity, loaded.rate) == (1000, 3)
+
+
 @pytest.mark.parametrize(("name", "text", "value"), CHANGED)
 def test_the_settings_of_a_url_are_in_force_in_settings_made_of_it(name: str, text: str, value: Any) -> None:
     settings = ProducerSettings(url=f"{URL}?{name}={text}")
@@ -519,16 +526,16 @@ def test_the_settings_of_a_url_are_in_force_in_settings_made_of_it(name: str, te
     given: dict[str, Any] = {"url": f"{URL}?{name}={text}", name: default(name)}
     assert getattr(ProducerSettings(**given), name) == default(name)
     assert getattr(load(f"{URL}?", settings), name) == default(name), "of another URL"
-    assert getattr(replace(settings, url=URL), name) == default(name), "likewise"
-    assert getattr(replace(ProducerSettings(), url=settings.url), name) == value
+    assert getattr(settings.replace(url=URL), name) == default(name), "likewise"
+    assert getattr(ProducerSettings().replace(url=settings.url), name) == value
 
 
 @pytest.mark.parametrize(("name", "text", "value"), CHANGED)
 def test_what_is_replaced_by_the_default_wins_over_the_url_and_the_environment(
     name: str, text: str, value: Any
 ) -> None:
-    settings = replace(ProducerSettings(url=f"{URL}?{name}={text}"), **{name: default(name)})
-    settings = replace(settings, flow_control_wait_notify_period=settings.flow_control_wait_notify_period)
+    settings = ProducerSettings(url=f"{URL}?{name}={text}").replace(**{name: default(name)})
+    settings = settings.replace(flow_control_wait_notify_period=settings.flow_control_wait_notify_period)
     assert getattr(settings, name) == default(name)
     environ = {f"QFLOW_{name.upper()}": text}
     assert getattr(load(settings=settings, environ=environ), name) == default(name)
