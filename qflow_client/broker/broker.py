@@ -1,7 +1,7 @@
-"""The broker with all its rooms: policies, the message store and HTTP, plugged into the core as the settings ask.
+"""The complete broker: the core with the policies, the message store and the HTTP API that the settings ask for.
 
-The store and HTTP are imported by name when a setting asks for them: they need packages of an extra, or SQLite, and the
-broker has to work without.
+The store and the HTTP API are imported only if a setting asks for them. HTTP needs the packages of an extra, the store
+needs SQLite, and the broker has to work without them.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ __all__ = ["Broker"]
 
 
 def _names(source: FlowSource) -> tuple[str, str]:
-    """What the client calls itself, and its connection's name."""
+    """Return the name that the client gave itself, or else the connection's name; and the connection's name."""
     assert isinstance(source, ChannelFlow)
     session = source.session
     return session.handshake.client_name or session.name, session.name
@@ -59,18 +59,21 @@ def _names(source: FlowSource) -> tuple[str, str]:
 class Broker(CoreBroker):
     """An AMQP 0-9-1 broker in this process.
 
-    ``with Broker() as broker:`` runs it on a thread and an event loop of its own, ``async with Broker() as broker:`` on
-    the running loop. Its methods may be called from any thread, and from the loop it runs on. A broker runs once.
+    ``with Broker() as broker:`` runs the broker on a thread and an event loop of its own.
+    ``async with Broker() as broker:`` runs it on the running loop. Its methods may be called from any thread, and from
+    the broker's own loop. A broker can be started only once.
 
-    With a store, what makes or removes a durable queue, exchange or binding returns when that is on disk; but on the
-    loop that the broker runs on it returns before, and `wait_until_durable_async` waits.
+    With a store, a method that creates or deletes a durable queue, exchange or binding returns when the change is on
+    disk. If such a method is called on the broker's own loop, it returns earlier; `wait_until_durable_async` waits for
+    the disk.
 
     Args:
         **options: see `BrokerSettings`.
 
     Raises:
         TypeError: a setting of the wrong type, or one that does not exist.
-        ValueError: a setting that is not allowed; the text names it, its value and what is allowed.
+        ValueError: a setting has a value that is not allowed; the text names the setting, the value and the allowed
+            values.
     """
 
     settings: BrokerSettings
@@ -98,7 +101,7 @@ class Broker(CoreBroker):
                 self._server.touch,
                 self._on_trouble,
             )
-        # Only set if there is to be one.
+        # Only set if there is an HTTP API.
         self._http = None
         if settings.http_port is not None:
             self._http = import_module("qflow_client.broker.http.server").HttpServer(self, self._count_answer)
@@ -106,10 +109,10 @@ class Broker(CoreBroker):
 
     @property
     def http_url(self) -> str:
-        """Where the HTTP API is.
+        """The URL of the HTTP API.
 
         Raises:
-            RuntimeError: there is none, or it has not been started.
+            RuntimeError: the broker has no HTTP API, or has not been started.
         """
         if self._http is None:
             raise RuntimeError("the broker has no HTTP API; give it an http_port (0 for a free one)")
@@ -118,32 +121,33 @@ class Broker(CoreBroker):
 
     @property
     def memory(self) -> MemorySnapshot:
-        """What messages take in memory, and what went to disk, at this moment."""
+        """The memory that messages take, and the bytes that were written to disk, at this moment."""
         return self._call(lambda: MemorySnapshot() if self._journal is None else self._journal.snapshot())
 
     def definitions(self) -> Definitions:
-        """The queues, exchanges and bindings, but for exclusive queues and what every broker has."""
+        """The queues, exchanges and bindings, without exclusive queues and without the exchanges of every broker."""
         return self._call(lambda: export_definitions(self._host, self._rules))
 
     def load_definitions(self, definitions: Definitions) -> None:
-        """Declare everything, or nothing; what is there alike stays.
+        """Declare everything, or nothing. Objects that exist with the same settings stay as they are.
 
         Args:
             definitions: what to declare.
 
         Raises:
-            DefinitionError: one of them is refused; the text says which and why.
+            DefinitionError: a definition is refused; the text says which and why.
         """
         self._call_in_steps(self.load_in_steps(definitions), lasts=True)
 
-    # One at a time, for the broker's own loop. Each picture is of the moment at which the iterator gives it, so other
-    # work may come between two of them. What is gone by then is left out, and what is new is not there.
+    # The iterators below run on the broker's own loop and yield one object at a time. Each snapshot shows its object at
+    # the moment of the yield, so other work may run between two snapshots. An object that is deleted in the meantime is
+    # left out. An object that is created in the meantime is not included.
 
     def load_in_steps(self, definitions: Definitions) -> Generator[None, None, None]:
-        """`load_definitions` in steps, on the broker's loop: one iteration declares one thing.
+        """Do the work of `load_definitions` in steps, on the broker's loop: one iteration declares one object.
 
         Raises:
-            DefinitionError: one of them is refused, and what was declared before it is deleted again.
+            DefinitionError: a definition is refused; the objects that were declared before it have been deleted again.
         """
         with closing(Loading(self._host, self._rules, definitions).steps()) as steps:
             for step in steps:
@@ -151,11 +155,11 @@ class Broker(CoreBroker):
                 yield step
 
     def each_definition(self) -> Iterator[Exported]:
-        """`definitions`, but for the policies; it may take several turns of the loop."""
+        """The same as `definitions` without the policies. The iteration may take several turns of the loop."""
         return each_definition(self._host)
 
     def each_queue(self) -> Iterator[QueueSnapshot]:
-        """The queues, in the order in which they were made."""
+        """The queues, in the order in which they were declared."""
         return (queue_snapshot(queue) for queue in tuple(self._host.queues.values()) if not queue.is_deleted)
 
     def each_connection(self) -> Iterator[ConnectionSnapshot]:
@@ -164,23 +168,23 @@ class Broker(CoreBroker):
         return (connection_snapshot(session) for session in sessions if session.state is not State.ENDED)
 
     def _count_answer(self, change: int) -> None:
-        """Take note that answers of the HTTP API take so many bytes more in memory."""
+        """Add a change, in bytes, to the memory that answers of the HTTP API take."""
         if self._journal is not None:
             self._journal.answers += change
-            # Publishers may have to wait for that, or may go on.
+            # The change may block publishers or unblock them.
             self._server.touch()
 
     def has_queue(self, name: str) -> bool:
-        """Whether there is a queue of that name."""
+        """Whether a queue with this name exists."""
         return name in self._host.queues
 
     def has_exchange(self, name: str) -> bool:
-        """Whether there is an exchange of that name."""
+        """Whether an exchange with this name exists."""
         return name in self._host.topology.exchanges
 
     @property
     def connection_count(self) -> int:
-        """How many connections there are."""
+        """The number of connections."""
         return len(self._server.sessions)
 
     def each_channel(self) -> Iterator[ChannelSnapshot]:
@@ -195,28 +199,30 @@ class Broker(CoreBroker):
         return (exchange_snapshot(exchange) for exchange in tuple(self._host.topology.exchanges.values()))
 
     def each_binding(self) -> Iterator[BindingSnapshot]:
-        """The bindings, by exchange."""
+        """The bindings, grouped by exchange."""
         for exchange in tuple(self._host.topology.exchanges.values()):
             yield from binding_snapshots(exchange)
 
     def set_thresholds(self, queue: str, **marks: int | None) -> QueueSnapshot:
-        """Put other marks in force while a queue is in use (D4); the flow state follows at once.
+        """Change the marks of a queue while it is in use (D4); the flow state follows at once.
 
-        What the queue was declared with stays what it has to be declared with again.
+        The arguments of the queue's declaration do not change: a client has to declare the queue again with the old
+        ones.
 
         Args:
-            queue: its name.
+            queue: name of the queue.
             **marks: `flow_stop_count`, `flow_resume_count`, `flow_stop_size`, `flow_resume_size`, `capacity`,
-                `flow_resume_capacity`; what is not given stays. ``None`` for a resume is 7/8 of its stop, for a resume
-                capacity the capacity; 0 for a stop, or the capacity, turns it off.
+                `flow_resume_capacity`. A mark that is not given keeps its value. ``None`` for a resume mark means 7/8
+                of its stop mark. ``None`` for a resume capacity means the capacity. The value 0 turns a stop mark or
+                the capacity off.
 
         Returns:
             The queue as it is now.
 
         Raises:
-            ChannelException: 404; there is no such queue. 406; marks that contradict each other, or the queue's
+            ChannelException: 404 if the queue does not exist. 406 if the marks contradict each other or the queue's
                 maximum; the text names both values.
-            TypeError: there is no such mark.
+            TypeError: a keyword is not the name of a mark.
         """
         unknown = ", ".join(marks.keys() - set(MARKS))
         if unknown:
@@ -234,50 +240,50 @@ class Broker(CoreBroker):
 
     @property
     def policies(self) -> tuple[Policy, ...]:
-        """The policies that there are, in the order in which they were set first."""
+        """The policies, in the order in which they were first set."""
         return self._call(lambda: tuple(self._rules.policies))
 
     def set_policy(self, policy: Policy) -> None:
-        """Add a policy, or replace the one of its name; queues that are there follow at once (D4).
+        """Add a policy, or replace the policy with the same name; existing queues follow at once (D4).
 
-        Nothing that is in a queue is lost, but for what a lower maximum of a ring drops.
+        No queue loses messages, except a ring whose maximum becomes smaller.
 
         Args:
-            policy: what to set.
+            policy: the policy to set.
 
         Raises:
-            TypeError: it is no `Policy`.
+            TypeError: the argument is not a `Policy`.
         """
         if not isinstance(policy, Policy):
             raise TypeError(f"policy must be a Policy, not {type(policy).__name__}: {policy!r:.60}")
         self._call_in_steps(self.set_policy_in_steps(policy))
 
     def set_policy_in_steps(self, policy: Policy) -> Iterator[None]:
-        """`set_policy` in steps, on the broker's loop: one iteration brings one queue up to date.
+        """Do the work of `set_policy` in steps, on the broker's loop: one iteration updates one queue.
 
         Raises:
-            ValueError: the policy needs a message store, and there is none.
+            ValueError: the policy needs a message store, and the broker has none.
         """
         for step in self._rules.set_policy_in_steps(policy, self._host):
             self._server.touch()
             yield step
 
     def delete_policy(self, name: str) -> None:
-        """Remove a policy; queues go back to what else applies to them.
+        """Remove a policy; each queue then follows the other policies and arguments that apply to it.
 
         Args:
-            name: of the policy.
+            name: name of the policy.
 
         Raises:
-            LookupError: there is none of that name.
+            LookupError: no policy has this name.
         """
         self._call_in_steps(self.delete_policy_in_steps(name))
 
     def delete_policy_in_steps(self, name: str) -> Iterator[None]:
-        """`delete_policy` in steps, as `set_policy_in_steps`.
+        """Do the work of `delete_policy` in steps, like `set_policy_in_steps`.
 
         Raises:
-            LookupError: there is none of that name.
+            LookupError: no policy has this name.
         """
         for step in self._rules.delete_policy_in_steps(name, self._host):
             self._server.touch()
@@ -285,17 +291,17 @@ class Broker(CoreBroker):
 
     @property
     def rate_limits(self) -> tuple[RateLimit, ...]:
-        """The rate limits that there are, in the order in which they were set first."""
+        """The rate limits, in the order in which they were first set."""
         return self._call(lambda: tuple(self._rates))
 
     def set_rate_limit(self, limit: RateLimit) -> None:
-        """Add a rate limit, or replace the one for the same exchange, queue or user (F6).
+        """Add a rate limit, or replace the limit for the same exchange, queue or user (F6).
 
         Args:
-            limit: what to set.
+            limit: the limit to set.
 
         Raises:
-            TypeError: it is no `RateLimit`.
+            TypeError: the argument is not a `RateLimit`.
         """
         if not isinstance(limit, RateLimit):
             raise TypeError(f"limit must be a RateLimit, not {type(limit).__name__}: {limit!r:.60}")
@@ -307,15 +313,15 @@ class Broker(CoreBroker):
         self._call(change, changes=True)
 
     def delete_rate_limit(self, apply_to: RateScope | str, name: str) -> None:
-        """Remove a rate limit, and release the channels that it holds.
+        """Remove a rate limit, and unblock the channels that it blocks.
 
         Args:
             apply_to: ``exchange``, ``queue`` or ``user``.
-            name: of that.
+            name: name of the exchange, queue or user.
 
         Raises:
-            LookupError: there is none.
-            ValueError: `apply_to` is none of these.
+            LookupError: there is no such limit.
+            ValueError: `apply_to` has another value.
         """
         scope = RateScope(apply_to)
 

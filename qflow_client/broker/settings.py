@@ -1,4 +1,4 @@
-"""What can be set on a broker with all its parts: the core's settings, and those of policies, the store and HTTP."""
+"""All settings of a broker: those of the core, and those of policies, the store and HTTP."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from qflow_client.redaction import shown
 
 __all__ = ["BrokerOptions", "BrokerSettings", "Synchronous"]
 
-#: The most body bytes of a message that a store takes, so that its header has room in the 10**9 bytes of a row.
+#: Maximum body size, in bytes, of a message in a store. A row has at most 10**9 bytes; the rest is for the header.
 MAX_STORED = 900_000_000
 
 
 class Synchronous(StrEnum):
-    """What a message on disk survives."""
+    """The failure that a message on disk survives."""
 
-    #: The death of the process, however it comes.
+    #: A crash of the process, also by a kill.
     NORMAL = "normal"
-    #: That of the machine, too; each commit waits for the disk.
+    #: Also a crash of the machine; each commit waits for the disk.
     FULL = "full"
 
 
 class BrokerOptions(TypedDict, total=False):
-    """The settings as keyword arguments; `BrokerSettings` says what each means."""
+    """The settings as keyword arguments; `BrokerSettings` documents each of them."""
 
     host: str
     port: int
@@ -86,24 +86,26 @@ class BrokerOptions(TypedDict, total=False):
 
 @dataclass(frozen=True, kw_only=True)
 class BrokerSettings(Settings):
-    """The settings of a broker: those of `Settings`, and these.
+    """The settings of a broker: those of `Settings`, and those below.
 
     Attributes:
         http_host: the address on which the HTTP API listens.
-        http_port: its port; 0 for a free one; ``None`` for no HTTP API, and then nothing of it is imported.
-        http_token: what its clients have to show; ``None`` for nothing, which only a loopback address may have;
-            not shown by its `repr`.
-        policies: to begin with (D3); no two of the same name.
-        store: the file of the message store, made if there is none: durable queues, exchanges and bindings, and
-            persistent messages in such queues survive the broker; ``None`` keeps everything in memory.
-        store_synchronous: what a confirmed message survives: ``"full"`` also the death of the machine, ``"normal"``
-            that of the process.
-        disk_free_limit: bytes that have to be free in the folder of the store; with less, clients get
-            ``Connection.Blocked`` until there is an eighth more; 0 for any number.
+        http_port: the port of the HTTP API; 0 for a free port. ``None`` for no HTTP API; its modules are then not
+            imported.
+        http_token: the token that HTTP clients have to send. ``None`` for no token, which is allowed only on a loopback
+            address. The `repr` does not show it.
+        policies: the policies at the start (D3); their names must be different.
+        store: the file of the message store, created if it does not exist. With a store, durable queues, exchanges and
+            bindings survive the broker, and so do persistent messages in durable queues. ``None`` keeps everything in
+            memory.
+        store_synchronous: the failure that a confirmed message survives: ``"normal"`` a crash of the process,
+            ``"full"`` also a crash of the machine.
+        disk_free_limit: the free bytes that the folder of the store must have. With less, clients get
+            ``Connection.Blocked`` until an eighth more than the limit is free. 0 for no limit.
 
     Raises:
-        TypeError: a value of the wrong type.
-        ValueError: a value that is not allowed; the text names the setting, the value and what is allowed.
+        TypeError: a value has the wrong type.
+        ValueError: a value is not allowed; the text names the setting, the value and the allowed values.
     """
 
     http_host: str = "127.0.0.1"
@@ -149,7 +151,7 @@ class BrokerSettings(Settings):
         if self.http_token is not None:
             if not isinstance(self.http_token, str):
                 raise TypeError(f"http_token must be a str or None, not {type(self.http_token).__name__}")
-            # The value is a secret: it is not repeated.
+            # The error must not repeat the value, because it is a secret.
             if not re.fullmatch(r"[!-~]{8,}", self.http_token):
                 raise ValueError("http_token must be at least 8 visible ASCII characters without spaces")
         if self.http_port is None:

@@ -1,30 +1,37 @@
-"""The core of the broker: from ``Basic.Publish`` to ``Channel.Flow``. It works without the other rooms.
+"""The core of the broker: from ``Basic.Publish`` to ``Channel.Flow``. It does not need the other packages.
 
-Read these files in this order to follow a publish to the flow that it causes. Each imports only those after it, but for
-`channelflow.py`, which imports `queueflow.py`; it knows those before it by a protocol. Together they have at most 3,500
-lines.
+Read these files in this order to follow a publish to the ``Channel.Flow`` that it causes. Each file imports only later
+files of this list, and uses protocols for the earlier ones. The exception is `channelflow.py`, which imports
+`queueflow.py`. Together the files have at most 3,500 lines.
 
-1. `session.py` splits bytes into frames and gives each to its channel. `wire.py`, which the others use too, decodes and
-   encodes them.
+1. `session.py` splits bytes into frames and gives each frame to its channel. `wire.py`, which the other files use too,
+   decodes and encodes frames.
 2. `channel.py` joins method, header and bodies. `Channel._finish` takes the complete message.
-3. `routing.py` finds the queues. The answer is kept in a `Target` until the topology changes.
-4. `waiting.py` asks all of these queues whether they take the message, if any of them has marks or a maximum. If one
-   refuses it, none gets it.
-5. `queue.py` appends the message to its `contents.py`, and calls all that follow the entries of the queue.
-6. `queueflow.py` follows them for the marks: each family that is set is offered the new depth. When it turns ON it
-   blocks the publishing channel and holds its confirms; when it turns OFF it unblocks and releases them.
-7. `channelflow.py` is the channel as queues know it: `ChannelFlow.on_blocked` and `ChannelFlow.on_unblocked` send one
-   ``Channel.Flow`` for the first hold of a channel, and one when the last is gone.
-8. `output.py` has it until the socket takes it.
+3. `routing.py` finds the queues. It caches the result in a `Target` until the topology changes.
+4. `waiting.py` runs if any of these queues has marks or a maximum. It asks all of them to accept the message. If one
+   queue refuses, no queue gets the message.
+5. `queue.py` appends the message to its `contents.py`, and calls all observers of the queue's entries.
+6. `queueflow.py` observes the entries for the marks. Each configured family of marks gets the new depth. A family that
+   turns ON blocks the publishing channel and holds its confirms. A family that turns OFF unblocks the channel and
+   releases the confirms.
+7. `channelflow.py` is the channel as queues see it. `ChannelFlow.on_blocked` sends one ``Channel.Flow`` for the first
+   hold of a channel. `ChannelFlow.on_unblocked` sends one when the last hold is released.
+8. `output.py` buffers the ``Channel.Flow`` until the socket takes it.
 
-The rest lies beside this way. Of a connection: `handshake.py` opens it, `deadlines.py` knows when it must be heard of,
-`channels.py` is what its channels did together. Of a channel: `confirms.py`, `consuming.py` for deliveries,
-`transaction.py`, and `methods.py` for what clients ask of the topology. Of a queue: `dispatcher.py` gives messages to
-consumers, `dropping.py` and `expiry.py` let them go that no consumer acks, `storage.py` is its share of the journal. Of
-the virtual host (`virtualhost.py`): `topology.py` declares exchanges and bindings, `timers.py` knows what is due.
+The other files are not on this path.
 
-All of this happens on the event loop of `server.py`. An overflow policy plugs into `overflow.py`, the rules that choose
-marks and policy for a queue into `limits.py`, and a store, an observer of flow or a meter of rates into `ports.py`.
+- Of a connection: `handshake.py` opens it, `deadlines.py` has its timeouts, `channels.py` sums up what its channels
+  did.
+- Of a channel: `confirms.py`; `consuming.py` for deliveries; `transaction.py`; `methods.py` for the topology methods of
+  clients.
+- Of a queue: `dispatcher.py` gives messages to consumers, `dropping.py` and `expiry.py` remove messages that no
+  consumer acked, `storage.py` connects the queue to the journal.
+- Of the virtual host (`virtualhost.py`): `topology.py` declares exchanges and bindings, `timers.py` calls back at due
+  times.
+
+All of this happens on the event loop of `server.py`. There are three places for extensions. An overflow policy plugs
+into `overflow.py`. The rules that choose marks and policy for a queue plug into `limits.py`. A store, an observer of
+flow or a rate meter plugs into `ports.py`.
 """
 
 from __future__ import annotations

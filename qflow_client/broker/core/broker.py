@@ -1,4 +1,4 @@
-"""The broker to embed: start and stop, look and steer, from any thread or from its own event loop."""
+"""The broker to embed: start, stop, inspect and control it, from any thread or from its own event loop."""
 
 from __future__ import annotations
 
@@ -58,54 +58,56 @@ _Named = TypeVar("_Named", bound=_HasName)
 
 
 def url_host(host: str) -> str:
-    """A host as it stands in a URL; a loopback address in place of one that stands for all."""
+    """Return a host as it is written in a URL. For a host that means all addresses, return a loopback address."""
     host = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"[{host}]" if ":" in host else host
 
 
 class Front(Protocol):
-    """Serves a broker to others than AMQP clients, on the broker's loop."""
+    """Serves a broker to clients of another protocol, on the broker's loop."""
 
     async def start(self) -> None:
         """Listen."""
 
     async def stop(self) -> None:
-        """Stop listening, and end what is going on."""
+        """Stop listening, and end the requests that are running."""
 
 
 class Disk(Protocol):
-    """Writes what the journal notes, on threads of its own."""
+    """Writes the records of the journal, on threads of its own."""
 
     async def start(self) -> None:
-        """Put everything that is on disk where it was."""
+        """Restore the contents of the store."""
 
     async def watch(self) -> None:
-        """The broker listens now."""
+        """Start watching the disk. The broker listens now."""
 
     async def stop(self) -> None:
-        """Write what is left."""
+        """Write the remaining records."""
 
     def flush(self) -> None:
-        """Write what is to be written, without waiting for it."""
+        """Start to write the pending records, without waiting."""
 
     def when_durable(self, *, topology_only: bool = False) -> Future[None]:
-        """Done when all that was noted so far is on disk."""
+        """Return a future that is done when all records noted so far are on disk."""
 
     def read_now(self, numbers: Sequence[int]) -> dict[int, bytes]:
-        """Bodies of messages, by number, on the thread that asks."""
+        """Read bodies of messages, by number, on the calling thread."""
 
 
 class Broker:
-    """An AMQP 0-9-1 broker in this process: the core, to which a subclass or an application adds what it needs.
+    """An AMQP 0-9-1 broker in this process: the core, which a subclass or an application can extend.
 
-    ``with broker:`` runs it on a thread and an event loop of its own, ``async with broker:`` on the running loop. Its
-    methods may be called from any thread, and from the loop it runs on. A broker runs once.
+    ``with broker:`` runs the broker on a thread and an event loop of its own. ``async with broker:`` runs it on the
+    running loop. Its methods may be called from any thread, and from the broker's own loop. A broker can be started
+    only once.
 
     Args:
         settings: see `Settings`.
-        rules: decide what is in force for each queue; ``None`` for the same marks for all.
-        journal: counts messages, and notes what is to be on disk; ``None`` for neither.
-        discipline: makes what decides about a client that does not heed ``Channel.Flow``; ``None`` if nothing does.
+        rules: decide the limits of each queue; ``None`` for the same marks for all queues.
+        journal: counts messages, and notes the records for the disk; ``None`` for neither.
+        discipline: creates the object that decides about a client that ignores ``Channel.Flow``; ``None`` for no such
+            object.
     """
 
     def __init__(
@@ -116,16 +118,16 @@ class Broker:
         journal: Journal | None = None,
         discipline: Callable[[Session], Discipline] | None = None,
     ) -> None:
-        #: What it was given, and the defaults.
+        #: The settings as given, with the defaults.
         self.settings = settings
         self._host = VirtualHost(settings, journal=journal, rules=rules)
         self._controls = Controls(watches_publishes=settings.watches_publishes)
         self._server = Server(settings, self._host, self._controls, self._on_turn, discipline)
-        # Whether the alarm for memory is its own, and not an operator's.
+        # Whether the broker raised the memory alarm itself; False if an operator raised it.
         self._has_memory_alarm = False
         # Only set if there is a store.
         self._disk: Disk | None = None
-        # Started after the broker listens, and stopped before it does not.
+        # Started after the broker listens, and stopped before it stops listening.
         self._fronts: list[Front] = []
         self._port: int | None = None
         self._started = AsyncExitStack()
@@ -158,7 +160,8 @@ class Broker:
             raise RuntimeError("this broker has run already; make a new Broker")
 
     async def _start(self) -> None:
-        # What has started is stopped in the reverse order: here if something else cannot start, else by `_stop`.
+        # Everything that has started is stopped in reverse order: here if a later part fails to start, otherwise by
+        # `_stop`.
         async with AsyncExitStack() as started:
             if self._disk is not None:
                 await self._disk.start()
@@ -181,10 +184,10 @@ class Broker:
 
     @property
     def port(self) -> int:
-        """The port that it listens on.
+        """The port on which the broker listens.
 
         Raises:
-            RuntimeError: it has not been started.
+            RuntimeError: the broker has not been started.
         """
         if self._port is None:
             raise RuntimeError("the broker does not run yet; use it in `with Broker() as broker:`")
@@ -192,22 +195,25 @@ class Broker:
 
     @property
     def url(self) -> str:
-        """An AMQP URL with the first user's name and password; without the password if only its hash is known."""
+        """An AMQP URL with the name and password of the first user.
+
+        The URL has no password if the broker knows only the password's hash.
+        """
         user, password = next(iter(self.settings.users.items()))
         scheme = "amqp" if self.settings.ssl_context is None else "amqps"
         host = url_host(self.settings.host)
         names = quote(user, safe="") + ("" if is_hash(password) else f":{quote(password, safe='')}")
         return f"{scheme}://{names}@{host}:{self.port}/{quote(self.settings.virtual_host, safe='')}"
 
-    # From other threads.
+    # Calls from other threads.
 
     def _call(self, function: Callable[[], _Result], *, changes: bool = False, lasts: bool = False) -> _Result:
-        """Run something on the broker's loop; here and now if this is it, or if there is none.
+        """Run a function on the broker's loop. If this is that loop, or if no loop runs, call it directly.
 
         Args:
-            function: what.
-            changes: whether it changes anything.
-            lasts: whether it may be a change that is to be on disk before this returns. The loop itself cannot wait.
+            function: the function to run.
+            changes: whether the function changes the broker.
+            lasts: whether the change has to be on disk before this method returns. On the loop itself it does not wait.
         """
         caller = threading.get_ident()
         durable: Future[None] | None = None
@@ -230,7 +236,7 @@ class Broker:
         return result
 
     def _call_in_steps(self, steps: Iterator[object], *, lasts: bool = False) -> None:
-        """Take steps that change something on the broker's loop, in turns with what else it does; see `_call`."""
+        """Run a change in steps on the broker's loop; other work of the loop runs between the steps. See `_call`."""
         self._call(lambda: None, changes=True)
         self._runner.call_in_steps(steps)
         self._call(lambda: None, changes=True, lasts=lasts)
@@ -244,7 +250,7 @@ class Broker:
         self._runner.changed()
 
     def _check_memory(self, journal: Journal) -> None:
-        """Raise the alarm when the limit is passed, and clear it below 7/8 of that."""
+        """Raise the memory alarm when the limit is exceeded, and clear it when memory falls to 7/8 of the limit."""
         size = journal.held
         if "memory" not in self._controls.alarms:
             if size > journal.limit:
@@ -256,50 +262,50 @@ class Broker:
 
     def _on_trouble(self, name: str, reason: str | None) -> None:
         if not self._runner.is_running:
-            # It ends, or has just begun: there are no clients.
+            # The broker is stopping, or has just started: there are no clients.
             return
         if reason is None:
             self.clear_alarm(name)
         else:
             self.raise_alarm(name, reason)
 
-    # Looking.
+    # Inspecting.
 
     def queue(self, name: str) -> QueueSnapshot:
-        """A queue at this moment.
+        """A snapshot of one queue.
 
         Args:
-            name: of the queue.
+            name: name of the queue.
 
         Raises:
-            ChannelException: 404; there is none.
+            ChannelException: 404 if the queue does not exist.
         """
         return self._call(lambda: queue_snapshot(self._host.queue(name)))
 
     def queues(self) -> tuple[QueueSnapshot, ...]:
-        """All queues at this moment, in the order in which they were made."""
+        """Snapshots of all queues, in the order in which they were declared."""
         return self._call(lambda: tuple(queue_snapshot(queue) for queue in self._host.queues.values()))
 
     def connections(self) -> tuple[ConnectionSnapshot, ...]:
-        """All connections at this moment, oldest first."""
+        """Snapshots of all connections, oldest first."""
         return self._call(lambda: tuple(connection_snapshot(session) for session in self._server.sessions))
 
     def channels(self) -> tuple[ChannelSnapshot, ...]:
-        """All open channels at this moment: which are flowed, by which queues, how often, for how long."""
+        """Snapshots of all open channels: which are flowed, by which queues, how often, and for how long."""
         return self._call(lambda: tuple(channel_snapshot(channel) for channel in self._channels()))
 
     def producers(self) -> tuple[ChannelSnapshot, ...]:
-        """The channels that publish, or said that they will by selecting confirms or transactions."""
+        """The channels that publish, or that have selected confirms or transactions."""
         return tuple(channel for channel in self.channels() if channel.is_producer)
 
     def exchanges(self) -> tuple[ExchangeSnapshot, ...]:
-        """All exchanges at this moment, the default exchange first."""
+        """Snapshots of all exchanges, the default exchange first."""
         return self._call(
             lambda: tuple(exchange_snapshot(exchange) for exchange in self._host.topology.exchanges.values())
         )
 
     def bindings(self) -> tuple[BindingSnapshot, ...]:
-        """All bindings at this moment, by exchange."""
+        """Snapshots of all bindings, grouped by exchange."""
         return self._call(
             lambda: tuple(
                 binding
@@ -310,27 +316,27 @@ class Broker:
 
     @property
     def producers_stopped(self) -> bool:
-        """Whether an operator has stopped all producers, those to come too (D5)."""
+        """Whether an operator has stopped all producers, including future ones (D5)."""
         return self._controls.producers_stopped
 
     @property
     def version(self) -> int:
-        """Goes up whenever anything has happened."""
+        """A number that grows with each change of the broker's state."""
         return self._runner.version
 
     def messages(self, queue: str) -> tuple[BrokerMessage, ...]:
-        """Copies of all messages in a queue, ready and unacked, in its order.
+        """Copies of all messages in a queue, ready and unacked, in the order of the queue.
 
         Args:
-            queue: its name.
+            queue: name of the queue.
 
         Raises:
-            ChannelException: 404; there is no such queue.
+            ChannelException: 404 if the queue does not exist.
         """
         return self._call(lambda: self._copies(self._host.queue(queue).contents.oldest_first()))
 
     def _copies(self, entries: Iterable[QueueEntry]) -> tuple[BrokerMessage, ...]:
-        """Copies of messages; the bodies that are not in memory are read here and now."""
+        """Copy messages. Bodies that are not in memory are read from the disk on this thread."""
         found = tuple(entries)
         records = [each.message.record for each in found if each.message.body is None]
         numbers = [record.number for record in records if record is not None]
@@ -339,7 +345,7 @@ class Broker:
         for each in found:
             record = each.message.record
             body = each.message.body if record is None or each.message.body is not None else bodies.get(record.number)
-            # A body that is damaged on disk is reported in the log.
+            # If a body is damaged on disk, the store reports it in the log.
             if body is not None:
                 copies.append(message_copy(each, body))
         return tuple(copies)
@@ -355,41 +361,41 @@ class Broker:
     # Waiting.
 
     def wait_until(self, predicate: Callable[[Self], object], timeout: float = 30.0) -> None:
-        """Wait for something to become true; it is looked at again whenever the broker's state has changed.
+        """Wait until a condition is true. The condition is checked after each change of the broker's state.
 
         Args:
-            predicate: takes the broker; runs on the calling thread.
+            predicate: takes the broker and returns the condition; runs on the calling thread.
             timeout: seconds.
 
         Raises:
-            TimeoutError: it did not become true; the text says what the broker looked like.
-            RuntimeError: called in a task, as in an async test, or on the broker's loop, which it would block; there,
-                use `wait_until_async`.
+            TimeoutError: the condition did not become true; the text describes the queues and channels.
+            RuntimeError: called in a task (such as an async test) or on the broker's loop, which it would block. Use
+                `wait_until_async` there.
         """
         self._runner.wait_until(lambda: predicate(self), self._describe, timeout)
 
     async def wait_until_async(self, predicate: Callable[[Self], object], timeout: float = 30.0) -> None:
-        """`wait_until` for the loop that the broker runs on, or any other.
+        """Do the work of `wait_until` on any event loop, including the broker's own.
 
         Args:
-            predicate: takes the broker.
+            predicate: takes the broker and returns the condition.
             timeout: seconds.
 
         Raises:
-            TimeoutError: it did not become true; the text says what the broker looked like.
+            TimeoutError: the condition did not become true; the text describes the queues and channels.
         """
         await self._runner.wait_until_async(lambda: predicate(self), self._describe, timeout)
 
     async def wait_until_durable_async(self, *, topology_only: bool = False) -> None:
-        """Wait until all that was done so far, and is to survive, is on disk; at once without a store.
+        """Wait until all changes made so far that have to survive are on disk. Without a store, return at once.
 
-        For the loop that the broker runs on, where nothing but this can wait, or any other.
+        Use it on the broker's own loop, where no other method waits for the disk, or on any other loop.
 
         Args:
-            topology_only: whether only what was done to queues, exchanges and bindings is waited for.
+            topology_only: whether to wait only for changes of queues, exchanges and bindings.
 
         Raises:
-            StoreError: the broker has ended before.
+            StoreError: the broker stopped before.
         """
         disk = self._disk
         if disk is not None:
@@ -397,7 +403,7 @@ class Broker:
             await asyncio.wrap_future(self._call(when_durable, changes=True))
 
     def _describe(self) -> str:
-        """What it looks like: queues and channels, each on a line."""
+        """Describe the queues and channels, one on each line."""
         return "".join(f"\n  {each}" for each in (*self.queues(), *self.channels()))
 
     # Queues, exchanges and messages.
@@ -410,11 +416,11 @@ class Broker:
         durable: bool = False,
         auto_delete: bool = False,
     ) -> QueueSnapshot:
-        """Make a queue, or find the one that was declared alike.
+        """Declare a queue. If the queue exists with the same settings, return it.
 
         Args:
-            name: empty for one of the broker's choice.
-            arguments: thresholds and the like.
+            name: name of the queue; empty to let the broker choose a name.
+            arguments: arguments of the declaration, such as thresholds.
             durable: as in ``Queue.Declare``.
             auto_delete: as in ``Queue.Declare``.
 
@@ -422,7 +428,7 @@ class Broker:
             The queue as it is now.
 
         Raises:
-            ChannelException: 406; it exists otherwise, or arguments are refused.
+            ChannelException: 406 if the queue exists with other settings, or if the broker refuses the arguments.
         """
 
         def declare() -> QueueSnapshot:
@@ -435,13 +441,13 @@ class Broker:
         """Delete a queue.
 
         Args:
-            name: of the queue.
+            name: name of the queue.
 
         Returns:
-            How many messages were ready in it.
+            The number of messages that were ready in the queue.
 
         Raises:
-            ChannelException: 404; there is none.
+            ChannelException: 404 if the queue does not exist.
         """
         return self._call(lambda: self._host.delete_queue(self._host.queue(name)), changes=True, lasts=True)
 
@@ -455,11 +461,11 @@ class Broker:
         auto_delete: bool = False,
         internal: bool = False,
     ) -> ExchangeSnapshot:
-        """Make an exchange, or find the one that was declared alike.
+        """Declare an exchange. If the exchange exists with the same settings, return it.
 
         Args:
-            name: of the exchange.
-            type: of the exchange.
+            name: name of the exchange.
+            type: type of the exchange.
             arguments: such as ``alternate-exchange``.
             durable: as in ``Exchange.Declare``.
             auto_delete: as in ``Exchange.Declare``.
@@ -469,8 +475,8 @@ class Broker:
             The exchange as it is now.
 
         Raises:
-            ChannelException: 403; a name that is reserved. 406; it exists otherwise.
-            ConnectionException: 503; there is no such type.
+            ChannelException: 403 if the name is reserved. 406 if the exchange exists with other settings.
+            ConnectionException: 503 if the type does not exist.
         """
 
         def declare() -> ExchangeSnapshot:
@@ -482,13 +488,14 @@ class Broker:
         return self._call(declare, changes=True, lasts=True)
 
     def delete_exchange(self, name: str) -> None:
-        """Delete an exchange with its bindings.
+        """Delete an exchange and its bindings.
 
         Args:
-            name: of the exchange.
+            name: name of the exchange.
 
         Raises:
-            ChannelException: 403; every broker has it, and it stays. 404; there is none.
+            ChannelException: 403 for an exchange that every broker has; it cannot be deleted. 404 if the exchange does
+                not exist.
         """
         self._call(
             lambda: self._host.topology.delete_exchange(self._host.router.exchange(name).name), changes=True, lasts=True
@@ -503,18 +510,18 @@ class Broker:
         destination_type: Literal["queue", "exchange"] = "queue",
         arguments: Mapping[str, object] | None = None,
     ) -> None:
-        """Bind a queue or an exchange to an exchange; once more changes nothing.
+        """Bind a queue or an exchange to an exchange. If the binding exists, nothing changes.
 
         Args:
-            source: the exchange.
-            destination: the queue, or the exchange.
+            source: the exchange that gets the messages.
+            destination: the queue or exchange that receives the messages from it.
             routing_key: the binding key.
-            destination_type: which of them.
-            arguments: for headers exchanges.
+            destination_type: whether the destination is a queue or an exchange.
+            arguments: arguments of the binding, for headers exchanges.
 
         Raises:
-            ChannelException: 403; the default exchange. 404; there is no such queue or exchange. 406; arguments that
-                the exchange cannot use.
+            ChannelException: 403 for the default exchange. 404 if the queue or an exchange does not exist. 406 if the
+                exchange cannot use the arguments.
         """
         self._call(
             lambda: self._host.topology.bind(self._end(destination, destination_type), source, routing_key, arguments),
@@ -531,17 +538,17 @@ class Broker:
         destination_type: Literal["queue", "exchange"] = "queue",
         arguments: Mapping[str, object] | None = None,
     ) -> None:
-        """Undo `bind`; a binding that does not exist is no error.
+        """Remove a binding. If the binding does not exist, nothing changes.
 
         Args:
-            source: the exchange.
-            destination: the queue, or the exchange.
+            source: the exchange that gets the messages.
+            destination: the queue or exchange that receives the messages from it.
             routing_key: the binding key.
-            destination_type: which of them.
-            arguments: as they were given.
+            destination_type: whether the destination is a queue or an exchange.
+            arguments: the arguments that the binding was made with.
 
         Raises:
-            ChannelException: 403; the default exchange. 404; there is no such queue or exchange.
+            ChannelException: 403 for the default exchange. 404 if the queue or an exchange does not exist.
         """
 
         def unbind() -> None:
@@ -557,27 +564,27 @@ class Broker:
         """Remove the ready messages of a queue.
 
         Args:
-            queue: its name.
+            queue: name of the queue.
 
         Returns:
-            How many there were.
+            The number of messages that were removed.
 
         Raises:
-            ChannelException: 404; there is no such queue.
+            ChannelException: 404 if the queue does not exist.
         """
         return self._call(lambda: self._host.queue(queue).purge(), changes=True)
 
     def get(self, queue: str) -> BrokerMessage | None:
-        """Take one message from a queue; it has left the queue then.
+        """Remove one message from a queue and return it.
 
         Args:
-            queue: its name.
+            queue: name of the queue.
 
         Returns:
             The message; ``None`` if none is ready.
 
         Raises:
-            ChannelException: 404; there is no such queue.
+            ChannelException: 404 if the queue does not exist.
         """
 
         def get() -> BrokerMessage | None:
@@ -599,33 +606,33 @@ class Broker:
         exchange: str = "",
         properties: pamqp.commands.Basic.Properties | None = None,
     ) -> int:
-        """Publish a message from inside the broker, which no flow state holds.
+        """Publish a message from inside the broker. Flow control does not hold it back.
 
-        It returns when the message is in its queues, which with a store is before it is on disk:
-        `wait_until_durable_async` waits for that.
+        It returns when the message is in its queues. With a store this is before the message is on disk;
+        `wait_until_durable_async` waits for the disk.
 
         Args:
-            body: the content.
-            routing_key: the queue's name for the default exchange.
-            exchange: where to.
+            body: body of the message.
+            routing_key: the routing key; for the default exchange, the name of the queue.
+            exchange: name of the exchange.
             properties: the basic properties; ``None`` for none.
 
         Returns:
-            In how many queues it is now.
+            The number of queues that the message is in.
 
         Raises:
-            ChannelException: 404; there is no such exchange. 506; a queue refuses it.
-            TypeError: a body that is not bytes.
+            ChannelException: 404 if the exchange does not exist. 506 if a queue refuses the message.
+            TypeError: the body is not bytes.
         """
         if not isinstance(body, bytes):
             raise TypeError(f"body must be bytes, not {type(body).__name__}: {body!r:.40}")
         return self._call(lambda: self._host.publish(exchange, routing_key, body, properties), changes=True)
 
-    # Steering.
+    # Controlling.
 
     @staticmethod
     def _named(what: str, found: Iterable[_Named], name: str | None) -> list[_Named]:
-        """Those with a name, or all; there must be one with that name."""
+        """Return the object with this name, or all objects if the name is ``None``. Raise if no object has the name."""
         found = list(found)
         picked = [each for each in found if name is None or each.name == name]
         if name is not None and not picked:
@@ -634,17 +641,17 @@ class Broker:
         return picked
 
     def flow(self, active: bool, channel: str | None = None) -> None:
-        """Stop or start producers, as an operator (D5); queues keep their holds.
+        """Stop or start producers, as an operator (D5). Holds of queues stay.
 
-        Returns before the clients have read it.
+        The method returns before the clients have read the ``Channel.Flow``.
 
         Args:
-            active: ``False`` flows, ``True`` lets go.
-            channel: the name of one channel, of any kind; ``None`` for all that publish, and those that come to it
-                later.
+            active: ``False`` stops the producers, ``True`` lets them publish.
+            channel: name of one channel, which need not be a producer's. ``None`` for all producers, including future
+                ones.
 
         Raises:
-            LookupError: there is no such channel.
+            LookupError: the channel does not exist.
         """
 
         def change() -> None:
@@ -659,16 +666,16 @@ class Broker:
         self._call(change, changes=True)
 
     def block(self, reason: str = "blocked by the operator", connection: str | None = None) -> None:
-        """Send ``Connection.Blocked`` to clients that announced they understand.
+        """Send ``Connection.Blocked`` to each client that announced the capability.
 
-        It is a notice only: the broker goes on taking what is published.
+        It is only a notice: the broker still accepts publishes.
 
         Args:
-            reason: for the client.
-            connection: the name of one connection; ``None`` for all, and those that come later.
+            reason: the text for the client.
+            connection: name of one connection; ``None`` for all connections, including future ones.
 
         Raises:
-            LookupError: there is no such connection.
+            LookupError: the connection does not exist.
         """
 
         def change() -> None:
@@ -680,13 +687,13 @@ class Broker:
         self._call(change, changes=True)
 
     def unblock(self, connection: str | None = None) -> None:
-        """Take `block` back.
+        """Undo `block`.
 
         Args:
-            connection: the name of one connection; ``None`` for all.
+            connection: name of one connection; ``None`` for all.
 
         Raises:
-            LookupError: there is no such connection.
+            LookupError: the connection does not exist.
         """
 
         def change() -> None:
@@ -699,21 +706,22 @@ class Broker:
 
     @property
     def alarms(self) -> dict[str, str]:
-        """What blocks all connections, with the reason that clients are told: alarms, and ``operator`` for `block`."""
+        """The alarms that block all connections, with the reason for the clients; `block` is ``operator``."""
         return self._call(lambda: dict(self._controls.alarms))
 
     def raise_alarm(self, name: str, reason: str) -> None:
-        """Send ``Connection.Blocked``, as RabbitMQ does when memory or disk space runs out.
+        """Send ``Connection.Blocked``, as RabbitMQ does when memory or disk space runs low.
 
-        Clients that announced that they understand get it once, by the alarm that was raised first, and again when
-        the last of several alarms is cleared.
+        A client that announced the capability gets one notice for the first alarm. When the last alarm is cleared, it
+        gets ``Connection.Unblocked``.
 
         Args:
-            name: of the alarm, such as ``"memory"`` or ``"disk"``; one that is raised already gets the new reason.
-            reason: for clients that come later, or know of no alarm.
+            name: name of the alarm, such as ``"memory"`` or ``"disk"``. If the alarm is already raised, it gets the new
+                reason.
+            reason: the text for clients that connect later, or that are not blocked yet.
 
         Raises:
-            ValueError: the name is empty, or `block`'s own.
+            ValueError: the name is empty, or reserved for `block`.
         """
         if not name or name == Controls.OPERATOR:
             raise ValueError(
@@ -728,10 +736,10 @@ class Broker:
         self._call(change, changes=True)
 
     def clear_alarm(self, name: str) -> None:
-        """Take `raise_alarm` back; one that is not raised changes nothing.
+        """Undo `raise_alarm`. If the alarm is not raised, nothing changes.
 
         Args:
-            name: of the alarm.
+            name: name of the alarm.
         """
 
         def change() -> None:
@@ -744,17 +752,17 @@ class Broker:
 
     @property
     def sanctions(self) -> dict[str, int]:
-        """How often clients that do not listen were tarpitted, and lost a channel or their connection (D8)."""
+        """How often clients that ignored ``Channel.Flow`` were tarpitted or lost a channel or connection (D8)."""
         return self._call(lambda: dict(self._controls.sanctions))
 
     def withhold_confirms(self, queue: str | None = None) -> None:
-        """Keep all acks of publishes back from now on; the messages are enqueued all the same.
+        """Withhold all acks of publishes from now on. The messages are still enqueued.
 
         Args:
-            queue: only of messages that go to this queue; ``None`` for all.
+            queue: only for messages that go to this queue; ``None`` for all messages.
 
         Raises:
-            ChannelException: 404; there is no such queue.
+            ChannelException: 404 if the queue does not exist.
         """
 
         def change() -> None:
@@ -767,13 +775,14 @@ class Broker:
         self._call(change, changes=True)
 
     def release_confirms(self, queue: str | None = None) -> None:
-        """Send the acks that were kept back, and go on sending them.
+        """Send the withheld acks, and stop withholding.
 
         Args:
-            queue: only of messages that went to this queue; ``None`` for all, those kept for one queue too.
+            queue: only for messages that went to this queue; ``None`` for all messages, also those withheld for one
+                queue.
 
         Raises:
-            ChannelException: 404; there is no such queue.
+            ChannelException: 404 if the queue does not exist.
         """
 
         def change() -> None:
@@ -788,14 +797,15 @@ class Broker:
         self._call(change, changes=True)
 
     def nack_publishes(self, on: bool = True, queue: str | None = None) -> None:
-        """Refuse publishes while on: ``Basic.Nack`` in confirm mode, otherwise the channel is closed with 506.
+        """Refuse publishes. In confirm mode the client gets ``Basic.Nack``; otherwise the channel is closed with 506.
 
         Args:
-            on: ``False`` takes them again.
-            queue: only what goes to this queue; ``None`` for everything, and ``False`` then lifts it for every queue.
+            on: whether to refuse publishes; ``False`` accepts them again.
+            queue: only for messages that go to this queue; ``None`` for all messages. ``None`` with ``on=False`` also
+                ends the refusal for single queues.
 
         Raises:
-            ChannelException: 404; there is no such queue.
+            ChannelException: 404 if the queue does not exist.
         """
 
         def change() -> None:
@@ -820,10 +830,10 @@ class Broker:
         Args:
             code: the reply code.
             text: the reply text.
-            channel: the name of one channel; ``None`` for all.
+            channel: name of one channel; ``None`` for all.
 
         Raises:
-            LookupError: there is no such channel.
+            LookupError: the channel does not exist.
         """
 
         def change() -> None:
@@ -843,10 +853,10 @@ class Broker:
         Args:
             code: the reply code.
             text: the reply text.
-            connection: the name of one connection; ``None`` for all.
+            connection: name of one connection; ``None`` for all.
 
         Raises:
-            LookupError: there is no such connection.
+            LookupError: the connection does not exist.
         """
 
         def change() -> None:
@@ -856,13 +866,13 @@ class Broker:
         self._call(change, changes=True)
 
     def drop_connections(self, connection: str | None = None) -> None:
-        """Cut connections without a word, as a crash would.
+        """Drop connections without ``Connection.Close``, like a crash.
 
         Args:
-            connection: the name of one connection; ``None`` for all.
+            connection: name of one connection; ``None`` for all.
 
         Raises:
-            LookupError: there is no such connection.
+            LookupError: the connection does not exist.
         """
 
         def change() -> None:

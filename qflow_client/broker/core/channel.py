@@ -1,13 +1,15 @@
-"""One channel, sans-I/O: publishing with confirms or in transactions, and being flowed (blocked).
+"""One channel, sans-I/O: publishes with confirms or in transactions, and flow control of the channel.
 
-A publish is a method, a header and bodies. When it is complete, `Channel._finish` resolves its target, if the topology
-has changed since, and takes one of three ways: into the open transaction; into its queues at once if none of them has
-marks or a maximum; or through `Channel._publish_watched`, which asks all queues before any of them takes the message.
-Every publish in confirm mode gets a tag when it is complete, and exactly one ack or nack, unless the channel is closed
-before.
+A publish consists of a method, a header and bodies. When the publish is complete, `Channel._finish` resolves its target
+if the topology has changed since. The message then takes one of three ways:
 
-How it is flowed is in `channelflow.py`, its transactions are in `transaction.py`, and what it delivers is in
-`consuming.py`.
+- In transaction mode it goes into the open transaction.
+- If none of its queues has marks or a maximum, it goes into the queues at once.
+- Otherwise `Channel._publish_watched` asks all queues before any of them takes the message.
+
+In confirm mode every complete publish gets a tag. It gets exactly one ack or nack, unless the channel is closed first.
+
+The other parts of a channel are in `channelflow.py` (flow state), `transaction.py` and `consuming.py` (deliveries).
 """
 
 from __future__ import annotations
@@ -52,32 +54,32 @@ _HAS_ADDRESSES = HAS_HEADERS | HAS_REPLY_TO
 
 
 class ChannelSession(DeliveringSession, FlowingSession, Protocol):
-    """The connection, as far as a channel needs it."""
+    """The part of the connection that a channel needs."""
 
     dialect: Dialect
     controls: Controls
-    #: Set by a frame that took long: others have their turn before the next.
+    #: Set after a frame that took long; the other connections are then served before the next frame.
     has_done_much: bool
-    #: Set if its first publish waits, because memory is full or too much waits for the disk.
+    #: Set if its first publish waits because memory is full or because too many bytes wait for the disk.
     waits_to_publish: bool
 
     @property
     def blocks(self) -> Mapping[str, str]:
-        """Why the client is blocked, by what blocks it."""
+        """The reasons why the client is blocked, by source."""
 
     def channel_closed(self, channel: Channel) -> None:
-        """Forget a channel whose closing is complete."""
+        """Forget a channel that has finished closing."""
 
 
 class Channel:
-    """One channel of a session. Queues that are ON flow it (J3 J4).
+    """One channel of a session. Queues that are ON block it (J3 J4).
 
     Args:
-        session: the connection's.
-        number: of the channel.
+        session: the connection of the channel.
+        number: number of the channel.
     """
 
-    #: How many of the exchanges and routing keys that it published to are remembered.
+    #: Maximum number of remembered pairs of exchange and routing key.
     MAX_TARGETS = 8
 
     __slots__ = (
@@ -117,27 +119,29 @@ class Channel:
         self.router = session.host.router
         self.controls = session.controls
         self._missing_methods = session.dialect.missing
-        # Set when either side has sent Channel.Close; what comes after it is ignored.
+        # Set when either side has sent Channel.Close; later frames are ignored.
         self.is_closing = False
-        # The queue that it declared last, which an empty queue name stands for.
+        # The queue that the channel declared last. An empty queue name means this queue.
         self.last_queue = ""
-        # Name of the queue of its reply consumer, which is deleted when that consumer goes; empty if it never had one.
+        # Name of the queue of its reply consumer; empty if it never had one. The queue is deleted together with the
+        # consumer.
         self.reply_queue = ""
-        # The message that is coming in: where to, its header once that is here, its body so far and what lacks of it.
+        # The incoming message: its target, its header if it has arrived, its body so far, and the number of missing
+        # body bytes.
         self._target: Target | None = None
         self._header: bytes | None = None
         self._parts: list[bytes] = []
         self._missing = 0
-        #: Bytes that have come of it, if it has more than one body frame.
+        #: Bytes received of the incoming message, if it has more than one body frame.
         self.incoming = 0
-        # Where it published to, exchanges with routing keys, as keys; and where last.
+        # The exchanges and routing keys that the channel has published to, as keys; and the last of them.
         self.targets: dict[tuple[str, str], None] = {}
         self._last_target: Target | None = None
         self.returned = 0
         self.nacked = 0
         # Only set in confirm mode.
         self.confirms: Confirms | None = None
-        # Its publishes that wait for room.
+        # Publishes of the channel that wait for room.
         self.waiting: dict[WaitingPublish, None] = {}
         # Only set in transaction mode.
         self.transaction: Transaction | None = None
@@ -147,7 +151,7 @@ class Channel:
     # Frames.
 
     def on_method(self, payload: bytes) -> None:
-        """A method frame's payload came."""
+        """Handle the payload of a method frame."""
         if self._target is not None:
             raise ConnectionException(
                 ReplyCode.UNEXPECTED_FRAME, f"{wire.method_name(payload)} came in the middle of a message's content"
@@ -178,7 +182,7 @@ class Channel:
         handler(self, method)
 
     def on_header(self, payload: bytes) -> None:
-        """A content header frame's payload came."""
+        """Handle the payload of a content header frame."""
         if self._target is None or self._header is not None:
             raise ConnectionException(ReplyCode.UNEXPECTED_FRAME, "a content header came without a Basic.Publish")
         if not self.flow.published and self.host.takes_no_publisher:
@@ -199,7 +203,7 @@ class Channel:
                 ReplyCode.PRECONDITION_FAILED,
                 f"user_id property is '{user_id}', but the connection's user is '{self.session.handshake.user}'",
             )
-        # One look for messages that have neither.
+        # One test covers messages that have neither.
         if payload[12] & _HAS_ADDRESSES:
             if payload[12] & HAS_HEADERS:
                 check_copies(payload)
@@ -213,7 +217,7 @@ class Channel:
             self._finish(self._target, payload, b"")
 
     def on_body(self, payload: bytes) -> None:
-        """A content body frame's payload came."""
+        """Handle the payload of a content body frame."""
         target, header = self._target, self._header
         if target is None or header is None:
             raise ConnectionException(ReplyCode.UNEXPECTED_FRAME, "a content body came without a content header")
@@ -247,7 +251,7 @@ class Channel:
 
     @property
     def unfinished(self) -> int:
-        """Bytes of the message that is coming in, and of the open transaction."""
+        """Bytes of the incoming message and of the open transaction."""
         return self.incoming + (self.transaction.size if self.transaction is not None else 0)
 
     # Publishing.
@@ -296,7 +300,7 @@ class Channel:
             confirms.confirm(tag)
 
     def _publish_watched(self, message: StoredMessage, target: Target, tag: int) -> None:
-        """Publish to queues that have marks or a maximum, or that have to be found first."""
+        """Publish to queues that have marks or a maximum, or that still have to be found."""
         confirms, flow = self.confirms, self.flow
         was_flowed = False
         if flow.blocked_by:
@@ -311,7 +315,7 @@ class Channel:
         if not queues and target.mandatory:
             self.return_message(message)
         if len(queues) == 1 and not queues[0].dropping.has_letters:
-            # No dead letter can take its room meanwhile. To hold dead letters takes a twentieth of a publish.
+            # No dead letter can take the room in between. Holding dead letters would add 5 % to the cost of a publish.
             refused = refusal(queues, message.size)
             is_held = refused is None and self._enqueue(message, queues, tag)
         else:
@@ -325,7 +329,7 @@ class Channel:
                 self._owe(message.size, tag)
                 self.count_rates(message, queues)
                 if not all(queue.is_watched for queue in queues):
-                    # What comes after it here must not pass it.
+                    # Later publishes of this channel to these queues must not overtake it.
                     self.router.version += 1
                 self.waiting[self.host.waiting.wait(message, queues, self, tag)] = None
             elif not refused.queue.turn_away(message, is_told=confirms is not None):
@@ -341,10 +345,10 @@ class Channel:
         """Put a message into its queues.
 
         Returns:
-            Whether its confirm is held.
+            Whether the confirm of the message is held.
         """
         is_open = not self.is_closing
-        # A publish that waited may be older than confirm mode: then its tag is 0.
+        # A waiting publish may be older than confirm mode. Its tag is then 0.
         confirms = self.confirms if is_open and tag else None
         source = self.flow if is_open else None
         completion = confirms.completion(tag) if confirms is not None else None
@@ -360,15 +364,15 @@ class Channel:
         return is_held
 
     def admit(self, waiting: WaitingPublish) -> None:
-        """One of its publishes that waited is taken."""
+        """Enqueue a publish that waited for room."""
         self.waiting.pop(waiting, None)
-        # With confirms it is owed until that is sent.
+        # In confirm mode the message is owed until the confirm is sent.
         if not waiting.tag:
             self.flow.repay(waiting.message.size)
         self._enqueue(waiting.message, waiting.queues, waiting.tag)
 
     def give_up(self, waiting: WaitingPublish, reason: str) -> bool:
-        """One of its publishes that waited is not taken."""
+        """Refuse a publish that waited for room. Return whether the channel could still report it."""
         self.waiting.pop(waiting, None)
         if self.is_closing:
             return False
@@ -381,13 +385,13 @@ class Channel:
         return True
 
     def check_alarm(self, so: str = "") -> None:
-        """Nothing more is taken while there is an alarm, if that is how clients learn of one.
+        """Close the channel while there is an alarm, if the dialect informs clients of alarms in this way.
 
         Args:
-            so: what cannot be done.
+            so: end of the error text: what the channel cannot do.
 
         Raises:
-            ChannelException: 406.
+            ChannelException: 406 while there is an alarm.
         """
         dialect = self.session.dialect
         if self.session.blocks and dialect.on_alarm is OnAlarm.CHANNEL_CLOSE:
@@ -400,7 +404,7 @@ class Channel:
         self.output.write(wire.nack(self.number, tag))
 
     def count_rates(self, message: StoredMessage, queues: tuple[Queue, ...]) -> None:
-        """Count a publish against the rates that are limited."""
+        """Count a publish against the rate limits."""
         meter = self.host.meter
         if meter:
             names = (queue.name for queue in queues)
@@ -408,7 +412,7 @@ class Channel:
             meter.take(self.flow, message.size, message.target.exchange, names, user, self.host.clock())
 
     def return_message(self, message: StoredMessage) -> None:
-        """Send a mandatory message back that goes nowhere."""
+        """Return a mandatory message that no queue gets."""
         assert message.body is not None
         self.returned += 1
         names = message.target.names
@@ -426,7 +430,7 @@ class Channel:
             self.become_producer()
 
     def become_producer(self) -> None:
-        """It publishes, or said that it will."""
+        """Note that the channel publishes, or has announced that it will."""
         self.flow.is_producer = True
         if self.controls.producers_stopped:
             self.flow.block(self.controls.operator)
@@ -437,7 +441,7 @@ class Channel:
     # Confirms.
 
     def _owe(self, size: int, tag: int) -> None:
-        """A message is owed to the backlog until it is confirmed, or taken."""
+        """Add a message to the backlog until it is confirmed or enqueued."""
         if self.flow.owe(size) and self.confirms is not None:
             self.confirms.owed[tag] = size
 
@@ -462,19 +466,19 @@ class Channel:
             self.become_producer()
 
     def settle(self, deliveries: tuple[Delivery, ...], *, acked: bool, requeue: bool) -> None:
-        """Settle deliveries, or have the transaction do it.
+        """Settle deliveries. In transaction mode, add them to the transaction instead.
 
         Args:
-            deliveries: which; `consuming` has them no more.
+            deliveries: the deliveries; `consuming` has already removed them.
             acked: whether they are acked.
-            requeue: whether they go back to their queues.
+            requeue: whether the messages go back to their queues.
         """
         if self.transaction is not None:
             self.transaction.settlements.append(Settlement(deliveries, acked, requeue))
         else:
             self.consuming.settle(deliveries, acked=acked, requeue=requeue)
 
-    # The end.
+    # Closing.
 
     def _close(self, method: commands.Channel.Close) -> None:
         self.end()
@@ -482,7 +486,7 @@ class Channel:
         self.session.channel_closed(self)
 
     def fail(self, code: int, text: str, cause: bytes = b"\0\0\0\0") -> None:
-        """Close the channel.
+        """Close the channel with an error.
 
         Args:
             code: the reply code.
@@ -491,17 +495,17 @@ class Channel:
         """
         if self.is_closing:
             return
-        # First of all: a code that no close can carry is to change nothing.
+        # This is done first: if the code cannot be encoded, nothing must change.
         close = wire.close(self.number, code, text, cause)
         self.end()
         self.output.write(close)
 
     def end(self) -> None:
-        """End: consumers go, unacked messages return to their queues, and nothing flows the channel any more."""
+        """End the channel. Consumers are removed, unacked messages return to their queues, and all holds end."""
         if self.is_closing:
             return
         if self.confirms is not None and self.confirms.is_due and not self.controls.withhold_confirms:
-            # What is in its queues is confirmed before the close is sent.
+            # Messages that are in their queues are confirmed before the close is sent.
             self.output.write(self.confirms.flush())
         self.is_closing = True
         self.flow.end()
@@ -509,7 +513,7 @@ class Channel:
         self._parts = []
         self._count_incoming(-self.incoming)
         if self.confirms is not None:
-            # Its client will never learn what becomes of them, so nothing does.
+            # The client cannot learn the outcome of these publishes any more, so they are discarded.
             for waiting in self.waiting:
                 waiting.queues[0].contents.count_drop(DropReason.REFUSED)
                 self.host.waiting.stop(waiting)
@@ -520,7 +524,7 @@ class Channel:
 
 
 def _flow_ok(channel: Channel, method: commands.Channel.FlowOk) -> None:
-    """The client has read a Channel.Flow; nothing here waits for it, but tests do."""
+    """Handle Channel.FlowOk: the client has read a Channel.Flow. The broker does not wait for it; tests do."""
     channel.flow.oks_due = max(0, channel.flow.oks_due - 1)
 
 

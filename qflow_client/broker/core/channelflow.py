@@ -1,10 +1,10 @@
-"""How one channel is flowed (blocked), sans-I/O, and what it owes to the backlog of its connection.
+"""The flow state of one channel, sans-I/O, and its share of the backlog of its connection.
 
 A `ChannelFlow` is a `FlowSource`: queues, rates, an operator and the discipline block and unblock it. The client gets
-one ``Channel.Flow`` for the first of these holds and one when the last is gone (J3 J4).
+one ``Channel.Flow`` for the first of these holds, and one when the last hold is released (J3 J4).
 
-What a channel has published and the broker still holds is owed (D7): what waits, is not confirmed, or came while the
-channel was flowed. The discipline counts that for the whole connection.
+A message is owed (D7) if the broker has not fully accepted it: it waits, it is not confirmed, or it came while the
+channel was flowed (blocked). The discipline counts the owed messages of the whole connection.
 """
 
 from __future__ import annotations
@@ -24,42 +24,42 @@ __all__ = ["ChannelFlow", "Discipline", "FlowingSession"]
 
 
 class Discipline(Protocol):
-    """Decides what is done about a connection that does not heed ``Channel.Flow`` (D7 D8)."""
+    """Decides what to do about a connection that ignores ``Channel.Flow`` (D7 D8)."""
 
-    #: The messages of its backlog, and what flows channels because of it.
+    #: Number of messages in the backlog, and the controller that blocks channels because of the backlog.
     depth: ThresholdLimiter
     backlog: FlowController
-    #: So far: messages that came on flowed channels after the time of grace, and what was done about them.
+    #: Totals: messages that came on flowed channels after the grace time, and the sanctions.
     past_flow: int
     tarpits: int
     channels_closed: int
 
     def owe(self, size: int, now: float) -> None:
-        """A message of so many body bytes is in the backlog."""
+        """Add a message with this body size in bytes to the backlog."""
 
     def repay(self, size: int, count: int = 1) -> None:
-        """Messages of together so many body bytes are in the backlog no more."""
+        """Remove messages with this total body size in bytes from the backlog."""
 
     def look_at(self, source: ChannelFlow) -> None:
-        """Flow a channel if it publishes and the backlog is too large."""
+        """Block a channel if it publishes and the backlog is too large."""
 
     def check(self, source: ChannelFlow, now: float) -> None:
-        """A publish came on a channel that is flowed.
+        """Handle a publish on a flowed channel.
 
         Raises:
-            ChannelException: the channel has published too much since.
-            ConnectionException: the connection has.
+            ChannelException: the channel has published too much since it was flowed.
+            ConnectionException: the connection has published too much.
         """
 
 
 class FlowingSession(Protocol):
-    """The connection, as far as it is needed to flow a channel."""
+    """The part of the connection that is needed to block a channel."""
 
     name: str
     host: VirtualHost
     output: Output
     handshake: Handshake
-    #: Counts what is owed; ``None`` if nothing does.
+    #: Counts the owed messages; ``None`` if nothing counts them.
     discipline: Discipline | None
 
 
@@ -67,8 +67,8 @@ class ChannelFlow(CountedSource):
     """One channel as a source of messages.
 
     Args:
-        session: the connection's.
-        number: of the channel.
+        session: the connection of the channel.
+        number: number of the channel.
     """
 
     __slots__ = (
@@ -93,23 +93,23 @@ class ChannelFlow(CountedSource):
         self._number = number
         self._host = session.host
         self._discipline = session.discipline
-        # Whether the channel has published, or said that it will; and whether it has ended.
+        # Whether the channel has published, or announced that it will; and whether it has ended.
         self.is_producer = False
         self.is_over = False
-        # Since when it is flowed, how often it was, seconds that are over.
+        # Start of the current flowed time, number of flowed times, and seconds of the earlier flowed times.
         self.since: float | None = None
         self.times_flowed = 0
         self._seconds = 0.0
-        # How many Channel.Flow the client has not answered.
+        # Number of Channel.Flow that the client has not answered.
         self.oks_due = 0
-        # Messages that came since it was flowed and the time of grace was over (D8).
+        # Number of messages that came after the grace time of the current flowed time (D8).
         self.past_flow = 0
-        # What is owed (D7), in messages and body bytes; and of that, what came while it was flowed and nothing else
-        # holds.
+        # Owed messages (D7): number and body bytes. The second pair counts those that came while the channel was flowed
+        # and that nothing else holds.
         self._owed = [0, 0]
         self._owed_past_flow = [0, 0]
 
-    # Being flowed (J3 J4).
+    # Blocking (J3 J4).
 
     def block(self, controller: FlowController) -> None:
         observer = self._host.observer
@@ -129,14 +129,14 @@ class ChannelFlow(CountedSource):
                 self.repay(size, count)
 
     def on_blocked(self) -> None:
-        """The first hold: one Channel.Flow."""
+        """Send one Channel.Flow for the first hold."""
         if not self.is_over:
             self.times_flowed += 1
             self.since = self._host.clock()
             self._send(active=False)
 
     def on_unblocked(self) -> None:
-        """The last hold is gone: one Channel.Flow."""
+        """Send one Channel.Flow when the last hold is released."""
         if not self.is_over:
             self._seconds = self.seconds
             self.since = None
@@ -149,41 +149,44 @@ class ChannelFlow(CountedSource):
 
     @property
     def seconds(self) -> float:
-        """Seconds for which it was flowed so far, the present time included."""
+        """Seconds for which the channel has been flowed so far, including the current flowed time."""
         return self._seconds if self.since is None else self._seconds + self._host.clock() - self.since
 
     @property
     def is_flowed_by_others(self) -> bool:
-        """Whether more than the backlog flows it: what only that flows must not keep it up."""
+        """Whether anything except the backlog blocks the channel.
+
+        Messages that only the backlog flows must not prolong the backlog.
+        """
         discipline = self._discipline
         return any(discipline is None or each is not discipline.backlog for each in self.blocked_by)
 
-    # What is owed (D7).
+    # Owed messages (D7).
 
     def check(self) -> None:
-        """A publish came, which a flowed channel may not send for long.
+        """Check a publish against the discipline if the channel is flowed.
 
         Raises:
-            ChannelException: the channel has published too much since.
-            ConnectionException: the connection has.
+            ChannelException: the channel has published too much since it was flowed.
+            ConnectionException: the connection has published too much.
         """
         if self._discipline is not None and self.blocked_by:
             self._discipline.check(self, self._host.clock())
 
     def look_at_backlog(self) -> None:
-        """The channel has become a producer: it is flowed if the backlog is too large."""
+        """Block the channel, which has become a producer, if the backlog is too large."""
         if self._discipline is not None:
             self._discipline.look_at(self)
 
     def owe(self, size: int, *, is_past_flow: bool = False) -> bool:
-        """A message is owed.
+        """Add a message to the owed messages.
 
         Args:
-            size: its body bytes.
-            is_past_flow: whether nothing else holds it, so that it is owed while the channel is flowed.
+            size: body size in bytes.
+            is_past_flow: whether nothing else holds the message. It is then owed for as long as the channel is flowed.
 
         Returns:
-            Whether it is counted.
+            Whether the message is counted.
         """
         if self._discipline is None or self.is_over:
             return False
@@ -196,14 +199,14 @@ class ChannelFlow(CountedSource):
         return True
 
     def repay(self, size: int, count: int = 1) -> None:
-        """Messages of together so many body bytes are owed no more."""
+        """Remove messages with this total body size in bytes from the owed messages."""
         if self._discipline is not None and not self.is_over:
             self._owed[0] -= count
             self._owed[1] -= size
             self._discipline.repay(size, count)
 
     def end(self) -> None:
-        """The channel has ended: nothing is owed, and nothing flows it any more."""
+        """End the channel: it owes nothing, and all holds end."""
         self._seconds = self.seconds
         self.since = None
         count, size = self._owed
@@ -218,5 +221,5 @@ class ChannelFlow(CountedSource):
 
 
 def _queue_and_reason(controller: FlowController) -> tuple[str, str]:
-    """For the flow log."""
+    """Return the queue name and the reason for the flow log."""
     return (controller.name, "channel_flow") if isinstance(controller, QueueFlow) else ("", controller.name)

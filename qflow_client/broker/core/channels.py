@@ -1,4 +1,4 @@
-"""The channels of one connection, sans-I/O: what they did together, and how they show that the client is blocked."""
+"""The channels of one connection, sans-I/O: their totals, and how they show the client that it is blocked."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Blocks", "Channels"]
 
 
 class Channels(dict[int, Channel]):
-    """The channels of one connection, by number; and what those did that are gone."""
+    """The channels of one connection, by number, and the totals of the closed channels."""
 
     __slots__ = ("_delivered_before", "_published_before", "_times_flowed_before")
 
@@ -26,42 +26,42 @@ class Channels(dict[int, Channel]):
         self._times_flowed_before = 0
 
     def forget(self, channel: Channel) -> None:
-        """The closing of a channel is complete."""
+        """Remove a channel that has finished closing."""
         del self[channel.number]
         self._published_before += channel.flow.published
         self._delivered_before += channel.consuming.delivered
         self._times_flowed_before += channel.flow.times_flowed
 
     def end(self) -> None:
-        """The connection ends, and all channels with it."""
+        """End all channels, because the connection ends."""
         for channel in tuple(self.values()):
             channel.end()
 
     @property
     def published(self) -> int:
-        """Messages that came on them so far."""
+        """Messages published on all channels so far."""
         return self._published_before + sum(channel.flow.published for channel in self.values())
 
     @property
     def delivered(self) -> int:
-        """Messages that they were given so far."""
+        """Messages delivered on all channels so far."""
         return self._delivered_before + sum(channel.consuming.delivered for channel in self.values())
 
     @property
     def times_flowed(self) -> int:
-        """How often they were flowed so far."""
+        """How often the channels were flowed so far."""
         return self._times_flowed_before + sum(channel.flow.times_flowed for channel in self.values())
 
 
 class Blocks(dict[str, str]):
-    """Why a client is blocked, by what blocks it; the client is informed of the first, and when the last is gone.
+    """The reasons why a client is blocked, by source. The client is informed of the first and of the end of the last.
 
     Args:
-        channels: of the connection.
-        output: of the connection.
+        channels: channels of the connection.
+        output: output of the connection.
         handshake: knows whether the client understands ``Connection.Blocked``.
-        dialect: says how clients are informed.
-        alarm: what flows the channels if that is how.
+        dialect: defines how clients are informed.
+        alarm: controller that blocks the channels if clients are informed in this way.
     """
 
     __slots__ = ("_alarm", "_channels", "_dialect", "_handshake", "_output")
@@ -80,8 +80,8 @@ class Blocks(dict[str, str]):
         """Block the client, if it can be informed.
 
         Args:
-            source: what blocks it.
-            reason: for the client.
+            source: name of the source that blocks the client.
+            reason: the text for the client.
         """
         way = self._dialect.on_alarm
         if way is OnAlarm.BLOCKED and not self._handshake.understands("connection.blocked"):
@@ -96,7 +96,7 @@ class Blocks(dict[str, str]):
                     channel.flow.block(self._alarm)
 
     def inform_of_end(self) -> None:
-        """Nothing blocks the client any more."""
+        """Inform the client that nothing blocks it any more."""
         way = self._dialect.on_alarm
         if way is OnAlarm.BLOCKED:
             self._output.write(wire.method(0, commands.Connection.Unblocked()))

@@ -1,7 +1,8 @@
-"""Confirm mode of a channel: which publishes wait for their acks, and how few frames can ack the others.
+"""Confirm mode of a channel: which publishes wait for their acks, and how to ack the others with few frames.
 
-Tags count publishes from 1. A tag is held, by queues, by the disk or because the publish waits for room, or it is due.
-A flush acks all due tags below the lowest held one with one frame, and each of the others with a frame of its own.
+Tags count publishes from 1. A tag is held or due. A tag is held by queues, by the disk, or because the publish waits
+for room. A flush acks all due tags below the lowest held tag with one frame. It acks each other due tag with a frame of
+its own.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ class Confirms:
     """The publishes of one channel that are neither acked nor nacked.
 
     Args:
-        number: of the channel.
-        on_due: called when there is something to `flush`, once until then.
+        number: number of the channel.
+        on_due: called when the first tag becomes due after a `flush`.
     """
 
     __slots__ = ("_due", "_held", "_last_tag", "_number", "_on_due", "on_released", "owed")
@@ -34,7 +35,7 @@ class Confirms:
         self._held: dict[int, Completion] = {}
         # Tags to be acked by the next flush.
         self._due: list[int] = []
-        # Body bytes of the held publishes that are in the connection's backlog, by tag; called when one is released.
+        # Body bytes of the held publishes that are in the connection's backlog, by tag; and the callback for a release.
         self.owed: dict[int, int] = {}
         self.on_released: Callable[[int], None] | None = None
 
@@ -43,38 +44,38 @@ class Confirms:
 
     @property
     def is_due(self) -> bool:
-        """Whether there is something to flush."""
+        """Whether `flush` has a tag to ack."""
         return bool(self._due)
 
     def next_tag(self) -> int:
-        """The number of the publish that has come."""
+        """Return the tag of the publish that has arrived."""
         self._last_tag += 1
         return self._last_tag
 
     def confirm(self, tag: int) -> None:
-        """A publish can be acked."""
+        """Make the tag of a publish due."""
         if not self._due:
             self._on_due()
         self._due.append(tag)
 
     def hold(self, tag: int) -> None:
-        """A publish waits for its queues to take it; `completion` and `arm` come later, or `drop`."""
+        """Hold a publish until its queues take it; `completion` and `arm` follow, or `drop`."""
         self._held[tag] = self.completion(tag)
 
     def drop(self, tag: int) -> None:
-        """A publish that waited is not taken, and is nacked by the caller."""
+        """Remove a waiting publish that is refused. The caller nacks it."""
         del self._held[tag]
         self._release(tag)
 
     def completion(self, tag: int) -> Completion:
-        """What stands for a publish while its destinations take it; to be given to `arm` then."""
+        """Return the object that counts the holds of a publish while its queues take it. Pass it to `arm` then."""
         return Completion(tag, self._complete)
 
     def arm(self, completion: Completion) -> bool:
-        """All destinations have the message: it is confirmed now, or when the last of them lets go of it.
+        """Note that all queues have the message. It is confirmed now, or when the last hold is released.
 
         Returns:
-            Whether it is held.
+            Whether the confirm is held.
         """
         self._held[completion.tag] = completion
         if completion.arm():
@@ -94,7 +95,7 @@ class Confirms:
             self.on_released(size)
 
     def flush(self) -> bytes:
-        """The frames that ack what is due, with one for a run of tags in which nothing is held."""
+        """Return the frames that ack the due tags; one frame covers all due tags below the lowest held tag."""
         due, self._due = self._due, []
         if not self._held:
             return wire.ack(self._number, max(due), len(due) > 1)
@@ -107,7 +108,7 @@ class Confirms:
 
 
 class WithheldConfirms(EntryObserver):
-    """The confirms of one queue that an operator keeps back."""
+    """The confirms of one queue that an operator withholds."""
 
     __slots__ = ("_completions",)
 
@@ -120,6 +121,6 @@ class WithheldConfirms(EntryObserver):
             completion.holds += 1
 
     def release(self) -> None:
-        """Let go of all of them."""
+        """Release all of them."""
         for completion in self._completions:
             completion.release()

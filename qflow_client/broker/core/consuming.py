@@ -1,8 +1,8 @@
-"""What one channel delivers and what of that is unsettled, sans-I/O.
+"""The deliveries of one channel, and which of them are unsettled, sans-I/O.
 
 Consumers of a channel share its delivery tags and its prefetch count. A queue asks `ChannelConsumer.can_take` before
-each delivery. When credit comes back, `Consuming.wake` offers it to the consumers in turn, beginning behind the one
-that was served last, so that none of them takes everything.
+each delivery. When credit becomes free, `Consuming.wake` offers it to the consumers in turn. It starts after the
+consumer that was served last, so that no consumer takes all of the credit.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _TAG_BIT = Struct(">QB")
 
 
 class DeliveringSession(Protocol):
-    """The connection, as far as deliveries need it."""
+    """The part of the connection that deliveries need."""
 
     host: VirtualHost
     output: Output
@@ -39,14 +39,14 @@ class DeliveringSession(Protocol):
 
 
 class Delivery:
-    """A message that was given out and not settled yet."""
+    """A message that was delivered and not settled yet."""
 
     __slots__ = ("consumer", "entry", "tag")
 
     def __init__(self, tag: int, entry: QueueEntry, consumer: ChannelConsumer | None) -> None:
         self.tag = tag
         self.entry = entry
-        # None if it was got, not consumed.
+        # None if the message was fetched with Basic.Get.
         self.consumer = consumer
 
 
@@ -54,11 +54,11 @@ class ChannelConsumer:
     """A consumer on a channel.
 
     Args:
-        consuming: of its channel.
+        consuming: the deliveries of its channel.
         tag: its consumer tag.
-        queue: what it consumes.
+        queue: the queue that it consumes.
         no_ack: whether a delivery settles the message.
-        prefetch: unsettled messages that it may have; 0 for any number.
+        prefetch: the maximum of its unsettled messages; 0 for no limit.
     """
 
     __slots__ = ("_prefix", "consuming", "is_active", "no_ack", "prefetch", "queue", "tag", "unacked")
@@ -70,9 +70,9 @@ class ChannelConsumer:
         self.no_ack = no_ack
         self.prefetch = prefetch
         self.is_active = False
-        # Messages that it has not settled.
+        # Number of messages that it has not settled.
         self.unacked = 0
-        # The payload of every Basic.Deliver to it, up to the delivery tag.
+        # Start of the payload of each of its Basic.Deliver methods, up to the delivery tag.
         self._prefix = b"\0\x3c\0\x3c" + wire.short(tag)
 
     @property
@@ -113,18 +113,18 @@ class ChannelConsumer:
 
 
 class Returning:
-    """Very many deliveries of a channel that has ended, on their way back to their queues in slices.
+    """Returns a large number of deliveries of a closed channel to their queues, in slices.
 
-    The newest come back first: so each slice stands before those that are back. Until all are, the queues deliver
-    nothing, for the order's sake.
+    The newest deliveries return first, so each slice goes in front of the earlier slices. To keep the order, the queues
+    deliver nothing until all deliveries have returned.
 
     Args:
         host: the virtual host.
-        deliveries: the oldest first.
-        queues: those of the channel's consumers.
+        deliveries: the unsettled deliveries, the oldest first.
+        queues: the queues of the channel's consumers.
     """
 
-    #: Deliveries of a slice.
+    #: Number of deliveries in a slice.
     AT_ONCE = 10_000
 
     def __init__(self, host: VirtualHost, deliveries: list[Delivery], queues: Iterable[Queue]) -> None:
@@ -159,15 +159,15 @@ class Returning:
 
 
 class Consuming:
-    """The consumers of a channel, and what it was given.
+    """The consumers of a channel, and its unsettled deliveries.
 
     Args:
-        session: the channel's.
-        number: of the channel.
+        session: the connection of the channel.
+        number: number of the channel.
     """
 
-    #: Deliveries that an ack of several takes at once; and for how many of them a delivery counts whose queue
-    #: dead-letters, because sending a dead letter takes longer than anything else that becomes of one.
+    #: Maximum number of deliveries that one call settles for an ack with `multiple`. A delivery whose queue
+    #: dead-letters counts as LETTER deliveries, because a dead letter takes longer than any other end of a message.
     AT_ONCE = 10_000
     LETTER = 50
 
@@ -195,14 +195,14 @@ class Consuming:
     def __init__(self, session: DeliveringSession, number: int) -> None:
         self.session = session
         self.output = session.output
-        # Bytes of the largest frame that the client takes.
+        # Maximum frame size, in bytes, that the client accepts.
         self.frame_max = session.handshake.frame_max
         self.number = number
         self._host = session.host
-        # Given out and not settled, by delivery tag; how many of them to consumers.
+        # Unsettled deliveries by delivery tag; and how many of them belong to consumers.
         self.unacked: dict[int, Delivery] = {}
         self.consumer_unacked = 0
-        # While an ack of all (tag 0) goes on in slices: the tag of the last delivery that it is about; else 0.
+        # Last delivery tag of an ack of all deliveries (tag 0) that still runs in slices; otherwise 0.
         self._ack_until = 0
         # The consumer of the last delivery.
         self.last_served: ChannelConsumer | None = None
@@ -210,11 +210,11 @@ class Consuming:
         self._delivery_tag = 0
         self.delivered = 0
         self.acked = 0
-        # Prefetch counts: of the whole channel, and of consumers that come.
+        # Prefetch counts: of the whole channel, and of future consumers.
         self.prefetch = 0
         self.consumer_prefetch = 0
-        # Whether the client wants deliveries, which its own Channel.Flow says; whether its answers wait for the
-        # disk; and so, whether its consumers take anything.
+        # Whether the client has not stopped deliveries with its own Channel.Flow; whether its answers wait for the
+        # disk; and, as a result of both, whether its consumers can take messages.
         self._wants_deliveries = True
         self._waits_for_disk = False
         self.delivers = True
@@ -222,24 +222,24 @@ class Consuming:
     # Delivering.
 
     def next_delivery_tag(self) -> int:
-        """The number of the next delivery."""
+        """Return the next delivery tag."""
         self._delivery_tag += 1
         return self._delivery_tag
 
     def consume(self, queue: Queue, tag: str, *, no_ack: bool, exclusive: bool, nowait: bool) -> None:
-        """Let a consumer take from a queue.
+        """Add a consumer to a queue.
 
         Args:
-            queue: from which.
-            tag: of the consumer; empty for one of the broker's choice.
+            queue: the queue to consume.
+            tag: consumer tag; empty to let the broker choose one.
             no_ack: whether a delivery settles the message.
-            exclusive: whether it is to be the queue's only consumer.
-            nowait: whether no answer is wanted.
+            exclusive: whether it has to be the only consumer of the queue.
+            nowait: whether to send no answer.
 
         Raises:
-            ChannelException: 403; the queue has a consumer that excludes this one. 406; there are as many consumers as
-                there may be.
-            ConnectionException: 530; the channel has a consumer of that tag.
+            ChannelException: 403 if the queue has a consumer that excludes this one. 406 if the maximum number of
+                consumers is reached.
+            ConnectionException: 530 if the channel already has a consumer with this tag.
         """
         tag = tag or f"ctag-{self.number}.{secrets.token_urlsafe(12)}"
         if tag in self.consumers:
@@ -259,11 +259,11 @@ class Consuming:
         queue.dispatcher.dispatch()
 
     def cancel(self, tag: str, *, nowait: bool) -> None:
-        """Let a consumer go; one that does not exist is no error.
+        """Cancel a consumer. If the consumer does not exist, nothing changes.
 
         Args:
-            tag: of the consumer.
-            nowait: whether no answer is wanted.
+            tag: tag of the consumer.
+            nowait: whether to send no answer.
         """
         consumer = self.consumers.pop(tag, None)
         if consumer is not None:
@@ -274,13 +274,13 @@ class Consuming:
             self.output.write(_consumer_ok(self.number, commands.Basic.CancelOk, tag))
 
     def consumer_lost(self, consumer: ChannelConsumer) -> None:
-        """The queue of a consumer was deleted."""
+        """Remove a consumer whose queue was deleted."""
         was_there = self.consumers.pop(consumer.tag, None) is not None
         if was_there and self.session.handshake.understands("consumer_cancel_notify"):
             self.output.write(_cancel(self.number, consumer.tag))
 
     def get(self, queue: Queue, *, no_ack: bool) -> None:
-        """Answer with the next message of a queue, or that there is none."""
+        """Answer Basic.Get with the next message of a queue, or with Basic.Get-Empty."""
         entry = queue.take(no_ack=no_ack)
         if entry is None:
             self.output.write(wire.method(self.number, commands.Basic.GetEmpty()))
@@ -298,9 +298,10 @@ class Consuming:
             self._promise_message(get_ok, message, tag)
 
     def _promise_message(self, get_ok: bytes, message: StoredMessage, tag: int) -> None:
-        """Answer with a message, which is on disk and held, as soon as it is read.
+        """Answer Basic.Get with a message that is still on disk, as soon as its body is read.
 
-        The method waits, too: nothing may come between it and the content. If the body is lost, the queue was empty.
+        The method frame waits too, because no other frame may come between it and the content. If the body is lost, the
+        answer is Basic.Get-Empty.
         """
         journal = self._host.journal
         assert journal is not None
@@ -319,10 +320,11 @@ class Consuming:
         journal.when_read(message, keep)
 
     def wake(self) -> None:
-        """Something changed that consumers may have waited for. The one that was served last comes last."""
+        """Offer messages to the waiting consumers after a change. The consumer that was served last comes last."""
         consumers = tuple(self.consumers.values())
         if self.prefetch and self.last_served in consumers:
-            # They share the credit: else the first of them would take all that comes free.
+            # The consumers share the credit. Without this order the first of them would take all credit that becomes
+            # free.
             start = consumers.index(self.last_served) + 1
             consumers = (*consumers[start:], *consumers[:start])
         for consumer in consumers:
@@ -331,12 +333,12 @@ class Consuming:
                 consumer.queue.dispatcher.dispatch()
 
     def want(self, on: bool) -> None:
-        """The client wants deliveries, or none."""
+        """Start or stop deliveries, as the client's Channel.Flow asks."""
         self._wants_deliveries = on
         self._check_delivers()
 
     def wait_for_disk(self, on: bool) -> None:
-        """Its answers wait for the disk, or no longer: deliveries go elsewhere, or stay in their queues."""
+        """Stop deliveries while answers of the client wait for the disk; start them again afterwards."""
         self._waits_for_disk = on
         self._check_delivers()
 
@@ -348,16 +350,17 @@ class Consuming:
     # Settling.
 
     def take(self, tag: int, *, multiple: bool) -> tuple[Delivery, ...]:
-        """What an ack is about, taken out of what is unacked; only the oldest if it is about very many.
+        """Remove the deliveries that an ack settles from the unacked ones, and return them.
 
-        If `has_more` says so afterwards, the same ack is to be handled again, before anything else of the channel.
+        If they are very many, only the oldest are removed. If `has_more` is true afterwards, handle the same ack again before any other frame of the channel.
 
         Args:
             tag: the delivery tag.
-            multiple: whether it is about all up to that one, or if that is 0 about all that there are now.
+            multiple: whether the ack covers all deliveries up to this tag. With tag 0 it then covers all current
+                deliveries.
 
         Raises:
-            ChannelException: 406; there is no such delivery.
+            ChannelException: 406 if there is no such delivery.
         """
         unacked = self.unacked
         if not multiple:
@@ -383,7 +386,7 @@ class Consuming:
         return tuple(deliveries)
 
     def has_more(self, tag: int) -> bool:
-        """Return True if `take` gave only a part of what an ack up to this tag is about."""
+        """Return True if `take` returned only a part of the deliveries of an ack up to this tag."""
         return bool(self._ack_until) if not tag else tag in self.unacked
 
     @staticmethod
@@ -398,19 +401,19 @@ class Consuming:
             self.consumer_unacked += change
 
     def take_back(self, deliveries: Iterable[Delivery]) -> None:
-        """What was taken is unsettled again, and not delivered anew."""
+        """Make deliveries that `take` returned unsettled again, without delivering them again."""
         for delivery in deliveries:
             self._count_unacked(delivery, 1)
             self.unacked[delivery.tag] = delivery
         self.unacked = dict(sorted(self.unacked.items()))
 
     def settle(self, deliveries: Iterable[Delivery], *, acked: bool, requeue: bool) -> None:
-        """Settle what was taken.
+        """Settle deliveries that `take` returned.
 
         Args:
-            deliveries: which.
+            deliveries: the deliveries.
             acked: whether they are acked.
-            requeue: whether they go back to their queues.
+            requeue: whether the messages go back to their queues.
         """
         if requeue:
             self._requeue(deliveries)
@@ -423,27 +426,27 @@ class Consuming:
         self.wake()
 
     def _requeue(self, deliveries: Iterable[Delivery]) -> None:
-        """Put deliveries back in their places; nothing is delivered before all are."""
+        """Put deliveries back at their places in their queues. No queue delivers before all are back."""
         back: dict[QueueView, list[QueueEntry]] = {}
         for delivery in deliveries:
             back.setdefault(delivery.entry.queue, []).append(delivery.entry)
         for queue, entries in back.items():
             queue.dispatcher.requeue(entries)
         for queue in back:
-            # As in RabbitMQ, before anything is delivered: what came back may be more than the queue's maximum.
+            # As in RabbitMQ, this comes before new deliveries: the returned messages may exceed the queue's maximum.
             queue.trim()
         self.wake()
         for queue in back:
             queue.dispatcher.dispatch()
 
     def recover(self, *, requeue: bool) -> None:
-        """Deliver again what is unsettled: to the same consumer, or with `requeue` to any.
+        """Deliver the unsettled messages again: to the same consumer, or with `requeue` to any consumer.
 
-        If `has_more(0)` says so afterwards, that was a slice, and the next call goes on.
+        If `has_more(0)` is true afterwards, this was only a slice; the next call continues.
         """
         back: list[Delivery] = []
         for delivery in self.take(0, multiple=True):
-            # Asked anew for each, because each delivery leaves less room for the next.
+            # Checked again for each delivery, because each delivery uses credit.
             if requeue or not self._is_served(delivery):
                 back.append(delivery)
                 continue
@@ -455,7 +458,7 @@ class Consuming:
         self._requeue(back)
 
     def _is_served(self, delivery: Delivery) -> bool:
-        """Whether a delivery can be repeated to its consumer: not to one that is gone, or wants none now."""
+        """Whether a delivery can be repeated: its consumer must exist and must be able to take it."""
         consumer = delivery.consumer
         return (
             consumer is not None
@@ -465,7 +468,7 @@ class Consuming:
         )
 
     def end(self) -> None:
-        """Consumers go, and what is unacked returns to its queues."""
+        """Remove the consumers, and return the unacked messages to their queues."""
         consumers = tuple(self.consumers.values())
         self.consumers.clear()
         self.last_served = None
@@ -483,16 +486,16 @@ class Consuming:
 
 
 def _get_ok(channel: int, tag: int, redelivered: bool, names: bytes, message_count: int) -> bytes:
-    """The frame of a ``Basic.Get-Ok``; `names` are the exchange and the routing key as short strings."""
+    """Return a ``Basic.Get-Ok`` frame; `names` are the exchange and the routing key as short strings."""
     payload = b"\0\x3c\0\x47" + _TAG_BIT.pack(tag, redelivered) + names + message_count.to_bytes(4, "big")
     return frame(METHOD_FRAME, channel, payload)
 
 
 def _cancel(channel: int, consumer_tag: str) -> bytes:
-    """The frame of a ``Basic.Cancel`` that tells a client that its consumer is gone."""
+    """Return a ``Basic.Cancel`` frame, which informs a client that its consumer was removed."""
     return frame(METHOD_FRAME, channel, b"\0\x3c\0\x1e" + wire.short(consumer_tag) + b"\1")
 
 
 def _consumer_ok(channel: int, kind: type[pamqp.base.Frame], consumer_tag: str) -> bytes:
-    """The frame of a ``Basic.Consume-Ok`` or ``Basic.Cancel-Ok``."""
+    """Return a ``Basic.Consume-Ok`` or ``Basic.Cancel-Ok`` frame."""
     return frame(METHOD_FRAME, channel, kind.index.to_bytes(4, "big") + wire.short(consumer_tag))

@@ -1,14 +1,15 @@
-"""The entries of one queue, sans-I/O: which are ready and in which order, which consumers have, and which are leaving.
+"""The entries of one queue, sans-I/O: ready in order, unacked by consumers, or leaving.
 
-`Contents.ready` has the ready entries in the order of their sequence numbers, with some that are gone and are skipped
-later: an entry can leave from any place without a search. Depth and size count all entries that have not left (D6).
+`Contents.ready` has the ready entries in the order of their sequence numbers. It may also contain entries that are
+gone; they are skipped later. This way an entry can leave from any place without a search. Depth and size count all
+entries that have not left (D6).
 
-Very many entries do not leave in one go. Those that were purged, or were in a queue that is deleted, stand in `leaving`
-and leave in slices. Until then they count in depth and size, for flow states and in the account of memory, but no
-consumer gets them.
+A large number of entries leaves in slices. Entries that were purged, or whose queue was deleted, are in `leaving` until
+they leave. Until then they still count in depth and size, for flow states and for the memory limit, but no consumer
+gets them.
 
-What follows the entries (flow states, the journal, a flow log) is an `EntryObserver`. It is called after the change is
-counted, and changes nothing here.
+Flow states, the journal and the flow log observe the entries with an `EntryObserver`. An observer is called after the
+counts have changed, and must not change the contents.
 """
 
 from __future__ import annotations
@@ -24,60 +25,60 @@ __all__ = ["Contents", "EntryObserver", "LastValueMap"]
 
 
 class EntryObserver:
-    """Follows the entries of one queue. This one ignores them."""
+    """Observes the entries of one queue. This base class does nothing."""
 
     __slots__ = ()
 
     def entered(self, entry: QueueEntry, source: FlowSource | None, completion: Completion | None) -> None:
-        """An entry has come.
+        """An entry was added.
 
         Args:
-            entry: which is ready.
-            source: the publishing channel; ``None`` for none.
-            completion: its confirm, which may be held; ``None`` if there is none.
+            entry: the ready entry.
+            source: the publishing channel; ``None`` if there is none.
+            completion: its confirm, which the observer may hold; ``None`` if there is none.
         """
 
     def recovered(self, entry: QueueEntry, age: float) -> None:
-        """An entry that was in the queue when the broker ended is back.
+        """An entry was restored that was in the queue when the broker stopped.
 
         Args:
-            entry: which is ready.
-            age: seconds that it has been there.
+            entry: the ready entry.
+            age: seconds since it was enqueued.
         """
         self.entered(entry, None, None)
 
     def lent(self, entry: QueueEntry) -> None:
-        """A consumer has an entry."""
+        """An entry was delivered to a consumer."""
 
     def returned(self, entry: QueueEntry) -> None:
-        """An entry that a consumer had is about to be ready again."""
+        """An unacked entry is about to become ready again."""
 
     def left(self, entry: QueueEntry, reason: DropReason | None) -> None:
-        """An entry has left; the reason is ``None`` if it was not dropped."""
+        """An entry has left. The reason is ``None`` if the entry was not dropped."""
 
 
 class LastValueMap(EntryObserver, ABC):
-    """Knows which entry of a queue is the last of its key."""
+    """Finds the last entry of each key in a queue."""
 
     @abstractmethod
     def last(self, message: StoredMessage) -> QueueEntry | None:
-        """The last entry of a message's key that is still in the queue; ``None`` if there is none."""
+        """Return the last entry with the key of a message that is still in the queue; ``None`` if there is none."""
 
     @abstractmethod
     def restore(self, entry: QueueEntry) -> bool:
-        """An entry that is put back is the last of its key, unless there is one.
+        """Make a requeued entry the last of its key, unless there is a later one.
 
         Returns:
-            Whether there is a later entry of the same key.
+            Whether there is a later entry with the same key.
         """
 
 
 class Contents:
     """The entries of one queue."""
 
-    #: So many entries may be gone and still be among the ready ones, even if they are most of them.
+    #: Maximum number of gone entries in `ready`, unless they are less than half of it.
     MAX_GAPS = 64
-    #: Entries that leave in one go.
+    #: Maximum number of entries that leave in one slice.
     AT_ONCE = 1000
 
     __slots__ = (
@@ -99,34 +100,34 @@ class Contents:
 
     def __init__(self) -> None:
         self.observers: tuple[EntryObserver, ...] = ()
-        # The last entry of each key, one of the observers; None if the queue does not conflate.
+        # The observer that finds the last entry of each key; None if the queue does not conflate.
         self.values: LastValueMap | None = None
-        # Entries to be delivered, by sequence, and how many among them are gone.
+        # Entries to deliver, by sequence number, and how many of them are gone.
         self.ready: deque[QueueEntry] = deque()
         self.gaps = 0
-        # Entries with consumers, in the order of delivery, and their body bytes.
+        # Unacked entries, in the order of delivery, and their body bytes.
         self.unacked: dict[QueueEntry, None] = {}
         self.unacked_size = 0
-        # Entries that are to leave, and their body bytes.
+        # Entries that are leaving, and their body bytes.
         self.leaving: deque[QueueEntry] = deque()
         self.leaving_size = 0
-        # All of them together, in messages and body bytes (D6).
+        # Totals of ready, unacked and leaving entries: messages and body bytes (D6).
         self.depth = 0
         self.size = 0
         self.peak_depth = 0
         self.peak_size = 0
-        # Messages so far: enqueued, which numbers them; and dropped, by reason.
+        # Messages enqueued so far, which is also the last sequence number; and messages dropped so far, by reason.
         self.published = 0
         self.drops: dict[DropReason, int] = {}
 
-    # Coming.
+    # Adding.
 
     def append(self, queue: QueueView, message: StoredMessage) -> QueueEntry:
-        """Take a message in; no observer is called.
+        """Add a message without calling the observers.
 
         Args:
-            queue: whose contents these are.
-            message: what comes.
+            queue: the queue of these contents.
+            message: the message to add.
         """
         self.published = sequence = self.published + 1
         self.depth = depth = self.depth + 1
@@ -140,16 +141,16 @@ class Contents:
         return entry
 
     def conflate(self, message: StoredMessage) -> None:
-        """Drop the last message of a key for the one that comes, unless a consumer has it."""
+        """Drop the last message with the same key as a new message, unless it is unacked."""
         last = self.values.last(message) if self.values is not None else None
         if last is not None and not last.is_unacked and not last.is_gone:
             self.take_out(last)
             self.left(last, DropReason.CONFLATED)
 
-    # Between the queue and its consumers.
+    # Deliveries.
 
     def first(self) -> QueueEntry | None:
-        """The entry to be delivered next; those that are gone are taken away before it."""
+        """Return the entry to deliver next. Entries that are gone are removed before it."""
         ready = self.ready
         while ready and ready[0].is_gone:
             ready.popleft()
@@ -157,7 +158,7 @@ class Contents:
         return ready[0] if ready else None
 
     def lend(self, entry: QueueEntry) -> None:
-        """A consumer has an entry, which was taken from `ready`."""
+        """Make an entry unacked that was taken from `ready`."""
         entry.is_unacked = True
         self.unacked[entry] = None
         self.unacked_size += entry.message.size
@@ -165,12 +166,12 @@ class Contents:
             observer.lent(entry)
 
     def take_back(self, entry: QueueEntry) -> None:
-        """A consumer has an entry no more; where it goes, the caller decides."""
+        """Remove an entry from the unacked ones. The caller decides where it goes."""
         del self.unacked[entry]
         self.unacked_size -= entry.message.size
 
     def requeue(self, entries: Iterable[QueueEntry]) -> None:
-        """Put entries that consumers had back in their places, and drop an entry if a later value has replaced it."""
+        """Put unacked entries back at their places. If a later value has replaced an entry, drop the entry."""
         back = sorted((entry for entry in entries if not entry.is_gone), key=_sequence, reverse=True)
         for entry in back:
             self.take_back(entry)
@@ -194,15 +195,15 @@ class Contents:
     # Leaving.
 
     def count_drop(self, reason: DropReason) -> None:
-        """Take note of a message that is dropped."""
+        """Count a dropped message."""
         self.drops[reason] = self.drops.get(reason, 0) + 1
 
     def left(self, entry: QueueEntry, reason: DropReason | None = None) -> None:
-        """An entry that stands nowhere any more has left, however it did (J6).
+        """Record that an entry, which has been taken out, has left the queue for whatever reason (J6).
 
         Args:
-            entry: which.
-            reason: why it was dropped; ``None`` if it was not.
+            entry: the entry.
+            reason: the reason of the drop; ``None`` if it was not dropped.
         """
         entry.is_gone = True
         self.depth -= 1
@@ -213,7 +214,7 @@ class Contents:
             observer.left(entry, reason)
 
     def take_out(self, entry: QueueEntry) -> None:
-        """An entry is about to leave, ready or with a consumer."""
+        """Take out a ready or unacked entry that is about to leave."""
         if entry.is_unacked:
             self.take_back(entry)
         elif entry is self.first():
@@ -225,13 +226,13 @@ class Contents:
                 self.gaps = 0
 
     def purge(self, *, mark: bool) -> int:
-        """Let all ready entries leave in slices; `let_leave` is to follow.
+        """Move all ready entries to `leaving`. The caller has to call `let_leave` afterwards.
 
         Args:
-            mark: whether anything keeps entries by itself, so that they are to be known as gone at once.
+            mark: whether to mark the entries as gone at once, because other objects keep them too.
 
         Returns:
-            How many there were.
+            The number of entries that were moved.
         """
         entries, size = self.ready, self.ready_size
         if self.gaps:
@@ -243,7 +244,7 @@ class Contents:
         return count
 
     def purge_unacked(self) -> None:
-        """Let all entries leave in slices that consumers have; what these settle later changes nothing."""
+        """Move all unacked entries to `leaving`. Later acks of them change nothing."""
         entries, size = deque(self.unacked), self.unacked_size
         self.unacked.clear()
         self.unacked_size = 0
@@ -260,37 +261,37 @@ class Contents:
         self.leaving_size += size
 
     def let_leave(self, count: int = AT_ONCE) -> None:
-        """Let so many of the entries leave that are to."""
+        """Let up to `count` of the leaving entries leave."""
         leaving = self.leaving
         for _ in range(min(count, len(leaving))):
             entry = leaving.popleft()
             self.leaving_size -= entry.message.size
             self.left(entry)
 
-    # What there is.
+    # Counts and order.
 
     @property
     def ready_count(self) -> int:
-        """Messages to be delivered."""
+        """The number of messages to deliver."""
         return self.depth - len(self.unacked) - len(self.leaving)
 
     @property
     def ready_size(self) -> int:
-        """Their body bytes."""
+        """Body bytes of the messages to deliver."""
         return self.size - self.unacked_size - self.leaving_size
 
     @property
     def dropped(self) -> int:
-        """Messages dropped so far, for whatever reason. Copies have another reason, too, and are counted once."""
+        """Messages dropped so far, for any reason. A copy that is not dead-lettered has two reasons and counts once."""
         return sum(self.drops.values()) - self.drops.get(DropReason.COPY, 0)
 
     def oldest_first(self) -> Iterator[QueueEntry]:
-        """All entries, ready and unacked, in the queue's order."""
+        """Yield all entries, ready and unacked, in the order of the queue."""
         ready = [entry for entry in self.ready if not entry.is_gone]
         return iter(sorted((*self.unacked, *ready), key=_sequence) if self.unacked else ready)
 
     def oldest(self) -> QueueEntry | None:
-        """The oldest entry, ready or unacked."""
+        """Return the oldest entry, ready or unacked."""
         entry = self.first()
         if self.unacked:
             oldest = min(self.unacked, key=_sequence)

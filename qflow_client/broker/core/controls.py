@@ -1,4 +1,4 @@
-"""What an operator has set for the whole broker at run time: holds and switches that sessions and channels read."""
+"""The settings that an operator changes at run time for the whole broker. Sessions and channels read them."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ __all__ = ["Controls"]
 
 
 class Controls:
-    """Holds and switches that sessions and channels look at.
+    """The controllers and switches of the operator.
 
     Args:
-        watches_publishes: whether every publish is to be looked at.
+        watches_publishes: whether every publish has to be checked.
     """
 
     __slots__ = (
@@ -27,37 +27,37 @@ class Controls:
         "withhold_confirms",
     )
 
-    #: What blocks a channel, or a connection, in the name of the operator, as queues do in theirs.
+    #: Name of the controller that blocks a channel or a connection for the operator, as a queue's controller does.
     OPERATOR = "operator"
-    #: The same in the name of an alarm.
+    #: Name of the same for an alarm.
     ALARM = "alarm"
 
     def __init__(self, *, watches_publishes: bool = False) -> None:
         self.operator = FlowController(ThresholdLimiter(StopResume()), name=self.OPERATOR)
-        # Whether channels that turn out to be producers are flowed at once (D5).
+        # Whether channels are blocked as soon as they become producers (D5).
         self.producers_stopped = False
-        # What blocks channels because of an alarm, where that is how clients learn of one.
+        # Blocks channels during an alarm, if the dialect informs clients of alarms in this way.
         self.alarm = FlowController(ThresholdLimiter(StopResume()), name=self.ALARM)
-        # Why connections are blocked, by what blocks them.
+        # The reasons why all connections are blocked, by name of the alarm.
         self.alarms: dict[str, str] = {}
-        # Whether confirms stay with the broker.
+        # Whether the broker withholds confirms.
         self.withhold_confirms = False
         # Whether every publish is refused.
         self.nack_publishes = False
-        # Whether more is to be done about every publish than its queues ask for, and why.
+        # Whether every publish takes the slower way with checks, whatever its queues need; and the two reasons for it.
         self.watches_publishes = watches_publishes
         self._watches_always = watches_publishes
         self._has_rates = False
-        # What was done about clients that do not listen, and how often (D8).
+        # Number of sanctions against clients that ignore Channel.Flow, by kind (D8).
         self.sanctions = {"tarpits": 0, "channels_closed": 0, "connections_closed": 0}
 
     def refuse_publishes(self, on: bool) -> None:
-        """Refuse every publish, or no longer."""
+        """Start or stop refusing every publish."""
         self.nack_publishes = on
         self._watch()
 
     def limit_rates(self, on: bool) -> None:
-        """There are rate limits, or no longer."""
+        """Note that there are rate limits, or that there are none any more."""
         self._has_rates = on
         self._watch()
 

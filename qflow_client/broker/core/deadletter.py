@@ -1,11 +1,15 @@
-"""Dead-lettering as RabbitMQ does it: where a message goes that died, and what its headers tell of its deaths.
+"""Dead-lettering like RabbitMQ's: where a dead message goes, and which headers record its deaths.
 
-A message that dies without a consumer's rejection goes on to other queues, dies there, and so on. Two rules bound that.
-As in RabbitMQ, a dead letter does not enter a queue where it died before, by its header ``x-death``. That alone admits
-every path through the queues, and between n queues there are more than n! paths. So, other than in RabbitMQ, of the
-copies of one message that die in a queue, the queue dead-letters only the first to each target, which is an exchange
-and a routing key: there is at most one dead letter for each queue and target. A rejection by a consumer ends both
-rules; a restart of the broker ends the second.
+If no consumer rejects it, a dead letter can die again in its next queue, and so on. Two rules limit this.
+
+The first rule is RabbitMQ's. A dead letter does not enter a queue in which it has died before, according to its header
+``x-death``. This rule alone allows every path through the queues. Between n queues there are more than n! paths.
+
+The second rule is this broker's own. If several copies of one message die in a queue, the queue dead-letters only the
+first copy to each target (an exchange and a routing key). So there is at most one dead letter for each queue and
+target.
+
+A rejection by a consumer ends both rules. A restart of the broker ends the second.
 """
 
 from __future__ import annotations
@@ -32,13 +36,13 @@ _MAX_COUNT = 2**63 - 1
 
 
 class Death(NamedTuple):
-    """Where and why a message died, as an entry of ``x-death``.
+    """The place and the reason of a message's death, as an entry of ``x-death``.
 
     Attributes:
-        queue: its name, unless a client wrote something else there.
-        reason: why, likewise.
+        queue: name of the queue; any other value if a client wrote one there.
+        reason: the reason; any other value if a client wrote one there.
         fields: all fields of the entry.
-        raw: the same as bytes, with their type.
+        raw: the same entry, encoded with its type.
     """
 
     queue: Any
@@ -48,14 +52,14 @@ class Death(NamedTuple):
 
 
 class DeadLetter(StoredMessage):
-    """A message that died and goes on.
+    """A message that died and is published again.
 
     Args:
         target: the dead-letter exchange and the routing key.
-        header: the payload of its content header frame, which tells of its deaths.
-        body: the content.
-        deaths: what the header tells of them, the last first; kept within a step, because decoding a long list takes
-            long.
+        header: the payload of its content header frame, which records its deaths.
+        body: body of the message.
+        deaths: the deaths in the header, the latest first. They are cached only within one step, because decoding a
+            long list takes long.
     """
 
     __slots__ = ("deaths",)
@@ -66,17 +70,16 @@ class DeadLetter(StoredMessage):
 
 
 class DeadLetters:
-    """Messages that died, on their way to where they are dead-lettered.
+    """The dead messages that are on their way to their dead-letter exchanges.
 
-    In ``with dead_letters:`` they wait for its end. A publish needs that from the question whether its queues have room
-    until it is in all of them, because a dead letter in between might take that room.
+    Inside ``with dead_letters:`` dead messages wait until the end of the block. A publish uses this from the check of
+    its queues' room until the message is in all of them. Otherwise a dead letter could take that room in between.
 
     Args:
-        resolve: the target, up to date, of a message to an exchange with a routing key; ``None`` if there is no such
-            exchange.
-        destinations: the queues that a message goes to, whose target is up to date.
-        when_read: has something called when the body of a message is in memory.
-        wall_clock: seconds since 1970.
+        resolve: returns the current target for an exchange and a routing key; ``None`` if the exchange does not exist.
+        destinations: returns the queues of a message with a current target.
+        when_read: calls a function when the body of a message is in memory.
+        wall_clock: returns seconds since 1970.
     """
 
     __slots__ = ("_dead", "_destinations", "_letters", "_pauses", "_resolve", "_wall_clock", "_when_read")
@@ -92,7 +95,7 @@ class DeadLetters:
         self._destinations = destinations
         self._when_read = when_read
         self._wall_clock = wall_clock
-        # Messages that died and are not dead-lettered yet; they wait while this is not 0.
+        # Dead messages that are not dead-lettered yet. They wait while the counter is not 0.
         self._dead: deque[tuple[Queue, StoredMessage, DropReason]] = deque()
         self._pauses = 0
         # The dead letters of this step.
@@ -107,7 +110,7 @@ class DeadLetters:
             self._send_all()
 
     def died(self, queue: Queue, message: StoredMessage, reason: DropReason) -> None:
-        """A message was dropped by a queue with a dead-letter exchange."""
+        """Dead-letter a message that a queue with a dead-letter exchange has dropped."""
         self._dead.append((queue, message, reason))
         if not self._pauses:
             self._send_all()
@@ -115,7 +118,8 @@ class DeadLetters:
     def _send_all(self) -> None:
         """Send the dead letters of all messages.
 
-        Those that die meanwhile come last, so that a chain of queues is no chain of calls.
+        Messages that die in the meantime are appended to the list. So a chain of queues does not become a chain of
+        calls.
         """
         self._pauses += 1
         try:
@@ -124,7 +128,8 @@ class DeadLetters:
         finally:
             self._pauses -= 1
             for letter in self._letters:
-                # Decoded again if it dies later: a long list of deaths takes far more memory than its bytes.
+                # The list is decoded again if the letter dies later, because a long list takes far more memory than its
+                # bytes.
                 letter.deaths = None
             self._letters.clear()
 
@@ -134,7 +139,7 @@ class DeadLetters:
             if queue.storage is not None:
                 queue.storage.buried(message)
         elif message.body is None:
-            # It must be read before.
+            # The body must be read first.
             self._when_read(message, lambda: self.died(queue, message, reason))
         else:
             self._send(queue, message, reason)
@@ -142,7 +147,7 @@ class DeadLetters:
                 queue.storage.buried(message)
 
     def _send(self, queue: Queue, message: StoredMessage, reason: DropReason) -> None:
-        """Send the dead letter of a message where it goes."""
+        """Send the dead letter of a message to its destinations."""
         options = queue.options
         key = options.dead_letter_routing_key
         target = self._resolve(options.dead_letter_exchange or "", message.target.routing_key if key is None else key)
@@ -159,7 +164,7 @@ class DeadLetters:
             sent = message.dead_lettered = getattr(message, "dead_lettered", sent)
             way = queue.name, target.exchange, target.routing_key
             if way in sent:
-                # Another copy has gone wherever this one would go.
+                # An earlier copy has already gone to the same target.
                 if DropReason.COPY not in queue.contents.drops:
                     _log.warning(
                         "queue '%s': dead-letters only one copy of a message that dies here; others are only counted",
@@ -175,7 +180,7 @@ class DeadLetters:
         self._letters.append(letter)
         blocked = _cycle_queues(reason, deaths)
         for destination in self._destinations(letter, target):
-            # There is no publisher to refuse it to, so each destination decides for itself.
+            # There is no publisher that could get a nack, so each destination decides for itself.
             if destination.name in blocked:
                 if DropReason.CYCLE not in destination.contents.drops:
                     _log.warning(
@@ -191,13 +196,16 @@ class DeadLetters:
 
 
 def _field(value: Any) -> bytes:
-    """A value with its type."""
-    # A table of one field is its size, the size of its name, its name and what is wanted.
+    """Encode a value with its type."""
+    # A table with one field consists of its size, the size of the name, the name and the encoded value.
     return encode_table({"": value}, "a header")[5:]
 
 
 def _entry(fields: Mapping[str, Any]) -> bytes:
-    """An entry of ``x-death`` with its type. Its count has 64 bits, as in RabbitMQ: typed clients cast it to a long."""
+    """Encode an entry of ``x-death`` with its type.
+
+    Its count has 64 bits, as in RabbitMQ, because clients in typed languages cast it to a long.
+    """
     count = fields.get("count")
     if not isinstance(count, int) or isinstance(count, bool):
         return _field(fields)
@@ -207,10 +215,10 @@ def _entry(fields: Mapping[str, Any]) -> bytes:
 
 
 def _deaths_of(message: StoredMessage) -> list[Death]:
-    """Where and why a message died before, the last first.
+    """Return the earlier deaths of a message, the latest first.
 
     Raises:
-        TypeError, ValueError: a client wrote there what cannot be written again.
+        TypeError, ValueError: the header has a value, written by a client, that cannot be encoded again.
     """
     if isinstance(message, DeadLetter) and message.deaths is not None:
         return message.deaths
@@ -225,11 +233,11 @@ def _deaths_of(message: StoredMessage) -> list[Death]:
 
 
 def _cycle_queues(reason: DropReason, deaths: Sequence[Death]) -> set[str]:
-    """The queues that a message must not enter: it died there, and no consumer has rejected it since.
+    """Return the queues that a message must not enter: it died there, and no consumer has rejected it since.
 
     Args:
-        reason: of its last death.
-        deaths: all of them, the last first.
+        reason: reason of its last death.
+        deaths: all deaths, the latest first.
     """
     found: set[str] = set()
     if reason is not DropReason.REJECTED:
@@ -244,16 +252,16 @@ def _cycle_queues(reason: DropReason, deaths: Sequence[Death]) -> set[str]:
 def _deaths_and_headers(
     message: StoredMessage, queue: str, reason: DropReason, time: float
 ) -> tuple[list[Death], dict[bytes, bytes]]:
-    """The deaths of a message that has just died, and the headers that tell of them.
+    """Return the deaths of a message that has just died, and the headers that record them.
 
     Args:
-        message: which died.
-        queue: where.
-        reason: why.
+        message: the dead message.
+        queue: name of the queue in which it died.
+        reason: reason of the death.
         time: seconds since 1970.
 
     Returns:
-        The deaths, the last first, and the headers with their types, by name.
+        The deaths, the latest first; and the headers, encoded with their types, by name.
     """
     try:
         before = _deaths_of(message)
@@ -272,7 +280,7 @@ def _deaths_and_headers(
 
 
 def _next_death(message: StoredMessage, before: Sequence[Death], queue: str, reason: DropReason, time: float) -> Death:
-    """The entry for a message's last death, which counts how often it died there for that reason."""
+    """Return the entry for a message's latest death. It counts the deaths in the same queue for the same reason."""
     fields: dict[str, Any]
     same = next((death for death in before if (death.queue, death.reason) == (queue, reason)), None)
     if same is not None:

@@ -1,4 +1,4 @@
-"""When one connection has to be open, closed, or heard of, sans-I/O: heartbeats, and peers that take too long."""
+"""The timeouts of one connection, sans-I/O: opening, closing, heartbeats and login."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class Deadlines:
     """The deadlines of one connection.
 
     Args:
-        settings: the broker's.
-        handshake: knows how often heartbeats are agreed on, and how long the login is valid.
-        output: of the connection.
+        settings: settings of the broker.
+        handshake: has the negotiated heartbeat and the end of the login's validity.
+        output: output of the connection.
         now: monotonic seconds.
     """
 
@@ -28,45 +28,46 @@ class Deadlines:
         self._settings = settings
         self._handshake = handshake
         self._output = output
-        # When something last came.
+        # Time at which the last bytes arrived.
         self.last_received = now
-        # Until when the connection must be open, and is ended if it is not, even if it is closing; infinite once it is.
+        # Time by which the connection must be open; infinite once it is. The connection ends at this time even if it is
+        # closing.
         self.open_by = now + settings.unauthenticated_timeout
-        # Until when the socket is not to be read (D8); None if it is.
+        # Time until which the socket is not read (D8); None if it is read.
         self.tarpit_until: float | None = None
-        # When the session's `tick` is due.
+        # Time at which the session's `tick` is due.
         self.at = self.open_by
 
     def by(self, at: float) -> None:
-        """Something is due at that time at the latest."""
+        """Make `tick` due at this time at the latest."""
         self.at = min(self.at, at)
 
     def closing(self, now: float) -> None:
-        """Connection.Close is sent: the answer is due soon, and is read."""
+        """Start the timeout for the answer to Connection.Close, and read the socket again."""
         self.tarpit_until = None
         self.at = min(now + self._settings.close_timeout, self.open_by)
 
     def tarpit(self, now: float) -> None:
-        """Let nothing more be read from the socket for a time (D8)."""
+        """Stop reading the socket for a time (D8)."""
         self.tarpit_until = now + self._settings.tarpit_time
         self.by(self.tarpit_until)
 
     def missed(self, now: float, *, is_closing: bool) -> str | None:
-        """What the peer has not done in time, for the log; ``None`` if it may have more time."""
+        """Return which deadline the peer has missed, for the log; ``None`` if it has more time."""
         if now >= self.open_by:
             return f"not open within {self._settings.unauthenticated_timeout} s"
         return f"no answer to Connection.Close within {self._settings.close_timeout} s" if is_closing else None
 
     def beat(self, now: float, *, is_silenced: bool, login_at: float = math.inf) -> str | None:
-        """Send a heartbeat if one is due, and find out what is due next.
+        """Send a heartbeat if one is due, and compute the next due time.
 
         Args:
             now: monotonic seconds.
-            is_silenced: whether nothing could be heard of the peer, because it is not read.
-            login_at: when its login has its turn.
+            is_silenced: whether the peer could not be heard because the socket is not read.
+            login_at: time at which its delayed login is checked.
 
         Returns:
-            That the peer was silent for too long, for the log; ``None`` if it was not.
+            A text for the log if the peer was silent for too long; otherwise ``None``.
         """
         heartbeat = self._handshake.heartbeat
         times = [self.open_by, self._handshake.expires_at, login_at]

@@ -1,7 +1,7 @@
-"""The consumers of one queue, sans-I/O: whose turn it is, what they are given, and what they settle.
+"""The consumers of one queue, sans-I/O: which consumer is next, and what they get and settle.
 
-A consumer is active while the queue counts on it. It leaves the turn when it can take nothing, and is woken when that
-may have changed.
+A consumer is active while the queue may deliver to it. A consumer that cannot take messages becomes inactive. It is
+woken when this may have changed.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ class Dispatcher:
     """Gives the ready messages of one queue to its consumers, in turn.
 
     Args:
-        contents: of the queue.
-        dropping: has what expires, before anything is delivered, and what is rejected.
-        storage: has the bodies that are on disk only; ``None`` if none can be.
-        single_active: whether only the oldest consumer is given messages.
+        contents: contents of the queue.
+        dropping: drops expired entries before deliveries, and rejected entries.
+        storage: reads bodies that are only on disk; ``None`` if all bodies stay in memory.
+        single_active: whether only the oldest consumer gets messages.
     """
 
     __slots__ = (
@@ -46,23 +46,23 @@ class Dispatcher:
         self._dropping = dropping
         self._storage = storage
         self._single_active = single_active
-        # All consumers, and those of them that can take something, whose turn it is first.
+        # All consumers; and the active ones, the next first.
         self.consumers: dict[Consumer, None] = {}
         self.active: deque[Consumer] = deque()
-        # The one that asked to be the only one.
+        # The exclusive consumer.
         self.exclusive: Consumer | None = None
-        # Whether there ever was one, without which auto-delete does nothing.
+        # Whether the queue has ever had a consumer. Otherwise auto-delete does nothing.
         self.was_used = False
-        # How many channels that have ended are still to return deliveries: until then it delivers nothing.
+        # Number of closed channels that still return deliveries. Nothing is delivered until it is 0.
         self._pauses = 0
-        # Messages so far: given to consumers, settled by them.
+        # Messages so far: delivered to consumers, acked by them.
         self.delivered = 0
         self.acked = 0
 
     # Consumers.
 
     def add(self, consumer: Consumer, *, exclusive: bool) -> None:
-        """Let a consumer take part. Delivers nothing yet."""
+        """Add a consumer, without delivering to it yet."""
         self.consumers[consumer] = None
         self.was_used = True
         if exclusive:
@@ -70,7 +70,7 @@ class Dispatcher:
         self.wake(consumer)
 
     def wake(self, consumer: Consumer) -> None:
-        """A consumer may be able to take something again."""
+        """Make a consumer active again that may be able to take messages."""
         if not consumer.is_active and consumer in self.consumers and self._may_serve(consumer):
             consumer.is_active = True
             self.active.append(consumer)
@@ -79,7 +79,7 @@ class Dispatcher:
         return not self._single_active or next(iter(self.consumers)) is consumer
 
     def remove(self, consumer: Consumer) -> None:
-        """A consumer is gone. What it has not settled stays unacked. Delivers nothing yet, not even to the next."""
+        """Remove a consumer, without delivering to others yet. Its unsettled messages stay unacked."""
         self.consumers.pop(consumer, None)
         if consumer.is_active:
             consumer.is_active = False
@@ -100,17 +100,17 @@ class Dispatcher:
     # Deliveries.
 
     def pause(self, change: int) -> None:
-        """Deliver nothing until as many calls had -1 as had 1; `dispatch` is to follow the last."""
+        """Change the pause counter by 1 or -1; nothing is delivered unless it is 0. Call `dispatch` when it is."""
         self._pauses += change
 
     def dispatch(self) -> None:
-        """Deliver what can be delivered, to each consumer in turn."""
+        """Drop expired messages, and deliver as many messages as the consumers take, in turn."""
         if self._dropping.expiry is not None:
             self._dropping.expire()
         self.deliver()
 
     def deliver(self) -> None:
-        """`dispatch`, without a look at what may have expired."""
+        """Deliver like `dispatch`, but without dropping expired messages first."""
         contents, storage, expiry = self._contents, self._storage, self._dropping.expiry
         if self._pauses or (expiry is not None and expiry.is_behind):
             return
@@ -141,7 +141,7 @@ class Dispatcher:
                 consumer.deliver(entry)
 
     def take(self, *, no_ack: bool) -> QueueEntry | None:
-        """Take the next ready entry, as ``Basic.Get`` does; with `no_ack` it has left the queue."""
+        """Take the next ready entry for ``Basic.Get``. With `no_ack` the entry leaves the queue."""
         contents, dropping = self._contents, self._dropping
         dropping.expire()
         entry = contents.first()
@@ -158,7 +158,7 @@ class Dispatcher:
         return entry
 
     def settle(self, entry: QueueEntry, *, acked: bool) -> None:
-        """A delivered entry was acked, or rejected for good."""
+        """Settle a delivered entry that was acked, or rejected without requeue."""
         if entry.is_gone:
             return
         if acked:
@@ -170,5 +170,5 @@ class Dispatcher:
             self._dropping.drop(entry, DropReason.REJECTED)
 
     def requeue(self, entries: Iterable[QueueEntry]) -> None:
-        """Put delivered entries back in their places. Delivers nothing yet."""
+        """Put delivered entries back at their places, without delivering them yet."""
         self._contents.requeue(entries)

@@ -1,6 +1,7 @@
-"""How messages leave a queue that no consumer has acked, sans-I/O: they expire, are dropped, or are purged.
+"""How messages leave a queue without an ack, sans-I/O: they expire, are dropped, or are purged.
 
-What expires, is rejected or makes room may be dead-lettered; what is purged, is lost, or gives its memory may not.
+A message that expires, is rejected or makes room for another may be dead-lettered. A message that is purged, lost or
+dropped for memory is not.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ class Dropping:
     """Drops entries of one queue.
 
     Args:
-        contents: of the queue.
-        died: called with a message that is dead-lettered, and why; ``None`` if none is.
-        wake: called when more is to leave soon: `let_leave` is to be called again.
+        contents: contents of the queue.
+        died: called with a message to dead-letter and the reason; ``None`` if the queue does not dead-letter.
+        wake: called when more entries have to leave soon: the caller then has to call `let_leave`.
     """
 
     __slots__ = ("_contents", "_died", "_wake", "expiry", "has_letters")
@@ -33,14 +34,14 @@ class Dropping:
     ) -> None:
         self._contents = contents
         self._died = died
-        # Whether there is a dead-letter exchange.
+        # Whether the queue has a dead-letter exchange.
         self.has_letters = died is not None
         self._wake = wake
-        # Entries that expire; None until there is one.
+        # The entries that expire; None until there is one.
         self.expiry: Expiry | None = None
 
     def expire(self) -> None:
-        """Drop ready entries whose time has come; if they are more than may leave at once, the others do soon."""
+        """Drop expired ready entries. If they are more than may leave at once, the others follow soon."""
         if self.expiry is None:
             return
         due = self.expiry.take_due(Contents.AT_ONCE)
@@ -51,18 +52,18 @@ class Dropping:
             self.dead_letter(entry.message, DropReason.EXPIRED)
 
     def dead_letter(self, message: StoredMessage, reason: DropReason) -> None:
-        """Send a message that was dropped, or refused, to the dead-letter exchange, if there is one."""
+        """Send a dropped or refused message to the dead-letter exchange, if there is one."""
         if self._died is not None:
             self._died(message, reason)
 
     def drop(self, entry: QueueEntry, reason: DropReason) -> None:
-        """Drop an entry that may be dead-lettered."""
+        """Drop an entry, and dead-letter it if the queue does so."""
         self._contents.take_out(entry)
         self._contents.left(entry, reason)
         self.dead_letter(entry.message, reason)
 
     def drop_oldest(self) -> None:
-        """Drop the oldest entry, even one that a consumer has. There must be one."""
+        """Drop the oldest entry, even if it is unacked. The queue must not be empty."""
         if self._contents.leaving:
             self.let_leave()
             return
@@ -71,31 +72,31 @@ class Dropping:
         self.drop(entry, DropReason.MAXLEN)
 
     def drop_head(self) -> None:
-        """Drop the oldest ready entry. There must be one."""
+        """Drop the oldest ready entry. There must be a ready entry."""
         entry = self._contents.first()
         assert entry is not None
         self.drop(entry, DropReason.MAXLEN)
 
     def drop_for_memory(self, entry: QueueEntry) -> None:
-        """Drop a ready entry whose memory is needed (A1); no dead letter takes its place."""
-        # One that is gone is leaving already.
+        """Drop a ready entry to free memory (A1), without a dead letter, which would take memory again."""
+        # An entry that is gone is leaving already.
         if not entry.is_gone:
             self._contents.take_out(entry)
             self._contents.left(entry, DropReason.MEMORY)
 
     def drop_lost(self, message: StoredMessage) -> None:
-        """Drop a message whose body is lost, wherever it is here."""
+        """Drop a message whose body is lost, ready or unacked."""
         for entry in [each for each in self._contents.oldest_first() if each.message is message]:
             self._contents.take_out(entry)
             self._contents.left(entry, DropReason.DAMAGED)
 
     def end(self) -> None:
-        """The queue is deleted, and all entries have left."""
+        """End with the queue, which is deleted and whose entries have all left."""
         self._died = self.expiry = None
         self._wake = _nothing
 
     def let_leave(self) -> None:
-        """Let some of the entries leave that are to."""
+        """Let some of the leaving entries leave."""
         if self._contents.leaving:
             self._contents.let_leave()
             if self._contents.leaving:
@@ -103,4 +104,4 @@ class Dropping:
 
 
 def _nothing() -> None:
-    """Called in place of a queue that is deleted."""
+    """Do nothing; called in place of a deleted queue."""

@@ -1,11 +1,12 @@
-"""What queues hold: messages, their places in queues, and their confirms.
+"""The objects that queues hold: messages, their entries in queues, and their confirms.
 
-One `StoredMessage` is shared by all queues that hold it. Each queue has a `QueueEntry` of its own for it, which keeps
-the place in that queue's order. A `Completion` is the confirm of one publish; it is sent when the last queue releases
-it. Nothing here decides: queues, the journal and channels change these objects, and the fields say which of them does.
+All queues with a message share one `StoredMessage`. Each queue has its own `QueueEntry` for it, which keeps its place
+in that queue's order. A `Completion` is the confirm of one publish; it is sent when the last queue releases it. This
+module decides nothing. Queues, the journal and channels change these objects; the comments at the fields say which of
+them does.
 
-The protocols at the end are how those below a queue see it and what it holds: an overflow policy, a pager and a
-delivery know `QueueView`, never the class `Queue`, so that imports lead in one direction only.
+The protocols at the end describe a queue and its contents for the modules below it. An overflow policy, a pager and a
+delivery use `QueueView` instead of the class `Queue`, so that imports go in one direction only.
 """
 
 from __future__ import annotations
@@ -36,31 +37,31 @@ __all__ = [
 
 
 class DropReason(StrEnum):
-    """Why a message left a queue, or never came in, and no consumer has acked it."""
+    """The reason why a message left a queue without an ack, or did not enter it."""
 
-    #: A consumer rejected it for good.
+    #: A consumer rejected it without requeue.
     REJECTED = "rejected"
-    #: It waited for too long.
+    #: It waited longer than its time to live.
     EXPIRED = "expired"
-    #: It made room for another.
+    #: It made room for a new message.
     MAXLEN = "maxlen"
-    #: A later message of its key has come.
+    #: A later message with the same key has arrived.
     CONFLATED = "conflated"
-    #: Memory was beyond its limit, and the policy said so (A1).
+    #: Memory exceeded its limit, and the policy of the queue drops messages (A1).
     MEMORY = "memory"
-    #: Its body was on disk only, and is damaged there (E10).
+    #: Its body was only on disk, and is damaged there (E10).
     DAMAGED = "damaged"
-    #: The queue was full, and the sender was not informed: a dead letter, or a publish without confirms.
+    #: The queue was full, and the sender was not informed, because it was a dead letter or a publish without confirms.
     REFUSED = "refused"
-    #: It came as a dead letter, had died here before, and no consumer had rejected it since.
+    #: It came as a dead letter, had already died in this queue, and no consumer had rejected it since.
     CYCLE = "cycle"
-    #: It died here and was not dead-lettered, because another copy of the same message had gone from here to the same
-    #: target. It is counted by the reason of its death, too.
+    #: It died in this queue and was not dead-lettered, because another copy of the same message had gone from this
+    #: queue to the same target. The message is also counted under the reason of its death.
     COPY = "copy"
 
 
 class Address:
-    """Where a message is published to."""
+    """The exchange and routing key of a publish."""
 
     __slots__ = ("exchange", "immediate", "mandatory", "names", "routing_key")
 
@@ -74,7 +75,7 @@ class Address:
 
 
 class Record:
-    """What the journal knows of a message."""
+    """The journal's data about a message."""
 
     __slots__ = (
         "aside",
@@ -90,68 +91,68 @@ class Record:
     )
 
     def __init__(self) -> None:
-        # Queues that it is in, and the numbers of those of them that survive the broker, if it does.
+        # Number of queues that hold it; and the numbers of those queues that survive the broker, if the message does.
         self.holders = 0
         self.queues: list[int] = []
-        # Its number on disk, above those of all that came before; 0 if it need not be there.
+        # Its number on disk, greater than all earlier numbers; 0 if it does not have to be on disk.
         self.number = 0
-        # Whether a batch has it, or had; and whether it is on disk.
+        # Whether a batch has taken it, now or earlier; and whether it is on disk.
         self.is_taken = False
         self.is_written = False
         # Its confirm, which waits for the disk; None if there is none.
         self.completion: Completion | None = None
-        # Whether it is to be on disk as long as any queue has it; and whether memory is to be rid of its body then.
+        # Whether it has to be on disk as long as any queue has it; and whether its body then leaves memory.
         self.is_spooled = False
         self.is_evicting = False
-        # Whether its body is damaged on disk, and in memory no more.
+        # Whether its body is damaged on disk, and no longer in memory.
         self.is_lost = False
-        # Its entries that could not be dropped when memory was beyond its limit, until that may have changed.
+        # Its entries that could not be dropped for memory; they are tried again when this may have changed.
         self.aside: Sequence[QueueEntry] = ()
 
 
 class StoredMessage:
-    """A message, shared by all queues that have it. What was published never changes, but the body may be on disk only.
+    """A message, shared by all queues that hold it. Its content never changes, but the body may be only on disk.
 
     Args:
-        target: where it was published to.
-        header: the payload of its content header frame, as it came.
-        body: the content.
+        target: the exchange and routing key of its publish.
+        header: the payload of its content header frame, as received.
+        body: body of the message.
     """
 
     __slots__ = ("body", "dead_lettered", "header", "record", "size", "target")
 
-    #: The queues that have dead-lettered a copy of it, each with the exchange and the routing key. All copies share the
-    #: set. Only there if a queue has.
+    #: The queues that have dead-lettered a copy of it, each with the exchange and routing key of the target. All copies
+    #: share this set. The attribute exists only if there is such a queue.
     dead_lettered: set[tuple[str, str, str]]
 
     def __init__(self, target: Address, header: bytes, body: bytes) -> None:
         self.target = target
         self.header = header
-        # None while it is on disk only.
+        # None while the body is only on disk.
         self.body: bytes | None = body
-        # Body bytes, which is what thresholds and maxima are about.
+        # Body bytes. Thresholds and maxima use this size.
         self.size = len(body)
-        # What the journal knows of it; None if there is no journal, or no queue has it.
+        # The journal's data; None if there is no journal, or no queue holds the message.
         self.record: Record | None = None
 
     @property
     def is_lost(self) -> bool:
-        """Whether its body was on disk only, and is damaged there."""
+        """Whether its body was only on disk and is damaged there."""
         return self.record is not None and self.record.is_lost
 
     @property
     def footprint(self) -> int:
-        """Bytes that it takes in memory while no queue has it, about."""
+        """Approximate bytes in memory while no queue holds it."""
         return self.size + len(self.header) + 512
 
     @property
     def is_persistent(self) -> bool:
-        """Whether it is to survive the broker, in queues that do."""
+        """Whether it survives the broker in durable queues."""
         return is_persistent(self.header)
 
     @property
     def ttl(self) -> int | None:
-        """Milliseconds that it may wait in a queue; ``None`` for ever."""
+        """Time to live in a queue, in milliseconds; ``None`` for no limit."""
         return time_to_live(self.header) if self.header[12] & HAS_EXPIRATION else None
 
     @property
@@ -161,11 +162,11 @@ class StoredMessage:
 
 
 class Completion:
-    """The confirm of one message, held back by flow states that were ON when it came (C5), by the disk or an operator.
+    """The confirm of one message. Flow states that were ON (C5), the disk or an operator may hold it.
 
     Args:
         tag: the publish sequence number on its channel.
-        complete: called with the tag when the last hold is gone.
+        complete: called with the tag when the last hold is released.
     """
 
     __slots__ = ("_armed", "_complete", "holds", "tag")
@@ -173,19 +174,19 @@ class Completion:
     def __init__(self, tag: int, complete: Callable[[int], None]) -> None:
         self.tag = tag
         self._complete = complete
-        # How many of these hold it.
+        # Number of holds.
         self.holds = 0
-        # Set when every destination has the message; before, no number of holds means anything.
+        # Set when every destination has the message. Before that, a count of 0 holds does not complete it.
         self._armed = False
 
     def release(self) -> None:
-        """One of those that hold it releases it."""
+        """Release one hold."""
         self.holds -= 1
         if not self.holds and self._armed:
             self._complete(self.tag)
 
     def arm(self) -> bool:
-        """All destinations have the message.
+        """Note that all destinations have the message.
 
         Returns:
             True if nothing holds it.
@@ -202,13 +203,13 @@ class QueueEntry:
     def __init__(self, queue: QueueView, message: StoredMessage, sequence: int) -> None:
         self.queue = queue
         self.message = message
-        # Its place in the queue's order, kept when it is put back.
+        # Its place in the order of the queue; a requeue does not change it.
         self.sequence = sequence
         # Whether it was delivered before.
         self.redelivered = False
-        # Whether it is with a consumer.
+        # Whether a consumer has it and has not settled it.
         self.is_unacked = False
-        # Whether it has left the queue; an ack that comes later changes nothing.
+        # Whether it has left the queue. A later ack changes nothing.
         self.is_gone = False
 
 
@@ -217,13 +218,13 @@ class Owner(Protocol):
 
     @property
     def name(self) -> str:
-        """For people."""
+        """The name for logs and reports."""
 
 
 class Consumer(Protocol):
-    """A queue gives messages to its consumers."""
+    """A consumer, to which a queue delivers messages."""
 
-    #: Whether the queue counts on it; kept by the queue.
+    #: Whether the queue may deliver to it; the queue sets this.
     is_active: bool
 
     @property
@@ -232,13 +233,13 @@ class Consumer(Protocol):
 
     @property
     def can_take(self) -> bool:
-        """Whether it has credit, is not stopped, and its connection takes bytes."""
+        """Whether it has credit, is not stopped, and its connection accepts more bytes."""
 
     def deliver(self, entry: QueueEntry) -> None:
-        """Take a message; `can_take` was true."""
+        """Take a message. The caller has checked `can_take`."""
 
     def cancelled_by_queue(self) -> None:
-        """The queue is deleted, and the consumer with it."""
+        """End the consumer, because its queue was deleted."""
 
 
 class BodyPager(Protocol):
@@ -248,47 +249,47 @@ class BodyPager(Protocol):
     size: int
 
     def add(self, entry: QueueEntry) -> None:
-        """An entry has come."""
+        """An entry was added."""
 
     def came(self, entry: QueueEntry) -> None:
-        """An entry to be delivered has its body again."""
+        """The body of a ready entry is in memory again."""
 
     def lend(self, entry: QueueEntry) -> None:
-        """A consumer has an entry; its body is in memory."""
+        """An entry was delivered to a consumer; its body is in memory."""
 
     def take_back(self, entry: QueueEntry) -> None:
-        """An entry is to be delivered again."""
+        """An entry is ready again."""
 
     def forget(self, entry: QueueEntry) -> None:
         """An entry has left the queue."""
 
     def evict(self, size: int, count: int | None = None) -> None:
-        """Let bodies go until at most so many bytes, and so many bodies, are left."""
+        """Remove bodies from memory until at most `size` bytes and `count` bodies are left."""
 
 
 class DroppableEntries(Protocol):
-    """The entries of one queue that may be dropped if memory is beyond its limit (A1)."""
+    """The entries of one queue that may be dropped if memory exceeds its limit (A1)."""
 
     def add(self, entry: QueueEntry) -> None:
-        """An entry has come, after all others."""
+        """An entry was added at the end."""
 
     def take_back(self, entry: QueueEntry) -> None:
-        """An entry is to be delivered again, or looked at again."""
+        """An entry is ready again, or has to be checked again."""
 
     def forget(self, entry: QueueEntry) -> None:
-        """An entry has left the queue, or a consumer has it."""
+        """An entry has left the queue, or was delivered to a consumer."""
 
     def __len__(self) -> int: ...
 
     def oldest_first(self) -> Iterator[QueueEntry]:
-        """Those that there are now, in the queue's order."""
+        """Yield the current entries, in the order of the queue."""
 
     def offer(self, entry: QueueEntry) -> Sequence[QueueEntry]:
-        """All entries of the message of one of them, if they can be dropped together; else none."""
+        """Return all entries of the message of this entry if they can be dropped together; otherwise none."""
 
 
 class QueueContents(Protocol):
-    """What is in a queue."""
+    """The contents of a queue."""
 
     #: Messages and body bytes, ready and unacked together (D6).
     depth: int
@@ -296,30 +297,30 @@ class QueueContents(Protocol):
 
     @property
     def ready_count(self) -> int:
-        """Messages to be delivered."""
+        """The number of messages to deliver."""
 
     @property
     def ready_size(self) -> int:
-        """Their body bytes."""
+        """Body bytes of the messages to deliver."""
 
     def oldest_first(self) -> Iterator[QueueEntry]:
-        """All entries, ready and unacked, in the queue's order."""
+        """Yield all entries, ready and unacked, in the order of the queue."""
 
 
 class QueueDropping(Protocol):
     """Drops messages of a queue."""
 
-    #: Whether what is dropped is dead-lettered.
+    #: Whether the queue dead-letters dropped messages.
     has_letters: bool
 
     def drop_oldest(self) -> None:
-        """Drop the oldest entry, even one that a consumer has. There must be one."""
+        """Drop the oldest entry, even if it is unacked. The queue must not be empty."""
 
     def drop_head(self) -> None:
-        """Drop the oldest ready entry. There must be one."""
+        """Drop the oldest ready entry. There must be a ready entry."""
 
     def drop_for_memory(self, entry: QueueEntry) -> None:
-        """Drop a ready entry because memory is beyond its limit."""
+        """Drop a ready entry because memory exceeds its limit."""
 
 
 class QueueDispatcher(Protocol):
@@ -331,44 +332,44 @@ class QueueDispatcher(Protocol):
     delivered: int
 
     def settle(self, entry: QueueEntry, *, acked: bool) -> None:
-        """A delivered entry was acked, or rejected for good."""
+        """Settle a delivered entry that was acked, or rejected without requeue."""
 
     def requeue(self, entries: Iterable[QueueEntry]) -> None:
-        """Put delivered entries back in their places."""
+        """Put delivered entries back at their places."""
 
     def pause(self, change: int) -> None:
-        """Deliver nothing until as many calls had -1 as had 1."""
+        """Change the pause counter by 1 or -1; nothing is delivered unless it is 0."""
 
     def dispatch(self) -> None:
-        """Deliver what can be delivered."""
+        """Deliver as many messages as the consumers take."""
 
 
 class QueueView(Protocol):
-    """A queue as its overflow policy, its observers and its deliveries know it."""
+    """A queue as its overflow policy, its observers and its deliveries see it."""
 
     @property
     def name(self) -> str:
-        """Of the queue."""
+        """The name of the queue."""
 
     @property
     def depth(self) -> int:
-        """Messages, ready and unacked together (D6)."""
+        """The number of messages, ready and unacked (D6)."""
 
     @property
     def size(self) -> int:
-        """Their body bytes."""
+        """Body bytes of these messages."""
 
     @property
     def contents(self) -> QueueContents:
-        """What is in it."""
+        """The contents of the queue."""
 
     @property
     def dropping(self) -> QueueDropping:
-        """Drops messages."""
+        """Drops messages of the queue."""
 
     @property
     def dispatcher(self) -> QueueDispatcher:
-        """Gives messages to consumers."""
+        """Gives messages to the queue's consumers."""
 
     @property
     def thresholds(self) -> Sequence[Thresholds]:
@@ -376,14 +377,14 @@ class QueueView(Protocol):
 
     @property
     def pager(self) -> BodyPager | None:
-        """Decides which bodies stay in memory; ``None`` if all of them do."""
+        """Decides which bodies stay in memory; ``None`` if all bodies stay."""
 
     @property
     def droppable(self) -> DroppableEntries | None:
-        """The entries that may be dropped for memory; ``None`` if none may."""
+        """The entries that may be dropped for memory; ``None`` if no entry may."""
 
     def refusal(self, size: int, count: int = 1, largest: int | None = None) -> str | None:
-        """The reason why messages may not enter now; ``None`` if they may."""
+        """Return the reason why messages may not enter now; ``None`` if they may."""
 
     def trim(self) -> None:
-        """Drop what is beyond the maximum, if the overflow policy drops messages that are in the queue."""
+        """Drop the messages beyond the maximum, if the overflow policy drops queued messages."""

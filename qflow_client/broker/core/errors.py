@@ -32,23 +32,23 @@ class ReplyCode(IntEnum):
 
     @property
     def title(self) -> str:
-        """The name as it stands in reply texts, such as ``NOT_FOUND``."""
+        """The name as used in reply texts, such as ``NOT_FOUND``."""
         return self.name
 
 
 class AmqpError(Exception):
-    """What a client did that AMQP answers with a close.
+    """An error of a client that AMQP answers with a close of the channel or connection.
 
     Args:
         code: the reply code.
-        text: what went wrong and the way out, for people.
+        text: what went wrong and how to avoid it, for people.
     """
 
     def __init__(self, code: ReplyCode, text: str) -> None:
         super().__init__(text)
         #: The reply code.
         self.code = code
-        #: What went wrong and the way out, without the code's name.
+        #: What went wrong and how to avoid it, without the code's name.
         self.text = text
 
     @property
@@ -66,4 +66,4 @@ class ConnectionException(AmqpError):
 
 
 class FrameWaitsError(Exception):
-    """A frame is to be handled once more later, and what the connection has sent after it waits for that."""
+    """The frame has to be handled again later. Later frames of the connection wait for it."""

@@ -1,10 +1,10 @@
-"""Exchanges, sans-I/O: which bindings a message matches, and the target of a publish.
+"""Exchanges, sans-I/O: the bindings that a message matches, and the target of a publish.
 
-Two bindings with the same destination, key and arguments are one. A headers exchange needs the headers of each message;
-the destinations of every other kind depend on the routing key only, so a `Target` can remember them.
+Two bindings with the same destination, key and arguments are the same binding. A headers exchange needs the headers of
+each message. The destinations of all other types depend only on the routing key, so a `Target` can cache them.
 
-A direct exchange finds bindings by their key, a topic exchange in a tree of the words of their keys, so what a message
-costs does not grow with the bindings that it does not match (E7).
+A direct exchange finds bindings by their key. A topic exchange finds them in a tree of the words of their keys. So the
+cost of a message does not grow with the number of bindings that it does not match (E7).
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ __all__ = ["MANY_QUEUES", "Binding", "DirectExchange", "Exchange", "ExchangeType
 
 Headers = Mapping[str, object]
 
-#: A message that goes to more queues takes long.
+#: Number of queues above which a publish takes so long that the connection gives way to others.
 MANY_QUEUES = 500
 
 
 class Target(Address):
-    """What a ``Basic.Publish`` method asks for; one object for all publishes that ask for the same."""
+    """The exchange, key and flags of a ``Basic.Publish``; equal publishes share one object."""
 
     __slots__ = ("queues", "version", "watched")
 
     def __init__(self, exchange: str, routing_key: str, *, mandatory: bool = False, immediate: bool = False) -> None:
         super().__init__(exchange, routing_key, mandatory=mandatory, immediate=immediate)
-        # The destination queues, for the topology of `version`; None if they depend on the message's headers.
+        # The destination queues in the topology of `version`; None if they depend on the message's headers.
         self.queues: tuple[Queue, ...] | None = ()
-        # The virtual host's version that `queues` is right for.
+        # The version of the virtual host for which `queues` is valid.
         self.version = -1
-        # Whether any destination has marks or a maximum, or there are very many.
+        # Whether any destination has marks or a maximum, or there are very many destinations.
         self.watched = False
 
 
 class ExchangeType(StrEnum):
-    """The kinds of exchange."""
+    """The types of exchanges."""
 
     DIRECT = "direct"
     FANOUT = "fanout"
@@ -51,12 +51,12 @@ class ExchangeType(StrEnum):
 
 
 class Binding:
-    """What ties a queue, or another exchange, to an exchange.
+    """A binding of a queue or an exchange to an exchange.
 
     Args:
-        destination: where messages go.
+        destination: the queue or exchange that receives the messages.
         routing_key: the binding key.
-        arguments: for headers exchanges.
+        arguments: arguments of the binding, for headers exchanges.
     """
 
     __slots__ = ("arguments", "destination", "key", "routing_key")
@@ -65,7 +65,7 @@ class Binding:
         self.destination = destination
         self.routing_key = routing_key
         self.arguments = arguments
-        # Two bindings with the same key are the same.
+        # Identity of the binding: two bindings with the same key are the same.
         self.key = (destination, routing_key, repr(sorted(arguments.items())))
 
 
@@ -73,11 +73,11 @@ class Exchange(ABC):
     """An exchange.
 
     Args:
-        name: of the exchange.
-        durable: as declared.
-        auto_delete: whether it goes with its last binding.
+        name: name of the exchange.
+        durable: as in ``Exchange.Declare``.
+        auto_delete: whether it is deleted with its last binding.
         internal: whether clients may not publish to it.
-        arguments: as declared.
+        arguments: as in ``Exchange.Declare``.
     """
 
     type: ExchangeType
@@ -96,9 +96,9 @@ class Exchange(ABC):
         self.auto_delete = auto_delete
         self.internal = internal
         self.arguments = dict(arguments or {})
-        # In the order in which they were made.
+        # In the order in which they were added.
         self.bindings: dict[object, Binding] = {}
-        #: The exchanges that are bound to it, by binding.
+        #: The exchanges that are destinations of its bindings, by binding.
         self.next_exchanges: dict[object, Exchange] = {}
 
     @property
@@ -107,10 +107,10 @@ class Exchange(ABC):
         return False
 
     def bind(self, binding: Binding) -> None:
-        """Add a binding; one that is there already changes nothing.
+        """Add a binding. If the binding exists, nothing changes.
 
         Raises:
-            ChannelException: 406; arguments that this kind of exchange cannot use.
+            ChannelException: 406 if this type of exchange cannot use the arguments.
         """
         if binding.key not in self.bindings:
             self.bindings[binding.key] = binding
@@ -119,10 +119,10 @@ class Exchange(ABC):
             self._added(binding)
 
     def unbind(self, binding: Binding) -> bool:
-        """Remove the binding that is the same as this one.
+        """Remove the binding that is equal to this one.
 
         Returns:
-            True if there was one.
+            True if the binding existed.
         """
         removed = self.bindings.pop(binding.key, None)
         if removed is None:
@@ -135,7 +135,7 @@ class Exchange(ABC):
         """Remove all bindings to a destination.
 
         Returns:
-            True if there were any.
+            True if there was a binding to it.
         """
         gone = [binding for binding in self.bindings.values() if binding.destination is destination]
         for binding in gone:
@@ -143,23 +143,23 @@ class Exchange(ABC):
         return bool(gone)
 
     def _added(self, binding: Binding) -> None:  # noqa: B027  # most kinds need none
-        """Take note of a new binding."""
+        """Update the index after a binding was added."""
 
     def _removed(self, binding: Binding) -> None:  # noqa: B027  # most kinds need none
-        """Forget a binding."""
+        """Update the index after a binding was removed."""
 
     @abstractmethod
     def matching(self, routing_key: str, headers: Headers) -> Iterable[Binding]:
-        """The bindings by which a message goes on."""
+        """Return the bindings that a message matches."""
 
     def destinations(self, routing_key: str, headers: Headers) -> Iterator[Queue | Exchange]:
-        """Where a message goes; a destination may come more than once."""
+        """Yield the destinations of a message. A destination may come more than once."""
         for binding in self.matching(routing_key, headers):
             yield binding.destination
 
 
 class DirectExchange(Exchange):
-    """The routing key is the binding key."""
+    """Routes by equality of routing key and binding key."""
 
     type = ExchangeType.DIRECT
 
@@ -181,7 +181,7 @@ class DirectExchange(Exchange):
 
 
 class FanoutExchange(Exchange):
-    """Every message goes everywhere."""
+    """Routes every message to all bindings."""
 
     type = ExchangeType.FANOUT
 
@@ -190,23 +190,23 @@ class FanoutExchange(Exchange):
 
 
 class _Branch:
-    """A branch of the tree of a topic exchange. Branches part where binding keys differ, so there are few of them.
+    """A branch of the tree of a topic exchange. Binding keys share a branch until they differ.
 
     Args:
-        words: of the binding keys, from where the branch parts from the one before.
+        words: words of the binding keys on this branch, without those of the parent branches.
     """
 
     __slots__ = ("bindings", "next", "words")
 
     def __init__(self, words: list[str]) -> None:
         self.words = words
-        # The branches that begin at its end, by their first word.
+        # The child branches, by their first word.
         self.next: dict[str, _Branch] = {}
-        # The bindings whose keys end at its end, with their numbers.
+        # The bindings whose keys end at the end of this branch, with their numbers.
         self.bindings: dict[object, tuple[int, Binding]] = {}
 
     def add(self, words: list[str]) -> _Branch:
-        """The branch at whose end these further words end."""
+        """Return the branch at whose end these further words end. Create it if needed."""
         branch = self
         while words:
             found = branch.next.get(words[0])
@@ -222,14 +222,14 @@ class _Branch:
         return branch
 
     def part(self, at: int) -> _Branch:
-        """Part it after so many words, and return the first part."""
+        """Split the branch after this number of words, and return the first part."""
         first = _Branch(self.words[:at])
         self.words = self.words[at:]
         first.next[self.words[0]] = self
         return first
 
     def path(self, words: list[str]) -> list[_Branch]:
-        """The branches along these words."""
+        """Return the branches along these words."""
         path = [self]
         while words:
             path.append(path[-1].next[words[0]])
@@ -237,7 +237,7 @@ class _Branch:
         return path
 
     def join(self) -> None:
-        """Make one of it and the branch at its end, if nothing else is there."""
+        """Merge the branch with its only child, if the branch has no bindings of its own."""
         if not self.bindings and len(self.next) == 1:
             (last,) = self.next.values()
             self.words += last.words
@@ -248,19 +248,19 @@ def _words(key: str) -> list[str]:
     return key.split(".") if key else []
 
 
-# A place in the tree: a branch, and how many of its words are passed.
+# Positions in the tree: a branch, and the number of its words that have matched.
 _Places = dict[tuple[_Branch, int], None]
 
 
 class TopicExchange(Exchange):
-    """Words separated by dots; in a binding key ``*`` is one word, ``#`` any number."""
+    """Routes by words separated by dots. In a binding key ``*`` matches one word, ``#`` any number of words."""
 
     type = ExchangeType.TOPIC
 
     def __init__(self, name: str, **keywords: Any) -> None:
         super().__init__(name, **keywords)
         self._root = _Branch([])
-        # Bindings that were made so far; they match in the order in which they were made.
+        # Number of bindings made so far. Bindings match in the order in which they were made.
         self._made = 0
 
     def _added(self, binding: Binding) -> None:
@@ -299,7 +299,7 @@ class TopicExchange(Exchange):
 
 
 def _reach(branch: _Branch, at: int, places: _Places) -> None:
-    """Add a place, and those behind it to which a ``#`` leads that stands for no word."""
+    """Add a position, and all later positions that a ``#`` reaches by matching no word."""
     while (branch, at) not in places:
         places[branch, at] = None
         if at < len(branch.words):
@@ -314,7 +314,10 @@ def _reach(branch: _Branch, at: int, places: _Places) -> None:
 
 
 class HeadersExchange(Exchange):
-    """The message's headers have all, or any, of the binding's; one without a value there only has to exist."""
+    """Routes by headers: a message must have all, or any, of the binding's headers.
+
+    If a header of the binding has no value, the message's header only has to exist.
+    """
 
     type = ExchangeType.HEADERS
     _MATCHES = ("all", "any", "all-with-x", "any-with-x")
@@ -358,10 +361,10 @@ def make_exchange(
     internal: bool,
     arguments: Mapping[str, object],
 ) -> Exchange:
-    """An exchange of a kind that a client named.
+    """Create an exchange of the type that a client named.
 
     Raises:
-        ConnectionException: 503; there is no such kind.
+        ConnectionException: 503 if the type does not exist.
     """
     try:
         exchange_type = ExchangeType(kind)

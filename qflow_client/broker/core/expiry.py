@@ -14,19 +14,20 @@ __all__ = ["Expiry"]
 
 
 class Expiry(EntryObserver):
-    """The entries of one queue that expire, whose time comes first first.
+    """The entries of one queue that expire, ordered by time.
 
-    Entries that have left the queue stay here until their time comes, or until they are most of what is here.
+    Entries that have left the queue stay here until their time comes, or until more than half of the entries here have
+    left.
 
     Args:
-        message_ttl: seconds that every message may wait; ``None`` for ever.
-        clock: seconds.
-        wake_at: called with the time at which something expires.
+        message_ttl: time to live of every message of the queue, in seconds; ``None`` for no limit.
+        clock: returns seconds.
+        wake_at: called with the time at which an entry expires.
     """
 
     __slots__ = ("_clock", "_heap", "_message_ttl", "_sweep_at", "_times", "_wake_at", "is_behind")
 
-    #: So few entries are not swept.
+    #: Smaller numbers of entries are not swept.
     MIN_SWEEP = 64
 
     def __init__(self, message_ttl: float | None, clock: Callable[[], float], wake_at: Callable[[float], None]) -> None:
@@ -34,22 +35,22 @@ class Expiry(EntryObserver):
         self._clock = clock
         self._wake_at = wake_at
         self._heap: list[tuple[float, int, QueueEntry]] = []
-        # The times of all entries, those that consumers have too.
+        # The expiry times of all entries, including unacked ones.
         self._times: dict[QueueEntry, float] = {}
         self._sweep_at = self.MIN_SWEEP
-        # Whether more have to expire before anything is delivered.
+        # Whether more entries have to expire before a delivery.
         self.is_behind = False
 
     @property
     def next_at(self) -> float:
-        """When there is something to take out; infinite if never."""
+        """The time at which the next entry expires; infinite if there is none."""
         return self._heap[0][0] if self._heap else math.inf
 
     def entered(self, entry: QueueEntry, source: FlowSource | None, completion: Completion | None) -> None:
         self.recovered(entry, 0.0)
 
     def recovered(self, entry: QueueEntry, age: float) -> None:
-        # The shorter of its own time and the queue's.
+        # The smaller of the message's own time to live and that of the queue.
         seconds, own = self._message_ttl, entry.message.ttl
         if own is not None:
             seconds = own / 1000 if seconds is None else min(own / 1000, seconds)
@@ -72,17 +73,17 @@ class Expiry(EntryObserver):
         self._wake_at(at)
 
     def take_due(self, most: int) -> list[QueueEntry]:
-        """Take out entries whose time has come and that are still ready, in the order of their times.
+        """Take out expired entries that are still ready, in the order of their times.
 
-        One that is with a consumer does not expire; if it is put back, it is to be added again.
+        An unacked entry does not expire. If it is requeued, it has to be added again.
 
         Args:
-            most: so many are looked at; if there are more, `is_behind` is set, and the rest is due at once.
+            most: maximum number of entries to examine. If more are due, `is_behind` is set and the rest is due at once.
         """
         now = self._clock()
         if self.next_at > now:
             return []
-        # One that was put back is here twice.
+        # A requeued entry may be in the heap twice.
         due: dict[QueueEntry, None] = {}
         heap = self._heap
         for _ in range(most):

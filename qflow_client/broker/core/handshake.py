@@ -1,7 +1,7 @@
-"""How one connection is opened, sans-I/O: the login, and what both sides agree on before ``Connection.Open-Ok``.
+"""The opening of one connection, sans-I/O: the login, and the negotiation before ``Connection.Open-Ok``.
 
-The session says when which method may come. A login waits for its turn if others from the same address have failed,
-and its password may be checked on another thread; so the result comes to a callback.
+The session decides when a method may come. A login is delayed if earlier logins from the same address have failed. Its
+password may be checked on another thread. For both reasons the result is passed to a callback.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ __all__ = ["Handshake"]
 
 _log = get_logger(__name__)
 
-# Characters of a connection name that are shown: it is in the description of each channel.
+# Maximum length of a connection name in the descriptions of channels, in characters.
 _LONGEST_NAME = 200
 
 
 class Handshake:
-    """Opens one connection, and knows what was agreed on.
+    """Opens one connection, and has the negotiated values.
 
     Args:
         host: the virtual host.
-        output: of the connection.
+        output: output of the connection.
     """
 
     __slots__ = (
@@ -58,28 +58,28 @@ class Handshake:
         self._output = output
         self._settings = host.settings
         self._dialect = host.settings.dialect
-        # The login that waits for its turn, and when that comes.
+        # The login that is delayed, and the time at which it is checked.
         self._login: Login | None = None
         self.login_at = math.inf
-        # Who has logged in; empty before that. And when that expires.
+        # The user name, empty before the login; and the time at which the login expires.
         self.user = ""
         self.expires_at = math.inf
-        #: What the client said of itself.
+        #: The client properties from Connection.Start-Ok.
         self.client_properties: Mapping[str, Any] = {}
-        #: What the client calls itself, by ``connection_name``; empty if it does not.
+        #: The client property `connection_name`; empty if the client does not send one.
         self.client_name = ""
         self._capabilities: Mapping[str, Any] = {}
-        # Negotiated.
+        # The negotiated values.
         self.frame_max = FRAME_MIN_SIZE
         self.channel_max = self._settings.channel_max
         self.heartbeat = 0
 
     def understands(self, capability: str) -> bool:
-        """Whether the client announced a capability, and the broker has it."""
+        """Whether the client announced a capability that the broker has too."""
         return self._capabilities.get(capability) is True and self._dialect.has(capability)
 
     def start(self) -> None:
-        """The protocol header has come: introduce the broker."""
+        """Answer the protocol header with Connection.Start."""
         start = commands.Connection.Start(
             server_properties=self._dialect.server_properties, mechanisms=MECHANISMS, locales="en_US"
         )
@@ -88,13 +88,14 @@ class Handshake:
     def start_ok(
         self, method: commands.Connection.StartOk, address: str, now: float, done: Callable[[str | None], None]
     ) -> None:
-        """The client introduces itself and logs in.
+        """Handle the client's properties and login.
 
         Args:
-            method: which came.
-            address: of the client; empty if it has none.
+            method: the Connection.Start-Ok.
+            address: address of the client; empty if it has none.
             now: seconds of the clock.
-            done: called with why the login is refused, or with ``None``; not before `login_at` if that is later.
+            done: called with the reason why the login is refused, or with ``None``. If `login_at` is later, it is not
+                called before.
         """
         self.client_properties = method.client_properties or {}
         name = self.client_properties.get("connection_name")
@@ -108,7 +109,7 @@ class Handshake:
             self.check_login(address, now, done)
 
     def check_login(self, address: str, now: float, done: Callable[[str | None], None]) -> None:
-        """Check the login now, or when its turn comes: this is to be called again at `login_at`."""
+        """Check the login now. If it is delayed, the caller has to call this method again at `login_at`."""
         login = self._login
         assert login is not None
         delay = self._host.failed_logins.delay(address, now)
@@ -128,16 +129,16 @@ class Handshake:
         self._host.logins.check(login, address, now, checked)
 
     def tune(self) -> None:
-        """The login is right: say what the broker takes."""
+        """Send Connection.Tune after a successful login."""
         settings = self._settings
         tune = commands.Connection.Tune(settings.channel_max, settings.frame_max, settings.heartbeat)
         self._output.write(wire.method(0, tune))
 
     def tune_ok(self, method: commands.Connection.TuneOk) -> None:
-        """The client says what it takes.
+        """Handle the values that the client accepts.
 
         Raises:
-            ConnectionException: 530; more than the broker takes.
+            ConnectionException: 530 if a value exceeds the broker's.
         """
         settings = self._settings
         channel_max = method.channel_max or settings.channel_max
@@ -156,14 +157,15 @@ class Handshake:
         self.heartbeat = method.heartbeat or 0
 
     def check_open(self, method: commands.Connection.Open, name: str) -> None:
-        """Check that the client may open what it asks for.
+        """Check that the client may open the virtual host.
 
         Args:
-            method: which came.
-            name: of the client, for the log.
+            method: the Connection.Open.
+            name: name of the connection, for the log.
 
         Raises:
-            ConnectionException: 530; there is no such virtual host, or as many connections are open as may be.
+            ConnectionException: 530 if the virtual host does not exist, or if the maximum number of connections is
+                reached.
         """
         virtual_host, limit = self._settings.virtual_host, self._settings.max_connections
         if method.virtual_host != virtual_host:
@@ -180,10 +182,10 @@ class Handshake:
             )
 
     def update_secret(self, method: commands.Connection.UpdateSecret, now: float) -> None:
-        """The client has a new secret, for some time.
+        """Handle a new secret, which is valid for a limited time.
 
         Raises:
-            ConnectionException: 530; it is refused.
+            ConnectionException: 530 if the secret is refused.
         """
         valid_for = self._host.logins.renewed_for(self.user, (method.new_secret or "").encode())
         if not valid_for:
