@@ -352,7 +352,8 @@ class Consuming:
     def take(self, tag: int, *, multiple: bool) -> tuple[Delivery, ...]:
         """Remove the deliveries that an ack settles from the unacked ones, and return them.
 
-        If they are very many, only the oldest are removed. If `has_more` is true afterwards, handle the same ack again before any other frame of the channel.
+        If they are very many, only the oldest are removed. If `has_more` is true afterwards, handle the same ack again
+        before any other frame of the channel.
 
         Args:
             tag: the delivery tag.

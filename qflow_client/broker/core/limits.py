@@ -1,7 +1,7 @@
-"""What is in force for one queue: its marks, its maximum, and what else it was declared with.
+"""The limits of one queue: its marks, its maximum, and its other options.
 
-`Rules` make these from a queue's name and arguments; the core comes with `PlainRules`, which take the broker's settings
-and know no arguments. The room `qflow_client.broker.policies` has the rules that read arguments and policies.
+`Rules` compute them from a queue's name and arguments. The core has `PlainRules`, which use only the broker's settings
+and ignore arguments. The package `qflow_client.broker.policies` has the rules that read arguments and policies.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ __all__ = ["Inheritance", "PlainRules", "QueueLimits", "QueueOptions", "QueueRul
 
 @dataclass(frozen=True, slots=True)
 class QueueOptions:
-    """RabbitMQ's arguments other than those for the maximum.
+    """RabbitMQ's queue arguments, without those for the maximum.
 
     Attributes:
-        message_ttl: seconds that a message may wait in the queue; ``None`` for ever.
-        expires: seconds that the queue may be unused; ``None`` for ever.
-        dead_letter_exchange: where messages go that are rejected, expire or are dropped; ``None`` for nowhere.
-        dead_letter_routing_key: with which routing key; ``None`` for the one that they came with.
-        single_active_consumer: whether only the oldest consumer is given messages.
+        message_ttl: time to live of a message in the queue, in seconds; ``None`` for no limit.
+        expires: seconds after which the queue is deleted if it is unused; ``None`` for never.
+        dead_letter_exchange: exchange for messages that are rejected, expire or are dropped; ``None`` for none.
+        dead_letter_routing_key: routing key of dead letters; ``None`` for the message's own.
+        single_active_consumer: whether only the oldest consumer gets messages.
     """
 
     message_ttl: float | None = None
@@ -38,18 +38,18 @@ class QueueOptions:
 
 @dataclass(frozen=True, slots=True)
 class QueueLimits:
-    """What a queue's arguments, policies and the broker's defaults come to.
+    """The result of a queue's arguments, its policies and the broker's defaults.
 
     Attributes:
-        stop_resume: Qpid C++'s thresholds (C1 C2).
-        capacity: Qpid Java's (J1 J2).
-        overflow: the maximum and what happens at it; ``None`` for no maximum.
-        enforcement: how producers are held.
-        policy: what the queue does when it is full, for people.
-        max_flow_wait: seconds that it may be ON; ``None`` for any number.
-        then: what keeps it within its maximum after that.
+        stop_resume: the thresholds of Qpid C++ (C1 C2).
+        capacity: the capacity of Qpid Java (J1 J2).
+        overflow: the maximum, and the policy when it is reached; ``None`` for no maximum.
+        enforcement: how producers are held back.
+        policy: name of the policy for a full queue, for people.
+        max_flow_wait: maximum seconds that the flow state may be ON; ``None`` for no limit.
+        then: the overflow policy after that time.
         policies: the names of the policies that apply to it.
-        drop_transient: whether messages that are not persistent may be dropped when memory is beyond its limit (A1).
+        drop_transient: whether non-persistent messages may be dropped when memory exceeds its limit (A1).
     """
 
     stop_resume: StopResume
@@ -63,7 +63,7 @@ class QueueLimits:
     drop_transient: bool = False
 
     def to_json(self) -> dict[str, object]:
-        """What is set, by the names that policies have for it."""
+        """Return the values that are set, by their names in policies."""
         marks = self.stop_resume
         overflow = self.overflow or Overflow()
         numbers = {
@@ -91,11 +91,11 @@ class QueueLimits:
 
 @dataclass(frozen=True, slots=True)
 class Inheritance:
-    """Where a queue's messages come from.
+    """The exchanges that route to a queue.
 
     Attributes:
-        bindings: exchanges to which it is bound, each with the routing key.
-        exchanges: all that lead to it, through others too.
+        bindings: the exchanges that the queue is bound to, each with the routing key.
+        exchanges: all exchanges that lead to the queue, also through other exchanges.
     """
 
     bindings: tuple[tuple[str, str], ...]
@@ -103,47 +103,47 @@ class Inheritance:
 
 
 class QueueRule(Protocol):
-    """What one queue was declared with, and what an operator has set for it since."""
+    """The arguments of one queue, and the later settings of an operator for it."""
 
     @property
     def options(self) -> QueueOptions:
-        """What does not change while the queue is there."""
+        """The options that never change."""
 
     def limits(self, inheritance: Callable[[], Inheritance]) -> QueueLimits:
-        """What is in force now.
+        """Return the current limits.
 
         Args:
-            inheritance: gives where the queue's messages come from.
+            inheritance: returns the exchanges that route to the queue.
 
         Raises:
-            ChannelException: 406; it contradicts the broker's settings, or what the broker has.
+            ChannelException: 406 if the arguments contradict the broker's settings or features.
         """
 
 
 class Rules(Protocol):
-    """Decide what is in force for each queue."""
+    """Compute the limits of each queue."""
 
     @property
     def are_inherited(self) -> bool:
-        """Whether any of them reaches queues by their bindings."""
+        """Whether any rule reaches queues through their bindings."""
 
     def rule_for(self, queue: str, arguments: Mapping[str, object]) -> QueueRule:
-        """The rule of a new queue.
+        """Return the rule of a new queue.
 
         Args:
-            queue: its name.
-            arguments: as declared.
+            queue: name of the queue.
+            arguments: as in ``Queue.Declare``.
 
         Raises:
-            ChannelException: 406; arguments are refused.
+            ChannelException: 406 if the arguments are refused.
         """
 
 
 class PlainRules:
-    """The same marks for every queue: the broker's capacity (J2), and no maximum. Arguments are kept, without effect.
+    """The same limits for every queue: the broker's capacity (J2), and no maximum. Arguments are kept, without effect.
 
     Args:
-        settings: the broker's.
+        settings: settings of the broker.
     """
 
     are_inherited = False
@@ -154,9 +154,9 @@ class PlainRules:
         self._limits = QueueLimits(StopResume(), capacity, None, settings.enforcement)
 
     def rule_for(self, queue: str, arguments: Mapping[str, object]) -> PlainRules:
-        """The one rule that all queues have."""
+        """Return the one rule, which is the same for all queues."""
         return self
 
     def limits(self, inheritance: Callable[[], Inheritance]) -> QueueLimits:
-        """What is in force for every queue."""
+        """Return the limits, which are the same for all queues."""
         return self._limits

@@ -1,9 +1,9 @@
-"""A listening socket, with limits that asyncio's has not.
+"""A listening socket, with limits that asyncio's server does not have.
 
-At most `max_handshakes` handshakes of TLS go on at once; with more the oldest is cut. When there is no file descriptor
-left, nothing is accepted for `PAUSE` seconds, and the log says so once in `LOG_INTERVAL`; asyncio tries and logs a
-thousand times in that second. A protocol is made when its connection is accepted, so its own time limit includes the
-handshake.
+At most `max_handshakes` TLS handshakes run at the same time; with more, the oldest is cancelled. If there is no free
+file descriptor, the listener accepts nothing for `PAUSE` seconds, and logs this at most once in `LOG_INTERVAL`. Asyncio
+would try and log a thousand times in that second. A protocol is created when its connection is accepted, so its own
+time limit includes the handshake.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 def cannot_listen(host: str, port: int, error: OSError) -> OSError:
-    """An error that says where it was to listen."""
+    """Return an error that names the address."""
     return OSError(error.errno, f"cannot listen on {host}:{port}: {error.strerror or error}")
 
 
@@ -35,15 +35,15 @@ class Listener:
     Args:
         make_protocol: makes the protocol of each connection.
         ssl_context: a server-side context; ``None`` for plain TCP.
-        handshake_timeout: seconds that a handshake of TLS may take.
-        max_handshakes: of TLS, at once.
+        handshake_timeout: maximum seconds for a TLS handshake.
+        max_handshakes: maximum number of TLS handshakes at the same time.
     """
 
-    #: Seconds for which nothing is accepted when there is no descriptor left.
+    #: Seconds without accepting after file descriptors ran out.
     PAUSE = 1.0
-    #: Seconds between two lines of the log about that.
+    #: Minimum seconds between two log lines about that.
     LOG_INTERVAL = 60.0
-    #: Connections that are accepted in one turn of the loop.
+    #: Maximum number of connections accepted in one turn of the loop.
     MOST = 100
     BACKLOG = 1024
 
@@ -59,19 +59,19 @@ class Listener:
         self._handshake_timeout = handshake_timeout if ssl_context is not None else None
         self._max_handshakes = max_handshakes
         self._sockets: list[socket.socket] = []
-        # Connections that were accepted and have no transport yet, the oldest first.
+        # Accepted connections without a transport yet, the oldest first.
         self._opening: dict[asyncio.Task[None], None] = {}
         self._logged_at = -math.inf
         self._timer: asyncio.TimerHandle | None = None
 
     async def start(self, host: str, port: int) -> int:
-        """Listen.
+        """Start to listen.
 
         Returns:
             The port.
 
         Raises:
-            OSError: the address is in use or not ours.
+            OSError: the address is in use or does not belong to this machine.
         """
         loop = asyncio.get_running_loop()
         try:
@@ -90,7 +90,7 @@ class Listener:
         try:
             listener = socket.socket(family, socket.SOCK_STREAM, protocol)
         except OSError:
-            # A family that this machine has not.
+            # This machine does not support the address family.
             return
         self._sockets.append(listener)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -148,17 +148,20 @@ class Listener:
                 ssl_handshake_timeout=self._handshake_timeout,
             )
         except (OSError, asyncio.CancelledError) as error:
-            # The client has gone, or does not speak TLS, or was too slow. The socket is closed by now.
+            # The client has disconnected, does not speak TLS, or was too slow. The socket is closed by now.
             _log.debug("a connection that was accepted could not be opened: %s", str(error))
 
     def _opened(self, accepted: socket.socket, task: asyncio.Task[None]) -> None:
         self._opening.pop(task, None)
         if task.cancelled():
-            # Before it began: `_open` does not pass a cancellation on.
+            # It was cancelled before it started, because `_open` does not propagate a cancellation.
             accepted.close()
 
     async def stop(self) -> None:
-        """Accept no more; what was accepted has its transport when this returns, or is cut if it has no TLS yet."""
+        """Stop accepting.
+
+        On return, each accepted connection has its transport, or is closed if its TLS handshake was not done.
+        """
         self._accept_off()
         if self._timer is not None:
             self._timer.cancel()

@@ -1,11 +1,14 @@
-"""Logins, sans-I/O: the mechanisms PLAIN and AMQPLAIN, which users may log in from where, and failed logins slowed.
+"""Logins, sans-I/O: the mechanisms PLAIN and AMQPLAIN, the users, and delays after failed logins.
 
-A login takes as long for a user that does not exist as for a wrong password. A blank password is always refused.
-`Logins` checks passwords. One that is hashed in the settings is checked where `run` runs it, which for a broker is a
-thread. A right one is remembered under a key that lives as long as the broker, so a client that comes back does not
-wait for the hash again. A check that goes on counts as a failed login, so one address cannot have many at once.
-`FailedLogins` makes guessing slow: once an address has failed often, each further login from it is checked only when
-its turn comes, about one in a second, and a right password waits as long as a wrong one. Other addresses do not wait.
+A login of an unknown user takes as long as a login with a wrong password. A blank password is always refused.
+
+`Logins` checks passwords. If the settings have only the hash, the check runs where `run` runs it; in a broker this is a
+thread. A right password is remembered as a keyed digest with a key that lives as long as the broker. So a client that
+reconnects does not wait for the hash again. A running check counts as a failed login, so one address cannot have many
+checks at the same time.
+
+`FailedLogins` slows down guessing. After several failed logins from an address, each further login from it is delayed,
+to about one per second. A right password is delayed as long as a wrong one. Other addresses are not delayed.
 """
 
 from __future__ import annotations
@@ -25,17 +28,17 @@ from qflow_client.broker.core.wire import UNDECODABLE
 
 __all__ = ["MECHANISMS", "FailedLogins", "Login", "Logins", "login_refusal", "read_login"]
 
-#: The mechanisms, as ``Connection.Start`` names them. Many clients take the first that they know.
+#: The mechanisms for ``Connection.Start``. Many clients use the first mechanism that they support.
 MECHANISMS = "PLAIN AMQPLAIN"
 
 
 class Login(NamedTuple):
-    """What a client logs in with.
+    """The data of a login.
 
     Attributes:
-        mechanism: by which it was sent.
-        user: the name.
-        password: as bytes.
+        mechanism: name of the mechanism.
+        user: name of the user.
+        password: the password as bytes.
     """
 
     mechanism: str
@@ -47,10 +50,10 @@ class Login(NamedTuple):
 
 
 def read_login(mechanism: str, response: str | bytes) -> Login | None:
-    """The login in a ``Connection.Start-Ok``; ``None`` if its mechanism is not offered.
+    """Return the login in a ``Connection.Start-Ok``; ``None`` if the broker does not offer its mechanism.
 
     Raises:
-        ConnectionException: 502; the response is not what the mechanism needs.
+        ConnectionException: 502 if the response does not fit the mechanism.
     """
     raw = response.encode() if isinstance(response, str) else response
     if mechanism == "PLAIN":
@@ -64,11 +67,11 @@ def read_login(mechanism: str, response: str | bytes) -> Login | None:
 
 
 def _read_amqplain(raw: bytes) -> Login:
-    """A login in a field table without its size."""
+    """Read a login from a field table without its size."""
     try:
         fields = decode_table(len(raw).to_bytes(4, "big") + raw, 0)[0]
     except UNDECODABLE:
-        # Without a context: the error may quote the password.
+        # No error is chained, because the error may quote the password.
         fields = {}
     user, password = _raw(fields.get("LOGIN")), _raw(fields.get("PASSWORD"))
     if user is None or password is None:
@@ -89,8 +92,8 @@ class Logins:
 
     Args:
         users: passwords or their hashes, by user name.
-        failed: counts the logins that failed.
-        authenticate: is asked in the place of `users`; ``None`` for those.
+        failed: counts failed logins.
+        authenticate: called instead of using `users`; ``None`` to use `users`.
     """
 
     def __init__(
@@ -99,22 +102,23 @@ class Logins:
         self._users = users
         self._failed = failed
         self._authenticate = authenticate
-        # What a user that does not exist is compared with: as slow as the others.
+        # The password or hash to compare with for an unknown user, so that the check takes as long as for a known user.
         self._nobody = next(filter(is_hash, users.values()), "")
-        # The last right password of each user whose password is hashed, not to be read back.
+        # Keyed digest of the last right password of each user with a hashed password.
         self._right: dict[str, bytes] = {}
         self._key = token_bytes(32)
-        #: Runs a function that may take 50 ms, and passes on what it returns; here and now unless a server has its own.
+        #: Runs a function that may take 50 ms, and passes its result on. This default runs it at once; a server
+        #: replaces it.
         self.run: Callable[[Callable[[], bool], Callable[[bool], None]], object] = _run
 
     def check(self, login: Login, address: str, now: float, done: Callable[[float], None]) -> None:
-        """Find out for how many seconds the user and the password of a login are valid, and count it if they are not.
+        """Find out for how many seconds the user and password of a login are valid. Count a failed login.
 
         Args:
             login: what the client sent.
-            address: of the client.
+            address: address of the client.
             now: monotonic seconds.
-            done: is given the seconds, at once or later; 0 if they are wrong.
+            done: called with the seconds, at once or later; 0 if the login is wrong.
         """
         if self._authenticate is not None:
             valid_for = self.renewed_for(login.user, login.password)
@@ -125,7 +129,7 @@ class Logins:
         password = self._users.get(login.user, self._nobody)
         is_known = login.user in self._users and bool(login.password)
         if not is_hash(password):
-            # Compared even if there is no such user, so that the time taken does not tell.
+            # Compared even if the user is unknown, so that the time does not reveal it.
             is_right = hmac.compare_digest(password.encode(), login.password) and is_known
             if not is_right:
                 self._failed.failed(address, now)
@@ -146,10 +150,10 @@ class Logins:
         self.run(lambda: matches(password, login.password), checked)
 
     def renewed_for(self, user: str, secret: bytes) -> float:
-        """For how many seconds a user's new secret is valid; 0 if it is wrong.
+        """Return for how many seconds a user's new secret is valid; 0 if it is wrong.
 
-        As on RabbitMQ with PLAIN it is not looked at, because the connection is open already, unless `authenticate`
-        decides.
+        Without `authenticate` the secret is not checked, because the connection is already open. RabbitMQ does the same
+        with PLAIN.
         """
         if self._authenticate is None:
             return math.inf
@@ -165,13 +169,13 @@ def _run(function: Callable[[], bool], done: Callable[[bool], None]) -> None:
 
 
 def login_refusal(login: Login, loopback_users: Collection[str], address: str, *, is_right: bool) -> str | None:
-    """Why a login is refused; ``None`` if it is not.
+    """Return the reason why a login is refused; ``None`` if it is accepted.
 
     Args:
         login: what the client sent.
-        loopback_users: the users that may log in from this machine only.
-        address: of the client; empty if it has none, as in a Unix socket.
-        is_right: whether its user and password are.
+        loopback_users: users that may log in only from this machine.
+        address: address of the client; empty if it has none, for example on a Unix socket.
+        is_right: whether user and password are right.
     """
     if not is_right:
         return f"login of user {login.user!r} was refused using {login.mechanism}; check user and password"
@@ -181,7 +185,7 @@ def login_refusal(login: Login, loopback_users: Collection[str], address: str, *
 
 
 def _network(address: str) -> str:
-    """What failed logins are counted for: an IPv4 address, or the 64 bits of an IPv6 network that one client has."""
+    """Return the key for counting failed logins: an IPv4 address, or the /64 network of an IPv6 address."""
     try:
         ip = ipaddress.ip_address(address.partition("%")[0])
     except ValueError:
@@ -192,36 +196,36 @@ def _network(address: str) -> str:
 
 
 class FailedLogins:
-    """How long logins from each address wait, because of those that failed.
+    """The delays of logins after failed logins, by address.
 
     Args:
-        burst: failed logins that an address may have in quick succession; 0 for any number, and nothing waits.
+        burst: failed logins of an address without a delay; 0 for no delays at all.
     """
 
-    #: Seconds until one failed login of an address is forgotten.
+    #: Seconds after which one failed login of an address is forgotten.
     INTERVAL = 1.0
-    #: The most seconds that a login waits before its next turn.
+    #: Maximum delay of a login, in seconds.
     MAX_DELAY = 5.0
-    #: Addresses that are remembered; beyond that the one that failed longest ago is forgotten.
+    #: Maximum number of addresses; beyond it, the address whose last failure is the oldest is forgotten.
     MAX_ADDRESSES = 4096
 
     def __init__(self, burst: int) -> None:
         self._burst = burst
-        # When all failed logins of an address are forgotten, the one that failed longest ago first.
+        # Time at which all failed logins of an address are forgotten, in the order of the last failures.
         self._clear_at: dict[str, float] = {}
 
     def delay(self, address: str, now: float) -> float:
-        """Seconds that a login from an address has to wait before it is checked; 0 for none.
+        """Return the seconds that a login from an address has to wait before it is checked; 0 for no delay.
 
         Args:
-            address: of the client.
+            address: address of the client.
             now: monotonic seconds.
         """
         clear_at = self._clear_at.get(_network(address)) if self._clear_at else None
         return 0.0 if clear_at is None else max(0.0, clear_at - now - self._burst * self.INTERVAL)
 
     def failed(self, address: str, now: float) -> None:
-        """A login from an address has failed."""
+        """Count a failed login from an address."""
         if not self._burst:
             return
         key = _network(address)
@@ -231,7 +235,7 @@ class FailedLogins:
             del self._clear_at[next(iter(self._clear_at))]
 
     def forgive(self, address: str) -> None:
-        """The last login that was counted for an address has not failed."""
+        """Take back the last failed login of an address, because its check succeeded."""
         key = _network(address)
         if key in self._clear_at:
             self._clear_at[key] -= self.INTERVAL

@@ -1,4 +1,4 @@
-"""Loggers that write what clients have chosen, such as names of queues, without control characters."""
+"""Loggers that remove control characters from texts of clients, such as queue names."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _PRINTABLE = _Printable()
 
 
 def get_logger(name: str) -> logging.Logger:
-    """The logger of a module; the texts among the arguments of its records are printable."""
+    """Return the logger of a module. It makes the text arguments of its records printable."""
     logger = logging.getLogger(name)
     logger.addFilter(_PRINTABLE)
     return logger

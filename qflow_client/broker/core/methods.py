@@ -1,7 +1,7 @@
-"""Handlers of the methods that change the topology, and of those that consume.
+"""Handlers of the methods for topology and consuming.
 
-A handler gets the channel, as a `MethodChannel`, and the decoded method. It raises an `AmqpError` to refuse. Answers
-that report a change of the topology wait for the disk, if there is a store.
+A handler gets the channel, as a `MethodChannel`, and the decoded method. It raises an `AmqpError` to refuse the method.
+With a store, an answer that reports a change of the topology waits until the change is on disk.
 """
 
 from __future__ import annotations
@@ -32,25 +32,25 @@ __all__ = ["CONSUMING_METHODS", "TOPOLOGY_METHODS"]
 
 
 class MethodSession(Protocol):
-    """The connection, as far as these methods need it; it owns its exclusive queues."""
+    """The part of the connection that these methods need. The connection owns its exclusive queues."""
 
     dialect: Dialect
     output: Output
 
     @property
     def name(self) -> str:
-        """For people."""
+        """The name for logs and reports."""
 
 
 class MethodChannel(Protocol):
-    """The channel, as far as these methods need it."""
+    """The part of the channel that these methods need."""
 
     number: int
     host: VirtualHost
     consuming: Consuming
-    #: The queue that it declared last, which an empty queue name stands for.
+    #: The queue that the channel declared last. An empty queue name means this queue.
     last_queue: str
-    #: The queue of its reply consumer, which may be gone; empty if it never had one.
+    #: The queue of its reply consumer, even if it is deleted; empty if it never had one.
     reply_queue: str
 
     @property
@@ -61,10 +61,10 @@ class MethodChannel(Protocol):
         """Answer a method."""
 
     def check_alarm(self, so: str = "") -> None:
-        """Refuse what an alarm forbids."""
+        """Refuse a method that an alarm forbids."""
 
     def settle(self, deliveries: tuple[Delivery, ...], *, acked: bool, requeue: bool) -> None:
-        """Settle deliveries, or leave that to the transaction."""
+        """Settle deliveries. In transaction mode, add them to the transaction instead."""
 
 
 def _reply(channel: MethodChannel, method: Any, answer: Callable[[], pamqp.base.Frame]) -> None:
@@ -139,10 +139,10 @@ def _queue_declare(channel: MethodChannel, method: Any) -> None:
 
 
 def _queue_name(channel: MethodChannel, name: str) -> str:
-    """The name of the queue that a method names. An empty name stands for the queue that the channel declared last.
+    """Return the queue name of a method. An empty name means the queue that the channel declared last.
 
     Raises:
-        ChannelException: 404; the name is empty, and the channel has declared no queue.
+        ChannelException: 404 if the name is empty and the channel has declared no queue.
     """
     if not name:
         name = channel.last_queue
@@ -152,10 +152,10 @@ def _queue_name(channel: MethodChannel, name: str) -> str:
 
 
 def named_queue(channel: MethodChannel, name: str) -> Queue:
-    """The queue that a method names. An empty name stands for the queue that the channel declared last.
+    """Return the queue of a method. An empty name means the queue that the channel declared last.
 
     Raises:
-        ChannelException: 404; there is none. 405; it belongs to another connection.
+        ChannelException: 404 if the queue does not exist. 405 if it belongs to another connection.
     """
     name = _queue_name(channel, name)
     if is_reply_queue(name):
@@ -166,7 +166,7 @@ def named_queue(channel: MethodChannel, name: str) -> Queue:
 
 
 def _binding_key(queue: Queue, method: Any) -> str:
-    # The standard: with neither queue nor routing key, the queue's name is the routing key.
+    # AMQP 0-9-1: if queue and routing key are both empty, the routing key is the queue's name.
     key: str = method.routing_key
     return key if method.queue or key else queue.name
 
@@ -204,7 +204,7 @@ def _queue_delete(channel: MethodChannel, method: Any) -> None:
             raise ChannelException(
                 ReplyCode.PRECONDITION_FAILED, f"queue '{queue.name}' has {len(queue.dispatcher.consumers)} consumers"
             )
-        # As in RabbitMQ, messages that consumers have not acknowledged do not count.
+        # As in RabbitMQ, unacked messages do not count.
         if method.if_empty and queue.contents.ready_count:
             raise ChannelException(
                 ReplyCode.PRECONDITION_FAILED, f"queue '{queue.name}' has {queue.contents.ready_count} ready messages"
@@ -251,7 +251,7 @@ def _cancel(channel: MethodChannel, method: Any) -> None:
 
 
 def _cancel_ok(channel: MethodChannel, method: Any) -> None:
-    """The client has read that its consumer is gone."""
+    """Handle Basic.Cancel-Ok: the client has read that its consumer was removed."""
 
 
 def _get(channel: MethodChannel, method: Any) -> None:

@@ -1,9 +1,9 @@
-"""What one connection has to send, sans-I/O: in which order, what waits for the disk, and when consumers are to wait.
+"""The outgoing frames of one connection, sans-I/O: their order, waits for the disk, and pauses of consumers.
 
-It is a list of byte strings that `Output.take` joins once in each turn of the loop. An answer that must wait for the
-disk is a `Promise`: what the same channel writes later waits behind it, and other channels do not. So the frames of a
-channel are sent in the order in which they were written, but for ``Channel.Flow``, which waits for no promise. Channel
-0 makes no promises.
+The output is a list of byte strings that `Output.take` joins once in each turn of the loop. An answer that must wait
+for the disk is a `Promise`. Later frames of the same channel wait behind it; other channels do not wait. So the frames
+of a channel are sent in the order in which they were written. The only exception is ``Channel.Flow``, which waits for
+no promise. Channel 0 makes no promises.
 """
 
 from __future__ import annotations
@@ -22,36 +22,36 @@ __all__ = ["Output", "Promise"]
 class _Consuming(Protocol):
     @property
     def consumers(self) -> Mapping[str, object]:
-        """By tag."""
+        """The consumers by tag."""
 
     def wait_for_disk(self, on: bool) -> None:
-        """The channel's answers wait for the disk, or no longer."""
+        """Stop deliveries of the channel while its answers wait for the disk, or start them again."""
 
     def wake(self) -> None:
-        """Consumers may take something again."""
+        """Offer messages to the channel's consumers again."""
 
 
 class _Channel(Protocol):
     @property
     def is_closing(self) -> bool:
-        """Whether nothing is to be confirmed on it any more."""
+        """Whether the channel is closing, so that no confirm may be sent on it."""
 
     @property
     def confirms(self) -> Confirms | None:
-        """Only in confirm mode."""
+        """The confirms; ``None`` without confirm mode."""
 
     @property
     def consuming(self) -> _Consuming:
-        """What it delivers."""
+        """The deliveries of the channel."""
 
 
 class Promise:
-    """Frames of a channel that are not there yet; what is written after them on this channel is sent after them.
+    """Frames of a channel that do not exist yet. Later frames of this channel are sent after them.
 
     Args:
-        output: of the connection.
-        number: of the channel.
-        size: about how many bytes they will have.
+        output: output of the connection.
+        number: number of the channel.
+        size: approximate size of the frames in bytes.
     """
 
     __slots__ = ("_number", "_output", "behind", "data", "size")
@@ -61,28 +61,28 @@ class Promise:
         self._number = number
         self.size = size
         self.data: bytes | None = None
-        # What was written after it, up to the next one.
+        # Frames that were written after this promise and before the next promise.
         self.behind: list[bytes] = []
 
     def keep(self, data: bytes) -> None:
-        """These are the frames, all that were promised."""
+        """Supply all of the promised frames."""
         self.data = data
         self._output.promise_kept(self._number, len(data) - self.size)
 
 
 class Output:
-    """What one connection has to send.
+    """The outgoing frames of one connection.
 
     Args:
-        channels: of the connection, by number.
-        controls: what an operator has set.
-        journal: knows what is on disk; ``None`` if nothing is.
+        channels: channels of the connection, by number.
+        controls: controls of the operator.
+        journal: calls back when records are on disk; ``None`` if nothing is written to disk.
         now: monotonic seconds.
-        on_output: called when there is something to send, once until `take`, and when that is to be sent after what
-            others have been given meanwhile.
+        on_output: called when there is something to send: once until `take`, and again for each frame that has to be
+            sent after the frames of other connections.
     """
 
-    #: Bytes of deliveries that may wait to be sent; consumers get no more until they are.
+    #: Maximum bytes of unsent deliveries. At this limit consumers get no more messages.
     MAX_DELIVERY_BYTES = 256 * 1024
 
     def __init__(
@@ -99,24 +99,24 @@ class Output:
         self._on_output = on_output
         self._announced = False
         self._frames: list[bytes] = []
-        # Bytes that wait to be sent: in `_frames`, promised, and behind promises.
+        # Unsent bytes: in `_frames`, promised, and behind promises.
         self.unsent = 0
-        # Channels with promises, which wait for the disk, in their order.
+        # Promises that wait for the disk, in order, by channel.
         self.promises: dict[int, deque[Promise]] = {}
         # Channels with confirms that are due.
         self._confirming: dict[_Channel, None] = {}
-        # Whether the socket takes bytes, and whether there is little enough of deliveries waiting.
+        # Whether the socket accepts bytes; bytes of unsent deliveries; and whether consumers may get more messages.
         self._is_writable = True
         self._delivery_bytes = 0
         self.takes_deliveries = True
-        # Seconds of the clock when something last went; and bytes so far.
+        # Clock time of the last `take` with data; and bytes taken so far.
         self.last_sent = now
         self.sent = 0
 
     # Frames.
 
     def write(self, data: bytes) -> None:
-        """Put whole frames of one channel into what is to be sent, behind the promises of that channel."""
+        """Append whole frames of one channel, behind the promises of that channel."""
         self.unsent += len(data)
         if self.promises and self._put_behind(data):
             return
@@ -125,39 +125,39 @@ class Output:
             self._announce()
 
     def write_in_turn(self, data: bytes) -> None:
-        """Put whole frames before all promises, to be sent after what other connections have to send by now.
+        """Append whole frames before all promises, to be sent after the frames that other connections have by now.
 
-        For what several race for (F4), and what is no answer to anything: a stop must not wait for the disk, because
-        the time of grace (D8) runs.
+        It is for Channel.Flow, for which several connections race (F4) and which answers no method. A stop must not
+        wait for the disk, because the grace time (D8) is running.
         """
         self.unsent += len(data)
         self._frames.append(data)
         self._announce()
 
     def deliver(self, data: bytes) -> None:
-        """Put a delivery into what is to be sent."""
+        """Append a delivery."""
         self._delivery_bytes += len(data)
         if self._delivery_bytes > self.MAX_DELIVERY_BYTES:
             self.takes_deliveries = False
         self.write(data)
 
     def has_confirms(self, channel: _Channel) -> None:
-        """A channel has confirms that are due; they are sent with everything else."""
+        """Note that a channel has due confirms. They are sent together with the other frames."""
         self._confirming[channel] = None
         if not self._announced:
             self._announce()
 
     def forget(self, channel: _Channel) -> None:
-        """A channel is closed: none of its confirms is due any more."""
+        """Forget a closed channel with its due confirms."""
         self._confirming.pop(channel, None)
 
     def announce_confirms(self) -> None:
-        """Confirms may be sent again."""
+        """Announce that confirms may be sent again."""
         if self._confirming and not self._announced:
             self._announce()
 
     def announce_end(self) -> None:
-        """Nothing more comes, which is announced like something to send."""
+        """Announce that the connection has ended, as if there were something to send."""
         if not self._announced:
             self._announce()
 
@@ -165,10 +165,10 @@ class Output:
         self._announced = True
         self._on_output()
 
-    # What waits for the disk.
+    # Waiting for the disk.
 
     def _put_behind(self, data: bytes) -> bool:
-        """Put frames behind the promises of their channel, if it has any."""
+        """Append frames to the last promise of their channel. Return False if the channel has no promise."""
         promises = self.promises.get(int.from_bytes(data[1:3], "big"))
         if promises is None:
             return False
@@ -176,11 +176,11 @@ class Output:
         return True
 
     def write_when_durable(self, data: bytes, *, topology_only: bool = True) -> None:
-        """Put whole frames into what is to be sent, once that is on disk which they tell of.
+        """Append whole frames that are sent when the changes they report are on disk.
 
         Args:
             data: the frames.
-            topology_only: whether they tell of nothing but changes of queues, exchanges and bindings.
+            topology_only: whether they report only changes of queues, exchanges and bindings.
         """
         journal = self._journal
         if journal is not None:
@@ -192,11 +192,11 @@ class Output:
         self.write(data)
 
     def promise(self, number: int, size: int = 0) -> Promise:
-        """Put something into what is to be sent on a channel that is not there yet.
+        """Append a promise of frames on a channel.
 
         Args:
-            number: of the channel.
-            size: about how many bytes it will have.
+            number: number of the channel.
+            size: approximate size of the frames in bytes.
         """
         promise = Promise(self, number, size)
         self._wait_for(promise, number)
@@ -210,16 +210,16 @@ class Output:
             channel.consuming.wait_for_disk(True)
 
     def promise_kept(self, number: int, more: int) -> None:
-        """What a channel has waited for can be sent, with what is behind it.
+        """Move the kept promises of a channel, and the frames behind them, to the unsent frames.
 
         Args:
-            number: of the channel.
-            more: bytes that it has beyond those that were expected.
+            number: number of the channel.
+            more: bytes of the frames minus their expected bytes.
         """
         self.unsent += more
         promises = self.promises.get(number)
         if promises is None:
-            # The connection is over.
+            # The connection has ended.
             return
         while promises and (data := promises[0].data) is not None:
             self._frames += (data, *promises.popleft().behind)
@@ -231,10 +231,10 @@ class Output:
         if channel is not None and not promises:
             channel.consuming.wait_for_disk(False)
 
-    # What is sent.
+    # Sending.
 
     def take(self, now: float) -> bytes:
-        """What is to be sent now.
+        """Remove and return the bytes to send now.
 
         Args:
             now: monotonic seconds.
@@ -260,17 +260,17 @@ class Output:
         return data
 
     def taken(self) -> None:
-        """What `take` gave is with the transport; consumers may get more if it takes bytes."""
+        """Note that the transport has the bytes of `take`. Deliver more messages if the socket accepts more."""
         if not self.takes_deliveries and self._is_writable:
             self._take_deliveries_again()
 
     def pause(self) -> None:
-        """The transport's buffer is full: consumers get nothing until it has drained."""
+        """Stop deliveries, because the transport's buffer is full."""
         self._is_writable = False
         self.takes_deliveries = False
 
     def resume(self) -> None:
-        """The transport's buffer has drained."""
+        """Start deliveries again, because the transport's buffer has drained."""
         self._is_writable = True
         self._take_deliveries_again()
 
@@ -281,17 +281,17 @@ class Output:
                 channel.consuming.wake()
 
     def lost(self) -> None:
-        """The socket is gone. Nothing of the connection refers to itself any more."""
+        """Drop all references, because the socket is closed."""
         self._on_output = _nobody
         self._confirming.clear()
         self.promises.clear()
 
     @property
     def memory(self) -> int:
-        """Bytes that wait to be taken for sending, and are in memory."""
+        """Bytes in memory that wait for `take`."""
         behind = (promise.behind for promises in self.promises.values() for promise in promises)
         return sum(len(data) for part in (self._frames, *behind) for data in part)
 
 
 def _nobody() -> None:
-    """Called in place of the server when the socket is gone."""
+    """Do nothing; called in place of a server whose socket is closed."""

@@ -1,8 +1,8 @@
-"""What a queue does at its maximum: the interface that an overflow policy implements.
+"""The interface of an overflow policy, which decides what a queue does at its maximum.
 
-A queue asks its policy three times: `Overflow.refusal` before any of a message's queues takes it, `Overflow.make_room`
+A queue calls its policy three times: `Overflow.refusal` before any of a message's queues takes it, `Overflow.make_room`
 just before the message enters, and `Overflow.trim` after the message was offered to consumers. A policy changes the
-queue only through `QueueView`. The policies themselves are in `qflow_client.broker.policies`.
+queue only through `QueueView`. The policies are in `qflow_client.broker.policies`.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ __all__ = ["Overflow"]
 
 @dataclass(frozen=True, slots=True)
 class Overflow:
-    """A rule for messages that come to a full queue. This one lets everything in.
+    """A rule for messages that come to a full queue. This base class accepts every message.
 
-    `refusal` is asked of every destination queue before any of them takes the message, so that if one refuses, none
-    gets it. `make_room` comes just before the enqueue, `trim` after the message was offered to consumers.
+    All destination queues are asked for a `refusal` before any of them takes the message. If one refuses, no queue gets
+    the message. `make_room` comes just before the enqueue, `trim` after the message was offered to consumers.
 
     Attributes:
-        max_count: messages; ``None`` for no maximum.
-        max_size: body bytes; ``None`` for no maximum.
+        max_count: maximum number of messages; ``None`` for no maximum.
+        max_size: maximum body bytes; ``None`` for no maximum.
     """
 
     max_count: int | None = None
@@ -32,65 +32,66 @@ class Overflow:
 
     @property
     def name(self) -> str:
-        """What it is called."""
+        """The name of the policy."""
         return "flow"
 
     def lets_wait(self, size: int) -> bool:
-        """Whether a message of `size` body bytes that is refused waits for room."""
+        """Return True if a refused message of `size` body bytes waits for room."""
         return False
 
     @property
     def is_silent(self) -> bool:
-        """Whether a refusal is only counted if the publisher has no confirms, and does not close its channel."""
+        """Whether a refusal without confirms is only counted. Otherwise it closes the publisher's channel."""
         return False
 
     @property
     def dead_letters_refused(self) -> bool:
-        """Whether what is refused goes to the dead-letter exchange."""
+        """Whether refused messages go to the dead-letter exchange."""
         return False
 
     @property
     def counts_ready(self) -> bool:
-        """Whether only ready messages count against the maximum, so that a requeue may exceed it."""
+        """Whether the maximum applies only to ready messages. A requeue may then exceed it."""
         return False
 
     @property
     def pages_bodies(self) -> bool:
-        """Whether bodies of the queue may be on disk only (A2)."""
+        """Whether bodies of the queue may be only on disk (A2)."""
         return False
 
     def last_values(self) -> LastValueMap | None:
-        """A new map of each key's last entry, if the queue keeps only that; ``None`` if it keeps all."""
+        """Return a new map of each key's last entry if the queue keeps only these; ``None`` if it keeps all."""
         return None
 
     def refusal(self, queue: QueueView, size: int, count: int, largest: int) -> str | None:
-        """Why `count` more messages of together `size` body bytes may not enter; ``None`` if they may.
+        """Return why `count` more messages with `size` body bytes in total may not enter; ``None`` if they may.
 
-        With what leaves at the same time counted against them; `largest` is the size of the largest that enters.
+        Messages that leave at the same time are already subtracted. `largest` is the size of the largest message that
+        enters.
         """
         return None
 
     def make_room(self, queue: QueueView, size: int) -> None:
-        """Do what it takes to let a message of `size` body bytes in, which was not refused."""
+        """Make room for a message of `size` body bytes that was not refused."""
 
     def trim(self, queue: QueueView) -> None:
-        """Drop what is too much and could not be delivered."""
+        """Drop messages beyond the maximum that could not be delivered."""
 
     def _excess(self, depth: int, size: int) -> tuple[int, int]:
-        """By how many messages, and how many bytes, a depth is beyond the maximum; 0 or less if it is not."""
+        """Return by how many messages and bytes a depth exceeds the maximum; 0 or less if it does not."""
         return (
             depth - self.max_count if self.max_count is not None else 0,
             size - self.max_size if self.max_size is not None else 0,
         )
 
     def _full(self, queue: QueueView, depth: int, size: int, coming: tuple[int, int]) -> str | None:
-        """That messages do not fit; ``None`` if they do.
+        """Return the reason why messages do not fit; ``None`` if they fit.
 
         Args:
-            queue: whose name is told.
-            depth: messages that count.
-            size: their body bytes.
-            coming: messages and body bytes that are to be added.
+            queue: queue whose name is in the text.
+            depth: number of messages that count.
+            size: body bytes of these messages.
+            coming: messages and body bytes to add.
         """
         beyond_count, beyond_size = self._excess(depth + coming[0], size + coming[1])
         if beyond_count > 0:

@@ -1,7 +1,7 @@
 """Hashed passwords: scrypt of the standard library, written ``$scrypt$ln=14,r=8,p=1$SALT$HASH`` (base64, no padding).
 
-A password of a broker's users that begins with ``$scrypt$`` is such a hash, and anything else is the password itself.
-To check one takes about 50 ms and 16 MiB, so the broker does it on a thread of its own.
+If a password in the broker's settings begins with ``$scrypt$``, it is such a hash. Any other value is the password
+itself. A check takes about 50 ms and 16 MiB, so the broker does it on a separate thread.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ __all__ = ["check_hash", "hash_password", "is_hash", "matches"]
 
 _PREFIX = "$scrypt$"
 _HASH = re.compile(r"\$scrypt\$ln=(\d{1,2}),r=(\d{1,2}),p=(\d{1,2})\$([A-Za-z0-9+/]{8,88})\$([A-Za-z0-9+/]{22,88})")
-# The most memory that a hash may take to check, in bytes.
+# Maximum memory for checking a hash, in bytes.
 _MAX_MEMORY = 256 * 1024 * 1024
 
 
 def is_hash(password: str) -> bool:
-    """Whether it stands for a password and is none."""
+    """Whether a value is a hash and not a password."""
     return password.startswith(_PREFIX)
 
 
 def hash_password(password: str) -> str:
-    """A password as it can stand in a file: with a salt of its own, so that two hashes of it differ.
+    """Return the hash of a password, for a settings file. Each hash has a new salt, so two hashes of a password differ.
 
     Args:
-        password: not blank.
+        password: the password; it must not be blank.
     """
     salt = token_bytes(16)
     digest = scrypt(password.encode(), salt=salt, n=1 << 14, r=8, p=1, maxmem=_MAX_MEMORY, dklen=32)
@@ -37,16 +37,16 @@ def hash_password(password: str) -> str:
 
 
 def check_hash(hashed: str) -> None:
-    """Check that a hash is one that can be used.
+    """Check that a hash can be used.
 
     Raises:
-        ValueError: it is not; the text does not repeat it.
+        ValueError: the hash cannot be used; the text does not repeat the hash.
     """
     _parse(hashed)
 
 
 def matches(hashed: str, password: bytes) -> bool:
-    """Whether a password is the one that was hashed. It takes about 50 ms, without the interpreter's lock."""
+    """Whether a password matches a hash. The check takes about 50 ms and releases the GIL."""
     n, r, p, salt, digest = _parse(hashed)
     found = scrypt(password, salt=salt, n=n, r=r, p=p, maxmem=2 * _MAX_MEMORY, dklen=len(digest))
     return hmac.compare_digest(found, digest)

@@ -1,8 +1,8 @@
-"""The sockets of the core: what a message store, a flow log and a limit of rates plug into.
+"""The interfaces of the core for plug-ins: a message store, a flow log and rate limits.
 
-The core calls these and knows nothing behind them. `Journal` is informed of every message in a queue and of the
-topology, and is asked for bodies that are not in memory; `FlowObserver` sees queues turn ON and OFF and channels being
-flowed (blocked); `PublishMeter` sees every publish while it is truthy. Overflow policies plug into
+The core calls these protocols and does not know their implementations. `Journal` is informed of every message in a
+queue and of the topology, and reads bodies that are not in memory. `FlowObserver` sees queues turn ON and OFF and
+channels being flowed (blocked). `PublishMeter` sees every publish while it is truthy. Overflow policies plug into
 `qflow_client.broker.core.overflow`, and the rules for queues into `qflow_client.broker.core.limits`.
 """
 
@@ -24,34 +24,34 @@ __all__ = ["FlowObserver", "Journal", "PublishMeter", "Timed", "TopologyJournal"
 
 
 class Timed(Protocol):
-    """Something that is due at a time."""
+    """An object with work that is due at a time."""
 
     def tick(self, now: float) -> None:
-        """Do what was to be done by now."""
+        """Do the work that is due by now."""
 
 
 class TopologyJournal(Protocol):
-    """Notes what is to be on disk of the topology."""
+    """Notes changes of the topology for the disk."""
 
     def number_of(self, name: str, auto_delete: bool, arguments: dict[str, object]) -> int:
         """Note a new durable queue, and give it a number.
 
         Raises:
-            ChannelException: 406; its arguments cannot be kept.
+            ChannelException: 406 if its arguments cannot be stored.
         """
 
     def queue_gone(self, name: str) -> None:
-        """A durable queue is deleted, with its bindings."""
+        """Note that a durable queue was deleted, with its bindings."""
 
     def exchange(self, name: str, kind: str, auto_delete: bool, internal: bool, arguments: dict[str, object]) -> None:
-        """There is a new durable exchange.
+        """Note a new durable exchange.
 
         Raises:
-            ChannelException: 406; its arguments cannot be kept.
+            ChannelException: 406 if its arguments cannot be stored.
         """
 
     def exchange_gone(self, name: str) -> None:
-        """A durable exchange is deleted, with its bindings."""
+        """Note that a durable exchange was deleted, with its bindings."""
 
     def binding(
         self,
@@ -63,149 +63,150 @@ class TopologyJournal(Protocol):
         *,
         gone: bool = False,
     ) -> None:
-        """There is a binding of two durable ends, or no longer.
+        """Note that a binding between two durable objects was added or removed.
 
         Raises:
-            ChannelException: 406; its arguments cannot be kept.
+            ChannelException: 406 if its arguments cannot be stored.
         """
 
 
 class Journal(Protocol):
-    """Counts the messages in memory, and knows which messages and which topology are to be on disk."""
+    """Counts the messages in memory, and decides which messages and which topology are written to disk."""
 
-    #: Whether anything is written; if not, it only counts what is in memory.
+    #: Whether records are written; otherwise the journal only counts memory.
     has_store: bool
-    #: Bytes of messages in memory (A1); 0 for any number.
+    #: Maximum bytes of messages in memory (A1); 0 for no limit.
     limit: int
-    #: Body bytes that are to be written, or just are; above the second, publishers are not read.
+    #: Body bytes to write or being written; and the maximum, above which publishers are not read.
     backlog_size: int
     max_backlog: int
-    #: Bytes of what is in no queue yet: bodies that are coming in and open transactions; and publishes that wait.
+    #: Bytes that are in no queue yet: first those of incoming bodies and open transactions, then those of waiting
+    #: publishes.
     unfinished: int
     waiting: int
-    #: Bytes that clients have not read, of those that are slow.
+    #: Bytes that slow clients have not read.
     buffered: int
 
     @property
     def topology(self) -> TopologyJournal:
-        """Notes what is to be on disk of the topology."""
+        """Notes changes of the topology for the disk."""
 
     # Messages.
 
     def enter(self, number: int, message: StoredMessage, completion: Completion | None) -> None:
-        """A message is in a queue now.
+        """Note that a message has entered a queue.
 
         Args:
-            number: of the queue in the store; 0 if the queue does not survive the broker.
-            message: if both are to survive, its confirm waits until it is on disk.
-            completion: that confirm; ``None`` if there is none.
+            number: number of the queue in the store; 0 if the queue does not survive the broker.
+            message: the message. If it and the queue survive the broker, its confirm waits until it is on disk.
+            completion: the confirm; ``None`` if there is none.
         """
 
     def leave(self, number: int, message: StoredMessage) -> None:
-        """A message has left a queue, or `hold` is taken back.
+        """Note that a message has left a queue, or undo `hold`.
 
         Args:
-            number: of the queue in the store; 0 if it does not survive the broker, or for a hold.
-            message: which.
+            number: number of the queue in the store; 0 if it does not survive the broker, or for a hold.
+            message: the message.
         """
 
     def hold(self, message: StoredMessage) -> None:
-        """Keep a message that is in a queue, until `leave` is called for that."""
+        """Keep a message that is in a queue until `leave` is called for this hold."""
 
     def want(self, messages: Iterable[StoredMessage], reader: Callable[[], bool]) -> None:
-        """Read bodies.
+        """Read bodies of messages.
 
         Args:
-            messages: which; those that are in memory, or are being read, are passed over.
-            reader: called whenever some have been read, until it returns True.
+            messages: the messages; those with a body in memory, or with a running read, are skipped.
+            reader: called each time some bodies have been read, until it returns True.
         """
 
     def when_read(self, message: StoredMessage, callback: Callable[[], None]) -> None:
-        """Call something when the body of a message is in memory."""
+        """Call a function when the body of a message is in memory."""
 
     def make_pager(self) -> BodyPager:
-        """A pager for a queue that flows to disk."""
+        """Create a pager for a queue that flows to disk."""
 
     def make_droppable(self) -> DroppableEntries:
-        """A container for the entries of a queue that may be dropped for memory."""
+        """Create a container for the entries of a queue that may be dropped for memory."""
 
     # Time and memory.
 
     def divide(self) -> None:
-        """An operation is over: all that was noted may go to disk without what comes."""
+        """Note the end of an operation: its records may go to disk without those of the next operation."""
 
     def when_durable(self, callback: Callable[[], None], *, topology_only: bool = False) -> bool:
-        """Call something when all that was noted so far is on disk.
+        """Call a function when all records noted so far are on disk.
 
         Returns:
-            Whether it will be called; if not, there is nothing to wait for.
+            Whether the function will be called. If not, there is nothing to wait for.
         """
 
     @property
     def held(self) -> int:
-        """Bytes in memory but for what is about to go."""
+        """Bytes in memory, without those that are about to be freed."""
 
     def window(self, queues: Iterable[QueueView]) -> int:
-        """Bytes of bodies that each queue may read ahead (A3)."""
+        """Return the bytes of bodies that each queue may read ahead (A3)."""
 
     def relieve(self, queues: Iterable[QueueView]) -> None:
-        """Keep the messages in memory within the limit (A1 A2 A3)."""
+        """Bring the messages in memory below the limit (A1 A2 A3)."""
 
 
 class FlowObserver(Protocol):
-    """Sees what queues and channels do for flow control."""
+    """Observes the flow control of queues and channels."""
 
     #: Seconds between two calls of `tick`.
     period: float
 
     def tick(self, now: float) -> None:
-        """A period is over."""
+        """Note the end of a period."""
 
     def arrived(self, queue: QueueView, source: FlowSource | None, size: int) -> None:
-        """A message has entered a queue."""
+        """Note that a message has entered a queue."""
 
     def left(self, queue: QueueView, size: int) -> None:
-        """A message has left a queue."""
+        """Note that a message has left a queue."""
 
     def turned_on(self, queue: QueueView) -> None:
-        """The queue's flow state is ON."""
+        """Note that the queue's flow state has turned ON."""
 
     def turned_off(self, queue: QueueView) -> None:
-        """The queue's flow state is OFF."""
+        """Note that the queue's flow state has turned OFF."""
 
     def keeps_confirms(self, queue: QueueView, source: FlowSource | None) -> None:
-        """The queue keeps back the confirm of a message (C5)."""
+        """Note that the queue holds the confirm of a message (C5)."""
 
     def lets_confirms_go(self, queue: QueueView) -> None:
-        """The queue keeps no confirms back any more."""
+        """Note that the queue holds no confirms any more."""
 
     def deleted(self, queue: QueueView) -> None:
-        """The queue is deleted."""
+        """Note that the queue was deleted."""
 
     def blocked(self, source: FlowSource, queue: str, reason: str) -> None:
-        """A channel is flowed, by one more mark of a queue, or by something else."""
+        """Note one more hold of a channel, by a mark of a queue or by another source."""
 
     def unblocked(self, source: FlowSource, queue: str, reason: str) -> None:
-        """A channel is let go, by one mark of a queue, or by something else."""
+        """Note that a hold of a channel was released, by a mark of a queue or by another source."""
 
     def gone(self, source: FlowSource) -> None:
-        """A publishing channel has ended."""
+        """Note that a publishing channel has ended."""
 
 
 class PublishMeter(Protocol):
-    """Counts publishes, and may flow their channels."""
+    """Counts publishes, and may block their channels."""
 
     def __bool__(self) -> bool:
-        """Whether it is to be called at all."""
+        """Whether `take` has to be called."""
 
     def take(self, source: FlowSource, size: int, exchange: str, queues: Iterable[str], user: str, now: float) -> Any:
-        """A message was published.
+        """Count a publish.
 
         Args:
-            source: the channel.
+            source: the publishing channel.
             size: body bytes.
-            exchange: where it was published.
-            queues: where it came to.
-            user: the connection's user.
+            exchange: name of the exchange.
+            queues: names of the destination queues.
+            user: user of the connection.
             now: seconds of the clock.
         """

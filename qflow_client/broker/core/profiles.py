@@ -1,4 +1,4 @@
-"""What other brokers say and do differently, as data, for a broker that plays one of them (docs/dialects.md)."""
+"""Differences of other brokers, as data, for a broker that imitates one of them (docs/dialects.md)."""
 
 from __future__ import annotations
 
@@ -20,28 +20,28 @@ __all__ = ["DIALECTS", "PROTOCOL_HEADER", "Dialect", "OnAlarm", "Profile"]
 
 
 class Profile(StrEnum):
-    """Whose dialect the broker speaks."""
+    """The broker that this broker imitates."""
 
-    #: Its own.
+    #: No other broker.
     QFLOW = "qflow"
-    #: LavinMQ's: a full disk closes the channels that publish with 406.
+    #: LavinMQ: a full disk closes publishing channels with 406.
     LAVINMQ = "lavinmq"
-    #: WSO2 Message Broker's: nothing is announced or confirmed, and errors of a channel end the connection.
+    #: WSO2 Message Broker: it announces and confirms nothing, and channel errors close the connection.
     WSO2 = "wso2"
-    #: The standard without anybody's extensions.
+    #: The standard without extensions.
     AMQP_0_9_1 = "amqp-0-9-1"
-    #: A broker of before AMQP 0-9-1, which answers an AMQP 0-9-1 client with its own protocol header.
+    #: A broker older than AMQP 0-9-1, which answers an AMQP 0-9-1 client with its own protocol header.
     AMQP_0_9 = "amqp-0-9"
 
 
 class OnAlarm(Enum):
-    """What publishers notice of an alarm."""
+    """How publishers are informed of an alarm."""
 
-    #: ``Connection.Blocked``, if they announced that they understand.
+    #: By ``Connection.Blocked``, if they announced the capability.
     BLOCKED = auto()
-    #: ``Channel.Flow`` on every channel that publishes, as the standard has it.
+    #: By ``Channel.Flow`` on every publishing channel, as in the standard.
     CHANNEL_FLOW = auto()
-    #: Each publish, and each new queue, closes its channel with 406.
+    #: Each publish, and each declaration of a new queue, closes its channel with 406.
     CHANNEL_CLOSE = auto()
 
 
@@ -49,7 +49,7 @@ PROTOCOL_HEADER = b"AMQP\0\0\x09\x01"
 _HEADER_0_9 = b"AMQP\1\1\0\x09"
 _HEADER_0_10 = b"AMQP\1\1\0\x0a"
 
-# What is not in the standard, and by which name a broker announces it.
+# Methods that are not in the standard, by the capability that announces them.
 _METHODS: Mapping[str, tuple[type[pamqp.base.Frame], ...]] = {
     "publisher_confirms": (commands.Confirm.Select,),
     "basic.nack": (commands.Basic.Nack,),
@@ -69,18 +69,19 @@ _EXTENSIONS = frozenset(
 
 @dataclass(frozen=True, kw_only=True)
 class Dialect:
-    """What a broker says and does.
+    """The properties and the behaviour of a broker.
 
     Attributes:
-        properties: what it says of itself in ``Connection.Start``, but for its capabilities.
-        extensions: of the standard, by the names in the table of capabilities; ``None`` for none, and no such table.
-        headers: the protocol headers that it accepts.
-        answer: the protocol header with which it answers others.
-        on_alarm: what publishers notice of an alarm.
-        alarm_text: what it says as it closes a channel for an alarm.
-        channel_errors_close: the reply code with which it closes the connection over what should close only the
-            channel; ``None`` if it closes the channel.
-        settings: what it proposes to clients, unless the broker's settings say otherwise.
+        properties: server properties in ``Connection.Start``, without the capabilities.
+        extensions: supported extensions of the standard, by their names in the capabilities table. ``None`` for no
+            extensions and no such table.
+        headers: the accepted protocol headers.
+        answer: the protocol header that answers any other header.
+        on_alarm: how publishers are informed of an alarm.
+        alarm_text: reply text when an alarm closes a channel.
+        channel_errors_close: reply code for closing the connection after an error that should close only the channel.
+            ``None`` if such an error closes only the channel.
+        settings: values that it proposes to clients, unless the broker's settings have others.
     """
 
     properties: Mapping[str, str]
@@ -93,17 +94,17 @@ class Dialect:
     settings: Mapping[str, int] = field(default_factory=dict)
 
     def has(self, extension: str) -> bool:
-        """Whether it knows an extension of the standard."""
+        """Whether the broker supports an extension of the standard."""
         return self.extensions is not None and extension in self.extensions
 
     @cached_property
     def missing(self) -> frozenset[type[pamqp.base.Frame]]:
-        """The methods that it does not know."""
+        """The methods that the broker does not support."""
         return frozenset(method for name, methods in _METHODS.items() if not self.has(name) for method in methods)
 
     @property
     def server_properties(self) -> dict[str, Any]:
-        """What it says in ``Connection.Start``."""
+        """The server properties in ``Connection.Start``."""
         if self.extensions is None:
             return dict(self.properties)
         return {**self.properties, "capabilities": dict.fromkeys(sorted(self.extensions), True)}
@@ -111,13 +112,13 @@ class Dialect:
 
 _PLAYED = "played by the broker of qflow_client"
 
-#: By profile.
+#: Dialects by profile.
 DIALECTS: Mapping[Profile, Dialect] = MappingProxyType(
     {
         Profile.QFLOW: Dialect(
             properties={
                 "product": "qflow broker",
-                # Imported by name: the broker must not depend on the package's face.
+                # Imported by name, because the broker must not depend on the top-level package.
                 "version": str(import_module("qflow_client").__version__),
                 "platform": f"{platform.python_implementation()} {platform.python_version()}",
                 "copyright": "Copyright the authors of qflow_client",

@@ -1,4 +1,4 @@
-"""The basic properties in content headers that were found well-formed: how they are read, and changed in a copy."""
+"""Reads the basic properties of a well-formed content header, and changes them in a copy."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from qflow_client.broker.core.wire import (
 
 __all__ = ["decode_headers", "decode_properties", "is_persistent", "reply_to_of", "with_headers", "with_reply_to"]
 
-#: Bytes of the values in field tables; those that are not here begin with a length of four bytes.
+#: Sizes of field table values in bytes, by type. Values of other types begin with a length of four bytes.
 _FIELD_SIZES = dict(zip(b"tbBsuIilLfdDTV\0", (1, 1, 1, 2, 2, 4, 4, 8, 8, 4, 8, 5, 8, 0, 0), strict=True))
 _PROPERTY_NAMES = dict(zip((flag for flag, _ in PROPERTIES), pamqp.commands.Basic.Properties.__slots__, strict=True))
 
 
 def decode_properties(header: bytes) -> pamqp.commands.Basic.Properties:
-    """The basic properties in the payload of a content header frame that was found well-formed.
+    """Return the basic properties in the payload of a well-formed content header frame.
 
-    A time that `datetime` has no room for is left out.
+    A timestamp that `datetime` cannot represent is left out.
     """
     properties = pamqp.commands.Basic.Properties()
     at = 14
@@ -51,14 +51,14 @@ def decode_properties(header: bytes) -> pamqp.commands.Basic.Properties:
 
 
 def decode_headers(header: bytes) -> dict[str, Any]:
-    """The headers alone; empty if there are none."""
+    """Return only the headers; empty if there are none."""
     if not int.from_bytes(header[12:14], "big") & HEADERS_FLAG:
         return {}
     return decode_table(header, offset(header, HEADERS_FLAG))[0]
 
 
 def _with_properties(header: bytes, changes: dict[int, bytes | None]) -> bytes:
-    """A content header with some properties as given, or without them; what is not named stays as it came."""
+    """Return a content header with some properties replaced or removed. The other properties stay as received."""
     properties: dict[int, bytes | None] = {}
     at = 14
     for flag, size in layout(int.from_bytes(header[12:14], "big")):
@@ -70,11 +70,11 @@ def _with_properties(header: bytes, changes: dict[int, bytes | None]) -> bytes:
 
 
 def with_headers(header: bytes, headers: dict[bytes, bytes]) -> bytes:
-    """A content header with more headers, or others, and without ``expiration``.
+    """Return a content header with headers added or replaced, and without ``expiration``.
 
     Args:
-        header: the payload of a content header frame that was found well-formed.
-        headers: each with its type, by name.
+        header: the payload of a well-formed content header frame.
+        headers: encoded values with their types, by name.
     """
     fields: dict[bytes, bytes] = {}
     if int.from_bytes(header[12:14], "big") & HEADERS_FLAG:
@@ -95,26 +95,26 @@ def with_headers(header: bytes, headers: dict[bytes, bytes]) -> bytes:
 
 
 def reply_to_of(header: bytes) -> bytes:
-    """The property ``reply_to``, which is there."""
+    """Return the property ``reply_to``, which must exist."""
     at = offset(header, REPLY_TO_FLAG)
     return header[at + 1 : at + 1 + header[at]]
 
 
 def with_reply_to(header: bytes, name: str) -> bytes:
-    """A content header with another ``reply_to``; everything else stays as it came."""
+    """Return a content header with another ``reply_to``. Everything else stays as received."""
     return _with_properties(header, {REPLY_TO_FLAG: short(name)})
 
 
 def is_persistent(header: bytes) -> bool:
-    """Whether the property ``delivery_mode`` says so.
+    """Whether the property ``delivery_mode`` is 2 (persistent).
 
     Args:
-        header: the payload of a content header frame that was found well-formed.
+        header: the payload of a well-formed content header frame.
     """
     flags = header[12]
     if not flags & DELIVERY_MODE_FLAG >> 8:
         return False
-    # Most have nothing before it but a content type, or nothing at all.
+    # Shortcut for the usual case: before delivery_mode there is at most a content type.
     if not flags & 0xE0:
         return header[14] == 2
     return header[offset(header, DELIVERY_MODE_FLAG)] == 2

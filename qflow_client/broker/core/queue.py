@@ -1,17 +1,23 @@
-"""Queues, sans-I/O: what enters, what is delivered, what is in force, and when anything is due.
+"""Queues, sans-I/O: enqueueing, delivery, limits and timers.
 
-A message is ready, unacked (with a consumer), about to leave, or gone; `contents.py` has the entries and their order.
-`Queue.enqueue` delivers nothing. If any of a message's queues is watched, it enters all of them before a consumer gets
-it; else each queue delivers it before the next has it.
+A message is ready, unacked (with a consumer), leaving, or gone; `contents.py` has the entries and their order.
+`Queue.enqueue` delivers nothing. If any of a message's queues is watched, the message enters all of them before a
+consumer gets it. Otherwise each queue delivers it before the next queue has it.
 
-The queue drives what is plugged into it. The overflow policy is asked before a message enters, and changes the queue
-only through `QueueView`. What follows the entries is in `Contents.observers`, in this order: the storage (the journal,
-the pager and droppable entries), the expiry, the flow states, the last values of a conflating queue, the confirms that
-an operator withholds, and what wakes publishes that wait for room. `Queue.is_watched` is False if there is none of
-these and nothing refuses messages: the common case pays for nothing.
+The queue calls its plug-ins. The overflow policy is asked before a message enters, and changes the queue only through
+`QueueView`. The observers of the entries are in `Contents.observers`, in this order:
 
-Very many entries do not leave in one go, see `contents.py`. As many expire in each tick, and the queue delivers nothing
-until all have that are due.
+1. the storage (the journal, the pager and droppable entries)
+2. the expiry
+3. the flow states
+4. the last values of a conflating queue
+5. the confirms that an operator withholds
+6. the waking of publishes that wait for room
+
+`Queue.is_watched` is False if a queue has none of these and refuses no messages. So the common case pays for nothing.
+
+A large number of entries leaves in slices, see `contents.py`. In each tick one such slice of entries expires. The queue
+delivers nothing until all due entries have expired.
 """
 
 from __future__ import annotations
@@ -51,30 +57,30 @@ _NO_FLOW_OPTIONS = FlowOptions()
 
 
 class Surroundings(Protocol):
-    """What a queue needs around it: the virtual host."""
+    """The environment of a queue: the virtual host."""
 
     @property
     def window(self) -> int:
-        """Bytes of bodies that each queue may read ahead (A3)."""
+        """The bytes of bodies that each queue may read ahead (A3)."""
 
     def clock(self) -> float:
-        """Monotonic seconds."""
+        """Return monotonic seconds."""
 
     def wake_at(self, queue: Queue, at: float) -> None:
         """Call `Queue.tick` at that time."""
 
     def died(self, queue: Queue, message: StoredMessage, reason: DropReason) -> None:
-        """A message was dropped, and the queue has a dead-letter exchange."""
+        """Dead-letter a message that a queue with a dead-letter exchange has dropped."""
 
     def unused(self, queue: Queue) -> None:
-        """The queue was not used for as long as it may be."""
+        """Delete the queue, because it was unused for the time of its argument."""
 
     def admit_waiting(self, queue: Queue, now: float) -> None:
-        """There may be room for publishes that wait, or the time of some is over."""
+        """Check the waiting publishes: there may be room, or their time may be over."""
 
 
 class _Vacancies(EntryObserver):
-    """Has the publishes looked at that wait for room, when a message has left."""
+    """Checks the publishes that wait for room when a message has left."""
 
     __slots__ = ("_wake",)
 
@@ -89,19 +95,20 @@ class Queue:
     """A queue.
 
     Args:
-        name: of the queue.
+        name: name of the queue.
         limits: thresholds and maximum.
-        surroundings: what it needs around it.
-        options: what does not change while it is there.
-        rule: decides what is in force; ``None`` if `limits` stay in force.
-        durable: as declared.
-        exclusive_owner: the connection that alone may use it.
-        auto_delete: as declared.
-        arguments: as declared.
-        flow_options: which channels its marks flow, and how they are let go.
-        observer: sees what comes, goes and is held; ``None`` if there is none.
-        journal: counts the messages in it, and writes them; ``None`` if there is none.
-        number: of the queue in the message store, if it and its persistent messages are to survive the broker; else 0.
+        surroundings: the environment of the queue.
+        options: the options that never change.
+        rule: computes the limits; ``None`` if `limits` never change.
+        durable: as in ``Queue.Declare``.
+        exclusive_owner: the only connection that may use the queue.
+        auto_delete: as in ``Queue.Declare``.
+        arguments: as in ``Queue.Declare``.
+        flow_options: which channels its marks block, and how they are unblocked.
+        observer: observes the flow control of the queue; ``None`` if there is none.
+        journal: counts its messages, and writes them to disk; ``None`` if there is none.
+        number: number of the queue in the message store, if the queue and its persistent messages survive the broker;
+            otherwise 0.
     """
 
     __slots__ = (
@@ -164,7 +171,7 @@ class Queue:
         self._surroundings = surroundings
         self._observer = observer
         self._clock = surroundings.clock
-        # When `tick` is to be called.
+        # Time of the next call of `tick`.
         self._tick_at = math.inf
         self.contents = contents = Contents()
         has_letters = options.dead_letter_exchange is not None
@@ -179,26 +186,27 @@ class Queue:
         self.flows = QueueFlows(
             self, limits, flow_options, self._clock, self._tick_by, observer=observer, on_overdue=self._choose_overflow
         )
-        # How many publishes wait for room here.
+        # Number of publishes that wait for room in this queue.
         self.waiting = 0
-        # What an operator has set: every message is refused; confirms are kept here until released, None if not.
+        # Set by an operator: whether every message is refused; and the withheld confirms, None if none are withheld.
         self.is_refusing = False
         self._withheld: WithheldConfirms | None = None
-        # What keeps it within its maximum now; None if nothing does.
+        # The overflow policy that applies now; None for no maximum.
         self.overflow: Overflow | None = None
-        # Whether publishing here needs more than an append, whether it may be refused, and whether others wait.
+        # Whether a publish to this queue needs more than an append; whether it may be refused; whether other publishes
+        # wait.
         self.is_watched = self.may_refuse = self.has_line = False
         if options.message_ttl is not None:
             self._make_expiry()
         self._put_in_force()
-        # When it was last used: declared, got from, or consumed.
+        # Time of the last use: a declare, a get or the end of a consumer.
         self._used_at = 0.0
         self.touch()
 
-    # What is in force.
+    # Limits.
 
     def _watch(self) -> None:
-        """Bring up to date what is looked at for every message."""
+        """Update the fields that are checked for every message."""
         self.may_refuse = self.overflow is not None or self.is_refusing
         self.has_line = self.waiting > 0
         flows = self.flows if self.flows.families or self._observer is not None else None
@@ -219,10 +227,10 @@ class Queue:
             self.storage.put_in_force(self.limits)
 
     def change(self, limits: QueueLimits) -> None:
-        """Put other thresholds, another maximum or another policy in force; what is in the queue stays (D4, J6).
+        """Apply other thresholds, another maximum or another policy. The messages stay in the queue (D4, J6).
 
         Args:
-            limits: what is in force from now on.
+            limits: the new limits.
         """
         if limits == self.limits:
             return
@@ -245,35 +253,35 @@ class Queue:
         self.dropping.expiry = Expiry(self.options.message_ttl, self._clock, self._tick_by)
         self._watch()
 
-    # What an operator sets.
+    # Controls of the operator.
 
     def refuse(self, on: bool) -> None:
-        """Refuse every message, in the name of an operator, or no longer."""
+        """Start or stop refusing every message, for an operator."""
         self.is_refusing = on
         self._watch()
 
     def withhold(self) -> None:
-        """Keep confirms back, in the name of an operator, until `release_withheld`."""
+        """Withhold confirms, for an operator, until `release_withheld`."""
         if self._withheld is None:
             self._withheld = WithheldConfirms()
         self._watch()
 
     def release_withheld(self) -> None:
-        """Let go of the confirms that an operator had withheld."""
+        """Release the confirms that were withheld for an operator."""
         withheld, self._withheld = self._withheld, None
         self._watch()
         if withheld is not None:
             withheld.release()
 
-    # What goes in.
+    # Enqueueing.
 
     def refusal(self, size: int, count: int = 1, largest: int | None = None) -> str | None:
-        """Why messages may not enter now; ``None`` if they may.
+        """Return the reason why messages may not enter now; ``None`` if they may.
 
         Args:
-            size: body bytes of all of them.
-            count: how many.
-            largest: body bytes of the largest; `size` unless given.
+            size: body bytes of all these messages.
+            count: number of messages.
+            largest: body bytes of the largest message; the default is `size`.
         """
         if self.is_refusing:
             return f"queue '{self.name}' refuses every message now"
@@ -286,14 +294,14 @@ class Queue:
         return self.overflow.refusal(self, size, count, size if largest is None else largest)
 
     def turn_away(self, message: StoredMessage, *, is_told: bool) -> bool:
-        """A message is refused here.
+        """Handle a message that this queue refuses.
 
         Args:
-            message: which is refused.
-            is_told: whether the publisher can be told without a close of its channel.
+            message: the refused message.
+            is_told: whether the publisher can be informed without closing its channel.
 
         Returns:
-            Whether that is all that is to be done about it.
+            Whether the refusal is complete: the caller need not inform the publisher.
         """
         overflow = self.overflow
         if overflow is None:
@@ -308,12 +316,12 @@ class Queue:
     def enqueue(
         self, message: StoredMessage, source: FlowSource | None = None, completion: Completion | None = None
     ) -> None:
-        """Take a message in, and check the marks afterwards (J3 D2). It was not refused. Delivers nothing yet.
+        """Add a message that was not refused, and then check the marks (J3 D2). Nothing is delivered yet.
 
         Args:
-            message: what to take.
-            source: the publishing channel, which may be flowed; ``None`` for one that cannot be.
-            completion: its confirm, which may be held (C5); ``None`` if there is none.
+            message: the message to add.
+            source: the publishing channel, which may be blocked; ``None`` for a source that cannot be blocked.
+            completion: the confirm, which may be held (C5); ``None`` if there is none.
         """
         contents = self.contents
         if self.overflow is not None:
@@ -322,7 +330,7 @@ class Queue:
             self.overflow.make_room(self, message.size)
         if message.header[12] & HAS_EXPIRATION and self.dropping.expiry is None:
             self._make_expiry()
-        # `Contents.append`, written out: the call is 0.1 µs of 5 that a message takes here.
+        # `Contents.append` inlined: the call would take 0.1 µs of the 5 µs that a message takes here.
         contents.published = sequence = contents.published + 1
         contents.depth = depth = contents.depth + 1
         contents.size = size = contents.size + message.size
@@ -337,22 +345,24 @@ class Queue:
                 observer.entered(entry, source, completion)
 
     def recover(self, message: StoredMessage, age: float) -> None:
-        """Take back a message that was in it when the broker ended. Delivers nothing yet, and flows no channel.
+        """Restore a message that was in the queue when the broker stopped.
+
+        Nothing is delivered yet, and no channel is blocked.
 
         Args:
-            message: which the store knows already.
-            age: seconds that it has been there.
+            message: the message, which the store already has.
+            age: seconds since it was enqueued.
         """
         if message.header[12] & HAS_EXPIRATION and self.dropping.expiry is None:
             self._make_expiry()
         entry = self.contents.append(self, message)
-        # It may have been.
+        # It may have been delivered before the broker stopped.
         entry.redelivered = True
         for observer in self.contents.observers:
             observer.recovered(entry, age)
 
     def after_publish(self) -> None:
-        """Deliver what can be delivered after an enqueue, and drop what then is too much, or may not wait."""
+        """Deliver messages after an enqueue. Then drop messages that exceed the maximum or have expired."""
         if self.dispatcher.active:
             self.dispatcher.deliver()
         if self.dropping.expiry is not None:
@@ -360,22 +370,22 @@ class Queue:
         if self.overflow is not None:
             self.overflow.trim(self)
 
-    # What goes out.
+    # Delivery.
 
     def take(self, *, no_ack: bool) -> QueueEntry | None:
-        """Take the next ready entry, as ``Basic.Get`` does; with `no_ack` it has left the queue."""
+        """Take the next ready entry for ``Basic.Get``. With `no_ack` the entry leaves the queue."""
         self.touch()
         return self.dispatcher.take(no_ack=no_ack)
 
     def remove_consumer(self, consumer: Consumer) -> None:
-        """A consumer is gone, see `Dispatcher.remove`."""
+        """Remove a consumer, see `Dispatcher.remove`."""
         self.dispatcher.remove(consumer)
         self.touch()
 
     def trim(self) -> None:
-        """After a requeue, drop what is beyond the maximum, if the overflow policy counts ready messages only.
+        """After a requeue, drop the messages beyond the maximum, if the overflow policy counts only ready messages.
 
-        Other policies count a message also while it is with a consumer, so a requeue adds nothing.
+        Other policies also count unacked messages, so for them a requeue adds nothing.
         """
         overflow = self.overflow
         if overflow is not None and overflow.counts_ready:
@@ -387,7 +397,7 @@ class Queue:
         """Remove all ready entries.
 
         Returns:
-            How many there were.
+            The number of removed entries.
         """
         has_droppable = self.storage is not None and self.storage.droppable is not None
         is_kept = self.dropping.expiry is not None or self.contents.values is not None or has_droppable
@@ -396,7 +406,7 @@ class Queue:
         return count
 
     def delete(self) -> int:
-        """Remove all messages. `Dispatcher.cancel_all` is to follow.
+        """Remove all messages. The caller has to call `Dispatcher.cancel_all` afterwards.
 
         Returns:
             The number of messages that were ready.
@@ -408,22 +418,26 @@ class Queue:
             self.contents.purge_unacked()
             self.dropping.let_leave()
         if self.number or self._observer is not None:
-            # The store and the flow log know nothing of it from now on.
+            # The store and the flow log forget the queue now, so all entries must leave now.
             self.contents.let_leave(len(self.contents.leaving))
         if self.storage is not None:
             self.storage.queue_deleted()
         self.flows.let_go()
         if self._observer is not None:
             self._observer.deleted(self)
-        # Publishes that wait for it go on without it.
+        # Publishes that wait for this queue continue without it.
         self._surroundings.admit_waiting(self, self._clock())
-        # A publisher may keep the queue alive for a while; the connection that owned it is not kept with it.
+        # A publisher may keep a reference to the queue for a while. The owner connection must not stay in memory with
+        # it.
         self.exclusive_owner = None
         self._end_parts()
         return count
 
     def _end_parts(self) -> None:
-        """If all entries have left, let nothing of it refer to itself any more: it need not wait to be collected."""
+        """Remove the reference cycles when all entries have left.
+
+        The queue is then freed without the garbage collector.
+        """
         if not self.contents.leaving:
             self.contents.observers = ()
             self.dropping.end()
@@ -432,18 +446,18 @@ class Queue:
     # Time.
 
     def wait(self, until: float, change: int = 0) -> None:
-        """Look at the publishes that wait for room here at that time at the latest.
+        """Check the publishes that wait for room in this queue at this time at the latest.
 
         Args:
             until: seconds of the clock.
-            change: how many more of them there are; -1 for one that waits no longer.
+            change: change of the number of waiting publishes; -1 if one waits no longer.
         """
         self.waiting += change
         self._tick_by(until)
         self._watch()
 
     def touch(self) -> None:
-        """Take note that it is used: declared, got from, or no longer consumed."""
+        """Note a use of the queue: a declare, a get or the end of a consumer."""
         if self.options.expires is not None:
             self._used_at = self._clock()
             self._tick_by(self._used_at + self.options.expires)
@@ -457,7 +471,7 @@ class Queue:
         self._tick_by(self._clock())
 
     def tick(self, now: float) -> None:
-        """Do what was to be done by now.
+        """Do the work that is due by now.
 
         Args:
             now: seconds of the clock.
@@ -484,16 +498,16 @@ class Queue:
             else:
                 self._tick_by(self._used_at + expires)
 
-    # What policies and observers see, see `QueueView`.
+    # The view of policies and observers, see `QueueView`.
 
     @property
     def depth(self) -> int:
-        """Messages, ready and unacked together (D6)."""
+        """The number of messages, ready and unacked (D6)."""
         return self.contents.depth
 
     @property
     def size(self) -> int:
-        """Their body bytes."""
+        """Body bytes of these messages."""
         return self.contents.size
 
     @property
@@ -503,10 +517,10 @@ class Queue:
 
     @property
     def pager(self) -> BodyPager | None:
-        """Decides which bodies stay in memory; ``None`` if all of them do."""
+        """Decides which bodies stay in memory; ``None`` if all bodies stay."""
         return None if self.storage is None else self.storage.pager
 
     @property
     def droppable(self) -> DroppableEntries | None:
-        """The entries that may be dropped for memory; ``None`` if none may."""
+        """The entries that may be dropped for memory; ``None`` if no entry may."""
         return None if self.storage is None else self.storage.droppable
