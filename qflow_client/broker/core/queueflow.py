@@ -1,9 +1,9 @@
-"""The flow state of a queue, sans-I/O: which channels it flows (blocks), and which confirms it holds.
+"""The flow state of a queue, sans-I/O: the channels that it blocks (flows), and the confirms that it holds.
 
-A `QueueFlow` is one family of marks. Above its stop it is ON: it blocks the channel that publishes, or holds the
-confirm, or both. At its resume it is OFF: it releases all confirms and unblocks the channels, all at once or one after
-the other (F4). `QueueFlows` has all families of one queue. It is offered every change of the queue's depth, after the
-message is in (J3), and knows since when any family is ON.
+A `QueueFlow` is one family of marks. Above its stop mark it is ON: it blocks the publishing channel, or holds the
+confirm, or both. At its resume mark it is OFF: it releases all confirms and unblocks the channels, all at once or one
+after the other (F4). `QueueFlows` has all families of one queue. It gets every change of the queue's depth, after the
+message has entered (J3), and knows since when any family is ON.
 """
 
 from __future__ import annotations
@@ -26,27 +26,27 @@ _log = get_logger(__name__)
 
 
 class CountedSource(FlowSource):
-    """A source that tells how much it was let publish.
+    """A source that counts its publishes.
 
     Args:
-        name: for people; need not be unique.
+        name: name for people; need not be unique.
     """
 
     __slots__ = ("published",)
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
-        #: Messages so far.
+        #: Messages published so far.
         self.published = 0
 
 
 class Turns:
-    """When the next publisher of a queue is unflowed, so that they do not all come back at once (F4).
+    """Spaces out the unblocking of a queue's publishers, so that they do not all publish again at once (F4).
 
     Args:
-        interval: seconds between two.
-        clock: seconds.
-        wake_at: called with the time at which to ask again.
+        interval: seconds between two publishers.
+        clock: returns seconds.
+        wake_at: called with the time of the next call of `let_next`.
     """
 
     __slots__ = ("_clock", "_interval", "_next_at", "_wake_at")
@@ -58,7 +58,7 @@ class Turns:
         self._next_at = -math.inf
 
     def let_next(self) -> bool:
-        """Whether the next may be unflowed now; its turn is over then."""
+        """Whether the next publisher may be unblocked now. If True, the interval starts again."""
         now = self._clock()
         if now < self._next_at:
             self._wake_at(self._next_at)
@@ -68,14 +68,14 @@ class Turns:
 
 
 class QueueFlow(FlowController):
-    """One family of marks on a queue: flows the channels, and holds the confirms, of publishes past them.
+    """One family of marks of a queue. It blocks the channels, and holds the confirms, of publishes above the stop mark.
 
     Args:
         thresholds: the marks.
-        name: of the queue.
+        name: name of the queue.
         count: messages in the queue.
-        size: their body bytes.
-        turns: whose turn it is to be unblocked, and when; ``None`` unblocks all at once.
+        size: body bytes of these messages.
+        turns: spaces out the unblocking; ``None`` unblocks all channels at once.
     """
 
     __slots__ = ("_turns", "depth", "held")
@@ -90,13 +90,14 @@ class QueueFlow(FlowController):
         self.held: dict[QueueEntry, Completion] = {}
 
     def resume(self, now: float | None = None) -> None:
-        """Unblock the sources that may go on, all at once or one after the other, the oldest first (F4)."""
+        """Unblock the sources that may continue, all at once or one after the other, the oldest first (F4)."""
         blocked = self._blocked
         if not blocked:
             return
         if self._turns is None:
             if len(blocked) > 1 and self._may_go_on(now):
-                # The first fills the room below the mark before the others: let it be the one that has published least.
+                # The first source fills the room below the mark before the others. So it has to be the one that has
+                # published least.
                 self._blocked = dict.fromkeys(sorted(blocked, key=_published))
             super().resume(now)
             return
@@ -104,7 +105,7 @@ class QueueFlow(FlowController):
             self.forget(next(iter(blocked)))
 
     def release_held(self) -> None:
-        """Let go of all confirms."""
+        """Release all confirms."""
         held, self.held = self.held, {}
         for completion in held.values():
             completion.release()
@@ -117,12 +118,12 @@ class QueueFlow(FlowController):
 
 
 class FlowOptions(NamedTuple):
-    """Which channels the marks of a queue flow, and how they are let go.
+    """Which channels the marks of a queue block, and how they are unblocked.
 
     Attributes:
-        scope: which channels (D12).
+        scope: which channels are blocked (D12).
         recent: seconds for which a publisher counts as recent.
-        resume_interval: seconds between two channels that are unflowed (F4); 0 for none.
+        resume_interval: seconds between two channels that are unblocked (F4); 0 unblocks all at once.
     """
 
     scope: FlowScope = FlowScope.OFFENDER
@@ -131,15 +132,15 @@ class FlowOptions(NamedTuple):
 
 
 class QueueFlows(EntryObserver):
-    """All families of marks of one queue, and for how long any of them has been ON (D10).
+    """All families of marks of one queue, and the time for which any of them has been ON (D10).
 
     Args:
-        queue: whose flow state it is, for the observer.
-        limits: what is in force for it.
-        options: which channels the marks flow, and how they are let go.
-        clock: seconds.
-        wake_at: called with the time at which `tick` is to be called.
-        observer: sees what comes, goes and is held; ``None`` if there is none.
+        queue: the queue, for the observer.
+        limits: limits of the queue.
+        options: which channels the marks block, and how they are unblocked.
+        clock: returns seconds.
+        wake_at: called with the time of the next call of `tick`.
+        observer: observes the flow control of the queue; ``None`` if there is none.
         on_overdue: called when `is_overdue` has changed.
     """
 
@@ -181,24 +182,24 @@ class QueueFlows(EntryObserver):
         self._wake_at = wake_at
         self.observer = observer
         self._on_overdue = on_overdue
-        # One controller for each family of marks that is set, and how often those turned ON that are no longer.
+        # One controller for each configured family of marks; and how often removed controllers turned ON.
         self.families = tuple(QueueFlow(thresholds, queue.name, turns=turns) for thresholds in limits.thresholds)
         self._times_on_before = 0
-        # Since when any of them is ON; None if none is.
+        # Time since which any family is ON; None if all are OFF.
         self.on_since: float | None = None
-        # Whether it was ON for so long that it holds no channel any more (D10); how often.
+        # Whether it was ON for so long that it blocks no channel any more (D10); and how often this happened.
         self.is_overdue = False
         self.times_overdue = 0
-        # When each channel published here last; only kept if a stop flows all of them (D12).
+        # Time of each channel's last publish to the queue; kept only if a stop blocks all of these channels (D12).
         self._publishers: dict[FlowSource, float] | None = {} if options.scope is FlowScope.PUBLISHERS else None
-        # Whether a channel that publishes past a mark is flowed, and its confirms are held.
+        # Whether a channel that publishes above the mark is blocked, and whether its confirms are held.
         self._flows_channels = self._delays_completion = False
         self._read_enforcement()
 
-    # What is in force.
+    # Limits.
 
     def put_in_force(self, limits: QueueLimits) -> None:
-        """Put other limits in force; `change_marks` is to follow, when the queue keeps within its maximum."""
+        """Set other limits. The caller has to call `change_marks` when the queue is within its maximum."""
         self.limits = limits
         if limits.max_flow_wait is None:
             self.is_overdue = False
@@ -210,7 +211,7 @@ class QueueFlows(EntryObserver):
         self._delays_completion = enforcement.delays_completion and not self.is_overdue
 
     def change_marks(self) -> None:
-        """Bring the families up to date with the limits (D4)."""
+        """Update the families after a change of the limits (D4)."""
         there = {type(flow.depth.thresholds): flow for flow in self.families}
         held_confirms = any(flow.held for flow in self.families)
         now = self._clock()
@@ -291,7 +292,7 @@ class QueueFlows(EntryObserver):
             if flow.held and not flow.depth.on:
                 flow.release_held()
         if self.on_since is not None and not self.is_on and not (self.is_overdue and reason is DropReason.MAXLEN):
-            # What is dropped for want of room does not end the want of room (D10).
+            # A message that was dropped because the queue is full does not end the overdue state (D10).
             self._turned_off()
 
     # ON and OFF.
@@ -320,7 +321,7 @@ class QueueFlows(EntryObserver):
             _log.info("queue '%s' is OFF: its policy is %s again", self._queue.name, self.limits.policy)
 
     def _turn_overdue(self) -> None:
-        """It was ON for so long that it may hold no channel any more (D10)."""
+        """Stop blocking channels, because the queue was ON for too long (D10)."""
         assert self.limits.then is not None
         self.times_overdue += 1
         self._set_overdue(True)
@@ -340,7 +341,7 @@ class QueueFlows(EntryObserver):
         self._on_overdue()
 
     def tick(self, now: float) -> None:
-        """Let producers go if it was ON for too long (D10), or the next of them if it is OFF (F4)."""
+        """Unblock producers if the queue was ON for too long (D10), or the next of them if it is OFF (F4)."""
         wait = self.limits.max_flow_wait
         if wait is not None and self.on_since is not None and not self.is_overdue:
             if now >= self.on_since + wait:
@@ -357,17 +358,17 @@ class QueueFlows(EntryObserver):
             flow.let_go()
 
     def end(self) -> None:
-        """The queue is deleted, it has let go, and all entries have left."""
+        """Drop all references. The queue is deleted, it has released everything, and all entries have left."""
         self.families = ()
         self.observer = self._turns = None
         del self._queue, self._wake_at, self._on_overdue
 
     def forget(self, source: FlowSource) -> None:
-        """A publishing channel is gone."""
+        """Forget a publishing channel that has ended."""
         if self._publishers is not None:
             self._publishers.pop(source, None)
 
-    # What is seen of it.
+    # Counts and states.
 
     @property
     def is_on(self) -> bool:
@@ -381,12 +382,12 @@ class QueueFlows(EntryObserver):
 
     @property
     def blocked(self) -> tuple[FlowSource, ...]:
-        """The channels that it flows, the oldest first."""
+        """The channels that it blocks, the oldest first."""
         return tuple(dict.fromkeys(source for flow in self.families for source in flow.blocked))
 
     @property
     def held_confirms(self) -> int:
-        """Messages whose confirms it holds back (C5)."""
+        """The number of messages whose confirms it holds (C5)."""
         return len({entry for flow in self.families for entry in flow.held})
 
 

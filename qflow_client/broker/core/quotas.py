@@ -1,8 +1,8 @@
-"""How many queues, bindings and consumers there may be, and how many connections that are not open yet.
+"""The maximum numbers of queues, bindings, consumers and unauthenticated connections.
 
-A quota is looked at when something is made, and never when a message is published. It keeps an upper bound of the
-number of things instead of the number: nothing has to report what is deleted, and the exact number is counted again
-only when the bound reaches the limit.
+A quota is checked when an object is created, and never when a message is published. It keeps an upper bound of the
+number of objects. So no code has to report deletions. The exact number is counted only when the bound reaches the
+limit.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ __all__ = ["Quota", "Stranger", "Strangers"]
 
 
 class Quota:
-    """The most that there may be of one thing.
+    """The maximum number of one kind of object.
 
     Args:
-        setting: the name of the setting that has the limit.
-        limit: the most that there may be.
-        things: what they are called, in the plural.
-        count: counts them.
+        setting: name of the setting with the limit.
+        limit: maximum number of objects.
+        things: what the objects are called, in the plural.
+        count: counts the objects.
     """
 
     __slots__ = ("_bound", "_count", "_limit", "_setting", "_things")
@@ -32,17 +32,17 @@ class Quota:
         self._limit = limit
         self._things = things
         self._count = count
-        # There are at most so many.
+        # Upper bound of the number of objects.
         self._bound = 0
 
     def take(self, *, is_there: bool = False) -> None:
-        """One more is about to be made.
+        """Count one more object before it is created.
 
         Args:
-            is_there: whether it comes from the message store, and is taken beyond the limit, too.
+            is_there: whether the object comes from the message store. It is then accepted even beyond the limit.
 
         Raises:
-            ChannelException: 406; there are as many as there may be. RabbitMQ refuses queues beyond its limit so.
+            ChannelException: 406 if the limit is reached. RabbitMQ refuses queues beyond its limit with the same code.
         """
         if self._bound >= self._limit and not is_there:
             self._bound = self._count()
@@ -56,7 +56,7 @@ class Quota:
 
 
 class StrangerSession(Protocol):
-    """The session of a connection, as far as `Strangers` needs it."""
+    """The part of a session that `Strangers` needs."""
 
     #: Whether the connection was opened.
     was_opened: bool
@@ -67,7 +67,7 @@ class Stranger(Protocol):
 
     @property
     def session(self) -> StrangerSession:
-        """Its session."""
+        """The session of the connection."""
 
 
 T = TypeVar("T", bound=Stranger)
@@ -76,10 +76,10 @@ T = TypeVar("T", bound=Stranger)
 class Strangers(Generic[T]):
     """The connections that are not open yet, the oldest first.
 
-    Those that were opened meanwhile stay among them until there are too many: opening a connection costs nothing here.
+    Connections that have been opened stay in the list until it is full. So opening a connection costs nothing here.
 
     Args:
-        limit: the most that there may be.
+        limit: maximum number of connections that are not open.
     """
 
     def __init__(self, limit: int) -> None:
@@ -87,10 +87,10 @@ class Strangers(Generic[T]):
         self._connections: dict[T, None] = {}
 
     def add(self, connection: T) -> T | None:
-        """A connection was accepted.
+        """Add a connection that was accepted.
 
         Returns:
-            The oldest connection that is not open, if there is one too many: it has to go.
+            The oldest connection that is not open, if there is one too many. The caller has to close it.
         """
         connections = self._connections
         connections[connection] = None
@@ -105,5 +105,5 @@ class Strangers(Generic[T]):
         return oldest
 
     def discard(self, connection: T) -> None:
-        """A connection is gone."""
+        """Remove a connection that is closed."""
         self._connections.pop(connection, None)

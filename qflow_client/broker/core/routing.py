@@ -1,11 +1,12 @@
-"""Routing, sans-I/O: the queues that a message reaches from the exchange that it was published to.
+"""Routing, sans-I/O: the queues that a message reaches from its exchange.
 
-A publish method is decoded once into a `Target`, which remembers its queues for one version of the topology.
-`Router.version` goes up with every change that routing depends on, and outdated targets are resolved again.
+A publish method is decoded once into a `Target`, which caches its queues for one version of the topology. Each change
+that affects routing increases `Router.version`, and outdated targets are resolved again.
 
-A message goes from exchange to exchange over bindings, and visits each exchange once. An exchange that finds no
-destination for the message hands it to its alternate exchange, if it has one. As in RabbitMQ that holds for each
-exchange on the way, an alternate exchange that does not exist is passed over, and an internal exchange may be one.
+A message goes from exchange to exchange through bindings, and visits each exchange once. If an exchange finds no
+destination for the message, it passes the message to its alternate exchange, if it has one. As in RabbitMQ, this is
+true for each exchange on the way. An alternate exchange that does not exist is ignored. An internal exchange may be an
+alternate exchange.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from qflow_client.broker.core.settings import Settings
 
 __all__ = ["ALTERNATE_EXCHANGE", "Router", "needs_headers", "reach"]
 
-#: The argument of an exchange that names the exchange for what it cannot route.
+#: The exchange argument that names the alternate exchange.
 ALTERNATE_EXCHANGE = "alternate-exchange"
 
 
@@ -29,28 +30,28 @@ class Router:
     """Finds the queues of messages.
 
     Args:
-        settings: the broker's.
-        exchanges: all there are, by name.
-        queues: all there are, by name.
+        settings: settings of the broker.
+        exchanges: all exchanges by name.
+        queues: all queues by name.
     """
 
-    #: Distinct publish methods that are remembered; beyond that all are forgotten.
+    #: Maximum number of cached publish methods. Beyond it the whole cache is cleared.
     MAX_TARGETS = 4096
 
     def __init__(self, settings: Settings, exchanges: Mapping[str, Exchange], queues: Mapping[str, Queue]) -> None:
         self._settings = settings
         self.exchanges = exchanges
         self.queues = queues
-        # Goes up with every change that routing depends on.
+        # Grows with every change that affects routing.
         self.version = 0
-        # Publish methods by the payload of their frame.
+        # Cached targets by the payload of the Basic.Publish frame.
         self.targets: dict[bytes, Target] = {}
 
     def check_size(self, size: int) -> None:
-        """Whether a message may have so many body bytes.
+        """Check that a message may have this number of body bytes.
 
         Raises:
-            ChannelException: 406; it may not.
+            ChannelException: 406 if the message is too large.
         """
         if size > self._settings.max_message_size:
             raise ChannelException(
@@ -59,10 +60,10 @@ class Router:
             )
 
     def exchange(self, name: str) -> Exchange:
-        """An exchange by name.
+        """Return an exchange by name.
 
         Raises:
-            ChannelException: 404; there is none.
+            ChannelException: 404 if the exchange does not exist.
         """
         exchange = self.exchanges.get(name)
         if exchange is None:
@@ -72,10 +73,10 @@ class Router:
         return exchange
 
     def resolve(self, target: Target) -> None:
-        """Bring a target's destinations up to date with the topology.
+        """Update a target's destinations to the current topology.
 
         Raises:
-            ChannelException: 404; no such exchange. 403; an internal one.
+            ChannelException: 404 if the exchange does not exist. 403 if it is internal.
         """
         exchange = self.exchange(target.exchange)
         if exchange.internal:
@@ -89,7 +90,7 @@ class Router:
             target.queues = None
         else:
             target.queues = reach(exchange, target.routing_key, {}, self.exchanges, self.queues)
-        # With headers in play it is not known before each message.
+        # If headers decide, the queues are only known for each message.
         target.watched = (
             target.queues is None
             or len(target.queues) > MANY_QUEUES
@@ -98,14 +99,14 @@ class Router:
         target.version = self.version
 
     def destinations(self, message: StoredMessage, target: Target) -> tuple[Queue, ...]:
-        """The queues that a message goes to, whose target is up to date."""
+        """Return the queues of a message with a current target."""
         if target.queues is not None:
             return target.queues
         headers = decode_headers(message.header)
         return reach(self.exchanges[target.exchange], target.routing_key, headers, self.exchanges, self.queues)
 
     def target(self, exchange: str, routing_key: str) -> Target | None:
-        """A target that is up to date; ``None`` if there is no such exchange."""
+        """Return a current target; ``None`` if the exchange does not exist."""
         found = self.exchanges.get(exchange)
         if found is None:
             return None
@@ -115,17 +116,17 @@ class Router:
 
 
 def _alternate(exchange: Exchange, exchanges: Mapping[str, Exchange]) -> Exchange | None:
-    """The alternate exchange; ``None`` if the exchange has none, or it does not exist."""
+    """Return the alternate exchange; ``None`` if the exchange has none, or if it does not exist."""
     name = exchange.arguments.get(ALTERNATE_EXCHANGE)
     return exchanges.get(name) if isinstance(name, str) else None
 
 
 def needs_headers(start: Exchange, exchanges: Mapping[str, Exchange]) -> bool:
-    """Whether the way of a message from an exchange may depend on more than its routing key.
+    """Whether the destinations of a message may depend on more than its routing key.
 
     Args:
-        start: where the message is published.
-        exchanges: all there are, by name.
+        start: the exchange that the message is published to.
+        exchanges: all exchanges by name.
     """
     seen: dict[Exchange, None] = {start: None}
     todo = [start]
@@ -147,14 +148,14 @@ def reach(
     exchanges: Mapping[str, Exchange],
     queues: Mapping[str, Queue],
 ) -> tuple[Queue, ...]:
-    """The queues that a message reaches from an exchange, each once.
+    """Return the queues that a message reaches from an exchange, each once.
 
     Args:
-        start: where the message is published.
-        routing_key: of the message.
-        headers: of the message; empty if no exchange on the way needs them.
-        exchanges: all there are, by name.
-        queues: all there are, by name.
+        start: the exchange that the message is published to.
+        routing_key: routing key of the message.
+        headers: headers of the message; empty if no exchange on the way needs them.
+        exchanges: all exchanges by name.
+        queues: all queues by name.
     """
     found: dict[Queue, None] = {}
     seen: dict[Exchange, None] = {start: None}
@@ -180,7 +181,10 @@ def reach(
 def _destinations(
     exchange: Exchange, routing_key: str, headers: Mapping[str, object], queues: Mapping[str, Queue]
 ) -> Iterator[Queue | Exchange]:
-    """Where one exchange sends a message; the default exchange is bound to every queue by the queue's name."""
+    """Yield the destinations of a message at one exchange.
+
+    The default exchange is bound to every queue by the queue's name.
+    """
     if exchange.name:
         yield from exchange.destinations(routing_key, headers)
     elif routing_key in queues:

@@ -1,8 +1,8 @@
-"""The event loop that a broker runs on, and calls to it from other threads.
+"""The event loop of a broker, and calls to it from other threads.
 
-`Runner.call` runs a function on the loop and returns its result; on the loop itself, and before and after it runs, it
-calls the function in place. `Runner.call_in_steps` does so with work that takes long, in turns with the loop's other
-work. `Runner.changed` wakes every waiter, which looks at its predicate again.
+`Runner.call` runs a function on the loop and returns its result. On the loop itself, and while no loop runs, it calls
+the function directly. `Runner.call_in_steps` does the same for long work; the loop's other work runs between the steps.
+`Runner.changed` wakes every waiter, which checks its predicate again.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ _Step = Callable[[], Coroutine[Any, Any, None]]
 
 
 def _is_in_task() -> bool:
-    """Whether a task runs here. Where a loop runs without one, as in Playwright's synchronous API, a call may block."""
+    """Whether a task runs in this thread.
+
+    If a loop runs without a task, as in Playwright's synchronous API, a call may block.
+    """
     try:
         return asyncio.current_task() is not None
     except RuntimeError:
@@ -29,32 +32,33 @@ def _is_in_task() -> bool:
 
 
 class Runner:
-    """The loop of one broker, and the calls to it from other threads."""
+    """The event loop of one broker, and the calls to it from other threads."""
 
-    #: Seconds of a turn of the loop for `call_in_steps`.
+    #: Seconds that `call_in_steps` may use in one turn of the loop.
     SLICE = 0.005
 
     def __init__(self) -> None:
-        # The loop, and the thread of that loop; None before and after. While it is taken away, the lock keeps calls
-        # from coming to it: they would be waited for without end.
+        # The loop and its thread; None before and after. The lock prevents a call from being scheduled while the loop
+        # is removed, because the caller would wait for ever.
         self._loop: asyncio.AbstractEventLoop | None = None
         self._loop_thread = 0
         self._loop_lock = threading.RLock()
-        # Only set if the loop is its own: the thread that runs it, and what is done when that thread may end.
+        # Only set for a loop on its own thread: the thread, and the future that lets it end.
         self._thread: threading.Thread | None = None
         self._stopped: asyncio.Future[None] | None = None
-        # Guarded by the condition.
+        # Protected by the condition.
         self._version = 0
         self._changed = threading.Condition()
         self._async_waiters: set[asyncio.Future[None]] = set()
 
-    # Coming and going.
+    # Starting and stopping.
 
     def run(self, start: _Step) -> None:
-        """Run a loop on a thread of its own.
+        """Run a loop on its own thread.
 
         Args:
-            start: what is done first on that loop, before this returns; what it raises ends the thread, and comes here.
+            start: runs first on that loop, before this method returns. An exception of it ends the thread and is raised
+                here.
         """
         started: Future[None] = Future()
         self._thread = threading.Thread(target=self._run, args=(start, started), name="qflow-broker", daemon=True)
@@ -79,10 +83,10 @@ class Runner:
         asyncio.run(main())
 
     def end(self, stop: _Step) -> None:
-        """End the thread that `run` began.
+        """End the thread that `run` started.
 
         Args:
-            stop: what is done before on its loop.
+            stop: runs on the loop before the thread ends.
         """
         loop, thread = self._loop, self._thread
         assert thread is not None
@@ -96,22 +100,22 @@ class Runner:
         self._stopped.set_result(None)
 
     def enter(self) -> None:
-        """Calls come to the running loop from now on."""
+        """Send calls to the running loop from now on."""
         self._loop = asyncio.get_running_loop()
         self._loop_thread = threading.get_ident()
 
     def leave(self) -> None:
-        """Calls come to no loop any more: they are done where they are made."""
+        """Send calls to no loop any more. They run directly on the calling thread."""
         with self._loop_lock:
             self._loop = None
 
     @property
     def is_running(self) -> bool:
-        """Whether there is a loop that calls come to."""
+        """Whether there is a loop for calls."""
         return self._loop is not None
 
     def call(self, function: Callable[[], _Result]) -> _Result:
-        """Run something on the loop; here and now if this is it, or if there is none."""
+        """Run a function on the loop. If this is that loop, or if no loop runs, call it directly."""
         done: Future[_Result] = Future()
 
         def run() -> None:
@@ -131,10 +135,12 @@ class Runner:
         return done.result()
 
     def call_in_steps(self, steps: Iterator[object]) -> None:
-        """Take steps on the loop, for `SLICE` seconds in each of its turns; all here and now where `call` would.
+        """Run steps on the loop, for `SLICE` seconds in each of its turns.
+
+        Where `call` would call directly, run all at once.
 
         Raises:
-            BaseException: what a step raises.
+            BaseException: the exception of a step.
         """
         done: Future[None] = Future()
 
@@ -165,11 +171,11 @@ class Runner:
 
     @property
     def version(self) -> int:
-        """Goes up whenever anything has happened."""
+        """A number that grows with each change."""
         return self._version
 
     def changed(self) -> None:
-        """Something has happened."""
+        """Note a change, and wake all waiters."""
         with self._changed:
             self._version += 1
             self._changed.notify_all()
@@ -178,15 +184,15 @@ class Runner:
                 waiter.set_result(None)
 
     def wait_until(self, predicate: Callable[[], object], describe: Callable[[], str], timeout: float) -> None:
-        """Wait for something to become true; it is looked at again whenever anything has happened.
+        """Wait until a condition is true. The condition is checked after each change.
 
         Args:
-            predicate: runs on the calling thread.
-            describe: the state that there is, for the error.
+            predicate: returns the condition; runs on the calling thread.
+            describe: returns the current state, for the error.
             timeout: seconds.
 
         Raises:
-            TimeoutError: it did not become true.
+            TimeoutError: the condition did not become true.
             RuntimeError: called in a task, or on the broker's loop, which it would block.
         """
         if (self._loop is not None and threading.get_ident() == self._loop_thread) or _is_in_task():
@@ -201,7 +207,7 @@ class Runner:
                 raise TimeoutError(_not_reached(describe, timeout))
 
     def _await_change(self, version: int, end: float) -> bool:
-        """Wait until anything has happened since a version; ``False`` if it is `end` first, or already."""
+        """Wait until the version changes. Return ``False`` if `end` comes first or has already passed."""
         with self._changed:
             left = end - time.monotonic()
             return left > 0 and self._changed.wait_for(lambda: self._version != version, left)
@@ -209,15 +215,16 @@ class Runner:
     async def wait_until_async(
         self, predicate: Callable[[], object], describe: Callable[[], str], timeout: float
     ) -> None:
-        """`wait_until` for the loop that calls come to, or any other.
+        """Do the work of `wait_until` on any event loop, including the broker's own.
 
         Args:
-            predicate: runs on that loop, or on a thread that waits in place of another.
-            describe: the state that there is, for the error.
+            predicate: returns the condition. It runs on the broker's loop, or on a helper thread if this is another
+                loop.
+            describe: returns the current state, for the error.
             timeout: seconds.
 
         Raises:
-            TimeoutError: it did not become true.
+            TimeoutError: the condition did not become true.
         """
         loop = asyncio.get_running_loop()
         if loop is not self._loop:

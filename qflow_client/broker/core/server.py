@@ -1,15 +1,19 @@
-"""The sockets of the broker: asyncio's transports, TLS and timers around the sessions.
+"""The sockets of the broker: asyncio transports, TLS and timers around the sessions.
 
-Each `Connection` feeds a `Session` what its socket receives, and writes what the session has to send. A turn of the
-event loop ends in `Server._end_turn`: there every connection writes once, whatever happened in the turn, and memory and
-the backlog of the disk are checked. Three things stop a socket from being read: too much waits to be written to it, the
-session is tarpitted (D8) or holds input, or the whole broker waits for memory or the disk. An error in the handling of
-one connection ends that connection and no other.
+Each `Connection` feeds a `Session` with the bytes of its socket, and writes the session's output. A turn of the event
+loop ends in `Server._end_turn`. There every connection writes once, and memory and the backlog of the disk are checked.
+A socket is not read in three cases:
 
-What a socket has received is handled for `Server.SLICE` seconds; the session holds the rest. Connections whose sessions
-hold input go on one after the other, for `Server.TURN` seconds of each turn of the loop together. When these are over,
-only small input is handled that comes in the same turn. So a client that sends little is served after a turn, however
-many others send what takes long.
+- Too many bytes wait to be written to it.
+- The session is tarpitted (D8) or holds input.
+- The whole broker waits for memory or the disk.
+
+An error in the handling of one connection ends only that connection.
+
+The received bytes of a socket are handled for `Server.SLICE` seconds; the session holds the rest. Connections with held
+input continue one after the other. Together they get `Server.TURN` seconds in each turn of the loop. When this time is
+used up, only small input is still handled in the same turn. So a client that sends little is served after one turn,
+even if many other clients send long work.
 """
 
 from __future__ import annotations
@@ -41,28 +45,28 @@ _log = get_logger(__name__)
 class Server:
     """Listens, and runs one session for each connection.
 
-    Everything that is written in one turn of the event loop leaves in one write per connection.
+    All output of a connection in one turn of the event loop is written with one write.
 
     Args:
-        settings: the broker's.
+        settings: settings of the broker.
         host: the virtual host.
-        controls: what an operator has set.
-        on_change: called at the end of every turn in which anything happened.
+        controls: controls of the operator.
+        on_change: called at the end of every turn with a change.
         discipline: see `Session`.
     """
 
-    #: Seconds after which a broker that stops cuts connections whose clients have not closed them.
+    #: Seconds that a stopping broker waits for clients to close their connections.
     STOP_GRACE = 1.0
-    #: Seconds without a byte from its client after which a finished connection is closed, where the client may not see
-    #: that it is finished.
+    #: Seconds of silence after which a finished connection is closed if its client may not see that it is finished.
     QUIET = 0.1
-    #: Seconds for which what a connection has sent is handled before others have their turn.
+    #: Seconds for the input of one connection before other connections are served.
     SLICE = 0.005
-    #: Seconds of a turn of the loop for slices. When they are over, at most so many bytes are handled, for so long.
+    #: Seconds for whole slices in one turn of the loop. When they are used up, an input is handled only if it has at
+    #: most SMALL_INPUT bytes, and for at most SHORT_SLICE seconds.
     TURN = 0.01
     SMALL_INPUT = 4096
     SHORT_SLICE = 0.0005
-    #: Seconds between two log lines on connections that are cut because of their buffers.
+    #: Minimum seconds between two log lines about connections that are closed because of their buffers.
     LOG_PERIOD = 60.0
 
     def __init__(
@@ -77,36 +81,37 @@ class Server:
         self.host = host
         self.controls = controls
         self.discipline = discipline
-        # Oldest first.
+        # All connections, the oldest first.
         self.connections: dict[Connection, None] = {}
-        # Those of them that are not open yet.
+        # The connections that are not open yet.
         self.strangers: Strangers[Connection] = Strangers(settings.max_unauthenticated)
-        # How many of them have nothing more to send and wait for their clients to close.
+        # Number of connections that have sent everything and wait for their clients to close.
         self.finished = 0
         self.clock = time.monotonic
         self._on_change = on_change
         self._listener: Listener | None = None
-        # Checks hashed passwords; made for the first.
+        # Checks hashed passwords; created for the first of them.
         self._checker: ThreadPoolExecutor | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        # Connections that are to go on with input that is held, in that order; and until when this turn of the loop
-        # has time for whole slices, 0 if none has begun in it.
+        # Connections that will continue with held input, in order; and the time until which this turn has time for
+        # whole slices, 0 if no slice has begun.
         self._with_input: dict[Connection, None] = {}
         self._busy_until = 0.0
-        # Connections with something to send at the end of this turn, in that order.
+        # Connections that have output for the end of this turn, in order.
         self._writers: dict[Connection, None] = {}
         self._turn_ends = False
-        # When the virtual host is looked at, and what does it.
+        # Time of the virtual host's next tick, and its timer.
         self._tick_at = math.inf
         self._ticker: asyncio.TimerHandle | None = None
-        # Whether connections that publish are not read: because too much waits for the disk, or is in memory.
+        # Whether publishing connections are not read, because too many bytes wait for the disk, or because memory is
+        # full.
         self._waits_for_disk = False
         self._waits_for_memory = False
-        # Bytes of input of connections whose first publish waits for that; and when it may be logged again that
-        # connections were cut for their buffers.
+        # Input bytes of connections whose first publish waits for memory; and the time from which closed connections
+        # may be logged again.
         self.first_publishes = 0
         self._log_cut_at = -math.inf
-        # Set by `stop`: new connections are cut.
+        # Set by `stop`: new connections are closed.
         self.is_stopping = False
 
     @property
@@ -116,13 +121,13 @@ class Server:
         return tuple(session for session in sessions if session.state is not State.ENDED)
 
     async def start(self) -> int:
-        """Listen.
+        """Start to listen.
 
         Returns:
             The port.
 
         Raises:
-            OSError: the address is in use or not ours.
+            OSError: the address is in use or does not belong to this machine.
         """
         settings = self.settings
         self._loop = asyncio.get_running_loop()
@@ -172,7 +177,7 @@ class Server:
             self._ticker.cancel()
 
     def _check_password(self, function: Callable[[], bool], done: Callable[[bool], None]) -> None:
-        """Check a hashed password on a thread, one at a time."""
+        """Check a hashed password on a thread, one check at a time."""
         if self._loop is None:
             return
         if self._checker is None:
@@ -189,19 +194,19 @@ class Server:
         self._loop.run_in_executor(self._checker, function).add_done_callback(checked)
 
     def has_output(self, connection: Connection) -> None:
-        """A connection has something to send, after all those that had before."""
+        """Add a connection with output, after all those that had output before."""
         self._writers.pop(connection, None)
         self._writers[connection] = None
         self.touch()
 
     def touch(self) -> None:
-        """Something has happened in this turn."""
+        """Note that something has changed in this turn."""
         if not self._turn_ends and self._loop is not None:
             self._turn_ends = True
             self._loop.call_soon(self._end_turn)
 
     def slice_end(self, now: float, size: int) -> float:
-        """Until when input of so many bytes is handled that came now; `now` if others are first."""
+        """Return the time until which new input of this size is handled; `now` if other connections are first."""
         if not self._busy_until:
             self._busy_until = now + self.TURN
         if now < self._busy_until:
@@ -209,16 +214,16 @@ class Server:
         return now + self.SHORT_SLICE if size <= self.SMALL_INPUT else now
 
     def go_on_later(self, connection: Connection) -> None:
-        """Let a connection go on with its held input, after those that wait already."""
+        """Let a connection continue with its held input, after the connections that already wait."""
         self._with_input[connection] = None
         self.touch()
 
     def forget_input(self, connection: Connection) -> None:
-        """A connection that is lost has no input to go on with."""
+        """Remove a lost connection from those with held input."""
         self._with_input.pop(connection, None)
 
     def _go_on(self) -> None:
-        """Let connections go on with their input, as far as this turn of the loop has time."""
+        """Let connections continue with their held input while this turn of the loop has time."""
         for connection in tuple(self._with_input):
             del self._with_input[connection]
             connection.go_on()
@@ -250,7 +255,7 @@ class Server:
         self._on_change()
 
     def _check_memory(self, journal: Journal) -> None:
-        """Keep within the limit: publishers are not read while the disk is too slow for them, or memory is full."""
+        """Stop reading publishers while the disk is too slow for them or memory is full."""
         self.host.relieve()
         was_paused = self.is_paused
         backlog = journal.max_backlog // 2 if self._waits_for_disk else journal.max_backlog
@@ -268,14 +273,14 @@ class Server:
 
     @property
     def is_paused(self) -> bool:
-        """Whether connections that publish are not read."""
+        """Whether publishing connections are not read."""
         return self._waits_for_disk or self._waits_for_memory
 
     def _close_unfinished(self, journal: Journal) -> None:
-        """Close the channels that have most of bodies that are coming in, and of open transactions.
+        """Close the channels with the most bytes of incoming bodies and open transactions.
 
-        No consumer can make room for these, and a publisher that is not read cannot finish them. So they may have half
-        of the limit: the other half stays for queues.
+        No consumer can free these bytes, and a publisher that is not read cannot finish them. So they may take half of
+        the limit; the other half is for queues.
         """
         channels = [channel for session in self.sessions for channel in session.channels.values()]
         for channel in sorted(channels, key=lambda channel: channel.unfinished, reverse=True):
@@ -287,11 +292,11 @@ class Server:
             channel.fail(code, f"{code.title} - {text}")
 
     def _limit_buffers(self, journal: Journal) -> None:
-        """Cut connections that do not read, or bring ever more first publishes while memory is full.
+        """Close connections that do not read, or that send too many first publishes while memory is full.
 
-        As with `_close_unfinished`, what is not read may have half of the limit: so it never fills memory alone. First
-        publishes that wait may have 1/32 of it. They, and the input of those that have published before, are not in the
-        account: publishers that are not read could make no room for themselves.
+        As in `_close_unfinished`, unread output may take half of the limit, so it never fills memory alone. Waiting
+        first publishes may take 1/32 of the limit. Neither they nor the input of earlier publishers count for the
+        memory limit, because a publisher that is not read cannot free memory.
         """
         cut: list[Connection] = []
         if journal.buffered > journal.limit // 2:
@@ -317,7 +322,7 @@ class Server:
             self._ticker.cancel()
         self._tick_at = self.host.timers.next_tick
         if self._loop is not None and self._tick_at < math.inf:
-            # The loop may wake a little early, by the grain of its clock.
+            # The loop may wake slightly early, because of the resolution of its clock.
             delay = max(0.0, self._tick_at - self.clock())
             self._ticker = self._loop.call_later(delay, self._tick)
 
@@ -331,9 +336,9 @@ class Server:
 
 
 class Connection(asyncio.Protocol):
-    """One socket, and its session."""
+    """One socket and its session."""
 
-    #: Bytes that may wait for a socket that does not drain before nothing more is read from it.
+    #: Maximum bytes that wait for a socket. With more, the socket is not read.
     MAX_BACKLOG = 8 * 1024 * 1024
 
     def __init__(self, server: Server) -> None:
@@ -342,25 +347,25 @@ class Connection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = float("inf")
-        # Whether the socket is read, and whether too much waits to be written to it.
+        # Whether the socket is read, and whether too many bytes wait to be written to it.
         self._is_reading = True
         self._has_backlog = False
-        # Whether the transport's buffer is full, and its bytes that are in the account of memory; and bytes of input
-        # that are in `Server.first_publishes`.
+        # Whether the transport's buffer is full; the bytes in it that count for the memory limit; and the bytes of
+        # input that count in `Server.first_publishes`.
         self._is_slow = False
         self.unread = 0
         self.first_publish = 0
-        # Bytes that the socket had not taken when that was last looked at.
+        # Bytes that the socket had taken at the last check.
         self._taken = 0
-        # Set when all that the session will ever send is with the transport.
+        # Set when the transport has all output of the session.
         self._is_finished = False
-        # Done when the connection is over.
+        # Done when the connection is closed.
         self.lost: asyncio.Future[None] = self._loop.create_future()
         self.session = Session("?", server.host, server.controls, server.clock(), self._has_output, server.discipline)
 
     @property
     def name(self) -> str:
-        """The peer's."""
+        """The peer's address, as a name."""
         return self.session.name
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -421,7 +426,7 @@ class Connection(asyncio.Protocol):
         self._server.touch()
 
     def output_sent(self) -> None:
-        """What the session had to send is with the transport."""
+        """Note that the transport has the session's output."""
         self.session.output.taken()
         self._resume()
 
@@ -431,14 +436,14 @@ class Connection(asyncio.Protocol):
         return session.can_resume and not (self._has_backlog or session.is_paused)
 
     def _resume(self) -> None:
-        """Go on soon with the input that is held, unless it waits for the socket, for memory or for the disk."""
+        """Continue soon with held input, unless it waits for the socket, for memory or for the disk."""
         if self._can_go_on:
             self._server.go_on_later(self)
 
     def go_on(self) -> None:
-        """Handle input that is held, if that is still to be done."""
+        """Handle held input, if this is still necessary."""
         if self._can_go_on:
-            # Its client was not read meanwhile, so it was not silent.
+            # The client was not read in the meantime, so its silence does not count.
             self.session.deadlines.last_received = self._server.clock()
             self.data_received(b"")
 
@@ -452,7 +457,7 @@ class Connection(asyncio.Protocol):
         self._count_buffers()
         self._has_backlog = False
         if not self.session.is_publishing:
-            # A consumer's acks make room.
+            # A consumer must be read, because its acks free memory.
             self.pause(False)
         self._check_reading()
         self.session.output.resume()
@@ -462,7 +467,7 @@ class Connection(asyncio.Protocol):
         self._server.has_output(self)
 
     def send(self, now: float) -> None:
-        """Give the transport what the session has to send."""
+        """Give the session's output to the transport."""
         transport = self._transport
         data = self.session.take_output(now)
         if transport is None or transport.is_closing() or self._is_finished:
@@ -473,7 +478,7 @@ class Connection(asyncio.Protocol):
                 self._count_buffers()
         self._check_timer()
         if not self._is_reading:
-            # It may be closing now.
+            # The session may be closing now.
             self._check_reading()
             self._resume()
         if self.session.state is State.ENDED:
@@ -483,12 +488,12 @@ class Connection(asyncio.Protocol):
             self._check_reading()
 
     def _finish(self, transport: asyncio.Transport) -> None:
-        """Send no more, read on and discard until the client closes the connection.
+        """Send nothing more, and discard input until the client closes the connection.
 
-        That takes `close_timeout` at most; and a connection that was never open has no more than its time to open.
+        This takes at most `close_timeout`. A connection that was never open gets only the rest of its time to open.
 
-        If the socket were closed while the client has frames under way, the kernel would reset the connection, and the
-        client might lose what was sent last, such as ``Connection.Close-Ok``.
+        If the socket were closed while the client's frames are on the way, the kernel would reset the connection. The
+        client could then lose the last frames, such as ``Connection.Close-Ok``.
         """
         server = self._server
         self._is_finished = True
@@ -497,39 +502,39 @@ class Connection(asyncio.Protocol):
             transport.close()
         else:
             self._check_reading()
-            # asyncio's TLS cannot close one direction, and the client may wait for the end of the stream.
+            # asyncio's TLS transport cannot close one direction, and the client may wait for the end of the stream.
             self._when_quiet(transport.write_eof if transport.can_write_eof() else transport.close)
         time_to_open = max(0.0, self.session.deadlines.open_by - server.clock())
         self.cut_off_after(min(server.settings.close_timeout, time_to_open))
 
     def close_when_quiet(self) -> None:
-        """Close the connection when its client sends nothing for `Server.QUIET` seconds."""
+        """Close the connection when its client has sent nothing for `Server.QUIET` seconds."""
         if self._transport is not None:
             self._when_quiet(self._transport.close)
 
     def _when_quiet(self, end: Callable[[], None], received: int | None = None) -> None:
-        """End the connection, or one direction of it, when its client sends nothing for `Server.QUIET` seconds.
+        """End the connection, or one direction of it, when its client has sent nothing for `Server.QUIET` seconds.
 
-        Not at once: several threads of a client may have sent ``Connection.Close``, and all of them are to see
-        ``Connection.Close-Ok`` before the end of the stream.
+        It does not end at once, because several threads of a client may have sent ``Connection.Close``. All of them
+        have to read ``Connection.Close-Ok`` before the end of the stream.
 
         Args:
-            end: does it.
-            received: the bytes that had come from the client at the previous look; ``None`` at the first.
+            end: ends the connection or the direction.
+            received: number of bytes received at the previous check; ``None`` at the first check.
         """
-        # After a second close, asyncio's TLS transport ignores `abort`.
+        # After a second close, asyncio's TLS transport would ignore `abort`.
         if self._transport is None or self._transport.is_closing():
             return
         count = self.session.bytes_received
         if count != received:
             self._loop.call_later(self._server.QUIET, self._when_quiet, end, count)
             return
-        # Fails if the peer has reset the connection. The transport then reports the loss.
+        # It fails if the peer has reset the connection. The transport then reports the loss.
         with suppress(OSError):
             end()
 
     def _check_reading(self) -> None:
-        """Read from the socket, unless too much waits for it or the session wants none (D8)."""
+        """Read from the socket, unless too many bytes wait for it or the session must not be read (D8)."""
         session = self.session
         reads = self._is_finished or not (
             self._has_backlog or session.deadlines.tarpit_until is not None or session.is_paused or session.is_held
@@ -542,7 +547,7 @@ class Connection(asyncio.Protocol):
                 self._transport.pause_reading()
 
     def _count_buffers(self) -> None:
-        """Bring the account of memory up to date with the connection's buffers."""
+        """Update the memory account with the connection's buffers."""
         if self._transport is None or self._transport.is_closing():
             return
         session = self.session
@@ -559,12 +564,12 @@ class Connection(asyncio.Protocol):
         self.unread, self.first_publish = unread, first_publish
 
     def cut(self) -> None:
-        """Cut the connection, whose buffers count no longer."""
+        """Close the connection at once; its buffers no longer count."""
         self._set_buffers(0, 0)
         self.abort()
 
     def pause(self, on: bool) -> None:
-        """Read no more from the socket if the client publishes, or does not read, or read again."""
+        """Stop or resume reading the socket. Stop only if the client publishes or does not read."""
         session = self.session
         if on is not session.is_paused and (not on or self._is_slow or session.is_publishing):
             session.is_paused = on
@@ -574,12 +579,12 @@ class Connection(asyncio.Protocol):
             self._resume()
 
     def abort(self) -> None:
-        """Cut the connection without a word."""
+        """Drop the connection without ``Connection.Close``."""
         if self._transport is not None:
             self._transport.abort()
 
     def cut_off_after(self, seconds: float) -> None:
-        """Cut the connection if it is not gone by then, whatever still waits to be sent."""
+        """Drop the connection after this time if it is not closed by then, even with unsent output."""
         if self._timer is not None:
             self._timer.cancel()
         self._timer = self._loop.call_later(seconds, self.abort)
@@ -589,7 +594,7 @@ class Connection(asyncio.Protocol):
             self._set_timer()
 
     def _look_for_life(self, now: float) -> None:
-        """Count it as a sign of life if a client that is not read has taken bytes since the last call."""
+        """If a client that is not read has taken bytes since the last call, count this as a sign of life."""
         if self._transport is None or self._is_reading:
             return
         taken = self.session.output.sent - self._transport.get_write_buffer_size()

@@ -1,14 +1,14 @@
-"""One AMQP connection, sans-I/O: bytes in, bytes out, and calls on the virtual host.
+"""One AMQP connection, sans-I/O: bytes in, bytes out, and calls of the virtual host.
 
-The life of a connection is the sequence of `State`; every change of state is in this file. `Session.receive_data`
-splits bytes into frames and gives each to its channel, or handles it if it is for channel 0. An `AmqpError` that a
-frame raises closes the channel or the connection; what follows for a closed channel is ignored until the client has
-answered.
+A connection passes through the states of `State`; every change of state is in this file. `Session.receive_data` splits
+bytes into frames. It gives each frame to its channel, or handles the frame if it is for channel 0. If a frame raises an
+`AmqpError`, the channel or the connection is closed. Later frames of a closed channel are ignored until the client has
+answered the close.
 
-The rest of the input is held when more than `Session.MAX_OUTPUT` bytes wait to be sent, so a client that does not read
-cannot make the broker keep more. It is also held when the time for it is over, so a client whose frames take long
-cannot keep the event loop from the others. The clock is read once in `Session.STRIDE` bytes, or after each frame if
-the frames before took long.
+The session holds the rest of the input in two cases. First, more than `Session.MAX_OUTPUT` bytes wait to be sent. So a
+client that does not read cannot make the broker buffer more. Second, the time for the input is over. So a client whose
+frames take long cannot block the event loop. The clock is read once per `Session.STRIDE` bytes. If the last frames took
+long, it is read after each frame.
 """
 
 from __future__ import annotations
@@ -56,18 +56,18 @@ _FRAME_KINDS = {1: "method", 2: "ContentHeader", 3: "ContentBody", 8: "Heartbeat
 
 
 class State(Enum):
-    """What a session waits for."""
+    """The method or frame that a session waits for."""
 
     HEADER = "protocol header"
     START_OK = "Connection.Start-Ok"
-    #: The login waits for its turn, because others from its address have failed.
+    #: The login is delayed, because earlier logins from its address have failed.
     LOGIN = "the login's turn after failed logins"
     TUNE_OK = "Connection.Tune-Ok"
     OPEN = "Connection.Open"
     RUNNING = "anything"
     #: Connection.Close was sent.
     CLOSE_OK = "Connection.Close-Ok"
-    #: Nothing that comes means anything any more; the socket is to be closed.
+    #: Input is ignored; the socket has to be closed.
     ENDED = "nothing"
 
 
@@ -75,18 +75,19 @@ class Session:
     """One connection.
 
     Args:
-        name: of the peer, for people.
+        name: name of the peer, for people.
         host: the virtual host.
-        controls: what an operator has set.
+        controls: controls of the operator.
         now: monotonic seconds.
-        on_output: called when there is something to send, once until `take_output`, and when that is to be sent after
-            what others have been given meanwhile.
-        discipline: makes what decides about a client that does not heed ``Channel.Flow``; ``None`` if nothing does.
+        on_output: called when there is something to send: once until `take_output`, and again for each frame that has
+            to be sent after the frames of other connections.
+        discipline: creates the object that decides about a client that ignores ``Channel.Flow``; ``None`` for no such
+            object.
     """
 
-    #: Bytes of any kind that may wait to be sent; with more, what has been received waits, too.
+    #: Maximum bytes that wait to be sent. With more, input is held.
     MAX_OUTPUT = 1024 * 1024
-    #: Bytes of input from one look at the clock to the next, and seconds after which that comes after each frame.
+    #: Input bytes between two readings of the clock; and seconds after which the clock is read after each frame.
     STRIDE = 1024
     LONG_STRIDE = 0.0005
 
@@ -109,43 +110,43 @@ class Session:
         self.output = Output(self.channels, controls, host.journal, now, on_output)
         self.handshake = Handshake(host, self.output)
         self.deadlines = Deadlines(self.settings, self.handshake, self.output, now)
-        # Why the client is blocked, by what blocks it.
+        # The reasons why the client is blocked, by source.
         self.blocks = Blocks(self.channels, self.output, self.handshake, self.dialect, controls.alarm)
-        # Whether received bytes wait, because too many wait to be sent or the time for them is over; and those bytes,
-        # from a frame's beginning on.
+        # Whether input is held, because too many bytes wait to be sent or its time is over; and the held bytes, from
+        # the start of a frame.
         self.is_held = False
         self._held = b""
-        # Bytes from one look at the clock to the next, but for the rest of a frame.
+        # Input bytes until the next reading of the clock, rounded up to whole frames.
         self._stride = 0
-        # Set by a frame that took long, or a tarpit: the rest of the input is held, whatever the clock says.
+        # Set by a frame that took long, or by a tarpit: the rest of the input is held even if its time is not over.
         self.has_done_much = False
         self._beginning = b""
         self._splitter = FrameSplitter(FRAME_MIN_SIZE)
-        # Set after bytes that are no frames: the frames that follow cannot be found.
+        # Set after bytes that are not frames, because later frames cannot be found.
         self._is_deaf = False
         # Address of the client; empty if it has none.
         self.address = ""
-        # Whether the connection was opened, and counts as open until the session ends.
+        # Whether the connection was opened. It counts as open until the session ends.
         self.was_opened = False
-        # Only set if something is done about connections that do not listen (D7 D8).
+        # Only set if there are sanctions for clients that ignore Channel.Flow (D7 D8).
         self.discipline = discipline(self) if discipline is not None else None
-        # Whether the socket is not to be read because too much waits for the disk, or memory is full; and whether its
-        # first publish was held for that.
+        # Whether the socket must not be read, because too many bytes wait for the disk or memory is full; and whether
+        # the first publish was held for this reason.
         self.is_paused = False
         self.waits_to_publish = False
-        # Set when the peer has missed a deadline: nothing that it may still send is waited for.
+        # Set when the peer has missed a deadline. The session then waits for no more input.
         self.is_unresponsive = False
         self.bytes_received = 0
 
-    # Bytes in.
+    # Input.
 
     def receive_data(self, data: bytes, now: float, until: float = math.inf) -> None:
-        """Handle what the peer sent; hold the rest until a later call if too much waits to be sent, or it takes long.
+        """Handle input. If too many bytes wait to be sent, or if it takes long, hold the rest until a later call.
 
         Args:
-            data: any number of bytes; none to go on with what is held.
+            data: input of any size; empty to continue with held input.
             now: monotonic seconds.
-            until: seconds of the virtual host's clock, after which the rest is held. One frame is always handled.
+            until: time of the virtual host's clock after which the rest is held. At least one frame is handled.
         """
         if data:
             self.deadlines.last_received = now
@@ -164,7 +165,7 @@ class Session:
         splitter = self._splitter
         channels = self.channels
         clock, began = self.host.clock, now
-        # The offset of the next look at the clock.
+        # Offset in the input at which the clock is read next.
         look_at = self._stride
         self.has_done_much = False
         try:
@@ -179,8 +180,8 @@ class Session:
                     elif kind == METHOD_FRAME:
                         channel.on_method(payload)
                         if output.unsent > max_output:
-                            # Not checked after content frames: they add little, or at most their message, which is
-                            # returned (Basic.Return).
+                            # Not checked after content frames. They add little output, or at most their own message
+                            # (Basic.Return).
                             self._hold(stop + 1)
                             break
                     elif kind == HEADER_FRAME:
@@ -216,17 +217,17 @@ class Session:
         except FrameError as error:
             self._is_deaf = True
             self.fail(ReplyCode.FRAME_ERROR, f"{ReplyCode.FRAME_ERROR.title} - {error}", now)
-        # A connection that is idle keeps none of it.
+        # Free the bytes, so that an idle connection keeps none.
         splitter.data = b""
 
     def _hold(self, start: int) -> None:
-        """Hold the rest of the input, from an offset into what the splitter has."""
+        """Hold the rest of the input, from this offset in the splitter's data."""
         rest = self._splitter.data[start:]
         if rest and self.state is not State.ENDED:
             self._held, self.is_held = rest, True
 
     def hold(self, data: bytes, now: float) -> None:
-        """Hold what the peer sent until a later call of `receive_data`."""
+        """Hold input until a later call of `receive_data`."""
         self.deadlines.last_received = now
         self.bytes_received += len(data)
         self._held += data
@@ -234,7 +235,7 @@ class Session:
 
     @property
     def can_resume(self) -> bool:
-        """Whether input is held, little enough waits to be sent, and nothing is tarpitted: `receive_data` goes on."""
+        """Whether `receive_data` can continue: input is held, few bytes wait to be sent, and there is no tarpit."""
         return self.is_held and self.deadlines.tarpit_until is None and self.output.unsent <= self.MAX_OUTPUT
 
     def _receive_header(self, data: bytes) -> bytes:
@@ -242,7 +243,7 @@ class Session:
         header, rest = self._beginning[:8], self._beginning[8:]
         dialect = self.dialect
         if not any(known.startswith(header) for known in dialect.headers):
-            # The standard: answer with the header that is right, and close.
+            # AMQP 0-9-1: answer with the right header, and close.
             _log.info("%s: not an AMQP 0-9-1 client: %r", self.name, header)
             self._is_deaf = True
             self.output.write(dialect.answer)
@@ -256,7 +257,7 @@ class Session:
         return rest
 
     def _receive_elsewhere(self, kind: int, number: int, payload: bytes, now: float) -> None:
-        """A frame for channel 0, for a channel that is not open, or at a time when channels mean nothing."""
+        """Handle a frame for channel 0, for a channel that is not open, or in a state without channels."""
         if self.state is State.ENDED:
             return
         if kind == HEARTBEAT_FRAME:
@@ -319,7 +320,7 @@ class Session:
             self.deadlines.by(self.handshake.login_at)
         elif self.state is State.TUNE_OK and isinstance(method, commands.Connection.TuneOk):
             self.handshake.tune_ok(method)
-            # As RabbitMQ does: AMQPStorm sends payloads of frame_max bytes.
+            # RabbitMQ allows this too: AMQPStorm sends payloads of frame_max bytes.
             self._splitter.frame_max = self.handshake.frame_max + FRAME_OVERHEAD
             self.state = State.OPEN
             if self.handshake.heartbeat:
@@ -339,13 +340,13 @@ class Session:
             )
 
     def _login_checked(self, refusal: str | None) -> None:
-        """A login was checked.
+        """Handle the result of a login check.
 
         Args:
-            refusal: why it is refused; ``None`` if it is right.
+            refusal: reason for the refusal; ``None`` if the login is right.
         """
         if self.state is not State.LOGIN:
-            # The connection has ended while its password was checked.
+            # The connection ended during the password check.
             return
         if refusal is None:
             self.deadlines.by(self.handshake.expires_at)
@@ -380,31 +381,31 @@ class Session:
         self.output.write(wire.method(number, commands.Channel.OpenOk()))
 
     def channel_closed(self, channel: Channel) -> None:
-        """Forget a channel whose closing is complete."""
+        """Forget a channel that has finished closing."""
         self.channels.forget(channel)
         self.output.forget(channel)
 
     # Connection.Blocked.
 
     def block(self, reason: str, source: str) -> None:
-        """Tell the client that it is blocked, if it does not know yet and can be told.
+        """Inform the client that it is blocked, if this is possible and it is not blocked yet.
 
         Args:
-            reason: for the client.
-            source: what blocks it; `unblock` takes the same.
+            reason: the text for the client.
+            source: name of the source; `unblock` takes the same name.
         """
         if self.state is State.RUNNING:
             self.blocks.add(source, reason)
 
     def unblock(self, source: str) -> None:
-        """Tell the client that it is no longer blocked, if nothing else blocks it."""
+        """Inform the client that it is no longer blocked, if no other source blocks it."""
         if self.blocks.pop(source, None) is not None and not self.blocks and self.state is State.RUNNING:
             self.blocks.inform_of_end()
 
-    # Bytes out.
+    # Output.
 
     def take_output(self, now: float) -> bytes:
-        """What is to be sent now, see `Output.take`."""
+        """Return the bytes to send now, see `Output.take`."""
         data = self.output.take(now)
         trace = self.settings.trace
         if trace is not None and data and not data.startswith(b"AMQP"):
@@ -418,7 +419,7 @@ class Session:
     # Time.
 
     def tick(self, now: float) -> None:
-        """Send and miss heartbeats, and give up on peers that take too long. To be called at `Deadlines.at`."""
+        """Send heartbeats, and end the connection if the peer has missed a deadline. Call it at `Deadlines.at`."""
         handshake, deadlines = self.handshake, self.deadlines
         if self.state is State.ENDED or now < deadlines.at:
             return
@@ -440,14 +441,14 @@ class Session:
             self.end()
 
     def tarpit(self, now: float) -> None:
-        """Handle nothing more for a time (D8): neither what comes nor the rest of the input that is being handled."""
+        """Stop handling input for a time (D8), including the rest of the current input."""
         self.deadlines.tarpit(now)
         self.has_done_much = True
 
-    # The end.
+    # Closing.
 
     def fail(self, code: int, text: str, now: float, cause: bytes = b"\0\0\0\0") -> None:
-        """Close the connection.
+        """Close the connection with an error.
 
         Args:
             code: the reply code.
@@ -460,23 +461,23 @@ class Session:
         if self.state is State.HEADER:
             self.end()
             return
-        # First of all: a code that no close can carry is to change nothing.
+        # This is done first: if the code cannot be encoded, nothing must change.
         close = wire.close(0, code, text, cause)
         _log.info("%s: %s", self.name, text)
         self.state = State.CLOSE_OK
         self.deadlines.closing(now)
-        # What comes is only looked through for Connection.Close-Ok, which takes no memory.
+        # Input is only searched for Connection.Close-Ok, which takes no memory, so the socket can be read again.
         self.is_paused = False
         self._end_channels()
         self.output.write(close)
 
     def fail_internally(self, now: float) -> None:
-        """An error of the broker's own: close the connection with 541; what still comes is not read."""
+        """Close the connection with 541 after an internal error. Further input is ignored."""
         self._is_deaf = True
         self.fail(ReplyCode.INTERNAL_ERROR, f"{ReplyCode.INTERNAL_ERROR.title} - see the broker's log", now)
 
     def end(self) -> None:
-        """The connection is over: nothing of it stays behind. What is to be sent can still be taken."""
+        """End the connection and free its resources. Its remaining output can still be taken."""
         if self.state is State.ENDED:
             return
         if self.was_opened:
@@ -488,7 +489,7 @@ class Session:
         self.output.announce_end()
 
     def lost(self) -> None:
-        """The socket is gone. Nothing of the connection refers to itself any more: it need not wait to be collected."""
+        """Drop all references of a closed socket's connection, so that it is freed without the garbage collector."""
         self.end()
         self.output.lost()
         for channel in self.channels.values():
@@ -497,7 +498,7 @@ class Session:
         self.discipline = None
 
     def _end_channels(self) -> None:
-        # What one channel gives back goes to no other of a connection that is over.
+        # The messages that one channel returns must not be delivered to another channel of the ending connection.
         self.output.takes_deliveries = False
         self.channels.end()
         self.host.owner_gone(self)
@@ -509,17 +510,17 @@ class Session:
 
     @property
     def held_size(self) -> int:
-        """Bytes of input that is held, and of a frame that has begun."""
+        """Bytes of held input and of an incomplete frame."""
         return len(self._held) + self._splitter.pending
 
     @property
     def memory(self) -> int:
-        """Bytes of messages that are coming in, of input that is held, and of what waits to be taken for sending."""
+        """Bytes of incoming messages, of held input and of output that waits to be taken."""
         return self.output.memory + len(self._held) + sum(channel.incoming for channel in self.channels.values())
 
     @property
     def is_publishing(self) -> bool:
-        """Whether it has published, or has begun to, and may go on."""
+        """Whether the connection has published or started to publish, and is not closing."""
         has_published = self.waits_to_publish or self.channels.published
         return self.state is not State.CLOSE_OK and (
             bool(has_published) or any(channel.unfinished for channel in self.channels.values())

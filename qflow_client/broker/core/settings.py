@@ -1,7 +1,7 @@
-"""What can be set on a broker's core, checked when it is made.
+"""The settings of a broker's core. They are checked on creation.
 
-`Settings` is all that the core needs. `qflow_client.broker.BrokerSettings` adds what the other rooms need: policies,
-the store and HTTP.
+`Settings` has all settings that the core needs. `qflow_client.broker.BrokerSettings` adds those of policies, the store
+and HTTP.
 """
 
 from __future__ import annotations
@@ -24,53 +24,53 @@ from qflow_client.redaction import shown
 
 __all__ = ["DEFAULT_USERS", "Authenticate", "Enforcement", "FlowScope", "Settings", "Trace", "is_loopback"]
 
-#: Called with the direction (``"in"`` or ``"out"``), the connection's name, the channel number and the method's name,
-#: such as ``"Basic.Publish"``.
+#: Called with the direction (``"in"`` or ``"out"``), the connection's name, the channel number and the name of the
+#: method, such as ``"Basic.Publish"``.
 Trace = Callable[[str, str, int, str], object]
-#: Called with a user and a password, returns for how many seconds they are valid.
+#: Called with a user and a password; returns for how many seconds they are valid.
 Authenticate = Callable[[str, str], float]
 
 
 class Enforcement(StrEnum):
-    """How a queue that is ON holds its producers."""
+    """How a queue that is ON holds back its producers."""
 
-    #: Qpid Java's way: ``Channel.Flow(active=False)`` (J3).
+    #: As in Qpid Java: ``Channel.Flow(active=False)`` (J3).
     CHANNEL_FLOW = "channel_flow"
-    #: Qpid C++'s way: the confirm is delayed until the queue is OFF (C5).
+    #: As in Qpid C++: the confirm is delayed until the queue is OFF (C5).
     COMPLETION = "completion"
-    #: Both: the channel is told, and confirms are delayed.
+    #: Both: the channel gets ``Channel.Flow``, and confirms are delayed.
     BOTH = "both"
 
     @property
     def flows_channels(self) -> bool:
-        """Whether publishing channels are flowed."""
+        """Whether publishing channels are flowed (blocked)."""
         return self is not Enforcement.COMPLETION
 
     @property
     def delays_completion(self) -> bool:
-        """Whether confirms are held back."""
+        """Whether confirms are held."""
         return self is not Enforcement.CHANNEL_FLOW
 
 
 class FlowScope(StrEnum):
-    """Which channels a queue that is ON flows."""
+    """Which channels a queue that is ON flows (blocks)."""
 
-    #: Only channels that publish past the mark.
+    #: Only channels that publish above the mark.
     OFFENDER = "offender"
     #: All channels that published to the queue recently (D12).
     PUBLISHERS = "publishers"
 
 
-#: The users of a broker that is given none.
+#: The users of a broker without the setting `users`.
 DEFAULT_USERS: Mapping[str, str] = MappingProxyType({"guest": "guest"})
 
 
-#: The least that a limit of memory may be, in bytes.
+#: Minimum of a memory limit, in bytes.
 MIN_MEMORY = 1 << 20
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address, or the name ``localhost``, is reached from this machine only."""
+    """Whether an address, or the name ``localhost``, can be reached only from this machine."""
     if host.lower() == "localhost":
         return True
     try:
@@ -87,57 +87,63 @@ class Settings:
 
     Attributes:
         host: the address to listen on.
-        port: the port to listen on; 0 for a free one.
-        users: passwords by user name, or their hashes, see `hash_password`; not shown by its `repr`.
-        authenticate: called with user and password at each login and ``Connection.UpdateSecret``, in the place of
-            `users`, returns for how many seconds they are valid; then the connection is closed with 320. `math.inf` for
-            no end, 0 to refuse them. It runs on the broker's thread, and must neither block nor raise.
-        loopback_users: the users that may log in from this machine only; empty for none.
-        max_failed_logins: failed logins that an address may have in quick succession; further logins from it are
-            checked once a second; 0 for any number.
+        port: the port to listen on; 0 for a free port.
+        users: passwords or their hashes by user name, see `hash_password`. The `repr` does not show them.
+        authenticate: called with user and password at each login and ``Connection.UpdateSecret``, instead of using
+            `users`. It returns for how many seconds they are valid: `math.inf` for no end, 0 to refuse them. After this
+            time the connection is closed with 320. It runs on the broker's thread, and must neither block nor raise.
+        loopback_users: users that may log in only from this machine; empty for none.
+        max_failed_logins: failed logins of an address in quick succession. After them, logins from the address are
+            checked only once a second. 0 for no limit.
         ssl_context: a server-side context; ``None`` for plain TCP.
         virtual_host: the name of the one virtual host.
-        profile: whose dialect it speaks; a profile has its own defaults for `heartbeat`, `frame_max` and `channel_max`.
-        enforcement: how a queue holds its producers, unless its ``x-qflow-enforcement`` says otherwise (C5 J3).
-        flow_scope: which channels a queue flows (D12).
+        profile: the broker to imitate. A profile has its own defaults for `heartbeat`, `frame_max` and `channel_max`.
+        enforcement: how a queue holds back its producers, unless its ``x-qflow-enforcement`` has another value (C5 J3).
+        flow_scope: which channels a queue flows (blocks) (D12).
         recent: seconds for which a channel that published to a queue counts as one of its publishers (D12).
-        default_flow_stop_threshold: percent of a queue's maximum at which its flow state turns ON by default (C4).
-        default_flow_resume_threshold: percent below which it turns OFF; both 0 for no default thresholds (C4).
+        default_flow_stop_threshold: default stop mark, in percent of a queue's maximum, above which the flow state
+            turns ON (C4).
+        default_flow_resume_threshold: default resume mark in percent, below which the flow state turns OFF. Both 0 for
+            no default thresholds (C4).
         capacity: body bytes; the virtual host's default for ``x-qpid-capacity`` (J2); 0 for no maximum.
-        flow_resume_capacity: body bytes; the default for ``x-qpid-flow-resume-capacity``; ``None`` takes the capacity.
-        heartbeat: seconds, as proposed to clients; 0 proposes none.
-        frame_max: bytes of the largest frame, as proposed to clients.
-        channel_max: channels of a connection.
-        max_connections: connections that may be open at once; more are refused with 530 as they open.
-        max_unauthenticated: connections that may be there at once and are not open yet; with more the oldest is cut.
-        max_queues: queues; more are refused with 406.
-        max_bindings: bindings, but for those of the default exchange; more are refused with 406.
-        max_consumers: consumers of all queues; more are refused with 406.
-        max_message_size: body bytes; a larger message closes its channel with 406.
-        unauthenticated_timeout: seconds that a connection may take to be opened.
-        close_timeout: seconds that a peer may take to answer ``Connection.Close``.
+        flow_resume_capacity: body bytes; the default for ``x-qpid-flow-resume-capacity``; ``None`` for the capacity.
+        heartbeat: seconds, as proposed to clients; 0 for no heartbeats.
+        frame_max: maximum frame size in bytes, as proposed to clients.
+        channel_max: maximum number of channels of a connection.
+        max_connections: maximum number of open connections; further ones are refused with 530 on ``Connection.Open``.
+        max_unauthenticated: maximum number of connections that are not open yet; with more, the oldest is closed.
+        max_queues: maximum number of queues; further ones are refused with 406.
+        max_bindings: maximum number of bindings, without those of the default exchange; further ones are refused with
+            406.
+        max_consumers: maximum number of consumers of all queues; further ones are refused with 406.
+        max_message_size: maximum body bytes of a message; a larger message closes its channel with 406.
+        unauthenticated_timeout: maximum seconds for opening a connection.
+        close_timeout: maximum seconds for the answer to ``Connection.Close``.
         trace: called for every frame in and out, in the order of the wire, on the broker's thread; must not raise.
-        max_producer_flow_control_wait: seconds that a publish waits for room in a queue whose policy is ``wait`` (A4).
-        resume_interval: seconds between two of the channels that a queue unflows, oldest first (F4); 0 for none.
-        backlog_count: messages of one connection that wait, are not confirmed, or came on flowed channels; with more
-            all its channels are flowed (D7) until there are fewer than 7/8 of it; 0 for any number.
-        backlog_size: body bytes; as `backlog_count`.
-        flow_grace: seconds after ``Channel.Flow`` for which publishing on is not held against a client.
-        tarpit_after: messages past that on one channel, of each so many the last stops the broker from reading the
-            connection for a time (D8); 0 for never.
-        tarpit_time: seconds for which.
-        close_channel_after: messages past that on one channel, with more of which it is closed with 311; 0 for never.
-        close_connection_after: messages past that on all channels of a connection, from its beginning, with more of
-            which it is closed with 506; 0 for never.
-        flow_log: where it writes which channels are held by which queue, and how deep queues are, every `period` of
-            the log. The broker does not close it. ``None`` for nowhere.
-        memory_limit: bytes of messages in memory, with about 512 more for each; above three quarters of it bodies are
-            evicted from queues whose policy is ``flow_to_disk`` (A2), and above all of it clients get
-            ``Connection.Blocked``, and those that publish are not read; 0 for any number.
+        max_producer_flow_control_wait: maximum seconds that a publish waits for room in a queue with the policy
+            ``wait`` (A4).
+        resume_interval: seconds between two channels that a queue unflows, oldest first (F4); 0 unflows all at once.
+        backlog_count: maximum messages of one connection that wait, are not confirmed, or came on flowed channels. With
+            more, all channels of the connection are flowed (D7) until fewer than 7/8 of the maximum are left. 0 for no
+            limit.
+        backlog_size: the same as `backlog_count` in body bytes.
+        flow_grace: grace time: seconds after ``Channel.Flow`` in which further publishes have no consequences.
+        tarpit_after: messages on one flowed channel after the grace time. Each time this number is reached, the
+            connection is not read for a time (D8). 0 for never.
+        tarpit_time: seconds for which such a connection is not read.
+        close_channel_after: messages on one flowed channel after the grace time. If there are more, the channel is
+            closed with 311. 0 for never.
+        close_connection_after: messages on all flowed channels of a connection after the grace time, since its start.
+            If there are more, the connection is closed with 506. 0 for never.
+        flow_log: log for the holds of channels by queues, and for the depths of queues at every `period` of the log.
+            The broker does not close the log. ``None`` for no log.
+        memory_limit: maximum bytes of messages in memory, with about 512 more bytes for each message. Above three
+            quarters of it, bodies are evicted from queues with the policy ``flow_to_disk`` (A2). Above the limit,
+            clients get ``Connection.Blocked`` and publishing clients are not read. 0 for no limit.
 
     Raises:
-        TypeError: a value of the wrong type.
-        ValueError: a value that is not allowed; the text names the setting, the value and what is allowed.
+        TypeError: a value has the wrong type.
+        ValueError: a value is not allowed; the text names the setting, the value and the allowed values.
     """
 
     host: str = "127.0.0.1"
@@ -241,7 +247,7 @@ class Settings:
             raise TypeError(f"loopback_users must be names of users, not {shown(names)}")
         object.__setattr__(self, "loopback_users", frozenset(names))
         object.__setattr__(self, "users", MappingProxyType(dict(self.users)))
-        # Refuses a stop below its resume, with both values in the text.
+        # This refuses a stop mark below its resume mark, with both values in the text.
         StopResume.from_limits(
             stop_percent=self.default_flow_stop_threshold, resume_percent=self.default_flow_resume_threshold
         )
@@ -249,27 +255,27 @@ class Settings:
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> Self:
-        """The settings with these options, and with the defaults of the profile that is among them."""
+        """Return the settings with these options, and with the defaults of their profile."""
         try:
             defaults = DIALECTS[Profile(options.get("profile", Profile.QFLOW))].settings
         except ValueError:
-            # Refused below, with the profiles that there are.
+            # Refused below, with a list of the profiles.
             defaults = {}
         return cls(**{**defaults, **options})
 
     @property
     def dialect(self) -> Dialect:
-        """What the profile stands for."""
+        """The dialect of the profile."""
         return DIALECTS[self.profile]
 
     @property
     def watches_publishes(self) -> bool:
-        """Whether more is to be done about every publish than its queues ask for."""
+        """Whether every publish takes the slower way with checks, whatever its queues need."""
         return self.has_discipline or self.dialect.on_alarm is OnAlarm.CHANNEL_CLOSE
 
     @property
     def has_discipline(self) -> bool:
-        """Whether anything is done about connections that do not listen."""
+        """Whether there are sanctions for clients that ignore ``Channel.Flow``."""
         return any(
             (
                 self.backlog_count,
@@ -285,7 +291,7 @@ class Settings:
         with suppress(ValueError):
             object.__setattr__(self, name, kind(value))
             return
-        # Without a context: that of `Enum` repeats the value.
+        # No error is chained: that of `Enum` repeats the value.
         allowed = ", ".join(repr(member.value) for member in kind)
         raise ValueError(f"{name} must be one of {allowed}, not {shown(value)}")
 

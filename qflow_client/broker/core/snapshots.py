@@ -1,4 +1,4 @@
-"""What can be seen of a broker: immutable pictures of its parts at one moment, and how they are taken."""
+"""Snapshots: immutable copies of the state of the broker's parts at one moment."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ __all__ = [
 
 @cache
 def json_names(kind: type[Any]) -> tuple[tuple[str, str], ...]:
-    """The attributes of a snapshot, and their names in JSON, which are in camel case."""
+    """Return the attributes of a snapshot, and their names in JSON, which are in camel case."""
 
     def camel(name: str) -> str:
         first, *rest = name.split("_")
@@ -53,7 +53,7 @@ def _camelled(snapshot: Any) -> dict[str, Any]:
 
 def _to_json(snapshot: Any, *, flow_stopped: bool, flow_stopped_count: int) -> dict[str, Any]:
     return _camelled(snapshot) | {
-        # The two names that Qpid C++ has for the same (C7).
+        # Qpid C++ has two names for the same value (C7).
         "flowState": flow_stopped,
         "flowStopped": flow_stopped,
         "flowStoppedCount": flow_stopped_count,
@@ -61,7 +61,7 @@ def _to_json(snapshot: Any, *, flow_stopped: bool, flow_stopped_count: int) -> d
 
 
 def _plain(value: Any) -> Any:
-    """What clients may put into tables, as JSON can tell it."""
+    """Convert a value from a client's table to JSON types."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, dict):
@@ -75,11 +75,11 @@ def _plain(value: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class TargetSnapshot:
-    """Where a channel published to.
+    """An exchange and a routing key that a channel published to.
 
     Attributes:
-        exchange: its name; empty for the default exchange.
-        routing_key: as published.
+        exchange: name of the exchange; empty for the default exchange.
+        routing_key: routing key of the publish.
     """
 
     exchange: str
@@ -88,7 +88,7 @@ class TargetSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class ThresholdsSnapshot:
-    """The marks of a queue that are in force, which need not be those that it was declared with (D4).
+    """The current marks of a queue. They may differ from the marks of its declaration (D4).
 
     Attributes:
         flow_stop_count: messages; ON above it; 0 for none (C1).
@@ -112,38 +112,38 @@ class QueueSnapshot:
     """A queue at one moment.
 
     Attributes:
-        name: of the queue.
-        depth: messages, ready and delivered-unacknowledged (D6).
-        ready: messages to be delivered.
+        name: name of the queue.
+        depth: messages, ready and unacked (D6).
+        ready: messages to deliver.
         unacked: messages that consumers have not settled.
-        bytes: body bytes of all of them.
-        memory: how many of these bytes are in memory; the others are on disk only (A2).
-        peak_depth: the most messages there ever were.
-        peak_bytes: the most body bytes there ever were.
+        bytes: body bytes of all messages.
+        memory: how many of these bytes are in memory; the others are only on disk (A2).
+        peak_depth: maximum number of messages so far.
+        peak_bytes: maximum body bytes so far.
         flow_stopped: whether its flow state is ON (C7).
-        flow_stopped_count: how often it went from OFF to ON (C7).
+        flow_stopped_count: how often the flow state turned from OFF to ON (C7).
         held_confirms: messages whose confirms wait for OFF (C5).
         published: messages enqueued so far.
-        delivered: deliveries so far, repeated ones included.
+        delivered: deliveries so far, including repeated ones.
         acked: messages acked so far.
-        dropped: messages that left it, or were refused unbeknown to their senders, without being acked, so far.
-        drops: how many of them for which reason: ``rejected``, ``expired``, ``maxlen``, ``conflated``, ``memory``,
-            ``damaged``, ``cycle`` or ``refused``. Besides, ``copy``: how many were not dead-lettered, because another
-            copy was.
-        consumers: how many it has.
-        blocked: names of the channels that it flows, the oldest first (J4).
-        thresholds: the marks in force.
-        enforcement: how it holds its producers: ``"channel_flow"``, ``"completion"`` or ``"both"``.
+        dropped: messages so far that left without an ack, or that were refused without informing their senders.
+        drops: number of dropped messages by reason: ``rejected``, ``expired``, ``maxlen``, ``conflated``, ``memory``,
+            ``damaged``, ``cycle`` or ``refused``. The reason ``copy`` is counted in addition. It means that a message
+            was not dead-lettered because another copy was.
+        consumers: number of consumers.
+        blocked: names of the channels that it flows (blocks), the oldest first (J4).
+        thresholds: current marks.
+        enforcement: how it holds back its producers: ``"channel_flow"``, ``"completion"`` or ``"both"``.
         waiting: publishes that wait for room in it (A4).
-        policy: what it does now when it is full.
+        policy: current policy for a full queue.
         policies: names of the policies that apply to it.
-        overdue: whether it has been ON for longer than `max_flow_wait`, and holds no channel any more (D10).
-        times_overdue: how often it came to that.
-        limits: the thresholds, the maximum and whatever else is in force, by the names that policies have for them.
-        durable: as declared.
+        overdue: whether it has been ON for longer than `max_flow_wait`, and therefore blocks no channel any more (D10).
+        times_overdue: how often it became overdue.
+        limits: thresholds, maximum and other limits, by their names in policies.
+        durable: as in ``Queue.Declare``.
         exclusive: whether it belongs to one connection.
-        auto_delete: as declared.
-        arguments: as declared.
+        auto_delete: as in ``Queue.Declare``.
+        arguments: as in ``Queue.Declare``.
     """
 
     name: str
@@ -178,25 +178,29 @@ class QueueSnapshot:
     arguments: dict[str, object]
 
     def to_json(self) -> dict[str, Any]:
-        """The same, by the names of Qpid's management: ``flowStopped`` or ``flowState``, ``flowStoppedCount`` (C7)."""
+        """Return the same data as JSON.
+
+        The flow state also has its names in Qpid's management: ``flowStopped`` or ``flowState``, ``flowStoppedCount``
+        (C7).
+        """
         return _to_json(self, flow_stopped=self.flow_stopped, flow_stopped_count=self.flow_stopped_count)
 
 
 @dataclass(frozen=True, slots=True)
 class MemorySnapshot:
-    """The memory and the store of a broker at one moment; what it does not count is 0.
+    """The memory and the store of a broker at one moment. A value that is not counted is 0.
 
     Attributes:
-        limit: bytes of messages that may be in memory; 0 for any number.
-        bytes: of messages in memory.
-        peak: the most that there ever was.
-        evicted: bodies that left memory for the disk so far (A2).
-        loaded: bodies that were read back so far.
-        backlog: messages that are on their way to disk.
-        backlog_bytes: their body bytes.
-        written: messages that went to disk so far.
-        commits: how often something was committed so far.
-        damaged: rows of the store that are damaged and set aside.
+        limit: maximum bytes of messages in memory; 0 for no limit.
+        bytes: bytes of messages in memory.
+        peak: maximum bytes so far.
+        evicted: bodies so far that were removed from memory because they are on disk (A2).
+        loaded: bodies so far that were read back from disk.
+        backlog: messages that wait to be written to disk.
+        backlog_bytes: body bytes of these messages.
+        written: messages written to disk so far.
+        commits: number of commits so far.
+        damaged: damaged rows of the store, which are set aside.
     """
 
     limit: int = 0
@@ -211,7 +215,7 @@ class MemorySnapshot:
     damaged: int = 0
 
     def to_json(self) -> dict[str, Any]:
-        """The same in camel case."""
+        """Return the same data as JSON, in camel case."""
         return _camelled(self)
 
 
@@ -220,29 +224,29 @@ class ChannelSnapshot:
     """A channel at one moment.
 
     Attributes:
-        name: its connection's name and its number, such as ``"127.0.0.1:40412 (1)"``.
-        client: what its client calls itself, by ``connection_name``; empty if that is not known.
-        connection: the connection's name.
-        number: of the channel.
+        name: name of its connection and its number, such as ``"127.0.0.1:40412 (1)"``.
+        client: the client property ``connection_name``; empty if it is unknown.
+        connection: name of the connection.
+        number: number of the channel.
         is_producer: whether it has published, or is in confirm or transaction mode.
         confirms: whether it is in confirm mode.
         flowed: whether it is blocked: the last ``Channel.Flow`` to it was a stop.
-        blocked_by: names of the queues that flow it, the oldest first; ``"operator"`` for the operator's hold,
-            ``"backlog"`` for the connection's (D7).
-        flow_ok: whether the client has answered every ``Channel.Flow``, which some libraries never do.
-        times_flowed: how often it went from unflowed to flowed.
-        flowed_seconds: seconds flowed so far, the present time included.
-        targets: where it published to, the last few of them.
-        published: messages so far.
-        returned: those of them that were mandatory and went nowhere.
-        nacked: those of them that were refused.
-        unconfirmed: those of them that are neither acked nor nacked yet.
-        waiting: those of them that wait for room in a queue (A4).
-        delivered: deliveries to it so far.
-        acked: messages that it acked so far.
-        unacked: messages that it has not settled.
-        consumers: its consumer tags.
-        consumes_from: names of the queues that those consume from.
+        blocked_by: names of the queues that flow it, the oldest first. ``"operator"`` is the hold of the operator,
+            ``"backlog"`` that of the connection's backlog (D7).
+        flow_ok: whether the client has answered every ``Channel.Flow``; some libraries never answer.
+        times_flowed: how often it turned from unflowed to flowed.
+        flowed_seconds: seconds flowed so far, including the current flowed time.
+        targets: last few exchanges and routing keys that it published to.
+        published: messages published so far.
+        returned: mandatory messages so far that reached no queue.
+        nacked: published messages so far that were refused.
+        unconfirmed: published messages that are neither acked nor nacked yet.
+        waiting: published messages that wait for room in a queue (A4).
+        delivered: deliveries on it so far.
+        acked: deliveries acked on it so far.
+        unacked: deliveries that are not settled.
+        consumers: tags of its consumers.
+        consumes_from: names of the queues of these consumers.
     """
 
     name: str
@@ -269,7 +273,10 @@ class ChannelSnapshot:
     consumes_from: tuple[str, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """The same in camel case; being flowed also by the names that a queue's flow state has (C7)."""
+        """Return the same data as JSON, in camel case.
+
+        The flowed state also has the names of a queue's flow state (C7).
+        """
         return _to_json(self, flow_stopped=self.flowed, flow_stopped_count=self.times_flowed)
 
 
@@ -278,26 +285,26 @@ class ConnectionSnapshot:
     """A connection at one moment.
 
     Attributes:
-        name: the peer's address and port.
-        client: what the client calls itself, by ``connection_name``; empty if that is not known.
-        user: the name that logged in; empty before that.
+        name: address and port of the peer.
+        client: the client property ``connection_name``; empty if it is unknown.
+        user: name of the user; empty before the login.
         is_open: whether it is open and not closing.
-        blocked: whether it was sent ``Connection.Blocked``.
-        blocked_by: the alarms that block it; ``"operator"`` for the operator.
+        blocked: whether the client was sent ``Connection.Blocked``.
+        blocked_by: alarms that block it; ``"operator"`` for the operator.
         backlog: its messages that wait, are not confirmed, or came on flowed channels (D7); 0 if not counted.
-        backlog_bytes: their body bytes.
-        past_flow: messages that came on flowed channels after the time of grace so far (D8); 0 if not counted.
-        tarpits: how often it was not read for a time because of that.
-        channels_closed: how many of its channels were closed because of that.
+        backlog_bytes: body bytes of these messages.
+        past_flow: messages so far that came on flowed channels after the grace time (D8); 0 if not counted.
+        tarpits: how often it was not read for a time because of these messages.
+        channels_closed: how many of its channels were closed because of these messages.
         flowed: whether any of its channels is flowed.
-        times_flowed: how often its channels went from unflowed to flowed.
-        channels: the numbers of its channels.
-        client_properties: what the client said of itself.
-        published: messages from it so far.
-        delivered: messages to it so far.
-        memory: bytes that it takes in memory: of messages that are coming in, and of what waits to be sent.
-        bytes_received: bytes from it so far.
-        bytes_sent: bytes to it so far.
+        times_flowed: how often its channels turned from unflowed to flowed.
+        channels: numbers of its channels.
+        client_properties: client properties from ``Connection.Start-Ok``.
+        published: messages published so far.
+        delivered: messages delivered so far.
+        memory: bytes of incoming messages and of unsent output in memory.
+        bytes_received: bytes received so far.
+        bytes_sent: bytes sent so far.
     """
 
     name: str
@@ -322,7 +329,10 @@ class ConnectionSnapshot:
     bytes_sent: int
 
     def to_json(self) -> dict[str, Any]:
-        """The same in camel case; being flowed also by the names that a queue's flow state has (C7)."""
+        """Return the same data as JSON, in camel case.
+
+        The flowed state also has the names of a queue's flow state (C7).
+        """
         return _to_json(self, flow_stopped=self.flowed, flow_stopped_count=self.times_flowed)
 
 
@@ -331,13 +341,13 @@ class ExchangeSnapshot:
     """An exchange at one moment.
 
     Attributes:
-        name: of the exchange; empty for the default exchange.
+        name: name of the exchange; empty for the default exchange.
         type: ``"direct"``, ``"fanout"``, ``"topic"`` or ``"headers"``.
-        durable: as declared.
-        auto_delete: whether it goes with its last binding.
+        durable: as in ``Exchange.Declare``.
+        auto_delete: whether it is deleted with its last binding.
         internal: whether clients may not publish to it.
-        bindings: how many lead from it.
-        arguments: as declared.
+        bindings: number of bindings from it.
+        arguments: as in ``Exchange.Declare``.
     """
 
     name: str
@@ -349,20 +359,20 @@ class ExchangeSnapshot:
     arguments: dict[str, object]
 
     def to_json(self) -> dict[str, Any]:
-        """The same in camel case."""
+        """Return the same data as JSON, in camel case."""
         return _camelled(self)
 
 
 @dataclass(frozen=True, slots=True)
 class BindingSnapshot:
-    """A binding at one moment; those that the default exchange has with every queue are not told.
+    """A binding at one moment. The bindings of the default exchange to every queue are left out.
 
     Attributes:
-        source: the exchange.
-        destination: where it leads.
+        source: name of the exchange that gets the messages.
+        destination: name of the queue or exchange that receives the messages from it.
         destination_type: ``"queue"`` or ``"exchange"``.
         routing_key: the binding key.
-        arguments: for headers exchanges.
+        arguments: arguments of the binding, for headers exchanges.
     """
 
     source: str
@@ -372,20 +382,20 @@ class BindingSnapshot:
     arguments: dict[str, object]
 
     def to_json(self) -> dict[str, Any]:
-        """The same in camel case."""
+        """Return the same data as JSON, in camel case."""
         return _camelled(self)
 
 
 @dataclass(frozen=True, slots=True)
 class BrokerMessage:
-    """A message in a queue, or taken from one.
+    """A message that is in a queue, or was taken from a queue.
 
     Attributes:
-        body: the content.
+        body: body of the message.
         properties: the basic properties.
-        exchange: where it was published.
-        routing_key: as published.
-        redelivered: whether it was delivered before.
+        exchange: exchange of the publish.
+        routing_key: routing key of the publish.
+        redelivered: whether the message was delivered before.
     """
 
     body: bytes
@@ -396,7 +406,7 @@ class BrokerMessage:
 
 
 def queue_snapshot(queue: Queue) -> QueueSnapshot:
-    """A picture of a queue."""
+    """Return a snapshot of a queue."""
     return QueueSnapshot(
         name=queue.name,
         depth=queue.depth - len(queue.contents.leaving),
@@ -444,7 +454,7 @@ def _thresholds_snapshot(queue: Queue) -> ThresholdsSnapshot:
 
 
 def channel_snapshot(channel: Channel) -> ChannelSnapshot:
-    """A picture of a channel."""
+    """Return a snapshot of a channel."""
     return ChannelSnapshot(
         name=channel.name,
         client=channel.session.handshake.client_name,
@@ -453,7 +463,7 @@ def channel_snapshot(channel: Channel) -> ChannelSnapshot:
         is_producer=channel.flow.is_producer,
         confirms=channel.confirms is not None,
         flowed=channel.flow.is_blocked,
-        # Each family of a queue's marks blocks for itself.
+        # Without duplicates: each family of a queue's marks blocks separately.
         blocked_by=tuple(dict.fromkeys(controller.name for controller in channel.flow.blocked_by)),
         flow_ok=not channel.flow.oks_due,
         times_flowed=channel.flow.times_flowed,
@@ -473,7 +483,7 @@ def channel_snapshot(channel: Channel) -> ChannelSnapshot:
 
 
 def connection_snapshot(session: Session) -> ConnectionSnapshot:
-    """A picture of a connection."""
+    """Return a snapshot of a connection."""
     discipline = session.discipline
     return ConnectionSnapshot(
         name=session.name,
@@ -500,7 +510,7 @@ def connection_snapshot(session: Session) -> ConnectionSnapshot:
 
 
 def exchange_snapshot(exchange: Exchange) -> ExchangeSnapshot:
-    """A picture of an exchange."""
+    """Return a snapshot of an exchange."""
     return ExchangeSnapshot(
         name=exchange.name,
         type=exchange.type.value,
@@ -513,7 +523,7 @@ def exchange_snapshot(exchange: Exchange) -> ExchangeSnapshot:
 
 
 def binding_snapshots(exchange: Exchange) -> Iterator[BindingSnapshot]:
-    """Pictures of the bindings that lead from an exchange, in the order in which they were made."""
+    """Yield snapshots of the bindings from an exchange, in the order in which they were added."""
     for binding in tuple(exchange.bindings.values()):
         yield BindingSnapshot(
             source=exchange.name,
@@ -525,7 +535,7 @@ def binding_snapshots(exchange: Exchange) -> Iterator[BindingSnapshot]:
 
 
 def message_copy(entry: QueueEntry, body: bytes | None = None) -> BrokerMessage:
-    """A copy of a message in a queue; with a body that was read from disk, or with its own."""
+    """Return a copy of a message in a queue, with a body that was read from disk, or with its own body."""
     message = entry.message
     if body is None:
         body = message.body

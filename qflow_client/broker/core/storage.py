@@ -1,7 +1,7 @@
-"""What of one queue is in memory and on disk, sans-I/O: its share of the journal, and its pager.
+"""The messages of one queue in memory and on disk, sans-I/O: the link to the journal, and the pager.
 
-A message is the journal's from the time when it enters the queue until it has left. One that is dead-lettered stays
-until its dead letter is where it goes (`Storage.buried`), so it is on disk in one of the two places at any time.
+The journal has a message from the time it enters the queue until it leaves. A dead-lettered message stays in the
+journal until its dead letter has arrived (`Storage.buried`). So one of the two is on disk at any time.
 """
 
 from __future__ import annotations
@@ -28,14 +28,15 @@ _WITH_LETTER = (DropReason.EXPIRED, DropReason.MAXLEN, DropReason.REJECTED)
 
 
 class Storage(EntryObserver):
-    """What of one queue is in memory and on disk.
+    """Links one queue to the journal and the pager.
 
     Args:
-        journal: counts the messages in it, and writes them.
-        number: of the queue in the message store, if it and its persistent messages are to survive the broker; else 0.
-        has_letters: whether what is dropped is dead-lettered.
-        contents: of the queue.
-        window: bytes of bodies that each queue may read ahead (A3).
+        journal: counts the messages, and writes them to disk.
+        number: number of the queue in the message store, if the queue and its persistent messages survive the broker;
+            otherwise 0.
+        has_letters: whether the queue dead-letters dropped messages.
+        contents: contents of the queue.
+        window: returns the bytes of bodies that each queue may read ahead (A3).
     """
 
     __slots__ = (
@@ -64,18 +65,18 @@ class Storage(EntryObserver):
         self._contents = contents
         self._window = window
         self._max_window: int | None = None
-        # Which bodies are in memory; None unless the queue flows to disk (A2).
+        # Decides which bodies stay in memory; None unless the queue flows to disk (A2).
         self.pager: BodyPager | None = None
-        # What may be dropped when memory is beyond its limit (A1); None if nothing may.
+        # The entries that may be dropped if memory exceeds its limit (A1); None if no entry may.
         self.droppable: DroppableEntries | None = None
-        # Messages whose dead letters are not where they go yet: until then the journal has them here.
+        # Messages whose dead letters have not arrived yet. Until then the journal has the messages for this queue.
         self._letters: dict[StoredMessage, None] = {}
-        # Whether a body may be on disk only; and whether bodies are being read.
+        # Whether a body may be only on disk; and whether a read of bodies is running.
         self.may_lack = journal.has_store
         self._is_reading = False
 
     def put_in_force(self, limits: QueueLimits) -> None:
-        """Begin to look after the bodies in memory, and after what may be dropped, or end."""
+        """Start or stop the paging of bodies and the list of droppable entries, as the limits require."""
         overflow = limits.overflow
         if overflow is None or not overflow.pages_bodies:
             self.pager = self._max_window = None
@@ -83,7 +84,8 @@ class Storage(EntryObserver):
             self._max_window = overflow.max_size
             if self.pager is None:
                 self.pager = self._page()
-        # What flows to disk has nothing to give: before anything is dropped, all of its bodies are on their way.
+        # A queue that flows to disk has no droppable entries: its bodies are on their way to disk before any message is
+        # dropped.
         if not limits.drop_transient or not self._journal.limit or self.pager is not None:
             self.droppable = None
         elif self.droppable is None:
@@ -109,7 +111,7 @@ class Storage(EntryObserver):
             self.droppable.add(entry)
 
     def recovered(self, entry: QueueEntry, age: float) -> None:
-        # The journal knows it.
+        # The journal already has the message.
         if self.pager is not None and entry.message.body is not None:
             self.pager.add(entry)
         if self.droppable is not None:
@@ -140,13 +142,13 @@ class Storage(EntryObserver):
     # Dead letters.
 
     def buried(self, message: StoredMessage) -> None:
-        """The dead letter of a message is where it goes, or nowhere: so the message may leave the disk."""
+        """Remove a dropped message from the journal, because its dead letter has arrived or was discarded."""
         if message in self._letters:
             del self._letters[message]
             self._leave(self._number, message)
 
     def queue_deleted(self) -> None:
-        """The store knows the queue no longer; what is to be read for its dead letters stays until it is."""
+        """Note that the store forgets the deleted queue. Bodies for its dead letters are kept until they are read."""
         for message in self._letters:
             self._journal.hold(message)
             self._leave(self._number, message)
@@ -155,15 +157,15 @@ class Storage(EntryObserver):
     # Bodies on disk.
 
     def hold_missing(self, message: StoredMessage) -> None:
-        """A message leaves the queue, and its body has to be read first if it is on disk only."""
+        """Keep the body of a message that leaves the queue, if the body is only on disk and must be read first."""
         if message.body is None:
             self._journal.hold(message)
 
     def read_ahead(self, then: Callable[[], object]) -> None:
-        """Have the bodies read that are delivered next.
+        """Start to read the bodies of the next deliveries.
 
         Args:
-            then: called when they are in memory.
+            then: called when the bodies are in memory.
         """
         if self._is_reading:
             return
@@ -185,7 +187,7 @@ class Storage(EntryObserver):
         self._journal.want((entry.message for entry in entries), has_read)
 
     def _missing(self, window: int) -> Sequence[QueueEntry]:
-        """The first ready entries whose bodies are not in memory, within so many bytes from the head; one at least."""
+        """Return the ready entries without a body in memory, within `window` bytes from the head; at least one."""
         found: list[QueueEntry] = []
         ready = self._contents.ready
         for entry in islice(ready, len(ready)):

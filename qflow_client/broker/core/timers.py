@@ -1,4 +1,4 @@
-"""What is due when, sans-I/O: one heap for all that the virtual host is to look at at some time."""
+"""Timers of the virtual host, sans-I/O: one heap for all objects with a due time."""
 
 from __future__ import annotations
 
@@ -13,34 +13,34 @@ __all__ = ["Timers"]
 
 
 class Timers:
-    """A heap of what is to be looked at.
+    """A heap of timers.
 
     Args:
-        clock: monotonic seconds.
-        looked: called after each.
+        clock: returns monotonic seconds.
+        looked: called after each timer.
     """
 
-    #: Seconds after which `tick` returns though more is due.
+    #: Seconds after which `tick` returns, even if more timers are due.
     MAX_TICK = 0.005
 
     def __init__(self, clock: Callable[[], float], looked: Callable[[], None]) -> None:
         self._clock = clock
         self._looked = looked
-        # Time, a number for those of the same time, what.
+        # Due time, a number for timers with the same time, and the object.
         self._timers: list[tuple[float, int, Timed]] = []
         self._numbers = count()
 
     def wake_at(self, what: Timed, at: float) -> None:
-        """Look at something at a time."""
+        """Call an object's `tick` at a time."""
         heapq.heappush(self._timers, (at, next(self._numbers), what))
 
     @property
     def next_tick(self) -> float:
-        """When `tick` is due, in seconds of the clock; infinite if never."""
+        """The time at which `tick` is due, in seconds of the clock; infinite if there is no timer."""
         return self._timers[0][0] if self._timers else math.inf
 
     def tick(self, now: float) -> None:
-        """Look at what is to be looked at by now; if that takes long, at the rest in the next call.
+        """Call the timers that are due by now. If this takes long, the next call continues.
 
         Args:
             now: seconds of the clock.

@@ -1,6 +1,6 @@
-"""Exchanges and bindings, sans-I/O: how they are declared, bound, and deleted.
+"""Exchanges and bindings, sans-I/O: declaring, binding and deleting them.
 
-What is durable is noted in the journal. Every change raises `Router.version`, because routing depends on it.
+Durable objects are noted in the journal. Every change increases `Router.version`, because routing depends on it.
 """
 
 from __future__ import annotations
@@ -33,10 +33,11 @@ class Topology:
     """The exchanges and bindings of the virtual host.
 
     Args:
-        settings: the broker's.
-        queues: all there are, by name.
-        journal: notes what is durable; ``None`` if nothing is to be on disk.
-        on_bindings: called when the bindings to a queue or an exchange have changed, or with ``None`` to any.
+        settings: settings of the broker.
+        queues: all queues by name.
+        journal: notes durable objects; ``None`` if nothing is written to disk.
+        on_bindings: called after a change of the bindings to a queue or an exchange; with ``None`` if any may have
+            changed.
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class Topology:
             )
         self.router = Router(settings, self.exchanges, queues)
         self._binding_quota = Quota("max_bindings", settings.max_bindings, "bindings", self._count_bindings)
-        # Whether what is declared is in the message store already.
+        # Whether the declared objects come from the message store.
         self.is_recovering = False
 
     def _count_bindings(self) -> int:
@@ -77,11 +78,12 @@ class Topology:
         internal: bool = False,
         arguments: Mapping[str, object] | None = None,
     ) -> Exchange:
-        """Make an exchange, or find one that was declared alike.
+        """Declare an exchange. If the exchange exists with the same settings, return it.
 
         Raises:
-            ChannelException: 403; a reserved name. 406; it exists otherwise, or arguments are refused.
-            ConnectionException: 503; an unknown type.
+            ChannelException: 403 if the name is reserved. 406 if the exchange exists with other settings, or if the
+                arguments are refused.
+            ConnectionException: 503 if the type does not exist.
         """
         there = self.exchanges.get(name)
         if there is not None and name:
@@ -117,10 +119,10 @@ class Topology:
         return exchange
 
     def delete_exchange(self, name: str, *, if_unused: bool = False) -> None:
-        """Delete an exchange; one that does not exist is no error.
+        """Delete an exchange. If the exchange does not exist, nothing changes.
 
         Raises:
-            ChannelException: 403; a predeclared one. 406; it has bindings, and `if_unused`.
+            ChannelException: 403 for a predeclared exchange. 406 if the exchange has bindings and `if_unused` is set.
         """
         if not name or name.startswith("amq."):
             raise ChannelException(ReplyCode.ACCESS_REFUSED, f"exchange '{name}' is predeclared and stays")
@@ -145,8 +147,8 @@ class Topology:
         """Bind a queue or an exchange to an exchange.
 
         Raises:
-            ChannelException: 403; the default exchange. 404; no such exchange. 406; arguments it cannot use, or there
-                are as many bindings as there may be.
+            ChannelException: 403 for the default exchange. 404 if the exchange does not exist. 406 if it cannot use the
+                arguments, or if the maximum number of bindings is reached.
         """
         exchange = self.bindable_exchange(source)
         check_depth(f"binding of '{destination.name}' to '{source}'", arguments or {})
@@ -163,7 +165,7 @@ class Topology:
         self._changed(destination)
 
     def _survives(self, exchange: Exchange, binding: Binding) -> bool:
-        """Whether a binding is to survive the broker: both of its ends do."""
+        """Whether a binding survives the broker, because both of its ends do."""
         if self._journal is None or self.is_recovering or not exchange.durable:
             return False
         destination = binding.destination
@@ -185,17 +187,17 @@ class Topology:
         arguments: Mapping[str, object] | None,
         owner: Owner | None = None,
     ) -> None:
-        """Undo `bind`. A binding, or a source exchange, that does not exist is no error, as in RabbitMQ.
+        """Undo `bind`. If the binding or the source exchange does not exist, nothing changes, as in RabbitMQ.
 
         Args:
             destination: the queue or the exchange.
-            source: the name of the exchange, which is not the default exchange.
+            source: name of the exchange; not the default exchange.
             routing_key: the binding key.
             arguments: as in `bind`.
-            owner: the connection that asks; ``None`` for the broker itself.
+            owner: the requesting connection; ``None`` for the broker itself.
 
         Raises:
-            ChannelException: 405; the queue is bound so, and belongs to another connection.
+            ChannelException: 405 if the binding exists and its queue belongs to another connection.
         """
         exchange = self.exchanges.get(source)
         binding = Binding(destination, routing_key, dict(arguments or {}))
@@ -210,20 +212,20 @@ class Topology:
         self._changed()
 
     def bindable_exchange(self, name: str) -> Exchange:
-        """An exchange that may be bound, or bound to.
+        """Return an exchange that may be the source or destination of a binding.
 
         Raises:
-            ChannelException: 403; the default exchange. 404; there is none.
+            ChannelException: 403 for the default exchange. 404 if the exchange does not exist.
         """
         self.check_bindable(name)
         return self.router.exchange(name)
 
     @staticmethod
     def check_bindable(name: str) -> None:
-        """Check that a name is not the default exchange's.
+        """Check that a name is not that of the default exchange.
 
         Raises:
-            ChannelException: 403; it is.
+            ChannelException: 403 if it is.
         """
         if not name:
             raise ChannelException(
@@ -231,7 +233,7 @@ class Topology:
             )
 
     def unbind_everywhere(self, destination: Queue | Exchange) -> None:
-        """Remove all bindings to a queue or an exchange that is deleted."""
+        """Remove all bindings to a deleted queue or exchange."""
         for exchange in tuple(self.exchanges.values()):
             if exchange.unbind_all(destination):
                 self._after_unbind(exchange)
@@ -245,21 +247,21 @@ def check_owner(queue: Queue, owner: Owner | None) -> None:
     """Check that a connection may use a queue.
 
     Args:
-        queue: which.
-        owner: the connection that asks; ``None`` for the broker itself.
+        queue: the queue.
+        owner: the requesting connection; ``None`` for the broker itself.
 
     Raises:
-        ChannelException: 405; the queue belongs to another connection.
+        ChannelException: 405 if the queue belongs to another connection.
     """
     if owner is not None and queue.exclusive_owner not in (None, owner):
         raise ChannelException(ReplyCode.RESOURCE_LOCKED, f"queue '{queue.name}' is exclusive to another connection")
 
 
 def _check_exchange_arguments(exchange: str, arguments: Mapping[str, object]) -> None:
-    """Check the arguments that a new exchange is declared with.
+    """Check the arguments of a new exchange.
 
     Raises:
-        ChannelException: 406; the alternate exchange is not a name.
+        ChannelException: 406 if the alternate exchange is not a name.
     """
     name = arguments.get(ALTERNATE_EXCHANGE)
     if name is not None and not isinstance(name, str):
@@ -270,12 +272,13 @@ def _check_exchange_arguments(exchange: str, arguments: Mapping[str, object]) ->
 
 
 def check_depth(what: str, arguments: Mapping[str, object]) -> None:
-    """Check that arguments are nested no deeper than a table that comes over AMQP.
+    """Check that arguments are nested no deeper than an AMQP table may be.
 
-    The HTTP API and this process can give any. Functions that encode and show them recurse for each level.
+    The HTTP API and this process can pass any depth. The functions that encode and show the arguments recurse for each
+    level.
 
     Raises:
-        ChannelException: 406; they are.
+        ChannelException: 406 if they are nested too deep.
     """
     level: list[object] = [arguments]
     for _ in range(MAX_DEPTH):
@@ -288,8 +291,8 @@ def check_depth(what: str, arguments: Mapping[str, object]) -> None:
 
 
 def _nested_in(value: Any) -> list[object]:
-    """The tables and arrays in a table or an array."""
+    """Return the tables and arrays in a table or an array."""
     items = value.values() if isinstance(value, Mapping) else value
-    # Very many items have few types.
+    # Even a large number of items has only a few types.
     nested = tuple(kind for kind in set(map(type, items)) if issubclass(kind, (Mapping, list, tuple)))
     return [item for item in items if isinstance(item, nested)] if nested else []

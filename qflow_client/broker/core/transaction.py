@@ -1,7 +1,7 @@
-"""What a channel in transaction mode has done since its last commit.
+"""The publishes and settlements of a channel in transaction mode since its last commit.
 
-Publishes and settlements are kept and do nothing until ``Tx.Commit``. The commit is refused as a whole if any queue has
-no room for what the transaction as a whole leaves there.
+Publishes and settlements are kept, and take effect only on ``Tx.Commit``. The whole commit is refused if any queue has
+no room for the result of the whole transaction.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class Settlement:
     """An ack, nack or reject that waits for the commit.
 
     Attributes:
-        deliveries: what it is about.
+        deliveries: the deliveries to settle.
         acked: whether it is an ack.
-        requeue: whether what is not acked goes back to its queue.
+        requeue: whether rejected messages go back to their queue.
     """
 
     deliveries: tuple[Delivery, ...]
@@ -49,9 +49,9 @@ class Transaction:
     """Publishes and settlements between two commits.
 
     Attributes:
-        publishes: messages in their order, each with where it goes.
-        settlements: in their order.
-        size: bytes that the publishes take in memory, about.
+        publishes: messages in order, each with its target.
+        settlements: settlements in order.
+        size: approximate bytes of the publishes in memory.
     """
 
     publishes: list[tuple[StoredMessage, Target]] = field(default_factory=list)
@@ -59,7 +59,7 @@ class Transaction:
     size: int = 0
 
     def refusal(self, destinations: list[tuple[Queue, ...]]) -> str | None:
-        """Why the transaction cannot be committed: a queue that has no room for all of it.
+        """Return why the transaction cannot be committed: a queue that has no room for all of it.
 
         Args:
             destinations: the queues of each publish.
@@ -82,7 +82,7 @@ class Transaction:
                 largest[queue] = max(largest.get(queue, 0), message.size)
                 reason = queue.refusal(sizes[queue], counts[queue], largest[queue])
                 if reason is None and queue.has_line:
-                    # A commit cannot wait, and must not pass publishes that do.
+                    # A commit cannot wait, and must not overtake waiting publishes.
                     reason = f"publishes wait for room in queue '{queue.name}'"
                 if reason is not None:
                     return reason
@@ -90,7 +90,7 @@ class Transaction:
 
 
 class TransactionChannel(Protocol):
-    """The channel, as far as its transactions need it."""
+    """The part of the channel that its transactions need."""
 
     number: int
     host: VirtualHost
@@ -104,13 +104,13 @@ class TransactionChannel(Protocol):
     transaction: Transaction | None
 
     def become_producer(self) -> None:
-        """It publishes, or said that it will."""
+        """Note that the channel publishes, or has announced that it will."""
 
     def return_message(self, message: StoredMessage) -> None:
-        """Send a mandatory message back that goes nowhere."""
+        """Return a mandatory message that no queue gets."""
 
     def count_rates(self, message: StoredMessage, queues: tuple[Queue, ...]) -> None:
-        """Count a publish against the rates that are limited."""
+        """Count a publish against the rate limits."""
 
 
 def _open(channel: TransactionChannel) -> Transaction:
@@ -120,7 +120,7 @@ def _open(channel: TransactionChannel) -> Transaction:
 
 
 def count_transaction(channel: TransactionChannel, change: int) -> None:
-    """Take note of how many bytes more an open transaction has in memory."""
+    """Add a change, in bytes, to the size of the open transaction."""
     _open(channel).size += change
     if channel.host.journal is not None:
         channel.host.journal.unfinished += change
@@ -144,15 +144,15 @@ def _commit(channel: TransactionChannel, method: commands.Tx.Commit) -> None:
     with channel.host.dead_letters:
         _commit_whole(channel, transaction)
     if channel.host.journal is not None:
-        # All of it is one batch, however much that is.
+        # The whole transaction is one batch, whatever its size.
         channel.host.journal.divide()
 
 
 def _commit_whole(channel: TransactionChannel, transaction: Transaction) -> None:
-    """Do all of a transaction, or roll it back if a queue refuses any of it.
+    """Execute a whole transaction, or roll it back if a queue refuses any message.
 
     Raises:
-        ChannelException: 406; it is rolled back.
+        ChannelException: 406 if it is rolled back.
     """
     destinations = [channel.router.destinations(*publish) for publish in transaction.publishes]
     reason = transaction.refusal(destinations)
@@ -185,7 +185,7 @@ def _rollback(channel: TransactionChannel, method: commands.Tx.Rollback) -> None
 
 
 def roll_back(channel: TransactionChannel) -> None:
-    """Forget the publishes; what was settled is unsettled again, and not delivered anew."""
+    """Discard the publishes. The settled deliveries are unsettled again, but are not delivered again."""
     transaction = _open(channel)
     count_transaction(channel, -transaction.size)
     channel.transaction = Transaction()
@@ -194,7 +194,7 @@ def roll_back(channel: TransactionChannel) -> None:
     )
 
 
-#: What a channel does with each method of transactions.
+#: Handlers of the transaction methods.
 TRANSACTION_METHODS: dict[type[pamqp.base.Frame], Callable[[TransactionChannel, Any], None]] = {
     commands.Tx.Select: _select,
     commands.Tx.Commit: _commit,

@@ -1,7 +1,7 @@
-"""Features of RabbitMQ that this broker does not have: it refuses to take a request for one, and never ignores it.
+"""RabbitMQ features that this broker does not have. It refuses a request for such a feature, and never ignores it.
 
-All of them are refused with 406, as RabbitMQ refuses arguments that it cannot use: the channel closes and the
-connection stays. `docs/dialects.md` lists them.
+All such requests are refused with 406, as RabbitMQ refuses arguments that it cannot use. The channel is closed and the
+connection stays open. `docs/dialects.md` lists the features.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def _refuse(what: str, text: str) -> ChannelException:
 
 
 def _is_set(arguments: Mapping[str, object], name: str) -> bool:
-    """Whether a priority is asked for; 0 is what everything has without one."""
+    """Whether a priority is requested; 0 is the same as no priority."""
     if name not in arguments:
         return False
     value = arguments[name]
@@ -29,20 +29,20 @@ def _is_set(arguments: Mapping[str, object], name: str) -> bool:
 
 
 def check_queue_arguments(queue: str, arguments: Mapping[str, object]) -> None:
-    """Check that a new queue is not to have priorities.
+    """Check that a new queue has no priorities.
 
     Raises:
-        ChannelException: 406; it is.
+        ChannelException: 406 if it has.
     """
     if _is_set(arguments, "x-max-priority"):
         raise _refuse(f"queue '{queue}'", "x-max-priority: this broker has no priorities; declare a queue for each")
 
 
 def check_consumer_arguments(queue: str, arguments: Mapping[str, object]) -> None:
-    """Check that a new consumer is not to have a priority.
+    """Check that a new consumer has no priority.
 
     Raises:
-        ChannelException: 406; it is.
+        ChannelException: 406 if it has.
     """
     if _is_set(arguments, "x-priority"):
         raise _refuse(
@@ -51,15 +51,15 @@ def check_consumer_arguments(queue: str, arguments: Mapping[str, object]) -> Non
 
 
 def check_copies(header: bytes) -> None:
-    """Check that a message asks for no copies to other routing keys.
+    """Check that a message requests no copies to other routing keys.
 
     Args:
-        header: the payload of a content header frame that was found well-formed and has headers.
+        header: the payload of a well-formed content header frame with headers.
 
     Raises:
-        ChannelException: 406; it has a header ``CC`` or ``BCC``.
+        ChannelException: 406 if it has a header ``CC`` or ``BCC``.
     """
-    # Most headers have neither, and need not be decoded.
+    # Most headers contain neither, and need not be decoded.
     if b"\x02CC" not in header and b"\x03BCC" not in header:
         return
     headers = decode_headers(header)

@@ -1,7 +1,7 @@
-"""The virtual host, sans-I/O: what all connections share, and the queues that are declared, deleted and dropped.
+"""The virtual host, sans-I/O: the state that all connections share, and the lifetime of queues.
 
-Exchanges and bindings are in `topology.py`, the way of a message to its queues is in `routing.py`, and what is due at a
-time is in `timers.py`. Rules decide what is in force for a queue and are asked again by `VirtualHost.apply_rules`.
+Exchanges and bindings are in `topology.py`, routing is in `routing.py`, and timers are in `timers.py`. Rules compute
+the limits of a queue; `VirtualHost.apply_rules` asks them again.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ _log = get_logger(__name__)
 
 
 class VirtualHost:
-    """What all connections share.
+    """The state that all connections share.
 
     Args:
-        settings: the broker's.
-        clock: monotonic seconds.
-        wall_clock: seconds since 1970.
-        journal: counts messages, and writes what is to survive the broker; ``None`` for neither.
-        rules: decide what is in force for each queue; ``None`` for the same marks for all.
+        settings: settings of the broker.
+        clock: returns monotonic seconds.
+        wall_clock: returns seconds since 1970.
+        journal: counts messages, and writes those that survive the broker to disk; ``None`` for neither.
+        rules: compute the limits of each queue; ``None`` for the same marks for all queues.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class VirtualHost:
     ) -> None:
         self.settings = settings
         self.journal = journal
-        # Notes what is to be on disk of the topology; None if nothing is.
+        # Notes the durable topology for the disk; None if nothing is written to disk.
         self._store = journal.topology if journal is not None and journal.has_store else None
         self.clock = clock
         self.queues: dict[str, Queue] = {}
@@ -71,7 +71,7 @@ class VirtualHost:
         self.wake_at = self.timers.wake_at
         self.topology = Topology(settings, self.queues, self._store, self._bindings_changed)
         self.router = self.topology.router
-        # What is looked at when something is made; and the connections that are open.
+        # Checked when an object is created; and the number of open connections.
         self._queue_quota = Quota("max_queues", settings.max_queues, "queues", lambda: len(self.queues))
         self.consumer_quota = Quota("max_consumers", settings.max_consumers, "consumers", self._count_consumers)
         self.open_connections = 0
@@ -83,18 +83,18 @@ class VirtualHost:
         self.waiting = WaitingRoom(clock, settings.max_producer_flow_control_wait, journal)
         # Counts every publish while it is truthy.
         self.meter: PublishMeter | None = None
-        # Sees everything that a flow log has; None if there is none.
+        # Observes the flow control for the flow log; None if there is none.
         self.observer: FlowObserver | None = None
         when_read = journal.when_read if journal is not None else _run
         self.dead_letters = DeadLetters(self.router.target, self.router.destinations, when_read, wall_clock)
-        # Whether the first publish of a connection has to wait, because those that publish are not read.
+        # Whether the first publish of a connection has to wait, because publishing connections are not read.
         self.takes_no_publisher = False
 
     def observe(self, observer: FlowObserver) -> None:
-        """Let an observer see the queues that are declared from now on, and all channels.
+        """Let an observer see all channels, and the queues that are declared from now on.
 
         Raises:
-            RuntimeError: there is an observer already.
+            RuntimeError: there is already an observer.
         """
         if self.observer is not None:
             raise RuntimeError(
@@ -104,7 +104,7 @@ class VirtualHost:
         self.timers.wake_at(_Sampling(self.timers, observer), self.clock() + observer.period)
 
     def end_observing(self) -> None:
-        """End the observer's last period."""
+        """End the last period of the observer."""
         if self.observer is not None:
             self.observer.tick(self.clock())
 
@@ -114,14 +114,14 @@ class VirtualHost:
     # Queues.
 
     def queue(self, name: str, owner: Owner | None = None) -> Queue:
-        """A queue by name.
+        """Return a queue by name.
 
         Args:
-            name: of the queue.
-            owner: the connection that asks; ``None`` for the broker itself.
+            name: name of the queue.
+            owner: the requesting connection; ``None`` for the broker itself.
 
         Raises:
-            ChannelException: 404; there is none. 405; it belongs to another connection.
+            ChannelException: 404 if the queue does not exist. 405 if it belongs to another connection.
         """
         queue = self.queues.get(name)
         if queue is None:
@@ -141,21 +141,22 @@ class VirtualHost:
         number: int = 0,
         prefix: str = "amq.gen-",
     ) -> Queue:
-        """Make a queue, or find one that was declared alike.
+        """Declare a queue. If the queue exists with the same settings, return it.
 
         Args:
-            name: empty for a name of the broker's choice.
-            durable: remembered.
-            exclusive: whether only `owner` may use it; it is deleted with it.
+            name: name of the queue; empty to let the broker choose a name.
+            durable: whether the queue survives the broker, if there is a store.
+            exclusive: whether only `owner` may use the queue; it is then deleted together with the owner.
             auto_delete: whether it is deleted with its last consumer.
-            arguments: what the rules read.
-            owner: the connection that asks.
-            number: that it has in the message store already; 0 for a new one.
-            prefix: how a name of the broker's choice begins.
+            arguments: arguments for the rules.
+            owner: the requesting connection.
+            number: number of the queue in the message store; 0 for a new queue.
+            prefix: start of a name that the broker chooses.
 
         Raises:
-            ChannelException: 403; a name that is reserved. 405; it belongs to another connection. 406; it exists
-                otherwise, arguments are refused, or there are as many queues as there may be.
+            ChannelException: 403 if the name is reserved. 405 if the queue belongs to another connection. 406 if the
+                queue exists with other settings, if the arguments are refused, or if the maximum number of queues is
+                reached.
         """
         arguments = dict(arguments or {})
         check_depth(f"queue '{name}'", arguments)
@@ -208,7 +209,7 @@ class VirtualHost:
         """Delete a queue with its messages and bindings.
 
         Args:
-            queue: what to delete.
+            queue: the queue.
             on_deleted: called with the number of messages that were ready, before the consumers are cancelled. As in
                 RabbitMQ, ``Queue.Delete-Ok`` comes before ``Basic.Cancel``; clients wait for them in this order.
 
@@ -229,14 +230,14 @@ class VirtualHost:
         return count
 
     def unused(self, queue: Queue) -> None:
-        """A queue was not used for as long as it may be (``x-expires``)."""
+        """Delete a queue that was unused for the time of its argument ``x-expires``."""
         _log.info("queue '%s' is deleted: unused for %s s", queue.name, queue.options.expires)
         self.delete_queue(queue)
 
-    # Consumers, connections and channels that end.
+    # Ends of consumers, connections and channels.
 
     def consumer_gone(self, queue: Queue) -> None:
-        """Take note that a consumer has left a queue."""
+        """Note that a queue has lost a consumer."""
         if queue.auto_delete and queue.dispatcher.was_used and not queue.dispatcher.consumers:
             self.delete_queue(queue)
 
@@ -246,7 +247,7 @@ class VirtualHost:
             self.delete_queue(queue)
 
     def source_gone(self, source: FlowSource) -> None:
-        """Take note that a publishing channel has ended."""
+        """Note that a publishing channel has ended."""
         if self.observer is not None:
             self.observer.gone(source)
         if self.settings.flow_scope is FlowScope.PUBLISHERS:
@@ -256,12 +257,12 @@ class VirtualHost:
     # Rules.
 
     def apply_rules(self, changed: Queue | Exchange | None = None) -> None:
-        """Bring queues up to date with the rules (D4): all, or one if only its own bindings or marks have changed."""
+        """Apply the rules again (D4): to all queues, or to one if only its own bindings or marks have changed."""
         for _ in self.apply_rules_in_steps(changed):
             pass
 
     def apply_rules_in_steps(self, changed: Queue | Exchange | None = None) -> Iterator[None]:
-        """`apply_rules`, one queue in each step; between two of them anything may happen."""
+        """Do the work of `apply_rules` with one queue in each step. Other work may run between two steps."""
         bindings: dict[Queue, list[tuple[str, str]]] = {}
         leads_to: dict[Queue | Exchange, list[Exchange]] = {}
         for exchange in tuple(self.topology.exchanges.values()) if self.rules.are_inherited else ():
@@ -305,14 +306,14 @@ class VirtualHost:
         body: bytes,
         properties: pamqp.commands.Basic.Properties | None = None,
     ) -> int:
-        """Publish a message that no channel stands for, so that no flow state holds anybody for it.
+        """Publish a message without a channel, so that no flow state blocks anything for it.
 
         Returns:
-            In how many queues it is now.
+            The number of queues that the message is in.
 
         Raises:
-            ChannelException: 404; no such exchange. 406; an impossible ``expiration``, or it is too large. 506; a queue
-                refused it.
+            ChannelException: 404 if the exchange does not exist. 406 if the ``expiration`` is invalid or the message
+                too large. 506 if a queue refuses the message.
         """
         self.router.check_size(len(body))
         target = Target(exchange, routing_key)
@@ -338,7 +339,7 @@ class VirtualHost:
         return len(queues)
 
     def admit_waiting(self, queue: Queue, now: float) -> None:
-        """There may be room for publishes that wait for a queue, or the time of some is over."""
+        """Admit publishes that wait for a queue and now have room; give up those whose time is over."""
         with self.dead_letters:
             self.waiting.admit(queue, now)
 
@@ -346,32 +347,32 @@ class VirtualHost:
 
     @property
     def window(self) -> int:
-        """Bytes of bodies that each queue may read ahead (A3)."""
+        """The bytes of bodies that each queue may read ahead (A3)."""
         return self.journal.window(self.queues.values()) if self.journal is not None else 0
 
     def relieve(self) -> None:
-        """Keep the messages in memory within the limit."""
+        """Bring the messages in memory below the limit."""
         if self.journal is not None:
             self.journal.relieve(self.queues.values())
 
     def lost(self, message: StoredMessage) -> None:
-        """The body of a message was on disk only, and is damaged there: the message leaves all queues."""
+        """Drop a message from all queues, because its body was only on disk and is damaged there."""
         for queue in self.queues.values():
             queue.dropping.drop_lost(message)
 
     # Dead letters.
 
     def died(self, queue: Queue, message: StoredMessage, reason: DropReason) -> None:
-        """A message was dropped by a queue with a dead-letter exchange."""
+        """Dead-letter a message that a queue with a dead-letter exchange has dropped."""
         self.dead_letters.died(queue, message, reason)
 
 
 def _nothing() -> None:
-    """Without a journal nothing is to be divided."""
+    """Do nothing; used without a journal, which has no batches to divide."""
 
 
 def _run(message: StoredMessage, callback: Callable[[], None]) -> None:
-    """Without a journal every body is in memory."""
+    """Call at once; used without a journal, when every body is in memory."""
     callback()
 
 
@@ -383,6 +384,6 @@ class _Sampling:
         self._observer = observer
 
     def tick(self, now: float) -> None:
-        """A period is over."""
+        """Note the end of a period."""
         self._observer.tick(now)
         self._timers.wake_at(self, now + self._observer.period)

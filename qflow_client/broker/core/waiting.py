@@ -1,11 +1,11 @@
-"""Publishes that wait for room in a full queue whose policy is ``wait`` (A4), sans-I/O.
+"""Publishes that wait for room in a full queue with the policy ``wait`` (A4), sans-I/O.
 
-A `WaitingPublish` stands in the line of every queue that it goes to. It is admitted when it is the first in all of them
-and all of them have room, so a later publish never passes an earlier one in any queue. A commit is refused instead of
-waiting. Dead letters do not wait, nor does what the program publishes that embeds the broker.
+A `WaitingPublish` is in the line of every destination queue. It is admitted when it is the first in all of these lines
+and all queues have room. So a later publish never overtakes an earlier one in any queue. A commit is refused instead of
+waiting. Dead letters do not wait, and neither do publishes of the program that embeds the broker.
 
-A queue knows only how many wait for it. It asks the room to look at its line when a message has left it, and when the
-first deadline is over.
+A queue knows only the number of its waiting publishes. It asks the waiting room to check its line when a message has
+left the queue, and when the first deadline is over.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ __all__ = ["Publisher", "Refusal", "WaitingPublish", "WaitingRoom", "refusal"]
 
 
 class Refusal(NamedTuple):
-    """Why a message is not taken now.
+    """The reason why a message is not accepted now.
 
     Attributes:
-        queue: which refuses it.
-        reason: for people.
-        waits: whether it waits for room instead.
+        queue: the queue that refuses it.
+        reason: text for people.
+        waits: whether the message waits for room instead.
     """
 
     queue: Queue
@@ -36,13 +36,13 @@ class Refusal(NamedTuple):
 
 
 class Publisher(Protocol):
-    """The channel of a publish that waits."""
+    """The channel of a waiting publish."""
 
     def admit(self, waiting: WaitingPublish) -> None:
-        """There is room in all of its queues: enqueue it."""
+        """Enqueue a waiting publish, because all of its queues have room."""
 
     def give_up(self, waiting: WaitingPublish, reason: str) -> bool:
-        """It has waited for too long, or can never be taken.
+        """Refuse a publish that has waited for too long, or that can never be accepted.
 
         Returns:
             Whether the client is informed.
@@ -50,14 +50,14 @@ class Publisher(Protocol):
 
 
 class WaitingPublish:
-    """A publish that stands in the lines of all queues that it goes to, so that nothing that comes later passes it.
+    """A publish in the lines of all of its destination queues. No later publish can overtake it.
 
     Args:
-        message: what was published.
-        queues: where it goes.
-        publisher: whose it is.
+        message: the published message.
+        queues: its destination queues.
+        publisher: the channel that published it.
         tag: its publish sequence number; 0 without confirms.
-        deadline: seconds of the clock at which it gives up.
+        deadline: time of the clock at which it is given up.
     """
 
     __slots__ = ("deadline", "is_over", "message", "publisher", "queues", "tag")
@@ -70,7 +70,7 @@ class WaitingPublish:
         self.publisher = publisher
         self.tag = tag
         self.deadline = deadline
-        # Whether it waits no more, for whatever reason.
+        # Whether it no longer waits, for any reason.
         self.is_over = False
 
 
@@ -78,25 +78,25 @@ class WaitingRoom:
     """The lines of all queues.
 
     Args:
-        clock: monotonic seconds.
-        max_wait: seconds that a publish waits at most.
-        journal: has the account of memory; ``None`` if there is none.
+        clock: returns monotonic seconds.
+        max_wait: maximum seconds that a publish waits.
+        journal: counts the memory; ``None`` if there is none.
     """
 
     def __init__(self, clock: Callable[[], float], max_wait: float, journal: Journal | None) -> None:
         self._clock = clock
         self._journal = journal
         self._max_wait = max_wait
-        # By queue, first come, first served, with some that wait no more. No line is empty.
+        # Lines by queue, in order of arrival. They may contain publishes that no longer wait. No line is empty.
         self._lines: dict[Queue, deque[WaitingPublish]] = {}
 
     def wait(self, message: StoredMessage, queues: tuple[Queue, ...], publisher: Publisher, tag: int) -> WaitingPublish:
         """Let a publish wait until all of its destinations take it.
 
         Args:
-            message: what was published.
-            queues: where it goes.
-            publisher: whose it is.
+            message: the published message.
+            queues: its destination queues.
+            publisher: the channel that published it.
             tag: its publish sequence number; 0 without confirms.
         """
         deadline = self._clock() + self._max_wait
@@ -109,7 +109,7 @@ class WaitingRoom:
         return waiting
 
     def stop(self, waiting: WaitingPublish) -> None:
-        """A publish waits no more; those behind it are looked at soon."""
+        """Remove a publish from its lines. The lines are checked again soon."""
         waiting.is_over = True
         if self._journal is not None:
             self._journal.waiting -= waiting.message.footprint
@@ -119,7 +119,7 @@ class WaitingRoom:
             self._head(queue)
 
     def _head(self, queue: Queue) -> WaitingPublish | None:
-        """The first in line; ``None`` if none waits."""
+        """Return the first publish in the line; ``None`` if none waits."""
         line = self._lines.get(queue)
         while line:
             if not line[0].is_over:
@@ -130,7 +130,7 @@ class WaitingRoom:
         return None
 
     def admit(self, queue: Queue, now: float) -> None:
-        """Admit those that come first in their lines and find room, and give up those whose time is over."""
+        """Admit the publishes that are first in their lines and find room, and give up those whose time is over."""
         while (waiting := self._head(queue)) is not None:
             queues = tuple(each for each in waiting.queues if not each.is_deleted)
             refused: Refusal | None
@@ -139,7 +139,7 @@ class WaitingRoom:
             else:
                 refused = refusal(queues, waiting.message.size, has_line=False)
                 if refused is not None and any(_makes_wait(each, waiting.message.size) for each in queues):
-                    # The others that refuse it now may have room later.
+                    # The other queues that refuse it now may have room later.
                     refused = refused._replace(waits=True)
             if refused is None:
                 self.stop(waiting)
@@ -158,14 +158,14 @@ class WaitingRoom:
 
 
 def refusal(queues: Iterable[Queue], size: int, *, has_line: bool = True) -> Refusal | None:
-    """Why a message of `size` body bytes is not taken now: if one of its destinations refuses it, none gets it.
+    """Return why a message of `size` body bytes is not accepted now. If one destination refuses, no queue gets it.
 
-    It waits if all that refuse it would have it wait, or if others wait before it.
+    The message waits if all queues that refuse it have the policy to wait, or if others wait before it.
 
     Args:
-        queues: its destinations.
+        queues: destination queues.
         size: body bytes.
-        has_line: whether those count that wait already.
+        has_line: whether publishes that already wait make this one wait too.
     """
     found = None
     for queue in queues:
@@ -180,5 +180,5 @@ def refusal(queues: Iterable[Queue], size: int, *, has_line: bool = True) -> Ref
 
 
 def _makes_wait(queue: Queue, size: int) -> bool:
-    """Whether it is a queue's policy that a message of `size` body bytes waits."""
+    """Whether a queue's policy lets a message of `size` body bytes wait."""
     return queue.overflow is not None and queue.overflow.lets_wait(size)

@@ -1,7 +1,7 @@
-"""Methods and content headers as bytes: strict decoding, and encoders for what the broker sends often.
+"""Methods and content headers as bytes: strict decoding, and fast encoders for frequent frames.
 
-pamqp knows every method's fields; its decoder takes strings that are cut short for whole ones, so methods are decoded
-here, by pamqp's own tables. What repeats with every message is encoded by hand.
+pamqp has the fields of every method. Its decoder accepts truncated strings, so this module decodes methods itself, with
+pamqp's tables. Frames that are sent for each message are encoded by hand.
 """
 
 from __future__ import annotations
@@ -65,28 +65,28 @@ CONTENT_HEADER = Struct(">HHQH")
 _QUEUE_OK = Struct(">II")
 _TAG_BIT = Struct(">QB")
 _SIZES = {"octet": 1, "short": 2, "long": 4, "longlong": 8, "timestamp": 8}
-#: What decoders raise for bytes that make no sense; nesting too deep is one of them.
+#: Exceptions of the decoders for invalid bytes, including bytes nested too deep.
 UNDECODABLE = (ValueError, struct.error, ArithmeticError, OSError, LookupError, TypeError, RecursionError)
 
 
 def short(text: str) -> bytes:
-    """A short string."""
+    """Encode a short string."""
     raw = text.encode()
     return bytes((len(raw),)) + raw
 
 
 def shortened(text: str) -> str:
-    """As much of a text as a short string has room for."""
+    """Return as much of a text as fits into a short string."""
     return text.encode()[:255].decode(errors="ignore")
 
 
 def method(channel: int, value: pamqp.base.Frame) -> bytes:
-    """The frame of any method."""
+    """Encode the frame of any method."""
     return frame(METHOD_FRAME, channel, value.index.to_bytes(4, "big") + value.marshal())
 
 
 def method_name(payload: bytes) -> str:
-    """The name of the method in a method frame's payload, such as ``Basic.Publish``."""
+    """Return the name of the method in a method frame's payload, such as ``Basic.Publish``."""
     kind: type[pamqp.base.Frame] | None = pamqp.commands.INDEX_MAPPING.get(int.from_bytes(payload[:4], "big"))
     return kind.name if kind is not None else f"unknown method {payload[:4].hex()}"
 
@@ -96,11 +96,10 @@ def _syntax(name: str, text: str) -> ConnectionException:
 
 
 def decode_method(payload: bytes) -> pamqp.base.Frame:
-    """A method frame's payload as pamqp's object.
+    """Decode a method frame's payload to pamqp's object.
 
     Raises:
-        ConnectionException: 540 for a method that AMQP 0-9-1 does not know, 502 for fields that are not what the method
-            has.
+        ConnectionException: 540 if AMQP 0-9-1 has no such method. 502 if the fields do not fit the method.
     """
     if len(payload) < 4:
         raise _syntax("method frame", f"{len(payload)} bytes cannot hold a class and a method id")
@@ -108,7 +107,7 @@ def decode_method(payload: bytes) -> pamqp.base.Frame:
     if kind is None:
         class_id, method_id = struct.unpack_from(">HH", payload)
         raise ConnectionException(ReplyCode.NOT_IMPLEMENTED, f"no method {method_id} of class {class_id} is known here")
-    # Past the constructor, which warns of some methods; every field is set below.
+    # Without the constructor, which warns of some methods. Every field is set below.
     value: pamqp.base.Frame = object.__new__(kind)
     at, end, bits = 4, len(payload), 0
     for field in value.__slots__:
@@ -149,7 +148,7 @@ def _field_size(data_type: str, payload: bytes, at: int) -> int:
     return _SIZES[data_type]
 
 
-#: In the byte at 12 of a content header: it has the property ``expiration``.
+#: Bit in byte 12 of a content header: the property ``expiration`` is present.
 HAS_EXPIRATION = 1
 #: The same for ``headers`` and ``reply_to``.
 HAS_HEADERS = 1 << 5
@@ -177,26 +176,26 @@ PROPERTIES = (
     (1 << 3, 0),
     (1 << 2, 0),
 )
-#: What each combination of flags means, and header tables that were found sound.
+#: Caches: the layout for each combination of flags, and header tables that were found valid.
 _layouts: dict[int, tuple[tuple[int, int], ...]] = {}
 _sound_tables: set[bytes] = set()
 _MAX_SOUND_TABLES = 1024
-# Bytes of a table that is remembered: all of them together take no more than 1 MiB.
+# Maximum size of a cached table in bytes. So all of them together take at most 1 MiB.
 _MAX_SOUND_TABLE = 1024
 
 
 def check_properties(header: bytes) -> str | None:
-    """Check that a content header is well-formed and has no impossible ``expiration``, without decoding it.
+    """Check, without decoding it, that a content header is well-formed and that its ``expiration`` is valid.
 
     Args:
         header: the payload of a content header frame.
 
     Returns:
-        The property ``user_id``, the only one that the broker itself has a say in.
+        The property ``user_id``, the only property that the broker itself uses.
 
     Raises:
-        ChannelException: 406; its ``expiration`` is no number of milliseconds.
-        ConnectionException: 502; it is not well-formed.
+        ChannelException: 406 if its ``expiration`` is not a number of milliseconds.
+        ConnectionException: 502 if it is not well-formed.
     """
     end = len(header)
     flags = int.from_bytes(header[12:14], "big")
@@ -234,7 +233,7 @@ def check_properties(header: bytes) -> str | None:
 
 
 def layout(flags: int) -> tuple[tuple[int, int], ...]:
-    """Flag and fixed size of each property that is there, in the order of the wire."""
+    """Return flag and fixed size of each property that is present, in the order of the wire."""
     if flags & 3:
         raise _syntax("content header", f"property flags 0x{flags:04x} name properties that class basic has not")
     found = _layouts[flags] = tuple(entry for entry in PROPERTIES if flags & entry[0])
@@ -262,20 +261,20 @@ def _check_table(table: bytes) -> None:
 
 
 def expiration_of(header: bytes) -> str:
-    """The property ``expiration``, which is there.
+    """Return the property ``expiration``, which must exist.
 
     Args:
-        header: the payload of a content header frame that was found well-formed.
+        header: the payload of a well-formed content header frame.
     """
     at = offset(header, EXPIRATION_FLAG)
     return header[at + 1 : at + 1 + header[at]].decode()
 
 
 def time_to_live(header: bytes) -> int:
-    """Milliseconds that a message may wait, by its property ``expiration``, which is there.
+    """Return the time to live of a message in milliseconds, from its property ``expiration``, which must exist.
 
     Raises:
-        ChannelException: 406; it is no number of milliseconds.
+        ChannelException: 406 if it is not a number of milliseconds.
     """
     text = expiration_of(header)
     if not text.isascii() or not text.isdigit():
@@ -287,14 +286,14 @@ def time_to_live(header: bytes) -> int:
 
 
 def property_size(header: bytes, at: int, size: int) -> int:
-    """Bytes that a property takes, its length included."""
+    """Return the bytes of a property, including its length field."""
     if size > 0:
         return size
     return 1 + header[at] if size == 0 else 4 + int.from_bytes(header[at : at + 4], "big")
 
 
 def offset(header: bytes, wanted: int) -> int:
-    """Where a property begins that is there."""
+    """Return the offset of a property, which must exist."""
     at = 14
     for flag, size in layout(int.from_bytes(header[12:14], "big")):
         if flag == wanted:
@@ -304,33 +303,33 @@ def offset(header: bytes, wanted: int) -> int:
 
 
 def encode_header(size: int, properties: pamqp.commands.Basic.Properties | None) -> bytes:
-    """The payload of a content header frame for a body of `size` bytes."""
+    """Encode the payload of a content header frame for a body of `size` bytes."""
     return pamqp.header.ContentHeader(body_size=size, properties=properties).marshal()
 
 
 def ack(channel: int, tag: int, multiple: bool) -> bytes:
-    """The frame of a ``Basic.Ack``."""
+    """Encode a ``Basic.Ack`` frame."""
     return b"\1%b\0\0\0\x0d\0\x3c\0\x50%b\xce" % (channel.to_bytes(2, "big"), _TAG_BIT.pack(tag, multiple))
 
 
 def nack(channel: int, tag: int) -> bytes:
-    """The frame of a ``Basic.Nack`` for one message."""
+    """Encode a ``Basic.Nack`` frame for one message."""
     return b"\1%b\0\0\0\x0d\0\x3c\0\x78%b\xce" % (channel.to_bytes(2, "big"), _TAG_BIT.pack(tag, 0))
 
 
 def return_(channel: int, code: ReplyCode, text: str, names: bytes) -> bytes:
-    """The frame of a ``Basic.Return``; `names` are the exchange and the routing key as short strings."""
+    """Encode a ``Basic.Return`` frame; `names` are the exchange and the routing key as short strings."""
     return frame(METHOD_FRAME, channel, b"\0\x3c\0\x32" + code.to_bytes(2, "big") + short(text) + names)
 
 
 def close(channel: int, code: int, text: str, cause: bytes) -> bytes:
-    """The frame of a ``Channel.Close``, or on channel 0 of a ``Connection.Close``.
+    """Encode a ``Channel.Close`` frame, or on channel 0 a ``Connection.Close`` frame.
 
     Args:
         channel: the channel number.
         code: the reply code.
         text: the reply text, of any length.
-        cause: class and method id of the method at fault, as far as they came.
+        cause: class and method id of the method at fault; may be incomplete.
     """
     kind = CHANNEL_CLOSE if channel else CONNECTION_CLOSE
     payload = kind + code.to_bytes(2, "big") + short(shortened(text)) + cause.ljust(4, b"\0")
@@ -338,18 +337,18 @@ def close(channel: int, code: int, text: str, cause: bytes) -> bytes:
 
 
 def queue_declare_ok(channel: int, name: str, message_count: int, consumer_count: int) -> bytes:
-    """The frame of a ``Queue.Declare-Ok``."""
+    """Encode a ``Queue.Declare-Ok`` frame."""
     return frame(METHOD_FRAME, channel, b"\0\x32\0\x0b" + short(name) + _QUEUE_OK.pack(message_count, consumer_count))
 
 
 def content_frames(channel: int, header: bytes, body: bytes, frame_max: int) -> bytes:
-    """The header frame and the body frames of a message.
+    """Encode the header frame and the body frames of a message.
 
     Args:
         channel: the channel number.
         header: the payload of the header frame.
-        body: of any length.
-        frame_max: the largest frame, in bytes.
+        body: body of the message.
+        frame_max: maximum frame size in bytes.
     """
     head = b"%b%b\xce" % (_HEAD.pack(HEADER_FRAME, channel, len(header)), header)
     size = frame_max - FRAME_OVERHEAD
