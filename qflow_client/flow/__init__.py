@@ -1,7 +1,7 @@
-"""Flow control as a module of its own (F1): gates, limiters, thresholds, controllers and their registry.
+"""Flow control as a separate package (F1): gates, limiters, thresholds, controllers and their registry.
 
-Nothing in here knows AMQP, does I/O, reads a clock or starts a thread. The producers' admission and the broker's queues
-are both built from it, and it can be used alone.
+No module here uses AMQP, does I/O, reads a clock or starts a thread. The producers' admission and the broker's queues
+are built from this package. It can also be used alone.
 """
 
 from __future__ import annotations

@@ -1,21 +1,22 @@
-"""A window that finds its own size: the smallest that keeps throughput at its maximum.
+"""A window that finds its own size: the smallest size with maximum throughput.
 
-All that it goes by is how many elements leave, when, and whether somebody was refused meanwhile. Time is cut into
-*epochs*, each with one capacity. An epoch lasts for at least one trip of an element through the window, and yields a
-rate and a latency. The elements that are followed for that are few; nothing is done for the others.
+Its only inputs are the number of elements that leave, the time when they leave, and whether an element was refused
+meanwhile. Time is divided into *epochs*, each with one capacity. An epoch lasts for at least one trip of an element
+through the window, and yields a rate and a latency. Only a few elements are timed for that; the others cost nothing.
 
-Four rules move the window:
+Four rules change the window:
 
-1. *Is the last part of it worth having?* Every other epoch does without the last 30 %. If that costs no throughput,
-   nobody needs it, and the window shrinks; if it does, the window grows. While it is far too small, it doubles.
-2. *Is there a queue?* The lowest latency of the recent past is that of the way itself. Where even the fastest trip of
-   an epoch takes longer than that by a quarter and 10 ms, there is a standing queue, or a broker that commits in groups
-   (what just misses a commit waits for a whole one more). There the last part has to be worth more to be kept, and the
-   window only grows if throughput follows in full. Where a trip takes more than twice as long, it shrinks, whatever it
-   is worth: among others who wait in the same queue, more is always worth something.
-3. *Are answers held back?* When they come at last, after many times the latency, the window is halved before anything
-   else enters.
-4. *Was the window the limit?* An epoch in which the application was says nothing about the window, and changes nothing.
+1. *Is the last part of the window useful?* Every other epoch runs without the last 30 %. If throughput stays the same,
+   the window shrinks. If throughput falls, the window grows. While the window is far too small, it doubles.
+2. *Is there a queue?* The lowest latency of the recent past is the latency without a queue. If even the fastest trip of
+   an epoch takes longer by a quarter and 10 ms, there are two possible causes. Either there is a standing queue, or the
+   broker commits in groups (an element that just misses a commit waits for the next one). In both cases the last part
+   has to bring more throughput to be kept, and the window grows only if throughput grows in proportion. If a trip takes
+   more than twice as long, the window shrinks in any case: if others wait in the same queue, a larger window always
+   brings some throughput.
+3. *Are answers delayed?* If answers come only after many times the latency, the window is halved before another element
+   enters.
+4. *Was the window the limit?* If the application was the limit of an epoch, the epoch changes nothing.
 """
 
 from __future__ import annotations
@@ -27,52 +28,52 @@ from qflow_client.flow.limiters import WindowLimiter, check_at_least_1
 
 __all__ = ["AdaptiveWindow"]
 
-# Elements: the window to begin with, and the least there is.
+# The initial window, and the lower limit of the window, in elements.
 _INITIAL = 32
 _FLOOR = 8
-# The part of the window that a trial has.
+# The part of the window that is used in a trial.
 _TRIAL = 0.7
-# The throughput that a part of the window must be worth, as d(log rate) / d(log capacity): 1 where the window is all
-# that limits it, 0 where it does not matter.
+# The throughput that a part of the window must bring, as d(log rate) / d(log capacity). This is 1 if only the window
+# limits throughput, and 0 if the window does not matter.
 _WORTH_HAVING = 0.03
 _WORTH_DOUBLING = 0.5
-# The same where there may be a queue, for a part to be kept and for one to be added.
+# The same value if there may be a queue: for keeping a part, and for adding one.
 _WORTH_KEEPING = 0.2
 _WORTH_ADDING = 0.9
-# What a trial changes.
+# The factors by which a trial changes the window.
 _GROW = 1.25
 _SHRINK = 1.1
-# Doublings in a row that are worth too little and still say nothing: a broker that commits in groups takes steps.
+# How many doublings in a row may bring too little before doubling ends. A broker that commits in groups takes steps.
 _FLAT = 2
-# What counts as the same.
+# A ratio up to this one is treated as equal.
 _EQUAL = 1.05
-# Epochs without a trial where the window may not grow anyway.
+# Epochs without a trial if the window may not grow anyway.
 _REST = 8
-# What a trip may take longer than the way without a queue: this part of the way, and these seconds, for which a broker
-# on a busy machine may lose its turn …
+# How much longer than without a queue a trip may take: this part of the latency without a queue, and these seconds,
+# because a broker on a busy machine may get no CPU time for a while …
 _JITTER = 0.25
 _QUEUE = 0.01
-# … and with group commits: this part of the way, at most these seconds, and the seconds above.
+# … and with group commits: this part of the latency without a queue, at most these seconds, and the seconds above.
 _COMMIT = 1.2
 _COMMIT_AT_MOST = 0.05
-# Seconds after which the way has to be seen again (as in BBR).
+# Seconds after which the latency without a queue has to be measured again (as in BBR).
 _WAY_KEEPS = 10.0
-# Seconds that an epoch lasts at least, so that it says something.
+# The shortest epoch that gives a useful result, in seconds.
 _LEAST = 0.05
-# Seconds for which nobody takes the room there is, and after which the application is what limits throughput.
+# If there has been unused room for this many seconds, the application limits throughput.
 _IDLE = 0.05
 
 
 class _Epoch(Enum):
-    """What is tried."""
+    """What an epoch tries."""
 
-    #: The whole window, twice that of the epoch before.
+    #: The whole window, twice as large as in the epoch before.
     GROWTH = auto()
     #: The whole window.
     FULL = auto()
-    #: Most of the window, to see what the rest is worth.
+    #: Most of the window, to measure the value of the rest.
     TRIAL = auto()
-    #: The floor, to see the way without a queue.
+    #: The smallest window, to measure the latency without a queue.
     PROBE = auto()
 
 
@@ -80,23 +81,24 @@ _SHARE = {_Epoch.GROWTH: 1.0, _Epoch.FULL: 1.0, _Epoch.TRIAL: _TRIAL, _Epoch.PRO
 
 
 class AdaptiveWindow(WindowLimiter):
-    """A window between a floor of 8 elements and a maximum, which follows what throughput needs.
+    """A window between 8 elements and a maximum, which adapts to the size that throughput needs.
 
-    It starts small and doubles as long as throughput follows. From then on it does without 30 % of itself now and
-    again: if that costs next to nothing it shrinks by a tenth, otherwise it grows by a quarter, or stays as it is where
-    latency tells of a queue. It also shrinks where elements take more than about twice as long as without a queue, and
-    is halved when they come back after a long silence. Time in which nobody waits for room changes nothing.
+    It starts small and doubles while throughput grows with it. Then it sometimes runs without 30 % of its size. If that
+    costs almost no throughput, it shrinks by a tenth. Otherwise it grows by a quarter, or stays as it is if the latency
+    shows a queue. It also shrinks if elements take more than about twice as long as without a queue. It is halved when
+    elements come back after a long silence. Time in which no element waits for room changes nothing.
 
-    It is a `WindowLimiter` that changes its own `capacity`. It has to be told of elements that leave *before* they do::
+    It is a `WindowLimiter` that changes its own `capacity`. Call `observe` for elements that leave *before* they are
+    released::
 
         window.observe(count, now)
         controller.release(size, count)
 
-    What is set as its `capacity` from outside holds until the next epoch.
+    A `capacity` that is set from outside holds until the next epoch.
 
     Args:
-        maximum: the most elements there may ever be inside, at least 1.
-        kind: of the hold that a full window means.
+        maximum: the most elements that may ever be inside, at least 1.
+        kind: the kind of the hold for a full window.
 
     Raises:
         ValueError: a maximum below 1.
@@ -136,53 +138,54 @@ class AdaptiveWindow(WindowLimiter):
     def __init__(self, maximum: int, *, kind: str = "capacity") -> None:
         check_at_least_1("maximum", maximum)
         super().__init__(min(_INITIAL, maximum), kind=kind)
-        #: The most that `capacity` may become.
+        #: The upper limit of `capacity`.
         self.maximum = maximum
-        # The least capacity, and the least window, of which a trial has that capacity.
+        # The lowest capacity, and the lowest window for which a trial has that capacity.
         self._floor = min(_FLOOR, maximum)
         self._least = min(_FLOOR / _TRIAL, maximum)
-        #: Elements per second, and seconds that one was inside, in the last epoch; 0 before the first.
+        #: Elements per second, and seconds that an element was inside, in the last epoch; 0 before the first.
         self.rate = 0.0
         self.latency = 0.0
-        #: Seconds that one is inside when there is no queue, as far as that was seen; infinite before the first epoch.
+        #: Seconds that an element is inside without a queue, as far as measured; infinite before the first epoch.
         self.way = inf
-        # When that was seen last.
+        # When this latency was measured last.
         self._way_at = -inf
-        # What the epochs' capacities are parts of.
+        # The capacity of each epoch is a part of this value.
         self._window = float(self.capacity)
 
-        # Elements that ever left, and those that had at the beginning of the present instant.
+        # Elements that ever left, and the value of this count at the beginning of the present instant.
         self._settled = 0
         self._before = 0
-        # When the last elements left: one reading of the socket brings many answers at the same time.
+        # When the last elements left. One reading of the socket brings many answers at the same time.
         self._instant = -inf
-        # When somebody was first refused since; None if nobody was.
+        # When an element was first refused since then; ``None`` if none was.
         self._refused_at: float | None = None
 
         self._epoch = _Epoch.GROWTH
-        # Whether the elements that leave now are such as entered in this epoch.
+        # Whether the elements that leave now have entered in this epoch.
         self._measuring = False
-        # When that began, and how many had left then.
+        # When the measurement began, and how many elements had left then.
         self._since = 0.0
         self._from = 0
-        # When the element that is followed entered, how many will have left when it does, the time by which that should
-        # be, and the shortest that one took in this epoch.
+        # The timed element: when it entered, how many elements will have left when it leaves, and the time by which it
+        # should leave. Also the shortest trip of this epoch.
         self._followed_at = 0.0
         self._due = 0
         self._fastest = inf
         self._patience = inf
-        # Whether anybody was refused in this epoch, since when there has been room, and whether there was for too long.
+        # Whether an element was refused in this epoch, since when there has been room, and whether there was room for
+        # too long.
         self._limited = False
         self._room_since = inf
         self._idle = False
 
-        # While the window doubles, capacity and rate of each step; None while it does not.
+        # While the window doubles, capacity and rate of each step; ``None`` while it does not.
         self._tried: list[tuple[int, float]] | None = []
-        # The last of these steps that were worth too little.
+        # How many of the last of these steps brought too little.
         self._flat = 0
         # Capacity and rate of the trial before a full epoch.
         self._trial: tuple[int, float] | None = None
-        # Whether the last pair said that the window is too small.
+        # Whether the last pair of epochs showed that the window is too small.
         self._paid = False
         # Full epochs until the next trial.
         self._rest = 0
@@ -195,14 +198,14 @@ class AdaptiveWindow(WindowLimiter):
         return self.kind
 
     def try_add(self, size: int, now: float) -> str | None:
-        # Written out, because every send comes here.
+        # Inlined for speed, because every send calls this.
         if self.used < self._capacity:
             self.used += 1
             return None
         return self.refusal(size, now)
 
     def observe(self, count: int, now: float) -> None:
-        """Take note that elements are about to leave, and change the capacity if that ends an epoch.
+        """Record that elements are about to leave. Change the capacity if that ends an epoch.
 
         Args:
             count: how many, at least 1.
@@ -217,7 +220,7 @@ class AdaptiveWindow(WindowLimiter):
         self._settled += count
 
     def _look_back(self, now: float) -> None:
-        """Account for the time since elements last left."""
+        """Account for the time since the last elements left."""
         if self._refused_at is not None:
             self._limited = True
             self._idle = self._idle or self._refused_at - self._room_since > _IDLE
@@ -232,7 +235,7 @@ class AdaptiveWindow(WindowLimiter):
 
     @property
     def _bound(self) -> float:
-        """The latency beyond which there is a queue."""
+        """The latency above which there is a queue."""
         return self.way + min(self.way * _COMMIT, _COMMIT_AT_MOST) + _QUEUE
 
     def _end_round(self, now: float) -> None:
@@ -249,17 +252,17 @@ class AdaptiveWindow(WindowLimiter):
                 self._judge((self._before - self._from) / took, self._fastest, now)
 
     def _stall(self, now: float) -> None:
-        """Next to nothing has left for much longer than that should take."""
+        """Handle a stall: almost nothing has left for much longer than a trip should take."""
         if self._was_the_limit:
             self._window /= 2
             self._tried = None
         self._begin_again(now)
 
     def _begin_again(self, now: float) -> None:
-        """Compare nothing that comes with what was before, and leave the window as it is until there is something."""
+        """Discard earlier measurements, and keep the window as it is until there are new ones."""
         self._trial = None
         self._paid = False
-        # Where nothing is measured nothing gets old.
+        # While nothing is measured, measurements do not expire.
         self._way_at = now
         if self._tried is None:
             self._start(_Epoch.FULL, now)
@@ -272,7 +275,7 @@ class AdaptiveWindow(WindowLimiter):
         before = self.capacity
         self.capacity = min(max(round(self._window * _SHARE[epoch]), self._floor), self.maximum)
         self._epoch = epoch
-        # What is inside shows the capacity that it entered under.
+        # The elements inside entered under the old capacity, so they show its latency.
         self._begin(now, measuring=self.capacity == before)
 
     def _begin(self, now: float, *, measuring: bool) -> None:
@@ -286,12 +289,12 @@ class AdaptiveWindow(WindowLimiter):
         self._follow(now)
 
     def _follow(self, now: float) -> None:
-        """Follow the element that enters next: it leaves after all that are inside, in whatever order those do."""
+        """Time the element that enters next. It leaves after all elements that are inside, in any order."""
         self._followed_at = now
         self._due = self._settled + self.used + 1
 
     def _judge(self, rate: float, latency: float, now: float) -> None:
-        """Decide what an epoch says, and begin the next one."""
+        """Evaluate an epoch, and begin the next one."""
         self.rate = rate
         self.latency = latency
         epoch = self._epoch
@@ -344,7 +347,7 @@ class AdaptiveWindow(WindowLimiter):
             self._window *= 2
 
     def _judge_pair(self, rate: float, latency: float) -> None:
-        """Decide what the part of the window is worth that the trial did without."""
+        """Compute what the part of the window that the trial left out is worth."""
         assert self._trial is not None
         trial, self._trial = self._trial, None
         full = self.capacity, rate
@@ -374,7 +377,7 @@ class AdaptiveWindow(WindowLimiter):
 
 
 def _worth(less: tuple[int, float], more: tuple[int, float]) -> float:
-    """The throughput that more capacity brought: 1 if as much more, 0 if no more, or if there was no more capacity.
+    """Return how throughput grew with capacity: 1 if in proportion, 0 if not at all or if capacity did not grow.
 
     Args:
         less: a capacity and the rate with it.

@@ -1,16 +1,17 @@
-"""Controllers: a limiter and a gate, and whose turn it is.
+"""Controllers: each has a limiter, a gate, and an order of waiting sources.
 
-A `FlowController` stands at the entrance of one resource. It serves two kinds of source:
+A `FlowController` controls the entrance of one resource. It serves two kinds of source:
 
-* one that can wait *before* its element is taken: it asks with `try_acquire` and otherwise stands in line with a
-  `Ticket`; the limit is then never passed;
-* one that cannot (F3): `offer` takes its element at once, even beyond the limit, and blocks the source instead.
+* A source that can wait *before* its element is taken calls `try_acquire`. If that fails, it waits in line with a
+  `Ticket`. The limit is never exceeded.
+* A source that cannot wait (F3) calls `offer`. The element is taken at once, even beyond the limit, and the source is
+  blocked instead.
 
-Nothing here knows threads, tasks or clocks: the caller guards the controller and says what time it is. It also says
-when there may be room again, because a controller sees nothing of that by itself: after a release, at the time that
-`ready_at` names, and after a hold of its gate was lifted or a capacity, a rate or marks were changed. It calls `grant`
-until that has no more, for those in line, and `resume`, for those that are blocked; after a release, `resume` is called
-already.
+This module uses no threads, tasks or clocks. The caller guards the controller against concurrent calls and passes the
+time. The caller also has to call the controller when there may be room again: after a release, at the time that
+`ready_at` returns, after a hold of the gate was lifted, and after a capacity, a rate or thresholds were changed. Then
+the caller calls `grant` until it returns no more tickets, for the sources in line, and `resume`, for the blocked
+sources. A release calls `resume` itself.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from qflow_client.flow.limiters import Limiter
 
 __all__ = ["FifoLine", "FlowController", "FlowSource", "Line", "Ticket", "WeightedLine"]
 
-# Below this length a line, or what it remembers, is not worth sweeping.
+# A shorter line, or a shorter list of remembered sources, is not worth sweeping.
 _SWEEP_FROM = 64
 
 
@@ -36,7 +37,7 @@ class Ticket:
 
     Args:
         size: of the element that waits.
-        source: whose element it is; sources only matter to a `WeightedLine`.
+        source: the source of the element; only a `WeightedLine` uses it.
     """
 
     __slots__ = ("_controller", "_in_front", "cancelled", "size", "source")
@@ -44,34 +45,34 @@ class Ticket:
     def __init__(self, size: int, source: str = "") -> None:
         #: The size of the element that waits.
         self.size = size
-        #: Whose element it is.
+        #: The source of the element.
         self.source = source
-        #: Whether it gave up; the line drops it when it comes to it.
+        #: Whether the ticket was given up. The line drops such a ticket when it reaches the head.
         self.cancelled = False
-        # In whose line it stands; None before and after.
+        # The controller in whose line the ticket is; ``None`` before and after.
         self._controller: FlowController | None = None
-        # Whether it was to stand in front of it.
+        # Whether the ticket waits in front of the line.
         self._in_front = False
 
 
 class Line(Protocol):
-    """An order in which tickets are served (F4). Every ticket that is pushed is at the head at some time."""
+    """An order in which tickets are served (F4). Every pushed ticket reaches the head at some time."""
 
     def push(self, ticket: Ticket) -> None:
         """Put a ticket in its place."""
 
     def head(self) -> Ticket | None:
-        """Whose turn it is, which is never a ticket that is cancelled.
+        """Return the ticket whose turn it is. It is never a cancelled ticket.
 
         Returns:
-            The ticket; ``None`` if nobody waits.
+            The ticket; ``None`` if no ticket waits.
         """
 
     def pop(self) -> None:
-        """Serve the ticket that `head` has just given."""
+        """Remove the ticket that `head` has just returned."""
 
     def clear(self) -> None:
-        """Drop all tickets, whatever state an interrupted step has left it in."""
+        """Drop all tickets. This works in any state that an interrupted step may have left."""
 
 
 class FifoLine:
@@ -81,7 +82,7 @@ class FifoLine:
 
     def __init__(self) -> None:
         self._tickets: deque[Ticket] = deque()
-        # How long the line gets before it is rid of cancelled tickets, which pile up behind one that waits for long.
+        # The length at which cancelled tickets are removed. They pile up behind a ticket that waits for long.
         self._sweep_at = _SWEEP_FROM
 
     def push(self, ticket: Ticket) -> None:
@@ -104,13 +105,13 @@ class FifoLine:
 
 
 class WeightedLine:
-    """Start-time fair queuing: sources that wait get turns in proportion to their weights, none starves (F4).
+    """Start-time fair queuing: waiting sources get turns in proportion to their weights, and none starves (F4).
 
-    Tickets of one source are served in the order in which they came. One that is cancelled costs its source no turn.
-    A turn is an element, whatever its size.
+    Tickets of one source are served in the order of their arrival. A cancelled ticket costs its source no turn. A turn
+    is one element of any size.
 
     Args:
-        weights: turns of a source for each turn of a source of weight 1; a source that is not named has weight 1.
+        weights: turns of a source for each turn of a source of weight 1; the default weight is 1.
 
     Raises:
         ValueError: a weight that is not more than 0, or not finite.
@@ -124,18 +125,19 @@ class WeightedLine:
         self._lines: dict[str, FifoLine] = {}
         # For each source in line, the virtual start of its next turn.
         self._heap: list[tuple[float, int, str]] = []
-        # The virtual time at which each source's last turn ended; forgotten once it is past, or when nobody waits.
+        # The virtual time at which each source's last turn ended. It is forgotten when it has passed, or when no source
+        # waits.
         self._finish: dict[str, float] = {}
-        # How many sources are remembered before those whose last turn is past are forgotten.
+        # The number of remembered sources at which those with a past last turn are forgotten.
         self._sweep_at = _SWEEP_FROM
-        # The virtual start of the turn that was served last.
+        # The virtual start of the last turn.
         self._time = 0.0
         # Breaks ties by arrival.
         self._serial = 0
 
     @property
     def weights(self) -> Mapping[str, float]:
-        """Turns of a source for each turn of one of weight 1. Settable as a whole, for the turns that come.
+        """Turns of a source for each turn of a source of weight 1. Can be set as a whole, for future turns.
 
         Raises:
             ValueError: set to a weight that is not more than 0, or not finite.
@@ -163,7 +165,7 @@ class WeightedLine:
             ticket = self._lines[source].head()
             if ticket is not None:
                 return ticket
-            # It cancelled all its tickets, and no turn of it is spent.
+            # The source cancelled all its tickets, and none of its turns is used up.
             self._leave()
         return None
 
@@ -193,7 +195,7 @@ class WeightedLine:
         heapq.heappush(self._heap, (start, self._serial, source))
 
     def _leave(self) -> None:
-        """Take the source that is next out of the line."""
+        """Take the next source out of the line."""
         del self._lines[heapq.heappop(self._heap)[2]]
         if not self._heap:
             self._finish.clear()
@@ -201,10 +203,11 @@ class WeightedLine:
 
 
 class FlowSource:
-    """Where elements come from that cannot wait to be taken: it is told to stop instead (F3, J4).
+    """A source of elements that cannot wait before they are taken. It is stopped instead (F3, J4).
 
-    Any number of controllers may block it; it is unblocked only when none does. Subclasses say what that means. Their
-    code may call back into the controllers, but must not raise: other sources wait behind it for being unblocked.
+    Any number of controllers may block it. It is unblocked when no controller blocks it any more. Subclasses define the
+    effect. Their code may call back into the controllers, but must not raise, because other sources wait to be
+    unblocked after it.
 
     Args:
         name: for people; need not be unique.
@@ -217,29 +220,32 @@ class FlowSource:
         self.name = name
         #: The controllers that block this source, as keys, the oldest first.
         self.blocked_by: dict[FlowController, None] = {}
-        # What its own elements still occupy upstream: (controller, blocker, size), see `forward`.
+        # The room that its elements still occupy upstream: (controller, blocker, size), see `forward`.
         self._reserved: list[tuple[FlowController, FlowController, int]] = []
 
     @property
     def is_blocked(self) -> bool:
-        """Whether any controller blocks it."""
+        """Whether any controller blocks the source."""
         return bool(self.blocked_by)
 
     def on_blocked(self) -> None:
-        """Called when it goes from unblocked to blocked: what it has is to stay where it is from now on."""
+        """Called when the source becomes blocked. It must keep its elements from now on."""
 
     def on_unblocked(self) -> None:
-        """Called when the last controller has let it go: it may go on, even from in here."""
+        """Called when no controller blocks the source any more. It may continue, even inside this call."""
 
     def block(self, controller: FlowController) -> None:
-        """Be blocked by a controller, which calls this; a second time changes nothing."""
+        """Record that a controller blocks the source; the controller calls this. A second call changes nothing."""
         first = not self.blocked_by
         self.blocked_by.setdefault(controller)
         if first:
             self.on_blocked()
 
     def unblock(self, controller: FlowController) -> None:
-        """Be let go by a controller, which calls this, and give back what was reserved for what it had blocked (F3)."""
+        """Record that a controller does not block the source any more; the controller calls this.
+
+        The room that was reserved because of this controller is given back (F3).
+        """
         if controller not in self.blocked_by:
             return
         del self.blocked_by[controller]
@@ -258,15 +264,15 @@ class FlowSource:
             size: of the element.
             downstream: the controller of the next resource.
             now: seconds.
-            held: the controller in which the element occupies space on this side. The space is released at once if the
-                element fits downstream, and only when `downstream` unblocks this source if it overflowed (F3). ``None``
-                if it occupies none.
+            held: the controller on this side in which the element occupies room. The room is released at once if the
+                element fits downstream. If it overflows there, the room is released when `downstream` unblocks this
+                source (F3). ``None`` if the element occupies no room.
 
         Returns:
-            True if this source is blocked by `downstream` now.
+            True if `downstream` blocks this source now.
 
         Raises:
-            ValueError: the element does not occupy that space in `held`.
+            ValueError: the element does not occupy that room in `held`.
         """
         blocked = downstream.offer(self, size, now)
         if held is not None:
@@ -280,46 +286,47 @@ class FlowSource:
 class FlowController:
     """The entrance of one resource (F1).
 
-    Neither thread-safe nor tied to a clock: the caller guards it and says what time it is.
+    It is not thread-safe and reads no clock: the caller guards it against concurrent calls and passes the time.
 
     Args:
-        limiter: what may be inside.
-        gate: further reasons to let nobody in; a new one unless given. The limiter's kinds of hold, with no source,
-            belong to the controller: others use other kinds, or name a source.
-        line: the order in which waiting tickets are served; first come, first served unless given (F4).
+        limiter: limits the elements inside.
+        gate: has the other reasons to admit no element; by default a new gate. Holds with the limiter's kinds and no
+            source belong to the controller. Other code must use other kinds, or name a source.
+        line: the order in which waiting tickets are served; by default first come, first served (F4).
         name: for people; need not be unique.
     """
 
     __slots__ = ("_blocked", "_front", "_ignored", "_limited", "_line", "gate", "limiter", "name", "waiting")
 
     def __init__(self, limiter: Limiter, *, gate: Gate | None = None, line: Line | None = None, name: str = "") -> None:
-        #: What may be inside.
+        #: Limits the elements inside.
         self.limiter = limiter
-        #: What else may hold. Who lifts such a hold calls `grant` and `resume` afterwards.
+        #: Has all other holds. Code that lifts such a hold calls `grant` and `resume` afterwards.
         self.gate = gate if gate is not None else Gate()
         #: For people; need not be unique.
         self.name = name
         self._line: Line = line if line is not None else FifoLine()
-        # Who stands in front of the line, and whose holds do not keep it out.
+        # The ticket in front of the line, and the source of the holds that it ignores.
         self._front: Ticket | None = None
         self._ignored = ""
-        # The kinds of the holds that stand for the limiter on the gate, as keys: none or one, and two only until the
-        # older is lifted. Noted before they are raised, forgotten after they are lifted: Ctrl-C leaves none behind.
+        # The kinds of the holds that the controller raised for the limiter, as keys. There is at most one, except for a
+        # moment before the older of two is lifted. A kind is added before its hold is raised and removed after it is
+        # lifted, so Ctrl-C leaves no hold behind.
         self._limited: dict[str, None] = {}
-        #: How many tickets stand in line, or in front of it. Only to be read.
+        #: How many tickets wait in line or in front of it. Read-only.
         self.waiting = 0
-        # Sources that are blocked, oldest first.
+        # Blocked sources, the oldest first.
         self._blocked: dict[FlowSource, None] = {}
 
     @property
     def blocked(self) -> tuple[FlowSource, ...]:
-        """The sources that this controller blocks, oldest first."""
+        """The sources that this controller blocks, the oldest first."""
         return tuple(self._blocked)
 
     # Sources that wait.
 
     def try_acquire(self, size: int, now: float) -> bool:
-        """Enter at once, or not at all: nobody who came later passes one who waits (F4).
+        """Enter at once, or not at all. An element never passes one that waits already (F4).
 
         Args:
             size: of the element.
@@ -330,7 +337,7 @@ class FlowController:
         """
         if self.waiting:
             return False
-        # The limiter's own hold may have been outlived by time or by a release.
+        # The reason for the limiter's own hold may be gone, after some time or after a release.
         if not self.gate.is_open and (not self._limited or not self._look(size, now)):
             return False
         kind = self.limiter.try_add(size, now)
@@ -340,14 +347,14 @@ class FlowController:
         return False
 
     def stand_in_line(self, ticket: Ticket, now: float) -> None:
-        """Wait for a turn. `grant` says when it has come.
+        """Put a ticket in line. `grant` returns the ticket when its element is inside.
 
         Args:
-            ticket: the place to take.
+            ticket: the ticket.
             now: seconds.
 
         Raises:
-            ValueError: the ticket stands in line, or has given up.
+            ValueError: the ticket is in a line already, or was given up.
         """
         self._check_new(ticket)
         self._line.push(ticket)
@@ -357,17 +364,17 @@ class FlowController:
             self._look(ticket.size, now)
 
     def stand_in_front(self, ticket: Ticket, now: float, *, ignoring: str) -> None:
-        """Wait for the next turn, in front of the line.
+        """Put a ticket in front of the line, so that it is served next.
 
-        It is for one for whose end others wait, so that it can wait neither for them nor for itself.
+        Used by callbacks. Other senders may be waiting for the callback to return, so it waits for none of them.
 
         Args:
-            ticket: the place to take.
+            ticket: the ticket.
             now: seconds.
-            ignoring: the source of the holds that do not keep it out.
+            ignoring: the source of the holds that the ticket ignores.
 
         Raises:
-            ValueError: the ticket stands in line, or has given up; or another stands in front.
+            ValueError: the ticket is in a line already, or was given up; or another ticket is in front.
         """
         self._check_new(ticket)
         if self._front is not None:
@@ -386,10 +393,11 @@ class FlowController:
     def leave_line(self, ticket: Ticket) -> bool:
         """Give up waiting.
 
-        `grant` is to be called next: who stood behind a large element may fit.
+        Call `grant` next, because elements behind a large one may fit now.
 
         Returns:
-            True if it stood in this line; False if it was let in or sent away, or gave up before, and nothing happens.
+            True if the ticket was in this line. False if it was granted, dismissed or given up before; nothing changes
+            then.
         """
         if ticket._controller is not self:
             return False
@@ -400,10 +408,10 @@ class FlowController:
         return True
 
     def dismiss(self) -> Ticket | None:
-        """Send whose turn is next away without letting it in.
+        """Remove the next ticket from the line without admitting its element.
 
         Returns:
-            The ticket; ``None`` if nobody waits.
+            The ticket; ``None`` if no ticket waits.
         """
         ticket = self._head()
         if ticket is not None:
@@ -411,10 +419,10 @@ class FlowController:
         return ticket
 
     def set_line(self, tickets: Iterable[Ticket]) -> None:
-        """Have these, and no others, wait.
+        """Replace all waiting tickets.
 
         Args:
-            tickets: in the order in which they came.
+            tickets: the new ones, in the order of their arrival.
         """
         self._front = None
         self._line.clear()
@@ -428,15 +436,16 @@ class FlowController:
             self.waiting += 1
 
     def grant(self, now: float) -> Ticket | None:
-        """Let in whose turn it is, if it may enter now.
+        """Admit the element of the next ticket, if it may enter now.
 
-        The limiter's hold stays while others wait behind it. With nobody in line, it is lifted if it is outlived.
+        The limiter's hold stays while other tickets wait. If no ticket is in line, a hold whose reason is gone is
+        lifted.
 
         Args:
             now: seconds.
 
         Returns:
-            The ticket, whose element is inside now; ``None`` if nobody waits or nobody may enter.
+            The ticket, whose element is inside now; ``None`` if no ticket waits or none may enter.
         """
         ticket = self._head()
         if ticket is None:
@@ -471,34 +480,34 @@ class FlowController:
         self.waiting -= 1
 
     def release(self, size: int, count: int = 1) -> None:
-        """Take note that elements have left, and unblock whom that lets go on (J6).
+        """Record that elements have left, and unblock the sources that may continue (J6).
 
         Args:
             size: of all of them together.
             count: how many they are.
 
         Raises:
-            ValueError: so much is not inside.
+            ValueError: there is less inside.
         """
         self.limiter.remove(size, count)
         if self._blocked:
             self.resume()
 
     def look(self, now: float) -> bool:
-        """Bring the gate up to date with the limiter: its hold comes and goes with whether the next one could enter.
+        """Raise or lift the limiter's hold on the gate, according to whether the next element could enter.
 
-        While somebody waits, it does not go before they are let in: that is for `grant`.
+        While tickets wait, the hold is not lifted here: `grant` lifts it after it has admitted them.
 
         Args:
             now: seconds.
 
         Returns:
-            Whether the next one to come, of the smallest size above 0, could enter now.
+            Whether a new element of the smallest size above 0 could enter now.
         """
         return self._look(self.next_size, now) and not self.waiting
 
     def ready_at(self, now: float) -> float | None:
-        """When to call `grant` and `resume` again if nothing else happens.
+        """Return when to call `grant` and `resume` again if nothing else happens.
 
         Args:
             now: seconds.
@@ -515,9 +524,9 @@ class FlowController:
 
     @property
     def next_size(self) -> int:
-        """The size of whose turn is next; if nobody waits, the smallest above 0."""
+        """The size of the next ticket; the smallest size above 0 if no ticket waits."""
         head = self._head()
-        # Nothing always fits, and would say of a limiter that is exactly full that it has room.
+        # Size 0 always fits, so an exactly full limiter would seem to have room.
         return head.size if head is not None else 1
 
     def _look(self, size: int, now: float) -> bool:
@@ -533,7 +542,7 @@ class FlowController:
     def _limit(self, kind: str, now: float) -> None:
         limited = self._limited
         limited[kind] = None
-        # Changes nothing if it is there.
+        # Changes nothing if the hold exists already.
         self.gate.hold(kind, now=now)
         if len(limited) > 1:
             self._unlimit(now, but=kind)
@@ -547,13 +556,13 @@ class FlowController:
     # Sources that cannot wait.
 
     def offer(self, source: FlowSource, size: int, now: float) -> bool:
-        """Take an element at once, and block its source if it overflows (F3 J3) or something else holds the gate.
+        """Take an element at once. Block its source if it overflows (F3 J3) or if another hold closes the gate.
 
-        The gate keeps no element out: one that is offered has nowhere else to be. Its source stays blocked until the
-        limiter allows it to go on and nothing else holds.
+        The gate keeps no element out, because an offered element has no other place. Its source stays blocked until the
+        limiter allows it to continue and there is no other hold.
 
         Args:
-            source: where the element comes from.
+            source: the source of the element.
             size: of the element.
             now: seconds.
 
@@ -566,15 +575,15 @@ class FlowController:
         return source in self._blocked
 
     def offer_steps(self, source: FlowSource, size: int, now: float) -> Iterator[str]:
-        """`offer`, one atomic step at a time: each yield is a point at which another thread may come in between.
+        """`offer`, one atomic step at a time. Another thread may run at each yield.
 
         Args:
-            source: where the element comes from.
+            source: the source of the element.
             size: of the element.
             now: seconds.
 
         Yields:
-            The name of the step that was done.
+            The name of the finished step.
         """
         if self.limiter.add(size, now) or self._is_held:
             yield "taken"
@@ -584,7 +593,7 @@ class FlowController:
         self._blocked.setdefault(source)
         source.block(self)
         yield "blocked"
-        # What left between the two steps did not see that this source is blocked (J5).
+        # A release between the two steps did not see that this source is blocked (J5).
         if self._may_go_on(now):
             self._unblock(source)
 
@@ -596,7 +605,7 @@ class FlowController:
             count: how many they are.
 
         Yields:
-            The name of the step that was done.
+            The name of the finished step.
         """
         self.limiter.remove(size, count)
         if not self._blocked:
@@ -605,42 +614,45 @@ class FlowController:
         self.resume()
 
     def resume(self, now: float | None = None) -> None:
-        """Unblock the sources that may go on, the oldest first.
+        """Unblock the sources that may continue, the oldest first.
 
-        To be called at the time that `ready_at` names, and after a hold of the gate was lifted or a capacity, a rate or
-        marks were changed. `release` does it by itself.
+        Call this at the time that `ready_at` returns, after a hold of the gate was lifted, and after a capacity, a rate
+        or thresholds were changed. `release` calls it itself.
 
         Args:
-            now: seconds; ``None`` if that is not known, and then nobody goes on whom only time lets.
+            now: seconds; ``None`` if the time is not known. Then no source is unblocked that only waits for time to
+                pass.
         """
         for source in tuple(self._blocked):
-            # One that was unblocked may at once have brought so much that the others have to stay.
+            # An unblocked source may offer so much at once that the other sources have to stay blocked.
             if not self._may_go_on(now):
                 return
             self._unblock(source)
 
     def block(self, source: FlowSource, now: float | None = None) -> None:
-        """Block a source that brought nothing now, such as one that did so recently (D12), unless all may go on.
+        """Block a source that offered nothing now, unless all sources may continue.
+
+        An example is a source that offered an element recently (D12).
 
         Args:
-            source: whom to block.
-            now: seconds; ``None`` if that is not known, as for `resume`.
+            source: the source to block.
+            now: seconds; ``None`` if the time is not known, as for `resume`.
         """
         if not self._may_go_on(now):
             for _ in self._block_steps(source, now):
                 pass
 
     def forget(self, source: FlowSource) -> None:
-        """Drop a source that is gone; as far as this controller is concerned, it is unblocked."""
+        """Drop a source that is gone. This controller does not block it any more."""
         self._unblock(source)
 
     @property
     def _is_held(self) -> bool:
-        """Whether something other than the limiter holds the gate."""
+        """Whether the gate has a hold that is not the limiter's."""
         return self._holds_back(None)
 
     def _holds_back(self, ticket: Ticket | None) -> bool:
-        """Whether something other than the limiter keeps a ticket out."""
+        """Whether a hold that is not the limiter's keeps a ticket out."""
         gate = self.gate
         if gate.is_open or gate.is_shut:
             return gate.is_shut

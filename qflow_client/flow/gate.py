@@ -1,7 +1,8 @@
-"""The gate: open exactly when nobody holds it.
+"""The gate: open if and only if it has no holds.
 
-A gate decides one thing, whether something may pass *now*, from the set of *holds* that are on it. Every hold has a
-kind (why) and a source (who), so that two reasons, or two sources with the same reason, never lift each other.
+A gate answers one question: may an element pass *now*? The answer depends on the set of its *holds*. Every hold has a
+kind (the reason) and a source (its owner). So two reasons, or two sources with the same reason, never lift each other's
+holds.
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ __all__ = ["Gate", "Hold"]
 
 @dataclass(frozen=True, slots=True)
 class Hold:
-    """One reason for which a gate is closed.
+    """One reason why a gate is closed.
 
     Attributes:
-        kind: why, as one word, such as ``"paused"``.
-        since: when it was raised, in the seconds of the clock that the caller uses.
-        source: who raised it; a second hold of the same kind from another source is a hold of its own.
-        detail: what the source said, for people to read.
+        kind: the reason, as one word, such as ``"paused"``.
+        since: when it was raised, in seconds of the caller's clock.
+        source: the owner of the hold; a hold of the same kind from another source is a separate hold.
+        detail: an explanation by the source, for people to read.
     """
 
     kind: str
@@ -34,9 +35,9 @@ class Hold:
 
 
 class Gate:
-    """A set of holds; open exactly when it is empty.
+    """A set of holds; open if and only if the set is empty.
 
-    Neither thread-safe nor tied to a clock: the caller guards it and says what time it is.
+    It is not thread-safe and reads no clock: the caller guards it against concurrent calls and passes the time.
     """
 
     __slots__ = ("_closed_at", "_held_for", "_holds", "is_open", "is_shut", "observer", "times_closed")
@@ -44,19 +45,18 @@ class Gate:
     def __init__(self) -> None:
         # In the order in which they were raised.
         self._holds: dict[tuple[str, str], Hold] = {}
-        # Seconds that each kind has held, for holds that are over.
+        # Seconds that each kind has held, without the present holds.
         self._held_for: dict[str, float] = {}
-        # Since when there are holds; the first of them may be gone while later ones stay. None while there is none.
+        # Since when there are holds; ``None`` while there are none. The first of these holds may be lifted already.
         self._closed_at: float | None = None
-        #: True exactly when there is no hold, and it is not shut. Only to be read; a plain attribute, because a hot
-        #: path does.
+        #: True if and only if there is no hold and the gate is not shut. Read-only; a plain attribute for speed.
         self.is_open = True
-        #: Whether it was shut for good. Only to be read.
+        #: Whether the gate was shut for good. Read-only.
         self.is_shut = False
-        #: How often the first hold came.
+        #: How often the gate changed from no hold to a hold.
         self.times_closed = 0
-        #: Called with every hold that is raised (``True``) or lifted (``False``), after the fact, and when; ``None`` if
-        #: nobody wants to know. It must not raise, nor call a controller of this gate.
+        #: Called after a hold was raised (``True``) or lifted (``False``), with the time; ``None`` for no observer. It
+        #: must not raise, and must not call a controller of this gate.
         self.observer: Callable[[Hold, bool, float], object] | None = None
 
     @property
@@ -70,12 +70,12 @@ class Gate:
         return self._closed_at
 
     def hold(self, kind: str, *, now: float, source: str = "", detail: str = "") -> bool:
-        """Raise a hold. A hold that is already there stays as it is.
+        """Raise a hold. An existing hold stays unchanged.
 
         Args:
-            kind: why, as one word.
+            kind: the reason, as one word.
             now: seconds.
-            source: who raises it, and alone can lift it.
+            source: the owner; only the same source can lift the hold.
             detail: for people to read.
 
         Returns:
@@ -99,14 +99,15 @@ class Gate:
         Args:
             kind: of the hold.
             now: seconds.
-            source: who raised it.
+            source: the owner of the hold.
 
         Returns:
-            The hold that is gone, or ``None`` if there was no such hold.
+            The lifted hold; ``None`` if there was no such hold.
         """
         hold = self._holds.pop((kind, source), None)
         if not self._holds:
-            # Whether or not there was this hold: one that was interrupted right here by Ctrl-C has left it to the next.
+            # Set this also if there was no such hold: an earlier call may have been interrupted by Ctrl-C just before
+            # this line.
             self.is_open = not self.is_shut
             self._closed_at = None
         if hold is None:
@@ -117,37 +118,37 @@ class Gate:
         return hold
 
     def heal(self) -> None:
-        """Repair what a `hold` or a `lift` has left that was interrupted."""
+        """Repair the state after an interrupted `hold` or `lift`."""
         since = min((hold.since for hold in self._holds.values()), default=None)
         self.is_open = since is None and not self.is_shut
         if since is None or self._closed_at is None:
             self._closed_at = since
 
     def shut(self) -> None:
-        """Close it for good. That is no hold, because it is no flow control."""
+        """Close the gate for good. This is not a hold, because it is not flow control."""
         self.is_shut = True
         self.is_open = False
 
     def forget_past(self) -> None:
-        """Count closings, and how long holds held, from now on; those that go on stay counted."""
+        """Restart the count of closings and the times of holds. The present holds stay counted."""
         self._held_for.clear()
         self.times_closed = int(bool(self._holds))
 
     def is_held_by(self, kind: str) -> bool:
-        """Whether any source holds the gate for this reason."""
+        """Whether a hold of this kind exists, from any source."""
         return any(key[0] == kind for key in self._holds)
 
     def seconds_held(self, now: float) -> dict[str, float]:
-        """For how long the gate was held so far.
+        """Return for how long the gate was held so far.
 
         Args:
             now: seconds.
 
         Returns:
-            Seconds by kind, the present holds included.
+            Seconds by kind, including the present holds.
         """
         seconds = dict(self._held_for)
-        # A copy, so that a thread without the caller's guard can ask, too.
+        # `holds` is a copy, so a thread without the caller's guard can call this, too.
         for hold in self.holds:
             seconds[hold.kind] = seconds.get(hold.kind, 0.0) + (now - hold.since)
         return seconds

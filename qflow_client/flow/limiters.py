@@ -1,7 +1,7 @@
-"""Limiters: how much may be inside at once, or how much may pass in a time (F2).
+"""Limiters: how much may be inside at once, or how much may pass per second (F2).
 
-A limiter only counts. Whom to stop and whose turn it is, is the controller's business. Sizes are 0 or more, in whatever
-unit the caller chose (bytes, as a rule); times are in the caller's seconds, of a clock that does not go back.
+A limiter only counts. The controller decides which source to stop and which element is next. Sizes are 0 or more, in
+any unit that the caller chooses (usually bytes). Times are in seconds of the caller's clock, which must not go back.
 """
 
 from __future__ import annotations
@@ -14,54 +14,54 @@ __all__ = ["CompositeLimiter", "Limiter", "RateLimiter", "SizeLimiter", "WindowL
 
 
 def check_at_least_1(name: str, value: float) -> None:
-    """Refuse a limit that nothing could pass, or everything, with a `ValueError` that names it."""
+    """Reject a limit below 1 that is not a finite number with a `ValueError` that names it."""
     if not 1 <= value < math.inf:
         raise ValueError(f"{name} must be at least 1 and finite, not {value!r}")
 
 
 class Limiter(ABC):
-    """What a limit must answer.
+    """The interface of a limit.
 
-    There are two ways to use one. *Strict*: `try_add`, which takes nothing that there is no room for; the limit is
-    never passed. *Overflowing* (F3): `add` at once, stop the source if that returned True, and let it go on when
-    `resumable`, or at the time that `resumes_at` names.
+    There are two ways to use a limiter. *Strict*: `try_add` takes no element without room, so the limit is never
+    exceeded. *Overflowing* (F3): call `add` at once, and stop the source if it returns True. Let the source continue
+    when `resumable` is true, or at the time that `resumes_at` returns.
     """
 
     __slots__ = ()
 
     @abstractmethod
     def refusal(self, size: int, now: float) -> str | None:
-        """Why an element may not enter now.
+        """Return why an element may not enter now.
 
         Args:
             size: of the element.
             now: seconds.
 
         Returns:
-            The kind of the hold that it means; ``None`` if the element may enter.
+            The kind of the hold for this reason; ``None`` if the element may enter.
         """
 
     @abstractmethod
     def add(self, size: int, now: float) -> bool:
-        """Take an element in, whether or not there is room.
+        """Take an element in, even if there is no room.
 
         Args:
             size: of the element.
             now: seconds.
 
         Returns:
-            True if it overflows, so that its source is to be stopped (F3).
+            True if it overflows, so that its source has to be stopped (F3).
         """
 
     def try_add(self, size: int, now: float) -> str | None:
-        """`refusal`, and `add` if nothing refuses, in one call: all of it or nothing.
+        """Call `refusal`, and then `add` if the element may enter. An element enters completely or not at all.
 
         Args:
             size: of the element.
             now: seconds.
 
         Returns:
-            ``None`` if the element is inside now; otherwise the kind of the hold, and nothing has changed.
+            ``None`` if the element is inside now. Otherwise the kind of the hold, and nothing has changed.
         """
         kind = self.refusal(size, now)
         if kind is None:
@@ -70,51 +70,51 @@ class Limiter(ABC):
 
     @abstractmethod
     def remove(self, size: int, count: int = 1) -> None:
-        """Give back what elements had taken.
+        """Give back the room of elements.
 
         Args:
             size: of all of them together.
             count: how many they are.
 
         Raises:
-            ValueError: so much is not inside.
+            ValueError: there is less inside.
         """
 
     @property
     @abstractmethod
     def resumable(self) -> bool:
-        """Whether sources that were stopped by an overflow may go on, as far as can be said without the time."""
+        """Whether sources that an overflow stopped may continue, as far as this is known without the time."""
 
     def resumes_at(self, now: float) -> float | None:
-        """When time alone will let sources go on that were stopped by an overflow.
+        """Return when time alone will let stopped sources continue after an overflow.
 
         Args:
             now: seconds.
 
         Returns:
-            Seconds; `now` if they may go on at once, ``None`` if time alone never lets them.
+            Seconds; `now` if they may continue at once, ``None`` if time alone changes nothing.
         """
         return now if self.resumable else None
 
     @abstractmethod
     def ready_at(self, size: int, now: float) -> float | None:
-        """When time alone will let an element in.
+        """Return when time alone will let an element enter.
 
         Args:
             size: of the element.
             now: seconds.
 
         Returns:
-            Seconds; `now` if it may enter at once, ``None`` if time alone never lets it.
+            Seconds; `now` if it may enter at once, ``None`` if time alone changes nothing.
         """
 
 
 class WindowLimiter(Limiter):
-    """At most `capacity` elements inside at once, whatever their size (F2 C6).
+    """Limits the elements inside to `capacity`, whatever their size (F2 C6).
 
     Args:
         capacity: elements, at least 1.
-        kind: of the hold that a full window means.
+        kind: the kind of the hold for a full window.
 
     Raises:
         ValueError: a capacity below 1.
@@ -124,14 +124,14 @@ class WindowLimiter(Limiter):
 
     def __init__(self, capacity: int, *, kind: str = "capacity") -> None:
         self.capacity = capacity
-        #: The kind of the hold that a full window means.
+        #: The kind of the hold for a full window.
         self.kind = kind
         #: Elements inside.
         self.used = 0
 
     @property
     def capacity(self) -> int:
-        """The most elements that may be inside. Settable: a lower one lets nothing in until enough has left.
+        """The most elements that may be inside. If it is set lower, no element enters until enough have left.
 
         Raises:
             ValueError: set to less than 1.
@@ -151,7 +151,7 @@ class WindowLimiter(Limiter):
         return self.used > self._capacity
 
     def try_add(self, size: int, now: float) -> str | None:
-        # Written out, because every send comes here.
+        # Inlined for speed, because every send calls this.
         if self.used < self._capacity:
             self.used += 1
             return None
@@ -171,11 +171,11 @@ class WindowLimiter(Limiter):
 
 
 class SizeLimiter(Limiter):
-    """Elements of together at most `capacity` inside at once; one that is larger than all of it enters alone (F2 C6).
+    """Limits the total size of the elements inside to `capacity`. A larger element enters alone (F2 C6).
 
     Args:
         capacity: in the unit of the sizes, at least 1.
-        kind: of the hold that a full limiter means.
+        kind: the kind of the hold for a full limiter.
 
     Raises:
         ValueError: a capacity below 1.
@@ -185,14 +185,14 @@ class SizeLimiter(Limiter):
 
     def __init__(self, capacity: int, *, kind: str = "capacity") -> None:
         self.capacity = capacity
-        #: The kind of the hold that a full limiter means.
+        #: The kind of the hold for a full limiter.
         self.kind = kind
-        #: The size of all that is inside.
+        #: The total size of the elements inside.
         self.used = 0
 
     @property
     def capacity(self) -> int:
-        """The most that may be inside. Settable: a lower one lets nothing in until enough has left.
+        """The largest total size inside. If it is set lower, no element enters until enough has left.
 
         Raises:
             ValueError: set to less than 1.
@@ -225,18 +225,18 @@ class SizeLimiter(Limiter):
 
 
 class RateLimiter(Limiter):
-    """At most `rate` elements a second on average, and `burst` of them at once (F2 F6).
+    """Limits elements to `rate` per second on average, and to `burst` at once (F2 F6).
 
-    It is the generic cell rate algorithm (ITU-T I.371): one number decides, the time at which the bucket will be full
-    again, and the time at which the next element may pass is known exactly. What passes too soon (F3) is owed, and its
-    source may go on once nothing is owed.
+    It uses the generic cell rate algorithm (ITU-T I.371). Its only state is the time at which the bucket will be full
+    again, so the time at which the next element may pass is known exactly. If an element passes too soon (F3), its cost
+    is a debt. Its source may continue when there is no debt.
 
     Args:
         rate: elements per second, or size per second if `by_size`; more than 0.
         burst: how much may pass at once after a rest, in elements or, if `by_size`, in size; at least 1.
-        by_size: let an element cost its size instead of one. One that costs more than `burst` passes when the bucket is
-            full, and what it costs is then owed.
-        kind: of the hold that an empty bucket means.
+        by_size: True if an element costs its size instead of one. An element that costs more than `burst` passes when
+            the bucket is full, and its cost is a debt then.
+        kind: the kind of the hold for an empty bucket.
 
     Raises:
         ValueError: a rate or a burst that is not allowed.
@@ -247,22 +247,22 @@ class RateLimiter(Limiter):
     def __init__(self, rate: float, *, burst: float = 1, by_size: bool = False, kind: str = "rate") -> None:
         #: Whether an element costs its size instead of one.
         self.by_size = by_size
-        #: The kind of the hold that an empty bucket means.
+        #: The kind of the hold for an empty bucket.
         self.kind = kind
-        # When all that was spent has been regained; in the past after a rest.
+        # When the bucket is full again; in the past after a rest.
         self._full_at = -math.inf
         # When the last element passed.
         self._at = -math.inf
         self._rate, self._burst = rate, burst
-        # Checked there.
+        # The setters check the values.
         self.rate, self.burst = rate, burst
 
     @property
     def rate(self) -> float:
-        """What may pass per second. Settable: a new one counts from the last element on, and what is owed is kept.
+        """How much may pass per second. A new rate applies from the last element on, and a debt stays.
 
         Raises:
-            ValueError: set to 0 or less, or to what is not finite.
+            ValueError: set to 0 or less, or to a value that is not finite.
         """
         return self._rate
 
@@ -276,10 +276,12 @@ class RateLimiter(Limiter):
 
     @property
     def burst(self) -> float:
-        """What may pass at once after a rest. Settable: what the bucket held, up to the new size, and owed is kept.
+        """How much may pass at once after a rest.
+
+        If it is changed, the content of the bucket (up to the new size) and a debt stay.
 
         Raises:
-            ValueError: set to less than 1, or to what is not finite.
+            ValueError: set to less than 1, or to a value that is not finite.
         """
         return self._burst
 
@@ -292,12 +294,12 @@ class RateLimiter(Limiter):
 
     @property
     def _lacked(self) -> float:
-        """How much the bucket was short of full when the last element had passed."""
+        """How far the bucket was from full after the last element had passed."""
         return (self._full_at - self._at) * self._rate if self._full_at > self._at else 0.0
 
     @property
     def _even_at(self) -> float:
-        """When nothing is owed."""
+        """The time when there is no debt any more."""
         return self._full_at - self._burst / self._rate
 
     def _passes_at(self, size: int) -> float:
@@ -309,7 +311,7 @@ class RateLimiter(Limiter):
 
     def add(self, size: int, now: float) -> bool:
         overflows = now < self._passes_at(size)
-        # Who read the clock first does not always come first.
+        # A caller that read the clock earlier may come later.
         if now > self._at:
             self._at = now
         full_at = self._full_at
@@ -317,11 +319,11 @@ class RateLimiter(Limiter):
         return overflows
 
     def remove(self, size: int, count: int = 1) -> None:
-        """Nothing: what has passed has passed."""
+        """Do nothing: a rate does not depend on elements that leave."""
 
     @property
     def resumable(self) -> bool:
-        """Whether nothing was owed when the last element passed."""
+        """Whether there was no debt when the last element passed."""
         return self._even_at <= self._at
 
     def resumes_at(self, now: float) -> float | None:
@@ -332,10 +334,10 @@ class RateLimiter(Limiter):
 
 
 class CompositeLimiter(Limiter):
-    """Several limiters that must all agree (F2).
+    """Combines several limiters, all of which must agree (F2).
 
     Args:
-        parts: the limiters; the first that refuses says why.
+        parts: the limiters; the first that refuses an element gives the reason.
     """
 
     __slots__ = ("parts",)
@@ -353,7 +355,7 @@ class CompositeLimiter(Limiter):
 
     def add(self, size: int, now: float) -> bool:
         overflows = False
-        # Every part must count it, so no short cut.
+        # Every part must count the element, so there is no short cut.
         for part in self.parts:
             if part.add(size, now):
                 overflows = True

@@ -1,4 +1,4 @@
-"""The registry of what flows in a process: to see it whole and to stop and start it by hand (F1 F5 F6 D5)."""
+"""The registry of flow resources in a process, to inspect all and to stop and start them by hand (F1 F5 F6 D5)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["FlowManager", "FlowResource"]
 
 
 class FlowResource(Protocol):
-    """What a manager can stop and start.
+    """A resource that a manager can stop and start.
 
     It must be hashable and weakly referable. A manager calls `hold` and `lift` under its own lock, so neither may wait
     for a thread that calls the manager.
@@ -25,28 +25,28 @@ class FlowResource(Protocol):
         """Raise a hold on the resource's gate.
 
         Args:
-            kind: why, as one word.
-            source: who raises it.
+            kind: the reason, as one word.
+            source: the owner of the hold.
             detail: for people to read.
         """
 
     def lift(self, kind: str, *, source: str) -> None:
-        """Lift it again.
+        """Lift the hold again.
 
         Args:
             kind: of the hold.
-            source: who raised it.
+            source: the owner of the hold.
         """
 
 
 class FlowManager:
-    """Knows every resource that registered and is still alive (F1). Thread-safe.
+    """A registry of all resources that registered and still exist (F1). Thread-safe.
 
-    It keeps no resource alive. It holds a resource exactly while everything is stopped and the resource is registered:
-    what registers after `stop_all` is stopped at once, and what is unregistered is let go.
+    It keeps no resource alive. It holds a resource while everything is stopped and the resource is registered. A
+    resource that registers after `stop_all` is held at once. A resource that is unregistered is released.
 
     Args:
-        name: the source of its holds; managers that share a resource need names of their own.
+        name: the source of its holds; managers that share a resource need different names.
     """
 
     #: The kind of the hold that `stop_all` raises.
@@ -55,28 +55,31 @@ class FlowManager:
     def __init__(self, name: str = "manager") -> None:
         #: The source of its holds.
         self.name = name
-        # Reentrant, because the collector can run a resource's finalizer, which unregisters it, at any point in here.
+        # Reentrant. The garbage collector can run a resource's finalizer at any point in here, and the finalizer
+        # unregisters the resource.
         self._lock = threading.RLock()
         self._resources: weakref.WeakSet[FlowResource] = weakref.WeakSet()
-        # Why everything is stopped; None while it is not.
+        # Why everything is stopped; ``None`` while it is not.
         self._stopped: str | None = None
 
     @property
     def resources(self) -> tuple[FlowResource, ...]:
-        """What is registered now, in no order."""
+        """The registered resources, in no order."""
         with self._lock:
             return tuple(self._resources)
 
     @property
     def is_stopped(self) -> bool:
-        """Whether `stop_all` is in force."""
+        """Whether everything is stopped, by `stop_all`."""
         return self._stopped is not None
 
     def register(self, resource: FlowResource) -> None:
-        """Take a resource into the registry, and stop it if everything is stopped. What its `hold` raises keeps it out.
+        """Register a resource, and stop it if everything is stopped.
+
+        If its `hold` raises an error, the resource is not registered.
 
         Args:
-            resource: what to take in; a second time changes nothing.
+            resource: the resource; a second registration changes nothing.
         """
         with self._lock:
             if self._stopped is not None:
@@ -84,10 +87,10 @@ class FlowManager:
             self._resources.add(resource)
 
     def unregister(self, resource: FlowResource) -> None:
-        """Forget a resource, and let it go if everything is stopped: nobody would start it later.
+        """Unregister a resource, and start it if everything is stopped. No later call would start it.
 
         Args:
-            resource: what to forget; one that is not registered is no error, and is left as it is.
+            resource: the resource; one that is not registered is left as it is, without an error.
         """
         with self._lock:
             if resource in self._resources:
@@ -96,7 +99,7 @@ class FlowManager:
                     resource.lift(self.HOLD, source=self.name)
 
     def stop_all(self, reason: str = "") -> int:
-        """Stop all producers (D5): raise a hold on every resource, and on those that come later.
+        """Stop all producers (D5): raise a hold on every resource, also on those that register later.
 
         Args:
             reason: for people; it is the detail of the hold.
@@ -105,7 +108,7 @@ class FlowManager:
             How many resources there are.
 
         Raises:
-            ExceptionGroup: what the `hold` of some resources raised; all others are stopped.
+            ExceptionGroup: the errors of `hold` of some resources; all others are stopped.
         """
         with self._lock:
             self._stopped = reason
@@ -118,21 +121,21 @@ class FlowManager:
             How many resources there are.
 
         Raises:
-            ExceptionGroup: what the `lift` of some resources raised; all others are started.
+            ExceptionGroup: the errors of `lift` of some resources; all others are started.
         """
         with self._lock:
             self._stopped = None
             return self._each("started", lambda resource: resource.lift(self.HOLD, source=self.name))
 
     def forked(self) -> None:
-        """In a child process after a fork: a thread that is not there may have been at work in it."""
+        """Renew the lock in a child process after a fork. A thread that the child does not have may have held it."""
         self._lock = threading.RLock()
 
     def _each(self, done: str, do: Callable[[FlowResource], None]) -> int:
         errors = []
         resources = tuple(self._resources)
         for resource in resources:
-            # Another's hold may have led to its end.
+            # The hold of another resource may have led to the end of this one.
             if resource not in self._resources:
                 continue
             try:

@@ -1,9 +1,9 @@
-"""The marks between which a queue's flow state does not change: two families, each as its source has it.
+"""The thresholds of a queue's flow state, in two forms that follow their sources.
 
 * `StopResume` is Qpid C++'s (C1-C4): ON above a stop threshold, OFF below every resume threshold.
 * `Capacity` is Qpid Java's (J1 J2): ON above a capacity in bytes, OFF at a resume capacity or below.
 
-Both are values. `ThresholdLimiter` is the state that walks between the marks.
+Between the thresholds the state does not change. Both forms are immutable values. `ThresholdLimiter` has the state.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ __all__ = ["Capacity", "StopResume", "ThresholdLimiter", "Thresholds"]
 
 
 class Thresholds(Protocol):
-    """A pair of marks on a queue's depth. `count` is in messages, `size` in body bytes."""
+    """A pair of thresholds for a queue's depth. `count` is in messages, `size` in body bytes."""
 
     def stops(self, count: int, size: int) -> bool:
-        """Whether a flow state that was OFF turns ON at this depth."""
+        """Whether a flow state that was OFF becomes ON at this depth."""
 
     def resumes(self, count: int, size: int) -> bool:
-        """Whether a flow state that was ON turns OFF at this depth; never at one at which `stops` is true."""
+        """Whether a flow state that was ON becomes OFF at this depth; never at a depth at which `stops` is true."""
 
     def holds_publisher(self, on: bool, count: int, size: int) -> bool:
         """Whether the publisher of the message that led to this depth is held.
@@ -43,13 +43,13 @@ def _refused(stop_name: str, stop: int, resume_name: str, resume: int, why: str)
 class StopResume:
     """Qpid C++'s flow thresholds: strictly above a stop is ON, strictly below every resume is OFF (C1 C2).
 
-    A dimension (count or size) whose stop is 0 is ignored; with both 0 flow control is off for the queue.
+    A dimension (count or size) whose stop is 0 is ignored. If both are 0, flow control is off for the queue.
 
     Attributes:
-        stop_count: messages; the state turns ON when there are more.
-        resume_count: messages; the state can turn OFF when there are fewer. ``None`` takes 7/8 of the stop, rounded
+        stop_count: messages; the state becomes ON when there are more.
+        resume_count: messages; the state can become OFF when there are fewer. ``None`` means 7/8 of the stop, rounded
             down, at least 1.
-        stop_size: body bytes; the state turns ON when there are more.
+        stop_size: body bytes; the state becomes ON when there are more.
         resume_size: body bytes; as `resume_count`.
 
     Raises:
@@ -121,7 +121,7 @@ class StopResume:
 
     @property
     def is_set(self) -> bool:
-        """Whether there is anything to watch."""
+        """Whether any threshold is set."""
         return self.stop_count > 0 or self.stop_size > 0
 
     def stops(self, count: int, size: int) -> bool:
@@ -133,7 +133,7 @@ class StopResume:
         return (not self.stop_count or count < self.resume_count) and (not self.stop_size or size < self.resume_size)
 
     def holds_publisher(self, on: bool, count: int, size: int) -> bool:
-        """Whoever publishes while the state is ON is held."""
+        """Return True while the state is ON: every publisher is held then."""
         return on
 
 
@@ -143,7 +143,7 @@ class Capacity:
 
     Attributes:
         capacity: body bytes; 0 for no maximum.
-        resume: body bytes (Qpid's ``flowResumeCapacity``); ``None`` takes the capacity.
+        resume: body bytes (Qpid's ``flowResumeCapacity``); ``None`` means the capacity.
 
     Raises:
         ValueError: a resume above the capacity, or a negative value; the text names both values.
@@ -169,7 +169,7 @@ class Capacity:
 
     @property
     def is_set(self) -> bool:
-        """Whether there is anything to watch."""
+        """Whether any threshold is set."""
         return self.capacity > 0
 
     def stops(self, count: int, size: int) -> bool:
@@ -180,15 +180,15 @@ class Capacity:
         return not self.capacity or size <= self.resume
 
     def holds_publisher(self, on: bool, count: int, size: int) -> bool:
-        """Only whose message leads past the capacity is held, not who publishes between the marks."""
+        """Return True only if the message leads above the capacity. Publishers between the thresholds are not held."""
         return self.stops(count, size)
 
 
 class ThresholdLimiter(Limiter):
-    """A queue's depth between two marks: the hysteresis, as a limiter that overflows (F3) and never refuses.
+    """A queue's depth and flow state, as a limiter that overflows (F3) and never refuses an element.
 
     Args:
-        thresholds: the marks.
+        thresholds: the thresholds.
         count: messages that are in the queue already.
         size: their body bytes.
     """
@@ -196,29 +196,29 @@ class ThresholdLimiter(Limiter):
     __slots__ = ("count", "on", "peak_count", "peak_size", "size", "thresholds", "times_on")
 
     def __init__(self, thresholds: Thresholds, *, count: int = 0, size: int = 0) -> None:
-        #: The marks in force. Only to be read; `change` puts others in force.
+        #: The present thresholds. Read-only; use `change` to replace them.
         self.thresholds = thresholds
         #: The depth in messages.
         self.count = count
         #: The depth in body bytes.
         self.size = size
-        #: The most messages there ever were.
+        #: The highest depth so far, in messages.
         self.peak_count = count
-        #: The most body bytes there ever were.
+        #: The highest depth so far, in body bytes.
         self.peak_size = size
         #: The flow state (C7: ``flowStopped``).
         self.on = False
-        #: How often it went from OFF to ON (C7: ``flowStoppedCount``).
+        #: How often the state went from OFF to ON (C7: ``flowStoppedCount``).
         self.times_on = 0
         self._look()
 
     def change(self, thresholds: Thresholds) -> None:
-        """Put other marks in force; the state follows at once (D4).
+        """Replace the thresholds; the state follows at once (D4).
 
-        `FlowController.resume` is to be called next, so that it lets go on who may.
+        Call `FlowController.resume` next, to unblock the sources that may continue.
 
         Args:
-            thresholds: the marks.
+            thresholds: the new thresholds.
         """
         self.thresholds = thresholds
         self._look()
