@@ -1,4 +1,4 @@
-"""AMQP 0-9-1 as bytes, sans-I/O: field tables, frames, the tap on a connection, and what is to be written on it.
+"""AMQP 0-9-1 as bytes, sans-I/O: field tables, frames, the tap on a connection, and the bytes to be written on it.
 
-Nothing here knows producers, threads, event loops or clocks.
+No module here uses producers, threads, event loops or clocks.
 """

@@ -1,31 +1,31 @@
-"""For how long the broker's answers may gather before they are read.
+"""Computes how long the broker's answers may gather before they are read.
 
-A broker answers as it goes, often a handful of messages at a time, and to be woken for each handful costs a client more
-than the answers do: changes of threads, system calls, and caches that somebody else has filled meanwhile. So network
-adapters coalesce their interrupts, and a busy producer its reads.
+A broker often answers a handful of messages at a time. To wake a client for each handful costs more than the answers
+themselves, because of thread switches, system calls and cold caches. So network adapters coalesce their interrupts, and
+a busy producer coalesces its reads.
 """
 
 from __future__ import annotations
 
 __all__ = ["delay"]
 
-# Messages in flight below which every answer is read as it comes.
+# With fewer messages in flight than this, every answer is read immediately.
 _LEAST = 256
-# Seconds.
+# The delay in seconds.
 _DELAY = 0.001
-# Bytes in one read above which the next is not put off. Acks are small: what is large is messages that come back, and
-# of those a socket that is not read holds no more than its buffer.
+# If one read yields more bytes than this, the next read is not delayed. Acks are small, so large reads contain returned
+# messages. An unread socket holds only as many of them as fit into its buffer.
 _LARGE = 1 << 13
 
 
 def delay(size: int, in_flight: int) -> float:
-    """For how long what comes next may wait, on a connection of one producer.
+    """Return how long the next answers may wait, on a connection of one producer.
 
     Args:
-        size: of the answers that have been taken, in bytes.
+        size: of the answers that were read, in bytes.
         in_flight: messages that are written, or being written, and not settled.
 
     Returns:
-        Seconds; 0 to read what comes as it comes.
+        Seconds; 0 to read the next answers immediately.
     """
     return _DELAY if in_flight >= _LEAST and size <= _LARGE else 0.0

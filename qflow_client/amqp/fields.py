@@ -1,7 +1,7 @@
 """AMQP 0-9-1 data fields as bytes (section 4.2.5): octets, short strings, timestamps and field tables.
 
-Of the field types, only those are written that RabbitMQ and the clients read alike: of the integers ``I`` and ``l``.
-All that RabbitMQ knows are read.
+Only field types that RabbitMQ and the clients read alike are written; the only integers are ``I`` and ``l``. All field
+types that RabbitMQ uses are read.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = [
     "encode_timestamp",
 ]
 
-#: Tables and arrays that may lie in one another. Readers recurse, and most have a limit that they do not tell.
+#: The maximum depth of nested tables and arrays. Readers recurse, and most have a limit that is not documented.
 MAX_DEPTH = 100
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
@@ -42,34 +42,34 @@ _DOUBLE = Struct(">cd").pack
 _DECIMAL = Struct(">cBi").pack
 _OCTETS = tuple(bytes((value,)) for value in range(256))
 
-# Keys as short strings. Most messages have the keys of the one before.
+# Encoded keys. Most messages have the same keys as the message before.
 _keys: dict[str, bytes] = {}
-# Keys that are kept; beyond that all are forgotten.
+# If there are more keys than this, all are forgotten.
 _MAX_KEYS = 1024
 
 
 def encode_octet(value: int, name: str) -> bytes:
-    """A number of 8 bits.
+    """Encode a number of 8 bits.
 
     Raises:
-        IndexError: it has more.
+        IndexError: it has more bits.
     """
     return _OCTETS[value]
 
 
 def encode_short_string(text: str, name: str) -> bytes:
-    """A short string.
+    """Encode a short string.
 
     Args:
-        text: what it says.
-        name: what it is, for the error.
+        text: the text.
+        name: what the text is, for the error.
 
     Raises:
-        TypeError: it is none.
-        ValueError: it has more than 255 bytes, or is no Unicode text.
+        TypeError: it is not a text.
+        ValueError: it has more than 255 bytes, or is not valid Unicode.
     """
     if not isinstance(text, str):
-        # Anything else may have a password in it.
+        # Other values may contain a password.
         is_harmless = isinstance(text, (NoneType, float, int)) or (isinstance(text, bytes) and b"@" not in text)
         value = f": {text!r:.60}" if is_harmless else ""
         raise TypeError(f"{name} must be a str, not {type(text).__name__}{value}")
@@ -87,11 +87,11 @@ def _no_text(name: str, error: UnicodeEncodeError) -> ValueError:
 
 
 def encode_timestamp(value: datetime | int, name: str) -> bytes:
-    """A timestamp: whole seconds since 1970.
+    """Encode a timestamp: whole seconds since 1970.
 
     Args:
         value: a naive ``datetime`` is local time.
-        name: what it is, for the error.
+        name: what the timestamp is, for the error.
 
     Raises:
         ValueError: it is before 1970 or, in UTC, after 9999.
@@ -100,7 +100,7 @@ def encode_timestamp(value: datetime | int, name: str) -> bytes:
         try:
             since = value.astimezone(UTC) - _EPOCH
         except (OverflowError, ValueError):
-            # At either end of the calendar no other time zone has it.
+            # At both ends of the calendar, a time may not exist in another time zone.
             since = _BEFORE
         if since.days < 0:
             raise ValueError(f"{name} must be from 1970 to 9999, not {value!r}")
@@ -109,30 +109,30 @@ def encode_timestamp(value: datetime | int, name: str) -> bytes:
 
 
 def encode_table(table: Mapping[str, Any], name: str) -> bytes:
-    """A field table.
+    """Encode a field table.
 
     Args:
         table: values are ``str``, ``bool``, ``int``, ``float``, ``Decimal``, bytes, ``datetime`` (a naive one is local
             time), ``None``, and lists, tuples and mappings of them.
-        name: what it is, for the error, which tells the keys that lead to the culprit.
+        name: what the table is, for the error. The error text has the keys that lead to the invalid value.
 
     Raises:
         TypeError: a key or value of another type.
-        ValueError: one that AMQP cannot carry, a table that contains itself, or that changed meanwhile.
+        ValueError: a value that AMQP cannot represent, or a table that contains itself or was changed meanwhile.
     """
     try:
         return _table(table, 1)
     except RuntimeError as error:
-        # Another thread changed it, or the stack was nearly full.
+        # Another thread changed the table, or the stack was nearly full.
         raise ValueError(f"{name} cannot be encoded: {error}") from error
     except (TypeError, ValueError) as error:
         raise _inside(name, error) from None
 
 
 def _inside(key: str, error: Exception) -> Exception:
-    """An error with one more of the keys that lead to the culprit: it collects them on its way out."""
+    """Return an error with one more key on the path to the invalid value. Each caller adds its key."""
     text = str(error)
-    # What was raised here goes on from the name of a value, what Python or a time zone raised does not.
+    # Errors of this module continue the name of a value. Errors of Python or of a time zone do not.
     text = f"{key}{text}" if text.startswith((" ", ":", "[")) else f"{key}: {text}"
     if len(text) > 400:
         text = f"{text[:120]}…{text[-279:]}"
@@ -170,11 +170,11 @@ def _array(items: Sequence[object], depth: int) -> bytes:
 
 
 def _value(value: object, depth: int) -> bytes:
-    """A value with its type.
+    """Encode a value with its type.
 
     Args:
-        value: what is encoded.
-        depth: of the table or array that it lies in.
+        value: the value.
+        depth: of the table or array that contains it.
     """
     if isinstance(value, str):
         try:
@@ -196,7 +196,7 @@ def _value(value: object, depth: int) -> bytes:
         return b"V"
     if isinstance(value, float):
         if not isfinite(value):
-            # RabbitMQ closes the connection when it reads one.
+            # RabbitMQ closes the connection when it reads such a value.
             raise ValueError(f" is {value!r}, which brokers do not take; send None, or a str")
         return _DOUBLE(b"d", value)
     if isinstance(value, datetime):
@@ -221,7 +221,7 @@ def _value(value: object, depth: int) -> bytes:
 
 def _decimal(value: Decimal) -> bytes:
     sign, digits, exponent = value.as_tuple()
-    # Ten digits are the most that 32 bits hold; an infinite value has no number for an exponent.
+    # 32 bits hold at most ten digits. The exponent of an infinite value is not a number.
     if isinstance(exponent, int) and exponent >= -255 and len(digits) + max(exponent, 0) <= 10:
         number = int("".join(map(str, digits))) * 10 ** max(exponent, 0)
         try:
@@ -232,7 +232,7 @@ def _decimal(value: Decimal) -> bytes:
 
 
 def decode_octet(data: bytes, at: int) -> tuple[int, int]:
-    """The octet at an offset, and where it stops.
+    """Return the octet at an offset, and the offset after it.
 
     Raises:
         IndexError: there is none.
@@ -241,7 +241,7 @@ def decode_octet(data: bytes, at: int) -> tuple[int, int]:
 
 
 def decode_short_string(data: bytes, at: int) -> tuple[str, int]:
-    """The short string that starts at an offset, and where it stops.
+    """Return the short string at an offset, and the offset after it.
 
     Raises:
         IndexError, ValueError: there is none.
@@ -254,10 +254,10 @@ def decode_short_string(data: bytes, at: int) -> tuple[str, int]:
 
 
 def decode_timestamp(data: bytes, at: int) -> tuple[datetime | int, int]:
-    """The timestamp that starts at an offset, and where it stops.
+    """Return the timestamp at an offset, and the offset after it.
 
     Returns:
-        In UTC; or its seconds since 1970, if it is after 9999.
+        A time in UTC; seconds since 1970 if it is after 9999.
 
     Raises:
         struct.error: there is none.
@@ -270,7 +270,7 @@ def decode_timestamp(data: bytes, at: int) -> tuple[datetime | int, int]:
 
 
 def decode_table(data: bytes, at: int) -> tuple[dict[str, Any], int]:
-    """The field table that starts at an offset, and where it stops.
+    """Return the field table at an offset, and the offset after it.
 
     Raises:
         IndexError, ValueError, struct.error: there is none.
@@ -290,14 +290,14 @@ def _read_table(data: bytes, at: int, depth: int) -> tuple[dict[str, Any], int]:
 
 
 def _extent(data: bytes, at: int) -> tuple[int, int]:
-    """Where that starts and stops which is preceded by its size."""
+    """Return the start and the end of data that is preceded by its size."""
     (size,) = _SIZE.unpack_from(data, at)
     if at + 4 + size > len(data):
         raise ValueError(f"{size} bytes are announced where {len(data) - at - 4} are left")
     return at + 4, at + 4 + size
 
 
-# The types that are a number of bytes, and how to read them.
+# The types with a fixed number of bytes, and the functions that decode them.
 _NUMBERS = {
     b"t": Struct(">?"),
     b"b": Struct(">b"),
@@ -337,7 +337,7 @@ def _read_value(data: bytes, at: int, depth: int) -> tuple[Any, int]:
             return None, at
         case b"D":
             places, unscaled = _SCALED.unpack_from(data, at)
-            # Made of text, because arithmetic would round as the thread's decimal context says.
+            # Built from text, because arithmetic would round with the thread's decimal context.
             return Decimal(f"{unscaled}E-{places}"), at + _SCALED.size
         case b"F" | b"A" if depth >= MAX_DEPTH:
             raise ValueError(f"more than {MAX_DEPTH} tables and arrays lie in one another")
@@ -352,7 +352,7 @@ def _read_array(data: bytes, at: int, depth: int) -> tuple[list[Any], int]:
     at, stop = _extent(data, at)
     items: list[Any] = []
     while at < stop:
-        # A run of nulls at once: a frame has room for 130,000.
+        # Decode a run of nulls at once: a frame has room for 130,000.
         if nulls := _NULLS.match(data, at, stop):
             items += [None] * (nulls.end() - at)
             at = nulls.end()

@@ -1,7 +1,7 @@
-"""AMQP 0-9-1 frames as bytes: splitting what comes in, and publish frames that are encoded once.
+"""AMQP 0-9-1 frames as bytes: splits received data into frames, and encodes publish frames.
 
-A publish is three frames and more: method, content header, body. Between two messages to the same exchange and routing
-key with the same properties and the same length, nothing differs but the message id and the body; the rest is kept.
+A publish has at least three frames: method, content header, body. If two messages have the same exchange, routing key,
+properties and length, their frames differ only in the message id and the body. The other bytes are cached.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ HEADER_FRAME = 2
 BODY_FRAME = 3
 HEARTBEAT_FRAME = 8
 FRAME_END = 0xCE
-#: Bytes of a frame that are not payload: type, channel, size and end.
+#: Bytes of a frame apart from its payload: type, channel, size and end.
 FRAME_OVERHEAD = 8
 #: The largest frame that every peer must take (AMQP 0-9-1, section 1.4.2.7 "frame-min-size").
 FRAME_MIN_SIZE = 4096
@@ -81,7 +81,7 @@ CONNECTION_TUNE_OK = bytes((0, 10, 0, 31))
 CONNECTION_CLOSE = bytes((0, 10, 0, 50))
 CONNECTION_BLOCKED = bytes((0, 10, 0, 60))
 CONNECTION_UNBLOCKED = bytes((0, 10, 0, 61))
-# Extensions of RabbitMQ's.
+# Extensions of RabbitMQ.
 CONNECTION_UPDATE_SECRET = bytes((0, 10, 0, 70))
 CONNECTION_UPDATE_SECRET_OK = bytes((0, 10, 0, 71))
 CHANNEL_OPEN = bytes((0, 20, 0, 10))
@@ -98,7 +98,7 @@ CONFIRM_SELECT = bytes((0, 85, 0, 10))
 CONFIRM_SELECT_OK = bytes((0, 85, 0, 11))
 
 _FRAME_HEAD = Struct(">BHI")
-# Class, weight, body size and property flags; and before them the head of the frame.
+# Class, weight, body size and property flags. Below, the same with the head of the frame before it.
 _HEADER_HEAD = Struct(">HHQH")
 _HEADER_FRAME_HEAD = Struct(">BHIHHQH")
 _BODY_SIZE = Struct(">Q")
@@ -114,7 +114,7 @@ class FrameError(Exception):
 
 
 def frame(kind: int, channel: int, payload: bytes) -> bytes:
-    """One whole frame."""
+    """Return a complete frame."""
     return b"%b%b\xce" % (_FRAME_HEAD.pack(kind, channel, len(payload)), payload)
 
 
@@ -122,25 +122,26 @@ HEARTBEAT = frame(HEARTBEAT_FRAME, 0, b"")
 
 
 def flow_ok(channel: int, active: bool) -> bytes:
-    """The whole ``Channel.Flow-Ok`` frame."""
+    """Return a complete ``Channel.Flow-Ok`` frame."""
     return frame(METHOD_FRAME, channel, CHANNEL_FLOW_OK + bytes((active,)))
 
 
 def _no_frame(kind: int) -> FrameError:
-    """What begins with this byte is no frame."""
+    """Return the error for data that begins with this byte, which is not a frame."""
     text = f"frame type {kind} is none of AMQP 0-9-1's"
     if kind == _HEADER:
-        # The standard: who does not speak the version of a client answers with the header of one that it speaks.
+        # By the standard, a broker that does not support the client's version answers with the header of a version that
+        # it supports.
         text += ", but as the header of another version begins: use a port, or a broker, that speaks AMQP 0-9-1"
     return FrameError(text)
 
 
 class FrameSplitter:
-    """Finds the frames in a stream of bytes, however it is cut.
+    """Finds the frames in a stream of bytes that may be cut anywhere.
 
     Args:
-        frame_max: the largest frame to accept, in bytes with head and end; 0 for no limit. The attribute of that name
-            can be set between two calls of `feed`: it is negotiated in the middle of the stream.
+        frame_max: the largest frame to accept, in bytes with head and end; 0 for no limit. The attribute `frame_max`
+            can be set between two calls of `feed`, because it is negotiated in the middle of the stream.
     """
 
     __slots__ = ("_needed", "_pieces", "data", "frame_max", "pending")
@@ -149,19 +150,19 @@ class FrameSplitter:
         self.frame_max = frame_max
         #: The bytes that the offsets yielded by `feed` refer to.
         self.data = b""
-        #: Bytes of a frame that has begun and not ended.
+        #: Bytes of an incomplete frame at the end of the stream so far.
         self.pending = 0
-        # Those bytes, as they came, and how many there must be before it makes sense to look at them again.
+        # These bytes as received, and how many are needed before the next check is useful.
         self._pieces: list[bytes] = []
         self._needed = 0
 
     def feed(self, data: bytes) -> Iterator[tuple[int, int, int, int]]:
-        """Take bytes in.
+        """Add bytes to the stream.
 
-        Must be run to its end before the next call.
+        The iterator must be run to its end before the next call.
 
         Yields:
-            For every whole frame: its type, its channel, and where its payload starts and stops in `data`. The frame
+            For every complete frame: its type, its channel, and where its payload starts and stops in `data`. The frame
             itself is ``data[start - 7 : stop + 1]``.
 
         Raises:
@@ -204,7 +205,7 @@ class FrameSplitter:
         self.pending = end - at
 
 
-# A property's flag, and how it is encoded and decoded.
+# A property's flag, and the functions that encode and decode it.
 _Property = tuple[int, Callable[[Any, str], bytes], Callable[[bytes, int], tuple[Any, int]]]
 
 
@@ -216,7 +217,7 @@ _HEADERS = 1 << 13
 _DELIVERY_MODE = 1 << 12
 _MESSAGE_ID = 1 << 7
 
-# The basic properties in the order of the wire, in which a message has them too.
+# The basic properties in the order of the wire. Messages have their attributes in the same order.
 _PROPERTIES: dict[str, _Property] = {
     "content_type": _short_string(1 << 15),
     "content_encoding": _short_string(1 << 14),
@@ -236,17 +237,17 @@ _PROPERTIES: dict[str, _Property] = {
 
 
 def properties(given: Mapping[str, Any], message_id: bytes = b"") -> tuple[int, bytes]:
-    """A message's properties, encoded.
+    """Encode a message's properties.
 
     Args:
-        given: the properties by name, in the order of the wire; what is no property is passed over.
-        message_id: an id as a short string, for a message that has none; empty to leave it without.
+        given: the properties by name, in the order of the wire; other names are ignored.
+        message_id: an id as a short string, for a message without an id; empty to add none.
 
     Returns:
         The property flags, and the values.
 
     Raises:
-        TypeError, ValueError: headers that AMQP cannot carry.
+        TypeError, ValueError: headers that AMQP cannot represent.
     """
     flags, before, after = _split_properties(given)
     if message_id and not flags & _MESSAGE_ID:
@@ -255,7 +256,7 @@ def properties(given: Mapping[str, Any], message_id: bytes = b"") -> tuple[int, 
 
 
 def _split_properties(given: Mapping[str, Any]) -> tuple[int, bytes, bytes]:
-    """As `properties`, but the values before a message id that is to be put in, and those after it."""
+    """As `properties`, but return the values before and after the position of a new message id separately."""
     flags = 0
     values = []
     # How many values come before the message id.
@@ -272,31 +273,32 @@ def _split_properties(given: Mapping[str, Any]) -> tuple[int, bytes, bytes]:
     return flags, b"".join(values[:before]), b"".join(values[before:])
 
 
-#: The flags of a message's properties, their values before and after the message id that it is given, and how many
-#: bytes that has.
+#: The flags of a message's properties, the values before and after the assigned message id, and the length of that id
+#: in bytes.
 Prepared = tuple[int, bytes, bytes, int]
 
 
 class Content(Protocol):
-    """A body; its properties are attributes of the object itself, by name, in the order of the wire."""
+    """A message with a body. Its properties are attributes of the object, in the order of the wire."""
 
     @property
     def body(self) -> bytes: ...
 
 
 class Route:
-    """An exchange and a routing key, with the frame that every message to them begins with on one channel."""
+    """An exchange and a routing key, with the first frame of every message to them on one channel."""
 
     __slots__ = ("cost", "exchange", "made_by", "method", "routing_key")
 
     def __init__(self, channel: int, exchange: str, routing_key: str, mandatory: bool) -> None:
         self.exchange = exchange
         self.routing_key = routing_key
-        # The encoder sets both: how many bytes a plain message has besides its body, if that is not empty; its mark.
+        # The encoder sets both: the bytes of a plain message apart from its body, if the body is not empty; and the
+        # encoder's mark.
         self.cost = 0
         self.made_by: object = None
         names = encode_short_string(exchange, "exchange") + encode_short_string(routing_key, "routing_key")
-        # The whole Basic.Publish frame.
+        # The complete Basic.Publish frame.
         self.method = frame(METHOD_FRAME, channel, b"%b\0\0%b%b" % (PUBLISH, names, bytes((mandatory,))))
 
 
@@ -310,8 +312,7 @@ class PublishEncoder:
     Args:
         channel: the AMQP channel number.
         frame_max: the negotiated frame size in bytes; 0 for no limit.
-        id_prefix: what every message id given here begins with, at most 243 bytes; a number of 12 hexadecimal digits
-            follows.
+        id_prefix: the prefix of all assigned message ids, at most 243 bytes; a number of 12 hexadecimal digits follows.
         mandatory: the ``mandatory`` bit of every publish.
     """
 
@@ -328,37 +329,39 @@ class PublishEncoder:
         "max_body",
     )
 
-    #: Routes that are kept; beyond that all are forgotten, so that ever new routing keys do not eat memory.
+    #: If there are more routes than this, all are forgotten, so that many different routing keys do not fill the
+    #: memory.
     MAX_ROUTES = 1024
-    #: Body lengths whose parts are kept, likewise.
+    #: The same limit for body lengths whose parts are cached.
     MAX_SIZES = 1024
 
     def __init__(self, channel: int, frame_max: int, *, id_prefix: str = "", mandatory: bool = False) -> None:
         self.channel = channel
         self.mandatory = mandatory
-        #: What its routes are known by.
+        #: Identifies the routes of this encoder.
         self.mark = object()
-        # The longest body, and the largest header, that one frame carries.
+        # The length of the longest body, and of the largest header, that fits into one frame.
         self.max_body = (frame_max or 1 << 31) - FRAME_OVERHEAD
         prefix = id_prefix.encode()
         if len(prefix) > 255 - 12:
             raise ValueError(f"id_prefix has {len(prefix)} bytes; a message id has room for {255 - 12}")
-        # A message id, as a short string, up to its number.
+        # A message id as a short string, without its number.
         self._id_head = bytes((len(prefix) + 12,)) + prefix
-        # What the 256 numbers have in common that differ in the last two digits: the other digits; a message id up to
-        # there; and in the header frame of a plain message, all from the flags to there.
+        # Cached parts for 256 numbers that differ only in their last two hexadecimal digits: the other digits, a
+        # message id up to the last two digits, and the header frame of a plain message from the flags up to the last
+        # two digits.
         self._hundreds = -1
         self._id_start = self._plain_middle = b""
         self._routes: dict[tuple[str, str], Route] = {}
-        # By body length, what a plain message has before the flags, from the header frame on, and what any message that
-        # fits has between its properties and its body.
+        # By body length: the header frame of a plain message up to the flags; and for any message that fits into one
+        # frame, the bytes between its properties and its body.
         self._sizes: dict[int, tuple[bytes, bytes]] = {}
 
     def route(self, exchange: str, routing_key: str) -> Route:
-        """The route, made on first use.
+        """Return the route, and make it on first use.
 
         Raises:
-            TypeError, ValueError: a name that is no text, or of more than 255 bytes.
+            TypeError, ValueError: a name that is not a text, or has more than 255 bytes.
         """
         key = (exchange, routing_key)
         route = self._routes.get(key)
@@ -373,7 +376,7 @@ class PublishEncoder:
         return route
 
     def plain(self, route: Route, length: int, number: int) -> tuple[bytes, bytes]:
-        """What the frames of a persistent message consist of whose only other property is its message id.
+        """Return the parts of the frames of a persistent message whose only other property is its message id.
 
         Args:
             route: from `route`.
@@ -381,8 +384,8 @@ class PublishEncoder:
             number: the number in the message id, below 2**48.
 
         Returns:
-            What comes before the last two digits of the message id, and what comes between them and the body. Both are
-            the same for all numbers that differ in these digits only. A frame's end follows the body.
+            The bytes before the last two digits of the message id, and the bytes between these digits and the body.
+            Both are the same for all numbers that differ only in these digits. The body is followed by a frame end.
         """
         if number >> 8 != self._hundreds:
             self._next_hundreds(number >> 8)
@@ -392,13 +395,13 @@ class PublishEncoder:
     def _next_hundreds(self, hundreds: int) -> None:
         self._id_start = b"%b%010x" % (self._id_head, hundreds)
         self._plain_middle = (_DELIVERY_MODE | _MESSAGE_ID).to_bytes(2, "big") + b"\2" + self._id_start
-        # Last, or Ctrl-C in between leaves the ids of other messages in its place.
+        # This comes last, so that Ctrl-C in between does not leave parts for other numbers.
         self._hundreds = hundreds
 
     def _next_size(self, length: int) -> tuple[bytes, bytes]:
         header = _HEADER_HEAD.size + 1 + len(self._id_head) + 12
         head = _HEADER_FRAME_HEAD.pack(HEADER_FRAME, self.channel, header, _BASIC, 0, length, 0)[:-2]
-        # Without a body there is no body frame, and the byte that ends the last frame ends the header frame.
+        # Without a body there is no body frame, and the byte of the last frame end is that of the header frame.
         tail = b"\xce" + _FRAME_HEAD.pack(BODY_FRAME, self.channel, length) if length else b""
         if len(self._sizes) >= self.MAX_SIZES:
             self._sizes.clear()
@@ -410,10 +413,10 @@ class PublishEncoder:
 
         Args:
             message: the message.
-            has_id: whether a message that has no id is given one.
+            has_id: whether a message without an id gets one.
 
         Raises:
-            TypeError, ValueError: headers that AMQP cannot carry, or properties larger than a frame.
+            TypeError, ValueError: headers that AMQP cannot represent, or properties larger than a frame.
         """
         flags, before, after = _split_properties(message.__dict__)
         id_size = 0
@@ -430,7 +433,7 @@ class PublishEncoder:
         return flags, before, after, id_size
 
     def cost(self, route: Route, length: int, prepared: Prepared) -> int:
-        """How many bytes the frames of a message have.
+        """Return the size of the frames of a message, in bytes.
 
         Args:
             route: from `route`.
@@ -442,16 +445,16 @@ class PublishEncoder:
         return len(route.method) + header + length + FRAME_OVERHEAD * (1 - -length // self.max_body)
 
     def frames(self, route: Route, body: bytes, prepared: Prepared, number: int) -> list[bytes]:
-        """The frames of a message.
+        """Return the frames of a message.
 
         Args:
             route: from `route`.
             body: the content, of any length.
             prepared: its properties.
-            number: the number in its message id, if it is given one.
+            number: the number in its message id, if an id is assigned.
 
         Returns:
-            The first piece has all up to the first body frame, each further piece is a body frame.
+            The first piece has all bytes up to and including the first body frame. Each further piece is a body frame.
         """
         flags, before, after, id_size = prepared
         message_id = b""
@@ -472,21 +475,21 @@ class PublishEncoder:
 
 
 def content_header(message: Content, message_id: bytes = b"") -> bytes:
-    """The payload of a message's content header frame, as `decode_properties` takes it.
+    """Return the payload of a message's content header frame, for `decode_properties`.
 
     Args:
         message: the message.
-        message_id: an id as a short string, for a message that has none; empty to leave it without.
+        message_id: an id as a short string, for a message without an id; empty to add none.
 
     Raises:
-        TypeError, ValueError: headers that AMQP cannot carry.
+        TypeError, ValueError: headers that AMQP cannot represent.
     """
     flags, values = properties(message.__dict__, message_id)
     return _HEADER_HEAD.pack(_BASIC, 0, len(message.body), flags) + values
 
 
 def plain_content_header(length: int, message_id: bytes) -> bytes:
-    """As `content_header` of a persistent message whose only other property is its message id.
+    """As `content_header`, for a persistent message whose only other property is its message id.
 
     Args:
         length: of its body.
@@ -496,24 +499,24 @@ def plain_content_header(length: int, message_id: bytes) -> bytes:
 
 
 def body_size(header: bytes) -> int:
-    """How long the content is, by the payload of its content header frame.
+    """Return the length of the content, from the payload of its content header frame.
 
     Raises:
-        struct.error: it is too short.
+        struct.error: the payload is too short.
     """
     return int(_BODY_SIZE.unpack_from(header, 4)[0])
 
 
 def add_header(header: bytes, name: str, value: Any) -> bytes:
-    """Return the payload of a content header frame with one more header. Everything else stays as it is encoded.
+    """Return the payload of a content header frame with one more header. All other bytes of properties stay unchanged.
 
     Args:
         header: the payload.
-        name: of the header; one of that name that is there is replaced.
+        name: of the header; an existing header of that name is replaced.
         value: of the header.
 
     Raises:
-        IndexError, ValueError, struct.error: the header is none.
+        IndexError, ValueError, struct.error: the payload is not a content header.
     """
     kind, weight, size, flags = _HEADER_HEAD.unpack_from(header)
     at = _HEADER_HEAD.size
@@ -534,13 +537,13 @@ def add_header(header: bytes, name: str, value: Any) -> bytes:
 
 
 def decode_properties(header: bytes) -> dict[str, Any]:
-    """The properties that the payload of a content header frame has, by name.
+    """Decode the properties in the payload of a content header frame.
 
     Returns:
-        What was encoded; its timestamps are in UTC, and its arrays are lists.
+        The properties by name; timestamps are in UTC, and arrays are lists.
 
     Raises:
-        IndexError, ValueError, struct.error: the header is none.
+        IndexError, ValueError, struct.error: the payload is not a content header.
     """
     kind, _, _, flags = _HEADER_HEAD.unpack_from(header)
     if kind != _BASIC or flags & 3:

@@ -1,10 +1,11 @@
-"""Between the socket and the library that owns the connection, sans-I/O.
+"""The tap between the socket and the library that owns the connection, sans-I/O.
 
-pika or aio-pika keeps the connection: connecting, TLS, authentication, heartbeats, topology, consuming. The tap stands
-between it and the socket. Inwards it takes out the frames that belong to publishing channels (confirms, returns, flow),
-copies what both sides must know (close, blocked), and passes everything else on unchanged; only a broker that confirms
-publishes, and does not say so in the words that libraries know, is put into those words. Outwards it merges the
-channels' bytes with the library's at frame borders. It knows frames, and nothing of producers.
+pika or aio-pika manages the connection: connecting, TLS, authentication, heartbeats, topology, consuming. The tap is
+between the library and the socket. From the received bytes it takes the frames that belong to publishing channels
+(confirms, returns, flow). It copies frames that both sides need (close, blocked), and passes all other frames to the
+library unchanged. There is one exception: some brokers confirm publishes but do not announce that in the form that
+libraries expect. The tap adds the announcement. In the other direction, the tap merges the channels' bytes with the
+library's bytes at frame borders. It handles frames and has no reference to producers.
 """
 
 from __future__ import annotations
@@ -46,37 +47,40 @@ __all__ = ["Tap", "TapChannel"]
 _TAG_AND_BITS = Struct(">QB")
 _CLOSE_IDS = Struct(">HH")
 
-# A whole Basic.Ack frame: what all of one channel have in common, the delivery tag, and which of two ends it has.
+# A complete Basic.Ack frame: the part that all acks of a channel have in common, the delivery tag, and one of two ends.
 _ACK_FRAME = Struct(">11sQ2s")
 _ACK_SIZE = _ACK_FRAME.size
-# Up to here they are told one by one, as `on_ack`.
+# Acks in reads of at most this size are reported one by one, by `on_ack`.
 _FEW_ACKS = 2 * _ACK_SIZE
 _ENDS_SINGLE = b"\0\xce"
 _ENDS_MULTIPLE = b"\1\xce"
 
-# Why a secret is replaced, as a short string for the broker's log.
+# Why the secret is replaced, as a short string for the broker's log.
 _REASON = b"\x13the old one expires"
 
-# No frame may be larger before the peers have agreed on a size. The standard says 4,096 bytes; this is what they agree
-# on as a rule.
+# The limit of a frame before the peers have agreed on a size. The standard says 4,096 bytes; this is the size that they
+# usually agree on.
 _FIRST_FRAME_MAX = 1 << 17
 
 
-# What Apache Qpid Broker-J can do of that which libraries look for in a table that it does not send. It takes and sends
-# Basic.Nack. It sends no Connection.Blocked and no Basic.Cancel, and binds no exchange to an exchange.
+# The announcement of confirms by Apache Qpid Broker-J, and the capabilities that it means. Libraries look for these in
+# a table that Broker-J does not send. Broker-J accepts and sends Basic.Nack. It does not send Connection.Blocked or
+# Basic.Cancel, and cannot bind an exchange to an exchange.
 _QPID_CONFIRMS = "qpid.confirmed_publish_supported"
 _QPID_CAPABILITIES = encode_table({"capabilities": {"publisher_confirms": True, "basic.nack": True}}, "capabilities")[
     4:
 ]
-# What a broker can do that lists nothing, such as WSO2's: aiormq fails where there is no table.
+# The capabilities of a broker that lists none, such as WSO2's. aiormq fails without a table.
 _NO_CAPABILITIES = encode_table({"capabilities": {}}, "capabilities")[4:]
 
 
 def _announce_capabilities(start: bytes) -> bytes:
-    """A ``Connection.Start`` with the capabilities of a broker that lists none: none, or those it tells in its own way.
+    """Return a ``Connection.Start`` with a table of capabilities, if the broker did not send one.
+
+    The table has the capabilities that the broker announces in another form, or none.
 
     Returns:
-        It unchanged, if there is nothing to add, or the library is to say what is wrong with it.
+        The start unchanged, if nothing is missing, or if it is invalid and the library should report that.
     """
     try:
         # After the ids and the version.
@@ -95,31 +99,31 @@ def _ack_head(number: int) -> bytes:
 
 
 class TapChannel(Protocol):
-    """What the tap tells, and asks, a publishing channel. `ProducerProtocol` is one.
+    """The interface of a publishing channel for the tap. `ProducerProtocol` implements it.
 
-    If an exception such as KeyboardInterrupt leaves a call that tells what the broker says, answers may be lost. Then
-    the tap takes nothing more, and the connection has to end.
+    If an exception such as KeyboardInterrupt leaves a call that reports an answer of the broker, answers may be lost.
+    Then the tap accepts no more data, and the connection has to end.
     """
 
     @property
     def unfinished(self) -> bytes:
-        """What is still to be written of frames that have begun; empty at a frame border."""
+        """The unwritten rest of partly written frames; empty at a frame border."""
 
     def data_to_write(self, limit: int) -> bytes:
-        """The channel's next bytes."""
+        """Return the channel's next bytes."""
 
     def advance(self, count: int, now: float) -> bool:
-        """So many of them are written; True if that ends at a frame border."""
+        """Record that `count` of the bytes are written. Return True if they end at a frame border."""
 
     def on_ack(self, tag: int, multiple: bool, now: float) -> None:
         """``Basic.Ack``."""
 
     def on_acks(self, acks: list[tuple[int, int]], now: float) -> None:
-        """The ``Basic.Ack`` of one read, in order.
+        """The ``Basic.Ack`` frames of one read, in order.
 
         Args:
-            acks: a delivery tag and a count each: so many acks of one message each, whose tags follow one another; with
-                count 0, one ack of all messages up to the tag (``multiple``).
+            acks: pairs of a delivery tag and a count. A count above 0 means that many acks of one message each, with
+                consecutive tags. A count of 0 means one ack of all messages up to the tag (``multiple``).
             now: seconds.
         """
 
@@ -139,21 +143,21 @@ class TapChannel(Protocol):
         """``Connection.Unblocked``."""
 
     def channel_closed(self, code: int, text: str, method: tuple[int, int], now: float) -> None:
-        """``Channel.Close`` from the broker; the library answers it."""
+        """``Channel.Close`` from the broker; the library replies to it."""
 
 
 class _Returned:
-    """A returned message whose content is still coming."""
+    """A returned message whose content is not complete yet."""
 
     __slots__ = ("body", "channel", "header", "left", "method")
 
     def __init__(self, channel: TapChannel | None, method: tuple[int, str, str, str]) -> None:
-        # Who is told; None once it is detached, and what still comes is for nobody.
+        # The channel that receives the message; ``None`` after it is detached, and the rest is dropped.
         self.channel = channel
         self.method = method
-        # Empty until it has come.
+        # The header; empty until it is received.
         self.header = b""
-        # Chunks of the body, and how many bytes are still to come.
+        # Chunks of the body, and how many bytes are missing.
         self.body: list[bytes] = []
         self.left = 0
 
@@ -166,63 +170,64 @@ def _short(data: bytes, at: int) -> tuple[str, int]:
 
 
 class Tap:
-    """The state between one socket and one library connection."""
+    """The state between one socket and one connection of a library."""
 
     def __init__(self) -> None:
         self._splitter = FrameSplitter(_FIRST_FRAME_MAX)
         self._channels: dict[int, TapChannel] = {}
-        # The same, by what every Basic.Ack frame of the channel begins with.
+        # The same channels, by the first bytes of their Basic.Ack frames.
         self._acked: dict[bytes, TapChannel] = {}
-        # Those of them whose messages may begin.
+        # The channels of these whose messages may begin.
         self._writers: dict[int, TapChannel] = {}
-        # By channel that is still being opened, what the broker has said of its flow.
+        # By number of a channel that is being opened, the ``Channel.Flow`` states that the broker has sent.
         self._expected: dict[int, list[bool]] = {}
-        #: Whether that is any channel, because the library chooses the numbers; to be set before the first is opened.
+        #: Whether all channels are expected, because the library chooses the numbers. Set this before the first is
+        #: opened.
         self.expects_all = False
-        # Channels that were detached and that the broker may still take for open.
+        # Channels that were detached and that the broker may still consider open.
         self._left: set[int] = set()
-        # Channels that the library does not know, with who is told of their methods.
+        # Channels that the library does not use, each with the receiver of its methods.
         self._own: dict[int, Callable[[bytes], None]] = {}
-        # By channel, the return whose content is still coming.
+        # By channel, the return whose content is not complete yet.
         self._returns: dict[int, _Returned] = {}
-        # Why the broker blocks the connection; None while it does not.
+        # Why the broker blocks the connection; ``None`` while it does not.
         self._blocked: str | None = None
-        # What the broker sent that is no AMQP, after which nothing can be received any more; None if it did not.
+        # The error in the broker's data, after which nothing can be received any more; ``None`` if there was none.
         self.error: FrameError | None = None
-        # Why the broker closes the connection, in its words; None while it does not.
+        # Why the broker closes the connection, as its reply text; ``None`` while it does not.
         self.closed: str | None = None
-        #: When the broker last sent anything.
+        #: When the broker last sent data.
         self.heard_at = 0.0
-        # Channels on which the answer to a probe is due.
+        # Channels on which the answer to a probe is expected.
         self._probed: set[int] = set()
-        # What is called for each answer to `update_secret` that is due, the first one first.
+        # Callbacks for the expected answers to `update_secret`, the first answer first.
         self._updates: deque[Callable[[], object]] = deque()
         # The negotiated heartbeat interval in seconds; 0 for none.
         self.heartbeat = 0.0
         # Whether an exception has left `received`, so that a part of its data may be lost.
         self._is_torn = False
-        # When the library last was given anything.
+        # When the library last received data.
         self._fed_at = 0.0
-        # The channel that has a frame on the wire which has not ended.
+        # The channel with a partly written frame.
         self._writer: TapChannel | None = None
-        # Whether that is all that it may write.
+        # Whether the rest of that frame is all that the channel may write.
         self._writes_last = False
-        # The end of such a frame whose channel is gone.
+        # The rest of a partly written frame whose channel is gone.
         self._remains = b""
-        # The channel number that writes next, so that each gets its turn.
+        # The number of the channel that writes next. Channels take turns.
         self._turn = 0
 
     # Channels.
 
     def expect(self, number: int) -> None:
-        """Keep what the broker says of the flow of a channel that the library opens, until it is attached.
+        """Keep the broker's flow frames for a channel that the library opens, until it is attached.
 
-        A broker may stop a channel in the same breath in which it opens it, before anybody has heard of that.
+        A broker may stop a channel together with opening it, before any code here has seen that it is open.
         """
         self._expected[number] = []
 
     def attach(self, number: int, channel: TapChannel, now: float) -> None:
-        """Take the frames of a channel out from now on. The channel is open, and in confirm mode if it is to be."""
+        """Take the frames of a channel from now on. The channel is open, and in confirm mode if that is wanted."""
         self._left.discard(number)
         self._channels[number] = self._writers[number] = channel
         self._acked[_ack_head(number)] = channel
@@ -232,39 +237,40 @@ class Tap:
             channel.on_blocked(self._blocked, now)
 
     def detach(self, number: int) -> None:
-        """Tell a channel nothing more. A frame of it that has begun is still brought to its end.
+        """Report nothing more to a channel. The rest of its partly written frame is still written.
 
-        Until the channel is closed, what only concerns who publishes is for nobody, the library included.
+        Until the channel is closed, frames that only concern a publisher are dropped. The library does not see them
+        either.
         """
         if number in self._channels:
             self._left.add(number)
         self._drop(number)
 
     def closes(self, number: int) -> None:
-        """The library is about to send a channel's ``Channel.Close``, behind which no message of it may come.
+        """Let no message of a channel begin: the library is about to send the channel's ``Channel.Close``.
 
-        What the broker still says of the messages that are written is told.
+        The broker's answers to messages that are written are still reported.
         """
         channel = self._writers.pop(number, None)
-        # The channel has to know that its last message is written, or it would not take the answer.
+        # The channel must record that its last message is written. Otherwise it would not accept the answer.
         if channel is not None and channel is self._writer:
             self._writes_last = True
 
     def own(self, number: int, on_method: Callable[[bytes], None]) -> None:
-        """Keep a channel that the library has not opened from it, until `disown`.
+        """Hide a channel from the library, which has not opened it, until `disown` is called.
 
         Args:
             number: the channel's.
-            on_method: called with the payload of every method frame that is not for who publishes.
+            on_method: called with the payload of every method frame that does not concern a publisher.
         """
         self._own[number] = on_method
 
     def disown(self, number: int) -> None:
-        """The channel is closed; the library may open one of that number."""
+        """Stop hiding a channel, because it is closed. The library may open one with that number."""
         self._own.pop(number, None)
 
     def probe(self, number: int) -> bytes:
-        """Make a frame for a channel that confirms, whose answer only shows that the broker is there.
+        """Make a frame for a channel in confirm mode whose answer shows that the broker is alive.
 
         It is a second ``Confirm.Select``, which changes nothing. The library does not see the answer.
         """
@@ -272,11 +278,11 @@ class Tap:
         return frame(METHOD_FRAME, number, CONFIRM_SELECT + b"\0")
 
     def is_probed(self, number: int) -> bool:
-        """Whether the answer to a probe on a channel is due."""
+        """Whether the answer to a probe on a channel is expected."""
         return number in self._probed
 
     def update_secret(self, secret: str, on_updated: Callable[[], object]) -> bytes:
-        """Make the frame that gives the broker a new secret (``Connection.UpdateSecret``, an extension of RabbitMQ's).
+        """Make the frame that gives the broker a new secret (``Connection.UpdateSecret``, an extension of RabbitMQ).
 
         Any channel may write it. The library does not see the answer.
 
@@ -295,7 +301,7 @@ class Tap:
         self._expected.pop(number, None)
         self._probed.discard(number)
         if number in self._returns:
-            # The library must not get the end of a content whose beginning it has not seen.
+            # The library must not see the end of a content without its beginning.
             self._returns[number].channel = None
         if channel is not None and channel is self._writer:
             self._remains = channel.unfinished
@@ -309,29 +315,29 @@ class Tap:
 
     @property
     def frame_max(self) -> int:
-        """The largest frame that the broker may send, in bytes; 0 for no limit. To be set to what is negotiated."""
+        """The largest frame that the broker may send, in bytes; 0 for no limit. Set it to the negotiated size."""
         return self._splitter.frame_max
 
     @frame_max.setter
     def frame_max(self, frame_max: int) -> None:
         self._splitter.frame_max = frame_max
 
-    # Inwards.
+    # Reading.
 
     def received(self, data: bytes, now: float) -> bytes:
-        """Take what the socket received.
+        """Handle data that the socket received.
 
         Args:
             data: the bytes, cut anywhere.
             now: seconds.
 
         Returns:
-            What the library is to see of them, whole frames only; may be empty. If `error` is set now, it is the last,
-            and the next call raises, also one with no data.
+            The complete frames for the library; may be empty. If `error` is set now, this is the last data. The next
+            call raises then, also without data.
 
         Raises:
-            FrameError: they are not AMQP frames, or a method frame that is ours cannot be decoded. Or an exception has
-                left an earlier call, so a part of what it was given may be lost.
+            FrameError: the data is not AMQP frames, or a method frame for a publishing channel cannot be decoded. Or an
+                exception has left an earlier call, so a part of its data may be lost.
         """
         if self._is_torn:
             self.error = FrameError("an interrupt has lost a part of the bytes that came")
@@ -346,28 +352,29 @@ class Tap:
                 self._take_frames(rest, passed, now)
         except FrameError as error:
             self.error, self._is_torn = error, False
-            # What came before it, such as the Connection.Close that explains it, still counts.
+            # Frames before the error are still passed on, such as the Connection.Close that explains it.
             if not passed:
                 raise
         self._is_torn = False
         if passed:
             self._fed_at = now
             return b"".join(passed)
-        # A library that hears nothing for long takes the broker for dead, also while a frame of its own is on its way.
+        # A library that receives nothing for long assumes that the broker is dead, also while a frame for it is only
+        # partly received.
         if data and self.heartbeat and now - self._fed_at >= self.heartbeat / 2:
             self._fed_at = now
             return HEARTBEAT
         return b""
 
     def _take_acks(self, data: bytes, passed: list[bytes], now: float) -> bytes:
-        """Take the acks that the data begins with: many brokers send one for every message, and little else.
+        """Handle the acks at the beginning of the data. Many brokers send one ack for every message, and little else.
 
         Returns:
-            The data that comes after them.
+            The data after them.
         """
         acked = self._acked
         pending = self._splitter.pending
-        # The stream is cut anywhere: where the next ack begins if what has begun is one, too.
+        # Where the next ack begins, if the incomplete frame is an ack, too. The stream may be cut anywhere.
         at = _ACK_SIZE - pending if 0 < pending < _ACK_SIZE else 0
         if data[at : at + 11] not in acked:
             return data
@@ -405,10 +412,10 @@ class Tap:
         return data[at:]
 
     def _take_frames(self, data: bytes, passed: list[bytes], now: float) -> None:
-        """Take frames of any kind, and append those that the library is to see."""
+        """Handle frames of any kind, and append those for the library."""
         splitter = self._splitter
         channels = self._channels
-        # Where the run of frames that are passed on begins and ends.
+        # Where a run of frames for the library begins and ends.
         run = end = -1
         try:
             for kind, number, start, stop in splitter.feed(data):
@@ -421,14 +428,14 @@ class Tap:
                             self._take_content(number, kind, start, stop)
                     elif number == 0:
                         payload = splitter.data[start:stop]
-                        # It is the first thing that a broker says: a run would have to come before it.
+                        # This is the first frame of a broker, so it cannot be inside a run.
                         taken = run < 0 and payload.startswith(CONNECTION_START)
                         if taken:
                             passed.append(frame(METHOD_FRAME, 0, _announce_capabilities(payload)))
                         else:
                             taken = self._take_connection(payload, now)
                     else:
-                        # A method ends content that was broken off.
+                        # A method frame ends an incomplete content.
                         self._returns.pop(number, None)
                         if number in self._expected or (self.expects_all and number not in self._left):
                             taken = self._keep_flow(number, splitter.data[start:stop])
@@ -452,10 +459,10 @@ class Tap:
                 passed.append(splitter.data[run:end])
 
     def _take(self, channel: TapChannel, number: int, kind: int, start: int, stop: int, now: float) -> bool:
-        """Deal with one frame of a publishing channel.
+        """Handle one frame of a publishing channel.
 
         Returns:
-            True if the library is not to see it.
+            True if the library must not see it.
         """
         data = self._splitter.data
         if kind != METHOD_FRAME:
@@ -519,7 +526,7 @@ class Tap:
         return method == CHANNEL_FLOW
 
     def _take_late(self, number: int, method: bytes) -> bool:
-        """Take what is for whoever published on a channel that was left."""
+        """Handle a frame for the former publisher of a detached channel."""
         if method in (CHANNEL_CLOSE, CHANNEL_CLOSE_OK):
             self._left.discard(number)
         elif method == RETURN:
@@ -527,7 +534,7 @@ class Tap:
         return method in (ACK, NACK, CHANNEL_FLOW, RETURN)
 
     def _take_connection(self, payload: bytes, now: float) -> bool:
-        """Note what the broker says of the connection; True if the library is not to see it."""
+        """Handle a method of the connection. Return True if the library must not see it."""
         method = payload[:4]
         if method == CONNECTION_BLOCKED:
             self._blocked = _short(payload, 4)[0] if len(payload) > 4 else ""
@@ -544,31 +551,32 @@ class Tap:
             return True
         return False
 
-    # Outwards.
+    # Writing.
 
     @property
     def at_border(self) -> bool:
-        """Whether the library may write: no frame of ours has begun and not ended."""
+        """Whether the library may write: no frame of a publishing channel is partly written."""
         return self._writer is None and not self._remains
 
     @property
     def unfinished(self) -> bytes:
-        """What is still to be written until the library may; empty at a frame border. As with `data_to_write`."""
+        """The bytes to be written before the library may write; empty at a frame border. As for `data_to_write`."""
         return self._remains or (self._writer.unfinished if self._writer is not None else b"")
 
     def data_to_write(self, limit: int) -> bytes:
-        """The channels' next bytes, about `limit` of them at the most; empty if there are none.
+        """Return the channels' next bytes, at most about `limit`; empty if there are none.
 
-        Whoever calls must write them, or a beginning of them, and then `advance` before anything else happens.
+        The caller must write them, or a first part of them, and then call `advance` before any other method.
         """
         if self._remains:
             return self._remains
         channels = self._writers
         if self._writer is not None:
-            # To the next border and no further, or one whose every write ends in mid-frame would never let go.
+            # Write only up to the next border. Otherwise a channel whose every write ends inside a frame would never
+            # let another write.
             rest = self._writer.unfinished if self._writes_last or len(channels) > 1 else b""
             return rest or self._writer.data_to_write(limit)
-        # From the channel after the one that wrote last.
+        # Start with the channel after the one that wrote last.
         turns = channels if len(channels) == 1 else sorted(channels, key=lambda each: (each <= self._turn, each))
         for number in turns:
             data = channels[number].data_to_write(limit)
@@ -579,7 +587,7 @@ class Tap:
         return b""
 
     def advance(self, count: int, now: float) -> None:
-        """Take note that so many bytes of what `data_to_write` returned are written; 0 if the socket took none."""
+        """Record that `count` of the bytes from `data_to_write` are written; 0 if the socket took none."""
         if self._remains:
             self._remains = self._remains[count:]
             return
