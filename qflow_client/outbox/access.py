@@ -1,15 +1,15 @@
 """Exclusive access to an outbox's file, in the order of arrival, with a deadline for each wait.
 
 One thread uses the file at a time. A thread that waits for a message to be on disk shares the commit of the thread
-before it: when that one leaves, every waiter whose message is on disk by then is released, and the next of the others
-gets the file. Its commit takes along everything that was noted meanwhile, so of many threads one commits for all.
+before it. When that thread has finished, every waiter whose message is on disk is released, and the next of the others
+gets the file. Its commit includes everything that was noted meanwhile, so one of many threads commits for all.
 
-A waiter is not simply one for the lock of the file. A thread that arrives just as the lock is released would get it
-first, and would commit for itself alone.
+It would not be enough to wait for the lock of the file. A thread that arrives when the lock is released would get it
+first, and would commit only for itself.
 
-Ctrl-C may come between any two instructions of a main thread. So the lock of the file is only ever taken by ``with``,
-by the thread whose turn it is. A turn that Ctrl-C has ended before it was passed on leaves the lock free: the waiters
-find that after `_LOST` seconds, or at their deadlines, and one of them goes on.
+Ctrl-C may come between any two instructions of a main thread. So the lock of the file is taken only by ``with``, and
+only by the thread whose turn it is. If Ctrl-C ends a thread before it passes its turn on, the lock is free. The waiters
+find that after `_LOST` seconds, or at their deadlines, and one of them continues.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["FileAccess"]
 
 _T = TypeVar("_T")
 
-# Seconds after which a waiter looks whether the thread before it has been interrupted.
+# Seconds after which a waiter checks whether the thread before it was interrupted.
 _LOST = 1.0
 
 
@@ -36,9 +36,9 @@ class _Turn:
     __slots__ = ("sequence", "wake")
 
     def __init__(self, sequence: float) -> None:
-        #: The thread needs no turn once this sequence is on disk.
+        #: The thread needs no turn when this sequence is on disk.
         self.sequence = sequence
-        #: Released when it is the thread's turn, or when the thread needs none any more.
+        #: Released when it is the thread's turn, or when the thread does not need a turn any more.
         self.wake = threading.Lock()
         self.wake.acquire()
 
@@ -53,13 +53,13 @@ class FileAccess:
 
     def __init__(self, file: Database, durable: int) -> None:
         self._file = file
-        #: The last sequence up to which everything is on disk; set by the thread that uses the file.
+        #: The sequence up to which everything is on disk; set by the thread that uses the file.
         self.durable = durable
         # Held while the file is used.
         self._lock = threading.Lock()
-        # Guards the two below.
+        # Guards the two attributes below.
         self._turns_lock = threading.Lock()
-        # The turn of the thread that uses the file, and those that wait, in order.
+        # The turn of the thread that uses the file, and the waiting turns, in order.
         self._current: _Turn | None = None
         self._waiting: list[_Turn] = []
 
@@ -90,7 +90,7 @@ class FileAccess:
                 return None
             with self._lock:
                 if self.durable >= sequence:
-                    # The thread before has committed it after all.
+                    # The thread before has committed it meanwhile.
                     return None
                 self._file.deadline = deadline
                 return action()
@@ -98,7 +98,7 @@ class FileAccess:
             self._leave(turn)
 
     def _wait(self, turn: _Turn, deadline: float) -> None:
-        """Return when it is the thread's turn, or when it needs none."""
+        """Return when it is the thread's turn, or when the thread does not need a turn."""
         while True:
             left = deadline - time.monotonic()
             if turn.wake.acquire(timeout=max(0.0, min(_LOST, left))):
@@ -116,10 +116,10 @@ class FileAccess:
                 raise TimeoutError
 
     def _leave(self, turn: _Turn) -> None:
-        """Release the waiters that need no turn any more, and then pass the turn on."""
+        """Release the waiters that do not need a turn any more, and then pass the turn on."""
         with self._turns_lock:
             if self._current is not turn:
-                # It had to wait; or Ctrl-C has come first.
+                # The thread had to wait; or Ctrl-C came before it was removed from the list.
                 if turn in self._waiting:
                     self._waiting.remove(turn)
                 return
@@ -130,7 +130,7 @@ class FileAccess:
                 else:
                     waiting.append(each)
             self._waiting = waiting
-            # Last, so that the messages that the others put next go into its commit.
+            # This comes last, so that the messages that other threads put next go into its commit.
             self._current = waiting.pop(0) if waiting else None
             if self._current is not None:
                 self._current.wake.release()

@@ -1,13 +1,14 @@
 """The backlog: messages that wait on disk, sans-I/O.
 
-An earlier producer has left them there, or this one has put them there while it was flowed (``when_flowed="spill"``).
-They leave before anything else, so the backlog is a hold of its own. Its sequences are those above what is in the
-window, up to `Backlog.last`.
+An earlier producer left them there, or this producer put them there while it was flowed (``when_flowed="spill"``). They
+are sent before all other messages, so new messages are held while there is a backlog. The sequences of its messages are
+above those in the window, up to `Backlog.last`.
 
-A message of the backlog passes through three stages. Up to `last` it is on disk only. The backlog requests the next
-part from the writer, which reads it, notes on disk that it may be written to a broker from now on, and feeds it:
-then it is in `ready`, and everything up to `read_to` has been read. From there it is admitted in order, as far as the
-window allows, or settled if it has waited for too long. Sequences rise in the order of the wire, as numbers do.
+A message of the backlog passes through three stages. First it is on disk only. Then the backlog requests the next part
+from the writer. The writer reads that part, notes on disk that it may be written to a broker from now on, and feeds it
+to the backlog. Now the message is in `ready`, and all messages up to `read_to` have been read. Last, the message is
+admitted in order when the window allows it, or is settled if it has waited for too long. Sequences increase in the
+order of the wire, as numbers do.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ from qflow_client.receipt import Outcome, Receipt
 
 __all__ = ["Backlog"]
 
-# The source of the hold under which new messages wait for the backlog.
+# The source of the hold that lets new messages wait for the backlog.
 _SOURCE = "backlog"
 
-# The next part is requested when no more messages than this are left of the last one.
+# The next part is requested when at most this many messages are left of the previous one.
 _FEW = 250
 
 
@@ -42,7 +43,7 @@ class Backlog:
 
     Args:
         protocol: the producer's state.
-        outbox: where they wait.
+        outbox: keeps the messages.
         requests: to the writer.
         limits: the window and the rate.
         spilled_type: the class of receipts for messages that wait on disk.
@@ -65,21 +66,21 @@ class Backlog:
         self._limits = limits
         #: The class of receipts for messages that wait on disk.
         self.spilled_type = spilled_type
-        # The beginning of the ids of spilled messages, which have no number yet.
+        # The prefix of the ids of spilled messages, which have no number yet.
         self._spill_prefix = f"{(protocol.admission.id_prefix or '-')[:-1]}+"
-        #: Its last sequence; 0 if it never had one.
+        #: The last sequence of the backlog; 0 if there never was a backlog.
         self.last = outbox.last if len(outbox) else 0
-        #: The sequence up to which it has been read.
+        #: The sequence up to which the backlog has been read.
         self.read_to = 0
         #: Messages that were read and are not admitted yet, in order.
         self.ready: deque[StoredMessage] = deque()
-        #: The sequence of the message that is being admitted from here; 0 if none is.
+        #: The sequence of the message that is being admitted from the backlog; 0 if none is.
         self.admitting = 0
-        #: The receipts of spilled messages that are not admitted yet, by sequence, as long as anything refers to them.
+        #: The receipts of spilled messages that are not admitted yet, by sequence, while other code refers to them.
         self.spilled: WeakValueDictionary[int, Spilled] = WeakValueDictionary()
-        # A message that is settled without being sent, while that goes on: its sequence, receipt and outcome.
+        # The sequence, receipt and outcome of a message that is being settled without being sent.
         self._failing: tuple[int, Receipt, Outcome] | None = None
-        # Waiters for everything up to a sequence to be settled.
+        # Waiters, each with the sequence up to which all messages must be settled.
         self._flushes: list[tuple[int, Any]] = []
 
     @property
@@ -90,34 +91,34 @@ class Backlog:
     # The hold.
 
     def hold(self, detail: str, now: float) -> None:
-        """Have new messages wait until the backlog has left."""
+        """Hold new messages until the backlog is empty."""
         self._gate.hold(HoldKind.OUTBOX, now=now, source=_SOURCE, detail=detail)
 
     def lift(self, now: float) -> None:
-        """Let new messages in if no message waits on disk."""
+        """Admit new messages again if no message waits on disk."""
         if not self.has_messages:
             self._gate.lift(HoldKind.OUTBOX, now=now, source=_SOURCE)
 
     def _is_held(self) -> bool:
-        """Whether a hold keeps the backlog from leaving, too."""
+        """Whether a hold also stops the backlog."""
         return any(map(self._is_obstacle, self._gate.holds))
 
     @staticmethod
     def _is_obstacle(hold: Hold) -> bool:
-        # For its own holds the limiter is asked directly.
+        # The holds of the limiter do not count, because the limiter is asked directly.
         return hold.kind != HoldKind.OUTBOX and (
             hold.source != "" or hold.kind not in (HoldKind.CAPACITY, HoldKind.RATE)
         )
 
-    # In.
+    # Adding messages.
 
     def make_receipt(self, payload: bytes | Message, route: Route, sequence: int) -> tuple[Spilled, str]:
-        """Return the receipt of a message that is about to be spilled, and the message id that the producer gives it.
+        """Return the receipt of a message that is about to be spilled, and its message id.
 
         Args:
             payload: the message.
-            route: where it is to go.
-            sequence: that it will have.
+            route: its exchange and routing key.
+            sequence: the sequence that it will have.
         """
         receipt = self.spilled_type(None, route, self._spill_prefix)
         receipt._number = sequence
@@ -126,7 +127,7 @@ class Backlog:
         return receipt, f"{self._spill_prefix}{sequence:012x}"
 
     def append(self, receipt: Spilled, now: float) -> None:
-        """Take a message that was put on disk.
+        """Add a message that was put on disk.
 
         Args:
             receipt: of the message.
@@ -136,19 +137,19 @@ class Backlog:
         self.spilled[sequence] = receipt
         self.hold(f"messages wait in {self._outbox.path}", now)
         if not self.has_messages:
-            # Everything before it is in the window.
+            # All earlier messages are in the window.
             self.read_to = sequence - 1
         self.last = sequence
 
-    # From the disk.
+    # Reading from the disk.
 
     def request_next(self) -> None:
-        """Have the next part read if it could leave."""
+        """Request the next part, if it could be sent."""
         if len(self.ready) <= _FEW and not self._is_held():
             self._request(sends=True)
 
     def request_expired(self) -> None:
-        """Have messages that are too old read, whether or not the backlog could leave."""
+        """Request messages that are too old, also if the backlog could not be sent."""
         self._request(sends=False)
 
     def _request(self, *, sends: bool) -> None:
@@ -159,17 +160,17 @@ class Backlog:
         """Repeat a request that could not be served."""
         request, self._requests.read = self._requests.read, None
         if request is not None and not self._protocol.channel.is_over:
-            # A new object, because the writer does not try the same one twice.
+            # A new object, because the writer does not try the same object twice.
             self._requests.request_read(ReadRequest(*request))
 
     def feed(
         self, request: ReadRequest, batch: Sequence[StoredMessage], damaged: Mapping[int, str], now: float
     ) -> None:
-        """Take what was read for a request. If it is to be sent, that this is permitted is on disk already.
+        """Handle the result of a request. If the messages are to be sent, the permission for that is on disk already.
 
         Args:
             request: the request.
-            batch: what was read.
+            batch: the messages.
             damaged: by sequence, why other messages were set aside.
             now: seconds.
         """
@@ -189,18 +190,18 @@ class Backlog:
             elif request.sends:
                 self.ready.append(stored)
             else:
-                # Those behind it are younger.
+                # All later messages are younger.
                 break
             self.read_to = stored.sequence
         if not batch:
-            # Everything that was there has been dropped or set aside.
+            # All messages of this part have been dropped or set aside.
             self.read_to = max(self.read_to, request.upto)
 
-    # Out.
+    # Admitting.
 
     def admit(self, now: float) -> None:
         """Admit messages as far as the limits allow, and settle those that have become too old in memory."""
-        # At the end the window becomes empty, and what is on disk stays there.
+        # At the end of the producer the window becomes empty, and the messages on disk stay there.
         if self._protocol.channel.is_over or not (self.has_messages or self._gate.is_held_by(HoldKind.OUTBOX)):
             return
         ready = self.ready
@@ -231,7 +232,7 @@ class Backlog:
                 spilled.load(message, route)
             cost = admission.prepare(receipt)
         except Exception as error:
-            # This broker takes smaller frames than the one for which it was put.
+            # This broker takes smaller frames than the broker for which the message was put.
             self._limits.remove(len(stored.message.body), 1)
             self._fail(stored, f"it cannot be encoded: {error}")
             return
@@ -240,22 +241,22 @@ class Backlog:
         self.spilled.pop(stored.sequence, None)
 
     def next_timer(self, now: float) -> float | None:
-        """When the limits let the next message in; ``None`` if time alone changes nothing."""
+        """Return when the limits admit the next message; ``None`` if time alone changes nothing."""
         if not self.ready or self._is_held():
             return None
         return self._limits.ready_at(len(self.ready[0].message.body), now)
 
-    # What is not sent.
+    # Messages that are not sent.
 
     def _oldest_sent(self, now: float) -> float:
-        """The time before which a message must not have been put to be sent, in seconds since 1970."""
+        """Return the time, in seconds since 1970, before which messages were put that are too old to be sent."""
         return -1.0 if self._max_age is None else self._outbox.wall_time(now) - self._max_age
 
     def _expire(self, stored: StoredMessage) -> None:
         self._fail(stored, f"it was in the outbox for more than outbox_max_age={self._max_age:g} s")
 
     def _fail(self, stored: StoredMessage, why: str) -> None:
-        """Settle a message that is not sent."""
+        """Settle a message without sending it."""
         receipt: Receipt | None = self.spilled.get(stored.sequence)
         if receipt is None:
             route = self._admission.encoder.route(stored.exchange, stored.routing_key)
@@ -270,7 +271,7 @@ class Backlog:
         self._finish_failing()
 
     def _finish_failing(self) -> None:
-        """Settle the message that is failing, once, however often this is interrupted and called again."""
+        """Settle the failing message exactly once, also if this call is interrupted and repeated."""
         if self._failing is None:
             return
         sequence, receipt, outcome = self._failing
@@ -289,36 +290,36 @@ class Backlog:
     # Waiters.
 
     def when_flushed(self, waiter: Any) -> None:
-        """Wake a waiter once all that is in the backlog now, and all that is admitted before that, is settled."""
+        """Wake a waiter when all messages of the present backlog, and all messages admitted before, are settled."""
         self._flushes.append((self.last, waiter))
 
     def forget_waiter(self, waiter: Any) -> bool:
-        """Drop a waiter; whether it was still kept."""
+        """Drop a waiter. Return True if it was still kept."""
         before = len(self._flushes)
         self._flushes = [entry for entry in self._flushes if entry[1] is not waiter]
         return len(self._flushes) < before
 
     def _wake_flushed(self) -> None:
-        """Have the waiters whose messages have left the backlog wait for the window instead."""
+        """Let the waiters whose messages have left the backlog wait for the window instead."""
         if not self._flushes:
             return
         done = self.ready[0].sequence - 1 if self.ready else self.read_to
         for last, waiter in self._flushes:
             if last <= done and not self._protocol.waiters.add_settled(waiter):
                 self._reports.wake.append(waiter)
-        # Last, so that an interrupt loses no waiter. A waiter may be woken twice.
+        # This comes last, so that an interrupt loses no waiter. A waiter may be woken twice.
         self._flushes = [entry for entry in self._flushes if entry[0] > done]
 
     # The end.
 
     def end(self, reason: str) -> dict[int, Spilled]:
-        """Leave everything to the next producer.
+        """Leave all messages to the next producer.
 
         Args:
             reason: for people.
 
         Returns:
-            The receipts of spilled messages that are settled by that, by sequence.
+            The receipts of spilled messages that this call settled, by sequence.
         """
         self.ready.clear()
         stored = dict(sorted(self.spilled.items()))
@@ -331,7 +332,7 @@ class Backlog:
         return stored
 
     def heal(self) -> None:
-        """Repair what an unfinished step has left."""
+        """Repair the state after an unfinished step."""
         self.admitting = 0
         self._finish_failing()
 

@@ -1,8 +1,8 @@
 """Threads that wait for a commit of the writer.
 
-A thread that commits by itself cannot leave before the disk answers. So a call with a short deadline has the writer
-commit, and waits for that until its deadline. There is no lock: a signal handler or a finalizer may interrupt a thread
-that waits here, and send (E2). Threads append, and only the writer removes.
+A thread that commits by itself cannot return before the disk answers. So a call with a short deadline lets the writer
+commit, and waits for the commit until its deadline. There is no lock, because a signal handler or a finalizer may
+interrupt a thread that waits here, and send (E2). Threads append waits, and only the writer removes them.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ __all__ = ["CommitWaits"]
 
 
 class _Wait:
-    """A thread that waits."""
+    """The wait of one thread."""
 
     __slots__ = ("sequence", "wake", "why")
 
     def __init__(self, sequence: int) -> None:
         #: The last sequence of its messages.
         self.sequence = sequence
-        #: Why they are not on disk; "" if they are.
+        #: Why the messages are not on disk; "" if they are.
         self.why = ""
-        #: Released when that is known.
+        #: Released when the result is known.
         self.wake = threading.Lock()
         self.wake.acquire()
 
@@ -35,7 +35,7 @@ class CommitWaits:
         self._waits: deque[_Wait] = deque()
 
     def begin(self, sequence: int) -> _Wait:
-        """Begin to wait for a sequence. The writer is to be asked for a commit afterwards."""
+        """Begin to wait for a sequence. The caller has to request a commit from the writer afterwards."""
         wait = _Wait(sequence)
         self._waits.append(wait)
         return wait
@@ -54,9 +54,9 @@ class CommitWaits:
         return wait.why if wait.wake.acquire(timeout=timeout) else f"not on disk after {timeout:.3g} s"
 
     def committed(self, durable: int, error: Exception | None) -> None:
-        """Wake the threads whose messages are on disk, and after a failed commit all others; for the writer."""
+        """Wake the threads whose messages are on disk; after a failed commit, wake all. Called by the writer."""
         waits = self._waits
-        # Threads may have appended out of order. One that is behind a higher sequence is woken with that.
+        # Threads may have appended out of order. A wait behind a higher sequence is woken together with it.
         while waits and (error is not None or waits[0].sequence <= durable):
             wait = waits.popleft()
             if wait.sequence > durable:

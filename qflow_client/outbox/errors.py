@@ -1,4 +1,4 @@
-"""What an outbox raises."""
+"""The errors of an outbox."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ __all__ = ["NotDurable", "OutboxError", "OutboxFull", "OutboxInUse"]
 class OutboxError(QflowError):
     """The outbox cannot be used; the text names the file.
 
-    From a `send` it is always one of two subclasses: `OutboxFull` if the message was not sent, `NotDurable` if it was.
+    `send` always raises one of two subclasses: `OutboxFull` if the message was not sent, `NotDurable` if it was.
 
     Attributes:
         receipt: of a message that was admitted, see `NotDurable`; ``None`` if none was.
-        receipts: of what the same `send_many` had admitted, `receipt` included.
+        receipts: of all messages that the same `send_many` has admitted, including `receipt`.
     """
 
     receipt: Receipt | None = None
@@ -35,9 +35,9 @@ class OutboxFull(OutboxError):
     """The outbox has no room for the message. The message was not admitted, and never will be sent.
 
     Attributes:
-        message: what was to be sent, as it was given; ``None`` if only its size was asked about.
-        exchange: where it was to go; ``None`` likewise.
-        routing_key: with which key; ``None`` likewise.
+        message: the rejected message, as it was passed; ``None`` if the call only asked for room of a given size.
+        exchange: its exchange; ``None`` likewise.
+        routing_key: its routing key; ``None`` likewise.
     """
 
     def __init__(
@@ -50,13 +50,13 @@ class OutboxFull(OutboxError):
 
 
 class NotDurable(OutboxError):
-    """The message was admitted, and is not known to be on disk: the disk failed, or the time was up.
+    """The message was admitted, but may not be on disk, because the disk failed or the time was over.
 
-    Do not send it again. It is on its way to the broker, and is written to disk as soon as that is possible. It is lost
-    only if the process dies before that, and before the broker confirms it.
+    Do not send it again. It will be sent to the broker, and will be written to disk as soon as that is possible. It is
+    lost only if the process dies before that, and before the broker confirms it.
 
     Attributes:
-        receipt: of the message. It tells what becomes of it.
+        receipt: of the message, with its outcome.
     """
 
     receipt: Receipt

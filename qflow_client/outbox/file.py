@@ -1,9 +1,9 @@
-"""The file of an outbox: its tables, what a message looks like there, and how that is read.
+"""The file of an outbox: its tables, the format of messages in it, and functions that read and write them.
 
-The table of positions (E13) is made with the first position. So a file of an earlier release gets it when it is needed,
-and an earlier release can use a file that has it.
+The table of positions (E13) is created with the first position. So a file of an earlier release gets the table when it
+is needed, and an earlier release can use a file that has the table.
 
-The functions work on an open file; which thread may use it when, and what is only noted, is for `Outbox`.
+The functions work on an open file. `Outbox` decides which thread may use the file, and keeps the noted changes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from qflow_client.outbox.errors import OutboxError
 _APPLICATION_ID = 0x714F7574
 _VERSION = 1
 _TABLES = (
-    # What is asked for most stands before what is large.
+    # Small columns that are read most often come before large ones.
     """CREATE TABLE message (
         sequence INTEGER PRIMARY KEY,
         size INTEGER NOT NULL,
@@ -36,23 +36,24 @@ _TABLES = (
         header BLOB NOT NULL,
         body BLOB NOT NULL
     )""",
-    # A sequence that was given, above all that have left the file; and up to where also held messages may be written.
+    # A sequence that was assigned, above all that have left the file; and the sequence up to which held messages may be
+    # written.
     "CREATE TABLE state (last INTEGER NOT NULL, permitted INTEGER NOT NULL)",
     "INSERT INTO state VALUES (0, 0)",
 )
-# The value has no type of its own: an INTEGER and a TEXT stay what they are.
+# The column of values has no type, so that an INTEGER and a TEXT keep their types.
 MAKE_POSITIONS = "CREATE TABLE IF NOT EXISTS position (source TEXT PRIMARY KEY, value NOT NULL) WITHOUT ROWID"
-# In the column `held`: it waits for `permit`; it is damaged, and is not read any more.
+# Values of the column `held`: the message waits for `permit`; the message is damaged, and is not read any more.
 HELD, _SET_ASIDE = 1, 2
-# A message that is there already stays as it is.
+# An existing row stays unchanged.
 INSERT = "INSERT OR IGNORE INTO message VALUES (?, ?, ?, ?, ?, ?, ?, ?)"
 _TOTALS = "SELECT count(*), coalesce(sum(size), 0) FROM message"
-# Text as bytes: SQLite gives no row at all if one text among them is no UTF-8.
+# Text is read as bytes, because SQLite returns no rows at all if one text is not UTF-8.
 _READ = """SELECT sequence, size, held, at, CAST(exchange AS BLOB), CAST(routing_key AS BLOB), header, body
     FROM message WHERE sequence > ? {} ORDER BY sequence LIMIT ?"""
 _TYPES = ((int,), (int,), (int,), (float,), (bytes,), (bytes,), (bytes,), (bytes,))
 NOT_SET_ASIDE = f"AND NOT held & {_SET_ASIDE}"
-# Rows that are checked at once.
+# How many rows are checked at once.
 _LOOKED_AT = 1000
 # Above every sequence.
 _EVER = 1 << 62
@@ -63,12 +64,12 @@ class StoredMessage:
     """A message in an outbox.
 
     Attributes:
-        sequence: its place; they rise in the order of admission, also from one process to the next.
+        sequence: its position; sequences increase in the order of admission, also across processes.
         at: when it was put, in seconds since 1970.
-        exchange: where it is to be published.
-        routing_key: with which key.
+        exchange: its exchange.
+        routing_key: its routing key.
         message: with its message id.
-        size: bytes that it counts for in the outbox.
+        size: the bytes that it uses of the outbox.
         may_be_second_copy: whether it may have been written to a broker before.
     """
 
@@ -81,11 +82,11 @@ class StoredMessage:
     may_be_second_copy: bool
 
     def to_send(self) -> Message:
-        """The message as it is to be sent now: with the header ``x-qflow-republished`` if it may be a second copy."""
+        """The message to be sent now. It has the header ``x-qflow-republished`` if it may be a second copy."""
         return republished(self.message) if self.may_be_second_copy else self.message
 
 
-#: A message as it stands in the file; and the part of it besides its sequence and size.
+#: A message as a row of the file; and the row without sequence and size.
 Row = tuple[int, int, int, float, str, str, bytes, bytes]
 Content = tuple[int, float, str, str, bytes, bytes]
 
@@ -97,7 +98,7 @@ def as_stored(row: Row) -> StoredMessage:
 
 
 def open_file(path: Path, **options: Any) -> Database:
-    """The file of an outbox, made if there is none.
+    """Open the file of an outbox, and create it if it does not exist.
 
     Args:
         path: of the file.
@@ -110,7 +111,7 @@ def open_file(path: Path, **options: Any) -> Database:
 
 @contextmanager
 def open_to_look(path: str | os.PathLike[str]) -> Iterator[Database]:
-    """Open a file for reading that another process may be using."""
+    """Open a file for reading, although another process may be using it."""
     path = Path(os.fspath(path))
     if not path.exists():
         raise OutboxError(f"{path}: there is no such outbox")
@@ -119,7 +120,8 @@ def open_to_look(path: str | os.PathLike[str]) -> Iterator[Database]:
     except OutboxError as error:
         if getattr(error.__cause__, "sqlite_errorname", "") != "SQLITE_READONLY_ROLLBACK":
             raise
-        # The process that made the file was killed meanwhile: SQLite must undo its changes before anything is read.
+        # The process that created the file was killed meanwhile. SQLite must roll back its changes before anything can
+        # be read.
         file = open_file(path)
     try:
         yield file
@@ -128,28 +130,28 @@ def open_to_look(path: str | os.PathLike[str]) -> Iterator[Database]:
 
 
 def state(file: Database) -> tuple[int, int]:
-    """The last sequence that was given, and up to where held messages may be written."""
+    """Return the last assigned sequence, and the sequence up to which held messages may be written."""
     ((last, permitted),) = file.rows("SELECT last, permitted FROM state")
     return max(last, file.one("SELECT max(sequence) FROM message") or 0), permitted
 
 
 def write_state(file: Database, last: int, permitted: int) -> None:
-    """Note the same two."""
+    """Write the last assigned sequence, and the sequence up to which held messages may be written."""
     file.execute("UPDATE state SET last = ?, permitted = ?", last, permitted)
 
 
 def has_positions(file: Database) -> bool:
-    """Whether it has a table of positions."""
+    """Return whether the file has a table of positions."""
     return bool(file.one("SELECT count(*) FROM sqlite_master WHERE type = 'table' AND name = 'position'"))
 
 
 def read_positions(file: Database) -> dict[str, int | str | None]:
-    """The position of each source; ``None`` for one that is damaged.
+    """Return the position of each source; ``None`` for a damaged position.
 
     Raises:
         OutboxError: a source is damaged.
     """
-    # Text as bytes, as with messages.
+    # Text is read as bytes, as in `_READ`.
     rows = file.rows("""SELECT CAST(source AS BLOB), typeof(value),
         CASE typeof(value) WHEN 'integer' THEN value ELSE CAST(value AS BLOB) END FROM position""")
     found: dict[str, int | str | None] = {}
@@ -168,7 +170,7 @@ def read_positions(file: Database) -> dict[str, int | str | None]:
 
 
 def write_positions(file: Database, positions: Mapping[str, int | str | None]) -> None:
-    """Note the positions of sources; ``None`` for a source without one."""
+    """Write the positions of sources; ``None`` for a source without a position."""
     for source, value in positions.items():
         if value is None:
             file.execute("DELETE FROM position WHERE source = ?", source)
@@ -177,31 +179,31 @@ def write_positions(file: Database, positions: Mapping[str, int | str | None]) -
 
 
 def totals(file: Database) -> tuple[int, int]:
-    """How many messages are there, and their bytes."""
+    """Return the number of messages in the file, and their bytes."""
     ((count, size),) = file.rows(_TOTALS)
     return count, size
 
 
 def take_out(file: Database, first: int, last: int) -> tuple[int, int]:
-    """Take out what is there from one sequence to another; how many messages that was, and their bytes."""
+    """Delete the messages of a range of sequences. Return their number and their bytes."""
     ((count, size),) = file.rows(f"{_TOTALS} WHERE sequence BETWEEN ? AND ?", first, last)
     file.execute("DELETE FROM message WHERE sequence BETWEEN ? AND ?", first, last)
     return count, size
 
 
 def is_there(file: Database, sequence: int) -> bool:
-    """Whether there is a message, whatever state it is in."""
+    """Return whether a message is in the file, in any state."""
     return file.one("SELECT 1 FROM message WHERE sequence = ?", sequence) is not None
 
 
 def aside(file: Database) -> list[int]:
-    """The sequences of the messages that are set aside."""
+    """Return the sequences of the messages that are set aside."""
     rows = file.rows("SELECT sequence FROM message WHERE held & ? ORDER BY sequence", _SET_ASIDE)
     return [sequence for (sequence,) in rows]
 
 
 def set_aside(file: Database, sequences: Iterable[int]) -> None:
-    """Have messages not be read any more."""
+    """Mark messages so that they are not read any more."""
     with file.transaction():
         file.execute_many(
             "UPDATE message SET held = held | ? WHERE sequence = ?", [(_SET_ASIDE, sequence) for sequence in sequences]
@@ -209,7 +211,7 @@ def set_aside(file: Database, sequences: Iterable[int]) -> None:
 
 
 def how_many(file: Database, after: int, limit: int, max_bytes: int) -> int:
-    """How many messages behind one have together so many bytes, but at least one."""
+    """Return how many messages after the sequence `after` have at most `max_bytes` together, but at least 1."""
     sizes = file.rows(
         f"SELECT CAST(size AS INTEGER) FROM message WHERE sequence > ? {NOT_SET_ASIDE} ORDER BY sequence LIMIT ?",
         after,
@@ -219,12 +221,12 @@ def how_many(file: Database, after: int, limit: int, max_bytes: int) -> int:
 
 
 def not_there(file: Database, sequence: int) -> OutboxError:
-    """What is raised for a message that has left the file."""
+    """Return the error for a message that is not in the file any more."""
     return OutboxError(f"{file.path}: message {sequence} is not in it any more")
 
 
 def _decode(row: Sequence[Any]) -> tuple[str, str, Message]:
-    """Exchange, routing key and message of a row.
+    """Return exchange, routing key and message of a row.
 
     Raises:
         FrameError: it is damaged.
@@ -245,14 +247,14 @@ def _decode(row: Sequence[Any]) -> tuple[str, str, Message]:
 def read(
     file: Database, after: int, limit: int, written: tuple[int, int], only: str = ""
 ) -> tuple[list[StoredMessage], dict[int, str]]:
-    """Messages from the file, and by sequence why others that were met on the way cannot be had.
+    """Read messages. Return them, and by sequence why other messages in the same range cannot be read.
 
     Args:
         file: the file.
-        after: a sequence; those behind it.
-        limit: how many at the most.
-        written: up to where messages may have been written to a broker, and up to where held ones.
-        only: which alone are met, as a condition in SQL; all if empty.
+        after: a sequence; only later messages are read.
+        limit: how many at most.
+        written: the sequence up to which messages may have been written to a broker, and the same for held messages.
+        only: a condition in SQL that selects messages; empty for all.
     """
     last, permitted = written
     found: list[StoredMessage] = []
@@ -285,7 +287,7 @@ def _look(file: Database, after: int, limit: int) -> tuple[list[StoredMessage], 
 
 
 def look_damaged(file: Database) -> dict[int, str]:
-    """What is damaged there, and how, by sequence."""
+    """Return the damaged messages and their errors, by sequence."""
     damaged: dict[int, str] = {}
     after = -1
     while rows := file.rows(_READ.format(""), after, _LOOKED_AT):
@@ -302,10 +304,10 @@ def look_damaged(file: Database) -> dict[int, str]:
 
 
 def find(file: Database, sequence: int) -> StoredMessage:
-    """One message of it.
+    """Return one message.
 
     Raises:
-        OutboxError: it is not there, or is damaged.
+        OutboxError: it is not in the file, or is damaged.
     """
     found, damaged = _look(file, sequence - 1, 1)
     if sequence in damaged:

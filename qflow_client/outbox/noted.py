@@ -1,16 +1,17 @@
-"""What is noted of an outbox in memory, and not on disk yet: new messages, settled messages, permissions, positions.
+"""Changes of an outbox that are in memory and not on disk yet: new messages, settled messages, permissions, positions.
 
-Any thread notes; the thread that has access to the file writes. Two rules make a write safe to interrupt and to repeat:
+Any thread may note changes. The thread that has access to the file writes them. Two rules make a write safe to
+interrupt and to repeat:
 
-1. A write first moves what is noted into lists of its own, and empties those only after the transaction. A write that
-   fails or is interrupted leaves them, and the next one takes them again. To insert or to delete a row a second time
-   changes nothing.
-2. What is counted beside the file (messages, bytes) is counted anew by the next write after any failure.
+1. A write first moves the noted changes into lists of its own, and empties these only after the transaction. If a write
+   fails or is interrupted, the lists stay, and the next write takes them again. To insert or to delete a row a second
+   time changes nothing.
+2. The counts (messages, bytes) are computed anew by the first write after any failure.
 
-A position belongs to the message with which it was put (E13). It counts if and only if that message is noted, and is
-written in the same transaction; of several messages of a source the last one counts. A message that is withdrawn takes
-its position along: the one before it is written in the transaction that deletes the message. A producer withdraws no
-more than one message at a time, which an interrupt has kept from being admitted, so one earlier position is enough.
+A position belongs to the message with which it was put (E13). It is valid if and only if that message is noted, and is
+written in the same transaction. If several messages of a source have positions, the last one is valid. If a message is
+withdrawn, its position is withdrawn, too: the transaction that deletes the message writes the position before it. A
+producer withdraws at most one message at a time, whose admission was interrupted, so one earlier position is enough.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ _Value = int | str
 class _Reached(NamedTuple):
     """The position of a source on disk."""
 
-    #: The message with which it was put; 0 if that is not known.
+    #: The message with which it was put; 0 if that is unknown.
     sequence: int
-    #: ``None`` if there is none any more.
+    #: The position; ``None`` if there is none any more.
     value: _Value | None
-    #: The one before that.
+    #: The position before it.
     before: _Value | None
 
 
@@ -44,36 +45,36 @@ def _is_in(runs: Iterable[tuple[int, int]], sequence: int) -> bool:
 
 
 class Noted:
-    """The notes of one outbox.
+    """The noted changes of one outbox.
 
     Args:
-        file: the file, as it is at opening.
+        file: the file, after opening.
     """
 
     def __init__(self, file: Database) -> None:
-        # Guards everything below but `inserting` and `deleting`.
+        # Guards all attributes below except `inserting` and `deleting`.
         self.lock = threading.Lock()
-        #: The sequence of the message that was put last; up to where held messages may be written.
+        #: The sequence of the last message that was put, and the sequence up to which held messages may be written.
         self.last, self._permitted = outboxfile.state(file)
-        # What the file says of that.
+        # The value of the latter on disk.
         self.permitted_durable = self._permitted
-        #: Messages that are put and not on disk, in order; and those of them that a write has taken.
+        #: Messages that are put and not on disk, in order; and the part of them that a write has taken.
         self.rows: list[outboxfile.Row] = []
         self.inserting: list[outboxfile.Row] = []
-        # Messages that are settled and still in the file: first and last of each run; and the runs that a write has
+        # Runs of settled messages that are still in the file, as first and last sequence; and the runs that a write has
         # taken.
         self._settled: list[tuple[int, int]] = []
         self._deleting: list[tuple[int, int]] = []
-        #: How many messages are settled and not taken by a write, at the most.
+        #: How many messages, at most, are settled and not taken by a write.
         self.settled_count = 0
-        #: Messages, and their bytes: those in the file, and those that are noted.
+        #: The number of messages and their bytes, in the file and noted.
         self.count, self.size = outboxfile.totals(file)
-        # Whether a failure or an interrupt may have left these two wrong.
+        # Whether these two may be wrong after a failure or an interrupt.
         self._is_unsure = False
-        # By sequence, the positions that are put and not on disk. One without a message in `rows` or `inserting` does
-        # not count.
+        # Positions that are put and not on disk, by sequence. A position without a message in `rows` or `inserting` is
+        # not valid.
         self._positions: dict[int, Position] = {}
-        # By source, what is on disk; only the thread that writes changes it.
+        # The positions on disk, by source; changed only by the thread that writes.
         self._reached: dict[str, _Reached] = {}
         #: Sources whose positions are damaged.
         self.damaged_sources: set[str] = set()
@@ -84,7 +85,7 @@ class Noted:
                 self.damaged_sources.add(source)
             else:
                 self._reached[source] = _Reached(0, value, value)
-        # Messages that are to be deleted and whose positions do not count: first and last of each run.
+        # Runs of messages that are to be deleted with their positions, as first and last sequence.
         self._withdrawn: list[tuple[int, int]] = []
 
     @property
@@ -103,8 +104,8 @@ class Noted:
         """Note a message.
 
         Args:
-            size: bytes that it counts for.
-            max_bytes: the most bytes that there may be; ``None`` for any number.
+            size: the bytes that it uses.
+            max_bytes: the most bytes in the outbox; ``None`` for no limit.
             row: the message, without its sequence and size.
             position: is written with it; ``None`` for none.
 
@@ -116,7 +117,7 @@ class Noted:
             with self.lock:
                 if max_bytes is not None and self.size + size > max_bytes:
                     return 0
-                # In this order: Ctrl-C may leave a sequence without a message, but never give one to two.
+                # In this order, Ctrl-C may leave a sequence without a message, but never assigns one to two messages.
                 self.last = sequence = self.last + 1
                 if position is not None:
                     put_with, self._positions[sequence] = sequence, position
@@ -125,26 +126,26 @@ class Noted:
                 self.count += 1
                 return sequence
         except BaseException:
-            # It may have come between the message and its count.
+            # The interrupt may have come between adding the message and counting it.
             self._is_unsure = True
             if put_with and not any(row[0] == put_with for row in (*self.rows, *self.inserting)):
-                # Or between the position and its message.
+                # The interrupt may have come between adding the position and adding its message.
                 self._positions.pop(put_with, None)
             raise
 
     def permit(self, sequence: int) -> None:
-        """Note that held messages up to one may be written to a broker."""
+        """Note that held messages up to a sequence may be written to a broker."""
         with self.lock:
             self._permitted = max(self._permitted, sequence)
 
     def withdraw(self, first: int, last: int) -> None:
-        """Note that the messages from one to another were put by mistake: they are deleted with their positions."""
+        """Note that a range of messages was put by mistake. They are deleted with their positions."""
         with self.lock:
             # One change, so that Ctrl-C leaves all of it or nothing.
             self._withdrawn.append((first, last))
 
     def settle(self, first: int, last: int) -> None:
-        """Note that the messages from one to another are settled."""
+        """Note that a range of messages is settled."""
         with self.lock:
             runs = self._settled
             if runs and runs[-1][1] == first - 1:
@@ -154,10 +155,10 @@ class Noted:
             self.settled_count += last - first + 1
 
     def write(self, file: Database, *, all_of_it: bool) -> int:
-        """Write everything that is noted; or only the messages.
+        """Write all noted changes, or only the messages.
 
         Returns:
-            The last sequence that is on disk then.
+            The last sequence that is on disk now.
         """
         freed_count = freed_size = 0
         with self.lock:
@@ -165,7 +166,7 @@ class Noted:
             self.rows = []
             last = self.last
             withdrawn = tuple(self._withdrawn)
-            # An earlier position is written only with the deletion of the message that is withdrawn.
+            # An earlier position is written only together with the deletion of the withdrawn message.
             all_of_it = all_of_it or bool(withdrawn)
             permitted = self.permitted_durable
             if all_of_it:
@@ -178,7 +179,7 @@ class Noted:
         settled = (*self._deleting, *withdrawn) if all_of_it else ()
         try:
             if len(rows) == 1 and not all_of_it and not reached:
-                # A statement is a transaction of its own.
+                # A single statement is a transaction.
                 file.execute(outboxfile.INSERT, *rows[0])
             else:
                 with file.transaction():
@@ -210,9 +211,9 @@ class Noted:
     # Positions.
 
     def position(self, source: str) -> _Value | None:
-        """Return the position of a source: of the last of its messages that was put; ``None`` if it has none."""
+        """Return the position of a source: the position of its last message that was put; ``None`` if there is none."""
         withdrawn = self._withdrawn
-        # A copy, because others may put meanwhile.
+        # A copy, because other threads may put messages meanwhile.
         for sequence, position in reversed(self._positions.copy().items()):
             if position.source == source and not _is_in(withdrawn, sequence):
                 return position.value
@@ -241,15 +242,15 @@ class Noted:
         self.damaged_sources.discard(source)
 
     def _reach(self, rows: Sequence[outboxfile.Row], withdrawn: Sequence[tuple[int, int]]) -> dict[str, _Reached]:
-        """Return what a write is to make of the positions of sources.
+        """Return the positions of sources that a write has to store.
 
         Args:
             rows: the messages that it inserts.
-            withdrawn: runs of messages whose positions do not count.
+            withdrawn: runs of messages whose positions are not valid.
         """
         reached: dict[str, _Reached] = {}
         if withdrawn:
-            # Rare; otherwise no commit looks at all sources that there are.
+            # This is rare; in all other cases a commit does not look at all sources.
             reached = {
                 source: _Reached(0, at.before, at.before)
                 for source, at in self._reached.items()
@@ -266,13 +267,13 @@ class Noted:
         return reached
 
     def _keep(self, reached: dict[str, _Reached], last: int) -> None:
-        """Take note of the positions that are on disk now.
+        """Record the positions that are on disk now.
 
         Args:
             reached: the positions.
-            last: all messages up to this one are on disk.
+            last: all messages up to this sequence are on disk.
         """
-        # In this order, because an interrupted call is made again.
+        # In this order, because an interrupted call is repeated.
         for source, at in reached.items():
             self._set_reached(source, at)
         for sequence in self._positions.copy():
@@ -282,7 +283,7 @@ class Noted:
     # Counts.
 
     def _count(self, file: Database, freed_count: int, freed_size: int) -> None:
-        """Count after a write, by which so many messages and bytes have left the file."""
+        """Update the counts after a write that removed this many messages and bytes from the file."""
         if self._is_unsure:
             count, size = outboxfile.totals(file)
             with self.lock:
@@ -301,6 +302,6 @@ class Noted:
         return {row[0]: outboxfile.as_stored(row) for row in rows}
 
     def give_up(self) -> None:
-        """Count the messages no more that are not on disk: nothing will write them."""
+        """Do not count messages any more that are not on disk, because no write will follow."""
         self.count -= len(self.unwritten())
         self._positions.clear()

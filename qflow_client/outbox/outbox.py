@@ -1,27 +1,28 @@
-"""`Outbox`: messages on disk until they are settled. It knows nothing of producers and event loops.
+"""`Outbox` keeps messages on disk until they are settled. It has no dependency on producers or event loops.
 
-What a thread puts or settles is first noted in memory, which is quick and touches no disk. A commit writes everything
-that is noted in one transaction. So a producer uses an outbox in this way:
+Changes (new and settled messages) are first noted in memory, which is fast and touches no disk. A commit writes all
+noted changes in one transaction. A producer uses an outbox as follows:
 
-1. Under its own lock, in the order of admission, `Outbox.put` notes a message and gives it a sequence number.
-2. Without that lock, and before `send` returns, `Outbox.wait_durable` has it written to disk, together with everything
-   that others have put meanwhile. An event loop has `Outbox.commit` run once for many messages, on another thread.
-3. `Outbox.settle` notes that messages are settled, in any order. They leave the file with the next commit. A message
-   that is settled and still in the file when the process dies is sent once more, and marked.
-4. A message may be written to the broker as soon as it is put. A message that is to wait first
-   (``when_flowed="spill"``) is put with ``permit=False`` and holds nothing in memory. To send such messages:
-   `Outbox.read` the next, `Outbox.permit` all up to the last of them, `commit`, and only then write. So the file says
-   of each message that is found after a crash whether it may have been written, and may be a second copy.
-5. After a start, before anything new: `Outbox.read` what is left, batch by batch, in order; send each with
-   `StoredMessage.to_send`, which adds the mark if it may be a second copy; `settle` as ever.
-6. `Outbox.put` may be given a `Position`: how far the program has read the source of the message (E13). It is written
-   in the same commit. A program that must not send a row twice without a mark writes such a message to the broker only
-   once it is durable: then a row behind the position on disk was never written, and one before it is marked.
-7. A message that cannot be read is set aside by the first read that meets it. It stays in the file and keeps its room,
-   and `Outbox.damaged` names it. All others go on without it until `Outbox.drop` removes it.
+1. Under its own lock, in the order of admission, `Outbox.put` notes a message and assigns a sequence number.
+2. Without that lock, and before `send` returns, `Outbox.wait_durable` writes the message to disk, together with all
+   messages that other threads have put meanwhile. An event loop runs `Outbox.commit` once for many messages, on another
+   thread.
+3. `Outbox.settle` notes that messages are settled, in any order. The next commit deletes them from the file. If the
+   process dies before that commit, they are sent once more and marked.
+4. A message may be written to the broker as soon as it is put. A message that must wait (``when_flowed="spill"``) is
+   put with ``permit=False`` and uses no memory. To send such messages, `Outbox.read` the next ones, `Outbox.permit` all
+   up to the last of them, `commit`, and only then write them. So the file shows after a crash whether a message may
+   have been written, and may be a second copy.
+5. After a start, before any new message, `Outbox.read` the remaining messages in order, batch by batch. Send each with
+   `StoredMessage.to_send`, which adds the mark if it may be a second copy, and `settle` it as usual.
+6. `Outbox.put` accepts a `Position`: how far the program has read the source of the message (E13). It is written in the
+   same commit. A program that must not send a row twice without a mark writes such a message to the broker only when it
+   is durable. Then a row after the position on disk was never written, and a row before it is marked.
+7. The first read that meets an unreadable message sets it aside. The message stays in the file and keeps its room, and
+   `Outbox.damaged` names it. All other messages are sent. `Outbox.drop` removes it.
 
-Invariants: sequences are given in order, and none is given twice, also across processes. Everything up to
-`Outbox.durable` is on disk. What a failed or interrupted commit has taken stays noted, and the next commit takes it
+Invariants: sequences are assigned in order, and none is assigned twice, also across processes. All messages up to
+`Outbox.durable` are on disk. Changes of a failed or interrupted commit stay noted, and the next commit writes them
 again: inserting or deleting a row twice changes nothing. Only a thread that has access (`FileAccess`) uses the file.
 Every wait has a deadline: for access, and for a lock that another process holds on the file.
 """
@@ -51,11 +52,11 @@ from qflow_client.redaction import is_url, shown
 
 __all__ = ["Outbox"]
 
-# Messages that are settled before `wait_durable` takes them out, too.
+# When this many messages are settled, `wait_durable` deletes them, too.
 _SETTLED_TOGETHER = 500
-# Bytes that a message takes besides its own.
+# Bytes that a message uses in addition to its own.
 _ROW = 64
-# The default for the most bytes of messages in an outbox.
+# The default of `max_bytes`.
 _MAX_BYTES = 1 << 30
 
 _T = TypeVar("_T")
@@ -66,19 +67,19 @@ def _deadline(timeout: float | None) -> float:
 
 
 class Outbox:
-    """Messages on disk, in a file of SQLite. For any number of threads of one process.
+    """Messages on disk, in a file of SQLite. Any number of threads of one process may use it.
 
     Args:
-        path: of the file; made if there is none. Its lock is a file beside it, which stays.
-        max_bytes: of the messages in it, properties and 64 bytes each included; the file itself may be somewhat larger.
-        synchronous: ``"normal"`` survives the death of the process, however it comes; ``"full"`` also that of the
-            machine, and waits for the disk with each commit.
+        path: of the file, which is created if it does not exist. The lock is a file beside it, which stays.
+        max_bytes: limit of the messages, including properties and 64 bytes for each; the file itself may be larger.
+        synchronous: ``"normal"`` survives the death of the process, whatever its cause. ``"full"`` also survives the
+            death of the machine, and waits for the disk with each commit.
         timeout: seconds to wait for a file that another process has locked.
 
     Raises:
         OutboxInUse: another process, or another producer in this one, uses it.
-        OutboxError: the file cannot be opened, is damaged, or is something else.
-        ValueError: `synchronous` is neither, or `max_bytes` is not above 0.
+        OutboxError: the file cannot be opened, is damaged, or is not an outbox.
+        ValueError: `synchronous` has another value, or `max_bytes` is not above 0.
     """
 
     def __init__(
@@ -94,13 +95,13 @@ class Outbox:
         if not max_bytes > 0:
             raise ValueError(f"max_bytes must be more than 0, not {shown(max_bytes)}")
         #: The absolute path of the file: the process may change its folder.
-        # A URL stays recognisable, and is refused below.
+        # A URL stays recognisable, and is rejected below.
         self.path = Path(path if is_url(path) else os.path.abspath(path))  # noqa: PTH100  # keeps links
-        # What to add to `time.monotonic` for seconds since 1970. Within one process a change of the wall clock does not
-        # count; between processes there is no other clock.
+        # Added to `time.monotonic`, it gives seconds since 1970. Within one process a change of the wall clock has no
+        # effect. Between processes there is no other clock.
         self._wall_offset = time.time() - time.monotonic()
         self._opened_at = time.time()
-        #: The most bytes that may be in it.
+        #: The limit of the bytes in it.
         self.max_bytes = max_bytes
         self._lock_file = LockFile(
             self.path,
@@ -114,45 +115,45 @@ class Outbox:
                 self._noted = Noted(self._file)
                 aside = outboxfile.aside(self._file)
             except BaseException:
-                # Not by the collector: a file that cannot be used is to be free at once.
+                # Closed here, not by the garbage collector, so that a file that cannot be used is free at once.
                 self._file.close()
                 raise
         except BaseException:
             self._lock_file.release()
             raise
         last = self._noted.last
-        # Exclusive use of the file; it knows the last sequence that is on disk.
+        # Exclusive use of the file; has the last sequence that is on disk.
         self._access = FileAccess(self._file, last)
-        # At opening, the last sequence, and up to where held messages might be written. A message that might be written
-        # then is a second copy if it is sent now.
+        # At opening, the last sequence, and the sequence up to which held messages might be written. Messages that
+        # might be written then are second copies if they are sent now.
         self._written_before: tuple[int, int] = last, self._noted.permitted_durable
-        # By sequence, why it was set aside.
+        # Why messages were set aside, by sequence.
         self._damaged: dict[int, str] = dict.fromkeys(aside, "it was set aside before")
 
     @property
     def last(self) -> int:
-        """The sequence that was given last; 0 before any."""
+        """The last assigned sequence; 0 before the first."""
         return self._noted.last
 
     @property
     def durable(self) -> int:
-        """The last sequence up to which everything that was put is on disk."""
+        """The sequence up to which all messages are on disk."""
         return self._access.durable
 
     @property
     def size(self) -> int:
-        """Bytes of the messages in it: those that are put, and those whose settling is not committed."""
+        """Bytes of the messages in it, including settled messages whose deletion is not committed."""
         return self._noted.size
 
     @property
     def left(self) -> int:
-        """Messages in it that are not known to be settled, damaged ones apart; about, while others use it."""
+        """How many messages are not known to be settled, without damaged ones; inexact while other threads use it."""
         left = len(self) - self._noted.settled_count
         return left if left > 0 else 0
 
     @property
     def damaged(self) -> dict[int, str]:
-        """The messages that were found damaged, and why, by sequence. They take their room, and count for nothing else.
+        """The damaged messages and their errors, by sequence. They use their room, and are ignored otherwise.
 
         See `drop`.
         """
@@ -161,21 +162,21 @@ class Outbox:
     def __len__(self) -> int:
         return self._noted.count - len(self._damaged)
 
-    # In.
+    # Putting.
 
     def has_room(self, size: int) -> bool:
-        """Whether there is room for a body of so many bytes; its properties may go beyond `max_bytes`."""
+        """Return whether there is room for a body of this size in bytes; its properties may exceed `max_bytes`."""
         return self._noted.size + size + _ROW <= self.max_bytes
 
     def check_room(self, size: int, *, waits: bool) -> None:
-        """Refuse a message for which there is no room.
+        """Reject a message for which there is no room.
 
         Args:
             size: of its body.
-            waits: whether it can wait until there is.
+            waits: whether it can wait until there is room.
 
         Raises:
-            OutboxFull: there is none now, if it cannot wait; or there never will be.
+            OutboxFull: there is no room now, if it cannot wait; or there never will be.
         """
         if not self.has_room(size) and (not waits or size + _ROW > self.max_bytes):
             raise OutboxFull(self._describe_full(size))
@@ -197,23 +198,23 @@ class Outbox:
         overdraw: bool = False,
         position: Position | None = None,
     ) -> int:
-        """Note a message; it is durable with the next commit.
+        """Note a message; it is durable after the next commit.
 
         Args:
-            payload: the body, or a message with properties. Its own message id, if it has one, counts.
-            exchange: where it is to be published.
-            routing_key: with which key.
-            message_id: for a message without.
-            permit: whether it may be written to a broker from now on; else it is held until `permit`.
-            overdraw: take it even if there is no room, because `has_room` was asked.
-            position: how far its source has been read; written in the same commit. ``None`` for none.
+            payload: the body, or a message with properties. If it has a message id, that id is used.
+            exchange: its exchange.
+            routing_key: its routing key.
+            message_id: for a message without an id.
+            permit: whether it may be written to a broker from now on; otherwise it is held until `permit` is called.
+            overdraw: put it even if there is no room, because the caller has checked `has_room`.
+            position: how far its source has been read, written in the same commit; ``None`` for none.
 
         Returns:
             Its sequence.
 
         Raises:
-            OutboxFull: there is no room. With `commit`, what was settled makes some.
-            TypeError, ValueError: what AMQP cannot carry.
+            OutboxFull: there is no room. A `commit` makes room if messages are settled.
+            TypeError, ValueError: AMQP cannot represent it.
         """
         if position is not None and not isinstance(position, Position):
             raise TypeError(f"position must be a Position, not {type(position).__name__}: {shown(position)}")
@@ -232,7 +233,7 @@ class Outbox:
         return sequence
 
     def permit(self, sequence: int) -> None:
-        """Allow held messages up to one to be written to a broker, once that is committed.
+        """Allow held messages up to a sequence to be written to a broker, after the next commit.
 
         Args:
             sequence: of the last of them.
@@ -240,33 +241,33 @@ class Outbox:
         self._noted.permit(sequence)
 
     def settle(self, first: int, last: int | None = None) -> None:
-        """Note that messages are settled; they leave the file with the next commit.
+        """Note that messages are settled. The next commit deletes them from the file.
 
         Args:
-            first: the sequence of the first.
-            last: that of the last; ``None`` for the first alone.
+            first: the first sequence.
+            last: the last sequence; ``None`` for `first` alone.
         """
         self._noted.settle(first, first if last is None else last)
 
     def withdraw(self, first: int, last: int) -> None:
-        """Note that messages were put by mistake: they leave the file, and their positions do not count.
+        """Note that messages were put by mistake. They are deleted from the file, and their positions are withdrawn.
 
         Args:
-            first: the sequence of the first.
-            last: that of the last. No message of the same source was put after it.
+            first: the first sequence.
+            last: the last sequence. No message of the same source was put after it.
         """
         self._noted.withdraw(first, last)
 
     # Positions.
 
     def position(self, source: str) -> int | str | None:
-        """How far a source has been read: the position of the last of its messages that was put.
+        """Return how far a source has been read: the position of its last message that was put.
 
         Args:
             source: its name.
 
         Returns:
-            The position, which is on disk once that message is; ``None`` if it has none.
+            The position, which is on disk when that message is; ``None`` if the source has none.
 
         Raises:
             OutboxError: it is damaged.
@@ -278,7 +279,7 @@ class Outbox:
         return self._noted.position(source)
 
     def set_position(self, source: str, value: int | str | None, timeout: float | None = None) -> None:
-        """Write the position of a source without a message, and everything that is noted before it.
+        """Write the position of a source without a message, and all changes that were noted before.
 
         Args:
             source: its name.
@@ -287,7 +288,7 @@ class Outbox:
 
         Raises:
             OutboxError: it could not be written, or not in time.
-            TypeError, ValueError: as `Position`.
+            TypeError, ValueError: as for `Position`.
         """
         Position(source, 0 if value is None else value)
 
@@ -297,7 +298,7 @@ class Outbox:
 
         self._use_file(write, _deadline(timeout))
 
-    # To the disk.
+    # Committing.
 
     @property
     def dirty(self) -> bool:
@@ -316,12 +317,12 @@ class Outbox:
             raise OutboxError(f"{self.path}: another thread is still writing to it") from None
 
     def wait_durable(self, sequence: int, timeout: float | None = None) -> None:
-        """Return when a message is on disk: commit it with all that is noted, unless another thread just did.
+        """Return when a message is on disk. Commit all noted changes, unless another thread has done so.
 
         Args:
             sequence: of the message.
-            timeout: seconds to wait for other threads, and for a file that another process has locked; ``None`` for as
-                long as other threads take, and for 10 seconds.
+            timeout: seconds to wait for other threads, and for a file that another process has locked. ``None`` waits
+                without limit for other threads, and 10 seconds for another process.
 
         Raises:
             OutboxError: it could not be written, or not in time. It stays noted, and the next commit tries again.
@@ -333,7 +334,7 @@ class Outbox:
         self._commit(all_of_it=self._noted.settled_count >= _SETTLED_TOGETHER)
 
     def commit(self, timeout: float | None = None) -> int:
-        """Write everything that is noted to disk.
+        """Write all noted changes to disk.
 
         Args:
             timeout: as for `wait_durable`.
@@ -342,7 +343,8 @@ class Outbox:
             The last sequence that is durable.
 
         Raises:
-            OutboxError: it could not be written, or not in time. It stays noted, and the next commit tries again.
+            OutboxError: the changes could not be written, or not in time. They stay noted, and the next commit tries
+                again.
         """
         self._use_file(self._commit_if_dirty, _deadline(timeout))
         return self._access.durable
@@ -352,20 +354,20 @@ class Outbox:
             self._commit()
 
     def _commit(self, *, all_of_it: bool = True) -> None:
-        """Write everything that is noted; or only the messages."""
+        """Write all noted changes, or only the messages."""
         self._access.durable = self._noted.write(self._file, all_of_it=all_of_it)
 
-    # Out.
+    # Reading.
 
     def read(self, after: int = 0, limit: int = 1000, max_bytes: int | None = None) -> list[StoredMessage]:
-        """Messages that are on disk and not known to be settled, in order.
+        """Return messages that are on disk and not known to be settled, in order.
 
-        One that is damaged is not among them, and never will be: it is set aside, see `damaged`.
+        A damaged message is never among them: it is set aside, see `damaged`.
 
         Args:
-            after: a sequence; those behind it.
-            limit: how many at the most.
-            max_bytes: how many bytes at the most, but always one message; ``None`` for no limit.
+            after: a sequence; only later messages are returned.
+            limit: how many at most.
+            max_bytes: how many bytes at most, but at least one message; ``None`` for no limit.
 
         Raises:
             OutboxError: the file cannot be read.
@@ -386,23 +388,26 @@ class Outbox:
         return found
 
     def wall_time(self, now: float) -> float:
-        """Return a time of `time.monotonic` in seconds since 1970, as messages have it that are put in this process."""
+        """Convert a time of `time.monotonic` to seconds since 1970, as used for messages that this process puts."""
         return now + self._wall_offset
 
     def _correct_time(self, stored: StoredMessage) -> StoredMessage:
-        """Return a message that an earlier process put, by a clock that was ahead of this one's, as put at opening."""
+        """Return a message with a corrected time.
+
+        If an earlier process put the message with a time after the opening, it gets the time of the opening.
+        """
         if stored.at <= self._opened_at or stored.sequence > self._written_before[0]:
             return stored
         return replace(stored, at=self._opened_at)
 
     def expire(self, before: float) -> list[StoredMessage]:
-        """Take out messages that are too old to be sent.
+        """Remove messages that are too old to be sent.
 
         Args:
-            before: seconds since 1970; those that were put earlier.
+            before: seconds since 1970; messages that were put earlier are removed.
 
         Returns:
-            The messages that were taken out, in order. They leave the disk with the next commit.
+            The removed messages, in order. The next commit deletes them from the disk.
 
         Raises:
             OutboxError: the file cannot be read.
@@ -415,13 +420,13 @@ class Outbox:
         return found
 
     def drop(self, sequence: int) -> None:
-        """Take a message out, whatever it is; it is gone with the next commit.
+        """Remove a message in any state. The next commit deletes it.
 
         Args:
             sequence: of the message.
 
         Raises:
-            OutboxError: it is not there, or the file cannot be read.
+            OutboxError: it is not in the outbox, or the file cannot be read.
         """
 
         def check() -> None:
@@ -433,10 +438,13 @@ class Outbox:
         self.settle(sequence)
         self._damaged.pop(sequence, None)
 
-    # The end.
+    # Closing.
 
     def unwritten(self) -> dict[int, StoredMessage]:
-        """The messages that are put and not on disk, by sequence. After a `close` that fails they never will be."""
+        """Return the messages that are put and not on disk, by sequence.
+
+        After a `close` that fails, they never will be on disk.
+        """
         return self._noted.unwritten()
 
     @property
@@ -445,18 +453,18 @@ class Outbox:
         return self._lock_file.released
 
     def stop_waiting(self, timeout: float) -> None:
-        """Have commits of all threads wait for a file that another process has locked so many seconds more at most."""
+        """Limit how many more seconds commits of all threads wait for a file that another process has locked."""
         self._file.stop_at = _deadline(timeout)
 
     def close(self, timeout: float | None = None) -> None:
-        """Commit, and let others have it. A second call does nothing.
+        """Commit, and release the outbox for others. A second call does nothing.
 
         Args:
             timeout: as for `wait_durable`.
 
         Raises:
-            OutboxError: what is noted could not be written; it is closed all the same, see `unwritten`. Or another
-                thread was still writing when the time was up, and it is not closed.
+            OutboxError: noted changes could not be written; the outbox is closed anyway, see `unwritten`. Or another
+                thread was still writing at the deadline, and the outbox is not closed.
         """
         if not self.is_closed:
             self._use_file(self._close, _deadline(timeout))
@@ -485,44 +493,44 @@ class Outbox:
 
     @staticmethod
     def look(path: str | os.PathLike[str], after: int = 0, limit: int = 1000) -> list[StoredMessage]:
-        """What is in an outbox, also while a producer uses it: as `read`, and nothing is changed or locked.
+        """Return messages of an outbox, also while a producer uses it: as `read`, but without changes or locks.
 
         Damaged messages are left out, see `look_damaged`.
 
         Args:
             path: of the file.
-            after: a sequence; those behind it.
-            limit: how many at the most.
+            after: a sequence; only later messages are returned.
+            limit: how many at most.
 
         Raises:
-            OutboxError: there is none, or it cannot be read.
+            OutboxError: there is no outbox, or it cannot be read.
         """
         with outboxfile.open_to_look(path) as file:
             return outboxfile.look(file, after, limit)
 
     @staticmethod
     def look_damaged(path: str | os.PathLike[str]) -> dict[int, str]:
-        """The damaged messages in an outbox, and what is wrong with each, by sequence; also while a producer uses it.
+        """Return the damaged messages of an outbox and their errors, by sequence; also while a producer uses it.
 
         Args:
             path: of the file.
 
         Raises:
-            OutboxError: there is none, or it cannot be read.
+            OutboxError: there is no outbox, or it cannot be read.
         """
         with outboxfile.open_to_look(path) as file:
             return outboxfile.look_damaged(file)
 
     @staticmethod
     def find(path: str | os.PathLike[str], sequence: int) -> StoredMessage:
-        """One message of an outbox, also while a producer uses it.
+        """Return one message of an outbox, also while a producer uses it.
 
         Args:
             path: of the file.
             sequence: of the message.
 
         Raises:
-            OutboxError: it is not there, or cannot be read.
+            OutboxError: it is not in the outbox, or cannot be read.
         """
         with outboxfile.open_to_look(path) as file:
             return outboxfile.find(file, sequence)

@@ -1,4 +1,4 @@
-"""What the state of a producer asks of the thread that reads and commits."""
+"""Requests of a producer's state to the writer thread."""
 
 from __future__ import annotations
 
@@ -12,40 +12,41 @@ __all__ = ["ReadRequest", "Requests"]
 class ReadRequest(NamedTuple):
     """A part of the backlog that is to be read."""
 
-    #: Read behind this sequence.
+    #: Read messages after this sequence.
     after: int
     #: The last sequence of the backlog.
     upto: int
-    #: Whether the messages are to be sent; otherwise only messages that are too old are wanted.
+    #: True to send the messages, False to find messages that are too old.
     sends: bool
 
 
 class Requests:
-    """What the writer is to do next. State and writer each only assign, so there is no lock.
+    """The next tasks of the writer. The state and the writer only assign attributes, so there is no lock.
 
     Args:
-        reports: of the producer. The producer wakes the writer as it wakes any other waiter.
+        reports: of the producer. The producer wakes the writer like any other waiter.
     """
 
     __slots__ = ("_reports", "commit", "read", "writer")
 
     def __init__(self, reports: Reports) -> None:
         self._reports = reports
-        #: Is woken when there is a request; set once there is a writer.
+        #: The writer, which is woken when there is a request; set when it exists.
         self.writer: Any = None
         #: Whether a commit was requested that has not begun.
         self.commit = False
-        #: What is to be read; ``None`` if nothing is. It stays until the batch has been fed to the backlog.
+        #: The requested part of the backlog; ``None`` without a request. It stays until the batch was fed to the
+        #: backlog.
         self.read: ReadRequest | None = None
 
     def request_commit(self) -> None:
-        """Have what is noted written to disk soon."""
+        """Request a commit."""
         if not self.commit:
-            # In this order: Ctrl-C in between may have the writer woken twice, and never not at all.
+            # In this order, Ctrl-C may wake the writer twice, but never prevents that it is woken.
             self._reports.wake.append(self.writer)
             self.commit = True
 
     def request_read(self, request: ReadRequest) -> None:
-        """Have a part of the backlog read."""
+        """Request a part of the backlog."""
         self.read = request
         self._reports.wake.append(self.writer)

@@ -13,9 +13,10 @@ __all__ = ["Spilled"]
 
 
 class Spilled(Receipt):
-    """The fate of a message that waits in the outbox. Its body is not in memory before it is admitted.
+    """The receipt of a message that waits in the outbox. Its body is not in memory before it is admitted.
 
-    Each producer has a class of its own for such receipts, made of this one and of the class of its other receipts.
+    Each producer has a class of its own for such receipts, derived from this one and from the class of its other
+    receipts.
     """
 
     __slots__ = ()
@@ -26,12 +27,12 @@ class Spilled(Receipt):
     _sequence: int
 
     def spill(self, path: Any, sequence: int, own_id: str | None) -> None:
-        """Note where the message is.
+        """Record where the message is.
 
         Args:
             path: of the outbox.
             sequence: of the message in it.
-            own_id: the message id that the application gave; ``None`` if the producer gives one.
+            own_id: the message id that the application assigned; ``None`` if the producer assigns one.
         """
         self._path = path
         self._sequence = sequence  # type: ignore[misc]  # as said above
@@ -43,15 +44,15 @@ class Spilled(Receipt):
 
     @property
     def message_id(self) -> str | None:
-        """The message id it bears on the wire."""
+        """The message id on the wire."""
         return self._id or super().message_id
 
     @property
     def message(self) -> RoutedMessage:
-        """As `Receipt.message`; read from the outbox until the message is sent.
+        """As `Receipt.message`; it is read from the outbox until the message is sent.
 
         Raises:
-            OutboxError: it cannot be read, or another producer has taken it out.
+            OutboxError: it cannot be read, or another producer has removed it.
         """
         if self._payload is not None:
             return super().message
@@ -65,5 +66,5 @@ class Spilled(Receipt):
 
     @property
     def held_bytes(self) -> int:
-        """About how many bytes of memory the receipt and its message take; the body may be on disk only."""
+        """About how many bytes of memory the receipt and its message use; the body may be only on disk."""
         return super().held_bytes if self._payload is not None else RECEIPT_OVERHEAD

@@ -1,4 +1,4 @@
-"""The outbox of one producer with all that belongs to it: the file, the store attached to its state, and the writer."""
+"""The outbox of one producer with its parts: the file, the store that is attached to its state, and the writer."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from qflow_client.settings import ProducerSettings
 
 __all__ = ["GRACE", "Storage"]
 
-#: Seconds that the disk may take after the deadline of a call: a message that is admitted is on disk as a rule when
+#: Seconds that the disk may take after the deadline of a call. So a message that is admitted is usually on disk when
 #: `send` returns, also with a timeout of 0.
 GRACE = 0.5
-# A call that has fewer seconds than this has the writer commit, and so leaves in time also if the disk does not answer.
-# Any other call commits by itself, which takes a third of the time: 10,500 against 3,700 messages a second, one thread.
+# A call with fewer seconds left lets the writer commit, so it returns in time even if the disk does not answer. Other
+# calls commit themselves, which is three times as fast: 10,500 against 3,700 messages a second, one thread.
 _SHORT = 10.0
 # Seconds in which an outbox is closed, if it need not wait for another process.
 _CLOSING = 0.2
@@ -35,8 +35,8 @@ _CLOSING = 0.2
 class Storage:
     """Opens the outbox of a producer, attaches it, and closes it.
 
-    It is made before there is anything to close. So a producer that is interrupted while it opens its outbox has an
-    object that closes it.
+    The object exists before there is anything to close. So a producer that is interrupted while it opens its outbox can
+    close it.
 
     Args:
         settings: the producer's settings.
@@ -51,17 +51,17 @@ class Storage:
 
     def __init__(self, settings: ProducerSettings) -> None:
         self._settings = settings
-        # Guards the two below: one thread may close it while another opens it.
+        # Guards the two attributes below, because one thread may close the outbox while another opens it.
         self._lock = threading.Lock()
         self._is_closed = False
         self._opened: Outbox | None = None
         self._waits = CommitWaits()
 
     def open(self) -> None:
-        """Open the outbox; on any thread, once.
+        """Open the outbox. Call this once, on any thread.
 
         Raises:
-            OutboxInUse, OutboxError: as `Outbox`; or it was closed meanwhile.
+            OutboxInUse, OutboxError: as for `Outbox`; or it was closed meanwhile.
         """
         settings = self._settings
         assert settings.outbox_path is not None
@@ -86,13 +86,13 @@ class Storage:
         deliver: Callable[[StoreStep], None],
         committed: Callable[[int, Exception | None], None] | None = None,
     ) -> None:
-        """Have the producer's state keep its messages in the outbox. It is a step of that state.
+        """Attach the outbox to the producer's state, which keeps its messages there. This is a step of that state.
 
         Args:
-            protocol: the state. Nothing may have been admitted yet.
+            protocol: the state. No message may have been admitted yet.
             spilled_type: the class of receipts for messages that wait on disk.
             deliver: as for `Writer`.
-            committed: likewise; ``None`` if nothing waits for commits but threads.
+            committed: as for `Writer`; ``None`` if only threads wait for commits.
         """
 
         def on_commit(durable: int, error: Exception | None) -> None:
@@ -110,22 +110,22 @@ class Storage:
 
     @property
     def spilled(self) -> tuple[Receipt, ...]:
-        """The receipts of messages that wait on disk, as far as anything refers to them."""
+        """The receipts of messages that wait on disk, while other code refers to them."""
         return tuple(self.store.backlog.spilled.values()) if hasattr(self, "store") else ()
 
     def start(self) -> None:
-        """Begin with what was left."""
+        """Start to send the messages that an earlier producer left."""
         self.writer.start()
 
     def wait_durable(self, receipt: Receipt, deadline: float) -> None:
-        """Return when all that was put until now is on disk.
+        """Return when all messages that were put until now are on disk.
 
         Args:
-            receipt: of the last of it.
+            receipt: of the last of them.
             deadline: of the caller, in seconds of `time.monotonic`.
 
         Raises:
-            NotDurable: it could not be written, or the deadline has passed for longer than `GRACE`.
+            NotDurable: it could not be written, or the deadline has passed by more than `GRACE` seconds.
         """
         outbox = self.outbox
         sequence = outbox.last
@@ -140,7 +140,8 @@ class Storage:
                 raise NotDurable(f"{outbox.path}: {why}", receipt)
             return
         try:
-            # A signal handler or a finalizer that sends meanwhile is refused: it might have to wait for this thread.
+            # A send by a signal handler or a finalizer is rejected meanwhile, because it might have to wait for this
+            # thread.
             take(lambda: outbox.wait_durable(sequence, None if timeout == math.inf else timeout))
         except OutboxError as error:
             raise NotDurable(str(error), receipt) from error
@@ -149,12 +150,12 @@ class Storage:
             self._deliver(self.store.look_again)
 
     def close(self, timeout: float) -> None:
-        """Commit, and let others have the outbox; also before it is opened, and again.
+        """Commit, and release the outbox for others. It may be called before the outbox is opened, and repeatedly.
 
         If the disk does not answer in time, the outbox stays in use until it does.
 
         Args:
-            timeout: seconds that it may take.
+            timeout: the time limit in seconds.
         """
         with self._lock:
             self._is_closed = True
@@ -162,7 +163,7 @@ class Storage:
         if outbox is None:
             return
         timeout = min(timeout, threading.TIMEOUT_MAX)
-        # What waits for another process ends before the time is up, so that the outbox can be closed within it.
+        # Waits for another process end earlier, so that the outbox can be closed in time.
         outbox.stop_waiting(max(timeout / 2, timeout - _CLOSING))
         try:
             if hasattr(self, "writer"):

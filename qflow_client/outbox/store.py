@@ -1,11 +1,13 @@
-"""The outbox as the state of a producer sees it: `qflow_client.core.store.Store`, sans-I/O.
+"""The outbox as used by a producer's state: implements `qflow_client.core.store.Store`, sans-I/O.
 
-`OutboxStore` notes in the outbox each message that is admitted, and each one that is settled, inside the same step of
-the state. The producer has that written to disk before `send` returns. What waits on disk without being admitted is the
-`Backlog`. A sequence is the outbox's number of a message; numbers are the state's. Both rise in the order of the wire.
+`OutboxStore` notes each admitted and each settled message in the outbox, inside the same step of the state. The
+producer has the messages written to disk before `send` returns. Messages that wait on disk without being admitted are
+the `Backlog`. A sequence is the outbox's number of a message; the state has its own numbers. Both increase in the order
+of the wire.
 
-A message with a position (E13) is written to the broker once it is on disk, and not before. Otherwise the broker could
-have a message that is behind the position on disk, and its source would be sent again from there without a mark.
+A message with a position (E13) is written to the broker only when it is on disk. Otherwise the broker could have a
+message that is after the position on disk. Then its source would be read again from that position, and the message sent
+again without a mark.
 """
 
 from __future__ import annotations
@@ -53,11 +55,11 @@ class _Room(Limiter):
         return None if self._outbox.has_room(size) else HoldKind.OUTBOX
 
     def add(self, size: int, now: float) -> bool:
-        """Do nothing: the outbox counts by itself."""
+        """Do nothing: the outbox counts its messages."""
         return False
 
     def remove(self, size: int, count: int = 1) -> None:
-        """Do nothing, likewise."""
+        """Do nothing: the outbox counts its messages."""
 
     @property
     def resumable(self) -> bool:
@@ -71,8 +73,8 @@ class OutboxStore:
     """The outbox of one producer.
 
     Args:
-        protocol: the producer's state, to which it attaches itself. Nothing may have been admitted yet.
-        outbox: where the messages are kept.
+        protocol: the producer's state, to which it attaches itself. No message may have been admitted yet.
+        outbox: keeps the messages.
         spilled_type: the class of receipts for messages that wait on disk.
         writer: is woken when there is a request.
         now: seconds.
@@ -82,28 +84,28 @@ class OutboxStore:
         self, protocol: ProducerProtocol, outbox: Outbox, spilled_type: type[Spilled], writer: Any, now: float
     ) -> None:
         self.outbox = outbox
-        #: What the writer is to do.
+        #: The next tasks of the writer.
         self.requests = Requests(protocol.reports)
         self.requests.writer = writer
-        #: Takes the steps; those of the store are steps of the producer's state.
+        #: Takes the steps. Steps of the store are steps of the producer's state.
         self.steps = protocol.steps
         self._admission, self._line, self._resending = protocol.admission, protocol.line, protocol.parts.resending
         self._controller, self._gate, self._reports = protocol.controller, protocol.gate, protocol.reports
         self._blocks = protocol.settings.outbox_full is OnOutboxFull.BLOCK
         self._spills = protocol.settings.when_flowed is WhenFlowed.SPILL
-        #: Limits admission by the room on disk; ``None`` if a message for which there is no room is refused instead.
+        #: Limits admission by the room on disk; ``None`` if a message without room is rejected instead.
         self.limiter = _Room(outbox) if self._blocks else None
-        # The backlog has its room already, so only the other limits apply to it.
+        # Messages of the backlog have their room on disk already, so only the other limits apply to them.
         self.backlog = Backlog(protocol, outbox, self.requests, protocol.controller.limiter, spilled_type)
         # The sequences of the messages in the window, by number.
         self._sequences: dict[int, int] = {}
-        # Likewise, of those with a position that are not known to be on disk, in order. Not a plain dict, in which the
-        # first is found behind the places of all that have left in front of it.
+        # The same for messages with a position that are not known to be on disk, in order. In a plain dict, the first
+        # entry is found slowly if many entries before it were removed.
         self._not_on_disk: OrderedDict[int, int] = OrderedDict()
-        #: Whether the first unsent message is one of them, so that nothing can be written before a commit.
+        #: Whether the first unsent message is in `_not_on_disk`, so that no message can be written before a commit.
         self.keeps_all_back = False
         # Whether there will be no further channel; and the receipts of messages that stay in the outbox, by sequence.
-        # Those that are on disk may be missing.
+        # Receipts of messages on disk may be missing.
         self._is_ended = False
         self._stored: OrderedDict[int, Receipt] = OrderedDict()
         # The last sequence of a message that was admitted or spilled.
@@ -112,11 +114,11 @@ class OutboxStore:
             self.backlog.hold(f"{len(outbox)} messages were left in {outbox.path}", now)
         protocol.attach_store(self, now)
 
-    # What the application does.
+    # Calls of the application.
 
     def check_room(self, payload: bytes | Message, exchange: str, routing_key: str) -> None:
         try:
-            # A message for which there will never be room would keep all behind it waiting.
+            # A message for which there will never be room would delay all messages behind it.
             self.outbox.check_room(_size(payload), waits=self._blocks)
         except OutboxFull as error:
             raise OutboxFull(str(error), payload, exchange=exchange, routing_key=routing_key) from None
@@ -124,7 +126,7 @@ class OutboxStore:
     def send(
         self, payload: bytes | Message, exchange: str, routing_key: str, now: float, *, spills: bool
     ) -> Receipt | None:
-        """Admit a message and note it in the outbox, or only note it there to be sent later, if that is possible now.
+        """Admit a message if that is possible now, and note it in the outbox; or only note it, to be sent later.
 
         Args:
             payload: the message.
@@ -134,8 +136,8 @@ class OutboxStore:
             spills: whether it may be put into the outbox while the producer is flowed.
 
         Returns:
-            Its receipt. The message is on disk once the outbox has made its last sequence durable. ``None`` if the
-            producer is flowed and the message may not be spilled, or there is no room, and nothing has happened.
+            Its receipt. The message is on disk when the outbox has made its last sequence durable. ``None`` if there is
+            no room, or if the producer is flowed and the message may not be spilled. Nothing has changed then.
 
         Raises:
             ProducerClosed: no message will ever be admitted again.
@@ -160,9 +162,9 @@ class OutboxStore:
         now: float,
         ticket: SendTicket | None = None,
     ) -> Spilled:
-        """Put a message into the outbox, and its receipt into the ticket with which it stood in line."""
+        """Put a message into the outbox. Put its receipt into its ticket, if it waited in line."""
         outbox, backlog, last_before = self.outbox, self.backlog, self.backlog.last
-        # Names that cannot be encoded are refused.
+        # Names that cannot be encoded raise an error here.
         route = self._admission.encoder.route(exchange, routing_key)
         try:
             receipt, message_id = backlog.make_receipt(payload, route, outbox.last + 1)
@@ -171,7 +173,7 @@ class OutboxStore:
             backlog.append(receipt, now)
             if ticket is not None:
                 ticket.receipt = receipt
-            # From here on the message counts as spilled, also if Ctrl-C comes.
+            # From here on the message is spilled, also if Ctrl-C comes.
             self._last_sequence = receipt._sequence
             if self._admission.observer is not None:
                 self._admission.observer.spilled(payload, receipt)
@@ -192,14 +194,14 @@ class OutboxStore:
             ticket = controller.dismiss()
             assert isinstance(ticket, SendTicket)
             if not ticket.claim():
-                # Its sender could not wait for a step to give it up.
+                # Its sender could not wait for a step to give the message up.
                 ticket.cancelled = True
                 self._line.tickets.pop(ticket, None)
                 continue
             try:
                 self._spill(ticket.payload, ticket.exchange, ticket.routing_key, now, ticket)
             except Exception as error:
-                # The sender gets the error, and the rest of the line goes on.
+                # The sender gets the error, and the rest of the line continues.
                 ticket.error = error
             self._reports.wake.append(ticket.waiter)
             del self._line.tickets[ticket]
@@ -207,11 +209,11 @@ class OutboxStore:
             # There may be room.
             controller.look(now)
 
-    # What the writer does.
+    # Calls of the writer.
 
     @property
     def is_held(self) -> bool:
-        """Whether messages may wait for something that a commit can bring about, such as room."""
+        """Whether messages may wait for an effect of a commit, such as room."""
         return not self._gate.is_open
 
     @property
@@ -221,13 +223,13 @@ class OutboxStore:
 
     @step
     def look_again(self, now: float) -> None:
-        """Admit what can be admitted, and have written what can be written: a commit may have made way for both."""
+        """Admit the messages that can be admitted, and write those that can be written. A commit may allow both."""
         self.keeps_all_back = False
         self._line.grant(now)
 
     @step
     def expire(self, now: float) -> None:
-        """Settle messages of the backlog that are too old, whether or not it could leave."""
+        """Settle messages of the backlog that are too old, also if the backlog could not be sent."""
         if self.backlog.ready:
             self._line.grant(now)
         self.backlog.request_expired()
@@ -236,7 +238,7 @@ class OutboxStore:
     def feed(
         self, request: ReadRequest, batch: Sequence[StoredMessage], damaged: Mapping[int, str], now: float
     ) -> None:
-        """Take what was read for a request, see `Backlog.feed`."""
+        """Handle the result of a request, see `Backlog.feed`."""
         self.backlog.feed(request, batch, damaged, now)
         self._line.grant(now)
 
@@ -245,7 +247,7 @@ class OutboxStore:
         """Repeat a request that could not be served."""
         self.backlog.request_again()
 
-    # Into the outbox, when a message is admitted.
+    # Admitting.
 
     def admitting(self, receipt: Receipt, number: int) -> None:
         sequence, self.backlog.admitting = self.backlog.admitting, 0
@@ -261,7 +263,7 @@ class OutboxStore:
                 self._not_on_disk[number] = sequence
                 if not self._admission.unsent and not self._resending.again:
                     self.keeps_all_back = True
-                # The sender commits it as a rule. If an interrupt keeps it from that, the writer does.
+                # The sender usually commits it. If an interrupt prevents that, the writer commits it.
                 self.requests.request_commit()
         self._sequences[number] = sequence
 
@@ -283,7 +285,7 @@ class OutboxStore:
             self.requests.request_commit()
         self._last_sequence = self.outbox.last
 
-    # To the broker.
+    # Writing to the broker.
 
     @property
     def waits_for_disk(self) -> bool:
@@ -292,7 +294,7 @@ class OutboxStore:
 
     def count_writable(self, unsent: deque[Receipt]) -> int:
         waiting = self._not_on_disk
-        # It only grows.
+        # It never decreases.
         durable = self.outbox.durable
         count = len(unsent)
         while waiting:
@@ -305,14 +307,14 @@ class OutboxStore:
             self.keeps_all_back = False
         return count
 
-    # Out of it, when it is settled.
+    # Settling.
 
     def settled(self, receipts: Sequence[Receipt]) -> None:
         sequences, settle = self._sequences, self.outbox.settle
         first = last = 0
         for receipt in receipts:
             sequence = sequences.get(receipt._number, 0)
-            # It is no orphan, also once it is not among the unsettled messages any more.
+            # The message is not an orphan, although it is not among the unsettled messages any more.
             self._last_sequence = max(self._last_sequence, sequence)
             if receipt._outcome is Outcome.STORED:
                 # The message stays for the next producer.
@@ -327,7 +329,7 @@ class OutboxStore:
             first = last = sequence
         if last:
             settle(first, last)
-        # Last, because an interrupted call is made again.
+        # This comes last, because an interrupted call is repeated.
         for receipt in receipts:
             sequences.pop(receipt._number, None)
         if self._not_on_disk:
@@ -335,14 +337,14 @@ class OutboxStore:
         self.requests.request_commit()
 
     def _note_stored(self, sequence: int, receipt: Receipt) -> None:
-        """Note a message that stays in the outbox, until it is on disk."""
+        """Record a message that stays in the outbox, until it is on disk."""
         stored, durable = self._stored, self.outbox.durable
         while stored and (first := next(iter(stored))) <= durable:
             del stored[first]
         stored[sequence] = receipt
 
     def _keep_nothing_back_for(self, settled: Sequence[Receipt]) -> None:
-        """Let what is behind messages leave that were to be on disk first, and will not be written any more."""
+        """Release the messages behind those that had to be on disk first and will not be written any more."""
         for receipt in settled:
             if receipt._outcome is not Outcome.STORED:
                 self._not_on_disk.pop(receipt._number, None)
@@ -366,18 +368,18 @@ class OutboxStore:
     def next_timer(self, now: float) -> float | None:
         return self.backlog.next_timer(now)
 
-    # The end.
+    # The end of the producer.
 
     def end(self, reason: str) -> None:
         self._stored |= self.backlog.end(reason)
         self._is_ended = True
 
     def report_unwritten(self) -> int:
-        """After the outbox was closed: report messages that were to stay in it and are not on disk.
+        """After the outbox was closed, report messages that should have stayed in it and are not on disk.
 
-        Their receipts say *stored*, because the outbox is closed after the last channel. A message that was admitted
-        may have been written to the broker. A spilled one was not, nor one with a position: it is safe to send again,
-        unless a thread may still be writing it to the outbox.
+        Their receipts have the outcome *stored*, because the outbox is closed after the last channel. A message that
+        was admitted may have been written to the broker. A message that was spilled, or that has a position, was not
+        written. It is safe to send such a message again, unless a thread may still be writing it to the outbox.
 
         Returns:
             How many there were.
@@ -389,12 +391,13 @@ class OutboxStore:
             is_unsent = is_spilled or (receipt is not None and receipt._number in self._not_on_disk)
             outcome = Outcome.FAILED if is_unsent and self.outbox.is_closed else Outcome.UNKNOWN
             reply = (0, f"it could not be written to the outbox {self.outbox.path}")
-            # A callback was told that the message is stored. `close` reports only what was in the window then.
+            # A callback was informed that the message is stored. `close` reports only messages that were in the window
+            # then.
             is_new = is_spilled and self._reports.settled is not None
             if receipt is None:
                 if not is_spilled or not self._is_ended:
                     continue
-                # Nothing refers to its receipt any more.
+                # No other code refers to its receipt any more.
                 route = self._admission.encoder.route(stored.exchange, stored.routing_key)
                 receipt, is_new = self._admission.receipt_type(stored.message, route, None), True
                 receipt._number = sequence

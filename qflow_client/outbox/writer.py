@@ -1,11 +1,12 @@
-"""The thread that reads and commits for a producer with an outbox, so that neither senders nor the I/O wait for that.
+"""The thread that reads and commits for a producer with an outbox, so that neither senders nor the I/O wait for it.
 
-The producer wakes it as it wakes any other waiter. It then commits what is noted in the outbox. If the state has
-requested a part of the backlog, it reads that, notes on disk that it may be written to a broker, and has it fed to the
-state. It never touches the state itself: `deliver` takes each step where the producer takes its other steps.
+The producer wakes it like any other waiter. The thread then commits the noted changes of the outbox. If the state has
+requested a part of the backlog, the thread reads it, notes on disk that it may be written to a broker, and feeds it to
+the state. The thread never changes the state itself: `deliver` takes each step in the context in which the producer
+takes its other steps.
 
-While it uses the outbox, its thread counts as one inside a step: a finalizer that sends by this producer from there
-might find a lock of the outbox taken by the thread that it interrupts (E2).
+While the thread uses the outbox, it counts as being inside a step. Otherwise a finalizer on this thread could send by
+this producer and wait for a lock of the outbox that the interrupted thread holds (E2).
 """
 
 from __future__ import annotations
@@ -27,32 +28,33 @@ from qflow_client.settings import ProducerSettings
 
 __all__ = ["StoreStep", "Writer", "close_outbox"]
 
-# Seconds in which settled messages gather before they leave the disk, unless there is a commit earlier.
+# Seconds in which settled messages gather before they are deleted from the disk, unless there is an earlier commit.
 _GATHER = 0.05
-# The same while messages wait for the disk before they are written: a sender may come that waits for their room.
+# The same while messages wait for the disk before they are written, because a sender may come that waits for their
+# room.
 _GATHER_WAITED_FOR = 0.002
-# Messages, and bytes of them, that are read of the backlog at once.
+# How many messages, and how many bytes of them, are read from the backlog at once.
 _BATCH = 500
 _BATCH_BYTES = 1 << 20
 # Seconds after a failure before the next try.
 _PAUSE = 1.0
-# Seconds between two searches for messages that are too old, at the most and at the least; and searches in
-# `outbox_max_age`.
+# The longest and the shortest time between two searches for messages that are too old, in seconds; and the number of
+# searches within `outbox_max_age`.
 _SEARCH_MAX = 60.0
 _SEARCH_MIN = 0.05
 _SEARCHES = 8
 
-#: A step of the state, at a time.
+#: A step of the state, called with the time.
 StoreStep = Callable[[float], None]
 
 
 def close_outbox(outbox: Outbox, name: str, timeout: float | None = None) -> None:
-    """Close an outbox, and log what goes wrong.
+    """Close an outbox, and log errors.
 
     Args:
         outbox: the outbox. Closing it again does nothing.
         name: the producer's.
-        timeout: seconds; ``None`` for as long as it takes.
+        timeout: seconds; ``None`` for no limit.
     """
     try:
         if is_inside():
@@ -60,17 +62,17 @@ def close_outbox(outbox: Outbox, name: str, timeout: float | None = None) -> Non
         else:
             take(lambda: outbox.close(timeout))
     except OutboxError as error:
-        # Messages that are settled and stay in the file are sent once more, and marked.
+        # Settled messages that stay in the file are sent once more, and marked.
         log(logging.ERROR, "%s: outbox not closed properly: %s", name, error)
 
 
 class Writer:
-    """Commits what is noted in an outbox, and reads its backlog on request.
+    """Commits the noted changes of an outbox, and reads its backlog on request.
 
     Args:
         outbox: the outbox.
         settings: the producer's settings.
-        deliver: takes a step of the store where the producer takes its steps.
+        deliver: takes a step of the store in the context of the producer's steps.
         committed: called after every commit with the last sequence on disk, and with the error if the commit failed.
     """
 
@@ -88,7 +90,7 @@ class Writer:
         self._name = settings.name
         self._deliver = deliver
         self._committed = committed
-        # Released when there is something to do.
+        # Released when there is a task.
         self._wake = threading.Lock()
         self._wake.acquire()
         # The request that was tried last.
@@ -96,12 +98,12 @@ class Writer:
         # Whether a sender waits for the commit.
         self._is_urgent = False
         self._end = threading.Event()
-        # No other failure is logged before this time.
+        # No further failure is logged before this time.
         self._quiet_until = -math.inf
-        # When a read that has failed is tried again; None if none has.
+        # When a failed read is tried again; ``None`` without a failed read.
         self._retry_at: float | None = None
         age = settings.outbox_max_age
-        # Seconds between two searches for messages that are too old; None if none are.
+        # Seconds between two searches for messages that are too old; ``None`` for no searches.
         self._period = None if age is None else min(_SEARCH_MAX, max(_SEARCH_MIN, age / _SEARCHES))
         self._thread = threading.Thread(target=self._run, name=f"qflow-outbox {settings.name}", daemon=True)
 
@@ -110,17 +112,17 @@ class Writer:
         self._thread.start()
 
     def set(self) -> None:
-        """Wake it: there is something to do."""
+        """Wake the thread, because there is a task."""
         try:
             self._wake.release()
         except RuntimeError:
-            # It was woken before, and has not noticed yet.
+            # The thread was woken before, and has not noticed yet.
             return
 
     # An asyncio producer wakes it as it wakes a future.
 
     def done(self) -> bool:
-        """Return False: it can be woken at any time."""
+        """Return False: the thread can be woken at any time."""
         return False
 
     def set_result(self, _result: None) -> None:
@@ -128,15 +130,15 @@ class Writer:
         self.set()
 
     def commit_now(self) -> None:
-        """Wake it for a commit that a sender waits for."""
+        """Wake the thread for a commit that a sender waits for."""
         self._is_urgent = True
         self.set()
 
     def stop(self, timeout: float) -> None:
-        """End the thread, which closes the outbox as the last thing it does.
+        """End the thread, which closes the outbox last.
 
         Args:
-            timeout: seconds to wait for that.
+            timeout: seconds to wait for the end.
         """
         self._end.set()
         self.set()
@@ -150,7 +152,7 @@ class Writer:
             self._serve()
         finally:
             close_outbox(self._outbox, self._name)
-            # Its waiters would otherwise wait until their deadlines.
+            # Otherwise its waiters would wait until their deadlines.
             self._committed(self._outbox.durable, OutboxError("the producer was closed"))
 
     def _serve(self) -> None:
@@ -169,14 +171,14 @@ class Writer:
             if not is_woken:
                 continue
             if not self._is_urgent and self.store.requests.read is None and not self.store.has_waiting:
-                # Let settled messages gather, unless a sender comes that waits.
+                # Let settled messages gather, unless a sender waits.
                 self._wake.acquire(timeout=_GATHER_WAITED_FOR if self.store.waits_for_disk else _GATHER)
             if not self.work():
                 self._pause()
                 self.set()
 
     def _pause(self) -> None:
-        """Wait before the next try, unless a sender comes that waits: the disk may be there again."""
+        """Wait before the next try, unless a sender waits: the disk may work again."""
         end = time.monotonic() + _PAUSE
         while not self._is_urgent and not self._end.is_set() and (left := end - time.monotonic()) > 0:
             self._wake.acquire(timeout=left)
@@ -188,7 +190,7 @@ class Writer:
             False if the commit failed, and is to be tried again.
         """
         requests = self.store.requests
-        # A request that comes after this wakes it again.
+        # A request after this line wakes the thread again.
         self._is_urgent = requests.commit = False
         try:
             durable = take(self._outbox.commit)
@@ -199,7 +201,7 @@ class Writer:
             return False
         self._committed(durable, None)
         request = requests.read
-        # The result of one that was tried is on its way to the state.
+        # The result of a request that was tried before is on its way to the state.
         if request is not None and request is not self._tried:
             self._tried = request
             self._read(request)
@@ -207,12 +209,12 @@ class Writer:
         else:
             is_looked_at = not (self.store.waits_for_disk or self.store.is_held)
         if not is_looked_at:
-            # Messages are on disk now and may leave, or have left and made room.
+            # Messages on disk may be sent now; deleted messages have made room.
             self._deliver(self.store.look_again)
         return True
 
     def _read(self, request: ReadRequest) -> None:
-        """Read a part of the backlog and have it fed to the state; or try again later."""
+        """Read a part of the backlog and feed it to the state; or try again later."""
         outbox, store = self._outbox, self.store
         known = outbox.damaged
 
@@ -226,7 +228,7 @@ class Writer:
         try:
             batch = take(read)
         except Exception as error:
-            # Commits do not depend on it, and go on.
+            # Commits do not depend on reading, and continue.
             if not self._end.is_set():
                 self._log_failure(error)
                 self._retry_at = time.monotonic() + _PAUSE
