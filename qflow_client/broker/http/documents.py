@@ -1,4 +1,4 @@
-"""JSON in slices: answers with very many parts, and definitions with very many parts."""
+"""JSON in slices: answers and definitions with a large number of parts."""
 
 from __future__ import annotations
 
@@ -20,15 +20,18 @@ __all__ = ["encode", "encoded", "read_definitions"]
 
 
 def encoded(value: Any) -> bytes:
-    """A value as JSON, in one piece; a snapshot by what its `to_json` gives."""
+    """Return a value as JSON in one piece; a snapshot is converted with its `to_json`."""
     told = value.to_json() if hasattr(value, "to_json") else value
-    # JSON has no infinity and no "not a number"; clients may have put them into tables.
+    # JSON has no infinity and no "not a number", but clients may have put them into tables.
     return to_json(told, by_alias=True, inf_nan_mode="null")
 
 
 async def encode(value: Any, turns: Turns) -> bytes | bytearray:
-    """A value as JSON, which may be, or may be a dictionary with, iterators and lists of any length."""
-    # Put together as it is made: one join of very many parts would hold the loop.
+    """Encode a value as JSON.
+
+    It may be an iterator or a list of any length, or a dictionary that contains such values.
+    """
+    # Appended piece by piece, because one join of a large number of parts would block the loop.
     text = bytearray()
     await _encode(value, turns, text)
     return text
@@ -52,7 +55,7 @@ async def _encode(value: Any, turns: Turns, text: bytearray) -> None:
         text += encoded(value)
 
 
-# Lists of a document of definitions, with what checks each of their elements.
+# The lists of a definitions document, with the adapter that checks their elements.
 _ELEMENTS: dict[str, TypeAdapter[Any]] = {
     name: TypeAdapter(field.annotation.__args__[0])  # type: ignore[union-attr]
     for name, field in DefinitionsDocument.model_fields.items()
@@ -68,10 +71,10 @@ _DECODER = json.JSONDecoder(parse_constant=_refuse)
 
 
 async def read_definitions(raw: bytes, turns: Turns) -> DefinitionsDocument:
-    """A document of definitions, read and checked one element at a time.
+    """Read and check a definitions document, one element at a time.
 
     Raises:
-        Problem: 400; it is not what it has to be.
+        Problem: 400 if the document is invalid.
     """
     lists: dict[str, list[Any]] = {name: [] for name in _ELEMENTS}
     others: dict[str, Any] = {}
@@ -88,7 +91,7 @@ async def read_definitions(raw: bytes, turns: Turns) -> DefinitionsDocument:
 
 
 class _Reader:
-    """Reads the outermost object of a JSON text, and its lists element by element."""
+    """Reads the outermost object of a JSON text, with its lists element by element."""
 
     def __init__(self, text: str) -> None:
         self._text = text
@@ -99,13 +102,13 @@ class _Reader:
         """Read one element in each step.
 
         Args:
-            lists: get the elements of the lists that are known.
-            others: gets the names of what is not known.
+            lists: receives the elements of the known lists.
+            others: receives the names of unknown members.
 
         Raises:
-            Problem: 400; an element is not what it has to be.
-            ValidationError: something else is not.
-            ValueError: it is no JSON.
+            Problem: 400 if an element is invalid.
+            ValidationError: another part is invalid.
+            ValueError: the text is not JSON.
         """
         if self._text[:1] and self._next != "{":
             DefinitionsDocument.model_validate_json(self._text, strict=True)
@@ -144,7 +147,10 @@ class _Reader:
         return self._text[self._at : self._at + 1]
 
     def _parts(self, begin: str, end: str) -> Iterator[int]:
-        """The numbers of the parts between brackets; each is to be read before the next is asked for."""
+        """Yield the numbers of the parts between brackets.
+
+        The caller has to read each part before it asks for the next.
+        """
         self._take(begin)
         number = 0
         while number or self._next != end:

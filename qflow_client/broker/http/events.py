@@ -1,9 +1,9 @@
-"""What changes in a broker, as server-sent events.
+"""The changes of a broker as server-sent events.
 
-All streams share one `Watch`, which looks at the broker when a stream asks and the last look is old enough, in turns
-with everything else. Every object has the number of the look that found it changed, and the newest changes stand last.
-So a stream costs what has changed since its previous event, and idle objects cost one comparison in each look. Looks
-take at most `Watch.SHARE` of the time, however many objects there are.
+All streams share one `Watch`. When a stream asks and the last look is old enough, the `Watch` looks at the broker
+again, in slices between other work. Every object has the number of the look that found its last change, and the newest
+changes come last. So a stream costs only the changes since its previous event. An idle object costs one comparison in
+each look. Looks take at most `Watch.SHARE` of the time, however many objects there are.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from qflow_client.broker.http.turns import Turns
 
 __all__ = ["EventsRequest", "Watch"]
 
-# Seconds without an event after which a comment says that the connection lives.
+# Seconds without an event after which a comment shows that the connection is alive.
 _KEEP_ALIVE = 15.0
 # Bytes of an event that are written at once.
 _PIECE = 64 * 1024
 
-# All of a channel that is a change when it is another, which the time that passes is not.
+# The fields of a channel that make it changed. The growing time of being flowed does not.
 _channel_key: Callable[[ChannelSnapshot], tuple[object, ...]] = attrgetter(
     *(field.name for field in fields(ChannelSnapshot) if field.name != "flowed_seconds")
 )
@@ -35,7 +35,7 @@ _channel_key: Callable[[ChannelSnapshot], tuple[object, ...]] = attrgetter(
 
 @dataclass(frozen=True, slots=True)
 class EventsRequest:
-    """What a listener asks for.
+    """A listener's request for events.
 
     Attributes:
         period: seconds between two looks at the broker.
@@ -45,11 +45,11 @@ class EventsRequest:
 
 
 class _Seen:
-    """An object, or everything of one kind, as it was when it was last found changed.
+    """An object, or all objects of one kind, at its last change.
 
     Attributes:
-        value: the snapshot, or snapshots; ``None`` if it is gone.
-        look: the number of the look that found it so.
+        value: snapshot or snapshots; ``None`` if the object was deleted.
+        look: number of the look that found the change.
     """
 
     __slots__ = ("_json", "look", "value")
@@ -61,47 +61,47 @@ class _Seen:
 
     @property
     def json(self) -> bytes:
-        """Made once, however many streams there are."""
+        """The value as JSON; encoded only once for all streams."""
         if not self._json:
             self._json = encoded(self.value)
         return self._json
 
 
 class Watch:
-    """What a broker has, and which look found it changed.
+    """The objects of a broker, and the look that found the last change of each.
 
     Args:
-        broker: what is looked at.
-        turns: those of the server.
+        broker: the broker to look at.
+        turns: turns of the server.
     """
 
-    #: The part of the time that looks may take.
+    #: Maximum share of the time for looks.
     SHARE = 0.05
 
     def __init__(self, broker: Broker, turns: Turns) -> None:
         self._broker = broker
         self._turns = turns
         self._lock = asyncio.Lock()
-        # The number of the last look, the broker's version then, and when there may be another.
+        # Number of the last look; the broker's version at that look; and the earliest time of the next look.
         self._look = 0
         self._version = -1
         self._next_at = 0.0
-        # By kind and name, in the order of their changes.
+        # Objects by kind and name, in the order of their changes; and whole values by kind.
         self._named: dict[str, dict[str, _Seen]] = {"queues": {}, "channels": {}, "connections": {}}
         self._whole: dict[str, _Seen] = {}
-        # The kinds and names of what is gone and stays in `_named` until every stream was told.
+        # Kinds and names of deleted objects that stay in `_named` until every stream has reported them.
         self._gone: list[tuple[str, str]] = []
-        # The look that each stream knows, by a key of its own.
+        # The last look that each stream has reported, by a key of the stream.
         self._known: dict[object, int] = {}
 
     async def events(self, period: float, is_gone: Callable[[], bool] = bool) -> AsyncGenerator[bytes, None]:
-        """What is to be sent to one listener, in pieces, until the listener is gone.
+        """Yield the bytes for one listener, in pieces, until the listener disconnects.
 
-        A slow listener misses steps between two states, and no state that lasts.
+        A slow listener may miss states that last only a short time.
 
         Args:
             period: seconds between two looks.
-            is_gone: whether the listener has left; asked after each pause.
+            is_gone: tells whether the listener has disconnected; called after each pause.
         """
         key, loop = object(), asyncio.get_running_loop()
         self._known[key] = 0
@@ -128,7 +128,7 @@ class Watch:
                 self._forget()
 
     def _forget(self) -> None:
-        """There is no stream left: keep nothing."""
+        """Drop all objects, because no stream is left."""
         self._look, self._version = 0, -1
         self._gone.clear()
         self._whole.clear()
@@ -138,7 +138,7 @@ class Watch:
     # Looking.
 
     async def _refresh(self) -> None:
-        """Look again, if anything has happened and the last look is long enough ago."""
+        """Look again, if the broker has changed and the last look is old enough."""
         async with self._lock:
             began = time.monotonic()
             version = self._broker.version
@@ -179,7 +179,7 @@ class Watch:
             self._whole[kind] = _Seen(value, look)
 
     def _forget_gone(self) -> None:
-        """Forget what is gone and what every stream was told of."""
+        """Forget deleted objects that every stream has reported."""
         oldest, kept = min(self._known.values(), default=self._look), []
         for kind, name in self._gone:
             seen = self._named[kind].get(name)
@@ -190,17 +190,17 @@ class Watch:
                     del self._named[kind][name]
         self._gone = kept
 
-    # Telling.
+    # Reporting.
 
     def _state(self) -> list[tuple[str, list[_Seen] | _Seen]]:
-        """Everything, by kind."""
+        """Return all objects, by kind."""
         told: list[tuple[str, list[_Seen] | _Seen]] = []
         for kind, named in self._named.items():
             told.append((kind, [seen for seen in named.values() if seen.value is not None]))
         return [*told, *self._whole.items()]
 
     def _changes(self, known: int) -> list[tuple[str, list[_Seen] | _Seen]]:
-        """What has changed since a look, by kind; empty if nothing has."""
+        """Return the changes since a look, by kind; empty if there are none."""
         told: list[tuple[str, list[_Seen] | _Seen]] = []
         gone: dict[str, list[str]] = {}
         for kind, named in self._named.items():
@@ -218,7 +218,7 @@ class Watch:
         return [*told, ("gone", _Seen(gone, known))] if gone else told
 
     async def _pieces(self, kind: bytes, told: list[tuple[str, list[_Seen] | _Seen]]) -> AsyncIterator[bytes]:
-        """An event, in pieces of a size that a socket takes at once."""
+        """Yield an event in pieces of a size that a socket takes at once."""
         waiting, size = [b"event: %s\ndata: {" % kind], 0
         async for word in self._turns.each(_words(told)):
             waiting.append(word)
@@ -230,7 +230,7 @@ class Watch:
 
 
 def _words(told: list[tuple[str, list[_Seen] | _Seen]]) -> Iterator[bytes]:
-    """The JSON of kinds and what there is of each, object by object."""
+    """Yield the JSON of kinds and their objects, object by object."""
     comma = b""
     for kind, seen in told:
         yield comma + encoded(kind) + b":"

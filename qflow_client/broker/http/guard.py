@@ -1,4 +1,4 @@
-"""Access to the HTTP API: the token, and the checks that keep other web pages from asking in a user's name."""
+"""Access to the HTTP API: the token, and checks that stop other web sites from sending requests through a browser."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from qflow_client.broker.settings import BrokerSettings
 
 __all__ = ["SAFE_HEADERS", "check_origin", "check_token", "has_token"]
 
-#: For every response: nothing is cached, framed, or taken for something else.
+#: For every response: it must not be cached, framed, or interpreted as another type.
 SAFE_HEADERS = {
     "Cache-Control": "no-store",
     "Content-Security-Policy": "default-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'",
@@ -26,14 +26,14 @@ _CHANGE_NOTHING = frozenset({"GET", "HEAD", "OPTIONS"})
 
 
 def check_origin(request: web.BaseRequest, settings: BrokerSettings) -> None:
-    """Refuse what a browser sends for a page of somebody else.
+    """Refuse requests that a browser sends for a page of another site.
 
     Raises:
         Problem: 403.
     """
     host = request.headers.get("Host", "")
     if settings.http_token is None and not _is_local(host, settings):
-        # A name of the attacker's that leads here: its pages would be of the same origin.
+        # DNS rebinding: a name of an attacker points to this machine, so the attacker's pages have the same origin.
         raise Problem(
             HTTPStatus.FORBIDDEN,
             f"Host: {host!r} is not a name of this machine; without a token only localhost and its addresses are",
@@ -57,17 +57,17 @@ def _is_local(host: str, settings: BrokerSettings) -> bool:
 
 
 def has_token(request: web.BaseRequest, settings: BrokerSettings) -> bool:
-    """Whether a request shows the token, or none is needed."""
+    """Whether a request has the token, or no token is needed."""
     if settings.http_token is None:
         return True
     scheme, _, shown = request.headers.get("Authorization", "").partition(" ")
-    # As bytes: what is shown may be anything.
+    # Compared as bytes, because the client may send any characters.
     right = hmac.compare_digest(shown.strip().encode(errors="replace"), settings.http_token.encode())
     return scheme.lower() == "bearer" and right
 
 
 def check_token(request: web.BaseRequest, settings: BrokerSettings) -> None:
-    """Refuse a request that does not show the token.
+    """Refuse a request without the token.
 
     Raises:
         Problem: 401.

@@ -1,7 +1,9 @@
-"""What Prometheus is told: of queues by name; connections and channels, whose names never come back, are counted.
+"""Metrics for Prometheus.
 
-The text is written here and not by `prometheus_client`, which makes all of it in one piece: with 20,000 queues that
-holds the event loop for seconds.
+Queues are listed by name. Connections and channels are only counted, because their names are never used again.
+
+This module writes the text itself. `prometheus_client` would create all of it in one piece; with 20,000 queues this
+blocks the event loop for seconds.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ __all__ = ["OPEN_METRICS", "PROMETHEUS", "metrics_text"]
 PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
 OPEN_METRICS = "application/openmetrics-text; version=1.0.0; charset=utf-8"
 
-# What a sample's name has behind that of its family. Prometheus' own format names the family as its samples.
+# Suffix of a sample's name after the name of its family. In the Prometheus format the family has the suffix too.
 _SUFFIXES = {"counter": "_total", "info": "_info"}
 
 _QUEUE_GAUGES = (
@@ -77,12 +79,12 @@ class _Head:
 
 
 def _quoted(name: str) -> str:
-    """A label's value in its quotation marks."""
+    """Return a label's value with quotation marks."""
     escaped = name.replace("\\", "\\\\").replace("\n", "\\n").replace('"', '\\"')
     return f'"{escaped}"'
 
 
-# Kind, attribute of a snapshot, name and text of each family that has a line for each queue.
+# Kind, snapshot attribute, name and help text of each family with one line per queue.
 _QUEUE_FAMILIES = (
     *(("gauge", attribute, name, text) for attribute, name, text in _QUEUE_GAUGES),
     *(("counter", attribute, name, text) for attribute, name, text in _QUEUE_COUNTERS),
@@ -90,7 +92,7 @@ _QUEUE_FAMILIES = (
 
 
 def _add_queue(families: Sequence[bytearray], queue: QueueSnapshot) -> None:
-    """Add the lines of a queue to each of the families, of which the last is that of the marks."""
+    """Add the lines of a queue to each family. The last family is that of the marks."""
     label = _quoted(queue.name)
     for family, (kind, attribute, name, _) in zip(families, _QUEUE_FAMILIES, strict=False):
         line = f"{name}{_SUFFIXES.get(kind, '')}{{queue={label}}} {getattr(queue, attribute):d}\n"
@@ -120,17 +122,17 @@ def _build(head: _Head) -> str:
 
 
 async def metrics_text(broker: Broker, turns: Turns, media_type: str = PROMETHEUS) -> bytearray:
-    """The metrics as text.
+    """Return the metrics as text.
 
     Args:
-        broker: which.
-        turns: of which each makes a part of it.
+        broker: the broker.
+        turns: turns for the slices of the work.
         media_type: `PROMETHEUS` or `OPEN_METRICS`.
     """
     head = _Head(is_open=media_type == OPEN_METRICS)
     families = [bytearray(head(kind, name, text).encode()) for kind, _, name, text in _QUEUE_FAMILIES]
     families.append(bytearray(head("gauge", "qflow_queue_threshold", "A mark in force; 0 for none").encode()))
-    # Text and no pictures are kept of the queues: these take far more memory.
+    # Only text is kept for the queues, because snapshots take far more memory.
     async for queue in turns.each(broker.each_queue()):
         _add_queue(families, queue)
     channels = producers = flowed = 0
@@ -145,7 +147,7 @@ async def metrics_text(broker: Broker, turns: Turns, media_type: str = PROMETHEU
         ("qflow_producers_flowed", "Producers that are flowed (blocked)", flowed),
         ("qflow_producers_stopped", "Whether an operator has stopped all", broker.producers_stopped),
     )
-    # Put together as it is made: one join of very many lines would hold the loop.
+    # Appended family by family, because one join of a large number of lines would block the loop.
     text = bytearray(_build(head).encode())
     async for family in turns.each(families):
         text += family

@@ -1,4 +1,4 @@
-"""What the HTTP API takes and gives. What it gives has the fields of the broker's snapshots, and is made of them."""
+"""Requests and answers of the HTTP API. The models of answers are created from the broker's snapshots."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ Key = Annotated[str, Field(max_length=255), AfterValidator(lambda key: check_nam
 Arguments = dict[str, JsonValue]
 
 _ATTRIBUTE = re.compile(r"^    (\w+): (.*(?:\n {8}.*)*)", re.MULTILINE)
-#: Names that Qpid C++ has for being flowed (C7).
+#: Names of Qpid C++ for the flow state (C7).
 _C7 = {
     "flowState": (bool, Field(description="whether it is held, or, of a queue, whether it holds (C7)")),
     "flowStopped": (bool, Field(description="the same by its newer name (C7)")),
@@ -77,13 +77,13 @@ _C7 = {
 
 
 def _words(kind: type) -> dict[str, str]:
-    """What a snapshot's docstring says of its attributes."""
+    """Return the descriptions of the attributes in a snapshot's docstring."""
     text = inspect.cleandoc(kind.__doc__ or "").partition("Attributes:")[2]
     return {name: " ".join(words.split()).replace("``", "`") for name, words in _ATTRIBUTE.findall(text)}
 
 
 def _answer(name: str, kind: type, **more: Any) -> type[BaseModel]:
-    """The model of a snapshot's JSON."""
+    """Create the model of a snapshot's JSON."""
     hints, words = get_type_hints(kind), _words(kind)
     told: dict[str, Any] = {
         json_name: (
@@ -97,7 +97,7 @@ def _answer(name: str, kind: type, **more: Any) -> type[BaseModel]:
     return create_model(name, __config__=config, __doc__=first_line, **told | more)
 
 
-# Models of snapshots within snapshots, by what those are annotated with.
+# Models of snapshots inside snapshots, by their annotation.
 _NESTED: dict[Any, Any] = {}
 Thresholds = _NESTED[ThresholdsSnapshot] = _answer("Thresholds", ThresholdsSnapshot)
 Target = _answer("Target", TargetSnapshot)
@@ -111,7 +111,7 @@ Binding = _answer("Binding", BindingSnapshot, id=(str, Field(description="by whi
 
 
 def binding_id(binding: BindingSnapshot) -> str:
-    """What names a binding in a URL."""
+    """Return the id of a binding for URLs."""
     return blake2s(to_json(list(binding.to_json().values())), digest_size=12).hexdigest()
 
 
@@ -245,15 +245,15 @@ def _thresholds_request() -> type[BaseModel]:
 ThresholdsRequest = _thresholds_request()
 
 
-# Newer releases of RabbitMQ say more of each than is known here.
+# Newer releases of RabbitMQ export more fields than are known here.
 for _kind in (QueueDefinition, ExchangeDefinition, BindingDefinition):
     with_config(ConfigDict(extra="ignore"))(_kind)
 
 
 def _policy_parts() -> tuple[type[BaseModel], type[BaseModel], type[BaseModel]]:
-    """A policy's definition, the request that sets a policy, and its description, made of the broker's own classes.
+    """Create the models of a policy's definition, of the request that sets a policy, and of its description.
 
-    Of which type values have to be, and whether they fit, those classes say.
+    They are created from the broker's own classes, which check the types and values.
     """
 
     def parts(kind: type[Any], *but: str) -> dict[str, Any]:
@@ -308,14 +308,14 @@ class DefinitionsDocument(BaseModel):
     exchanges: list[ExchangeDefinition] = []
     queues: list[QueueDefinition] = []
     bindings: list[BindingDefinition] = []
-    # RabbitMQ's own are called policies, and set other things.
+    # RabbitMQ's own policies are called policies, and set other values.
     queue_policies: list[dict[str, JsonValue]] = Field(default=[], description="this broker's policies")
 
     def definitions(self) -> Definitions:
-        """What of them the broker can use.
+        """Return the definitions that the broker can use.
 
         Raises:
-            DefinitionError: a policy that is none.
+            DefinitionError: a policy is invalid.
         """
         policies = []
         for number, told in enumerate(self.queue_policies):

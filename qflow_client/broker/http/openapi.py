@@ -1,4 +1,7 @@
-"""Operations: each is defined once, and from that it is served, its input is checked and it is described."""
+"""Operations.
+
+Each is defined once; its route, the checks of its input and its description follow from the definition.
+"""
 
 from __future__ import annotations
 
@@ -22,27 +25,27 @@ __all__ = ["JSON", "Api", "MediaType", "Operation"]
 JSON = "application/json"
 _REFERENCE = "#/components/schemas/{model}"
 _PLACEHOLDER = re.compile(r"{(\w+)}")
-# Media types of a request that are looked at.
+# Maximum number of media types of a request that are considered.
 _MOST_WANTED = 16
 
 
 class MediaType(str):
-    """The media type of an answer, for a handler that makes more than one."""
+    """The media type of an answer, for a handler that can produce several."""
 
     __slots__ = ()
 
 
 def _parsed(media_type: str) -> tuple[str, dict[str, str]]:
-    """The name of a media type, and its parameters."""
+    """Return the name of a media type, and its parameters."""
     name, *parameters = (part.strip() for part in media_type.lower().split(";"))
     return name, {key.strip(): value.strip(' "') for key, _, value in (part.partition("=") for part in parameters)}
 
 
 def _quality(wanted: Iterable[tuple[str, dict[str, str]]], offered: str) -> tuple[float, int]:
-    """How much a client wants a media type (RFC 9110, 12.5.1): the weight of the most specific range that has it.
+    """Return how much a client prefers a media type: the weight of the most specific range (RFC 9110, 12.5.1).
 
     Returns:
-        The weight, 0 if it is not wanted; and how specific that range is.
+        The weight, 0 if it is not accepted; and how specific that range is.
     """
     offered_name, offered_parameters = _parsed(offered)
     ranges = {"*/*": 1, offered_name.partition("/")[0] + "/*": 2, offered_name: 3}
@@ -63,29 +66,29 @@ def _quality(wanted: Iterable[tuple[str, dict[str, str]]], offered: str) -> tupl
 
 @dataclass(frozen=True)
 class Operation:
-    """One thing that can be asked for.
+    """One operation of the API.
 
     Attributes:
-        method: of HTTP.
-        path: with names in braces.
-        tag: what it is about.
+        method: HTTP method.
+        path: path, with parameter names in braces.
+        tag: topic of the operation.
         handler: called with the broker and the parameters, and awaited if it is a coroutine function. Its parameters
-            are those of the operation: in the path those that are named there, `body` in the body, all others in the
-            query; one that is annotated with `Turns` is given those of the server, one with `MediaType` that of the
-            answer.
-        answer: what it gives; ``None`` for nothing.
-        media_types: of the answer; the first, unless the client prefers another one.
-        statuses: with which it may be answered when all is well.
-        problems: with which else, beside those that any operation may have.
+            are those of the operation. Parameters named in the path are in the path, `body` is in the body, and all
+            others are in the query. A parameter annotated with `Turns` gets the turns of the server. One annotated with
+            `MediaType` gets the media type of the answer.
+        answer: type of the answer; ``None`` for no answer.
+        media_types: media types of the answer; the first is the default.
+        statuses: statuses of a successful answer.
+        problems: statuses of its errors, in addition to those of every operation.
         is_public: whether it needs no token.
-        lasts: whether what it does may have to be on disk before it is answered, which may not be to be had (503).
-        is_large: whether the answer is the longer the more the broker has. Such answers are made one at a time, and may
-            find no room beside others (503).
-        parameters: checks those of path and query.
-        body: checks the body; ``None`` if there is none.
-        takes: the type of the body.
-        turns: the names of the parameters that are given the `Turns` of the server.
-        typed: the names of those that are given the media type of the answer.
+        lasts: whether its changes may have to be on disk before the answer; the answer is 503 if this takes too long.
+        is_large: whether the answer grows with the number of objects in the broker. Such answers are created one at a
+            time. If there is no room for an answer, the answer is 503.
+        parameters: model that checks the parameters of path and query.
+        body: adapter that checks the body; ``None`` for no body.
+        takes: type of the body.
+        turns: names of the parameters that get the `Turns` of the server.
+        typed: names of the parameters that get the media type of the answer.
     """
 
     method: str
@@ -107,19 +110,19 @@ class Operation:
 
     @property
     def name(self) -> str:
-        """What it is called in the description."""
+        """The name of the operation in the description."""
         return self.handler.__name__
 
     @property
     def in_path(self) -> frozenset[str]:
-        """The parameters that stand in the path."""
+        """The parameters in the path."""
         return frozenset(_PLACEHOLDER.findall(self.path))
 
     def media_type(self, accept: str) -> str:
-        """Return the media type that a client prefers; the first one if it prefers none.
+        """Return the media type that a client prefers; the first one if it has no preference.
 
         Args:
-            accept: the header of the request.
+            accept: the header Accept of the request.
         """
         if len(self.media_types) == 1:
             return self.media_types[0]
@@ -127,10 +130,10 @@ class Operation:
         return max(self.media_types, key=lambda offered: _quality(wanted, offered))
 
     def check_parameters(self, path: dict[str, str], query: Iterable[tuple[str, str]]) -> dict[str, Any]:
-        """The parameters of a request.
+        """Check the parameters of a request, and return them.
 
         Raises:
-            Problem: 400; one is wrong, unknown, or there twice.
+            Problem: 400 if a parameter is wrong, unknown or repeated.
         """
         given = dict(path)
         for name, value in query:
@@ -144,15 +147,15 @@ class Operation:
         return {name: getattr(checked, name) for name in self.parameters.model_fields}
 
     def check_body(self, content_type: str, raw: bytes) -> Any:
-        """The body of a request.
+        """Check the body of a request, and return it.
 
         Raises:
-            Problem: 415; it is not JSON. 400; it is not what it has to be.
+            Problem: 415 if the body is not JSON. 400 if it is invalid.
         """
         assert self.body is not None
         self.check_content_type(content_type)
         try:
-            # What JSON does not know, pydantic would take.
+            # pydantic would accept infinity and "not a number", which JSON does not have.
             from_json(raw, allow_inf_nan=False)
             return self.body.validate_json(raw, strict=True)
         except ValidationError as error:
@@ -165,19 +168,19 @@ class Operation:
         """Refuse a body of another media type.
 
         Raises:
-            Problem: 415; it is not JSON.
+            Problem: 415 if the body is not JSON.
         """
         if content_type != JSON:
             raise Problem(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, f"the content type must be {JSON}, not {content_type!r}")
 
 
 class Api:
-    """Operations, collected."""
+    """The collected operations."""
 
     def __init__(self) -> None:
-        #: In the order in which they were defined.
+        #: In the order of their definition.
         self.operations: list[Operation] = []
-        # The description as JSON, by whether a token has to be shown; made when it is first asked for.
+        # The description as JSON, by whether a token is needed; created on the first request.
         self._descriptions: dict[bool, bytes] = {}
 
     def operation(
@@ -195,9 +198,9 @@ class Api:
         lasts: bool = False,
         is_large: bool = False,
     ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-        """Define an operation by the function that does it; see `Operation`.
+        """Define an operation by its handler; see `Operation`.
 
-        `each` is of what it gives a list, which is a large answer.
+        `each` is the type of the elements if the answer is a list. Such an answer is large.
         """
         is_large = is_large or each is not None
         if each is not None:
@@ -244,20 +247,22 @@ class Api:
         return define
 
     def description_json(self, *, has_token: bool) -> bytes:
-        """The OpenAPI description as JSON. It is made once, because anyone may ask for it and it takes long to make.
+        """Return the OpenAPI description as JSON.
+
+        It is created once, because creating it takes long and anyone may ask.
 
         Args:
-            has_token: whether a token has to be shown.
+            has_token: whether a token is needed.
         """
         if has_token not in self._descriptions:
             self._descriptions[has_token] = to_json(self.description(has_token=has_token))
         return self._descriptions[has_token]
 
     def description(self, *, has_token: bool) -> dict[str, Any]:
-        """The OpenAPI description.
+        """Return the OpenAPI description.
 
         Args:
-            has_token: whether a token has to be shown.
+            has_token: whether a token is needed.
         """
         schemas, components = self._schemas()
         paths: dict[str, dict[str, Any]] = {}
@@ -280,7 +285,7 @@ class Api:
         }
 
     def _schemas(self) -> tuple[dict[tuple[str, str], Any], dict[str, Any]]:
-        """Schemas by operation and what they are of, and what they refer to."""
+        """Return the schemas by operation and part, and the components that they refer to."""
         wanted: list[tuple[Any, Any, TypeAdapter[Any]]] = [
             ("problem", "serialization", TypeAdapter(ProblemDetails)),
         ]
@@ -296,7 +301,7 @@ class Api:
         for (key, _mode), schema in found.items():
             name, _, of = str(key).rpartition(" ")
             if of == "parameters":
-                # Told one by one, each with where it stands.
+                # Parameters are described one by one, each with its place.
                 model = schema.get("$ref", "").rpartition("/")[2]
                 schema = components.pop(model) if model else schema
             schemas[name, of] = schema

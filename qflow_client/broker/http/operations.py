@@ -1,4 +1,4 @@
-"""Everything that can be asked of the broker over HTTP."""
+"""All operations of the HTTP API."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ ExchangeName = Annotated[str, Field(min_length=1, description="of the exchange")
 ChannelName = Annotated[str, Field(min_length=1, description="of the channel, as its producer's snapshot has it")]
 ConnectionName = Annotated[str, Field(min_length=1, description="of the connection")]
 
-# What is summed over all queues.
+# Attributes that are summed over all queues.
 _SUMS = (
     "flow_stopped_count",
     "depth",
@@ -83,7 +83,7 @@ _SUMS = (
     "dropped",
     "consumers",
 )
-# What the flow states say of a queue, and of a channel.
+# Fields of a queue, and of a channel, in the flow states.
 _FLOW_STATE = (
     "name",
     "flowState",
@@ -99,7 +99,7 @@ _FLOW_STATE = (
 _CHANNEL_FLOW_STATE = ("name", "connection", "blockedBy", "flowOk", "timesFlowed", "flowedSeconds")
 
 
-# What there is.
+# Status of the broker.
 
 
 @api.operation("GET", "/api/health", "broker", answer=Health, is_public=True)
@@ -116,7 +116,7 @@ def openapi(broker: Broker) -> bytes:
 
 @api.operation("GET", "/api/counters", "broker", answer=Counters)
 async def counters(broker: Broker, turns: Turns) -> Counters:
-    """Sums over everything, by the names that Qpid's management has for them (C7)."""
+    """Sums over all objects, with the names of Qpid's management (C7)."""
     sums = dict.fromkeys((*_SUMS, "queues", "queues_flow_stopped", "channels", "producers", "producers_flowed"), 0)
     async for queue in turns.each(broker.each_queue()):
         sums["queues"] += 1
@@ -141,7 +141,7 @@ async def counters(broker: Broker, turns: Turns) -> Counters:
 
 @api.operation("GET", "/api/flow-states", "flow control", answer=FlowStates, is_large=True)
 def flow_states(broker: Broker) -> dict[str, Any]:
-    """Queues with their flow states, and the channels that each of them holds."""
+    """Queues with their flow states, and the channels that they flow (block)."""
 
     def part(of: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
         return {name: of[name] for name in names}
@@ -160,20 +160,20 @@ def events(
     broker: Broker,
     period: Annotated[float, Field(ge=0.1, le=60, description="seconds between two looks at the broker")] = 1.0,
 ) -> EventsRequest:
-    """What changes, as server-sent events.
+    """Changes of the broker as server-sent events.
 
     The first event, `state`, has everything: `queues`, `channels`, `connections`, `exchanges`, `bindings` and
-    `producersStopped`. Every `change` that follows has those queues, channels and connections that are new or other
-    than before, the names of those that are `gone`, and the rest if it has changed. The time for which a channel has
-    been flowed is no change by itself. All streams share the looks at the broker, which take at most a twentieth of its
-    time: with very many queues there are fewer of them than the period asks for.
+    `producersStopped`. Each later event, `change`, has only the differences: new and changed queues, channels and
+    connections; the names of objects that are `gone`; and the other parts if they have changed. The growing time for
+    which a channel has been flowed is not a change. All streams share the looks at the broker, which take at most a
+    twentieth of its time. So with a large number of queues, events are less frequent than the period.
     """
     return EventsRequest(period)
 
 
 @api.operation("GET", "/metrics", "broker", answer=str, media_types=(PROMETHEUS, OPEN_METRICS), is_large=True)
 async def metrics(broker: Broker, turns: Turns, media_type: MediaType) -> bytearray:
-    """Metrics for Prometheus, in its text format or as OpenMetrics, whichever the client prefers (`Accept`)."""
+    """Metrics for Prometheus, in its text format or as OpenMetrics, as the client prefers (`Accept`)."""
     return await metrics_text(broker, turns, media_type)
 
 
@@ -188,7 +188,7 @@ def list_connections(broker: Broker) -> Iterator[ConnectionSnapshot]:
 
 @api.operation("GET", "/api/connections/{name}", "connections", answer=Connection, problems=[404])
 async def get_connection(broker: Broker, name: ConnectionName, turns: Turns) -> ConnectionSnapshot:
-    """A connection."""
+    """One connection."""
     return await _found("connection", name, turns.each(broker.each_connection()))
 
 
@@ -206,7 +206,7 @@ def list_channels(broker: Broker) -> Iterator[ChannelSnapshot]:
 
 @api.operation("GET", "/api/channels/{name}", "connections", answer=Channel, problems=[404])
 async def get_channel(broker: Broker, name: ChannelName, turns: Turns) -> ChannelSnapshot:
-    """A channel: whether it is flowed, by which queues, how often, for how long."""
+    """One channel: whether it is flowed, by which queues, how often, and for how long."""
     return await _found("channel", name, turns.each(broker.each_channel()))
 
 
@@ -215,19 +215,19 @@ async def get_channel(broker: Broker, name: ChannelName, turns: Turns) -> Channe
 
 @api.operation("GET", "/api/producers", "flow control", each=Channel)
 def list_producers(broker: Broker) -> Iterator[ChannelSnapshot]:
-    """The channels that publish, or said that they will."""
+    """The channels that publish, or that have selected confirms or transactions."""
     return (channel for channel in broker.each_channel() if channel.is_producer)
 
 
 @api.operation("POST", "/api/producers/stop", "flow control")
 def stop_producers(broker: Broker) -> None:
-    """Stop all producers, those to come too (D5)."""
+    """Stop all producers, including future ones (D5)."""
     broker.flow(active=False)
 
 
 @api.operation("POST", "/api/producers/start", "flow control")
 def start_producers(broker: Broker) -> None:
-    """Start all producers; queues keep their holds (D5)."""
+    """Start all producers; holds of queues stay (D5)."""
     broker.flow(active=True)
 
 
@@ -239,7 +239,7 @@ def stop_producer(broker: Broker, name: ChannelName) -> None:
 
 @api.operation("POST", "/api/producers/{name}/start", "flow control", problems=[404])
 def start_producer(broker: Broker, name: ChannelName) -> None:
-    """Start one producer; queues go on holding it (D5)."""
+    """Start one producer; holds of queues stay (D5)."""
     broker.flow(active=True, channel=name)
 
 
@@ -248,19 +248,19 @@ def start_producer(broker: Broker, name: ChannelName) -> None:
 
 @api.operation("GET", "/api/queues", "queues", each=Queue)
 def list_queues(broker: Broker) -> Iterator[QueueSnapshot]:
-    """All queues, in the order in which they were made."""
+    """All queues, in the order in which they were declared."""
     return broker.each_queue()
 
 
 @api.operation("GET", "/api/queues/{name}", "queues", answer=Queue, problems=[404])
 def get_queue(broker: Broker, name: QueueName) -> QueueSnapshot:
-    """A queue."""
+    """One queue."""
     return broker.queue(name)
 
 
 @api.operation("PUT", "/api/queues/{name}", "queues", answer=Queue, statuses=[200, 201], problems=[409], lasts=True)
 def declare_queue(broker: Broker, name: Name, body: QueueRequest) -> tuple[int, QueueSnapshot]:
-    """Make a queue, or find the one that was declared alike."""
+    """Declare a queue. If the queue exists with the same settings, return it."""
     exists = broker.has_queue(name)
     try:
         queue = broker.declare_queue(name, durable=body.durable, auto_delete=body.auto_delete, arguments=body.arguments)
@@ -273,7 +273,7 @@ def declare_queue(broker: Broker, name: Name, body: QueueRequest) -> tuple[int, 
 
 @api.operation("DELETE", "/api/queues/{name}", "queues", answer=Removed, problems=[404], lasts=True)
 def delete_queue(broker: Broker, name: QueueName) -> Removed:
-    """Delete a queue with all that is in it."""
+    """Delete a queue with its messages."""
     return Removed(messages=broker.delete_queue(name))
 
 
@@ -285,9 +285,9 @@ def purge_queue(broker: Broker, name: QueueName) -> Removed:
 
 @api.operation("PATCH", "/api/queues/{name}/thresholds", "flow control", answer=Queue, problems=[404])
 def set_thresholds(broker: Broker, name: QueueName, body: ThresholdsRequest) -> QueueSnapshot:  # type: ignore[valid-type]
-    """Put other marks in force while a queue is in use; the flow state follows at once (D4).
+    """Change the marks of a queue while it is in use; the flow state follows at once (D4).
 
-    A stop, or a capacity, of 0 turns it off, and its resume with it.
+    A stop mark or a capacity of 0 turns it off, together with its resume mark.
     """
     marks = body.model_dump(exclude_unset=True)  # type: ignore[attr-defined]
     try:
@@ -304,7 +304,7 @@ def set_thresholds(broker: Broker, name: QueueName, body: ThresholdsRequest) -> 
 
 @api.operation("GET", "/api/policies", "policies", each=PolicyAnswer)
 def list_policies(broker: Broker) -> list[dict[str, Any]]:
-    """All policies, in the order in which they were set first."""
+    """All policies, in the order in which they were first set."""
     return [_policy(policy) for policy in broker.policies]
 
 
@@ -315,7 +315,7 @@ async def set_policy(
     body: PolicyRequest,  # type: ignore[valid-type]
     turns: Turns,
 ) -> tuple[int, dict[str, Any]]:
-    """Add a policy, or replace the one of its name; queues that are there follow at once (D4)."""
+    """Add a policy, or replace the policy with the same name; existing queues follow at once (D4)."""
     told = body.model_dump()  # type: ignore[attr-defined]
     definition = told.pop("definition")
     try:
@@ -335,7 +335,7 @@ async def set_policy(
 async def delete_policy(
     broker: Broker, name: Annotated[str, Field(min_length=1, description="of the policy")], turns: Turns
 ) -> None:
-    """Remove a policy; queues go back to what else applies to them."""
+    """Remove a policy; each queue then follows the other policies and arguments that apply to it."""
     async for _ in turns.each(broker.delete_policy_in_steps(name)):
         pass
 
@@ -348,13 +348,13 @@ Limited = Annotated[str, Field(min_length=1, description="of the exchange, the q
 
 @api.operation("GET", "/api/rate-limits", "flow control", each=RateLimitAnswer)
 def list_rate_limits(broker: Broker) -> list[dict[str, Any]]:
-    """All rate limits, in the order in which they were set first."""
+    """All rate limits, in the order in which they were first set."""
     return [_rate_limit(limit) for limit in broker.rate_limits]
 
 
 @api.operation("PUT", "/api/rate-limits/{scope}/{name}", "flow control", answer=RateLimitAnswer, statuses=[200, 201])
 def set_rate_limit(broker: Broker, scope: Scope, name: Limited, body: RateLimitRequest) -> tuple[int, dict[str, Any]]:
-    """Add a rate limit, or replace the one for the same exchange, queue or user (F6)."""
+    """Add a rate limit, or replace the limit for the same exchange, queue or user (F6)."""
     try:
         limit = RateLimit(RateScope(scope), name, body.messages, body.bytes, body.burst)
     except ValueError as error:
@@ -368,7 +368,7 @@ def set_rate_limit(broker: Broker, scope: Scope, name: Limited, body: RateLimitR
 
 @api.operation("DELETE", "/api/rate-limits/{scope}/{name}", "flow control", problems=[404])
 def delete_rate_limit(broker: Broker, scope: Scope, name: Limited) -> None:
-    """Remove a rate limit, and release the channels that it holds."""
+    """Remove a rate limit, and unblock the channels that it blocks."""
     broker.delete_rate_limit(scope, name)
 
 
@@ -385,7 +385,7 @@ def list_exchanges(broker: Broker) -> Iterator[ExchangeSnapshot]:
     "PUT", "/api/exchanges/{name}", "exchanges", answer=Exchange, statuses=[200, 201], problems=[409], lasts=True
 )
 def declare_exchange(broker: Broker, name: Name, body: ExchangeRequest) -> tuple[int, ExchangeSnapshot]:
-    """Make an exchange, or find the one that was declared alike."""
+    """Declare an exchange. If the exchange exists with the same settings, return it."""
     exists = broker.has_exchange(name)
     exchange = broker.declare_exchange(
         name,
@@ -400,19 +400,19 @@ def declare_exchange(broker: Broker, name: Name, body: ExchangeRequest) -> tuple
 
 @api.operation("DELETE", "/api/exchanges/{name}", "exchanges", problems=[404], lasts=True)
 def delete_exchange(broker: Broker, name: ExchangeName) -> None:
-    """Delete an exchange with its bindings."""
+    """Delete an exchange and its bindings."""
     broker.delete_exchange(name)
 
 
 @api.operation("GET", "/api/bindings", "exchanges", each=Binding)
 def list_bindings(broker: Broker) -> Iterator[dict[str, Any]]:
-    """All bindings, by exchange; not those that the default exchange has with every queue."""
+    """All bindings, grouped by exchange, without the bindings of the default exchange to every queue."""
     return map(_binding, broker.each_binding())
 
 
 @api.operation("POST", "/api/bindings", "exchanges", answer=Binding, statuses=[201], problems=[404], lasts=True)
 def bind(broker: Broker, body: BindingRequest) -> dict[str, Any]:
-    """Bind a queue or an exchange to an exchange; once more changes nothing."""
+    """Bind a queue or an exchange to an exchange. If the binding exists, nothing changes."""
     try:
         broker.bind(
             body.source,
@@ -452,9 +452,9 @@ async def unbind(
 
 @api.operation("GET", "/api/definitions", "definitions", answer=DefinitionsDocument, is_large=True)
 async def export_definitions(broker: Broker, turns: Turns) -> dict[str, Any]:
-    """The queues, exchanges, bindings and policies, but for exclusive queues and what every broker has.
+    """The queues, exchanges, bindings and policies, without exclusive queues and the exchanges of every broker.
 
-    Queues have the arguments that they were declared with; marks that were changed since are not told.
+    Queues have the arguments of their declaration; later changes of marks are not included.
     """
     found: dict[type[Exported], list[Exported]] = {ExchangeDefinition: [], QueueDefinition: [], BindingDefinition: []}
     async for each in turns.each(broker.each_definition()):
@@ -469,10 +469,10 @@ async def export_definitions(broker: Broker, turns: Turns) -> dict[str, Any]:
 
 @api.operation("POST", "/api/definitions", "definitions", answer=Loaded, lasts=True)
 async def load_definitions(broker: Broker, body: DefinitionsDocument, turns: Turns) -> Loaded:
-    """Declare everything, or nothing; what is there alike stays.
+    """Declare everything, or nothing. Objects that exist with the same settings stay as they are.
 
-    The definitions that RabbitMQ exports are understood; parts that mean nothing here are named in the answer. Other
-    clients may see a part of it while it is being loaded.
+    Definitions that RabbitMQ exports are accepted. The answer names the parts that have no meaning here. Other clients
+    may see a part of the definitions during the load.
     """
     try:
         with closing(broker.load_in_steps(body.definitions())) as steps:
@@ -505,7 +505,7 @@ def _rate_limit(limit: RateLimit) -> dict[str, Any]:
 
 def _policy(policy: Policy) -> dict[str, Any]:
     told = {to_camel(name): value for name, value in policy.to_json().items()}
-    # What it says nothing about is null.
+    # Values that the policy does not set are null.
     names = (field.name for field in fields(PolicyDefinition))
     return told | {"definition": {to_camel(name): told["definition"].get(name) for name in names}}
 

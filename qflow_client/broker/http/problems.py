@@ -1,4 +1,4 @@
-"""What goes wrong with a request, as RFC 9457 has it."""
+"""Errors of requests, in the format of RFC 9457."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ class ProblemDetails(BaseModel):
 
 
 class Problem(Exception):
-    """Ends a request.
+    """Ends a request with an error.
 
     Args:
-        status: of the response.
-        detail: what went wrong and the way out, for people.
-        errors: fields and what is wrong with them.
-        retry_after: seconds after which the client is to ask again; ``None`` if it is told none.
+        status: status of the response.
+        detail: what went wrong and how to avoid it, for people.
+        errors: fields, and what is wrong with them.
+        retry_after: seconds after which the client should ask again; ``None`` to send no such header.
     """
 
     def __init__(
@@ -64,16 +64,16 @@ class Problem(Exception):
 
 
 def from_amqp(error: AmqpError) -> Problem:
-    """What a refusal of the broker is in HTTP."""
+    """Convert a refusal of the broker to a problem."""
     return Problem(_STATUS_OF.get(error.code, HTTPStatus.BAD_REQUEST), error.text)
 
 
 def from_validation(error: ValidationError, where: str = "") -> Problem:
-    """Bad input, with its fields.
+    """Convert invalid input to a problem, with its fields.
 
     Args:
-        error: what pydantic says.
-        where: stands before the fields.
+        error: the error of pydantic.
+        where: prefix of the fields.
     """
     errors = []
     for each in error.errors(include_url=False, include_context=False, include_input=False):
@@ -86,7 +86,7 @@ def from_validation(error: ValidationError, where: str = "") -> Problem:
 
 
 def problem_response(problem: Problem) -> web.Response:
-    """The response that tells of a problem."""
+    """Return the response for a problem."""
     told = ProblemDetails(
         title=HTTPStatus(problem.status).phrase,
         status=problem.status,

@@ -1,11 +1,11 @@
 """The HTTP server, on the broker's own loop.
 
-A connection is a stranger until a request on it shows the token. There is room for a few strangers only: the newest
-takes the place of the oldest, so strangers never keep the holder of the token out. In each turn of the event loop one
-request of a stranger is answered, however many there are. Without a token every client of this machine is its holder,
-and only the number of all connections is limited.
+A connection is a stranger until a request on it has the token. There is room for only a few strangers. A new stranger
+replaces the oldest one, so strangers never keep out a client with the token. In each turn of the event loop at most one
+request of a stranger is answered. Without a token no connection is a stranger, and only the number of all connections
+is limited.
 
-Long answers, imports and looks for event streams are made in slices (`qflow_client.broker.http.turns`).
+Long answers, imports and looks for event streams run in slices (`qflow_client.broker.http.turns`).
 """
 
 from __future__ import annotations
@@ -44,35 +44,35 @@ class HttpServer:
     """Serves a broker's API.
 
     Args:
-        broker: which; its settings say where.
-        count_answer: takes note that answers take so many bytes more in memory.
+        broker: the broker; its settings have the address.
+        count_answer: called with changes, in bytes, of the memory that answers take.
     """
 
-    #: Bytes of the largest body that is taken.
+    #: Maximum bytes of a body.
     MAX_BODY = 16 * 1024 * 1024
-    #: Bytes of an answer that are handed to its socket at once.
+    #: Bytes of an answer that are given to its socket at once.
     PIECE = 256 * 1024
-    #: Bytes of large answers that are sent at once, unless a quarter of `memory_limit` is less. Without that limit a
-    #: single answer may have more.
+    #: Maximum bytes of large answers that are sent at the same time; a quarter of `memory_limit` if that is less.
+    #: Without a memory limit a single answer may be larger.
     MAX_ANSWERS = 32 * 1024 * 1024
     #: Seconds that requests have to end when the broker stops.
     STOP_GRACE = 1.0
-    #: Connections at once; more are closed as soon as they are accepted.
+    #: Maximum number of connections. Further ones are closed as soon as they are accepted.
     MAX_CONNECTIONS = 1000
-    #: Of those, connections that have not shown the token; with more the oldest of them is closed.
+    #: Maximum number of connections without the token. With more, the oldest of them is closed.
     MAX_STRANGERS = 100
-    #: Event streams at once, of all clients and of one address.
+    #: Maximum number of event streams, of all clients and of one address.
     MAX_STREAMS = 100
     MAX_STREAMS_OF_ADDRESS = 20
-    #: Seconds after which a client that takes nothing of a large answer or an event stream is cut.
+    #: Seconds after which a connection is dropped if its client reads nothing of a large answer or an event stream.
     PATIENCE = 60.0
-    #: Seconds after which a client that has not taken all of a large answer is cut.
+    #: Seconds after which a connection is dropped if its client has not read a whole large answer.
     ANSWER_TIME = 300.0
-    #: Seconds after which a client is to ask again for an answer for which there was no room.
+    #: Seconds after which a client should ask again if there was no room for its answer.
     RETRY_AFTER = 10
-    #: Seconds between the end of a request and the next one on its connection.
+    #: Maximum seconds between the end of a request and the next request on its connection.
     KEEP_ALIVE = 60.0
-    #: Seconds that a request waits until what it did is on disk.
+    #: Maximum seconds that a request waits until its changes are on disk.
     DISK_PATIENCE = 10.0
 
     def __init__(self, broker: Broker, count_answer: Callable[[int], None]) -> None:
@@ -82,17 +82,17 @@ class HttpServer:
         self._runner: web.AppRunner | None = None
         self._listener: Listener | None = None
         self._port: int | None = None
-        # Connections by what aiohttp has for each.
+        # Connections by aiohttp's protocol object.
         self._connections: dict[asyncio.BaseProtocol, _Connection] = {}
-        # Those of them that have not shown the token, the oldest first.
+        # The connections without the token, the oldest first.
         self._strangers: dict[_Connection, None] = {}
-        # Event streams, which end when the broker stops, and how many each address has.
+        # Event streams, which end when the broker stops; and the number of streams by address.
         self._streams: set[asyncio.Task[Any]] = set()
         self._streams_of: Counter[str] = Counter()
         # Slices of long answers, one in each turn; and requests of strangers, one in each turn.
         self._turns = Turns()
         self._strangers_turns = Turns()
-        # One large answer is made at a time, because that may take more memory than the answer; and bytes of large
+        # Large answers are created one at a time, because this may take more memory than the answer; and bytes of large
         # answers that are being sent.
         self._making = asyncio.Lock()
         self._answers = 0
@@ -100,10 +100,10 @@ class HttpServer:
 
     @property
     def port(self) -> int:
-        """The port that it listens on.
+        """The port on which the server listens.
 
         Raises:
-            RuntimeError: it has not been started.
+            RuntimeError: the server has not been started.
         """
         if self._port is None:
             raise RuntimeError("the broker does not run yet; use it in `with Broker() as broker:`")
@@ -111,18 +111,18 @@ class HttpServer:
 
     @property
     def patience(self) -> float:
-        """Seconds that a connection may take until it has asked something."""
+        """Maximum seconds from the start of a connection to its first complete request."""
         return self._settings.unauthenticated_timeout
 
     async def start(self) -> None:
-        """Listen.
+        """Start to listen.
 
         Raises:
-            OSError: the address is in use or not ours.
+            OSError: the address is in use or does not belong to this machine.
         """
         settings = self._settings
         app = web.Application(client_max_size=self.MAX_BODY, middlewares=[self._guard])
-        # What stands in a path literally comes before what may stand for anything.
+        # Literal paths come before paths with parameters.
         for operation in sorted(api.operations, key=lambda operation: "{" in operation.path):
             app.router.add_route(operation.method, operation.path, self._handler(operation))
         app.router.add_routes(console_routes())
@@ -147,7 +147,7 @@ class HttpServer:
         _log.info("HTTP on %s:%d", settings.http_host, self._port)
 
     async def stop(self) -> None:
-        """Stop listening, and end what is going on."""
+        """Stop listening, and end the requests that are running."""
         if self._listener is not None:
             await self._listener.stop()
         for stream in self._streams:
@@ -172,7 +172,7 @@ class HttpServer:
         except Problem as problem:
             response = problem_response(problem)
         except web.HTTPException as error:
-            # Of aiohttp: no such path or method, a body that is too large.
+            # An error of aiohttp: no such path or method, or a body that is too large.
             response = problem_response(Problem(error.status, error.text or error.reason))
             for name in ("Allow", "Location"):
                 if name in error.headers:
@@ -221,10 +221,10 @@ class HttpServer:
     async def _answer(
         self, operation: Operation, parameters: dict[str, Any]
     ) -> tuple[int, bytes | bytearray | EventsRequest | None]:
-        """Carry an operation out.
+        """Execute an operation.
 
         Returns:
-            The status; and the body, ``None`` for none, or that a stream of events is wanted.
+            The status; and the body, ``None`` for no body, or a request for an event stream.
         """
         answer = operation.handler(self._broker, **parameters)
         if inspect.isawaitable(answer):
@@ -243,7 +243,7 @@ class HttpServer:
     async def _send(
         self, request: web.Request, response: web.StreamResponse, body: bytes | bytearray
     ) -> web.StreamResponse:
-        """Send a large body piece by piece, as fast as the client takes it."""
+        """Send a large body in pieces, as fast as the client reads it."""
         size = len(body)
         self._count_answer(size)
         try:
@@ -255,17 +255,17 @@ class HttpServer:
                     async with asyncio.timeout(self.PATIENCE):
                         await response.write(bytes(view[start : start + self.PIECE]))
         except (ConnectionError, TimeoutError):
-            # The client has gone, or takes it too slowly.
+            # The client has disconnected, or reads too slowly.
             self._cut(request)
         finally:
             self._count_answer(-size)
         return response
 
     def _check_room(self, size: int) -> None:
-        """Check that a large answer of so many bytes may be sent now.
+        """Check that a large answer of this size may be sent now.
 
         Raises:
-            Problem: 503; it is too large beside those that are being sent, or by itself.
+            Problem: 503 if it is too large by itself, or together with the answers that are being sent.
         """
         limit = self._settings.memory_limit
         most = min(self.MAX_ANSWERS, limit // 4) if limit else self.MAX_ANSWERS
@@ -289,7 +289,7 @@ class HttpServer:
 
     @staticmethod
     def _cut(request: web.Request) -> None:
-        """Cut the connection of a client that takes nothing."""
+        """Drop the connection of a client that does not read."""
         if request.transport is not None:
             request.transport.abort()
 
@@ -301,10 +301,10 @@ class HttpServer:
         return await read_definitions(raw, self._turns)
 
     async def _wait_for_disk(self) -> None:
-        """Wait until what was done to queues, exchanges and bindings is on disk.
+        """Wait until the changes of queues, exchanges and bindings are on disk.
 
         Raises:
-            Problem: 503; it is not in time.
+            Problem: 503 if this takes too long.
         """
         try:
             async with asyncio.timeout(self.DISK_PATIENCE):
@@ -334,13 +334,13 @@ class HttpServer:
         response.content_type = "text/event-stream"
         try:
             await response.prepare(request)
-            # The next write may be 15 s away, and a client that has gone keeps its place no longer than it is there.
+            # The next write may be 15 s away. So the stream checks whether its client is still connected.
             async with aclosing(self._watch.events(period, partial(_is_gone, request))) as events:
                 async for piece in events:
                     async with asyncio.timeout(self.PATIENCE):
                         await response.write(piece)
         except (ConnectionError, TimeoutError):
-            # The listener has gone, or takes nothing.
+            # The listener has disconnected, or does not read.
             self._cut(request)
         finally:
             self._streams.discard(task)
@@ -368,7 +368,7 @@ class HttpServer:
         return True
 
     def forget(self, connection: _Connection, handler: asyncio.BaseProtocol) -> bool:
-        """A connection has ended.
+        """Forget a connection that has ended.
 
         Returns:
             Whether it was admitted.
@@ -378,16 +378,16 @@ class HttpServer:
 
 
 def _is_gone(request: web.Request) -> bool:
-    """Whether the client's connection has ended: then aiohttp takes the transport away."""
+    """Whether the client's connection has ended; aiohttp then removes the transport."""
     return request.transport is None or request.transport.is_closing()
 
 
 class _Connection(asyncio.Protocol):
-    """Between a socket and aiohttp, which lets any client connect and send nothing for ever.
+    """Stands between a socket and aiohttp, which has no timeout for a client that connects and sends nothing.
 
     Args:
-        handler: aiohttp's.
-        server: admits connections; its settings say how long one may take until it has asked something.
+        handler: protocol object of aiohttp.
+        server: admits connections; its settings have the timeout for the first request.
     """
 
     def __init__(self, handler: asyncio.Protocol, server: HttpServer) -> None:
@@ -406,7 +406,7 @@ class _Connection(asyncio.Protocol):
         self._handler.connection_made(transport)
 
     def abort(self) -> None:
-        """Close it at once; it counts no more."""
+        """Close the connection at once. It no longer counts."""
         self._server.forget(self, self._handler)
         self.has_asked()
         if self._transport is not None:
@@ -414,7 +414,7 @@ class _Connection(asyncio.Protocol):
             self._transport.abort()
 
     def has_asked(self) -> None:
-        """A whole request has come; from now on aiohttp's keep-alive timeout is enough."""
+        """Note that a whole request has arrived. From now on aiohttp's keep-alive timeout is enough."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

@@ -1,8 +1,8 @@
-"""Long answers take turns with AMQP clients, on whose event loop the HTTP API runs.
+"""Slices of long answers, because the HTTP API runs on the event loop of the AMQP clients.
 
-`Turns.each` passes objects through and gives the loop back after `MOST` objects, or after `LONGEST` seconds if that is
-sooner. All answers that share a `Turns` have one slice between them in each turn of the loop, so a turn takes no longer
-when many clients ask at once.
+`Turns.each` yields objects and gives the loop to other work after `MOST` objects or `LONGEST` seconds, whichever is
+sooner. All answers that share a `Turns` together get one slice in each turn of the loop. So a turn takes no longer if
+many clients ask at once.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ _T = TypeVar("_T")
 class Turns:
     """Slices of long work, one in each turn of the event loop."""
 
-    #: Objects in one slice.
+    #: Maximum number of objects in one slice.
     MOST = 500
-    #: Seconds after which a slice ends, whatever it has done by then.
+    #: Seconds after which a slice ends.
     LONGEST = 0.005
 
     def __init__(self) -> None:
@@ -34,10 +34,10 @@ class Turns:
             await asyncio.sleep(0)
 
     async def each(self, things: Iterable[_T]) -> AsyncIterator[_T]:
-        """The same objects, with pauses.
+        """Yield the same objects, with pauses.
 
         Args:
-            things: taken one at a time, so a generator may do its work as it goes.
+            things: objects; taken one at a time, so that a generator works in slices too.
         """
         left, end = 0, 0.0
         for thing in things:

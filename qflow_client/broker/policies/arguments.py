@@ -1,8 +1,8 @@
-"""Queue arguments: what ``Queue.Declare`` may ask for, and the limits that follow from it.
+"""Queue arguments of ``Queue.Declare``, and the limits that follow from them.
 
-Arguments of Qpid and of this broker mean what policies mean, and are read as a `PolicyDefinition`. Those of RabbitMQ
-bring a maximum without thresholds. An argument with one of our prefixes that is not known is refused with the nearest
-right name.
+Arguments of Qpid and of this broker set the same values as policies, and are read as a `PolicyDefinition`. Arguments of
+RabbitMQ set a maximum without thresholds. If an argument has one of this broker's prefixes but is unknown, it is
+refused, and the error names the most similar argument.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ THEN = "x-qflow-then"
 CONFLATE_KEY = "x-qflow-conflate-key"
 DROP_TRANSIENT = "x-qflow-drop-transient"
 
-# The names of what a policy can set, too.
+# The arguments that policies can set too, by their names in policies.
 _FIELDS = {
     "flow_stop_count": FLOW_STOP_COUNT,
     "flow_resume_count": FLOW_RESUME_COUNT,
@@ -56,12 +56,12 @@ _FIELDS = {
     "drop_transient": DROP_TRANSIENT,
 }
 _OURS = (*_FIELDS.values(), POLICY_TYPE)
-# What Qpid C++ calls those that it has.
+# The policies that Qpid C++ has too, by Qpid's names.
 _POLICY_TYPES = (QueuePolicy.REJECT, QueuePolicy.RING, QueuePolicy.RING_STRICT)
-# Only our own arguments begin so: one that is not known is misspelt.
+# Prefixes of this broker's own arguments. An unknown argument with one of them is misspelt.
 _OUR_PREFIXES = ("qpid.", "x-qpid-", "x-qflow-")
 
-# RabbitMQ's.
+# Arguments of RabbitMQ.
 MAX_LENGTH = "x-max-length"
 MAX_LENGTH_BYTES = "x-max-length-bytes"
 OVERFLOW = "x-overflow"
@@ -73,7 +73,7 @@ SINGLE_ACTIVE_CONSUMER = "x-single-active-consumer"
 
 
 class XOverflow(StrEnum):
-    """What a queue does at RabbitMQ's maximum (``x-overflow``)."""
+    """What a queue does at its RabbitMQ maximum (``x-overflow``)."""
 
     #: Drop the oldest ready message.
     DROP_HEAD = "drop-head"
@@ -85,11 +85,11 @@ class XOverflow(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class QueueArguments:
-    """What a queue's arguments say of when it is full, and what it does then.
+    """The arguments that define when a queue is full, and what it does then.
 
     Attributes:
-        definition: what policies can set, too.
-        overflow: RabbitMQ's maximum and what happens at it; ``None`` for none.
+        definition: the values that policies can set too.
+        overflow: RabbitMQ's maximum and its overflow policy; ``None`` for no maximum.
     """
 
     definition: PolicyDefinition
@@ -97,15 +97,16 @@ class QueueArguments:
 
     @classmethod
     def read(cls, queue: str, arguments: Mapping[str, object]) -> QueueArguments:
-        """Read them; those of neither Qpid, RabbitMQ nor this broker are kept, without effect.
+        """Read the arguments. Arguments that do not belong to Qpid, RabbitMQ or this broker are kept, without effect.
 
         Args:
-            queue: the queue's name, for messages.
-            arguments: as declared.
+            queue: name of the queue, for errors.
+            arguments: as in ``Queue.Declare``.
 
         Raises:
-            ChannelException: 406; a value of the wrong type, with the argument and the value named, two that
-                contradict each other, with both values named, or a misspelt argument, with the nearest right one.
+            ChannelException: 406 if a value has the wrong type (the text names argument and value), if two values
+                contradict each other (the text names both), or if an argument is misspelt (the text names the most
+                similar one).
         """
         reader = _Reader(queue, arguments)
         reader.check_names()
@@ -136,7 +137,7 @@ class QueueArguments:
 
     @staticmethod
     def _overflow(reader: _Reader) -> Overflow | None:
-        """RabbitMQ's maximum, which brings no thresholds with it."""
+        """Read RabbitMQ's maximum, which sets no thresholds."""
         maxima = reader.count(MAX_LENGTH), reader.count(MAX_LENGTH_BYTES)
         kind = reader.choice(OVERFLOW, XOverflow, XOverflow.DROP_HEAD)
         if maxima == (None, None):
@@ -147,19 +148,20 @@ class QueueArguments:
 
     @property
     def is_set(self) -> bool:
-        """Whether they say anything at all."""
+        """Whether any of these arguments is set."""
         return self.definition.is_set or self.overflow is not None
 
 
 def read_options(queue: str, arguments: Mapping[str, object]) -> QueueOptions:
-    """RabbitMQ's arguments other than those for the maximum.
+    """Read RabbitMQ's queue arguments, without those for the maximum.
 
     Args:
-        queue: the queue's name, for messages.
-        arguments: as declared.
+        queue: name of the queue, for errors.
+        arguments: as in ``Queue.Declare``.
 
     Raises:
-        ChannelException: 406; a value of the wrong type or not allowed, with the argument and the value named.
+        ChannelException: 406 if a value has the wrong type or is not allowed; the text names the argument and the
+            value.
     """
     reader = _Reader(queue, arguments)
     message_ttl, expires = reader.count(MESSAGE_TTL), reader.count(EXPIRES)
@@ -178,10 +180,10 @@ def read_options(queue: str, arguments: Mapping[str, object]) -> QueueOptions:
 
 
 def limits_from_arguments(queue: str, arguments: Mapping[str, object], settings: Settings) -> QueueLimits:
-    """What comes of a queue's arguments without policies.
+    """Return the limits that a queue's arguments set without policies.
 
     Raises:
-        ChannelException: 406; see `QueueArguments.read`.
+        ChannelException: 406, see `QueueArguments.read`.
     """
     found = QueueArguments.read(queue, arguments)
     return resolve_limits(queue, found.definition, settings, overflow=found.overflow)
@@ -195,17 +197,17 @@ def resolve_limits(
     overflow: Overflow | None = None,
     policies: tuple[str, ...] = (),
 ) -> QueueLimits:
-    """What is in force.
+    """Return the limits of a queue.
 
     Args:
-        queue: the queue's name, for messages.
-        definition: what applies to the queue.
-        settings: the broker's defaults (C4, J2).
-        overflow: RabbitMQ's maximum; it goes behind one that the definition sets.
-        policies: the names of those that the definition comes from.
+        queue: name of the queue, for errors.
+        definition: the policy definition that applies to the queue.
+        settings: settings of the broker, with the defaults (C4, J2).
+        overflow: RabbitMQ's maximum; used only if the definition sets no maximum.
+        policies: names of the policies that the definition comes from.
 
     Raises:
-        ChannelException: 406; a resume capacity above the broker's capacity, with both values named.
+        ChannelException: 406 if the resume capacity is above the broker's capacity; the text names both values.
     """
     max_count, max_size = definition.max_count or 0, definition.max_size or 0
     policy = definition.policy or (QueuePolicy.REJECT if max_count or max_size else QueuePolicy.FLOW)
@@ -228,7 +230,7 @@ def resolve_limits(
     then = None
     if definition.max_flow_wait is not None:
         if policy is QueuePolicy.FLOW_TO_DISK:
-            # Its maximum is what is in memory.
+            # The maximum of this policy limits only the bodies in memory.
             max_count = max_size = 0
         maxima = max_count or stop_resume.stop_count, max_size or stop_resume.stop_size or capacity.capacity
         then = make_overflow(definition.then or QueuePolicy.REJECT, maxima[0] or None, maxima[1] or None, None)
@@ -283,7 +285,7 @@ class _Reader:
             raise self.refuse(f"{name}={value!r}: it must be a string, not {type(value).__name__}")
         if value is None:
             return None
-        # It is put into short strings.
+        # The value is encoded as a short string.
         try:
             length = len(value.encode())
         except UnicodeEncodeError:

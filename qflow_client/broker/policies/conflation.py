@@ -1,4 +1,4 @@
-"""The last value of each key, for queues that keep only that."""
+"""The last entry of each key, for queues that keep only the last value."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ __all__ = ["LastValues"]
 
 
 class LastValues(LastValueMap):
-    """Which entry of a queue is the last of its key.
+    """Finds the last entry of each key in a queue.
 
     Args:
-        header: which has the key; messages without it have none. ``None`` for the routing key.
+        header: header with the key; a message without this header has no key. ``None`` uses the routing key.
     """
 
     __slots__ = ("_header", "_keys", "_last")
@@ -22,11 +22,11 @@ class LastValues(LastValueMap):
     def __init__(self, header: str | None) -> None:
         self._header = header
         self._last: dict[str, QueueEntry] = {}
-        # Keys of the entries in the queue that have one, so that they are found when these leave.
+        # Keys of the queue's entries that have a key, to find the keys when the entries leave.
         self._keys: dict[QueueEntry, str] = {}
 
     def _key_of(self, message: StoredMessage) -> str | None:
-        """A message's key; ``None`` if it has none."""
+        """Return the key of a message; ``None`` if it has none."""
         if self._header is None:
             return message.target.routing_key
         value = decode_headers(message.header).get(self._header)

@@ -1,4 +1,4 @@
-"""Queues, exchanges, bindings and policies as a document, with the names that RabbitMQ's definitions have."""
+"""Queues, exchanges, bindings and policies as a document, with the names of RabbitMQ's definitions."""
 
 from __future__ import annotations
 
@@ -27,29 +27,29 @@ __all__ = [
 
 
 class DefinitionError(ValueError):
-    """A definition that the broker does not take; nothing of the document was done.
+    """A definition is refused; nothing of the document has taken effect.
 
     Attributes:
-        field: where it is, such as ``"queues[3]"``.
+        field: place of the definition, such as ``"queues[3]"``.
     """
 
     def __init__(self, where: str, text: str) -> None:
         super().__init__(f"{where}: {text}")
         self.field = where
-        #: What is wrong with it.
+        #: What is wrong with the definition.
         self.text = text
 
 
 @dataclass(frozen=True, slots=True)
 class QueueDefinition:
-    """A queue to be; see ``Queue.Declare``.
+    """A queue to declare; see ``Queue.Declare``.
 
     Attributes:
         name: 1 to 255 bytes.
-        vhost: the virtual host; ``None`` for that of the broker.
+        vhost: the virtual host; ``None`` for the broker's virtual host.
         durable: as in ``Queue.Declare``.
-        auto_delete: whether it goes with its last consumer.
-        arguments: thresholds and the like.
+        auto_delete: whether it is deleted with its last consumer.
+        arguments: arguments of the declaration, such as thresholds.
     """
 
     name: str
@@ -61,14 +61,14 @@ class QueueDefinition:
 
 @dataclass(frozen=True, slots=True)
 class ExchangeDefinition:
-    """An exchange to be; see ``Exchange.Declare``.
+    """An exchange to declare; see ``Exchange.Declare``.
 
     Attributes:
         name: 1 to 255 bytes.
-        type: of the exchange.
-        vhost: the virtual host; ``None`` for that of the broker.
+        type: type of the exchange.
+        vhost: the virtual host; ``None`` for the broker's virtual host.
         durable: as in ``Exchange.Declare``.
-        auto_delete: whether it goes with its last binding.
+        auto_delete: whether it is deleted with its last binding.
         internal: whether clients may not publish to it.
         arguments: as in ``Exchange.Declare``.
     """
@@ -84,15 +84,15 @@ class ExchangeDefinition:
 
 @dataclass(frozen=True, slots=True)
 class BindingDefinition:
-    """A binding to be; see ``Queue.Bind``.
+    """A binding to make; see ``Queue.Bind``.
 
     Attributes:
-        source: the exchange.
-        destination: the queue, or the exchange.
-        destination_type: which of them.
-        vhost: the virtual host; ``None`` for that of the broker.
+        source: name of the exchange that gets the messages.
+        destination: name of the queue or exchange that receives the messages from it.
+        destination_type: whether the destination is a queue or an exchange.
+        vhost: the virtual host; ``None`` for the broker's virtual host.
         routing_key: the binding key.
-        arguments: for headers exchanges.
+        arguments: arguments of the binding, for headers exchanges.
     """
 
     source: str
@@ -105,13 +105,13 @@ class BindingDefinition:
 
 @dataclass(frozen=True, slots=True)
 class Definitions:
-    """What a broker is to have, beside what it has.
+    """The objects to declare in a broker, in addition to those that it has.
 
     Attributes:
-        exchanges: exchanges.
-        queues: queues.
-        bindings: bindings between them, and to and from those that are there.
-        policies: policies, which replace those of the same names.
+        exchanges: exchanges to declare.
+        queues: queues to declare.
+        bindings: bindings between these objects, or with existing ones.
+        policies: policies to set; each replaces a policy with the same name.
     """
 
     exchanges: tuple[ExchangeDefinition, ...] = ()
@@ -120,12 +120,12 @@ class Definitions:
     policies: tuple[Policy, ...] = ()
 
 
-#: What is exported beside policies.
+#: The exported objects, without policies.
 Exported = ExchangeDefinition | QueueDefinition | BindingDefinition
 
 
 def export_definitions(host: VirtualHost, rules: PolicyRules) -> Definitions:
-    """What was declared, but for exclusive queues and what every broker has."""
+    """Return the declared objects, without exclusive queues and without the exchanges of every broker."""
     found = tuple(each_definition(host))
     return Definitions(
         tuple(each for each in found if isinstance(each, ExchangeDefinition)),
@@ -136,9 +136,9 @@ def export_definitions(host: VirtualHost, rules: PolicyRules) -> Definitions:
 
 
 def each_definition(host: VirtualHost) -> Iterator[Exported]:
-    """Exchanges, queues and bindings, one at a time; between two of them the virtual host may change.
+    """Yield exchanges, queues and bindings, one at a time. The virtual host may change between two of them.
 
-    A binding is given only if both of its ends were given before, so the whole can be loaded.
+    A binding is included only if both of its ends were yielded before, so that the whole can be loaded.
     """
     vhost = host.settings.virtual_host
     exchanges = dict.fromkeys(host.topology.exchanges.values())
@@ -166,28 +166,29 @@ def each_definition(host: VirtualHost) -> Iterator[Exported]:
 
 
 class Loading:
-    """Declares everything, or nothing; what is there alike stays.
+    """Declares everything, or nothing. Objects that exist with the same settings stay as they are.
 
-    It may take several turns of the loop, so clients may see what a refusal deletes again.
+    Loading may take several turns of the loop. If a definition is refused, clients may see objects that are deleted
+    again.
 
     Args:
-        host: where.
-        rules: of that virtual host.
-        definitions: what.
+        host: virtual host to change.
+        rules: rules of this virtual host.
+        definitions: objects to declare.
     """
 
     def __init__(self, host: VirtualHost, rules: PolicyRules, definitions: Definitions) -> None:
         self._host = host
         self._rules = rules
         self._definitions = definitions
-        # Delete what was made, in the order in which it was.
+        # Functions that delete the declared objects, in the order of their declaration.
         self._undo: list[Callable[[], object]] = []
 
     def steps(self) -> Generator[None, None, None]:
-        """Declare one thing in each step.
+        """Declare one object in each step.
 
         Raises:
-            DefinitionError: one is refused; the text says which and why.
+            DefinitionError: a definition is refused; the text says which and why.
         """
         host, policies = self._host, tuple(self._rules.policies)
         try:
@@ -210,7 +211,7 @@ class Loading:
             raise
 
     def _take_back(self, policies: tuple[Policy, ...]) -> Iterator[None]:
-        """Delete what was made, and have the policies that there were, one thing in each step."""
+        """Delete the declared objects and restore the policies, one object in each step."""
         while self._undo:
             self._undo.pop()()
             yield
@@ -262,7 +263,10 @@ class Loading:
             self._host.topology.delete_exchange(exchange.name)
 
     def _unbind(self, source: Exchange, destination: Queue | Exchange, binding: BindingDefinition) -> None:
-        """Take a binding back. An exchange that was there before stays, though it may have no binding left."""
+        """Remove a binding.
+
+        An exchange that existed before stays, even if it is auto-delete and this was its last binding.
+        """
         auto_delete, source.auto_delete = source.auto_delete, False
         self._host.topology.unbind(destination, source.name, binding.routing_key, binding.arguments)
         source.auto_delete = auto_delete
@@ -279,10 +283,10 @@ def _each(definitions: Definitions) -> Iterator[tuple[str, _Definition]]:
 
 
 def check_name(name: str, *, empty: bool = False) -> str:
-    """A name that AMQP can carry.
+    """Return the name if AMQP can encode it.
 
     Raises:
-        ValueError: it is longer than 255 bytes, or empty and may not be.
+        ValueError: the name is longer than 255 bytes, or empty when this is not allowed.
     """
     if not name and not empty:
         raise ValueError("a name must not be empty")

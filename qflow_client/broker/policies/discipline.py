@@ -1,8 +1,9 @@
-"""Connections that do not heed ``Channel.Flow``, sans-I/O: their backlog, and what is done about them (D7 D8).
+"""Connections that ignore ``Channel.Flow``, sans-I/O: their backlog, and the sanctions (D7 D8).
 
-The backlog of a connection is the messages that wait for room, whose confirms are held, or that came on a flowed
-channel. A backlog beyond its limit flows all channels of the connection. A message that comes on a flowed channel after
-the time of grace counts against its channel and connection, which are tarpitted and closed at limits of their own.
+The backlog of a connection consists of its messages that wait for room, that wait for their confirms, or that came on a
+flowed channel. If the backlog exceeds its limit, all channels of the connection are flowed (blocked). A message on a
+flowed channel after the grace time counts against its channel and its connection. Each of them is tarpitted or closed
+at a limit of its own.
 """
 
 from __future__ import annotations
@@ -17,18 +18,18 @@ __all__ = ["BACKLOG", "Discipline"]
 
 _log = get_logger(__name__)
 
-#: What flows the channels of a connection in the name of its backlog, as queues do in theirs.
+#: Name of the controller that blocks the channels of a connection for its backlog, as a queue's controller does.
 BACKLOG = "backlog"
 
 
 class Discipline:
-    """What is kept of one connection.
+    """The backlog and the sanctions of one connection.
 
-    Its backlog is the messages that it published and that wait for room, whose confirms are held, or that came on a
-    channel that was flowed.
+    The backlog consists of the published messages that wait for room, that wait for their confirms, or that came on a
+    flowed channel.
 
     Args:
-        session: the connection's.
+        session: session of the connection.
     """
 
     __slots__ = ("_session", "backlog", "channels_closed", "depth", "past_flow", "tarpits")
@@ -38,16 +39,16 @@ class Discipline:
         settings = session.settings
         self.depth = ThresholdLimiter(StopResume(settings.backlog_count, None, settings.backlog_size, None))
         self.backlog = FlowController(self.depth, name=BACKLOG)
-        # So far: messages that came on flowed channels after the time of grace, and what was done about them.
+        # Totals: messages that came on flowed channels after the grace time, and the sanctions.
         self.past_flow = 0
         self.tarpits = 0
         self.channels_closed = 0
 
     def owe(self, size: int, now: float) -> None:
-        """A message is in the backlog, which may flow all channels (D7).
+        """Add a message to the backlog, which may then flow all channels (D7).
 
         Args:
-            size: its body bytes.
+            size: body size in bytes.
             now: seconds of the clock.
         """
         self.depth.add(size, now)
@@ -56,29 +57,29 @@ class Discipline:
                 self.look_at(channel.flow)
 
     def look_at(self, source: ChannelFlow) -> None:
-        """Flow a channel if it publishes and the backlog is too large."""
+        """Block a channel if it publishes and the backlog is too large."""
         if self.depth.on and source.is_producer and not source.is_over:
             self.backlog.block(source)
 
     def repay(self, size: int, count: int = 1) -> None:
-        """Messages are in the backlog no more.
+        """Remove messages from the backlog.
 
         Args:
-            size: body bytes of all of them.
-            count: how many they are.
+            size: body bytes of all these messages.
+            count: number of messages.
         """
         self.backlog.release(size, count)
 
     def check(self, source: ChannelFlow, now: float) -> None:
-        """A publish came on a channel that is flowed.
+        """Handle a publish on a flowed channel.
 
         Args:
             source: the channel.
             now: seconds of the clock.
 
         Raises:
-            ChannelException: 311; it has published too much since it was flowed.
-            ConnectionException: 506; the connection has.
+            ChannelException: 311 if the channel has published too much since it was flowed.
+            ConnectionException: 506 if the connection has published too much.
         """
         settings = self._session.settings
         if source.since is None or now - source.since < settings.flow_grace:

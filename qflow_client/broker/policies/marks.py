@@ -1,4 +1,4 @@
-"""The marks of a queue, changed by an operator while it is in use (D4)."""
+"""Changes the marks of a queue while it is in use, for an operator (D4)."""
 
 from __future__ import annotations
 
@@ -21,15 +21,16 @@ MARKS = tuple(name for pair in _PAIRS for name in pair)
 
 
 def steered(queue: Queue, marks: Mapping[str, int | None]) -> PolicyDefinition:
-    """What an operator sets of a queue with these marks, together with those that were set before.
+    """Return all marks that operators have set for a queue: these marks, and those that were set before.
 
     Args:
-        queue: whose.
-        marks: by the names in `MARKS`; those that are not there stay. ``None`` for a resume is 7/8 of its stop, for a
-            resume capacity the capacity. A stop of 0 turns its resume off with it.
+        queue: queue to change.
+        marks: values by the names in `MARKS`. A mark that is not given keeps its value. ``None`` for a resume mark
+            means 7/8 of its stop mark. ``None`` for a resume capacity means the capacity. A stop mark of 0 also turns
+            its resume mark off.
 
     Raises:
-        ChannelException: 406; they contradict each other, or the queue's maximum, and the text names both values.
+        ChannelException: 406 if the marks contradict each other or the queue's maximum; the text names both values.
     """
     limits = queue.limits
     stop_resume, capacity = limits.stop_resume, limits.capacity
@@ -42,13 +43,13 @@ def steered(queue: Queue, marks: Mapping[str, int | None]) -> PolicyDefinition:
         "flow_resume_capacity": capacity.resume,
     }
     for stop, resume in _PAIRS:
-        # The resume of a stop that is not there means nothing.
+        # A resume mark has no meaning without its stop mark.
         if not asked[stop] or marks.get(stop) == 0:
             asked[resume] = None
     asked |= marks
     maximum = limits.overflow
     try:
-        # RabbitMQ's maximum is of ready messages, and marks are of all.
+        # RabbitMQ's maximum limits ready messages, and marks count all messages. So they cannot contradict each other.
         if maximum is not None and maximum is not rule_of(queue).own.overflow:
             PolicyDefinition.from_mapping({**asked, "max_count": maximum.max_count, "max_size": maximum.max_size})
         touched = {name for pair in _PAIRS for name in pair if any(each in marks for each in pair)}

@@ -1,4 +1,4 @@
-"""The overflow policies: what a queue does at its maximum. `make_overflow` gives the one that a setting means."""
+"""The overflow policies: what a queue does at its maximum. `make_overflow` creates the one for a setting."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Conflate", "DropHead", "FlowToDisk", "Reject", "RejectPublish", "Rin
 
 @dataclass(frozen=True, slots=True)
 class FlowToDisk(Overflow):
-    """Take everything, and keep no more than the maximum of it in memory: bodies go to disk (A2)."""
+    """Accept every message, and keep at most the maximum in memory; other bodies are only on disk (A2)."""
 
     @property
     def name(self) -> str:
@@ -32,7 +32,7 @@ class FlowToDisk(Overflow):
 
 @dataclass(frozen=True, slots=True)
 class Reject(Overflow):
-    """Refuse what does not fit (``qpid.policy_type=reject``)."""
+    """Refuse messages that do not fit (``qpid.policy_type=reject``)."""
 
     @property
     def name(self) -> str:
@@ -45,7 +45,7 @@ class Reject(Overflow):
 
 @dataclass(frozen=True, slots=True)
 class Wait(Reject):
-    """Let what does not fit wait for room (A4); what never fits is refused."""
+    """Let messages that do not fit wait for room (A4). A message that can never fit is refused."""
 
     @property
     def name(self) -> str:
@@ -57,7 +57,7 @@ class Wait(Reject):
 
 @dataclass(frozen=True, slots=True)
 class _Dropping(Overflow):
-    """Drop what is there for what comes."""
+    """Drop queued messages to make room for new ones."""
 
     def make_room(self, queue: QueueView, size: int) -> None:
         self._drop(queue, 1, size)
@@ -66,16 +66,16 @@ class _Dropping(Overflow):
         self._drop(queue, 0, 0)
 
     def _drop(self, queue: QueueView, count: int, size: int) -> None:
-        """Drop until so much more fits, or nothing is left."""
+        """Drop messages until `count` messages with `size` bytes fit, or until no message is left."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True)
 class Ring(_Dropping):
-    """Drop the oldest messages for the new one (``qpid.policy_type=ring`` and ``ring_strict``).
+    """Drop the oldest messages to make room for the new one (``qpid.policy_type=ring`` and ``ring_strict``).
 
     Attributes:
-        strict: refuse the new message if the oldest one is with a consumer.
+        strict: whether to refuse the new message if a consumer has the oldest one.
     """
 
     strict: bool = False
@@ -90,7 +90,7 @@ class Ring(_Dropping):
         contents = queue.contents
         beyond_count, beyond_size = self._excess(contents.depth + count, contents.size + size)
         if self.strict and (beyond_count > 0 or beyond_size > 0):
-            # As many of the oldest as must go, and none of them may be with a consumer.
+            # The oldest messages that have to be dropped. If a consumer has any of them, the new message is refused.
             for entry in contents.oldest_first():
                 if beyond_count <= 0 and beyond_size <= 0:
                     break
@@ -108,10 +108,10 @@ class Ring(_Dropping):
 
 @dataclass(frozen=True, slots=True)
 class Conflate(Ring):
-    """Keep the last message of each key, and drop the oldest at the maximum.
+    """Keep the last message of each key, and drop the oldest messages at the maximum.
 
     Attributes:
-        key: the header that has the key; ``None`` for the routing key.
+        key: header with the key; ``None`` for the routing key.
     """
 
     key: str | None = None
@@ -126,7 +126,7 @@ class Conflate(Ring):
 
 @dataclass(frozen=True, slots=True)
 class DropHead(_Dropping):
-    """Drop the oldest of the ready messages, as RabbitMQ does (``x-overflow=drop-head``): only they count."""
+    """Drop the oldest ready messages, as RabbitMQ does (``x-overflow=drop-head``). Only ready messages count."""
 
     @property
     def name(self) -> str:
@@ -144,10 +144,10 @@ class DropHead(_Dropping):
 
 @dataclass(frozen=True, slots=True)
 class RejectPublish(Overflow):
-    """Refuse what does not fit, as RabbitMQ does (``x-overflow=reject-publish``): only ready messages count.
+    """Refuse messages that do not fit, as RabbitMQ does (``x-overflow=reject-publish``). Only ready messages count.
 
     Attributes:
-        dead_letters: whether what is refused goes to the dead-letter exchange (``reject-publish-dlx``).
+        dead_letters: whether refused messages go to the dead-letter exchange (``reject-publish-dlx``).
     """
 
     dead_letters: bool = False
@@ -172,13 +172,13 @@ class RejectPublish(Overflow):
 def make_overflow(
     policy: QueuePolicy, max_count: int | None, max_size: int | None, conflate_key: str | None
 ) -> Overflow | None:
-    """The rule that a policy means; ``None`` if it lets everything in.
+    """Return the rule of a policy; ``None`` if the policy accepts every message.
 
     Args:
-        policy: which.
-        max_count: messages; ``None`` for no maximum.
-        max_size: body bytes; ``None`` for no maximum.
-        conflate_key: the header that has the key; ``None`` for the routing key.
+        policy: the policy.
+        max_count: maximum number of messages; ``None`` for no maximum.
+        max_size: maximum body bytes; ``None`` for no maximum.
+        conflate_key: header with the key; ``None`` for the routing key.
     """
     match policy:
         case QueuePolicy.FLOW_TO_DISK:

@@ -1,13 +1,13 @@
-"""Regular expressions that take time in proportion to the name, whatever the expression.
+"""Regular expressions whose time grows linearly with the length of the name, for any expression.
 
-Python's `re` tries one way through an expression after the other, so ``(a+)+$`` takes seconds for a name of 30 letters,
-and the event loop with it. Here all ways are followed at once. An expression becomes a graph: a node takes one
-character, or is passed without taking any. `Pattern.search` keeps the set of nodes that the characters so far lead to;
-a name of n characters costs at most n times the number of nodes, and the number of nodes is limited. Sets that were
-seen are remembered, so a second name costs a look into a dictionary for each character.
+Python's `re` tries one path through an expression after the other. With ``(a+)+$`` a name of 30 letters takes seconds,
+and blocks the event loop. This module follows all paths at once. An expression becomes a graph of nodes. A node takes
+one character, or is passed without a character. `Pattern.search` keeps the set of nodes that the previous characters
+lead to. So a name of n characters costs at most n times the number of nodes, and the number of nodes is limited. The
+sets are cached, so the next name costs one dictionary look-up for each character.
 
-Everything that needs more than such a set is refused by name: back references, looking ahead or behind, word
-boundaries, atomic groups, possessive repeats, and flags other than ``(?i)`` for the whole expression.
+Features that need more than such a set are refused by name: back references, lookahead and lookbehind, word boundaries,
+atomic groups, possessive repeats, and all flags except ``(?i)`` for the whole expression.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 __all__ = ["Pattern", "compile_pattern"]
 
-# The parser of `re`, which has no public name.
+# The parser of `re`, which is private.
 _parser: Any = getattr(re, "_parser")  # noqa: B009
 _Test = Callable[[str], bool]
 
@@ -31,12 +31,12 @@ _CATEGORIES: dict[str, _Test] = {
 
 
 class _Node:
-    """A place in an expression.
+    """A node in the graph of an expression.
 
     Attributes:
-        test: whether a character may be taken here; ``None`` if none is.
-        anchor: ``^`` or ``$`` or ``Z`` if it is passed only there.
-        following: where it leads.
+        test: tells if the node takes a character; ``None`` if it takes none.
+        anchor: ``^``, ``$`` or ``Z`` if the node can only be passed there.
+        following: the next nodes.
     """
 
     __slots__ = ("anchor", "following", "test")
@@ -48,20 +48,20 @@ class _Node:
 
 
 class Pattern:
-    """One expression.
+    """A compiled expression.
 
     Args:
         text: the expression.
 
     Raises:
-        ValueError: it is none, is too large, or needs what cannot be had in linear time.
-        TypeError: it is no text.
+        ValueError: the expression is invalid, is too large, or needs a feature without linear time.
+        TypeError: the expression is not a str.
     """
 
-    #: Characters of an expression, and nodes of its graph.
+    #: Maximum characters of an expression, and maximum nodes of its graph.
     MAX_LENGTH = 1000
     MAX_NODES = 1000
-    #: Steps that are remembered; beyond that all are forgotten.
+    #: Maximum number of cached steps. Beyond it the whole cache is cleared.
     MAX_STEPS = 4096
 
     def __init__(self, text: str) -> None:
@@ -83,7 +83,7 @@ class Pattern:
         self._again = self._closure((self._entry,), at_start=False)
         self._steps: dict[tuple[frozenset[_Node], str], frozenset[_Node]] = {}
 
-    # The graph, from its end to its beginning.
+    # Building the graph, from its end to its start.
 
     def _node(self, following: Iterable[_Node], test: _Test | None = None, anchor: str = "") -> _Node:
         self._nodes += 1
@@ -167,12 +167,12 @@ class Pattern:
     # Matching.
 
     def _closure(self, nodes: Iterable[_Node], *, at_start: bool, at_end: str = "") -> frozenset[_Node]:
-        """The nodes that are reached from some without taking a character.
+        """Return the nodes that can be reached from some nodes without a character.
 
         Args:
-            nodes: where to begin.
-            at_start: whether nothing comes before.
-            at_end: which of the anchors ``$`` and ``Z`` are passed.
+            nodes: nodes to start from.
+            at_start: whether this is the start of the name.
+            at_end: which of the anchors ``$`` and ``Z`` can be passed.
         """
         found: set[_Node] = set()
         todo = list(nodes)
@@ -238,7 +238,7 @@ def _negated(test: _Test) -> _Test:
 
 @lru_cache(maxsize=1024)
 def compile_pattern(text: str) -> Pattern:
-    """The pattern of an expression; the last thousand are kept.
+    """Return the pattern of an expression. The last 1024 patterns are cached.
 
     Raises:
         ValueError, TypeError: see `Pattern`.

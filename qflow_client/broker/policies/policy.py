@@ -1,8 +1,13 @@
-"""Policies: what a queue does when it is full, set by name for many queues at once and changed while the broker runs.
+"""Policies: what a full queue does, set by name for many queues at once and changeable at run time.
 
-Where a queue's policy comes from (D3): what is set for the queue itself, by a policy for queues or, where that says
-nothing, by the queue's arguments; else by a policy for an exchange and a routing key with which it is bound; else by
-policies for the exchanges that its messages come through, the strictest; else by one for the virtual host.
+A queue takes its values from these sources, the first that sets a value (D3). If one of the first two sets when the
+queue is full, the other three do not apply. Of these three, only the first that matches applies.
+
+1. policies for queues
+2. the arguments of the queue
+3. policies for an exchange and a routing key that the queue is bound with
+4. policies for the exchanges that its messages come through; the strictest of them applies
+5. policies for the virtual host
 """
 
 from __future__ import annotations
@@ -27,17 +32,17 @@ _Choice = TypeVar("_Choice", bound=Enum)
 
 
 class QueuePolicy(StrEnum):
-    """What a full queue does, the mildest first."""
+    """What a full queue does; the least strict first."""
 
-    #: Take everything; the thresholds hold the producers.
+    #: Accept every message; the thresholds hold back the producers.
     FLOW = "flow"
-    #: Evict bodies to a store.
+    #: Move bodies to the store.
     FLOW_TO_DISK = "flow_to_disk"
-    #: Keep the last message of each key, and drop the oldest at the maximum.
+    #: Keep the last message of each key, and drop the oldest messages at the maximum.
     CONFLATE = "conflate"
     #: Drop the oldest message.
     RING = "ring"
-    #: Drop the oldest message unless a consumer has it; then refuse the new one.
+    #: Drop the oldest message. If a consumer has it, refuse the new message.
     RING_STRICT = "ring_strict"
     #: Let the new message wait for room.
     WAIT = "wait"
@@ -46,21 +51,21 @@ class QueuePolicy(StrEnum):
 
     @property
     def needs_maximum(self) -> bool:
-        """Whether it does nothing without a maximum."""
+        """Whether the policy has no effect without a maximum."""
         return self not in (QueuePolicy.FLOW, QueuePolicy.FLOW_TO_DISK, QueuePolicy.CONFLATE)
 
     @property
     def has_default_thresholds(self) -> bool:
-        """Whether a maximum brings thresholds with it (C4)."""
+        """Whether a maximum sets default thresholds (C4)."""
         return self in (QueuePolicy.FLOW, QueuePolicy.REJECT)
 
 
 class ApplyTo(StrEnum):
-    """What a policy's pattern is about."""
+    """The names that a policy's pattern is compared with."""
 
     #: Names of queues.
     QUEUES = "queues"
-    #: Names of exchanges, together with the routing keys with which queues are bound to them.
+    #: Names of exchanges, and the routing keys of the bindings from them to queues.
     ROUTING_KEYS = "routing_keys"
     #: Names of exchanges.
     EXCHANGES = "exchanges"
@@ -68,9 +73,9 @@ class ApplyTo(StrEnum):
     VIRTUAL_HOST = "virtual_host"
 
 
-#: What a queue may turn to after `max_flow_wait`.
+#: The policies that a queue can switch to after `max_flow_wait`.
 _THEN = (QueuePolicy.REJECT, QueuePolicy.RING, QueuePolicy.WAIT)
-#: Fields that only make sense together, or with those that go before.
+#: Fields that belong together. One source sets all fields of a group.
 _GROUPS = (
     ("flow_stop_count", "flow_resume_count"),
     ("flow_stop_size", "flow_resume_size"),
@@ -87,28 +92,29 @@ _NUMBERS = (*_GROUPS[0], *_GROUPS[1], *_GROUPS[2], *_GROUPS[3], *_GROUPS[4])
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PolicyDefinition:
-    """What a policy sets; ``None`` for what it says nothing about.
+    """The values that a policy sets; ``None`` for a value that it does not set.
 
     Attributes:
         policy: what a full queue does.
-        max_count: messages; beyond it a queue is full; 0 for no maximum. What flows to disk has so much in memory.
-        max_size: body bytes; as `max_count`.
-        flow_stop_count: messages; above it the flow state turns ON (C1); 0 for none.
-        flow_resume_count: messages; below it the state turns OFF; 7/8 of the stop unless given.
-        flow_stop_size: body bytes; as `flow_stop_count`.
-        flow_resume_size: body bytes; as `flow_resume_count`.
-        capacity: body bytes; above it the state turns ON (J1); 0 for none.
-        flow_resume_capacity: body bytes; at it or below the state turns OFF; the capacity unless given.
-        enforcement: how producers are held.
-        max_flow_wait: seconds; a queue that is ON for longer turns to `then` (D10).
-        then: `reject` unless given, `ring` or `wait`, by the maximum or, without one, by the stop thresholds.
-        conflate_key: the header that has the key, for `conflate`; the routing key unless given.
-        drop_transient: whether messages that are not persistent and that no consumer has may be dropped when memory is
-            beyond its limit (A1); they may not unless given.
+        max_count: maximum number of messages; 0 for no maximum. With `flow_to_disk` it limits only the messages in
+            memory.
+        max_size: maximum body bytes; otherwise the same as `max_count`.
+        flow_stop_count: messages; above this number the flow state turns ON (C1); 0 for no mark.
+        flow_resume_count: messages; below this number the flow state turns OFF. The default is 7/8 of the stop mark.
+        flow_stop_size: the same as `flow_stop_count` in body bytes.
+        flow_resume_size: the same as `flow_resume_count` in body bytes.
+        capacity: body bytes; above this number the flow state turns ON (J1); 0 for no mark.
+        flow_resume_capacity: body bytes; at or below this number the flow state turns OFF. The default is the capacity.
+        enforcement: how producers are held back.
+        max_flow_wait: seconds; a queue that is ON for longer switches to `then` (D10).
+        then: `reject` (the default), `ring` or `wait`. It uses the maximum or, without a maximum, the stop marks.
+        conflate_key: header with the key for `conflate`. The default is the routing key.
+        drop_transient: whether ready messages that are not persistent may be dropped when memory exceeds its limit
+            (A1). The default is no.
 
     Raises:
-        TypeError: a value of the wrong type.
-        ValueError: one that is not allowed, or two that contradict each other; the text names them.
+        TypeError: a value has the wrong type.
+        ValueError: a value is not allowed, or two values contradict each other; the text names them.
     """
 
     policy: QueuePolicy | None = None
@@ -132,15 +138,15 @@ class PolicyDefinition:
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, object], names: Mapping[str, str] | None = None) -> PolicyDefinition:
-        """A definition from values by field name.
+        """Return a definition with values by field name.
 
         Args:
-            values: none of them has to be there.
-            names: what fields are called in errors, by field name; ``None`` for their own names.
+            values: values by field name; all of them are optional.
+            names: names of the fields in errors, by field name; ``None`` for the field names.
 
         Raises:
-            TypeError: a value of the wrong type.
-            ValueError: as of the class, or there is no such field; the text names the nearest.
+            TypeError: a value has the wrong type.
+            ValueError: as for the class. Or a field does not exist; the text names the most similar one.
         """
         known = tuple(field.name for field in fields(cls))
         for name in values:
@@ -151,33 +157,33 @@ class PolicyDefinition:
 
     @property
     def is_set(self) -> bool:
-        """Whether it says anything of when a queue is full, or what it does then."""
+        """Whether it sets when a queue is full, or what the queue does then."""
         return any(getattr(self, name) is not None for name in (*_NUMBERS, "policy"))
 
     @property
     def implies_reject(self) -> bool:
-        """Whether it sets a maximum, and does not say what happens there."""
+        """Whether it sets a maximum without a policy for it."""
         return self.policy is None and bool(self.max_count or self.max_size)
 
     def over(self, below: PolicyDefinition) -> PolicyDefinition:
-        """What it sets, and of what it does not set what another does.
+        """Return this definition, with groups of fields that it does not set taken from another.
 
         Args:
-            below: the other.
+            below: the other definition.
         """
         return _over(self, below)
 
     @classmethod
     def strictest(cls, definitions: Iterable[PolicyDefinition]) -> PolicyDefinition:
-        """The strictest of each thing that is set: the lowest mark, the least patient policy.
+        """Return the strictest value of each field: the lowest mark, the strictest policy.
 
         Args:
-            definitions: at least one.
+            definitions: definitions to combine; at least one.
         """
         definitions = tuple(definitions)
         values: dict[str, Any] = {}
         for name in (*_NUMBERS, "max_flow_wait"):
-            # 0 is none at all, which is the mildest.
+            # 0 means no limit, so it is the least strict value.
             found = [value for each in definitions if (value := getattr(each, name)) is not None]
             values[name] = min((value for value in found if value), default=0 if found else None)
         for stop, resume in _GROUPS[:3]:
@@ -199,7 +205,7 @@ class PolicyDefinition:
         return _fitting(values)
 
     def resume_of(self, stop_name: str, resume_name: str) -> int:
-        """The resume that goes with a stop that it sets: what it says, or what follows from the stop."""
+        """Return the resume mark for a stop mark that it sets: its own value, or the default for the stop mark."""
         stop: int = getattr(self, stop_name)
         resume: int | None = getattr(self, resume_name)
         if resume is not None:
@@ -210,13 +216,13 @@ class PolicyDefinition:
         return asdict(self)
 
     def to_json(self) -> dict[str, Any]:
-        """What it sets, by field name."""
+        """Return the values that it sets, by field name."""
         return {name: value for name, value in self._values().items() if value is not None}
 
 
 @lru_cache(1024)
 def _over(above: PolicyDefinition, below: PolicyDefinition) -> PolicyDefinition:
-    """`PolicyDefinition.over`: very many queues have the same arguments."""
+    """Do the work of `PolicyDefinition.over`; cached, because many queues have the same arguments."""
     values = above._values()
     for group in _GROUPS:
         if all(values[name] is None for name in group):
@@ -225,7 +231,10 @@ def _over(above: PolicyDefinition, below: PolicyDefinition) -> PolicyDefinition:
 
 
 def _fitting(values: dict[str, Any]) -> PolicyDefinition:
-    """What was put together from several definitions, which may not fit: a stop goes down to the maximum, and so on."""
+    """Return a definition of combined values that may not fit together.
+
+    For example, a stop mark is lowered to the maximum.
+    """
     for unit in ("count", "size"):
         stop, maximum = values[f"flow_stop_{unit}"], values[f"max_{unit}"]
         if stop and maximum and values["policy"] is not QueuePolicy.FLOW_TO_DISK:
@@ -240,15 +249,15 @@ def _fitting(values: dict[str, Any]) -> PolicyDefinition:
 
 
 def _checked(values: Mapping[str, object], names: Mapping[str, str]) -> dict[str, object]:
-    """The values as they are kept, if they are allowed.
+    """Check the values, and return them converted.
 
     Args:
-        values: by field name.
-        names: what fields are called in errors, by field name.
+        values: values by field name.
+        names: names of the fields in errors, by field name.
 
     Raises:
-        TypeError: a value of the wrong type.
-        ValueError: one that is not allowed, or two that contradict each other.
+        TypeError: a value has the wrong type.
+        ValueError: a value is not allowed, or two values contradict each other.
     """
     found = {name: value for name, value in values.items() if value is not None}
 
@@ -285,7 +294,7 @@ def _checked(values: Mapping[str, object], names: Mapping[str, str]) -> dict[str
         )
     for unit in ("count", "size"):
         stop_value, maximum = (cast(int, found.get(name, 0)) for name in (f"flow_stop_{unit}", f"max_{unit}"))
-        # Of what flows to disk, the maximum is only what is in memory.
+        # With this policy the maximum limits only the messages in memory.
         if maximum and stop_value > maximum and found.get("policy") is not QueuePolicy.FLOW_TO_DISK:
             raise ValueError(
                 f"{named(f'flow_stop_{unit}')} and {named(f'max_{unit}')}: the stop must not be above the maximum"
@@ -294,15 +303,15 @@ def _checked(values: Mapping[str, object], names: Mapping[str, str]) -> dict[str
 
 
 def choose(named: str, value: object, kind: type[_Choice]) -> _Choice:
-    """The member of an enumeration that a value stands for.
+    """Return the enumeration member for a value.
 
     Args:
-        named: the name and the value, for the error.
-        value: what was given.
+        named: name and value, for the error.
+        value: value to convert.
         kind: the enumeration.
 
     Raises:
-        ValueError: there is none; the text names all that there are.
+        ValueError: there is no such member; the text names all members.
     """
     try:
         return kind(value)
@@ -343,23 +352,24 @@ def _check_pair(
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """A policy with a name, for all queues that it applies to, those that come later too.
+    """A named policy for all queues that it applies to, including future ones.
 
-    Patterns are regular expressions that may match anywhere: ``^orders`` for what begins so, ``^orders$`` for that one.
-    What cannot be matched in linear time, such as back references and word boundaries, is refused.
+    Patterns are regular expressions that may match anywhere in a name. For example, ``^orders`` matches names that
+    begin with it, and ``^orders$`` only this name. Expressions that cannot be matched in linear time, such as back
+    references and word boundaries, are refused.
 
     Attributes:
-        name: of the policy.
-        definition: what it sets; or a mapping of that by field name.
-        pattern: of what `apply_to` says.
-        apply_to: what the pattern is about.
-        routing_key: a pattern of the routing keys with which queues are bound; only for `routing_keys`.
-        priority: of several for queues, for routing keys or for the virtual host, the one with the highest counts; of
-            several with the highest, the strictest of each thing that is set.
+        name: name of the policy.
+        definition: the values that it sets; a `PolicyDefinition`, or a mapping by field name.
+        pattern: pattern for the names that `apply_to` selects.
+        apply_to: the names that the pattern is compared with.
+        routing_key: pattern for the routing keys that queues are bound with; only for `routing_keys`.
+        priority: of several policies for queues, for routing keys or for the virtual host, the highest priority
+            applies. If several have the highest priority, the strictest value of each field applies.
 
     Raises:
-        TypeError: a value of the wrong type.
-        ValueError: one that is not allowed; the text names it.
+        TypeError: a value has the wrong type.
+        ValueError: a value is not allowed; the text names it.
     """
 
     name: str
@@ -399,14 +409,14 @@ class Policy:
 
     @classmethod
     def parse(cls, text: str) -> Policy:
-        """A policy as one types it: its name and ``key=value`` for what it sets, as in ``"slow max_count=9"``.
+        """Return a policy from its text form: the name, and ``key=value`` pairs, as in ``"slow max_count=9"``.
 
         Args:
-            text: keys are those of this class and of `PolicyDefinition`; quotes as in a shell.
+            text: the text. Keys are the fields of this class and of `PolicyDefinition`; quotes work as in a shell.
 
         Raises:
-            TypeError: a value of the wrong type.
-            ValueError: it is not of that form, or as of the class.
+            TypeError: a value has the wrong type.
+            ValueError: the text does not have this form, or as for the class.
         """
         name, *pairs = shlex.split(text) or [""]
         values: dict[str, Any] = {}
@@ -422,7 +432,7 @@ class Policy:
                 except ValueError:
                     raise ValueError(f"{key}={shown(values[key])}: it must be a number") from None
         if "drop_transient" in values:
-            # What is neither is refused by its name.
+            # Any other value is refused later, in an error with its name.
             values["drop_transient"] = {"true": True, "false": False}.get(
                 values["drop_transient"], values["drop_transient"]
             )
@@ -438,7 +448,7 @@ class Policy:
         return self.matches(exchange) and compile_pattern(self.routing_key or "").search(routing_key)
 
     def to_json(self) -> dict[str, Any]:
-        """It as JSON can tell it; what it was made of."""
+        """Return the policy in the types of JSON. The policy can be created again from it."""
         own = {field.name: getattr(self, field.name) for field in fields(self)}
         return own | {"apply_to": self.apply_to.value, "definition": self.definition.to_json()}
 
@@ -447,8 +457,8 @@ class Policies:
     """The policies of a virtual host.
 
     Args:
-        virtual_host: its name.
-        policies: to begin with.
+        virtual_host: name of the virtual host.
+        policies: policies at the start.
     """
 
     def __init__(self, virtual_host: str, policies: Iterable[Policy] = ()) -> None:
@@ -460,18 +470,18 @@ class Policies:
 
     @property
     def are_inherited(self) -> bool:
-        """Whether any of them reaches queues by their bindings."""
+        """Whether any policy reaches queues through their bindings."""
         return any(policy.apply_to in (ApplyTo.ROUTING_KEYS, ApplyTo.EXCHANGES) for policy in self)
 
     def set(self, policy: Policy) -> None:
-        """Add a policy, or replace the one of that name."""
+        """Add a policy, or replace the policy with the same name."""
         self._by_name[policy.name] = policy
 
     def delete(self, name: str) -> None:
         """Remove a policy.
 
         Raises:
-            LookupError: there is none of that name.
+            LookupError: no policy has this name.
         """
         if name not in self._by_name:
             there = ", ".join(self._by_name) or "none"
@@ -481,13 +491,13 @@ class Policies:
     def definition_for(
         self, queue: str, own: PolicyDefinition, inheritance: Callable[[], Inheritance], *, is_set: bool
     ) -> tuple[PolicyDefinition, tuple[str, ...]]:
-        """What applies to a queue, and the names of the policies that say so (D3).
+        """Return the definition that applies to a queue, and the names of the policies that it comes from (D3).
 
         Args:
-            queue: its name.
-            own: what its arguments say.
-            inheritance: gives where its messages come from.
-            is_set: whether its arguments say when it is full, or what it does then.
+            queue: name of the queue.
+            own: definition from the queue's arguments.
+            inheritance: returns the exchanges that route to the queue.
+            is_set: whether its arguments set when it is full, or what it does then.
         """
         if not self._by_name:
             return own, ()
@@ -499,7 +509,7 @@ class Policies:
         for apply_to in (ApplyTo.ROUTING_KEYS, ApplyTo.EXCHANGES, ApplyTo.VIRTUAL_HOST):
             chosen = self._inherited(apply_to, inheritance)
             if chosen:
-                # How producers are held may be a queue's own affair.
+                # The arguments may still set how producers are held back.
                 return own.over(self._strictest(chosen)), _names(chosen)
         return own, ()
 
@@ -517,7 +527,7 @@ class Policies:
         return tuple(policy for policy in self if policy in found)
 
     def _foremost(self, apply_to: ApplyTo, matches: Callable[[Policy], bool]) -> tuple[Policy, ...]:
-        """Those that match with the highest priority."""
+        """Return the matching policies with the highest priority."""
         found = [policy for policy in self if policy.apply_to is apply_to and matches(policy)]
         highest = max((policy.priority for policy in found), default=0)
         return tuple(policy for policy in found if policy.priority == highest)

@@ -1,6 +1,6 @@
-"""Rate limits that an operator sets for an exchange, a queue or a user, sans-I/O (F2 F6).
+"""Rate limits of an operator for an exchange, a queue or a user, sans-I/O (F2 F6).
 
-A publish beyond a rate is taken, and its channel is flowed (blocked) until the rate has caught up.
+A publish beyond a rate is accepted. Then its channel is flowed (blocked) until the rate has caught up.
 """
 
 from __future__ import annotations
@@ -20,30 +20,30 @@ __all__ = ["RateLimit", "RateScope", "Rates"]
 
 
 class RateScope(StrEnum):
-    """What a rate limit is for."""
+    """What a rate limit applies to."""
 
-    #: What is published to an exchange.
+    #: Publishes to an exchange.
     EXCHANGE = "exchange"
-    #: What comes to a queue.
+    #: Messages that a queue gets.
     QUEUE = "queue"
-    #: What a user publishes, on all connections.
+    #: Publishes of a user, on all connections.
     USER = "user"
 
 
 @dataclass(frozen=True, slots=True)
 class RateLimit:
-    """How much may be published in a time. A channel that publishes more is flowed until nothing is owed.
+    """A limit for publishes per second. A channel that exceeds it is flowed (blocked) until the rate has caught up.
 
     Attributes:
-        apply_to: what the name is of.
-        name: of the exchange, the queue or the user, which need not be there yet.
-        messages: per second; ``None`` for any number.
-        bytes: body bytes per second; ``None`` for any number.
-        burst: seconds; as much as the rate gives in that time may pass at once after a rest, but at least one message.
+        apply_to: what the name belongs to.
+        name: name of the exchange, the queue or the user; it need not exist yet.
+        messages: messages per second; ``None`` for no limit.
+        bytes: body bytes per second; ``None`` for no limit.
+        burst: seconds. After a pause, the amount for this time may be published at once, but at least one message.
 
     Raises:
-        TypeError: a value of the wrong type.
-        ValueError: one that is not allowed; the text names it.
+        TypeError: a value has the wrong type.
+        ValueError: a value is not allowed; the text names it.
     """
 
     apply_to: RateScope
@@ -72,7 +72,7 @@ class RateLimit:
                 raise ValueError(f"{what}={shown(value)} and burst={self.burst!r}: their product must be finite")
 
     def to_json(self) -> dict[str, Any]:
-        """It as JSON can tell it."""
+        """Return the limit in the types of JSON."""
         return {
             "apply_to": self.apply_to.value,
             "name": self.name,
@@ -83,29 +83,29 @@ class RateLimit:
 
 
 class _Rate(FlowController):
-    """One rate, and the channels that it flows."""
+    """One rate, and the channels that it flows (blocks)."""
 
     __slots__ = ("_is_awaited", "_wake_at")
 
     def __init__(self, name: str, rate: float, burst: float, wake_at: Callable[[Timed, float], None], *, by_size: bool):
         super().__init__(RateLimiter(rate, burst=max(1.0, rate * burst), by_size=by_size), name=name)
         self._wake_at = wake_at
-        # Whether `tick` will be called.
+        # Whether a call of `tick` is scheduled.
         self._is_awaited = False
 
     def change(self, rate: float, burst: float, now: float) -> None:
-        """Another rate from now on; what is owed stays owed."""
+        """Change the rate from now on. Messages beyond the old rate still have to be caught up."""
         assert isinstance(self.limiter, RateLimiter)
         self.limiter.rate, self.limiter.burst = rate, max(1.0, rate * burst)
         self.tick(now)
 
     def take(self, source: FlowSource, size: int, now: float) -> None:
-        """A message has passed."""
+        """Count a message."""
         if self.offer(source, size, now) and not self._is_awaited:
             self._await(now)
 
     def tick(self, now: float) -> None:
-        """Unblock the channels that may go on."""
+        """Unblock the channels that may continue."""
         self._is_awaited = False
         self.resume(now)
         self._await(now)
@@ -126,13 +126,13 @@ class Rates:
     """All rate limits of a virtual host.
 
     Args:
-        wake_at: sees to it that something's `tick` is called at a time.
+        wake_at: schedules a call of an object's `tick`.
     """
 
     def __init__(self, wake_at: Callable[[Timed, float], None]) -> None:
         self._wake_at = wake_at
         self._limits: dict[tuple[RateScope, str], RateLimit] = {}
-        # By what they are for, and whether they count bytes.
+        # By scope and name, and by whether they count bytes.
         self._rates: dict[tuple[RateScope, str], dict[bool, _Rate]] = {}
 
     def __iter__(self) -> Iterator[RateLimit]:
@@ -142,10 +142,10 @@ class Rates:
         return bool(self._limits)
 
     def set(self, limit: RateLimit, now: float) -> None:
-        """Add a limit, or replace the one for the same.
+        """Add a limit, or replace the limit for the same scope and name.
 
         Args:
-            limit: what to set.
+            limit: limit to set.
             now: seconds of the clock.
         """
         key = limit.apply_to, limit.name
@@ -166,7 +166,7 @@ class Rates:
         """Remove a limit.
 
         Raises:
-            LookupError: there is none.
+            LookupError: there is no such limit.
         """
         key = apply_to, name
         if key not in self._limits:
@@ -176,14 +176,14 @@ class Rates:
             rate.let_go()
 
     def take(self, source: FlowSource, size: int, exchange: str, queues: Iterable[str], user: str, now: float) -> None:
-        """A message was published, and its source is flowed if it was too soon.
+        """Count a published message. If it exceeds a rate, block its source.
 
         Args:
-            source: the channel.
+            source: the publishing channel.
             size: body bytes.
-            exchange: where it was published.
-            queues: where it came to.
-            user: of the connection.
+            exchange: name of the exchange.
+            queues: names of the destination queues.
+            user: user of the connection.
             now: seconds of the clock.
         """
         keys = (

@@ -1,8 +1,9 @@
-"""What a broker writes into a flow log, sans-I/O.
+"""The lines of a broker in a flow log, sans-I/O.
 
-The recorder observes queues and channels. It writes a line when a queue turns ON or OFF, when a channel or a confirm is
-held and released, and at the end of each period one for each hold that goes on and each queue in which anything
-happened. A hold names its causes: the publishers that filled the queue, in proportion to the messages of each.
+The recorder observes queues and channels. It writes a line when a queue turns ON or OFF, and when a channel or a
+confirm is held or released. At the end of each period it writes one line for each hold that continues, and one for each
+queue with activity. A line for a hold names the causes: the publishers that filled the queue, in proportion to their
+messages.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from qflow_client.flow import Capacity, FlowSource, StopResume
 
 __all__ = ["FlowRecorder"]
 
-# Publishers that are named as causes of a hold; the others are counted together.
+# Maximum number of publishers that are named as causes of a hold. The others are counted together.
 _NAMED = 16
 _OTHERS = "(others)"
 
@@ -24,26 +25,27 @@ _Key = tuple[FlowSource, str, str]
 
 
 class _Record:
-    """What happened to one queue since its last line."""
+    """The activity of one queue since its last line."""
 
     def __init__(self, depth: int, size: int) -> None:
         self.arrived = self.arrived_bytes = self.left = self.left_bytes = 0
-        # Messages that arrived, by publisher: since they were last added to those that follow, which are what
-        # is to be told of, and all since it last turned OFF.
+        # Messages that arrived, by publisher. `arrivals` are not yet added to the other two. `pending` are for the next
+        # line. `filled_by` are all since the queue last turned OFF.
         self.arrivals: dict[str, int] = {}
         self.pending: dict[str, int] = {}
         self.filled_by: dict[str, int] = {}
         self.peak, self.peak_bytes = depth, size
-        # Since when it is ON, in microseconds, and the most that was in it meanwhile; None while it is OFF.
+        # Time since which the queue is ON, in microseconds, and its maximum depth and size since then. None while it is
+        # OFF.
         self.on_since: int | None = None
         self.on_peak = self.on_peak_bytes = 0
-        # Depth and size as last told, and when that was.
+        # Depth and size in the last line, and the time of that line.
         self.told = (depth, size)
         self.told_at = -1
 
 
 class _Hold:
-    """One wait that goes on: since when, up to when it has been told, and how many marks of the queue raised it."""
+    """A hold that continues: its start, the end of the last reported part, and how many marks of the queue cause it."""
 
     __slots__ = ("begun", "count", "since")
 
@@ -53,14 +55,14 @@ class _Hold:
 
 
 class FlowRecorder:
-    """Told of what queues and channels do, it writes lines.
+    """Writes lines about the queues and channels that it observes.
 
     Args:
         write: called with each line.
-        clock: monotonic seconds.
-        wall_clock: seconds since 1970.
-        period: seconds between two lines of a queue, or of a hold that goes on.
-        names: the names of a publisher and its connection; both its own unless given.
+        clock: returns monotonic seconds.
+        wall_clock: returns seconds since 1970.
+        period: seconds between two lines of a queue, or of a hold that continues.
+        names: returns the names of a publisher and its connection; by default both are the publisher's name.
     """
 
     def __init__(
@@ -72,7 +74,7 @@ class FlowRecorder:
         period: float = 1.0,
         names: Callable[[FlowSource], tuple[str, str]] | None = None,
     ) -> None:
-        #: Seconds between two lines of a queue, or of a hold that goes on.
+        #: Seconds between two lines of a queue, or of a hold that continues.
         self.period = period
         self._write = write
         self._clock = clock
@@ -81,7 +83,7 @@ class FlowRecorder:
         self._names: dict[FlowSource, tuple[str, str]] = {}
         self._records: dict[QueueView, _Record] = {}
         self._holds: dict[_Key, _Hold] = {}
-        # The records by the queues' names, because a hold knows only the name.
+        # The records by queue name, because a hold knows only the name.
         self._by_name: dict[str, _Record] = {}
 
     def _now(self) -> int:
@@ -100,10 +102,10 @@ class FlowRecorder:
             names = self._names[source] = self._name_of(source)
         return names
 
-    # What queues tell; the first two for every message.
+    # Calls from queues. The first two are called for every message.
 
     def arrived(self, queue: QueueView, source: FlowSource | None, size: int) -> None:
-        """A message has entered a queue."""
+        """Note that a message has entered a queue."""
         record = self._records.get(queue)
         if record is None:
             record = self._record(queue)
@@ -121,20 +123,20 @@ class FlowRecorder:
             record.on_peak_bytes = max(record.on_peak_bytes, contents.size)
 
     def left(self, queue: QueueView, size: int) -> None:
-        """A message has left a queue."""
+        """Note that a message has left a queue."""
         record = self._record(queue)
         record.left += 1
         record.left_bytes += size
 
     def turned_on(self, queue: QueueView) -> None:
-        """The queue's flow state is ON."""
+        """Note that the queue's flow state has turned ON."""
         record = self._record(queue)
         at = record.on_since = self._now()
         record.on_peak, record.on_peak_bytes = queue.depth, queue.size
         self._write(self._line(at, "on", queue.name) | {"depth": queue.depth, "bytes": queue.size})
 
     def turned_off(self, queue: QueueView) -> None:
-        """The queue's flow state is OFF: it holds no channel any more."""
+        """Note that the queue's flow state has turned OFF: the queue holds nothing any more."""
         self.lets_confirms_go(queue)
         record = self._record(queue)
         since, record.on_since = record.on_since, None
@@ -153,26 +155,26 @@ class FlowRecorder:
         record.filled_by.clear()
 
     def keeps_confirms(self, queue: QueueView, source: FlowSource | None) -> None:
-        """The queue keeps back the confirm of a message (C5)."""
+        """Note that the queue holds the confirm of a message (C5)."""
         if source is not None and (source, queue.name, "completion") not in self._holds:
             self._raise((source, queue.name, "completion"))
 
     def lets_confirms_go(self, queue: QueueView) -> None:
-        """The queue keeps no confirms back any more."""
+        """Note that the queue holds no confirms any more."""
         for key in [key for key in self._holds if key[1] == queue.name and key[2] == "completion"]:
             self._lift(key)
 
     def deleted(self, queue: QueueView) -> None:
-        """The queue is no more."""
+        """Note that the queue was deleted."""
         self.turned_off(queue)
         self._tell(queue, self._record(queue))
         del self._records[queue]
         self._by_name.pop(queue.name, None)
 
-    # What channels tell.
+    # Calls from channels.
 
     def blocked(self, source: FlowSource, queue: str, reason: str) -> None:
-        """A channel is flowed, by one more mark of a queue, or by something else."""
+        """Note one more hold of a channel, by a mark of a queue or by another source."""
         hold = self._holds.get((source, queue, reason))
         if hold is None:
             self._raise((source, queue, reason))
@@ -180,7 +182,7 @@ class FlowRecorder:
             hold.count += 1
 
     def unblocked(self, source: FlowSource, queue: str, reason: str) -> None:
-        """A channel is let go, by one mark of a queue, or by something else."""
+        """Note that a hold of a channel was released, by a mark of a queue or by another source."""
         hold = self._holds.get((source, queue, reason))
         if hold is not None:
             hold.count -= 1
@@ -188,7 +190,7 @@ class FlowRecorder:
                 self._lift((source, queue, reason))
 
     def gone(self, source: FlowSource) -> None:
-        """A publishing channel is no more."""
+        """Note that a publishing channel has ended."""
         for key in [key for key in self._holds if key[0] is source]:
             self._lift(key)
         self._names.pop(source, None)
@@ -222,13 +224,13 @@ class FlowRecorder:
         self._write(self._hold_line(self._now(), "lifted", key, hold))
 
     def _account(self, record: _Record) -> None:
-        """Bring the account of which publishers filled the queue up to date with what has arrived."""
+        """Add the messages that have arrived to the counts of the publishers that filled the queue."""
         _add(record.filled_by, record.arrivals)
         _add(record.pending, record.arrivals)
         record.arrivals.clear()
 
     def tick(self, now: float) -> None:
-        """Tell of queues in which anything was or is, and of holds that go on. To be called every `period`."""
+        """Write lines for queues with activity and for holds that continue. Call it every `period`."""
         at = self._now()
         for key, hold in self._holds.items():
             if at > hold.begun:
@@ -268,7 +270,7 @@ def _add(to: dict[str, int], counts: dict[str, int]) -> None:
 
 
 def _shares(counts: dict[str, int], us: int) -> dict[str, int]:
-    """A time in parts that are to each other as the counts; what rounding leaves is the largest's."""
+    """Divide a time in proportion to the counts. The rest from rounding goes to the largest count."""
     total = sum(counts.values())
     if not total or us <= 0:
         return {}
@@ -282,7 +284,7 @@ def _shares(counts: dict[str, int], us: int) -> dict[str, int]:
 
 
 def _marks(queue: QueueView) -> dict[str, int]:
-    """The marks in force: Qpid C++'s by count and size, or Qpid Java's by size."""
+    """Return the current marks: Qpid C++'s by count and size, or Qpid Java's by size."""
     marks = {"stop": 0, "resume": 0, "stop_bytes": 0, "resume_bytes": 0}
     for thresholds in queue.thresholds:
         if isinstance(thresholds, StopResume):

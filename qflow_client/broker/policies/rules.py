@@ -1,8 +1,8 @@
-"""What arguments and policies put in force for each queue: the rules that plug into the virtual host.
+"""The rules that plug into the virtual host: they compute the limits of each queue from arguments and policies.
 
-A queue's rule keeps what its arguments say and what an operator has set for it (D4). What is in force is put together
-anew each time that policies, bindings or marks change: the operator's marks go before policies, and those before or
-behind arguments, as `Policies.definition_for` says.
+A queue's rule keeps the queue's arguments and the marks that an operator has set for it (D4). The limits are computed
+again each time policies, bindings or marks change. The operator's marks have priority over policies.
+`Policies.definition_for` defines whether policies or arguments come first.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ _NO_STORE = "policy=flow_to_disk: this broker has no message store; give it one,
 
 
 class PolicyRule:
-    """What one queue was declared with, and what an operator has set for it.
+    """The arguments of one queue, and the later marks of an operator for it.
 
     Args:
-        rules: of all queues.
-        queue: its name.
-        arguments: as declared.
+        rules: rules of all queues.
+        queue: name of the queue.
+        arguments: as in ``Queue.Declare``.
 
     Raises:
-        ChannelException: 406; arguments are refused.
+        ChannelException: 406 if the arguments are refused.
     """
 
     def __init__(self, rules: PolicyRules, queue: str, arguments: Mapping[str, object]) -> None:
         self._rules = rules
         self._queue = queue
-        #: What its arguments say of when it is full.
+        #: The arguments that define when the queue is full.
         self.own = QueueArguments.read(queue, arguments)
         self.options = read_options(queue, arguments)
-        #: What an operator has set, which goes before policies and arguments.
+        #: The marks of an operator, which have priority over policies and arguments.
         self.steered = PolicyDefinition()
 
     def limits(self, inheritance: Callable[[], Inheritance]) -> QueueLimits:
@@ -55,12 +55,12 @@ class PolicyRule:
 
 
 class PolicyRules:
-    """The rules of one virtual host. After a change, `VirtualHost.apply_rules` is to be called.
+    """The rules of one virtual host. Call `VirtualHost.apply_rules` after a change.
 
     Args:
-        settings: the broker's.
-        policies: to begin with.
-        has_store: whether anything can be on disk.
+        settings: settings of the broker.
+        policies: policies at the start.
+        has_store: whether the broker has a message store.
     """
 
     def __init__(self, settings: Settings, policies: tuple[Policy, ...] = (), *, has_store: bool = False) -> None:
@@ -76,19 +76,19 @@ class PolicyRules:
         return PolicyRule(self, queue, arguments)
 
     def set_policy(self, policy: Policy, host: VirtualHost) -> None:
-        """Add a policy, or replace the one of its name, for the queues that there are, too (D4).
+        """Add a policy, or replace the policy with the same name. Existing queues follow (D4).
 
         Raises:
-            ValueError: it needs a message store, and there is none.
+            ValueError: the policy needs a message store, and the broker has none.
         """
         for _ in self.set_policy_in_steps(policy, host):
             pass
 
     def set_policy_in_steps(self, policy: Policy, host: VirtualHost) -> Iterator[None]:
-        """`set_policy`, one queue in each step.
+        """Do the work of `set_policy` with one queue in each step.
 
         Raises:
-            ValueError: it needs a message store, and there is none.
+            ValueError: the policy needs a message store, and the broker has none.
         """
         if policy.definition.policy is QueuePolicy.FLOW_TO_DISK and not self.has_store:
             raise ValueError(_NO_STORE)
@@ -96,30 +96,30 @@ class PolicyRules:
         yield from host.apply_rules_in_steps()
 
     def delete_policy(self, name: str, host: VirtualHost) -> None:
-        """Remove a policy; queues go back to what else applies to them.
+        """Remove a policy; each queue then follows the other policies and arguments that apply to it.
 
         Raises:
-            LookupError: there is none of that name.
+            LookupError: no policy has this name.
         """
         for _ in self.delete_policy_in_steps(name, host):
             pass
 
     def delete_policy_in_steps(self, name: str, host: VirtualHost) -> Iterator[None]:
-        """`delete_policy`, one queue in each step.
+        """Do the work of `delete_policy` with one queue in each step.
 
         Raises:
-            LookupError: there is none of that name.
+            LookupError: no policy has this name.
         """
         self.policies.delete(name)
         yield from host.apply_rules_in_steps()
 
     def replace_policies_in_steps(self, policies: tuple[Policy, ...], host: VirtualHost) -> Iterator[None]:
-        """Have these policies and no others, one queue in each step."""
+        """Replace all policies by these, one queue in each step."""
         self.policies = Policies(self.settings.virtual_host, policies)
         yield from host.apply_rules_in_steps()
 
 
 def rule_of(queue: Queue) -> PolicyRule:
-    """The rule of a queue of a virtual host that has `PolicyRules`."""
+    """Return the rule of a queue whose virtual host has `PolicyRules`."""
     assert isinstance(queue.rule, PolicyRule)
     return queue.rule

@@ -1,3 +1,3 @@
-"""Memory and disk: the account of messages in memory, the journal of what is to be written, and the file."""
+"""Memory and disk: the memory account of messages, the journal, and the file of the store."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A thread for calls that may take as long as the disk does; it never keeps the process from ending."""
+"""A thread for calls that wait for the disk. It never prevents the end of the process."""
 
 from __future__ import annotations
 
@@ -17,30 +17,32 @@ _Result = TypeVar("_Result")
 
 
 class DiskThread(Executor):
-    """One thread, one call after the other. Those of `concurrent.futures` are waited for when the process ends.
+    """One thread that runs one call after the other.
+
+    Python waits for the threads of `concurrent.futures` at exit, but not for this one.
 
     Args:
-        name: of the thread.
+        name: name of the thread.
     """
 
     def __init__(self, name: str) -> None:
         self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        # When the call that runs began; None if none does.
+        # Start time of the running call; None if no call runs.
         self._since: float | None = None
         threading.Thread(target=self._run, name=name, daemon=True).start()
 
     def submit(self, function: Callable[_P, _Result], /, *args: _P.args, **kwargs: _P.kwargs) -> Future[_Result]:
-        """Have something called there."""
+        """Schedule a call on the thread."""
         future: Future[_Result] = Future()
         self._calls.put(partial(_do, future, partial(function, *args, **kwargs)))
         return future
 
     def shutdown(self, wait: bool = False, *, cancel_futures: bool = False) -> None:
-        """End when all calls are done; it never waits for that, whatever `wait` says."""
+        """End the thread when all calls are done. This method never waits, even if `wait` is set."""
         self._calls.put(None)
 
     def hangs(self, timeout: float) -> bool:
-        """Whether it has been at one call for longer than some seconds."""
+        """Whether one call has been running for longer than `timeout` seconds."""
         since = self._since
         return since is not None and time.monotonic() - since > timeout
 
@@ -49,7 +51,7 @@ class DiskThread(Executor):
             self._since = time.monotonic()
             call()
             self._since = None
-            # What it has done is not kept until there is something else to do.
+            # Drop the reference, so that the call's objects are not kept until the next call.
             del call
 
 

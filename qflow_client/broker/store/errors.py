@@ -1,4 +1,4 @@
-"""The error of the message store; it is importable without SQLite."""
+"""The error of the message store. This module can be imported without SQLite."""
 
 from __future__ import annotations
 

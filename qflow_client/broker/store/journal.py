@@ -1,12 +1,14 @@
-"""The journal, sans-I/O: an account of all messages in memory, and what of them is to be on disk.
+"""The journal, sans-I/O: the memory account of all messages, and the records to write to disk.
 
-The journal is informed of each message that enters and leaves a queue. A persistent message in a durable queue gets a
-number and waits for the next batch; if it leaves before a batch takes it, it never goes to disk. The keeper takes one
-batch at a time and reports when it is written; then confirms and answers that waited for it are released. Each batch
-holds what happened after the one before, so a store is always at a moment that was.
+The journal is informed of each message that enters or leaves a queue. A persistent message in a durable queue gets a
+number and waits for the next batch. If it leaves before a batch takes it, it is never written to disk. The keeper takes
+one batch at a time and reports when the batch is written. Then confirms and answers that waited for the batch are
+released. Each batch holds the changes after the previous batch. So the store always has a state that the broker really
+had.
 
-Bodies of queues that flow to disk are evicted when they are written, and read back when they are wanted. `Journal.held`
-is what memory holds, bodies that are about to go excepted, and with what is in no queue yet, or is not read.
+Bodies of queues that flow to disk are removed from memory when they are written, and read back when they are needed.
+`Journal.held` is the memory in use without bodies that are about to be removed. It includes messages that are in no
+queue yet, and output that clients have not read.
 """
 
 from __future__ import annotations
@@ -29,15 +31,15 @@ _log = get_logger(__name__)
 
 
 class Put(NamedTuple):
-    """A message to be written.
+    """A message to write.
 
     Attributes:
-        number: of the message.
-        queues: numbers of the durable queues that it is in.
-        at: seconds since 1970 when it came.
+        number: number of the message.
+        queues: numbers of the durable queues that hold it.
+        at: arrival time in seconds since 1970.
         names: the exchange and the routing key as short strings.
         header: the payload of its content header frame.
-        body: the content.
+        body: body of the message.
     """
 
     number: int
@@ -52,13 +54,13 @@ class FoundMessage(NamedTuple):
     """A message in a store.
 
     Attributes:
-        number: of the message.
-        queues: numbers of the queues that it is in.
-        at: seconds since 1970 when it came.
-        exchange: where it was published.
-        routing_key: as published.
+        number: number of the message.
+        queues: numbers of the queues that hold it.
+        at: arrival time in seconds since 1970.
+        exchange: exchange of the publish.
+        routing_key: routing key of the publish.
         header: the payload of its content header frame.
-        body: the content.
+        body: body of the message.
     """
 
     number: int
@@ -72,13 +74,13 @@ class FoundMessage(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What a store has when it is opened, but for the messages.
+    """The contents of a store when it is opened, without the messages.
 
     Attributes:
-        queues: number, name, whether it is deleted with its last consumer, arguments.
-        exchanges: name, type, whether it is deleted with its last binding, whether it is internal, arguments.
+        queues: number, name, whether it is auto-delete, arguments.
+        exchanges: name, type, whether it is auto-delete, whether it is internal, arguments.
         bindings: source, ``queue`` or ``exchange``, destination, routing key, arguments.
-        last: the highest number of a message; 0 if there is none.
+        last: highest number of a message; 0 if there is no message.
     """
 
     queues: list[tuple[int, str, bool, dict[str, Any]]]
@@ -89,16 +91,16 @@ class Found:
 
 @dataclass(slots=True)
 class Batch:
-    """What goes to disk in one transaction.
+    """The records for one transaction on disk.
 
     Attributes:
-        changes: of the topology, in their order.
-        puts: messages that are new, in the order of their numbers.
-        moves: queues of messages that are there and have left some of them, by number.
-        removals: numbers of messages that are there and in no queue any more.
-        completions: confirms that wait for it.
-        messages: that the puts are of.
-        callbacks: called when it is on disk.
+        changes: changes of the topology, in order.
+        puts: new messages, in the order of their numbers.
+        moves: remaining queues of stored messages that have left some of their queues, by message number.
+        removals: numbers of stored messages that no queue holds any more.
+        completions: confirms that wait for this batch.
+        messages: the messages of the puts.
+        callbacks: functions to call when the batch is on disk.
     """
 
     changes: list[Change] = field(default_factory=list)
@@ -111,95 +113,96 @@ class Batch:
 
     @property
     def size(self) -> int:
-        """Bytes of its messages."""
+        """The bytes of its messages."""
         return sum(len(put.body) + len(put.header) for put in self.puts)
 
 
 class Journal:
-    """What changes of durable queues and exchanges, which messages are on disk, and what all of them take in memory.
+    """The changes of durable queues and exchanges, the messages on disk, and the memory account of all messages.
 
-    A message that leaves its queues before it was taken for writing never goes to disk. What comes to much is divided
-    into batches as it is noted, between two operations, so that each batch is what happened after the one before.
+    A message that leaves its queues before a batch takes it is never written to disk. A large amount of records is
+    divided into batches between two operations. So each batch holds the changes after the previous batch.
 
     Args:
-        wall_clock: seconds since 1970.
-        has_store: whether anybody writes; if not, it only counts what is in memory.
-        limit: bytes of messages in memory (A1); 0 for any number.
+        wall_clock: returns seconds since 1970.
+        has_store: whether records are written; otherwise the journal only counts memory.
+        limit: maximum bytes of messages in memory (A1); 0 for no limit.
     """
 
-    #: Bytes that a message takes in memory beside its body, about, with a header of as many bytes as the second says.
+    #: Approximate bytes of a message in memory without its body; and the header bytes that this number includes.
     OVERHEAD = 512
     SMALL_HEADER = 128
-    #: Bytes that it takes in each queue but the first.
+    #: Bytes that it takes in each queue except the first.
     ENTRY = 160
-    #: Bytes of bodies that may wait to be written before publishers are no longer read.
+    #: Body bytes that may wait to be written. Above it, publishers are not read.
     MAX_BACKLOG = 8 << 20
-    #: Bytes of bodies that a queue reads ahead at most.
+    #: Maximum bytes of bodies that a queue reads ahead.
     MAX_WINDOW = 1 << 20
-    #: Bytes of messages, with what they take beside their bodies, at which a batch is full.
+    #: Bytes of messages, including their overhead, at which a batch is full.
     MAX_BATCH = 16 << 20
 
     def __init__(self, wall_clock: Callable[[], float], *, has_store: bool = True, limit: int = 0) -> None:
         self._wall_clock = wall_clock
         self.has_store = has_store
         self.limit = limit
-        # Of all messages, bodies and what else they take; and of this, what is about to go.
+        # Bytes of all messages, including their overhead; the peak; and the part that is about to be removed.
         self.memory = 0
         self.peak_memory = 0
         self.evicting = 0
-        # Of what is in no queue yet: bodies that are coming in and open transactions; and publishes that wait.
+        # Bytes that are in no queue yet: first those of incoming bodies and open transactions, then those of waiting
+        # publishes.
         self.unfinished = 0
         self.waiting = 0
-        # What clients have not read, of those that are slow; and answers of the HTTP API.
+        # Bytes that slow clients have not read; and bytes of answers of the HTTP API.
         self.buffered = 0
         self.answers = 0
-        # Above it bodies are evicted, so that there is room for what comes and what is read ahead.
+        # Above this number bodies are evicted, so that there is room for new messages and for reading ahead.
         self.evict_above = limit * 3 // 4
         self.max_backlog = min(self.MAX_BACKLOG, limit // 8) if limit else self.MAX_BACKLOG
-        # Messages whose bodies are to be read, those that are just being read, and what waits for them.
+        # Messages whose bodies have to be read, messages whose bodies are being read, and callbacks that wait for them.
         self._wanted: dict[int, StoredMessage] = {}
         self._reading: dict[int, StoredMessage] = {}
         self._readers: list[Callable[[], bool]] = []
-        # So far: bodies that were evicted, and read again.
+        # Totals: bodies that were evicted, and bodies that were read back.
         self.evicted = 0
         self.loaded = 0
         self._numbers = count(1)
-        # What happened to queues, exchanges and bindings.
+        # Changes of queues, exchanges and bindings.
         self.topology = TopologyLog()
-        # By number, in their order.
+        # Records that are in no batch yet, in order; puts and moves by message number.
         self._puts: dict[int, tuple[StoredMessage, float]] = {}
         self._moves: dict[int, Record] = {}
         self._removals: list[int] = []
         self._callbacks: list[Callable[[], None]] = []
-        # What the puts are together, as of `MAX_BATCH`; and full batches, which go to disk before all of these.
+        # Total size of the puts, as counted for `MAX_BATCH`; and full batches, which are written before these records.
         self._pending = 0
         self._full: deque[Batch] = deque()
-        # What is being written; None if nothing is.
+        # The batch that is being written; None if none is.
         self._taken: Batch | None = None
-        # Messages and body bytes that are to be written, or just are.
+        # Messages and body bytes to write or being written.
         self.backlog = 0
         self.backlog_size = 0
-        # Called with a message whose body is damaged on disk; how many rows of the store are damaged.
+        # Called with a message whose body is damaged on disk; and the number of damaged rows in the store.
         self.on_lost: Callable[[StoredMessage], None] | None = None
         self.damaged = 0
-        # So far: messages on disk, and transactions.
+        # Totals: messages written, and transactions.
         self.written = 0
         self.batches = 0
 
     def go_on_from(self, number: int, queue_number: int) -> None:
-        """Give numbers above those that a store has already."""
+        """Continue with numbers above those of a store."""
         self._numbers = count(number + 1)
         self.topology.go_on_from(queue_number)
 
     # Messages.
 
     def enter(self, number: int, message: StoredMessage, completion: Completion | None) -> None:
-        """A message is in a queue now.
+        """Note that a message has entered a queue.
 
         Args:
-            number: of the queue in the store; 0 if the queue does not survive the broker.
-            message: if both are to survive, its confirm waits until it is on disk.
-            completion: that confirm; ``None`` if there is none.
+            number: number of the queue in the store; 0 if the queue does not survive the broker.
+            message: the message. If it and the queue survive the broker, its confirm waits until it is on disk.
+            completion: the confirm; ``None`` if there is none.
         """
         record = message.record
         if record is None:
@@ -226,7 +229,7 @@ class Journal:
         self._pending += message.size + self.OVERHEAD
 
     def _cost_of(self, message: StoredMessage) -> int:
-        """Bytes that a message takes in memory now."""
+        """Return the bytes that a message takes in memory now."""
         large = len(message.header) - self.SMALL_HEADER
         return self.OVERHEAD + (large if large > 0 else 0) + (0 if message.body is None else message.size)
 
@@ -236,14 +239,14 @@ class Journal:
             self.peak_memory = self.memory
 
     def hold(self, message: StoredMessage) -> None:
-        """Somebody else needs a message that is in a queue, until `leave` is called without one."""
+        """Keep a message that is in a queue for another user, until `leave` is called with number 0."""
         assert message.record is not None
         message.record.holders += 1
         message.record.is_spooled = True
         self.memory += self.ENTRY
 
     def leave(self, number: int, message: StoredMessage) -> None:
-        """A message has left the queue of that number in the store; 0 for any other, and to take `hold` back."""
+        """Note that a message has left the queue with this number in the store; 0 for other queues and holds."""
         record = message.record
         assert record is not None
         record.holders -= 1
@@ -254,7 +257,7 @@ class Journal:
         else:
             self.memory -= self.ENTRY
             if record.aside:
-                # Those that have it still may all give it.
+                # Maybe all of the remaining queues allow the message to be dropped.
                 bring_back(message)
         if not record.number:
             return
@@ -268,7 +271,7 @@ class Journal:
             self._moves.pop(record.number, None)
             self._removals.append(record.number)
             record.number = 0
-            # If a queue that does not survive has it still, it is on disk no more.
+            # If a queue that does not survive the broker still holds the message, it is not on disk any more.
             record.is_taken = record.is_written = False
         else:
             del self._puts[record.number]
@@ -280,31 +283,31 @@ class Journal:
                 record.completion.release()
                 record.completion = None
 
-    # Bodies that are on disk and not in memory (A2).
+    # Bodies that are only on disk (A2).
 
     def make_pager(self) -> Pager:
-        """A pager for a queue that flows to disk."""
+        """Create a pager for a queue that flows to disk."""
         return Pager(self.evict)
 
     def make_droppable(self) -> Droppable:
-        """A container for the entries of a queue that may be dropped for memory (A1)."""
+        """Create a container for the entries of a queue that may be dropped for memory (A1)."""
         return Droppable()
 
     def window(self, queues: Iterable[QueueView]) -> int:
-        """Bytes of bodies that each queue may read ahead: an eighth of the limit, in equal parts (A3)."""
+        """Return the bytes of bodies that each queue may read ahead: an eighth of the limit, in equal parts (A3)."""
         if not self.limit:
             return self.MAX_WINDOW
         readers = sum(queue.pager is not None and bool(queue.dispatcher.consumers) for queue in queues)
         return min(self.MAX_WINDOW, self.limit // 8 // max(1, readers))
 
     def relieve(self, queues: Iterable[QueueView]) -> None:
-        """Keep the messages in memory within the limit, if there is one."""
+        """Bring the messages in memory below the limit, if there is a limit."""
         self.peak_memory = max(self.peak_memory, self._total)
         if self.limit:
             relieve(self, tuple(queues))
 
     def when_read(self, message: StoredMessage, callback: Callable[[], None]) -> None:
-        """Call something when the body of a message, which must have a record, is in memory."""
+        """Call a function when the body of a message is in memory. The message must have a record."""
 
         def look() -> bool:
             if message.body is None and not message.is_lost:
@@ -316,7 +319,7 @@ class Journal:
         look()
 
     def evict(self, message: StoredMessage) -> None:
-        """Let memory be rid of a message's body, as soon as it is on disk."""
+        """Remove a message's body from memory as soon as it is on disk."""
         record = message.record
         assert record is not None
         if message.body is None or record.is_evicting or not message.size:
@@ -346,15 +349,15 @@ class Journal:
 
     @property
     def held(self) -> int:
-        """Bytes in memory but for what is about to go."""
+        """Bytes in memory, without those that are about to be removed."""
         return self._total - self.evicting
 
     def want(self, messages: Iterable[StoredMessage], reader: Callable[[], bool]) -> None:
-        """Have bodies read.
+        """Read bodies of messages.
 
         Args:
-            messages: which; those that are in memory, or are being read, are passed over.
-            reader: called whenever some have been read, until it says that it waits no more.
+            messages: the messages; those with a body in memory, or with a running read, are skipped.
+            reader: called each time some bodies have been read, until it returns True.
         """
         for message in messages:
             record = message.record
@@ -366,11 +369,11 @@ class Journal:
 
     @property
     def wants(self) -> bool:
-        """Whether there are bodies to be read, and none are being read."""
+        """Whether bodies have to be read and no read is running."""
         return bool(self._wanted) and not self._reading
 
     def take_wanted(self) -> list[int]:
-        """The numbers of the messages whose bodies are to be read now; `came` tells them."""
+        """Return the numbers of the messages whose bodies have to be read now. Pass the bodies to `came`."""
         wanted, self._wanted = self._wanted, {}
         for number, message in wanted.items():
             if message.record is not None and message.record.number == number:
@@ -378,11 +381,11 @@ class Journal:
         return list(self._reading)
 
     def came(self, bodies: Mapping[int, bytes | None]) -> None:
-        """Bodies have been read.
+        """Note that bodies have been read.
 
         Args:
-            bodies: by number of their messages; ``None`` for one that is damaged. A message that has left its queues
-                meanwhile may be missing.
+            bodies: bodies by message number; ``None`` for a damaged one. A message that has left its queues in the
+                meantime may be missing.
         """
         reading, self._reading = self._reading, {}
         lost = []
@@ -413,12 +416,12 @@ class Journal:
                     self._readers.append(reader)
 
     def recovered(self, message: StoredMessage, number: int, queues: list[int]) -> None:
-        """A message that is on disk is back in its queues.
+        """Note that a message from disk is back in its queues.
 
         Args:
-            message: which.
-            number: of the message.
-            queues: their numbers.
+            message: the message.
+            number: number of the message.
+            queues: numbers of its queues.
         """
         record = message.record = Record()
         record.number = number
@@ -427,10 +430,10 @@ class Journal:
         record.is_taken = record.is_written = True
         self._grow(self._cost_of(message) + self.ENTRY * (len(queues) - 1))
 
-    # To disk.
+    # Batches.
 
     def snapshot(self) -> MemorySnapshot:
-        """A picture of memory and store."""
+        """Return a snapshot of memory and store."""
         return MemorySnapshot(
             limit=self.limit,
             bytes=self._total,
@@ -446,25 +449,25 @@ class Journal:
 
     @property
     def is_dirty(self) -> bool:
-        """Whether there is anything to be taken."""
+        """Whether there are records for a batch."""
         return bool(
             self._full or self._puts or self._removals or self._moves or self.topology.changes or self._callbacks
         )
 
     @property
     def is_idle(self) -> bool:
-        """Whether everything is on disk."""
+        """Whether all records are on disk."""
         return self._taken is None and not self.is_dirty
 
     def when_durable(self, callback: Callable[[], None], *, topology_only: bool = False) -> bool:
-        """Have something called when all that was noted so far is on disk.
+        """Call a function when all records noted so far are on disk.
 
         Args:
-            callback: what.
-            topology_only: whether only changes of the topology are waited for.
+            callback: the function.
+            topology_only: whether to wait only for changes of the topology.
 
         Returns:
-            Whether it will be; if not, there is nothing to wait for.
+            Whether the function will be called. If not, there is nothing to wait for.
         """
         if self.topology.changes or (not topology_only and (self._puts or self._removals or self._moves)):
             self._callbacks.append(callback)
@@ -476,18 +479,18 @@ class Journal:
         return False
 
     def divide(self) -> None:
-        """An operation is over: all that was noted may go to disk without what comes, and does if that is much."""
+        """Note the end of an operation. If there are enough records for a full batch, start a new batch."""
         if self._pending >= self.MAX_BATCH:
             self._full.append(self._collect())
 
     def take(self) -> Batch:
-        """What is to be written now; nothing else is taken until `written_down`."""
+        """Return the batch to write now. Call `written_down` before the next call of this method."""
         assert self._taken is None
         self._taken = self._full.popleft() if self._full else self._collect()
         return self._taken
 
     def _collect(self) -> Batch:
-        """All that was noted and is in no batch."""
+        """Collect all records that are in no batch."""
         taken = Batch(changes=self.topology.take(), removals=self._removals, callbacks=self._callbacks)
         self._removals, self._callbacks = [], []
         for number, (message, at) in self._puts.items():
@@ -507,7 +510,7 @@ class Journal:
         return taken
 
     def written_down(self) -> None:
-        """What was taken is on disk."""
+        """Note that the taken batch is on disk."""
         taken, self._taken = self._taken, None
         assert taken is not None
         self.batches += 1

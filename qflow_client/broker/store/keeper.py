@@ -1,8 +1,8 @@
-"""The keeper of the message store: it opens the file, recovers what is there, and writes what the journal notes.
+"""The keeper of the message store: it opens the file, recovers the contents, and writes the records of the journal.
 
-The store lives on one thread and its reader on another, so that no read waits for a commit; the event loop waits for
-neither. While one batch is written the next one fills, so a slow disk makes larger batches. If a batch cannot be
-written it is tried again and an alarm is raised; nothing is confirmed meanwhile.
+The store runs on one thread and its reader on another, so no read waits for a commit. The event loop waits for neither.
+While one batch is written, the next one fills. So a slow disk leads to larger batches. If a batch cannot be written, an
+alarm is raised and the write is tried again. No message is confirmed in the meantime.
 """
 
 from __future__ import annotations
@@ -33,35 +33,35 @@ _Result = TypeVar("_Result")
 
 
 def free_space(folder: Path) -> int:
-    """Bytes that are free in a folder."""
+    """Return the free bytes of a folder's disk."""
     return shutil.disk_usage(folder).free
 
 
 class Keeper:
-    """Opens the store of a broker, and commits what its journal has, batch by batch: one for all that came meanwhile.
+    """Opens the store of a broker, and commits the records of its journal, one batch at a time.
 
     Args:
-        path: of the file of the store.
-        synchronous: what a commit survives, see `Store`.
-        disk_free_limit: bytes that have to be free in the folder of the store; 0 for any number.
+        path: file of the store.
+        synchronous: the failure that a commit survives, see `Store`.
+        disk_free_limit: free bytes that the folder of the store must have; 0 for no limit.
         host: the virtual host.
-        journal: its journal.
-        on_done: called on the loop when something is on disk.
-        on_trouble: called on the loop with the name of an alarm and the reason: that nothing can be written, or that
-            there is little room; with ``None`` when it is over.
+        journal: journal of the virtual host.
+        on_done: called on the loop after records were written or bodies were read.
+        on_trouble: called on the loop with the name of an alarm and its reason, when the store cannot be written or the
+            disk is nearly full; with ``None`` as the reason when this is over.
     """
 
-    #: Damaged rows that are named in the log.
+    #: Maximum number of damaged rows that are named in the log.
     NAMED = 20
-    #: Seconds until what could not be written is tried again.
+    #: Seconds until a failed write is tried again.
     RETRY = 1.0
-    #: Seconds between two looks at how much of the disk is free.
+    #: Seconds between two checks of the free disk space.
     LOOK = 1.0
-    #: Seconds that a store which cannot be written has when the broker stops.
+    #: Seconds that the stop of the broker waits for a store that cannot be written.
     STOP_GRACE = 2.0
-    #: Seconds without anything having been written, or read, after which it is given up when the broker stops.
+    #: Seconds without a completed write or read after which the stop of the broker no longer waits.
     STOP_TIMEOUT = 30.0
-    #: Messages that are put into queues in one turn of the loop when the broker starts.
+    #: Messages that the start of the broker puts into queues in one turn of the loop.
     _AT_ONCE = 100
 
     def __init__(
@@ -84,22 +84,22 @@ class Keeper:
         self._store: Store | None = None
         self._thread: DiskThread | None = None
         self._writing: asyncio.Task[None] | None = None
-        # Only there once anything was read back.
+        # Created for the first read of a body.
         self._reading: asyncio.Task[None] | None = None
         self._reader_thread: DiskThread | None = None
         self._reader: BodyReader | None = None
         self._is_troubled = False
-        # What other threads wait for until it is on disk.
+        # Futures of other threads that wait for the disk.
         self._waiting: set[Future[None]] = set()
-        # Only there if a limit is set: the task that looks at the free space; and whether there is too little.
+        # Only set with a limit: the task that checks the free space; and whether there is too little.
         self._looking: asyncio.Task[None] | None = None
         self._lacks_space = False
 
     async def start(self) -> None:
-        """Open the store, and put what it has where it was.
+        """Open the store, and restore its contents.
 
         Raises:
-            StoreError: it cannot be opened or read; the text says why.
+            StoreError: the store cannot be opened or read; the text says why.
         """
         self._thread = DiskThread("qflow-store")
         try:
@@ -140,7 +140,7 @@ class Keeper:
             _log.info("%s: %d durable queues and %d messages", store.path, len(found.queues), recovered)
 
     async def watch(self) -> None:
-        """Look at how much of the disk is free, now and time and again, if there is a limit."""
+        """Check the free disk space now and regularly, if there is a limit."""
         if self._disk_free_limit:
             await self._look()
             self._looking = asyncio.get_running_loop().create_task(self._go_on_looking())
@@ -159,7 +159,7 @@ class Keeper:
             lacks_space = True
         else:
             reason = f"{free} bytes are free in {folder}, of at least {limit}"
-            # A value that goes back and forth around the limit is not reported each time.
+            # Hysteresis: a value that moves around the limit is not reported each time.
             lacks_space = free < (limit + limit // 8 if self._lacks_space else limit)
         if lacks_space is not self._lacks_space:
             self._lacks_space = lacks_space
@@ -167,20 +167,20 @@ class Keeper:
             self._on_trouble("disk_space", reason if lacks_space else None)
 
     def flush(self) -> None:
-        """Write what is to be written, if nothing is being written; else that follows."""
+        """Start to write pending records and to read wanted bodies, unless a write or read is already running."""
         if self._writing is None and self._journal.is_dirty:
             self._writing = asyncio.get_running_loop().create_task(self._write())
         if self._reading is None and self._journal.wants:
             self._reading = asyncio.get_running_loop().create_task(self._read())
 
     def when_durable(self, *, topology_only: bool = False) -> Future[None]:
-        """What is done when all that was noted so far is on disk, and fails if the broker ends without that.
+        """Return a future that is done when all records noted so far are on disk. It fails if the broker ends before.
 
         Args:
-            topology_only: whether only changes of the topology are waited for.
+            topology_only: whether to wait only for changes of the topology.
         """
         done: Future[None] = Future()
-        # A caller that gives up waiting takes nothing back.
+        # If a caller stops waiting, this cancels nothing.
         done.set_running_or_notify_cancel()
 
         def told() -> None:
@@ -197,7 +197,7 @@ class Keeper:
         loop = asyncio.get_running_loop()
         try:
             if self._reader_thread is None:
-                # Of its own, so that no reader waits for a commit.
+                # On its own thread, so that no read waits for a commit.
                 self._reader_thread = DiskThread("qflow-reader")
             while self._journal.wants:
                 numbers = self._journal.take_wanted()
@@ -215,7 +215,7 @@ class Keeper:
             self._reading = None
 
     async def _set_aside(self, numbers: Sequence[int]) -> None:
-        """Set messages aside whose bodies are damaged."""
+        """Set messages with damaged bodies aside."""
         if numbers and self._store is not None:
             _log.error("%s: messages are damaged, set aside and lost: %s", self._path, numbers)
             await self._run(self._store.set_aside_messages, numbers)
@@ -226,10 +226,10 @@ class Keeper:
         return self._reader.read(numbers)
 
     def read_now(self, numbers: Sequence[int]) -> dict[int, bytes]:
-        """Bodies of messages, by number, on the thread that asks; without those that are damaged.
+        """Read bodies of messages on the calling thread, by number. Damaged bodies are left out.
 
         Raises:
-            StoreError: they cannot be read.
+            StoreError: the bodies cannot be read.
         """
         reader = BodyReader(self._path)
         try:
@@ -261,7 +261,7 @@ class Keeper:
         try:
             await self._run(store.write, batch)
         except Exception as error:
-            # Whatever it is: confirms must not wait for a task that has ended.
+            # Any exception is caught, because confirms must not wait for a task that has ended.
             if not self._is_troubled:
                 self._is_troubled = True
                 self._on_trouble("disk", self._log_error(error, "no confirm is given until it can be written"))
@@ -273,10 +273,10 @@ class Keeper:
         return True
 
     def _log_error(self, error: Exception, consequence: str) -> str:
-        """Log what went wrong with the store, with a traceback if it is not an error of the store.
+        """Log an error of the store, with a traceback if it is not a `StoreError`.
 
         Returns:
-            What it was.
+            The reason.
         """
         is_known = isinstance(error, StoreError)
         reason = str(error) if is_known else f"{self._path}: {error!r}"
@@ -284,7 +284,7 @@ class Keeper:
         return reason
 
     async def stop(self) -> None:
-        """Write what is left, and close the store."""
+        """Write the remaining records, and close the store."""
         if self._looking is not None:
             self._looking.cancel()
             await asyncio.wait([self._looking])
@@ -299,11 +299,11 @@ class Keeper:
             self._waiting.clear()
 
     async def _finish(self, writing: asyncio.Task[None]) -> None:
-        """Wait for what is being written, as long as that goes on."""
+        """Wait for the running writes as long as they make progress."""
         loop = asyncio.get_running_loop()
         batches, since = self._journal.batches, loop.time()
         while True:
-            # Whatever it waits for, it may fail only now.
+            # The first failure may come only now, so look again after each wait.
             if (await asyncio.wait([writing], timeout=min(self.STOP_GRACE, self.STOP_TIMEOUT)))[0]:
                 return
             if self._journal.batches != batches:
@@ -342,7 +342,7 @@ class Keeper:
             store.close()
 
     async def _close(self, thread: DiskThread, close: Callable[[], None]) -> None:
-        """Have a thread close what it has, and end; if it hangs, that is when it no longer does."""
+        """Let a thread close its file and end. If the thread hangs, this happens when the disk answers again."""
         closing = asyncio.wrap_future(thread.submit(close))
         thread.shutdown(wait=False)
         if (await asyncio.wait([closing], timeout=0.0 if thread.hangs(self.STOP_TIMEOUT) else self.STOP_TIMEOUT))[0]:

@@ -1,8 +1,8 @@
-"""Which bodies of a queue are in memory, sans-I/O: what is evicted first (A2), and what is dropped at the limit (A1).
+"""Which bodies of a queue are in memory, sans-I/O: the order of eviction (A2), and of dropping at the limit (A1).
 
-A `Pager` has the entries whose bodies are in memory. It evicts those that consumers have first, then the newest, and
-those that were read ahead last. `relieve` evicts from all queues in equal parts above three quarters of the limit, and
-drops transient messages, where a policy allows it, above the limit.
+A `Pager` has the entries whose bodies are in memory. It evicts first the bodies of unacked entries, then the newest,
+and last those that were read ahead. `relieve` evicts from all queues in equal parts when memory exceeds three quarters
+of the limit. If memory exceeds the limit, `relieve` also drops transient messages where a policy allows it.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ __all__ = ["Droppable", "Pager", "bring_back", "level", "relieve"]
 
 
 def level(sizes: Iterable[int], total: int) -> int:
-    """What each may have at most, so that all together have no more than `total`: the small keep what they have.
+    """Return the maximum for each, so that the sum is at most `total`. Sizes below the maximum stay as they are.
 
     Args:
-        sizes: what each has.
-        total: for all of them.
+        sizes: current sizes.
+        total: maximum of their sum.
     """
     left = sorted(sizes)
     while left and left[0] * len(left) <= total:
@@ -33,43 +33,43 @@ class Pager:
     """The entries of a queue whose bodies are in memory.
 
     Args:
-        evict: lets the body of a message go as soon as it is on disk.
+        evict: removes the body of a message from memory as soon as it is on disk.
     """
 
     __slots__ = ("_ahead", "_evict", "_fresh", "_lent", "size")
 
     def __init__(self, evict: Callable[[StoredMessage], None]) -> None:
         self._evict = evict
-        # Those that consumers have, those that came and were in memory since, and those that were read ahead. The last
-        # of each is the one to be wanted last.
+        # Unacked entries, new entries whose bodies were never removed, and entries that were read ahead. In each of
+        # them, the last entry is needed last.
         self._lent: dict[QueueEntry, None] = {}
         self._fresh: dict[QueueEntry, None] = {}
         self._ahead: dict[QueueEntry, None] = {}
-        # Body bytes of all of them.
+        # Body bytes of all these entries.
         self.size = 0
 
     def __len__(self) -> int:
         return len(self._lent) + len(self._fresh) + len(self._ahead)
 
     def add(self, entry: QueueEntry) -> None:
-        """An entry has come."""
+        """An entry was added."""
         self._fresh[entry] = None
         self.size += entry.message.size
 
     def came(self, entry: QueueEntry) -> None:
-        """An entry to be delivered has its body again."""
+        """The body of a ready entry is in memory again."""
         if entry not in self._ahead and entry not in self._fresh:
             self._ahead[entry] = None
             self.size += entry.message.size
 
     def lend(self, entry: QueueEntry) -> None:
-        """A consumer has an entry; its body is in memory."""
+        """An entry was delivered to a consumer; its body is in memory."""
         self.forget(entry)
         self._lent[entry] = None
         self.size += entry.message.size
 
     def take_back(self, entry: QueueEntry) -> None:
-        """An entry is to be delivered again."""
+        """An entry is ready again."""
         self.forget(entry)
         if entry.message.body is not None:
             self.came(entry)
@@ -83,9 +83,9 @@ class Pager:
                 return
 
     def evict(self, size: int, count: int | None = None) -> None:
-        """Let bodies go until no more than so many bytes are left, and no more than so many of them.
+        """Remove bodies from memory until at most `size` bytes and `count` bodies are left.
 
-        First what consumers have, then what came last.
+        The bodies of unacked entries are removed first, then the newest.
         """
         for each in (self._lent, self._fresh, self._ahead):
             while each and (self.size > size or (count is not None and len(self) > count)):
@@ -95,49 +95,49 @@ class Pager:
 
 
 class Droppable:
-    """The entries of a queue that may be dropped if memory is beyond its limit (A1): to be delivered, not persistent.
+    """The ready, non-persistent entries of a queue, which may be dropped if memory exceeds its limit (A1).
 
-    Those that were looked at and could not be dropped are set aside with their messages, until that may have changed.
+    Entries that could not be dropped are set aside with their messages until this may have changed.
     """
 
     __slots__ = ("_entries", "_is_in_order")
 
     def __init__(self) -> None:
         self._entries: dict[QueueEntry, None] = {}
-        # Whether they are in the queue's order.
+        # Whether the entries are in the order of the queue.
         self._is_in_order = True
 
     def __len__(self) -> int:
         return len(self._entries)
 
     def add(self, entry: QueueEntry) -> None:
-        """An entry has come, after all others; it is passed over if its message is persistent."""
+        """An entry was added at the end. An entry with a persistent message is ignored."""
         if not entry.message.is_persistent:
             self._entries[entry] = None
             bring_back(entry.message)
 
     def take_back(self, entry: QueueEntry) -> None:
-        """An entry is to be delivered again, or looked at again."""
+        """An entry is ready again, or has to be checked again."""
         self._is_in_order = False
         self.add(entry)
 
     def forget(self, entry: QueueEntry) -> None:
-        """An entry has left the queue, or a consumer has it."""
+        """An entry has left the queue, or was delivered to a consumer."""
         self._entries.pop(entry, None)
 
     def oldest_first(self) -> Iterator[QueueEntry]:
-        """Those that there are now, in the queue's order, but for what has left before its turn."""
+        """Yield the current entries in the order of the queue. Entries that leave before their turn are skipped."""
         if not self._is_in_order:
             self._entries = dict.fromkeys(sorted(self._entries, key=lambda entry: entry.sequence))
             self._is_in_order = True
         return (entry for entry in tuple(self._entries) if entry in self._entries)
 
     def offer(self, entry: QueueEntry) -> Sequence[QueueEntry]:
-        """One of them is to be dropped, and is set aside if that is in vain.
+        """Remove an entry that has to be dropped. If it cannot be dropped now, set it aside.
 
         Returns:
-            All entries of its message, which are to be dropped together; none if its body is not in memory, or about to
-            go, or if a queue has it that does not give it, or was not asked yet.
+            All entries of its message, to be dropped together. Empty if the body is not in memory or is about to be
+                removed. Also empty if another queue with the message does not allow the drop, or was not asked yet.
         """
         message, record = entry.message, entry.message.record
         assert record is not None
@@ -152,7 +152,7 @@ class Droppable:
 
 
 def bring_back(message: StoredMessage) -> None:
-    """The entries of a message that were set aside may be dropped now."""
+    """Return the entries of a message that were set aside to their containers, because they may be droppable now."""
     record = message.record
     if record is not None and record.aside:
         aside, record.aside = record.aside, ()
@@ -163,33 +163,33 @@ def bring_back(message: StoredMessage) -> None:
 
 
 def _giver(entry: QueueEntry) -> DroppableEntries | None:
-    """Where an entry belongs that may be dropped still; ``None`` if it may not."""
+    """Return the container of an entry that may be dropped; ``None`` if it may not."""
     return None if entry.is_gone or entry.is_unacked else entry.queue.droppable
 
 
 class Account(Protocol):
-    """The account of memory that `relieve` keeps within its limit."""
+    """The memory account that `relieve` keeps below its limit."""
 
-    #: Bytes of messages in memory; and the bytes above which bodies are evicted.
+    #: Maximum bytes of messages in memory; and the bytes above which bodies are evicted.
     limit: int
     evict_above: int
-    #: Bytes that go to disk at once.
+    #: Bytes that are written to disk in one batch.
     MAX_BATCH: int
 
     @property
     def held(self) -> int:
-        """Bytes in memory but for what is about to go."""
+        """Bytes in memory, without those that are about to be removed."""
 
     def divide(self) -> None:
-        """What was noted so far may go to disk."""
+        """Let the records noted so far go to disk."""
 
 
 def relieve(account: Account, queues: Iterable[QueueView]) -> None:
-    """Keep the messages in memory within the limit: bodies go to disk (A2 A3); beyond it some are dropped (A1).
+    """Keep memory below the limit: evict bodies to disk (A2 A3), and above the limit drop messages (A1).
 
     Args:
-        account: of memory.
-        queues: all that there are.
+        account: the memory account.
+        queues: all queues.
     """
     if account.held > account.evict_above:
         _evict(account, queues)
@@ -198,14 +198,14 @@ def relieve(account: Account, queues: Iterable[QueueView]) -> None:
 
 
 def _evict(account: Account, queues: Iterable[QueueView]) -> None:
-    """Let bodies go to disk, in equal parts."""
+    """Evict bodies to disk, in equal parts."""
     pagers = [queue.pager for queue in queues if queue.pager is not None]
     while (excess := account.held - account.evict_above) > 0:
         sizes = [pager.size for pager in pagers]
         total = sum(sizes)
         if not total:
             break
-        # What several queues have is in memory once, and counts at each of them.
+        # A body that several queues hold is in memory once, but counts in each of these queues.
         less = min(excess, account.MAX_BATCH) * max(total, account.held) // account.held
         share = level(sizes, max(0, total - less))
         for pager in pagers:
@@ -214,10 +214,11 @@ def _evict(account: Account, queues: Iterable[QueueView]) -> None:
 
 
 def _drop_transient(account: Account, queues: Iterable[QueueView]) -> None:
-    """Drop what is not persistent and no consumer has, where the policy says so, until the limit is kept (A1).
+    """Drop ready messages that are not persistent, where the policy allows it, until memory is below the limit (A1).
 
-    The queue with most to be delivered gives first, the oldest first. A message that is in other queues too goes only
-    if all of them give it: else nothing would be gained. Nor is it from what is on disk, or on its way there.
+    The queue with the most ready bytes drops first, its oldest messages first. A message in several queues is dropped
+    only if all of them allow it, because otherwise no memory is freed. For the same reason no message is dropped whose
+    body is on disk, or on its way to disk.
     """
     givers = [
         (-queue.contents.ready_size, number, queue, queue.droppable.oldest_first())

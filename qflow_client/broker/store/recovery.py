@@ -1,4 +1,4 @@
-"""Puts what a message store has into the virtual host when the broker starts."""
+"""Restores the contents of a message store in the virtual host when the broker starts."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ __all__ = ["Recovery"]
 
 
 class Recovery:
-    """One recovery: `recover_topology`, then `recover_messages` any number of times, then `finish`.
+    """One recovery: call `recover_topology`, then `recover_messages` any number of times, then `finish`.
 
     Args:
-        host: where everything is put.
-        journal: its journal.
-        wall_clock: seconds since 1970.
+        host: virtual host to fill.
+        journal: journal of the virtual host.
+        wall_clock: returns seconds since 1970.
     """
 
     def __init__(self, host: VirtualHost, journal: Journal, wall_clock: Callable[[], float]) -> None:
@@ -29,7 +29,7 @@ class Recovery:
         self._queues: dict[int, Queue] = {}
 
     def recover_topology(self, found: Found) -> None:
-        """Make the exchanges, queues and bindings that a message store has."""
+        """Declare the exchanges, queues and bindings of a message store."""
         host = self._host
         host.topology.is_recovering = True
         try:
@@ -48,10 +48,10 @@ class Recovery:
             host.topology.is_recovering = False
 
     def recover_messages(self, messages: Iterable[FoundMessage]) -> list[int]:
-        """Put messages that a message store has where they were; they come in the order of their numbers.
+        """Restore messages of a message store in their queues. The messages come in the order of their numbers.
 
         Returns:
-            The numbers of those of which no queue is there, because it is damaged.
+            The numbers of the messages that no queue holds, because their queues are damaged.
         """
         now = self._wall_clock()
         lost = []
@@ -67,6 +67,6 @@ class Recovery:
         return lost
 
     def finish(self) -> None:
-        """All messages are back: what has expired meanwhile, or is too much now, goes."""
+        """Drop messages that have expired in the meantime or that exceed a maximum. All messages are restored."""
         for queue in self._queues.values():
             queue.after_publish()

@@ -1,9 +1,10 @@
 """The message store: durable queues, exchanges, bindings and persistent messages in one SQLite file.
 
-Each row has a checksum of what it was written with; a message has a second one of its list of queues, which changes. A
-row whose checksum is wrong is never used: it is moved into the table ``damaged``, with what depends on it, and reported
-at this start and every later one. If the structure of the file is damaged, rows could be missing without a trace: the
-file is refused when it is opened, and the error says what to do. Bodies are checked again whenever they are read.
+Each row has a checksum of its values. A message has a second checksum of its list of queues, because the list changes.
+A row with a wrong checksum is never used. It is moved to the table ``damaged``, together with the rows that depend on
+it. It is reported at this start and at every later one. If the structure of the file is damaged, rows could be missing
+unnoticed. In this case the file is refused when it is opened, and the error says what to do. Checksums of bodies are
+checked again on every read.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ _TABLES = (
         checksum INTEGER NOT NULL,
         UNIQUE (source, kind, destination, routing_key, arguments)
     )""",
-    # The queues are a JSON list of their numbers. What is large stands last.
+    # The queues are a JSON list of their numbers. Large columns come last.
     """CREATE TABLE message (
         number INTEGER PRIMARY KEY,
         queues TEXT NOT NULL,
@@ -66,7 +67,7 @@ _TABLES = (
         header BLOB NOT NULL,
         body BLOB NOT NULL
     )""",
-    # What was set aside: how it is called, what is wrong, the row as Python shows it, and the body of a message.
+    # Rows that were set aside: name, what is wrong, the row as text, and the body of a message.
     """CREATE TABLE damaged (
         number INTEGER PRIMARY KEY,
         name TEXT NOT NULL,
@@ -90,8 +91,8 @@ _CHANGES: Mapping[str, tuple[str, ...]] = {
             WHERE source = ? AND kind = ? AND destination = ? AND routing_key = ? AND arguments = ?""",
     ),
 }
-# One statement for all rows: between two of them this thread gives the interpreter away, and may wait long for it when
-# the event loop is busy. So all bytes are one value, and where in it they are is another, in JSON.
+# One statement inserts all rows. Between two statements this thread releases the GIL, and may wait long for it when the
+# event loop is busy. So all bytes are one value, and another value has their positions in JSON.
 _PUT = """INSERT INTO message
     SELECT number, queues, queues_checksum, at, checksum,
         substr(:parts, start, names),
@@ -110,7 +111,7 @@ _MOVE = """UPDATE message SET queues = json_extract(value, '$[1]'), queues_check
 _REMOVE = "DELETE FROM message WHERE number IN (SELECT value FROM json_each(?))"
 _BODIES = """SELECT number, at, checksum, names, header, body FROM message
     WHERE number IN (SELECT value FROM json_each(?))"""
-# Texts as bytes: SQLite fails for a whole page of rows if one is not UTF-8.
+# Texts are read as bytes, because SQLite fails for a whole page of rows if one text is not UTF-8.
 _QUEUES = "SELECT rowid, number, CAST(name AS BLOB), auto_delete, arguments, checksum FROM queue ORDER BY number"
 _EXCHANGES = """SELECT rowid, CAST(name AS BLOB), CAST(type AS BLOB), auto_delete, internal, arguments, checksum
     FROM exchange ORDER BY rowid"""
@@ -120,31 +121,31 @@ _MESSAGES = """SELECT number, CAST(queues AS BLOB), queues_checksum, at, checksu
     WHERE number > ? ORDER BY number LIMIT ?"""
 _WRONG = "its checksum is wrong"
 _WAY_OUT = "restore it from a copy, or move it away to begin without it"
-# SQLite's words for a file whose structure is damaged.
+# Words in SQLite's errors for a file whose structure is damaged.
 _STRUCTURE = ("malformed", "not a database", "no such", "syntax error")
-# The least bytes of a file that SQLite has made.
+# Minimum size of a file that SQLite has written, in bytes.
 _LEAST = 512
-# Bytes of messages that are written by one statement; SQLite takes 1,000,000,000 in one value, and no more.
+# Maximum bytes of messages written by one statement. SQLite accepts at most 1,000,000,000 bytes in one value.
 _PORTION = 16 << 20
-# What the checksum of a message begins with: number, time, bytes of the names and of the header.
+# Start of the data for a message's checksum: number, time, bytes of the names, bytes of the header.
 _HEAD = Struct(">qdII")
-# Rows that are read at once.
+# Number of rows that are read at once.
 _PAGE = 100
 
 
 class Store:
-    """One file, for one broker. For one thread at a time.
+    """One file, for one broker. Only one thread at a time may use it.
 
     Args:
-        path: of the file; made if there is none.
-        synchronous: ``"normal"`` survives the death of the process, ``"full"`` also that of the machine.
+        path: the file; it is created if it does not exist.
+        synchronous: ``"normal"`` survives a crash of the process, ``"full"`` also a crash of the machine.
 
     Raises:
-        StoreError: the file cannot be opened, is damaged, is something else, or another broker uses it.
+        StoreError: the file cannot be opened, is damaged, is not a store, or is used by another broker.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, synchronous: str = "full") -> None:
-        #: Of the file.
+        #: Path of the file.
         self.path = Path(os.fspath(path))
         self._lock = LockFile(
             self.path,
@@ -152,7 +153,7 @@ class Store:
             in_use=StoreError,
             told=("another broker", "give each broker a store of its own"),
         )
-        #: What was set aside, now and before: what it is, and what is wrong with it.
+        #: Rows that were set aside, now or earlier: the name, and what is wrong.
         self.damaged: list[str] = []
         try:
             with _explained():
@@ -162,7 +163,7 @@ class Store:
                 found = self._file.one("PRAGMA quick_check(1)")
                 if found != "ok":
                     raise StoreError(f"{self.path} is damaged: {found}; {_WAY_OUT}")
-                # What was there for want of memory only.
+                # These messages were on disk only to free memory.
                 self._file.execute("DELETE FROM message WHERE queues = '[]'")
                 rows = self._file.rows("SELECT name, why FROM damaged ORDER BY number")
                 self.damaged += [f"{name}: {why}" for name, why in rows]
@@ -172,13 +173,13 @@ class Store:
             self._lock.release()
             raise
 
-    # In.
+    # Writing.
 
     def write(self, batch: Batch) -> None:
-        """Do all of a batch, or nothing of it.
+        """Write a whole batch, or nothing of it.
 
         Raises:
-            StoreError: it could not be written.
+            StoreError: the batch could not be written.
         """
         file = self._file
         with file.transaction():
@@ -200,13 +201,13 @@ class Store:
         for statement in _CHANGES[change.kind]:
             self._file.execute(statement, *values)
 
-    # Out.
+    # Reading.
 
     def topology(self) -> Found:
-        """What there is but the messages.
+        """Return the contents without the messages.
 
         Raises:
-            StoreError: it cannot be read.
+            StoreError: they cannot be read.
         """
         with _explained():
             queues = [
@@ -232,7 +233,7 @@ class Store:
             return Found(queues, exchanges, bindings, self._file.one("SELECT max(number) FROM message") or 0)
 
     def _sound(self, table: str, statement: str) -> Iterator[tuple[int, list[Any]]]:
-        """The rows of a table whose checksums are right, each with its number; the others are set aside."""
+        """Yield the rows of a table with right checksums, each with its row number. The others are set aside."""
         for row, *found, checksum in self._file.rows(statement):
             try:
                 values = [each.decode() if isinstance(each, bytes) else each for each in found[:-1]] + found[-1:]
@@ -245,7 +246,7 @@ class Store:
                 yield row, values
 
     def _set_aside(self, table: str, row: int, why: str) -> None:
-        """Move a row into the table of damaged rows."""
+        """Move a row to the table of damaged rows."""
         file, name = self._file, f"{table} {row}"
         with file.transaction():
             columns = [column[1] for column in file.rows(f"PRAGMA table_info({table})") if column[1] != "body"]
@@ -258,16 +259,16 @@ class Store:
         self.damaged.append(f"{name}: {why}")
 
     def set_aside_messages(self, numbers: Iterable[int], why: str = _WRONG) -> None:
-        """Move messages into the table of damaged rows.
+        """Move messages to the table of damaged rows.
 
         Raises:
-            StoreError: that cannot be written.
+            StoreError: the move cannot be written.
         """
         for number in numbers:
             self._set_aside("message", number, why)
 
     def messages(self) -> Iterator[FoundMessage]:
-        """All messages that are sound, in the order of their numbers; the others are set aside.
+        """Yield all undamaged messages in the order of their numbers. The others are set aside.
 
         Raises:
             StoreError: they cannot be read.
@@ -293,30 +294,30 @@ class Store:
                     yield found
             last = rows[-1][0]
 
-    # The end.
+    # Closing.
 
     def close(self) -> None:
-        """Let others have it."""
+        """Close the file, and release its lock."""
         if not self._lock.released:
             self._file.close()
             self._lock.release()
 
 
 class BodyReader:
-    """Reads bodies from the file of a store, also while that is written. For one thread at a time.
+    """Reads bodies from the file of a store, also during writes. Only one thread at a time may use it.
 
     Args:
-        path: of the file.
+        path: file of the store.
 
     Raises:
-        StoreError: it cannot be opened.
+        StoreError: the file cannot be opened.
     """
 
     def __init__(self, path: Path) -> None:
         self._file = _open(path, read_only=True)
 
     def read(self, numbers: Sequence[int]) -> dict[int, bytes | None]:
-        """Bodies of messages by their numbers, ``None`` for those that are damaged; those that are gone are missing.
+        """Return bodies by message number, ``None`` for damaged ones. Messages that do not exist are left out.
 
         Raises:
             StoreError: they cannot be read.
@@ -331,7 +332,7 @@ class BodyReader:
         return found
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         self._file.close()
 
 
@@ -341,7 +342,7 @@ def _open(path: Path, **options: Any) -> Database:
 
 @contextmanager
 def _explained() -> Iterator[None]:
-    """Say what to do where the structure of the file is damaged."""
+    """Add what to do to an error about a damaged file structure."""
     try:
         yield
     except StoreError as error:
@@ -354,25 +355,25 @@ def _explained() -> Iterator[None]:
 
 
 def _checksum(values: Iterable[object]) -> int:
-    """The checksum of a row that has no message."""
+    """Return the checksum of a row that is not a message."""
     return crc32(repr([int(each) if isinstance(each, bool) else each for each in values]).encode())
 
 
 def _message_checksum(number: int, at: float, names: bytes, header: bytes, body: bytes) -> int:
-    """The checksum of a message, but for the queues that it is in."""
+    """Return the checksum of a message, without the queues that hold it."""
     head = _HEAD.pack(number, at, len(names), len(header))
     return crc32(body, crc32(header, crc32(names, crc32(head))))
 
 
 def _listed(number: int, queues: list[int]) -> tuple[str, int]:
-    """The queues of a message as they are written, and their checksum."""
-    # A list of numbers in Python's words is JSON.
+    """Return the queues of a message as text for the database, and the checksum of the text."""
+    # The text form of a list of numbers in Python is JSON.
     listed = str(queues)
     return listed, crc32(listed.encode(), number & 0xFFFFFFFF)
 
 
 def _portions(puts: Iterable[Put]) -> Iterator[list[Put]]:
-    """Messages by what is written at once, at least one."""
+    """Divide messages into portions that are written by one statement, each with at least one message."""
     portion: list[Put] = []
     size = 0
     for put in puts:
@@ -386,7 +387,7 @@ def _portions(puts: Iterable[Put]) -> Iterator[list[Put]]:
 
 
 def _packed(puts: Sequence[Put]) -> tuple[str, bytes]:
-    """What is to be inserted: where each has its bytes, counted from 1, and the bytes."""
+    """Return the rows to insert, with the positions of their bytes (counted from 1), and the bytes."""
     rows: list[tuple[object, ...]] = []
     parts: list[bytes] = []
     at = 1

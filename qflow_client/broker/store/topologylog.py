@@ -1,4 +1,4 @@
-"""What happened to durable queues, exchanges and bindings, sans-I/O, until it is taken to disk."""
+"""The changes of durable queues, exchanges and bindings that are not in a batch yet, sans-I/O."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class Change(NamedTuple):
     """A change of the topology.
 
     Attributes:
-        kind: ``queue``, ``exchange`` or ``binding``, and these with ``no_`` before them for what is gone.
-        values: for the table of that kind, those that identify it first.
+        kind: ``queue``, ``exchange`` or ``binding``; with the prefix ``no_`` for a deletion.
+        values: column values for the table of that kind; those that identify the row come first.
     """
 
     kind: str
@@ -28,15 +28,15 @@ class TopologyLog:
 
     def __init__(self) -> None:
         self._numbers = count(1)
-        # In their order.
+        # The changes in order.
         self.changes: list[Change] = []
 
     def go_on_from(self, number: int) -> None:
-        """Give queues numbers above those that a store has already."""
+        """Continue with queue numbers above those of a store."""
         self._numbers = count(number + 1)
 
     def take(self) -> list[Change]:
-        """What is to be written now."""
+        """Return the changes, and start a new list."""
         changes, self.changes = self.changes, []
         return changes
 
@@ -44,10 +44,10 @@ class TopologyLog:
         """Note a new durable queue.
 
         Returns:
-            The number that it has in the store.
+            The number of the queue in the store.
 
         Raises:
-            ChannelException: 406; its arguments cannot be kept.
+            ChannelException: 406 if its arguments cannot be stored.
         """
         table = self._table(f"queue '{name}'", arguments)
         number = next(self._numbers)
@@ -55,20 +55,20 @@ class TopologyLog:
         return number
 
     def queue_gone(self, name: str) -> None:
-        """A durable queue is deleted, with its bindings."""
+        """Note that a durable queue was deleted, with its bindings."""
         self.changes.append(Change("no_queue", (name,)))
 
     def exchange(self, name: str, kind: str, auto_delete: bool, internal: bool, arguments: dict[str, object]) -> None:
-        """There is a new durable exchange.
+        """Note a new durable exchange.
 
         Raises:
-            ChannelException: 406; its arguments cannot be kept.
+            ChannelException: 406 if its arguments cannot be stored.
         """
         table = self._table(f"exchange '{name}'", arguments)
         self.changes.append(Change("exchange", (name, kind, auto_delete, internal, table)))
 
     def exchange_gone(self, name: str) -> None:
-        """A durable exchange is deleted, with its bindings."""
+        """Note that a durable exchange was deleted, with its bindings."""
         self.changes.append(Change("no_exchange", (name,)))
 
     def binding(
@@ -81,18 +81,18 @@ class TopologyLog:
         *,
         gone: bool = False,
     ) -> None:
-        """There is a binding of two durable ends, or no longer.
+        """Note that a binding between two durable objects was added or removed.
 
         Args:
-            source: the exchange.
-            kind: ``queue`` or ``exchange``: what the destination is.
-            destination: its name.
+            source: name of the source exchange.
+            kind: type of the destination: ``queue`` or ``exchange``.
+            destination: name of the destination.
             routing_key: the binding key.
-            arguments: of the binding.
-            gone: whether it is there no longer.
+            arguments: arguments of the binding.
+            gone: whether the binding was removed.
 
         Raises:
-            ChannelException: 406; its arguments cannot be kept.
+            ChannelException: 406 if its arguments cannot be stored.
         """
         table = self._table(f"binding of '{destination}' to '{source}'", arguments)
         values = source, kind, destination, routing_key, table
