@@ -13,12 +13,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run ``qflow``.
 
     Args:
-        arguments: of the command line; those of the process unless given.
+        arguments: command line without the program's name; by default that of the process.
 
     Returns:
         The exit code.
     """
-    # Both come with an extra, and the package itself is of use without it.
+    # Both packages come with an extra, because the library can be used without them.
     missing = [name for name in ("typer", "rich") if find_spec(name) is None]
     if missing:
         needs = " and ".join(missing)

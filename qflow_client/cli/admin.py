@@ -1,4 +1,4 @@
-"""``qflow admin``: a broker seen and steered over its HTTP API."""
+"""``qflow admin``: inspects and controls a broker through its HTTP API."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from qflow_client.redaction import printable, shown
 
 __all__ = ["admin"]
 
-# Seconds without a byte after which a broker is given up; it says that it lives every 15.
+# Seconds without a byte after which the broker counts as unreachable; it sends a sign of life every 15 s.
 _PATIENCE = 40.0
 _URL = "http://127.0.0.1:15672"
 
@@ -62,10 +62,10 @@ class _Broker:
     """The HTTP API of a broker.
 
     Args:
-        url: where it is.
-        token: to show; ``None`` for none.
-        cacert: whom to trust; ``None`` for whom the system trusts.
-        cert: a certificate to show, with its key; ``None`` for none.
+        url: URL of the API.
+        token: token to send; ``None`` for none.
+        cacert: certificates of trusted authorities; ``None`` for those of the system.
+        cert: client certificate with its key; ``None`` for none.
     """
 
     def __init__(self, url: str, token: str | None, cacert: Path | None, cert: Path | None) -> None:
@@ -89,20 +89,20 @@ class _Broker:
                 raise CommandError(f"{cert}: no certificate with its key: {error}", ExitCode.USAGE) from error
 
     def ask(self, method: str, path: str, body: object = None) -> Any:
-        """What the broker answers, ``None`` if that is nothing.
+        """Send a request, and return the broker's answer; ``None`` if it has no body.
 
         Raises:
-            CommandError: it refuses, or cannot be reached.
+            CommandError: the broker refuses the request, or cannot be reached.
         """
         with self.open(method, path, body) as response:
             answer = response.read()
         return json.loads(answer) if answer else None
 
     def open(self, method: str, path: str, body: object = None) -> HTTPResponse:
-        """An answer that is still coming.
+        """Send a request, and return an answer that is still arriving.
 
         Raises:
-            CommandError: it refuses, or cannot be reached.
+            CommandError: the broker refuses the request, or cannot be reached.
         """
         headers, raw = dict(self._headers), None
         if body is not None:
@@ -144,7 +144,7 @@ def _admin(
         typer.Option(metavar="FILE", exists=True, dir_okay=False, help="Your certificate with its key, in PEM."),
     ] = None,
 ) -> None:
-    # Read here: not every release of typer does.
+    # Read here, because not every release of typer reads environment variables.
     url = url or os.environ.get("QFLOW_ADMIN_URL") or _URL
     if token:
         warn_of_option("--token", "QFLOW_HTTP_TOKEN")
@@ -156,7 +156,7 @@ def _broker(context: typer.Context) -> _Broker:
     return broker
 
 
-# Looking.
+# Inspecting.
 
 
 def _show(rows: list[dict[str, Any]], columns: Mapping[str, Callable[[dict[str, Any]], object]]) -> None:
@@ -182,7 +182,7 @@ def _show(rows: list[dict[str, Any]], columns: Mapping[str, Callable[[dict[str, 
             told = f"{value:,}" if type(value) is int else printable(str(value))
             cells.append(value if isinstance(value, Text) else Text(told))
         table.add_row(*cells)
-    # What is not a terminal has no width, and nothing is to be cut off for one.
+    # Output that is not a terminal has no width, so that nothing is cut off.
     Console(width=None if sys.stdout.isatty() else 1000).print(table)
 
 
@@ -331,7 +331,7 @@ def _events(response: Iterable[bytes]) -> Iterator[dict[str, Any]]:
 
 
 def _flow_lines(told: dict[str, Any], known: dict[str, dict[str, Any]]) -> Iterator[str]:
-    """What has changed about flow states; what is at rest when it is first seen is no news."""
+    """Yield the changes of flow states. An object that is not flowed when it is first seen is not reported."""
     if "producersStopped" in told and (told["producersStopped"] or "operator" in known):
         yield "operator: all producers are " + ("stopped" if told["producersStopped"] else "started")
         known["operator"] = {}
@@ -358,7 +358,7 @@ def _flow_lines(told: dict[str, Any], known: dict[str, dict[str, Any]]) -> Itera
                 yield f"{word} {gone}: gone"
 
 
-# Steering.
+# Controlling.
 
 
 def _each_producer(context: typer.Context, what: str, names: list[str] | None) -> None:
@@ -376,13 +376,13 @@ _Producers = Annotated[
 
 @admin.command()
 def stop(context: typer.Context, producer: _Producers = None) -> None:
-    """Stop all producers, those to come too, or some."""
+    """Stop all producers, including future ones, or some."""
     _each_producer(context, "stop", producer)
 
 
 @admin.command()
 def start(context: typer.Context, producer: _Producers = None) -> None:
-    """Start all producers, or some; queues go on holding whom they hold."""
+    """Start all producers, or some; holds of queues stay."""
     _each_producer(context, "start", producer)
 
 
@@ -394,7 +394,7 @@ def purge(context: typer.Context, queue: Annotated[str, typer.Argument(metavar="
 
 @_delete.command("queue")
 def _delete_queue(context: typer.Context, name: Annotated[str, typer.Argument(metavar="NAME")]) -> None:
-    """Delete a queue with all that is in it."""
+    """Delete a queue with its messages."""
     _say_removed(_broker(context).ask("DELETE", f"/api/queues/{quote(name, safe='')}"))
 
 
@@ -429,7 +429,7 @@ def _add_queue(
         typer.Option("--argument", metavar="NAME=VALUE", help="Any other; a number if it is one; may be repeated."),
     ] = None,
 ) -> None:
-    """Make a queue; one that is there alike stays."""
+    """Declare a queue; an existing one with the same settings stays."""
     marks = {
         "qpid.flow_stop_size": flow_stop_size,
         "qpid.flow_resume_size": flow_resume_size,
@@ -447,7 +447,7 @@ def _add_queue(
 
 @_add.command("policy")
 def _add_policy(context: typer.Context, text: Annotated[str, typer.Argument(metavar="'NAME KEY=VALUE…'")]) -> None:
-    """Set a policy, or replace the one of its name; queues that are there follow at once."""
+    """Set a policy, or replace the policy with the same name; existing queues follow at once."""
     try:
         told = Policy.parse(text).to_json()
     except (TypeError, ValueError) as error:
@@ -464,7 +464,7 @@ def _camel(name: str) -> str:
 
 @_delete.command("policy")
 def _delete_policy(context: typer.Context, name: Annotated[str, typer.Argument(metavar="NAME")]) -> None:
-    """Delete a policy; queues go back to what else applies to them."""
+    """Delete a policy; each queue then follows what else applies to it."""
     _broker(context).ask("DELETE", f"/api/policies/{quote(name, safe='')}")
 
 
@@ -479,7 +479,7 @@ def _set_queue(
     capacity: _Capacity = None,
     flow_resume_capacity: _CapacityResume = None,
 ) -> None:
-    """Put other marks in force; the flow state follows at once, and what is not given stays."""
+    """Change marks of a queue; the flow state follows at once. Marks that are not given stay."""
     marks = {
         "flowStopSize": flow_stop_size,
         "flowResumeSize": flow_resume_size,
@@ -509,7 +509,7 @@ def _set_rate(
         float | None, typer.Option(metavar="SECONDS", help="What the rate gives in them may pass at once; 0.1.")
     ] = None,
 ) -> None:
-    """Limit how much may be published to an exchange, to a queue or by a user."""
+    """Limit the rate of publishes to an exchange, to a queue or by a user."""
     given = {"messages": messages, "bytes": size, "burst": burst}
     body = {name: value for name, value in given.items() if value is not None}
     _broker(context).ask("PUT", _rate_path(scope, name), body)
@@ -536,7 +536,7 @@ def _import(
     context: typer.Context,
     file: Annotated[typer.FileText, typer.Argument(metavar="FILE", help="As exported; - for standard input.")],
 ) -> None:
-    """Declare what `export`, or RabbitMQ, has exported: all of it, or nothing."""
+    """Declare what `export` or RabbitMQ has exported: all of it, or nothing."""
     try:
         document = json.load(file)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""The commands of ``qflow`` put together, and how they fail."""
+"""The commands of ``qflow``, and the handling of their errors."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from qflow_client.redaction import printable
 
 __all__ = ["app", "run"]
 
-# What typer raises for a command line that cannot be understood; of its click, which has no public name.
+# The exception of typer for a command line that it cannot parse. It belongs to typer's copy of click, which is private.
 _UsageError: Any = typer.BadParameter.__base__
 
 app = typer.Typer(
     name="qflow",
     no_args_is_help=True,
-    # Errors that are meant for people become one line in `run`; the others are shown whole, as Python shows them.
+    # `run` prints errors for users as one line. Python shows all other errors with a traceback.
     pretty_exceptions_enable=False,
-    # Tables of options would cut names and examples at 80 columns.
+    # Tables of options would cut off names and examples at 80 columns.
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -58,14 +58,14 @@ def _qflow(
     """Publish to AMQP 0-9-1 brokers, never faster than they allow."""
     context.obj["debug"] = debug
     if no_color:
-        # Every console of rich looks there.
+        # All consoles of rich read this variable.
         os.environ["NO_COLOR"] = "1"
     if debug:
         logging.basicConfig(
             level=logging.DEBUG, format="%(name)s: %(message)s", handlers=[RichHandler(console=Console(stderr=True))]
         )
     else:
-        # What these would say, the commands say themselves.
+        # The commands report these log messages themselves.
         for name in ("qflow_client", "pika"):
             logging.getLogger(name).addHandler(logging.NullHandler())
 
@@ -103,7 +103,7 @@ def run(arguments: Sequence[str]) -> int:
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else ExitCode.FAILED if end.code else ExitCode.OK
     except BrokenPipeError:
-        # Nobody reads on; Python must not try to flush again when it ends.
+        # The reader has closed the pipe. Python must not flush again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return ExitCode.FAILED
     except (CommandError, QflowError, OSError) as error:
@@ -117,5 +117,5 @@ def run(arguments: Sequence[str]) -> int:
         if isinstance(error, SettingsError):
             return ExitCode.USAGE
         return error.exit_code if isinstance(error, CommandError) else ExitCode.FAILED
-    # That of `typer.Exit`.
+    # The exit code of `typer.Exit`.
     return code if isinstance(code, int) else ExitCode.OK

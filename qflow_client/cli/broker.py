@@ -1,4 +1,4 @@
-"""``qflow broker``: the broker of this repository in the foreground."""
+"""``qflow broker``: runs the broker of this repository in the foreground."""
 
 from __future__ import annotations
 
@@ -47,30 +47,30 @@ resource: Any
 try:
     import resource
 except ImportError:
-    # Only POSIX systems have it.
+    # It exists only on POSIX systems.
     resource = None
 
 __all__ = ["broker", "hash_password", "queue_table", "seldom_collected"]
 
-# Descriptors that are not AMQP connections: of the HTTP API, and everything else.
+# File descriptors beside AMQP connections: for the HTTP API, and for everything else.
 _HTTP_CONNECTIONS = 1000
 _OTHER_FILES = 100
 
-# Seconds between two pictures.
+# Seconds between two updates of the display.
 _PERIOD = 0.25
-# Seconds between two looks at the resident size.
+# Seconds between two checks of the resident memory.
 _LOOK = 1.0
 
 _log = logging.getLogger("qflow_client.broker.resident")
 
 
 def queue_table(queues: tuple[QueueSnapshot, ...], producers: int, flowed: int) -> Table:
-    """The queues and what holds them.
+    """Return a table of the queues and their flow states.
 
     Args:
-        queues: all there are.
-        producers: how many channels publish.
-        flowed: how many of those were told to stop.
+        queues: all queues.
+        producers: number of publishing channels.
+        flowed: number of flowed (blocked) ones among them.
     """
     table = Table(
         caption=f"producers: {producers}, flowed: {flowed}; Ctrl-C ends the broker",
@@ -116,7 +116,7 @@ def _ssl_context(certificate: Path | None, key: Path | None, client_ca: Path | N
     try:
         context.load_cert_chain(certificate, key)
     except OSError as error:
-        # Whichever of the two it is, Python does not say.
+        # Python does not tell which of the two files is wrong.
         files = f"{certificate} and {key}" if key is not None else str(certificate)
         raise CommandError(f"{files}: no certificate with its key: {error}", ExitCode.USAGE) from error
     if client_ca is not None:
@@ -131,7 +131,8 @@ def _ssl_context(certificate: Path | None, key: Path | None, client_ca: Path | N
 def hash_password() -> None:
     """Print the hash of a password, for --users-file and [users] in --config.
 
-    The password is asked for, or is the first line of standard input. It is never an argument, which others can read.
+    The password is read from a prompt, or from the first line of standard input. It is never an argument, because other
+    users could read it.
     """
     if sys.stdin.isatty():
         password = getpass("password: ")
@@ -145,7 +146,7 @@ def hash_password() -> None:
 
 
 def _raise_descriptor_limit(settings: BrokerSettings, console: Console) -> None:
-    """Let this process open as many files as its settings allow connections, and say so if it may not."""
+    """Raise the limit of open files to what the settings need, and print a notice if this fails."""
     if resource is None:
         return
     needed = settings.max_connections + (0 if settings.http_port is None else _HTTP_CONNECTIONS) + _OTHER_FILES
@@ -342,9 +343,9 @@ def broker(
 ) -> None:
     """Run a broker for trials and tests, until Ctrl-C or SIGTERM.
 
-    It speaks AMQP 0-9-1, keeps everything in memory unless it has a store, and holds producers by the thresholds of its
-    queues. Its URL is printed once it takes connections, and that of its HTTP API if there is one. Stopped, it ends
-    with exit code 0.
+    It speaks AMQP 0-9-1, keeps everything in memory unless it has a store, and blocks producers by the thresholds of
+    its queues. It prints its URL when it accepts connections, and the URL of its HTTP API if there is one. When it is
+    stopped, it exits with code 0.
     """
     flags: dict[str, Any] = {
         "host": host,
@@ -420,7 +421,7 @@ def broker(
             given["flow_log"] = stack.enter_context(FlowLog(folder))
         embedded = _make(read, given)
         _raise_descriptor_limit(embedded.settings, Console(stderr=True))
-        # A quiet console shows nothing at all.
+        # A quiet console prints nothing, not even warnings.
         stack.enter_context(warnings_shown("qflow_client.broker", Console(stderr=True) if quiet else console))
         stopping = stack.enter_context(Stopping())
         stack.enter_context(seldom_collected())
@@ -451,9 +452,12 @@ def broker(
 
 @contextmanager
 def seldom_collected() -> Iterator[None]:
-    """Let the garbage collector look at young objects only, in small lots: a look at all messages stops everybody."""
+    """Let the garbage collector check only young objects, in small batches.
+
+    A check of all messages would stop all threads.
+    """
     before = gc.get_threshold()
-    # What is there by now stays, and need not be looked at.
+    # Existing objects stay, and need not be checked.
     gc.freeze()
     gc.set_threshold(2000, 2, 100_000)
     try:
@@ -470,14 +474,14 @@ def _make(config: Config, given: Mapping[str, Any]) -> Broker:
         return Broker(**settings, ssl_context=_ssl_context(*files))
     except (TypeError, ValueError) as error:
         text = str(error)
-        # What is refused is named first; it may stand in the file.
+        # The error text begins with the name of the wrong setting, which may come from the file.
         name = text.split(maxsplit=1)[0].partition("=")[0]
         where = f"{config.path}: " if name in config.settings and name not in given else ""
         raise CommandError(f"{where}{text}", ExitCode.USAGE) from error
 
 
 def _watch_resident_size(running: Broker, stack: ExitStack) -> None:
-    """Block publishers while the process takes much more than `memory_limit`, until the stack is left."""
+    """Block publishers while the process uses much more memory than `memory_limit`, until the stack is closed."""
     limit, idle = running.settings.memory_limit, resident_size()
     if not limit or idle is None:
         return
@@ -497,7 +501,7 @@ def _watch_resident_size(running: Broker, stack: ExitStack) -> None:
 
     thread = threading.Thread(target=look, name="qflow-resident", daemon=True)
     thread.start()
-    # Before the broker ends, which takes no calls then.
+    # The thread must end before the broker, which then accepts no calls.
     stack.callback(thread.join)
     stack.callback(ended.set)
 

@@ -1,4 +1,4 @@
-"""A queue's depth over time as a chart of characters, with its marks."""
+"""A chart of a queue's depth over time, drawn with characters, with its marks."""
 
 from __future__ import annotations
 
@@ -11,32 +11,32 @@ from rich.style import Style
 
 __all__ = ["DepthChart", "level"]
 
-# Parts of a character, from none of it to all.
+# Characters filled from none to all in eighths.
 _EIGHTHS = " ▁▂▃▄▅▆▇█"
 
 
 def level(value: float, row: int, step: float) -> str:
-    """The character of a bar in one row.
+    """Return the character of a bar in one row.
 
     Args:
         value: the height of the bar.
-        row: from 0 at the bottom.
+        row: number of the row, from 0 at the bottom.
         step: the height of a row.
     """
     filled = value / step - row
-    # What is there is seen, however little it is.
+    # A value above 0 is always visible.
     return _EIGHTHS[max(0, min(8, round(filled * 8) or (row == 0 < value)))]
 
 
 class DepthChart:
-    """Renders the depths of a queue, the last at the right.
+    """Draws the depths of a queue, the latest at the right.
 
     Args:
-        depths: the lowest and the highest for each column; what does not fit is left out at the left.
-        marks: names of levels, by level.
-        resume: up to there a bar is green.
-        stop: up to there it is yellow, and above red.
-        height: rows.
+        depths: minimum and maximum for each column. Columns that do not fit are left out at the left.
+        marks: names of marks by level.
+        resume: level up to which a bar is green.
+        stop: level up to which a bar is yellow; above it, red.
+        height: number of rows.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class DepthChart:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         top = max([1, *self._marks, *(highest for _, highest in self._depths)])
         step = top / (self._height - 0.5)
-        # The highest mark of a row names it.
+        # If a row has several marks, the highest one is the label.
         rows = {min(self._height - 1, int(mark / step)): mark for mark in sorted(self._marks)}
         labels = {row: f"{self._marks[mark]} {mark:,}" for row, mark in rows.items()}
         margin = max([0, *map(len, labels.values())])
@@ -69,7 +69,7 @@ class DepthChart:
     def _row(self, row: int, step: float, depths: Sequence[tuple[int, int]], *, is_mark: bool) -> Iterator[Segment]:
         top = (row + 1) * step
         colour = "green" if top <= self._resume else "yellow" if top <= self._stop + step / 2 else "red"
-        # What the queue did not fall below is the background of what it moved in.
+        # The part of a bar below the minimum is dim; the part between minimum and maximum is bright.
         moved, stayed = Style(color=colour), Style(color=colour, dim=True)
         for lowest, highest in depths:
             character = level(highest, row, step)

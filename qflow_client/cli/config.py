@@ -14,26 +14,27 @@ from qflow_client.cli.errors import CommandError, ExitCode
 
 __all__ = ["MARKS", "SETTINGS", "Config", "read_config"]
 
-#: The settings that have a word in a file: all but what only a program can give.
+#: The settings that a file can have, without those that only a program can set.
 SETTINGS = tuple(
     field.name for field in fields(BrokerSettings) if field.name not in ("authenticate", "ssl_context", "trace")
 )
 _WORDS = tuple(name for name in SETTINGS if name != "policies")
 #: The marks of a queue.
 MARKS = ("flow_stop_count", "flow_resume_count", "flow_stop_size", "flow_resume_size")
-# What a policy has beside what it sets.
+# The keys of a policy that are not in its definition.
 _POLICY = ("pattern", "apply_to", "routing_key", "priority")
 _FILES = ("flow_log", "tls_certificate", "tls_key", "tls_client_ca", "store")
 
 
 @dataclass(frozen=True)
 class Config:
-    """What a configuration file says.
+    """The contents of a configuration file.
 
     Attributes:
         path: the file; ``None`` if there is none.
-        settings: of the broker, `tls_certificate`, `tls_key` and `tls_client_ca`; `flow_log` is the path of a folder.
-        queues: to begin with, and the marks of each.
+        settings: settings of the broker, `tls_certificate`, `tls_key` and `tls_client_ca`; `flow_log` is the path of a
+            folder.
+        queues: queues to declare at the start, with the marks of each.
     """
 
     path: Path | None
@@ -45,11 +46,11 @@ def read_config(path: Path | None) -> Config:
     """Read a configuration file.
 
     Args:
-        path: of the file; ``None`` for none, which says nothing.
+        path: path of the file; ``None`` for no file, which sets nothing.
 
     Raises:
-        CommandError: it is not TOML, or has what is no option; the text names it and what is near.
-        OSError: it cannot be read.
+        CommandError: the file is not TOML, or has an unknown option; the text names it and a similar one.
+        OSError: the file cannot be read.
     """
     if path is None:
         return Config(None, {}, {})
@@ -71,7 +72,7 @@ def read_config(path: Path | None) -> Config:
     if policies:
         told["policies"] = policies
     for name in _FILES:
-        # A file is named from where the one that names it is.
+        # Paths are relative to the folder of the configuration file.
         if name in told:
             if not isinstance(told[name], str):
                 raise _refused(path, f"{name} must be the path of a file, not {told[name]!r}")

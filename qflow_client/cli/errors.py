@@ -1,4 +1,4 @@
-"""What ends a command: exit codes, and the error that becomes one line."""
+"""Exit codes, and the error that is printed as one line."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ __all__ = ["CommandError", "ExitCode"]
 
 
 class ExitCode(IntEnum):
-    """How a command ended; killed by a signal it is 128 and the signal's number, as shells have it."""
+    """The exit code of a command. After a signal the code is 128 plus the number of the signal, as in shells."""
 
     OK = 0
     FAILED = 1
-    #: Typer's own for a command line that cannot be understood, and for a setting that is not allowed.
+    #: Typer's code for a command line that it cannot parse; also for a setting that is not allowed.
     USAGE = 2
-    #: Flowed for longer than it was to wait; what was not sent can be sent later.
+    #: Flowed for longer than the allowed wait; messages that were not sent can be sent later.
     FLOWED = 3
 
 
 class CommandError(Exception):
-    """A command cannot go on; the text is all that its user needs to know.
+    """A command cannot continue. The text is complete for its user.
 
     Attributes:
-        exit_code: with which the command ends.
+        exit_code: exit code of the command.
     """
 
     def __init__(self, text: str, exit_code: int = ExitCode.FAILED) -> None:

@@ -1,4 +1,4 @@
-"""``qflow outbox``: what a producer left in its outbox, to be seen, written out, or sent."""
+"""``qflow outbox``: lists, exports or sends the messages that a producer left in its outbox."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ from qflow_client.cli.stopping import Stopped, Stopping
 
 __all__ = ["outbox"]
 
-# Seconds that answers which are on their way may take once sending has been given up.
+# Seconds to wait for answers that are on their way when sending has stopped.
 _GRACE = 2.0
-# How many failures are told of one by one.
+# Maximum number of failures that are reported one by one.
 _TOLD = 5
 
 outbox = typer.Typer(no_args_is_help=True, help="Look at a producer's outbox, or send what is left in it.")
@@ -60,7 +60,7 @@ def list_(
     path: _File,
     limit: Annotated[int, typer.Option("--limit", "-n", min=0, help="Messages that are shown; 0 for all.")] = 20,
 ) -> None:
-    """Show what is in an outbox, the oldest first. A producer may be using it."""
+    """Show the messages in an outbox, the oldest first. A producer may be using it."""
     table = Table("sequence", "age", "exchange", "routing key", "bytes", "message id", "second copy?", box=None)
     count = size = marked = 0
     now = time.time()
@@ -72,7 +72,7 @@ def list_(
             table.add_row(
                 str(stored.sequence),
                 text.seconds(max(0.0, now - stored.at)),
-                # Text: what is in brackets is no markup.
+                # As Text, so that square brackets are not interpreted as markup.
                 Text(stored.exchange),
                 Text(stored.routing_key),
                 str(len(stored.message.body)),
@@ -102,7 +102,7 @@ def export(
         Path | None, typer.Option("--output", "-o", help="Where to write; standard output unless given.")
     ] = None,
 ) -> None:
-    """Write what is in an outbox as JSON, one line for each message. A producer may be using it."""
+    """Write the messages in an outbox as JSON, one line for each. A producer may be using it."""
     damaged = Outbox.look_damaged(path)
     if damaged:
         print(f"qflow: {_damaged(damaged)}, and left out: see qflow outbox ls", file=sys.stderr)
@@ -127,7 +127,7 @@ def _as_json(stored: StoredMessage) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """A value as JSON can have it; bytes are text if they are UTF-8, and ``{"base64": …}`` if they are not."""
+    """Return a value in JSON types. Bytes become text if they are UTF-8, and otherwise ``{"base64": …}``."""
     if isinstance(value, bytes):
         try:
             return value.decode()
@@ -151,15 +151,15 @@ def drain(
     rate: Annotated[float | None, typer.Option(help="The most messages per second, on average.")] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No summary.")] = False,
 ) -> None:
-    """Send what is in an outbox, in order, and take out what the broker has confirmed.
+    """Send the messages in an outbox, in order, and remove those that the broker has confirmed.
 
-    What may have been sent before bears the header x-qflow-republished, and its message id. What is not confirmed
-    stays, and so does what is damaged. No producer may be using the outbox.
+    A message that may have been sent before has the header x-qflow-republished and its message id. Messages that are
+    not confirmed stay, and damaged messages stay too. No producer may be using the outbox.
 
-    Exit codes: 0, it is empty now. 1, something is left, or damaged. 2, the command line or a setting is wrong. 3,
-    flowed for longer than the setting max_producer_flow_control_wait. 130 and 143, interrupted.
+    Exit codes: 0, it is empty now. 1, messages are left, or some are damaged. 2, the command line or a setting is
+    wrong. 3, flowed for longer than the setting max_producer_flow_control_wait. 130 and 143, interrupted.
     """
-    # Whatever else producers are set to do: the outbox is in our hands.
+    # These two settings do not depend on the user's settings, because this command handles the outbox itself.
     given: dict[str, Any] = {"when_flowed": WhenFlowed.BLOCK, "outbox": None}
     if rate is not None:
         given["rate"] = rate
@@ -167,7 +167,7 @@ def drain(
         warn_of_url(url, "QFLOW_URL")
     if not ProducerSettings.load(url, **given).confirms:
         raise SettingsError("confirms=False: only what the broker confirms can be taken out")
-    # It makes no outbox where there is none.
+    # This fails if the file does not exist; an outbox must not be created here.
     Outbox.look(path, limit=1)
     with ExitStack() as stack:
         store = stack.enter_context(Outbox(path))
@@ -181,7 +181,7 @@ def drain(
                 stopping.on_stop(lambda: _leave(producer))
                 draining.send_all(producer)
         except Stopped:
-            # Before anything was sent.
+            # The signal came before anything was sent.
             pass
         for failure in draining.failures[:_TOLD]:
             print(f"qflow: {failure}", file=sys.stderr)
@@ -205,11 +205,11 @@ def drop(
     sequences: Annotated[list[int], typer.Argument(metavar="SEQUENCE...", help="As ls shows them.")],
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
 ) -> None:
-    """Take messages out of an outbox for good, damaged ones or any others. No producer may be using it.
+    """Remove messages from an outbox for good, damaged or not. No producer may be using it.
 
-    Exit codes: 0, they are gone. 1, one is not there, or the answer was no: then none is taken out.
+    Exit codes: 0, they are removed. 1, one does not exist, or the answer was no; then none is removed.
     """
-    # It makes no outbox where there is none.
+    # This fails if the file does not exist; an outbox must not be created here.
     damaged = Outbox.look_damaged(path)
     with Outbox(path) as store:
         wanted = sorted(set(sequences))
@@ -231,23 +231,23 @@ def _leave(producer: Producer) -> None:
     try:
         producer.close(timeout=_GRACE)
     except UndeliveredMessages:
-        # What is not confirmed stays, and is told of.
+        # Messages that are not confirmed stay in the outbox, and are reported.
         pass
 
 
 class _Draining:
-    """Sends an outbox, and keeps account."""
+    """Sends the messages of an outbox, and counts the results."""
 
     def __init__(self, store: Outbox) -> None:
         self._store = store
         self.confirmed = 0
-        # What was not confirmed, as told to people.
+        # The messages that were not confirmed, as texts for people.
         self.failures: list[str] = []
-        # What ended it early.
+        # The error that ended it early.
         self.error: ProducerFlowed | ProducerClosed | ConfirmTimeout | None = None
 
     def send_all(self, producer: Producer) -> None:
-        """Send batch by batch, so that little has to be sent again if this process dies."""
+        """Send batch by batch, so that few messages have to be sent again if this process dies."""
         store = self._store
         after = 0
         while self.error is None and (batch := store.read(after)):
@@ -261,11 +261,11 @@ class _Draining:
                     sent.append((stored, receipt))
                 producer.flush()
             except UndeliveredMessages:
-                # Told of one by one.
+                # The failures are reported one by one.
                 pass
             except (ProducerFlowed, ProducerClosed, ConfirmTimeout) as error:
                 self.error = error
-                # What is on its way may still be answered.
+                # Answers that are on their way may still arrive.
                 _leave(producer)
             self._account(sent)
 

@@ -1,7 +1,7 @@
-"""Passwords and the command line: what others can read, and the ways around it.
+"""Passwords on the command line: warnings, and ways to avoid it.
 
-Every user of a machine can read the arguments of every process (``ps``). So an option that takes a password warns, and
-names the environment variable, the file or the standard input that takes it instead.
+Every user of a machine can read the arguments of every process (``ps``). So an option with a password prints a warning.
+The warning names the alternatives: an environment variable, a file or standard input.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ __all__ = ["USERS", "broker_users", "hide_arguments", "users_of", "warn_of_optio
 #: The environment variable with the users of a broker.
 USERS = "QFLOW_BROKER_USERS"
 
-# What every broker starts with is not secret.
+# These passwords are not secret; guest is the default of every broker.
 _PUBLIC = (None, "", "guest")
 
 
 def hide_arguments(text: str, arguments: Sequence[str]) -> str:
-    """A text for people, in which arguments that may have a password in them appear without it."""
+    """Remove the passwords of arguments from a text for people."""
     for argument in arguments:
         for given in (argument, argument.partition("=")[2]):
             hidden = hide_password(given)
             if hidden != given:
-                # A path has no two slashes in a row.
+                # A `Path` shortens two slashes in a row to one, so replace that form too.
                 text = text.replace(given, hidden).replace(str(Path(given)), hidden)
     return text
 
 
 def warn_of_option(option: str, instead: str) -> None:
-    """Warn that an option has a password that others can read.
+    """Warn that other users can read the password in an option.
 
     Args:
-        option: as it was given.
-        instead: the ways without it.
+        option: option as given.
+        instead: alternatives to the option.
     """
     print(f"qflow: {option}: others can read a password on the command line; use {instead}", file=sys.stderr)
 
@@ -49,27 +49,27 @@ def warn_of_url(url: str | None, instead: str) -> None:
     """Warn if a URL on the command line has a password.
 
     Args:
-        url: as it was given; ``None`` if it was not.
-        instead: the ways without it.
+        url: URL as given; ``None`` if it was not given.
+        instead: alternatives to the option.
     """
     try:
         is_public = url is None or urlsplit(url).password in _PUBLIC
     except ValueError:
-        # It is refused where it is used.
+        # The URL is refused later, where it is used.
         return
     if not is_public:
         warn_of_option("--url", instead)
 
 
 def users_of(lines: Iterable[str], where: str) -> dict[str, str]:
-    """Users and their passwords.
+    """Return users with their passwords.
 
     Args:
-        lines: ``NAME:PASSWORD`` each; empty ones are left out.
-        where: where they come from, for the error.
+        lines: lines of the form ``NAME:PASSWORD``; empty lines are skipped.
+        where: source of the lines, for errors.
 
     Raises:
-        CommandError: a line is something else. The text does not repeat the line, which may be a password.
+        CommandError: a line has another form. The text does not repeat the line, which may be a password.
     """
     users = {}
     for number, line in enumerate(lines, 1):
@@ -83,17 +83,17 @@ def users_of(lines: Iterable[str], where: str) -> dict[str, str]:
 
 
 def broker_users(options: Sequence[str] | None, file: Path | None) -> dict[str, str] | None:
-    """The users of a broker, from ``--user``, or ``--users-file``, or else from the environment.
+    """Return the users of a broker from ``--user`` or ``--users-file``, or otherwise from the environment.
 
     Args:
-        options: ``NAME:PASSWORD`` each.
-        file: ``NAME:PASSWORD`` in each line; ``-`` for standard input.
+        options: values of the form ``NAME:PASSWORD``.
+        file: file with lines of the form ``NAME:PASSWORD``; ``-`` for standard input.
 
     Returns:
-        Passwords by name; ``None`` if nothing names any.
+        Passwords by user name; ``None`` if no users are given.
 
     Raises:
-        CommandError: a line is not a user, there is none in the file, or there are both options and a file.
+        CommandError: a line is not a user, the file has no user, or both options and a file are given.
         OSError: the file cannot be read.
     """
     if options and file is not None:

@@ -1,7 +1,7 @@
-"""A readiness probe over HTTP for a command that runs until it is stopped.
+"""An HTTP readiness probe for a command that runs until it is stopped.
 
-Every path answers 200 or 503, as `qflow_client.health.wsgi_readiness` says. A connection gets one answer and lasts for
-five seconds at most, and there are at most 50 at a time, so that nothing keeps probes out for long.
+Every path answers 200 or 503, see `qflow_client.health.wsgi_readiness`. A connection gets one answer and lasts at most
+five seconds. There are at most 50 connections at the same time. So other connections cannot keep probes out for long.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from qflow_client.health import HasHealth, wsgi_readiness
 
 __all__ = ["readiness_probe"]
 
-# Connections at a time, and seconds that each may last.
+# Maximum number of connections, and maximum seconds for each.
 _MOST = 50
 _LONGEST = 5.0
 
@@ -36,7 +36,7 @@ class _Server(ThreadingTCPServer):
         super().__init__((host, port), handler)
 
     def verify_request(self, request: Any, client_address: Any) -> bool:
-        """Return False, so that the connection is closed, if there are too many."""
+        """Return False if there are too many connections. The new connection is then closed."""
         return self._free.acquire(blocking=False)
 
     def process_request(self, request: Any, client_address: Any) -> None:
@@ -51,7 +51,7 @@ class _Server(ThreadingTCPServer):
         end = threading.Timer(_LONGEST, self._end, (request,))
         end.daemon = True
         try:
-            # Without it, a connection could last for ever. That ends the connection, too.
+            # Without this timer a connection could last for ever. If no thread starts for it, the connection is closed.
             end.start()
             super().process_request_thread(request, client_address)
         except RuntimeError:
@@ -61,25 +61,25 @@ class _Server(ThreadingTCPServer):
             self._free.release()
 
     def _end(self, request: socket.socket) -> None:
-        # It may have ended by itself.
+        # The connection may already be closed.
         with suppress(OSError):
             request.shutdown(socket.SHUT_RDWR)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Say nothing: a client that goes away is no error of the command's."""
+        """Ignore the error: a client that disconnects is not an error of the command."""
 
 
 @contextmanager
 def readiness_probe(source: HasHealth, host: str, port: int) -> Iterator[str]:
-    """Answer probes for the time of a block, which gets the URL.
+    """Answer probes during the block. The context manager returns their URL.
 
     Args:
-        source: whose health it is.
-        host: the address to listen on.
-        port: 0 for a free one.
+        source: object whose health is reported.
+        host: address to listen on.
+        port: port to listen on; 0 for a free port.
 
     Raises:
-        CommandError: the address cannot be listened on.
+        CommandError: the address cannot be used.
     """
     answer = wsgi_readiness(source)
 

@@ -1,4 +1,4 @@
-"""Records in files: each becomes one message."""
+"""Records in files. Each record becomes one message."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _JSON = "application/json"
 
 
 class Format(StrEnum):
-    """How records stand in a file."""
+    """The format of the records in a file."""
 
     LINES = "lines"
     CSV = "csv"
@@ -35,7 +35,7 @@ class Format(StrEnum):
 
     @classmethod
     def of(cls, name: str) -> Format:
-        """The format that a file's name speaks of, whatever it is compressed with."""
+        """Return the format for a file name, ignoring endings of compression."""
         endings = [ending.lower() for ending in PurePath(name).suffixes]
         if endings and endings[-1] in _COMPRESSED:
             endings.pop()
@@ -47,7 +47,7 @@ _FORMATS = {".csv": Format.CSV, ".jsonl": Format.JSONL, ".ndjson": Format.JSONL}
 
 
 class BadRecord(CommandError):
-    """A record that cannot be read; the text names file and line."""
+    """A record that cannot be read; the text names the file and the line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +55,9 @@ class Record:
     """One record.
 
     Attributes:
-        number: its place in the file, from 1.
-        line: the number of its last line, from 1.
-        message: what is sent for it.
+        number: number of the record in the file, from 1.
+        line: number of its last line, from 1.
+        message: message to send for it.
     """
 
     number: int
@@ -67,13 +67,13 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The end of a record in its file, with what shows later that the file is still the same.
+    """The end of a record in its file, with data to check later that the file has not changed.
 
     Attributes:
-        number: of the record; 0 for the beginning of the file.
-        line: the number of its last line.
+        number: number of the record; 0 for the start of the file.
+        line: number of its last line.
         offset: bytes of the decompressed file up to its end.
-        last_line: how many of them are its last line.
+        last_line: bytes of its last line.
         checksum: CRC-32 of that line.
     """
 
@@ -86,13 +86,13 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """How messages are made of records.
+    """How records are converted to messages.
 
     Attributes:
-        delimiter: between the fields of a CSV file; one character.
-        encoding: of a CSV file, one in which a line ends with the byte 10.
-        message_id: the column of a CSV file, or the key of a JSON object, that has the message id; ``None`` for none.
-        headers: of every message.
+        delimiter: separator of the fields in a CSV file; one character.
+        encoding: encoding of a CSV file; the line end must be the byte 10.
+        message_id: CSV column or JSON key with the message id; ``None`` for no message id.
+        headers: headers of every message.
 
     Raises:
         CommandError: `delimiter` or `encoding` cannot be used.
@@ -114,12 +114,12 @@ class Reading:
             raise CommandError(f"--encoding {self.encoding}: use utf-8, latin-1, cp1252 or the like", ExitCode.USAGE)
 
     def message(self, body: bytes, content_type: str | None, values: object) -> bytes | Message:
-        """Make the message of a record.
+        """Create the message of a record.
 
         Args:
-            body: its body.
-            content_type: of the body; ``None`` if it is not known.
-            values: the columns or keys of the record.
+            body: body of the message.
+            content_type: content type of the body; ``None`` if it is unknown.
+            values: columns or keys of the record.
 
         Raises:
             ValueError: the record has no message id.
@@ -136,34 +136,34 @@ class Reading:
 
 
 class RecordSource:
-    """The records of a file, read as they are asked for. A context manager.
+    """The records of a file, read lazily. It is a context manager.
 
     Args:
-        file: its path; ``-`` for `standard_input`. One that ends in ``.gz``, or in ``.zip`` with one file in it, is
-            decompressed.
-        format: how the records stand in it; by the ending of its name unless given.
-        standard_input: what to read for ``-``; ``None`` if it is closed.
-        reading: how messages are made of them.
+        file: path of the file; ``-`` for `standard_input`. A file with the ending ``.gz``, or ``.zip`` with one file in
+            it, is decompressed.
+        format: format of the records; by default from the ending of the file name.
+        standard_input: stream to read for ``-``; ``None`` if it is closed.
+        reading: how records are converted to messages.
 
     Raises:
-        OSError: it cannot be opened.
-        CommandError: it is not what its ending says.
+        OSError: the file cannot be opened.
+        CommandError: the file does not have the format of its ending.
     """
 
     def __init__(
         self, file: str, format: Format | None, standard_input: IO[bytes] | None, reading: Reading | None = None
     ) -> None:
         self._reading = reading or Reading()
-        #: For people.
+        #: Name of the source, for people.
         self.name = "standard input" if file == "-" else file
-        #: Bytes of the file as it is stored; ``None`` if it is not known.
+        #: Size of the stored file in bytes; ``None`` if it is unknown.
         self.size: int | None = None
         self._stack = ExitStack()
-        # The file as it is stored; None for standard input.
+        # The stored file; None for standard input.
         self._stored: IO[bytes] | None = None
-        # How many of its records were read, now or before.
+        # Number of the last record that was read, now or by an earlier run.
         self._number = 0
-        # The names of the columns of a CSV file that is resumed.
+        # The column names of a CSV file, if reading was resumed.
         self._names: list[str] = []
         inner = file
         if file == "-":
@@ -198,42 +198,42 @@ class RecordSource:
             self._stack.close()
             raise
         except (zipfile.BadZipFile, RuntimeError) as error:
-            # A RuntimeError is how it says that the file is encrypted, or compressed in a way that it does not know.
+            # zipfile raises RuntimeError if the file is encrypted or its compression is unknown.
             self._stack.close()
             raise CommandError(f"{self.name}: {error}") from error
         return names[0]
 
     @property
     def position(self) -> int:
-        """How many bytes of the file as it is stored have been read; 0 if its size is not known."""
+        """The bytes of the stored file that have been read; 0 if its size is unknown."""
         return 0 if self.size is None or self._stored is None or self._stored.closed else self._stored.tell()
 
     @property
     def can_resume(self) -> bool:
-        """Whether it can begin behind a record: standard input and pipes cannot."""
+        """Whether reading can start after a record; not possible for standard input and pipes."""
         return self.size is not None
 
     @property
     def place(self) -> Place:
-        """The end of the record that was read last."""
+        """The end of the last record that was read."""
         lines = self._lines
         return Place(self._number, lines.number, lines.offset, len(lines.last), zlib.crc32(lines.last))
 
     def resume(self, place: Place) -> None:
-        """Begin behind a record, before anything is read.
+        """Start after a record. Call it before anything is read.
 
         Args:
-            place: its end, which an earlier run has noted.
+            place: end of the record, as stored by an earlier run.
 
         Raises:
-            CommandError: the file is not the one that was read then.
+            CommandError: the file is not the same as in the earlier run.
         """
         if not place.number:
             return
         content = self._content
         try:
             if self.format is Format.CSV:
-                # For the names.
+                # To read the column names.
                 lines = _Lines(content)
                 self._names = self._read_names(self._rows(lines), lines)
             content.seek(place.offset - place.last_line)
@@ -261,10 +261,10 @@ class RecordSource:
         self._stack.close()
 
     def __iter__(self) -> Iterator[Record]:
-        """The records in order.
+        """Yield the records in order.
 
         Raises:
-            BadRecord: one that cannot be read. Those before it came first.
+            BadRecord: a record cannot be read. All records before it have been yielded.
         """
         readers: dict[Format, Callable[[], Iterator[tuple[int, bytes | Message]]]] = {
             Format.LINES: self._read_lines,
@@ -280,7 +280,7 @@ class RecordSource:
         except OSError as error:
             raise BadRecord(f"{self.name}: cannot be read on: {error.strerror or error}") from error
 
-    # Each gives the number of a record's last line, and its message.
+    # Each of these yields the number of a record's last line, and its message.
 
     def _message(self, body: bytes, content_type: str | None, values: object) -> bytes | Message:
         try:
@@ -321,8 +321,8 @@ class RecordSource:
             yield lines.number, self._message(encode(values).encode(), _JSON, values)
 
     def _rows(self, lines: _Lines) -> Iterator[list[str]]:
-        """The rows of a CSV file that are not empty."""
-        # A record may be as large as a message, and the limit is the process's.
+        """Yield the rows of a CSV file that are not empty."""
+        # A record may be as large as a message. The limit is global for the process.
         csv.field_size_limit(sys.maxsize)
         try:
             decoded = map(partial(lines.decode, encoding=self._reading.encoding), lines)
@@ -331,7 +331,7 @@ class RecordSource:
             raise BadRecord(f"{self.name}, line {lines.number}: not CSV: {error}") from error
 
     def _read_names(self, rows: Iterator[list[str]], lines: _Lines) -> list[str]:
-        """The names of the columns, which the first row of a CSV file has; empty if there is none."""
+        """Read the column names from the first row of a CSV file; empty if there is no row."""
         names = next(rows, [])
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
@@ -340,22 +340,22 @@ class RecordSource:
 
 
 class _Lines:
-    """The lines of a file, and how far it is read.
+    """The lines of a file, and the position in it.
 
     Args:
-        content: the file.
-        number: how many lines were read before.
-        offset: how many bytes.
-        last: the last of these lines.
+        content: file to read.
+        number: number of lines that were read before.
+        offset: bytes that were read before.
+        last: last line that was read before.
     """
 
     def __init__(self, content: IO[bytes], number: int = 0, offset: int = 0, last: bytes = b"") -> None:
         self._content = iter(content)
-        #: The number of the line that was read last.
+        #: Number of the last line that was read.
         self.number = number
-        #: Bytes up to its end.
+        #: Bytes up to the end of that line.
         self.offset = offset
-        #: The line, with its end.
+        #: That line, including its line end.
         self.last = last
 
     def __iter__(self) -> Self:
@@ -368,8 +368,8 @@ class _Lines:
         return line
 
     def decode(self, line: bytes, encoding: str = "utf-8") -> str:
-        """The text of the line that was read last."""
-        # Only the first line may begin with a byte order mark. An encoding has many names.
+        """Decode the last line that was read."""
+        # Only the first line may start with a byte order mark. `codecs.lookup` maps the names of an encoding to one.
         has_mark = self.number == 1 and codecs.lookup(encoding).name == "utf-8"
         return line.decode("utf-8-sig" if has_mark else encoding)
 

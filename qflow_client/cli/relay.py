@@ -1,4 +1,4 @@
-"""``qflow relay``: publishes what an application has committed to the outbox in its database."""
+"""``qflow relay``: publishes the messages that an application has committed to the outbox in its database."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ if TYPE_CHECKING:
 
 __all__ = ["relay"]
 
-# Seconds between two looks at a relay that works.
+# Seconds between two checks of a running relay.
 _LOOK = 0.5
 
 
 class _RunUnlessNamed(TyperGroup):
-    """``qflow relay URL`` is ``qflow relay run URL``."""
+    """Makes ``qflow relay URL`` the same as ``qflow relay run URL``."""
 
     def parse_args(self, context: Any, arguments: list[str]) -> list[str]:
         if arguments and arguments[0] not in (*self.commands, "-h", "--help"):
@@ -86,11 +86,12 @@ def run(
     ready_host: Annotated[str, typer.Option(metavar="ADDRESS", help="The address for that.")] = "127.0.0.1",
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Nothing but errors.")] = False,
 ) -> None:
-    """Publish what is committed, until Ctrl-C or SIGTERM. Any number of relays may run beside each other.
+    """Publish committed messages until Ctrl-C or SIGTERM. Several relays may run at the same time.
 
     ``qflow relay AMQP_URL …`` is short for ``qflow relay run AMQP_URL …``.
 
-    Exit codes: 0, ended by Ctrl-C or SIGTERM, and nothing is in doubt. 2, the command line or a setting is wrong.
+    Exit codes: 0, ended by Ctrl-C or SIGTERM, and the outcome of every message is known. 2, the command line or a
+    setting is wrong.
     """
     if not quiet:
         warn_of_url(url, "QFLOW_URL")
@@ -107,7 +108,7 @@ def run(
         with made:
             seen: str | None = ""
             while not ended.wait(_LOOK):
-                # Each state once.
+                # Each new state is printed once.
                 error = made.error
                 now = None if error is None else str(error).partition("\n")[0]
                 if now != seen and (now is not None or made.is_ready):
@@ -131,7 +132,7 @@ def status(
     seconds: Annotated[float, typer.Option(min=0, help="For how long to measure the rate; 0 for not at all.")] = 1.0,
     as_json: _Json = False,
 ) -> None:
-    """Show how many rows wait, for how long, how fast they leave, what holds the relays, and what is set aside."""
+    """Show the waiting rows, their age and rate, what holds the relays, and the messages that were set aside."""
     outbox, _ = _outbox(table, schema)
     database = _checked(database)
     with _connection(database) as connection:
@@ -140,7 +141,7 @@ def status(
     if seconds:
         before = now.relayed
         threading.Event().wait(seconds)
-        # Another transaction: one of SQLite would see the same again.
+        # In a new transaction: SQLite would show the same state again in the old one.
         with _connection(database) as connection:
             now = outbox.status(connection)
         rate = (now.relayed - before) / seconds
@@ -191,7 +192,7 @@ def retry(
     table: _Name = "qflow_outbox",
     schema: _Schema = None,
 ) -> None:
-    """Put messages that were set aside back into the outbox, at its end."""
+    """Put messages that were set aside back at the end of the outbox."""
     outbox, _ = _outbox(table, schema)
     database = _checked(database)
     with _connection(database) as connection:
@@ -219,7 +220,7 @@ def _checked(database: str | None) -> str:
 
 @contextmanager
 def _connection(database: str) -> Iterator[Connection]:
-    """A connection to the database, in one transaction."""
+    """Connect to the database for one transaction."""
     from sqlalchemy.exc import DBAPIError
 
     from qflow_client.sqlalchemy import engine_of

@@ -1,4 +1,4 @@
-"""``qflow report``: what flow logs say, and what to set."""
+"""``qflow report``: analyses flow logs, and recommends settings."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from qflow_client.report import FlowLogs, FlowReport, flow_report, to_parquet
 
 __all__ = ["convert", "report"]
 
-# Rows of a table in the summary.
+# Maximum rows of a table in the summary.
 _ROWS = 10
 
 _Logs = Annotated[
@@ -45,10 +45,10 @@ def report(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="All tables as JSON instead of a summary.")] = False,
 ) -> None:
-    """Report on flow logs: who was held, where, why, how long and because of whom, and what to set.
+    """Report on flow logs: which producers were held, where, why, how long and by which others, and what to set.
 
-    With --maximum or --delay it looks for thresholds and capacities that keep them, by leading what was recorded
-    through the broker's queue with those.
+    With --maximum or --delay it looks for thresholds and capacities that keep them. To do this, it replays the recorded
+    messages through the broker's queue with different thresholds.
     """
     for name, value in (("--delay", delay), ("--round-trip", round_trip)):
         if value is not None and not value > 0:
@@ -71,7 +71,7 @@ def convert(
     logs: _Logs,
     output: Annotated[Path, typer.Option("--output", "-o", help="The Parquet file to write.")],
 ) -> None:
-    """Convert flow logs into one Parquet file, which is a tenth of the size and read faster."""
+    """Convert flow logs into one Parquet file, which has a tenth of the size and can be read faster."""
     print(f"{text.count(to_parquet(FlowLogs(logs), output), 'line')} in {output}")
 
 
@@ -115,7 +115,7 @@ def _print(console: Console, title: str, rows: Sequence[dict[str, Any]], columns
         is_text = isinstance(rows[0][column], str)
         table.add_column(column.replace("_", "\n"), justify="left" if is_text else "right", no_wrap=True)
     for row in rows[:_ROWS]:
-        # Text: what is in brackets is no markup.
+        # As Text, so that square brackets are not interpreted as markup.
         table.add_row(*(Text(_cell(row[column])) for column in columns))
     console.print(table)
     if len(rows) > _ROWS:

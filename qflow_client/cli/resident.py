@@ -1,6 +1,7 @@
-"""`qflow broker` watches how much memory its process really takes.
+"""The check of `qflow broker` how much memory its process really uses.
 
-The account of memory knows what messages and clients take. It does not know what the allocator keeps, or libraries do.
+The memory account has the memory of messages and clients. It does not have the memory that the allocator keeps, or that
+libraries use.
 """
 
 from __future__ import annotations
@@ -14,14 +15,14 @@ __all__ = ["ALARM", "ResidentWatch", "resident_size"]
 #: The name of the alarm.
 ALARM: Final = "resident"
 
-# How many times `memory_limit` the process may take beyond its idle size. A part of that is not given back by the
-# allocator, so the alarm depends on the account as well: if little is counted, no publisher can make more room.
+# The process may use this factor times `memory_limit` beyond its idle size. The allocator does not return all freed
+# memory. So the alarm also depends on the memory account: if the account is low, publishers cannot free more memory.
 _FACTOR: Final = 1.2
 _STATM: Final = Path("/proc/self/statm")
 
 
 def resident_size() -> int | None:
-    """Return the resident bytes of this process; None where the system does not say."""
+    """Return the resident bytes of this process; None if the system does not report them."""
     try:
         return int(_STATM.read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except (OSError, ValueError, IndexError):
@@ -29,32 +30,32 @@ def resident_size() -> int | None:
 
 
 class ResidentWatch:
-    """Decides whether publishers are blocked because the process is too large.
+    """Decides whether to block publishers because the process is too large.
 
     Args:
-        idle: resident bytes before the first client came.
-        limit: bytes of `memory_limit`; more than 0.
+        idle: resident bytes before the first client.
+        limit: value of `memory_limit` in bytes; more than 0.
     """
 
     def __init__(self, idle: int, limit: int) -> None:
         self._limit = limit
         #: The resident bytes above which publishers are blocked.
         self.most = idle + int(_FACTOR * limit)
-        #: Whether they are blocked.
+        #: Whether publishers are blocked.
         self.is_over = False
 
     def look(self, resident: int, counted: int) -> bool:
-        """Decide anew.
+        """Decide again.
 
         Args:
-            resident: resident bytes now.
-            counted: bytes in the account of memory now.
+            resident: current resident bytes.
+            counted: current bytes in the memory account.
 
         Returns:
             Whether the decision has changed.
         """
         before = self.is_over
-        # An eighth less ends it, so it does not come and go.
+        # Hysteresis: it ends only an eighth of the limit lower, so that it does not switch often.
         least, margin = (self._limit // 4, self._limit // 8) if before else (self._limit // 2, 0)
         self.is_over = resident > self.most - margin and counted > least
         return self.is_over is not before

@@ -1,4 +1,4 @@
-"""How far ``qflow send`` has come with a file, as its outbox stores it (E13)."""
+"""The position of ``qflow send`` in a file, as stored in its outbox (E13)."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ _WORDS = re.compile(r"(\w+) record=(\d+) line=(\d+) offset=(\d+) last=(\d+) crc=
 
 
 def source_of(file: str, exchange: str, routing_key: str) -> str:
-    """The name of the position of a file: its path, and where its records go.
+    """Return the name of a file's position: the path of the file, and where its records are published.
 
     Args:
-        file: its path.
-        exchange: where they are published.
-        routing_key: with which key.
+        file: path of the file.
+        exchange: name of the exchange.
+        routing_key: routing key of the messages.
     """
-    # A path may be no text.
+    # A path may contain bytes that are not text.
     path = os.fsencode(Path(file).resolve()).decode(errors="backslashreplace")
     return f"{path} to {exchange!r}/{routing_key!r}"
 
 
 @dataclass(frozen=True, slots=True)
 class Reached:
-    """What was sent of a file.
+    """How far a file was sent.
 
     Attributes:
-        format: how its records stand in it.
-        place: the end of the last record that need not be sent again.
-        sent: the number of the last record that was sent at all. Those up to here may be in the broker, so they are
-            marked if they are sent again.
+        format: format of its records.
+        place: end of the last record that need not be sent again.
+        sent: number of the last record that was sent at all. Records up to this number may be in the broker, so they
+            are marked if they are sent again.
     """
 
     format: Format
@@ -53,15 +53,15 @@ class Reached:
 
     @classmethod
     def parse(cls, text: int | str | None, format: Format, name: str) -> Self:
-        """Return what an outbox has stored; the beginning if that is nothing.
+        """Parse the value of a stored position; the start of the file if there is none.
 
         Args:
-            text: the value of the position.
-            format: how the records are read now.
-            name: of the file, for errors.
+            text: value of the position.
+            format: current format of the records.
+            name: name of the file, for errors.
 
         Raises:
-            CommandError: it is something else, or the records were read in another format.
+            CommandError: the value has another form, or the records were read in another format.
         """
         if text is None:
             return cls(format, Place())

@@ -1,4 +1,4 @@
-"""``qflow send``: a file's records, one message each."""
+"""``qflow send``: sends the records of a file, one message each."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ __all__ = ["send"]
 
 
 class _FlowColumn(ProgressColumn):
-    """What a producer does right now."""
+    """The current state of a producer."""
 
     def __init__(self, sending: Sending, started: float) -> None:
         super().__init__(Column(no_wrap=True, overflow="ellipsis"))
@@ -53,14 +53,14 @@ class _FlowColumn(ProgressColumn):
         state = producer.flow_state
         if state.since is None:
             return line.append("unflowed", style="green")
-        # The window fills and empties all the time: worth a colour only if it lasts.
+        # The window fills and empties all the time, so it gets a colour only if it stays full.
         lasted = time.time() - state.since
         line.append(text.flow_line(state), style="yellow" if lasted < 1 else "bold red")
         return line.append(f" for {text.seconds(lasted)}" if lasted >= 1 else "")
 
 
 class _Bar(Progress):
-    """Asks how much of a file is read whenever it is drawn, so that reading need not tell."""
+    """A progress bar that reads the position in the file whenever it is drawn. So reading need not report it."""
 
     def __init__(self, source: RecordSource, *columns: ProgressColumn, console: Console, transient: bool) -> None:
         self._source = source
@@ -75,9 +75,9 @@ class _Bar(Progress):
 
 @contextmanager
 def _shown(source: RecordSource, sending: Sending, console: Console, started: float) -> Iterator[None]:
-    """Show how far it is, for the time of the block."""
+    """Show the progress during the block."""
     if not console.is_terminal:
-        # No bar; but whoever waits for a broker has to know.
+        # Without a terminal there is no bar. But the user must learn of a long wait for the broker.
         def tell(event: FlowEvent) -> None:
             if event.kind is FlowEventKind.WAITING:
                 console.print(f"qflow: still waiting after {text.seconds(event.seconds)}: {event}", highlight=False)
@@ -95,7 +95,7 @@ def _shown(source: RecordSource, sending: Sending, console: Console, started: fl
 
 
 def _seconds(value: str) -> float | None:
-    """Seconds, or ``forever``."""
+    """Convert a number of seconds, or ``forever``."""
     if value.lower() in ("none", "forever"):
         return None
     try:
@@ -105,7 +105,7 @@ def _seconds(value: str) -> float | None:
 
 
 def _headers(given: Iterable[str]) -> dict[str, str]:
-    """The headers of every message, given as ``NAME=VALUE``."""
+    """Return the headers of every message from ``NAME=VALUE`` texts."""
     headers = {}
     for each in given:
         name, equals, value = each.partition("=")
@@ -194,14 +194,15 @@ def send(
 ) -> None:
     """Send the records of a file, one message each, as fast as the broker allows.
 
-    What is not said here is taken from the environment (QFLOW_URL, QFLOW_ROUTING_KEY, QFLOW_CAPACITY, …) or from the
-    URL's query.
+    Settings that are not given here come from the environment (QFLOW_URL, QFLOW_ROUTING_KEY, QFLOW_CAPACITY, …) or from
+    the URL's query.
 
-    Exit codes: 0, every record is confirmed. 1, not every record. 2, the command line or a setting is wrong. 3, a
-    record was not sent: flowed for longer than --max-producer-flow-control-wait. 130 and 143, interrupted.
+    Exit codes: 0, every record is confirmed. 1, not every record is confirmed. 2, the command line or a setting is
+    wrong. 3, a record was not sent because the producer was flowed for longer than --max-producer-flow-control-wait.
+    130 and 143, interrupted.
     """
-    # Only what was given: what was not is looked for elsewhere. It waits, whatever producers are set to do. A record
-    # that is not delivered stays in the outbox, so that a kill at any moment loses none.
+    # Only the given options; all others come from elsewhere. The command always waits for the broker, whatever the
+    # user's settings are. A record that is not delivered stays in the outbox, so that a kill at any time loses none.
     given: dict[str, Any] = {
         "when_flowed": WhenFlowed.BLOCK,
         "outbox_keep_undelivered": True,
@@ -238,7 +239,8 @@ def send(
         if settings.outbox_path is not None and source.can_resume:
             position = source_of(file, settings.exchange, settings.routing_key)
             if from_start:
-                # Now, so that a run that is killed before its first record is not taken for one that has sent all.
+                # Reset now. Otherwise, if this run is killed before its first record, the next run believes that all
+                # was sent.
                 with Outbox(settings.outbox_path) as stored:
                     stored.set_position(position, None)
         try:
@@ -259,7 +261,7 @@ def send(
             assert stopping.signal is not None
             failure = CommandError(f"interrupted by {stopping.signal.name}", stopping.exit_code)
         finally:
-            # Before the end, after which what stays in the outbox need not have been refused.
+            # Count before the close. After the close a record may stay in the outbox without having been refused.
             sending.account()
             sending.close()
         sending.account()
@@ -280,16 +282,16 @@ def _summarise(
     as_json: bool,
     quiet: bool,
 ) -> None:
-    """Tell what was sent.
+    """Print what was sent.
 
     Args:
-        tally: what.
-        took: seconds.
-        failure: what ended it early; ``None`` if nothing did.
-        outbox: its path.
-        before: the number of the last record that an earlier run had sent; ``None`` if no position is stored.
-        as_json: whether to do so as JSON.
-        quiet: whether to do so only as JSON.
+        tally: result of the run.
+        took: duration in seconds.
+        failure: error that ended it early; ``None`` if there is none.
+        outbox: path of the outbox.
+        before: number of the last record that an earlier run had sent; ``None`` if no position is stored.
+        as_json: whether to print JSON.
+        quiet: whether to print nothing except JSON.
     """
     if as_json:
         print(

@@ -1,8 +1,9 @@
-"""One run of ``qflow send``: records go in, and each is accounted for.
+"""One run of ``qflow send``: sends records, and tracks the result of each.
 
-The producer keeps everything in its outbox, if it has one, until it is delivered (``outbox_keep_undelivered``), and
-stores how far the file was sent in the same commit as each record (E13). So a run may end anywhere: what it has sent is
-confirmed or in the outbox, and the next run begins with the outbox and goes on behind the stored position.
+If the producer has an outbox, it keeps each record there until the record is delivered (``outbox_keep_undelivered``).
+The same commit stores the record and how far the file was sent (E13). So a run may end at any time: each sent record is
+confirmed or in the outbox. The next run first sends the records in the outbox and then continues after the stored
+position.
 """
 
 from __future__ import annotations
@@ -36,32 +37,31 @@ from qflow_client.cli.stopping import Stopped, Stopping
 
 __all__ = ["Sending", "Tally"]
 
-# Seconds that answers which are on their way may take once sending has been given up.
+# Seconds to wait for answers that are on their way when sending has stopped.
 _GRACE = 2.0
-# How many failed records are told of one by one.
+# Maximum number of failed records that are reported one by one.
 _TOLD = 5
-# How many records of a file are sent together.
+# Number of records of a file that are sent together.
 _TOGETHER = 64
-# Seconds that those may take at a rate, so that it is seen soon what becomes of them.
+# Maximum seconds for these records at a rate limit, so that their results are known soon.
 _SPAN = 0.1
 _MARK = "x-qflow-republished"
 
 
 @dataclass(slots=True)
 class Tally:
-    """How far it got.
+    """The result of a run so far.
 
     Attributes:
-        admitted: records that were taken for sending.
-        outcomes: how many of them ended how.
-        confirmed_up_to: the number of the last record before which, itself included, all are confirmed or stay in an
-            outbox.
-        confirmed_later: how many are confirmed behind one that is not.
-        failures: the first records that were not delivered, as told to people.
-        failures_left_out: how many more were not.
-        left_failed: messages of an earlier run, from the outbox, that were not delivered.
+        admitted: records that the producer accepted.
+        outcomes: number of records by outcome.
+        confirmed_up_to: number of the last record up to which all records are confirmed or stay in an outbox.
+        confirmed_later: confirmed records after one that is not confirmed.
+        failures: first records that were not delivered, as texts for people.
+        failures_left_out: number of further records that were not delivered.
+        left_failed: messages of an earlier run from the outbox that were not delivered.
         times_flowed: how often the producer became flowed.
-        seconds_flowed: seconds that it was, by hold kind.
+        seconds_flowed: seconds for which it was flowed, by hold kind.
     """
 
     admitted: int = 0
@@ -81,25 +81,25 @@ class Tally:
 
     @property
     def stored(self) -> int:
-        """Records that stay in the outbox: the next producer on it sends them."""
+        """Records that stay in the outbox. The next producer with this outbox sends them."""
         return self.outcomes[Outcome.STORED]
 
     @property
     def not_confirmed(self) -> dict[str, int]:
-        """How many records ended otherwise, by outcome."""
+        """The number of records that are not confirmed, by outcome."""
         return {outcome.value: n for outcome, n in self.outcomes.items() if outcome is not Outcome.CONFIRMED}
 
     @property
     def failed(self) -> int:
-        """Records that were taken, and are neither confirmed nor in the outbox."""
+        """Accepted records that are neither confirmed nor in the outbox."""
         return self.outcomes.total() - self.confirmed - self.stored
 
     def settle(self, record: Record, receipt: Receipt) -> None:
-        """Take note of a record's outcome, in the order of the records.
+        """Record the outcome of a record. Call it in the order of the records.
 
         Args:
             record: the record.
-            receipt: of its message.
+            receipt: receipt of its message.
         """
         outcome = receipt.outcome
         assert outcome is not None
@@ -112,13 +112,13 @@ class Tally:
         self._tell(f"record {record.number} (line {record.line})", receipt)
 
     def left(self, receipts: Iterable[Receipt]) -> None:
-        """Take note of what an earlier run had left in the outbox and was not delivered now."""
+        """Record messages of an earlier run from the outbox that were not delivered now."""
         for receipt in receipts:
             self.left_failed += 1
             self._tell("of an earlier run", receipt)
 
     def _tell(self, what: str, receipt: Receipt) -> None:
-        # What stays in the outbox only because the producer was closed has not failed.
+        # A message that stays in the outbox only because the producer was closed has not failed.
         if receipt.failure is None:
             return
         if len(self.failures) < _TOLD:
@@ -128,7 +128,7 @@ class Tally:
 
 
 class _Item(NamedTuple):
-    """A record that is about to be sent; with how far the file is sent then, if that is stored."""
+    """A record to send, with the position in the file after it if positions are stored."""
 
     record: Record
     message: bytes | Message
@@ -136,13 +136,13 @@ class _Item(NamedTuple):
 
 
 class Sending:
-    """One run: feeds a producer with records, and keeps account of them.
+    """One run: gives records to a producer, and tracks them.
 
     Args:
-        producer: what to send with; closed by `close`.
-        skip: how many records to leave out at the beginning.
-        source: the name of the file's position in the outbox; ``None`` if no position is stored.
-        begins_anew: whether to begin at the first record behind `skip`, wherever the stored position is.
+        producer: the producer; `close` closes it.
+        skip: number of records to leave out at the start.
+        source: name of the file's position in the outbox; ``None`` if no position is stored.
+        begins_anew: whether to start with the first record after `skip`, whatever the stored position is.
     """
 
     def __init__(
@@ -150,26 +150,27 @@ class Sending:
     ) -> None:
         self.producer = producer
         self.tally = Tally(confirmed_up_to=skip)
-        #: The number of the last record that an earlier run had sent; 0 if there is none.
+        #: Number of the last record that an earlier run had sent; 0 if there is none.
         self.resumed_behind = 0
         self._source = source
         self._skip = skip
         self._begins_anew = begins_anew
-        # The numbers of the last record that was found, and of the last that an earlier run may have sent.
+        # Numbers of the last record that was read, and of the last record that an earlier run may have sent.
         self._found = self._sent_before = 0
-        # What is not accounted for, in the order of the records.
+        # Records that are not accounted for yet, in order.
         self._pending: deque[tuple[Record, Receipt]] = deque()
-        # What is accounted for and was not delivered.
+        # Receipts that are accounted for and were not delivered.
         self._failed: list[Receipt] = []
-        # Held while the producer is being closed, so that a second close waits for the first.
+        # Held during the close of the producer, so that a second close waits for the first.
         self._closing = threading.Lock()
 
     def send_all(self, records: RecordSource, stopping: Stopping) -> None:
         """Send every record, and wait for the confirms.
 
         Raises:
-            BadRecord: a record cannot be read. What came before was sent, nothing after it.
-            CommandError: the broker did not take a record, or flow control took too long; likewise.
+            BadRecord: a record cannot be read. All records before it were sent, and none after it.
+            CommandError: the broker did not accept a record, or flow control took too long. All records before it were
+                sent, and none after it.
             Stopped: a signal came.
         """
         self._resume(records)
@@ -190,7 +191,7 @@ class Sending:
         late = self._flush()
         if late is not None:
             state = self.producer.flow_state
-            # What is on its way may still be answered.
+            # Answers that are on their way may still arrive.
             self.close()
             if self.account():
                 flowed = f", {text.flow_line(state)}" if state.flowed else ""
@@ -199,15 +200,16 @@ class Sending:
             self._fail(stopping, "not every record was confirmed")
 
     def _resume(self, records: RecordSource) -> None:
-        """Begin behind what an earlier run has sent.
+        """Start after the records that an earlier run has sent.
 
         Raises:
-            CommandError: the file is not the one that was sent then.
+            CommandError: the file is not the same as in the earlier run.
         """
         if self._source is None:
             return
         if self._begins_anew:
-            # What was sent before may be in the broker all the same. A position that cannot be read says nothing of it.
+            # Earlier records may still be in the broker. If the stored position cannot be read, there are none to
+            # consider.
             with suppress(CommandError, OutboxError):
                 self._sent_before = self._stored_position(self._source, records).sent
             return
@@ -225,9 +227,10 @@ class Sending:
     def _read(
         self, supply: Iterator[Record], records: RecordSource, stopping: Stopping
     ) -> tuple[list[_Item], BadRecord | None]:
-        """Return the next records, and the error if the one behind them cannot be read.
+        """Return the next records, and the error if the record after them cannot be read.
 
-        Those of a file come many at a time, because they share a commit of the outbox. Others may be long in coming.
+        Records of a file are read in batches, because a batch shares a commit of the outbox. Other sources may be slow,
+        so their records are read one by one.
         """
         items: list[_Item] = []
         most = 1 if self._source is None else _TOGETHER
@@ -257,7 +260,7 @@ class Sending:
         """Send records.
 
         Raises:
-            CommandError, Stopped: as `send_all`.
+            CommandError, Stopped: as in `send_all`.
         """
         while items:
             error: Exception | None = None
@@ -266,7 +269,8 @@ class Sending:
                     [each.message if each.position is None else (each.message, each.position) for each in items]
                 )
             except NotDurable as failure:
-                # The last of them is that of the message that is not on disk. It tells what becomes of the message.
+                # The last receipt belongs to the message that is not on disk. It will report the outcome of the
+                # message.
                 receipts = failure.receipts
             except (OutboxFull, ProducerClosed, ProducerFlowed, TypeError, ValueError) as failure:
                 receipts, error = getattr(failure, "receipts", ()), failure
@@ -284,7 +288,7 @@ class Sending:
 
     @staticmethod
     def _fail(stopping: Stopping, why: str) -> NoReturn:
-        # What comes of having been stopped is no failure of its own.
+        # A failure that follows from the stop is not reported as a failure.
         if stopping.signal is not None:
             raise Stopped
         raise CommandError(why)
@@ -295,10 +299,10 @@ class Sending:
         )
 
     def account(self) -> int:
-        """Account for what is settled.
+        """Update the tally from settled receipts.
 
         Returns:
-            How many messages are known not to be delivered.
+            The number of messages that are known not to be delivered.
         """
         pending = self._pending
         while pending and pending[0][1].done:
@@ -320,30 +324,30 @@ class Sending:
         return None
 
     def _of_earlier_runs(self, error: UndeliveredMessages) -> list[Receipt]:
-        """The receipts of messages that were in the outbox; the tally tells of the others one by one."""
-        # In this order, because the other thread moves them from the one to the other.
+        """Return the receipts of messages that were in the outbox before. The tally reports all others one by one."""
+        # The order matters, because the other thread moves receipts from `_pending` to `_failed`.
         ours = {id(receipt) for _, receipt in tuple(self._pending)}
         ours.update(map(id, self._failed))
         return [receipt for receipt in error.receipts if id(receipt) not in ours]
 
     def close(self) -> None:
-        """Give what is on its way a moment, and end the connection. For any thread."""
+        """Wait a short time for answers that are on their way, and close the connection. Any thread may call it."""
         with self._closing:
             if self.producer.closed:
                 return
-            # Closing is a hold of its own.
+            # Read before the close, because closing is a hold too.
             state = self.producer.flow_state
             self.tally.times_flowed = state.times_flowed
             self.tally.seconds_flowed = dict(state.seconds_flowed)
             try:
                 self.producer.close(timeout=_GRACE)
             except UndeliveredMessages as error:
-                # What the broker has not answered stays in the outbox, and the next run finds out.
+                # Messages without an answer stay in the outbox, and the next run sends them.
                 self.tally.left(each for each in self._of_earlier_runs(error) if each.failure is not None)
 
 
 def _marked(message: bytes | Message) -> Message:
-    """A record that may be in the broker already."""
+    """Return a record with the mark that it may already be in the broker."""
     if isinstance(message, Message):
         return replace(message, headers={**(message.headers or {}), _MARK: True})
     return Message(message, headers={_MARK: True})

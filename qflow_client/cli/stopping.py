@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM, so that a command can end in order and say how far it got."""
+"""Handling of Ctrl-C and SIGTERM, so that a command can end cleanly and report its progress."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ __all__ = ["Stopped", "Stopping"]
 
 
 class Stopped(BaseException):
-    """A signal came while the command was waiting for something that may be broken off."""
+    """A signal came while the command was in a block that may be interrupted."""
 
 
 class Stopping:
-    """Takes SIGINT and SIGTERM for the time of a `with` block, in the main thread; elsewhere it changes nothing.
+    """Handles SIGINT and SIGTERM during a `with` block in the main thread. In other threads it does nothing.
 
-    A handler that raises wherever it happens to be could lose what a call was about to return. This one raises only in
-    `breakable`, and otherwise has `on_stop` called, on a thread of its own.
+    A handler that raises at any place could lose the result of a call. This handler raises only in `breakable`.
+    Otherwise it calls the function of `on_stop` on a separate thread.
     """
 
     def __init__(self) -> None:
-        #: The signal that came; ``None`` so far.
+        #: The signal that came; ``None`` if none has come.
         self.signal: signal.Signals | None = None
         self._breakable = False
         self._before: dict[signal.Signals, Any] = {}
-        # Its put is the one way of waking a thread that a signal handler may use at any time.
+        # Its `put` is the only way to wake a thread that a signal handler may use at any time.
         self._came: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._watcher: threading.Thread | None = None
 
     @property
     def exit_code(self) -> int:
-        """As shells have it: 128 and the signal's number; 0 if none came."""
+        """The exit code as in shells: 128 plus the number of the signal; 0 if no signal came."""
         return 0 if self.signal is None else 128 + self.signal
 
     def __enter__(self) -> Self:
@@ -63,10 +63,10 @@ class Stopping:
 
     @contextmanager
     def breakable(self) -> Iterator[None]:
-        """What is done in the block may be broken off anywhere.
+        """Allow interruption at any place in the block.
 
         Raises:
-            Stopped: a signal came, then or before.
+            Stopped: a signal came during the block or before it.
         """
         self._breakable = True
         try:
@@ -77,7 +77,7 @@ class Stopping:
             self._breakable = False
 
     def on_stop(self, action: Callable[[], object]) -> None:
-        """Have something done once a signal comes, on a thread of its own; at once if it came before."""
+        """Call a function on a separate thread when a signal comes; at once if it came before."""
 
         def watch() -> None:
             if self._came.get():

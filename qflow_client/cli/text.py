@@ -1,4 +1,4 @@
-"""Numbers and flow states as people read them."""
+"""Numbers and flow states as text for people."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ __all__ = ["by_hold", "count", "flow_line", "rate", "seconds"]
 
 
 def count(number: float, of: str) -> str:
-    """``1 record``, ``336,776 records``."""
+    """Return a count with its noun, such as ``1 record`` or ``336,776 records``."""
     return f"{number:,.0f} {of}{'' if number == 1 else 's'}"
 
 
 def seconds(value: float) -> str:
-    """``0.04 s``, ``1.2 s``, ``75 s``."""
+    """Return seconds as text, such as ``0.04 s``, ``1.2 s`` or ``75 s``."""
     return f"{value:.2f} s" if value < 1 else f"{value:.1f} s" if value < 60 else f"{value:.0f} s"
 
 
 def rate(messages: float, within: float) -> str:
-    """Messages per second, ``-`` for no time at all."""
+    """Return messages per second as text; ``-`` if the time is 0."""
     return f"{messages / within:,.0f} msg/s" if within > 0 else "- msg/s"
 
 
 def by_hold(held: Mapping[str, float]) -> str:
-    """Seconds by hold kind, the longest first; empty if there is nothing to tell."""
+    """Return seconds by hold kind as text, the longest first; empty if there are none."""
     told = sorted(((time, kind) for kind, time in held.items() if time > 0), reverse=True)
     return ", ".join(f"{kind} {seconds(time)}" for time, kind in told)
 
 
 def flow_line(state: FlowState) -> str:
-    """A flow state in a few words."""
+    """Return a flow state in a few words."""
     if not state.flowed:
         return "unflowed"
     kinds = dict.fromkeys(hold.kind for hold in state.holds)

@@ -1,4 +1,4 @@
-"""What the library logs as a warning or an error, shown to the operator of a command that goes on."""
+"""Shows warnings and errors from the library's log to the operator of a running command."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from rich.text import Text
 
 __all__ = ["warnings_shown"]
 
-#: Records that may wait for a terminal or a pipe that takes nothing; further ones are dropped.
+#: Maximum number of records that wait for a blocked terminal or pipe. Further records are dropped.
 _MOST = 1000
-#: Seconds that the end of the command waits for what is not shown.
+#: Seconds that the end of the command waits for records that are not shown yet.
 _AT_EXIT = 1.0
 
 
 class _Handler(logging.Handler):
-    """Puts records into a queue: the thread that logs is the broker's, and must not wait for a terminal."""
+    """Puts records into a queue. The logging thread belongs to the broker, and must not wait for a terminal."""
 
     def __init__(self, records: Queue[logging.LogRecord | None]) -> None:
         super().__init__(logging.WARNING)
@@ -33,13 +33,13 @@ class _Handler(logging.Handler):
 
 @contextmanager
 def warnings_shown(logger: str, console: Console) -> Iterator[None]:
-    """Show what a logger is given as a warning or an error, for as long as the block runs.
+    """Show the warnings and errors of a logger during the block.
 
-    Nothing is shown if the log goes somewhere already, as with ``--debug``.
+    Nothing is shown if the log already has a handler, as with ``--debug``.
 
     Args:
-        logger: its name.
-        console: where to; whatever else is drawn there stays whole.
+        logger: name of the logger.
+        console: console for the records; other output on it is not damaged.
     """
     if logging.getLogger().handlers:
         yield
@@ -61,7 +61,7 @@ def warnings_shown(logger: str, console: Console) -> Iterator[None]:
 def _show(records: Queue[logging.LogRecord | None], console: Console) -> None:
     formatter = logging.Formatter()
     while (record := records.get()) is not None:
-        # Clients choose names: nothing that they put there may steer the terminal.
+        # Clients choose names, so control characters in them must not reach the terminal.
         text = "".join(
             each if each.isprintable() or each == "\n" else ascii(each)[1:-1] for each in formatter.format(record)
         )

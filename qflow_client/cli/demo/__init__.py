@@ -1,4 +1,4 @@
-"""``qflow demo``: a fast producer, a slow consumer, and a broker that does not overflow."""
+"""``qflow demo``: a fast producer, a slow consumer, and a queue that does not overflow."""
 
 from __future__ import annotations
 
@@ -27,34 +27,35 @@ from qflow_client.cli.stopping import Stopped, Stopping
 __all__ = ["demo"]
 
 QUEUE = "flights"
-# The worst case as the documentation of Qpid C++'s flow control tells it (C6).
+# The example of the worst case in the documentation of Qpid C++'s flow control (C6).
 STOP, RESUME = 100, 70
 ARGUMENTS = {"qpid.flow_stop_count": STOP, "qpid.flow_resume_count": RESUME}
 CAPACITIES = (50, 15)
-# All flights take a minute at this rate.
+# At this rate all flights take one minute.
 RATE = 5_600.0
-# Seconds: between two looks at the queue, two pictures, two columns of the chart, and two lines without a terminal.
+# Seconds between two checks of the queue, two frames of the display, two columns of the chart, and two lines without a
+# terminal.
 _LOOK, _PICTURE, _COLUMN, _LINE = 0.02, 0.1, 0.2, 5.0
-# Seconds after which a queue that has not moved is as full as its producers can make it, and after which the run is
-# given up.
+# Seconds without a change after which the producers have filled the queue as far as they can; and after which the run
+# fails.
 _STILL = 0.5
 _PATIENCE = 30.0
 
 
 @dataclass(slots=True)
 class _Actor:
-    """A process, and the end of its pipe."""
+    """A process, and this end of its pipe."""
 
     process: multiprocessing.process.BaseProcess
     reports: Connection
-    # Whether it has reported for the last time.
+    # Whether its last report has arrived.
     ended: bool = False
 
     def latest(self) -> Any:
-        """The latest report; ``None`` if there is no new one.
+        """Return the latest report; ``None`` if there is no new one.
 
         Raises:
-            CommandError: the process cannot go on.
+            CommandError: the process has failed.
         """
         report = None
         while not self.ended and self.reports.poll():
@@ -69,8 +70,8 @@ class _Actor:
 
 @contextmanager
 def _actor(name: str, body: Callable[..., None], *arguments: object) -> Iterator[_Actor]:
-    """A process for the time of the block, which ends with it at the latest."""
-    # A fork would take along the broker's sockets and locks.
+    """Run a process during the block. It ends with the block at the latest."""
+    # A forked process would inherit the broker's sockets and locks.
     spawn = multiprocessing.get_context("spawn")
     ours, theirs = spawn.Pipe()
     process = spawn.Process(target=body, args=(*arguments, theirs), name=name, daemon=True)
@@ -89,11 +90,11 @@ class _Stage:
     """One run of the demonstration.
 
     Args:
-        broker: running.
-        enforcement: how its queue holds the producers.
-        messages: how many flights.
-        producers: the process of the producers.
-        consumer: the consumer's.
+        broker: the running broker.
+        enforcement: how its queue holds back the producers.
+        messages: number of flights.
+        producers: process of the producers.
+        consumer: process of the consumer.
     """
 
     def __init__(
@@ -104,7 +105,7 @@ class _Stage:
         self._producers = producers
         self._consumer = consumer
         self.run = Run(messages, (), ConsumerTally(), self._queue())
-        #: What is going on.
+        #: The current step, for people.
         self.note = "no consumer yet: the queue fills to its stop threshold"
         self._moved_at = time.monotonic()
 
@@ -121,10 +122,10 @@ class _Stage:
         )
 
     def look(self) -> None:
-        """Take in what is new.
+        """Read new reports, and the state of the queue.
 
         Raises:
-            CommandError: a process cannot go on, or nothing moves any more.
+            CommandError: a process has failed, or nothing has changed for too long.
         """
         producers: Sequence[ProducerTally] = self._producers.latest() or self.run.producers
         consumer: ConsumerTally = self._consumer.latest() or self.run.consumer
@@ -137,11 +138,11 @@ class _Stage:
             raise CommandError(f"nothing has moved for {_PATIENCE:.0f} s: {progress_line(self.run, self.note, 0)}")
 
     def play(self) -> Iterator[None]:
-        """One look after the other, until it is over."""
+        """Run the demonstration, with one check in each step."""
         while not self._all_held() and not self._producers.ended:
             self.look()
             yield
-        # It comes late, and finds a queue past its stop threshold and every producer held.
+        # The consumer starts late: the queue is above its stop threshold, and every producer is blocked.
         self._tell_consumer("begin")
         self.note = "the slow consumer takes what the broker lets the producers send"
         while not self._producers.ended or self.run.queue.depth:
@@ -166,14 +167,14 @@ class _Stage:
         if sum(producer.sent for producer in producers) == self.run.messages:
             return True
         held = self.run.queue.flow_stopped and bool(producers) and all(producer.holds for producer in producers)
-        # A window that is full for the moment is no such hold.
+        # A window that is full only for a moment does not count.
         return held and time.monotonic() - self._moved_at >= _STILL
 
 
 def _perform(
     messages: int, enforcement: Enforcement, rate: float, console: Console, stopping: Stopping
 ) -> tuple[Run, float]:
-    """Run it; what was found, and how many seconds it took."""
+    """Run the demonstration, and return its result and its duration in seconds."""
     started = time.monotonic()
     with ExitStack() as stack:
         broker = stack.enter_context(Broker(enforcement=enforcement))
@@ -203,14 +204,14 @@ def _perform(
                     console.print(progress_line(stage.run, stage.note, now - started), highlight=False, soft_wrap=True)
                 time.sleep(_LOOK)
         if live is not None:
-            # The last picture stays.
+            # Keep the last frame on the terminal.
             live.transient = False
             live.update(scene.render(stage.run, "done", time.monotonic() - started), refresh=True)
         return stage.run, time.monotonic() - started
 
 
 def demo(
-    # Enough of them to hold both producers before the consumer begins.
+    # Enough messages to block both producers before the consumer starts.
     messages: Annotated[
         int, typer.Option("--messages", "-n", min=200, max=FLIGHTS, help="How many flights.")
     ] = FLIGHTS,
@@ -225,18 +226,19 @@ def demo(
     ] = RATE,
     as_json: Annotated[bool, typer.Option("--json", help="Nothing but the audit, as JSON.")] = False,
 ) -> None:
-    """Watch the flights of New York, 2013, go from fast producers through a broker to a slow consumer.
+    """Watch the flights of New York in 2013 go from fast producers through a broker to a slow consumer.
 
     The broker runs in this process. Its queue has a stop threshold of 100 messages and a resume threshold of 70. Two
-    producers, of capacity 50 and 15, publish as fast as they may; the consumer is slower, and begins late. In the end
-    it is checked that nothing was lost and nothing came twice, that the queue never held more messages than its stop
-    threshold and the capacities of the producers together, 165, and that every producer was flowed, and unflowed again.
+    producers, with capacities 50 and 15, publish as fast as they can. The consumer is slower, and starts late. At the
+    end an audit checks three things. No message was lost or delivered twice. The queue never had more than 165
+    messages, which is the stop threshold plus the capacities of the producers. Every producer was flowed, and unflowed
+    again.
 
     Exit codes: 0, the audit passed. 1, it failed. 130 and 143, interrupted.
     """
     console = Console(stderr=True, quiet=as_json)
     with Stopping() as stopping:
-        # Before anything is started.
+        # Check that the data exists before anything starts.
         open_flights().__exit__(None, None, None)
         try:
             run, took = _perform(messages, enforcement, consumer_rate, console, stopping)

@@ -1,4 +1,4 @@
-"""The producers and the consumer of the demonstration, in processes of their own as they would be in earnest."""
+"""The producers and the consumer of the demonstration. They run in separate processes, as in a real system."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ __all__ = ["Failed", "Ledger", "consume", "produce"]
 
 # Seconds between two reports.
 _PERIOD = 0.1
-# Seconds that a producer which has sent everything waits to be unflowed.
+# Seconds that a producer waits at its end to be unflowed.
 _PATIENCE = 60.0
-# Messages that the consumer acknowledges at once, and how many it may have.
+# Number of messages that the consumer acknowledges together, and its prefetch count.
 _BATCH = 10
 _PREFETCH = 40
-# The beginning of a message id; the number of the flight follows.
+# Start of a message id; the number of the flight follows.
 _ID = "flight-"
 
 
 class Failed(Exception):
-    """Sent in place of a report: the process cannot go on."""
+    """Sent instead of a report when the process has failed."""
 
 
 def _run(reports: Connection, body: Callable[[], None]) -> None:
-    # Ctrl-C goes to the whole group of processes; the one in the foreground decides what it means for the others.
+    # Ctrl-C goes to the whole process group. The foreground process decides what it means for the others.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         body()
     except (BrokenPipeError, EOFError):
-        # Nobody is there any more to report to.
+        # The process that reads the reports has ended.
         return
     except Exception as error:
         reports.send(Failed(f"{type(error).__name__}: {error}"))
@@ -50,13 +50,13 @@ def _run(reports: Connection, body: Callable[[], None]) -> None:
 
 
 class _Feeder(threading.Thread):
-    """A producer that sends from a supply which it shares with others, until there is no more.
+    """A producer that sends records from a shared source until the source is empty.
 
     Args:
-        url: of the broker.
-        queue: where to.
-        capacity: of the producer.
-        take: gives the next record; ``None`` if there is no more.
+        url: URL of the broker.
+        queue: name of the queue.
+        capacity: capacity of the producer.
+        take: returns the next record; ``None`` if there is none.
     """
 
     def __init__(self, url: str, queue: str, capacity: int, take: Callable[[], Record | None]) -> None:
@@ -68,7 +68,7 @@ class _Feeder(threading.Thread):
         self._checksum = 0
         # Counted on the producer's callback thread.
         self._confirmed = 0
-        # What ended it early; None if nothing did.
+        # The error that ended it early; None if there is none.
         self.error: Exception | None = None
         self._producer = Producer(url, routing_key=queue, capacity=capacity, name=name, on_delivery=self._delivered)
 
@@ -84,14 +84,14 @@ class _Feeder(threading.Thread):
                 self._sent += 1
                 self._checksum += zlib.crc32(body)
             self._producer.flush()
-            # Confirmed does not mean unflowed: that takes the consumer.
+            # A confirmed message does not mean that the producer is unflowed. The consumer has to make room first.
             self._producer.wait_unflowed(_PATIENCE)
         except Exception as error:
-            # Raised where the process ends, and not only in this thread.
+            # Raised later where the process ends, not in this thread.
             self.error = error
 
     def report(self) -> ProducerTally:
-        """How far it is."""
+        """Return its current progress."""
         state = self._producer.flow_state
         return replace(
             self._begun,
@@ -104,24 +104,24 @@ class _Feeder(threading.Thread):
         )
 
     def last_report(self) -> ProducerTally:
-        """How far it got; it has ended, and so does the producer."""
+        """Return its final progress, and close the producer. The thread has ended."""
         report = self.report()
         self._producer.close(timeout=1.0)
-        # Only now all callbacks have been called.
+        # All callbacks have been called now.
         return replace(report, confirmed=self._confirmed)
 
 
 def produce(url: str, queue: str, capacities: Sequence[int], messages: int, reports: Connection) -> None:
-    """Publish flights with one producer for every capacity, each as fast as it may.
+    """Publish flights with one producer for each capacity, each as fast as it can.
 
     Args:
-        url: of the broker.
-        queue: where to.
-        capacities: of the producers.
-        messages: how many flights, all producers together.
-        reports: takes a list of `ProducerTally` ten times a second, and is closed after the last.
+        url: URL of the broker.
+        queue: name of the queue.
+        capacities: capacities of the producers.
+        messages: number of flights of all producers together.
+        reports: receives a list of `ProducerTally` ten times per second; it is closed after the last one.
     """
-    # The demonstration is the same whatever the settings of the user's own producers.
+    # The user's own settings for producers must not change the demonstration.
     for name in tuple(os.environ):
         if name.startswith("QFLOW_"):
             del os.environ[name]
@@ -151,14 +151,14 @@ def _produce(url: str, queue: str, capacities: Sequence[int], messages: int, rep
 
 
 class Ledger:
-    """What has come, by number.
+    """Records which messages have arrived, by number.
 
     Args:
-        messages: how many there will be, numbered from 1.
+        messages: expected number of messages, numbered from 1.
     """
 
     def __init__(self, messages: int) -> None:
-        # How often each number came; more than twice is twice.
+        # How often each number has arrived; more than twice counts as twice.
         self._times = bytearray(messages + 1)
         self._consumed = 0
         self._repeated = 0
@@ -166,7 +166,7 @@ class Ledger:
         self._checksum = 0
 
     def enter(self, message_id: str | None, body: bytes) -> None:
-        """Take note of a message."""
+        """Record a message."""
         self._consumed += 1
         self._checksum += zlib.crc32(body)
         digits = (message_id or "").removeprefix(_ID)
@@ -179,21 +179,21 @@ class Ledger:
             self._times[number] = 1
 
     def report(self, *, last: bool) -> ConsumerTally:
-        """What has come so far; what is missing is only counted at last."""
+        """Return what has arrived so far. Missing messages are counted only in the last report."""
         missing = self._times.count(0) - 1 if last else 0
         return ConsumerTally(self._consumed, self._repeated, missing, self._unknown, self._checksum)
 
 
 def consume(url: str, queue: str, messages: int, rate: float, reports: Connection) -> None:
-    """Take messages from a queue, not faster than told, and acknowledge them in batches.
+    """Consume messages at a limited rate, and acknowledge them in batches.
 
     Args:
-        url: of the broker.
-        queue: where from.
-        messages: how many there will be.
+        url: URL of the broker.
+        queue: name of the queue.
+        messages: expected number of messages.
         rate: messages per second, on average.
-        reports: takes a `ConsumerTally` ten times a second; whatever comes from the other end is the sign to begin, and
-            after that the sign to end.
+        reports: receives a `ConsumerTally` ten times per second. The first object from the other end is the sign to
+            start, the next one the sign to end.
     """
     _run(reports, lambda: _consume(url, queue, messages, rate, reports))
 
@@ -215,9 +215,9 @@ def _consume(url: str, queue: str, messages: int, rate: float, reports: Connecti
             taken += 1
             unacked += 1
             last_tag = method.delivery_tag
-        # Nothing came for a while: whoever waits for room must not wait for a batch to be full.
+        # No message came for a while: acknowledge a partial batch, because producers may wait for room.
         if unacked == _BATCH or (method is None and unacked):
-            # It keeps to a schedule from the beginning, so that what a busy machine costs does not add up.
+            # The schedule counts from the start, so that delays of a busy machine do not add up.
             ahead = taken / rate - (time.monotonic() - begun)
             if ahead > 0:
                 time.sleep(ahead)

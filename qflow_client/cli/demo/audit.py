@@ -1,4 +1,4 @@
-"""What has to be true at the end of the demonstration. No I/O: tallies in, lines out."""
+"""The conditions that must be true at the end of the demonstration. No I/O: it takes tallies and returns lines."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from qflow_client.broker import Enforcement
 
 __all__ = ["AuditLine", "ConsumerTally", "ProducerTally", "QueueTally", "Run", "audit", "to_json"]
 
-#: The holds by which a broker slows a producer down.
+#: The holds that a broker causes to slow a producer down.
 BY_THE_BROKER = (HoldKind.CHANNEL_FLOW, HoldKind.CAPACITY)
 
-# A producer that does not heed Channel.Flow is still held by its own capacity where confirms are held back, too.
+# Even a producer that ignores Channel.Flow is held by its own capacity if confirms are held too.
 _HELD_BY = {
     Enforcement.CHANNEL_FLOW: HoldKind.CHANNEL_FLOW,
     Enforcement.COMPLETION: HoldKind.CAPACITY,
@@ -24,17 +24,17 @@ _HELD_BY = {
 
 @dataclass(frozen=True, slots=True)
 class ProducerTally:
-    """What one producer says of itself.
+    """The numbers that one producer reports.
 
     Attributes:
         name: of the producer.
-        capacity: the most unsettled messages that it may have.
-        sent: messages that were admitted.
-        confirmed: those of them that the broker confirmed.
-        checksum: of the bodies; the sum is the same in any order.
-        holds: kinds of the holds that are on it.
+        capacity: maximum number of its unsettled messages.
+        sent: messages that the producer accepted.
+        confirmed: sent messages that the broker confirmed.
+        checksum: checksum of the bodies; the order does not matter.
+        holds: kinds of its current holds.
         times_flowed: how often it became flowed.
-        seconds_flowed: seconds that it was, by hold kind.
+        seconds_flowed: seconds for which it was flowed, by hold kind.
     """
 
     name: str
@@ -49,14 +49,14 @@ class ProducerTally:
 
 @dataclass(frozen=True, slots=True)
 class ConsumerTally:
-    """What the consumer got.
+    """The numbers that the consumer reports.
 
     Attributes:
-        consumed: messages, second copies included.
-        repeated: how many of them were second copies.
-        missing: how many messages never came.
-        unknown: how many nobody had sent.
-        checksum: of the bodies.
+        consumed: messages, including second copies.
+        repeated: number of second copies.
+        missing: number of messages that never arrived.
+        unknown: number of messages that no producer sent.
+        checksum: checksum of the bodies.
     """
 
     consumed: int = 0
@@ -68,14 +68,14 @@ class ConsumerTally:
 
 @dataclass(frozen=True, slots=True)
 class QueueTally:
-    """What the broker says of the queue.
+    """The state of the queue in the broker.
 
     Attributes:
-        enforcement: how it holds its producers.
+        enforcement: how it holds back its producers.
         stop: the stop threshold in messages.
         resume: the resume threshold in messages.
         depth: messages in it at the end.
-        peak_depth: the most messages there ever were.
+        peak_depth: maximum number of messages.
         flow_stopped: whether its flow state is ON at the end.
         flow_stopped_count: how often it turned ON.
     """
@@ -91,10 +91,10 @@ class QueueTally:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """All that is known of one run.
+    """The result of one run.
 
     Attributes:
-        messages: how many were to be sent.
+        messages: number of messages to send.
         producers: the producers.
         consumer: the consumer.
         queue: the queue between them.
@@ -107,18 +107,18 @@ class Run:
 
     @property
     def highest_allowed(self) -> int:
-        """The depth that no run may exceed: the stop threshold and the sum of the capacities (C6)."""
+        """The maximum depth that is allowed: the stop threshold plus the sum of the capacities (C6)."""
         return self.queue.stop + sum(producer.capacity for producer in self.producers)
 
 
 @dataclass(frozen=True, slots=True)
 class AuditLine:
-    """One statement about a run.
+    """One condition of a run.
 
     Attributes:
-        statement: what has to be true.
-        measured: what was found.
-        difference: by how much it is wrong; empty if it is true.
+        statement: the condition.
+        measured: the measured value.
+        difference: how far the condition is missed; empty if it is true.
     """
 
     statement: str
@@ -127,12 +127,12 @@ class AuditLine:
 
     @property
     def passed(self) -> bool:
-        """Whether it is true."""
+        """Whether the condition is true."""
         return not self.difference
 
 
 def audit(run: Run) -> list[AuditLine]:
-    """Hold a run against what it has to show."""
+    """Check a run against all conditions."""
     sent = sum(producer.sent for producer in run.producers)
     confirmed = sum(producer.confirmed for producer in run.producers)
     checksum = sum(producer.checksum for producer in run.producers)
@@ -198,12 +198,12 @@ def _equal(statement: str, found: int, wanted: int) -> AuditLine:
 
 
 def to_json(run: Run, lines: Sequence[AuditLine], seconds: float) -> dict[str, Any]:
-    """The audit for machines.
+    """Return the audit as JSON types.
 
     Args:
-        run: what was audited.
-        lines: what `audit` found.
-        seconds: how long the run took.
+        run: the audited run.
+        lines: result of `audit`.
+        seconds: duration of the run.
     """
     return {
         "passed": all(line.passed for line in lines),

