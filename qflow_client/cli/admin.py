@@ -20,6 +20,7 @@ from rich.text import Text
 
 from qflow_client.broker import Policy
 from qflow_client.cli.errors import CommandError, ExitCode
+from qflow_client.cli.output import AsJson, print_json
 from qflow_client.cli.passwords import warn_of_option
 from qflow_client.cli.stopping import Stopped, Stopping
 from qflow_client.cli.text import count, seconds
@@ -43,7 +44,6 @@ _delete = typer.Typer(name="delete", help="Delete a queue, a policy or a rate li
 for _group in (_add, _set, _delete):
     admin.add_typer(_group)
 
-_Json = Annotated[bool, typer.Option("--json", help="As JSON.")]
 _Messages = Annotated[int | None, typer.Option(metavar="MESSAGES", help="Above it the queue is ON; 0 for none.")]
 _MessagesResume = Annotated[
     int | None, typer.Option(metavar="MESSAGES", help="Below it the queue is OFF; 7/8 of the stop unless given.")
@@ -191,7 +191,7 @@ def _list(
 ) -> None:
     rows = _broker(context).ask("GET", path)
     if as_json:
-        print(json.dumps(rows, indent=2))
+        print_json(rows)
     else:
         _show(rows, columns)
 
@@ -214,7 +214,7 @@ def _thresholds(queue: dict[str, Any]) -> str:
 
 
 @admin.command()
-def queues(context: typer.Context, as_json: _Json = False) -> None:
+def queues(context: typer.Context, as_json: AsJson = False) -> None:
     """Queues, their depths, marks (stop/resume) and flow states."""
     _list(
         context,
@@ -235,7 +235,7 @@ def queues(context: typer.Context, as_json: _Json = False) -> None:
 
 
 @admin.command()
-def producers(context: typer.Context, as_json: _Json = False) -> None:
+def producers(context: typer.Context, as_json: AsJson = False) -> None:
     """Producers, whether they are flowed, by what and for how long."""
     _list(
         context,
@@ -265,7 +265,7 @@ def _about(policy: dict[str, Any]) -> str:
 
 
 @admin.command()
-def policies(context: typer.Context, as_json: _Json = False) -> None:
+def policies(context: typer.Context, as_json: AsJson = False) -> None:
     """Policies, what they are about and what they set."""
     _list(
         context,
@@ -281,7 +281,7 @@ def policies(context: typer.Context, as_json: _Json = False) -> None:
 
 
 @admin.command()
-def rates(context: typer.Context, as_json: _Json = False) -> None:
+def rates(context: typer.Context, as_json: AsJson = False) -> None:
     """Rate limits of exchanges, queues and users."""
 
     def rate(limit: dict[str, Any], name: str) -> str:
@@ -304,7 +304,7 @@ def rates(context: typer.Context, as_json: _Json = False) -> None:
 def watch(
     context: typer.Context,
     period: Annotated[float, typer.Option(metavar="SECONDS", min=0.1, max=60, help="Between two looks.")] = 0.5,
-    as_json: Annotated[bool, typer.Option("--json", help="Everything that changes, one JSON object a line.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """One line for every flow state that changes, until Ctrl-C."""
     with Stopping() as stopping:
@@ -313,7 +313,7 @@ def watch(
                 known: dict[str, dict[str, Any]] = {}
                 for told in _events(response):
                     if as_json:
-                        print(json.dumps(told), flush=True)
+                        print_json(told)
                     else:
                         for line in _flow_lines(told, known):
                             print(f"{datetime.now():%H:%M:%S} {printable(line)}", flush=True)  # noqa: DTZ005 - of who reads it
@@ -361,12 +361,33 @@ def _flow_lines(told: dict[str, Any], known: dict[str, dict[str, Any]]) -> Itera
 # Controlling.
 
 
-def _each_producer(context: typer.Context, what: str, names: list[str] | None) -> None:
-    broker = _broker(context)
-    if not names:
-        broker.ask("POST", f"/api/producers/{what}")
-    for name in names or ():
-        broker.ask("POST", f"/api/producers/{quote(name, safe='')}/{what}")
+def _steer(
+    context: typer.Context,
+    as_json: bool,
+    method: str,
+    path: str,
+    body: object = None,
+    *,
+    say: Callable[[Any], None] | None = None,
+) -> None:
+    """Ask the broker for a change, and print its answer as JSON, or for people as `say` does.
+
+    Raises:
+        CommandError: the broker refuses, or cannot be reached.
+    """
+    answer = _broker(context).ask(method, path, body)
+    if as_json:
+        print_json(answer or {})
+    elif say is not None:
+        say(answer)
+
+
+def _each_producer(context: typer.Context, what: str, names: list[str] | None, as_json: bool) -> None:
+    # Only the last request prints, so that there is one JSON value.
+    *others, last = [f"/{quote(name, safe='')}" for name in names or ()] or [""]
+    for name in others:
+        _broker(context).ask("POST", f"/api/producers{name}/{what}")
+    _steer(context, as_json, "POST", f"/api/producers{last}/{what}")
 
 
 _Producers = Annotated[
@@ -375,27 +396,32 @@ _Producers = Annotated[
 
 
 @admin.command()
-def stop(context: typer.Context, producer: _Producers = None) -> None:
+def stop(context: typer.Context, producer: _Producers = None, as_json: AsJson = False) -> None:
     """Stop all producers, including future ones, or some."""
-    _each_producer(context, "stop", producer)
+    _each_producer(context, "stop", producer, as_json)
 
 
 @admin.command()
-def start(context: typer.Context, producer: _Producers = None) -> None:
+def start(context: typer.Context, producer: _Producers = None, as_json: AsJson = False) -> None:
     """Start all producers, or some; holds of queues stay."""
-    _each_producer(context, "start", producer)
+    _each_producer(context, "start", producer, as_json)
 
 
 @admin.command()
-def purge(context: typer.Context, queue: Annotated[str, typer.Argument(metavar="QUEUE")]) -> None:
+def purge(
+    context: typer.Context, queue: Annotated[str, typer.Argument(metavar="QUEUE")], as_json: AsJson = False
+) -> None:
     """Remove the ready messages of a queue."""
-    _say_removed(_broker(context).ask("POST", f"/api/queues/{quote(queue, safe='')}/purge"))
+    _steer(context, as_json, "POST", f"/api/queues/{quote(queue, safe='')}/purge", say=_say_removed)
+
+
+_Name = Annotated[str, typer.Argument(metavar="NAME")]
 
 
 @_delete.command("queue")
-def _delete_queue(context: typer.Context, name: Annotated[str, typer.Argument(metavar="NAME")]) -> None:
+def _delete_queue(context: typer.Context, name: _Name, as_json: AsJson = False) -> None:
     """Delete a queue with its messages."""
-    _say_removed(_broker(context).ask("DELETE", f"/api/queues/{quote(name, safe='')}"))
+    _steer(context, as_json, "DELETE", f"/api/queues/{quote(name, safe='')}", say=_say_removed)
 
 
 def _say_removed(answer: dict[str, Any]) -> None:
@@ -428,6 +454,7 @@ def _add_queue(
         list[str] | None,
         typer.Option("--argument", metavar="NAME=VALUE", help="Any other; a number if it is one; may be repeated."),
     ] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Declare a queue; an existing one with the same settings stays."""
     marks = {
@@ -442,11 +469,15 @@ def _add_queue(
         name: value for name, value in marks.items() if value is not None
     }
     body = {"durable": durable, "autoDelete": auto_delete, "arguments": arguments}
-    _broker(context).ask("PUT", f"/api/queues/{quote(name, safe='')}", body)
+    _steer(context, as_json, "PUT", f"/api/queues/{quote(name, safe='')}", body)
 
 
 @_add.command("policy")
-def _add_policy(context: typer.Context, text: Annotated[str, typer.Argument(metavar="'NAME KEY=VALUE…'")]) -> None:
+def _add_policy(
+    context: typer.Context,
+    text: Annotated[str, typer.Argument(metavar="'NAME KEY=VALUE…'")],
+    as_json: AsJson = False,
+) -> None:
     """Set a policy, or replace the policy with the same name; existing queues follow at once."""
     try:
         told = Policy.parse(text).to_json()
@@ -454,7 +485,7 @@ def _add_policy(context: typer.Context, text: Annotated[str, typer.Argument(meta
         raise CommandError(str(error), ExitCode.USAGE) from error
     body = {_camel(name): value for name, value in told.items() if name != "name"}
     body["definition"] = {_camel(name): value for name, value in told["definition"].items()}
-    _broker(context).ask("PUT", f"/api/policies/{quote(told['name'], safe='')}", body)
+    _steer(context, as_json, "PUT", f"/api/policies/{quote(told['name'], safe='')}", body)
 
 
 def _camel(name: str) -> str:
@@ -463,9 +494,9 @@ def _camel(name: str) -> str:
 
 
 @_delete.command("policy")
-def _delete_policy(context: typer.Context, name: Annotated[str, typer.Argument(metavar="NAME")]) -> None:
+def _delete_policy(context: typer.Context, name: _Name, as_json: AsJson = False) -> None:
     """Delete a policy; each queue then follows what else applies to it."""
-    _broker(context).ask("DELETE", f"/api/policies/{quote(name, safe='')}")
+    _steer(context, as_json, "DELETE", f"/api/policies/{quote(name, safe='')}")
 
 
 @_set.command("queue")
@@ -478,6 +509,7 @@ def _set_queue(
     flow_resume_count: _MessagesResume = None,
     capacity: _Capacity = None,
     flow_resume_capacity: _CapacityResume = None,
+    as_json: AsJson = False,
 ) -> None:
     """Change marks of a queue; the flow state follows at once. Marks that are not given stay."""
     marks = {
@@ -491,7 +523,10 @@ def _set_queue(
     given = {name: value for name, value in marks.items() if value is not None}
     if not given:
         raise CommandError("nothing to change: give at least one mark, see --help", ExitCode.USAGE)
-    queue = _broker(context).ask("PATCH", f"/api/queues/{quote(name, safe='')}/thresholds", given)
+    _steer(context, as_json, "PATCH", f"/api/queues/{quote(name, safe='')}/thresholds", given, say=_say_marks)
+
+
+def _say_marks(queue: dict[str, Any]) -> None:
     print(f"{printable(queue['name'])}: {_thresholds(queue)}, {'ON' if queue['flowStopped'] else 'OFF'}")
 
 
@@ -508,17 +543,18 @@ def _set_rate(
     burst: Annotated[
         float | None, typer.Option(metavar="SECONDS", help="What the rate gives in them may pass at once; 0.1.")
     ] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Limit the rate of publishes to an exchange, to a queue or by a user."""
     given = {"messages": messages, "bytes": size, "burst": burst}
     body = {name: value for name, value in given.items() if value is not None}
-    _broker(context).ask("PUT", _rate_path(scope, name), body)
+    _steer(context, as_json, "PUT", _rate_path(scope, name), body)
 
 
 @_delete.command("rate")
-def _delete_rate(context: typer.Context, scope: _Scope, name: Annotated[str, typer.Argument(metavar="NAME")]) -> None:
+def _delete_rate(context: typer.Context, scope: _Scope, name: _Name, as_json: AsJson = False) -> None:
     """Delete a rate limit."""
-    _broker(context).ask("DELETE", _rate_path(scope, name))
+    _steer(context, as_json, "DELETE", _rate_path(scope, name))
 
 
 def _rate_path(scope: str, name: str) -> str:
@@ -526,22 +562,26 @@ def _rate_path(scope: str, name: str) -> str:
 
 
 @admin.command("export")
-def _export(context: typer.Context) -> None:
-    """Queues, exchanges and bindings, as JSON."""
-    print(json.dumps(_broker(context).ask("GET", "/api/definitions"), indent=2))
+def _export(context: typer.Context, _as_json: AsJson = False) -> None:
+    """Queues, exchanges and bindings, as JSON with or without --json."""
+    print_json(_broker(context).ask("GET", "/api/definitions"), indent=2)
 
 
 @admin.command("import")
 def _import(
     context: typer.Context,
     file: Annotated[typer.FileText, typer.Argument(metavar="FILE", help="As exported; - for standard input.")],
+    as_json: AsJson = False,
 ) -> None:
     """Declare what `export` or RabbitMQ has exported: all of it, or nothing."""
     try:
         document = json.load(file)
     except ValueError as error:
         raise CommandError(f"{file.name}: not JSON: {error}", ExitCode.USAGE) from error
-    told = _broker(context).ask("POST", "/api/definitions", document)
+    _steer(context, as_json, "POST", "/api/definitions", document, say=_say_imported)
+
+
+def _say_imported(told: dict[str, Any]) -> None:
     parts = ", ".join(count(told[kind], kind.removesuffix("s")) for kind in ("exchanges", "queues", "bindings"))
     parts += f", {told['policies']} policies" if told["policies"] else ""
     ignored = f"; not looked at: {', '.join(told['ignored'])}" if told["ignored"] else ""

@@ -37,6 +37,7 @@ from qflow_client.broker import (
 from qflow_client.broker import hash_password as hash_of
 from qflow_client.cli.config import Config, read_config
 from qflow_client.cli.errors import CommandError, ExitCode
+from qflow_client.cli.output import AsJson, print_json
 from qflow_client.cli.passwords import USERS, broker_users, warn_of_option
 from qflow_client.cli.resident import ALARM, ResidentWatch, resident_size
 from qflow_client.cli.stopping import Stopped, Stopping
@@ -128,7 +129,7 @@ def _ssl_context(certificate: Path | None, key: Path | None, client_ca: Path | N
     return context
 
 
-def hash_password() -> None:
+def hash_password(as_json: AsJson = False) -> None:
     """Print the hash of a password, for --users-file and [users] in --config.
 
     The password is read from a prompt, or from the first line of standard input. It is never an argument, because other
@@ -142,7 +143,11 @@ def hash_password() -> None:
         password = sys.stdin.readline().rstrip("\r\n")
     if not password:
         raise CommandError("a password must not be blank", ExitCode.USAGE)
-    print(hash_of(password))
+    hashed = hash_of(password)
+    if as_json:
+        print_json({"hash": hashed})
+    else:
+        print(hashed)
 
 
 def _raise_descriptor_limit(settings: BrokerSettings, console: Console) -> None:
@@ -339,6 +344,7 @@ def broker(
         Path | None,
         typer.Option(metavar="FOLDER", help="Write who is held by which queue, and depths, for qflow report."),
     ] = None,
+    as_json: AsJson = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Nothing but the URLs, and warnings.")] = False,
 ) -> None:
     """Run a broker for trials and tests, until Ctrl-C or SIGTERM.
@@ -439,9 +445,11 @@ def broker(
                 where = "" if its_marks is marks_given or read.path is None else f"{read.path}: "
                 raise CommandError(f"{where}{error}", ExitCode.USAGE) from error
         _watch_resident_size(running, stack)
-        print(running.url, flush=True)
-        if running.settings.http_port is not None:
-            print(running.http_url, flush=True)
+        http_url = None if running.settings.http_port is None else running.http_url
+        if as_json:
+            print_json({"url": running.url, "http_url": http_url})
+        else:
+            print(*filter(None, (running.url, http_url)), sep="\n", flush=True)
         try:
             with stopping.breakable():
                 _watch(running, console)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import json
 import sys
 import time
 from collections.abc import Iterator, Sized
@@ -33,6 +32,7 @@ from qflow_client import (
 )
 from qflow_client.cli import text
 from qflow_client.cli.errors import CommandError, ExitCode
+from qflow_client.cli.output import AsJson, print_json
 from qflow_client.cli.passwords import warn_of_url
 from qflow_client.cli.stopping import Stopped, Stopping
 
@@ -59,31 +59,49 @@ def _stored(path: Path) -> Iterator[StoredMessage]:
 def list_(
     path: _File,
     limit: Annotated[int, typer.Option("--limit", "-n", min=0, help="Messages that are shown; 0 for all.")] = 20,
+    as_json: AsJson = False,
 ) -> None:
     """Show the messages in an outbox, the oldest first. A producer may be using it."""
     table = Table("sequence", "age", "exchange", "routing key", "bytes", "message id", "second copy?", box=None)
+    rows: list[dict[str, Any]] = []
     count = size = marked = 0
     now = time.time()
     for stored in _stored(path):
         count += 1
         size += stored.size
         marked += stored.may_be_second_copy
-        if not limit or count <= limit:
-            table.add_row(
-                str(stored.sequence),
-                text.seconds(max(0.0, now - stored.at)),
-                # As Text, so that square brackets are not interpreted as markup.
-                Text(stored.exchange),
-                Text(stored.routing_key),
-                str(len(stored.message.body)),
-                Text(stored.message.message_id or ""),
-                "maybe" if stored.may_be_second_copy else "no",
-            )
+        if limit and count > limit:
+            continue
+        if as_json:
+            named = {"message_id": stored.message.message_id, "body_bytes": len(stored.message.body)}
+            rows.append(_envelope(stored) | named)
+            continue
+        table.add_row(
+            str(stored.sequence),
+            text.seconds(max(0.0, now - stored.at)),
+            # As Text, so that square brackets are not interpreted as markup.
+            Text(stored.exchange),
+            Text(stored.routing_key),
+            str(len(stored.message.body)),
+            Text(stored.message.message_id or ""),
+            "maybe" if stored.may_be_second_copy else "no",
+        )
+    damaged = Outbox.look_damaged(path)
+    if as_json:
+        print_json(
+            {
+                "messages": rows,
+                "total": count,
+                "bytes": size,
+                "may_be_second_copies": marked,
+                "damaged": [{"sequence": sequence, "reason": why} for sequence, why in damaged.items()],
+            }
+        )
+        return
     if count:
         Console(soft_wrap=True).print(table)
     if limit and count > limit:
         print(f"and {text.count(count - limit, 'more message')}")
-    damaged = Outbox.look_damaged(path)
     for sequence, why in damaged.items():
         print(f"message {sequence} is damaged, and not sent: {why}")
     written = f", of which {marked:,} may have been written before" if marked else ""
@@ -101,26 +119,32 @@ def export(
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Where to write; standard output unless given.")
     ] = None,
+    _as_json: AsJson = False,
 ) -> None:
     """Write the messages in an outbox as JSON, one line for each. A producer may be using it."""
     damaged = Outbox.look_damaged(path)
     if damaged:
         print(f"qflow: {_damaged(damaged)}, and left out: see qflow outbox ls", file=sys.stderr)
     with ExitStack() as stack:
-        file = sys.stdout if output is None else stack.enter_context(output.open("w", encoding="utf-8"))
+        file = None if output is None else stack.enter_context(output.open("w", encoding="utf-8"))
         for stored in _stored(path):
-            print(json.dumps(_as_json(stored), ensure_ascii=False), file=file)
+            print_json(_whole(stored), file=file)
 
 
-def _as_json(stored: StoredMessage) -> dict[str, Any]:
-    properties = dict(vars(stored.message))
-    body: bytes = properties.pop("body")
+def _envelope(stored: StoredMessage) -> dict[str, Any]:
     return {
         "sequence": stored.sequence,
         "at": datetime.fromtimestamp(stored.at, UTC).isoformat(),
         "exchange": stored.exchange,
         "routing_key": stored.routing_key,
         "may_be_second_copy": stored.may_be_second_copy,
+    }
+
+
+def _whole(stored: StoredMessage) -> dict[str, Any]:
+    properties = dict(vars(stored.message))
+    body: bytes = properties.pop("body")
+    return _envelope(stored) | {
         "properties": {name: _plain(value) for name, value in properties.items() if value is not None},
         "body": _plain(body),
     }
@@ -149,7 +173,8 @@ def drain(
         str | None, typer.Option("--url", "-u", help="Where the broker is: amqp://user:password@host:port/vhost.")
     ] = None,
     rate: Annotated[float | None, typer.Option(help="The most messages per second, on average.")] = None,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No summary.")] = False,
+    as_json: AsJson = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No summary but --json.")] = False,
 ) -> None:
     """Send the messages in an outbox, in order, and remove those that the broker has confirmed.
 
@@ -183,20 +208,42 @@ def drain(
         except Stopped:
             # The signal came before anything was sent.
             pass
-        for failure in draining.failures[:_TOLD]:
-            print(f"qflow: {failure}", file=sys.stderr)
-        left = text.count(len(store), "message")
-        if not quiet:
-            print(f"{text.count(draining.confirmed, 'message')} confirmed, {left} left")
-        if stopping.signal is not None:
-            raise CommandError(f"interrupted by {stopping.signal.name}; {left} left", stopping.exit_code)
-        if draining.error is not None:
-            code = ExitCode.FLOWED if isinstance(draining.error, ProducerFlowed) else ExitCode.FAILED
-            raise CommandError(f"{left} left: {draining.error}", code) from draining.error
-        if len(store):
-            raise CommandError(f"{left} left, which the broker did not confirm")
-        if store.damaged:
-            raise CommandError(f"{_damaged(store.damaged)}, and left: see qflow outbox ls, and drop")
+        for line in draining.failures[:_TOLD]:
+            print(f"qflow: {line}", file=sys.stderr)
+        failure = _failure_of(draining, store, stopping)
+        if as_json:
+            print_json(
+                {
+                    "complete": failure is None,
+                    "error": None if failure is None else str(failure),
+                    "confirmed": draining.confirmed,
+                    "left": len(store),
+                    "damaged": len(store.damaged),
+                }
+            )
+        elif not quiet:
+            print(f"{text.count(draining.confirmed, 'message')} confirmed, {_left(store)}")
+        if failure is not None:
+            raise failure from draining.error
+
+
+def _left(store: Outbox) -> str:
+    return f"{text.count(len(store), 'message')} left"
+
+
+def _failure_of(draining: _Draining, store: Outbox, stopping: Stopping) -> CommandError | None:
+    """Return the error with which ``drain`` ends; ``None`` if the outbox is empty."""
+    left = _left(store)
+    if stopping.signal is not None:
+        return CommandError(f"interrupted by {stopping.signal.name}; {left}", stopping.exit_code)
+    if draining.error is not None:
+        code = ExitCode.FLOWED if isinstance(draining.error, ProducerFlowed) else ExitCode.FAILED
+        return CommandError(f"{left}: {draining.error}", code)
+    if len(store):
+        return CommandError(f"{left}, which the broker did not confirm")
+    if store.damaged:
+        return CommandError(f"{_damaged(store.damaged)}, and left: see qflow outbox ls, and drop")
+    return None
 
 
 @outbox.command()
@@ -204,6 +251,7 @@ def drop(
     path: _File,
     sequences: Annotated[list[int], typer.Argument(metavar="SEQUENCE...", help="As ls shows them.")],
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Remove messages from an outbox for good, damaged or not. No producer may be using it.
 
@@ -213,18 +261,23 @@ def drop(
     damaged = Outbox.look_damaged(path)
     with Outbox(path) as store:
         wanted = sorted(set(sequences))
+        # With --json only JSON goes to standard output.
+        shown = sys.stderr if as_json else sys.stdout
         for sequence in wanted:
             if sequence in damaged:
-                print(f"message {sequence}, damaged: {damaged[sequence]}")
+                print(f"message {sequence}, damaged: {damaged[sequence]}", file=shown)
                 continue
             stored = Outbox.find(path, sequence)
             size = text.count(len(stored.message.body), "byte")
-            print(f"message {sequence} to {stored.exchange!r}/{stored.routing_key!r}, {size}")
-        if not yes and not typer.confirm(f"Take {text.count(len(wanted), 'message')} out for good?"):
+            print(f"message {sequence} to {stored.exchange!r}/{stored.routing_key!r}, {size}", file=shown)
+        if not yes and not typer.confirm(f"Take {text.count(len(wanted), 'message')} out for good?", err=as_json):
             raise CommandError("nothing was taken out")
         for sequence in wanted:
             store.drop(sequence)
-    print(f"{text.count(len(wanted), 'message')} taken out")
+    if as_json:
+        print_json({"removed": wanted})
+    else:
+        print(f"{text.count(len(wanted), 'message')} taken out")
 
 
 def _leave(producer: Producer) -> None:

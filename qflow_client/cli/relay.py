@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import threading
@@ -20,6 +19,7 @@ from typer.core import TyperGroup
 from qflow_client import SettingsError
 from qflow_client.cli import text
 from qflow_client.cli.errors import CommandError
+from qflow_client.cli.output import AsJson, print_json
 from qflow_client.cli.passwords import warn_of_option, warn_of_url
 from qflow_client.cli.probe import readiness_probe
 from qflow_client.cli.stopping import Stopping
@@ -60,7 +60,6 @@ _Database = Annotated[
 ]
 _Name = Annotated[str, typer.Option("--table", metavar="NAME", help="The outbox's table.")]
 _Schema = Annotated[str | None, typer.Option(metavar="NAME", help="The schema that the table is in.")]
-_Json = Annotated[bool, typer.Option("--json", help="As JSON.")]
 
 
 @relay.command()
@@ -84,7 +83,8 @@ def run(
         ),
     ] = None,
     ready_host: Annotated[str, typer.Option(metavar="ADDRESS", help="The address for that.")] = "127.0.0.1",
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Nothing but errors.")] = False,
+    as_json: AsJson = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Nothing but errors, and --json.")] = False,
 ) -> None:
     """Publish committed messages until Ctrl-C or SIGTERM. Several relays may run at the same time.
 
@@ -116,8 +116,10 @@ def run(
                     words = "working" if now is None else f"not working: {printable(hide_password(now))}"
                     if now is not None or not quiet:
                         print(f"qflow: relay {words}", file=sys.stderr, flush=True)
-    if not quiet:
-        counts = made.counts
+    counts = made.counts
+    if as_json:
+        print_json({"confirmed": counts.confirmed, "marked": counts.marked, "set_aside": counts.set_aside})
+    elif not quiet:
         print(
             f"{text.count(counts.confirmed, 'message')} confirmed, {counts.marked:,} marked, "
             f"{counts.set_aside:,} set aside"
@@ -130,7 +132,7 @@ def status(
     table: _Name = "qflow_outbox",
     schema: _Schema = None,
     seconds: Annotated[float, typer.Option(min=0, help="For how long to measure the rate; 0 for not at all.")] = 1.0,
-    as_json: _Json = False,
+    as_json: AsJson = False,
 ) -> None:
     """Show the waiting rows, their age and rate, what holds the relays, and the messages that were set aside."""
     outbox, _ = _outbox(table, schema)
@@ -146,7 +148,7 @@ def status(
             now = outbox.status(connection)
         rate = (now.relayed - before) / seconds
     if as_json:
-        print(json.dumps(asdict(now) | {"rate": rate}))
+        print_json(asdict(now) | {"rate": rate})
         return
     oldest = f", the oldest for {text.seconds(now.oldest_age)}" if now.depth else ""
     print(f"{text.count(now.depth, 'row')} waiting{oldest}")
@@ -165,7 +167,7 @@ def failed(
     table: _Name = "qflow_outbox",
     schema: _Schema = None,
     limit: Annotated[int, typer.Option("--limit", "-n", min=1, help="Messages that are shown.")] = 20,
-    as_json: _Json = False,
+    as_json: AsJson = False,
 ) -> None:
     """Show messages that were set aside, with the broker's reply."""
     outbox, _ = _outbox(table, schema)
@@ -178,7 +180,7 @@ def failed(
         to = ("", "") if message is None else (message.exchange, message.routing_key)
         if as_json:
             told = {"id": row.id, "exchange": to[0], "routing_key": to[1], "ordering_key": row.ordering_key}
-            print(json.dumps(told | {"reply": row.reply, "failed_at": row.failed_at.isoformat()}))
+            print_json(told | {"reply": row.reply, "failed_at": row.failed_at.isoformat()})
         else:
             shown.add_row(str(row.id), *(Text(printable(each)) for each in (*to, row.ordering_key or "", row.reply)))
     if rows and not as_json:
@@ -191,13 +193,17 @@ def retry(
     database: _Database = None,
     table: _Name = "qflow_outbox",
     schema: _Schema = None,
+    as_json: AsJson = False,
 ) -> None:
     """Put messages that were set aside back at the end of the outbox."""
     outbox, _ = _outbox(table, schema)
     database = _checked(database)
     with _connection(database) as connection:
         count = outbox.retry(connection, ids or None)
-    print(f"{text.count(count, 'message')} put back")
+    if as_json:
+        print_json({"put_back": count})
+    else:
+        print(f"{text.count(count, 'message')} put back")
 
 
 def _outbox(table: str, schema: str | None) -> tuple[Outbox, type[OutboxRelay]]:

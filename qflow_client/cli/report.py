@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -14,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from qflow_client.cli import text
+from qflow_client.cli.output import AsJson, print_json
 from qflow_client.report import FlowLogs, FlowReport, flow_report, to_parquet
 
 __all__ = ["convert", "report"]
@@ -43,7 +43,7 @@ def report(
         Path | None,
         typer.Option("--output", "-o", help="A folder for report.html and, with pyarrow, Parquet tables."),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="All tables as JSON instead of a summary.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Report on flow logs: which producers were held, where, why, how long and by which others, and what to set.
 
@@ -58,7 +58,7 @@ def report(
     if as_json:
         whole = asdict(found)
         del whole["advice"]
-        print(json.dumps(whole, ensure_ascii=False))
+        print_json(whole)
         return
     _summary(Console(soft_wrap=True), found)
     if written:
@@ -70,9 +70,14 @@ def report(
 def convert(
     logs: _Logs,
     output: Annotated[Path, typer.Option("--output", "-o", help="The Parquet file to write.")],
+    as_json: AsJson = False,
 ) -> None:
     """Convert flow logs into one Parquet file, which has a tenth of the size and can be read faster."""
-    print(f"{text.count(to_parquet(FlowLogs(logs), output), 'line')} in {output}")
+    lines = to_parquet(FlowLogs(logs), output)
+    if as_json:
+        print_json({"lines": lines, "output": str(output)})
+    else:
+        print(f"{text.count(lines, 'line')} in {output}")
 
 
 def _summary(console: Console, found: FlowReport) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections.abc import Iterable, Iterator
@@ -27,6 +26,7 @@ from qflow_client import (
 )
 from qflow_client.cli import text
 from qflow_client.cli.errors import CommandError, ExitCode
+from qflow_client.cli.output import AsJson, print_json
 from qflow_client.cli.passwords import warn_of_url
 from qflow_client.cli.records import Format, Reading, RecordSource
 from qflow_client.cli.resuming import source_of
@@ -189,7 +189,7 @@ def send(
         int | None,
         typer.Option(min=0, help="Leave out so many records at the beginning, whatever --outbox says was sent before."),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="The summary as JSON.")] = False,
+    as_json: AsJson = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress, and no summary but --json.")] = False,
 ) -> None:
     """Send the records of a file, one message each, as fast as the broker allows.
@@ -294,24 +294,22 @@ def _summarise(
         quiet: whether to print nothing except JSON.
     """
     if as_json:
-        print(
-            json.dumps(
-                {
-                    "complete": failure is None,
-                    "error": None if failure is None else str(failure),
-                    "resumed_behind_record": before,
-                    "sent": tally.admitted,
-                    "confirmed": tally.confirmed,
-                    "not_confirmed": tally.not_confirmed,
-                    "stored": tally.stored,
-                    "confirmed_up_to_record": tally.confirmed_up_to,
-                    "confirmed_behind_a_gap": tally.confirmed_later,
-                    "seconds": round(took, 3),
-                    "messages_per_second": round(tally.confirmed / took, 1) if took else None,
-                    "times_flowed": tally.times_flowed,
-                    "seconds_flowed": {kind: round(s, 3) for kind, s in tally.seconds_flowed.items()},
-                }
-            )
+        print_json(
+            {
+                "complete": failure is None,
+                "error": None if failure is None else str(failure),
+                "resumed_behind_record": before,
+                "sent": tally.admitted,
+                "confirmed": tally.confirmed,
+                "not_confirmed": tally.not_confirmed,
+                "stored": tally.stored,
+                "confirmed_up_to_record": tally.confirmed_up_to,
+                "confirmed_behind_a_gap": tally.confirmed_later,
+                "seconds": round(took, 3),
+                "messages_per_second": round(tally.confirmed / took, 1) if took else None,
+                "times_flowed": tally.times_flowed,
+                "seconds_flowed": {kind: round(s, 3) for kind, s in tally.seconds_flowed.items()},
+            }
         )
     for line in tally.failures:
         print(f"qflow: {line}", file=sys.stderr)

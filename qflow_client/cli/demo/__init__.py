@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +21,7 @@ from qflow_client.cli.demo.audit import ConsumerTally, ProducerTally, QueueTally
 from qflow_client.cli.demo.flights import FLIGHTS, open_flights
 from qflow_client.cli.demo.view import Scene, audit_table, progress_line
 from qflow_client.cli.errors import CommandError
+from qflow_client.cli.output import AsJson, print_json
 from qflow_client.cli.stopping import Stopped, Stopping
 
 __all__ = ["demo"]
@@ -224,7 +224,7 @@ def demo(
     consumer_rate: Annotated[
         float, typer.Option(min=1, help="Messages per second that the consumer takes at the most.")
     ] = RATE,
-    as_json: Annotated[bool, typer.Option("--json", help="Nothing but the audit, as JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Watch the flights of New York in 2013 go from fast producers through a broker to a slow consumer.
 
@@ -247,7 +247,7 @@ def demo(
             raise CommandError(f"interrupted by {stopping.signal.name}: no audit", stopping.exit_code) from None
     lines = audit(run)
     if as_json:
-        print(json.dumps(to_json(run, lines, took), indent=2))
+        print_json(to_json(run, lines, took))
     else:
         out = Console()
         total = text.count(run.messages, "message")

@@ -2,12 +2,16 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
+import typer.main
 
 import qflow_client
 import qflow_client.cli
 from qflow_client.cli import main
+from qflow_client.cli.app import app
 
 
 def test_importing_the_package_imports_neither_command_line_nor_its_libraries() -> None:
@@ -36,6 +40,20 @@ def test_it_tells_its_version(capsys: pytest.CaptureFixture[str]) -> None:
 def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*command.split(), "--help"]) == 0
     assert f"qflow {command}" in capsys.readouterr().out
+
+
+def _commands(command: Any, *names: str) -> Iterator[tuple[str, Any]]:
+    for name, inner in getattr(command, "commands", {}).items():
+        yield from _commands(inner, *names, name)
+    if names and not hasattr(command, "commands"):
+        yield " ".join(names), command
+
+
+def test_every_command_prints_json_if_it_is_asked_for() -> None:
+    found = dict(_commands(typer.main.get_command(app)))
+    assert {"send", "outbox ls", "admin delete queue"} < found.keys()
+    without = [name for name, command in found.items() if all("--json" not in each.opts for each in command.params)]
+    assert not without
 
 
 @pytest.mark.parametrize("command", ["send", "broker", "demo"])

@@ -1,0 +1,29 @@
+"""``--json``: the output of every command for programs.
+
+The keys are public. Errors go to standard error, and the exit codes are the same as without the option.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, TextIO
+
+import typer
+
+__all__ = ["AsJson", "print_json"]
+
+#: The option, as the parameter ``as_json`` of a command.
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
+
+
+def print_json(value: Any, *, indent: int | None = None, file: TextIO | None = None) -> None:
+    """Print a value as JSON, and flush: programs may read the output while the command runs.
+
+    The output is ASCII. A terminal or a pipe may have any encoding, and a name may contain control characters.
+
+    Args:
+        value: what to print.
+        indent: spaces for each level; ``None`` for one line.
+        file: where to print; ``None`` for standard output.
+    """
+    print(json.dumps(value, indent=indent), file=file, flush=True)
