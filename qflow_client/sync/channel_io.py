@@ -1,4 +1,4 @@
-"""The I/O thread's part of one publishing channel, whoever owns the connection."""
+"""The part of a publishing channel that runs on the I/O thread, with an own or a shared connection."""
 
 from __future__ import annotations
 
@@ -13,33 +13,36 @@ __all__ = ["ChannelIO"]
 
 
 class ChannelIO:
-    """What time and other threads have the I/O thread do."""
+    """Wakes the I/O thread for timers and for other threads."""
 
     services: TapIOServices
     # Whether the I/O thread does nothing for the channel any more; guarded by the lock.
     ended: bool
-    # The producer's state, and what guards it.
+    # The producer's state, and its lock.
     _protocol: ProducerProtocol
     _lock: Guard
-    # Called on the I/O thread, without the lock, after anything that may have changed the protocol.
+    # Called on the I/O thread, without the lock, after any possible change of the protocol.
     _after: Callable[[], None]
-    # When the timer that is armed fires; None if none is.
+    # When the present timer fires; ``None`` without a timer.
     _timer_at: float | None
 
     def tell(self) -> None:
-        """Have `after` called on the I/O thread. For any thread, unless it has ended."""
+        """Call `after` on the I/O thread, unless it has ended. Any thread may call this."""
         self.services.add_callback_threadsafe(self._after)
 
     def look(self) -> None:
-        """Have the I/O thread take a step, which repairs an interrupted one. For any thread, unless it has ended."""
+        """Let the I/O thread take a step, which repairs an interrupted one. Any thread may call this.
+
+        If the I/O thread has ended, do nothing.
+        """
         self.services.add_callback_threadsafe(self._on_timer)
 
     def arm_timer(self) -> None:
-        """Have the protocol told when its time comes. For any thread."""
+        """Call the protocol when its timer is due. Any thread may call this."""
         self.services.add_callback_threadsafe(self._arm_timer)
 
     def forget(self) -> None:
-        """In a child process after a fork: let go of the parent's socket without a word to the broker."""
+        """Close the copy of the parent's socket in a child process after a fork. Nothing is sent to the broker."""
         self.ended = True
         self.services.forget()
 
@@ -64,6 +67,6 @@ class ChannelIO:
             self._protocol.on_timer(time.monotonic())
         self._after_io()
         tapped = self.services.tapped
-        # A full socket says itself when it takes more.
+        # A full socket reports itself when it takes more bytes.
         if tapped is not None and not tapped.full:
             self.services.pump()

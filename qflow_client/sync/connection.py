@@ -1,8 +1,9 @@
 """pika's own connections, with the tap at their sockets, for the application and any number of producers.
 
-pika's `BlockingConnection` belongs to the thread that uses it, and reads and writes in its methods only. So a thread of
-ours stands between it and the socket. It carries what pika writes and reads, frame by frame, and beside it the channels
-of the producers, of which pika knows nothing. Nobody waits for the application's thread, and nobody else calls pika.
+pika's `BlockingConnection` belongs to the thread that uses it, and reads and writes only in its methods. So an I/O
+thread works between pika and the socket. It transfers the bytes that pika writes and reads, frame by frame, and also
+the bytes of the producers' channels, which pika does not know. No thread waits for the application's thread, and only
+the application's thread calls pika.
 """
 
 from __future__ import annotations
@@ -56,25 +57,25 @@ from qflow_client.sync.pika_io import TapIOServices
 __all__ = ["SharedLink", "TappedConnection", "connect"]
 
 _CHUNK = 1 << 16
-# pika is not read while more of its bytes than this are not written.
+# pika's bytes are not read while more of them than this are unwritten.
 _HIGH = 1 << 16
-# "AMQP" and the version: the first that pika says, and no frame. It says no more before there is an answer.
+# "AMQP" and the version. pika sends these bytes first; they are not a frame. It sends nothing more before the answer.
 _GREETING_SIZE = 8
 # Channel, frame and heartbeat limits of Connection.Tune-Ok.
 _TUNE = Struct(">HIH")
-# AMQP has no more channels on a connection.
+# The most channels of an AMQP connection.
 _CHANNEL_MAX = 65535
 # Reply code 200, an empty text, and no method.
 _GOOD_BYE = CHANNEL_CLOSE + bytes((0, 200, 0, 0, 0, 0, 0))
 
 
 class _SocketServices(TapIOServices):
-    """The I/O thread's."""
+    """The I/O services of the I/O thread."""
 
     def __init__(self, tap: Tap, lock: Guard, after: Callable[[], None], drained: Callable[[], None]) -> None:
         super().__init__(tap, lock, after)
         self._drained = drained
-        # Whether anything has come since somebody last looked.
+        # Whether any data was received since the last check.
         self.heard = False
 
     def received(self, data: bytes) -> bytes:
@@ -82,14 +83,14 @@ class _SocketServices(TapIOServices):
         return super().received(data)
 
     def remove_writer(self, fd: int) -> bool:
-        """As pika's, whose transport asks for it when it has written all it had."""
+        """As pika's. pika's transport calls this when it has written all its data."""
         had = super().remove_writer(fd)
         self._drained()
         return had
 
 
 class Carrier:
-    """Carries the bytes of one connection between pika and the socket, on a thread of its own.
+    """Transfers the bytes of one connection between pika and the socket, on a thread of its own.
 
     Args:
         url: the broker's, for people.
@@ -98,34 +99,34 @@ class Carrier:
     def __init__(self, url: str) -> None:
         self.url = url
         self.tap = Tap()
-        # Guards the tap and the protocols of all producers on the connection, and all of this that says so.
+        # Guards the tap, the protocols of all producers on the connection, and the attributes marked so.
         self.lock = Guard()
         self.services = _SocketServices(self.tap, self.lock, self._after, self._go_on_reading)
-        # The producers' links; replaced, never changed. Guarded by the lock.
+        # The producers' links. The tuple is replaced and never changed. Guarded by the lock.
         self._links: tuple[SharedLink, ...] = ()
-        # Why it carries nothing any more; None while it does. Guarded by the lock.
+        # Why the transfer has ended; ``None`` while it runs. Guarded by the lock.
         self.ended: str | None = None
-        # What pika and the broker have agreed on.
+        # The limit that pika and the broker have agreed on.
         self.channel_max = _CHANNEL_MAX
         self.frame_max = 0
         # Channel numbers that pika has used, and those of producers.
         self._pikas: set[int] = set()
         self._taken: set[int] = set()
-        # Our end of the socket pair, and what pika has not taken from it yet.
+        # The carrier's end of the socket pair, and the bytes that pika has not read from it yet.
         self._far: socket.socket
         self._to_pika: deque[bytes] = deque()
-        # What pika writes, and whether it is not read for now.
+        # Splits the bytes that pika writes; and whether reading them is paused.
         self._splitter = FrameSplitter()
         self._greeted = False
         self._paused = False
-        # pika's transport of the broker's socket, once it is connected, …
+        # pika's transport of the broker's socket, when it is connected.
         self._transport: Any = None
-        # … and until then, what connects it, and who is told when that is done.
+        # Before that, the object that connects it, and the callback for the result.
         self._connecting: Any = None
         self._on_done: Callable[[BaseException | None], None]
         # Why the connection ends, if that is known before it does.
         self._why: str | None = None
-        # How many looks in a row nothing had come from the broker.
+        # How many checks in a row have found no data from the broker.
         self._silent = 0
         self._heartbeat = 0
         self._thread = threading.Thread(target=serve, args=(self._run,), name=f"qflow-io {url}", daemon=True)
@@ -137,16 +138,16 @@ class Carrier:
         server_hostname: str | None,
         on_done: Callable[[BaseException | None], None],
     ) -> socket.socket:
-        """Take over a socket that is connected, and begin to carry.
+        """Take over a connected socket, and begin the transfer.
 
         Args:
             sock: the socket.
             ssl_context: for TLS; ``None`` for none.
             server_hostname: likewise.
-            on_done: called on the I/O thread, with what went wrong, or ``None`` once it carries.
+            on_done: called on the I/O thread with an error, or with ``None`` when the transfer runs.
 
         Returns:
-            The socket that pika is to use in its place. To close it ends the connection.
+            The socket that pika uses instead. Closing it ends the connection.
         """
         near, self._far = socket.socketpair()
         near.setblocking(False)
@@ -159,7 +160,7 @@ class Carrier:
         return near
 
     def add(self, link: SharedLink) -> str | None:
-        """Take a producer's link; why that cannot be, or ``None``. For any thread."""
+        """Add a producer's link. Return why that is not possible, or ``None``. Any thread may call this."""
 
         def add() -> str | None:
             if self.ended is None:
@@ -171,14 +172,15 @@ class Carrier:
     # On the I/O thread.
 
     def remove(self, link: SharedLink) -> None:
-        """Let go of a link."""
+        """Remove a link."""
         with self.lock:
             self._links = tuple(each for each in self._links if each is not link)
 
     def take_number(self) -> int:
-        """A number for a producer's channel, from the top, because pika takes them from the bottom; 0 if all are used.
+        """Return a free number for a producer's channel; 0 if all are used.
 
-        What pika has closed it may open again.
+        Numbers are taken from the top, because pika takes them from the bottom. Numbers of channels that pika has
+        closed are not free, because pika may open them again.
         """
         for number in range(self.channel_max, 0, -1):
             if number not in self._taken and number not in self._pikas:
@@ -187,11 +189,11 @@ class Carrier:
         return 0
 
     def give_back(self, number: int) -> None:
-        """The producer's channel of that number is closed."""
+        """Free a number: the producer's channel is closed."""
         self._taken.discard(number)
 
     def write(self, number: int, method: bytes) -> None:
-        """Write a method of ours between what pika writes."""
+        """Write a method of the carrier between pika's frames."""
         if self.ended is None:
             self._transport.write(frame(METHOD_FRAME, number, method))
 
@@ -200,7 +202,7 @@ class Carrier:
             self.services.set_reader(self._far.fileno(), self._on_readable)
             self.services.run()
         except BaseException as error:
-            # Whoever waits must learn of it, whatever it is, and so must the broker.
+            # The callers that wait, and the broker, must learn of any error.
             log(logging.ERROR, "%s: the I/O thread failed", self.url, error=error)
             if self.services.tapped is not None:
                 self.services.tapped.close()
@@ -212,7 +214,7 @@ class Carrier:
             self.services.close()
 
     def _connected(self, result: Any) -> None:
-        # What it knows of pika must not keep a connection that the application has let go of.
+        # The callback refers to pika. It must not keep a connection alive that the application has dropped.
         on_done = self._on_done
         del self._on_done
         self._connecting = None
@@ -242,7 +244,7 @@ class Carrier:
         self.services.call_later(self._heartbeat / 2, self._beat)
 
     def _end(self, why: str) -> None:
-        """Nothing comes from the broker any more, nor goes there."""
+        """End the transfer in both directions."""
         with self.lock:
             if self.ended is not None:
                 return
@@ -251,33 +253,33 @@ class Carrier:
         for link in links:
             link.lost(why)
         self.services.remove_reader(self._far.fileno())
-        # What has come is still for pika, which finds the end behind it.
+        # pika still gets the received data, and then finds the end of the connection.
         self._feed()
 
-    # pika's interface of a protocol: what the broker says.
+    # pika's interface of a protocol: data from the broker.
 
     def connection_made(self, transport: Any) -> None:
-        """The socket is there, with TLS if it is to be."""
+        """Handle a connected socket, with TLS if it is used."""
         self._transport = transport
 
     def data_received(self, data: bytes) -> None:
-        """What pika is to see of what has come."""
+        """Pass received data through the tap to pika."""
         self._to_pika.append(data)
         if len(self._to_pika) == 1:
             self._feed()
 
     def eof_received(self) -> bool:
-        """A broker that writes no more reads no more either."""
+        """Close the connection, because a broker that has stopped writing has also stopped reading."""
         return False
 
     def connection_lost(self, error: BaseException | None) -> None:
-        """The socket is gone."""
+        """Handle the end of the socket."""
         self._end(lost(self._why or self.tap.closed or _words(error)))
 
     # pika's end.
 
     def _feed(self) -> None:
-        """Give pika what there is, as much as it takes."""
+        """Write the waiting data to pika, as much as its socket takes."""
         waiting = self._to_pika
         while waiting:
             try:
@@ -331,7 +333,7 @@ class Carrier:
             self.services.set_reader(self._far.fileno(), self._on_readable)
 
     def _look(self, number: int, payload: bytes) -> None:
-        """Learn what there is to learn from what pika says."""
+        """Record facts from a method that pika sends."""
         method = payload[:4]
         if method == CHANNEL_OPEN:
             self._pikas.add(number)
@@ -347,14 +349,14 @@ class Carrier:
 
 
 class _PikaServices(SelectorIOServicesAdapter):
-    """The I/O services of the application's thread, whose sockets a carrier carries.
+    """The I/O services of the application's thread. A carrier transfers the data of each socket.
 
     Args:
         loop: pika's.
         url: the broker's, for people.
     """
 
-    # Of the last socket; set once there is one.
+    # The carrier of the last socket; set when there is one.
     carrier: Carrier
 
     def __init__(self, loop: Any, url: str) -> None:
@@ -388,11 +390,11 @@ class _PikaServices(SelectorIOServicesAdapter):
 
 
 class _Establishing:
-    """What pika can cancel while a connection is being established."""
+    """The object that pika can cancel while a connection is being established."""
 
     # pika's end of the socket pair.
     near: socket.socket
-    # pika's own part of it, once that has begun; False if it never will.
+    # pika's part of the work, when it has begun; False if it never will.
     step: Any = None
 
     def cancel(self) -> bool:
@@ -405,7 +407,7 @@ class _Establishing:
 
 
 class _Maker:
-    """Makes what is below pika's `BlockingConnection`, in the place of a class of connections."""
+    """Makes the object below pika's `BlockingConnection`. It is passed instead of a class of connections."""
 
     services: _PikaServices
 
@@ -433,7 +435,7 @@ class TappedConnection(pika.BlockingConnection):
     def __init__(self, parameters: pika.connection.Parameters, url: str) -> None:
         maker = _Maker(url)
         super().__init__(parameters, maker)  # type: ignore[arg-type]  # it stands for a class
-        #: What carries its bytes; for the package.
+        #: Transfers its bytes; for the package.
         self.carrier = maker.services.carrier
 
 
@@ -443,23 +445,25 @@ def connect(
     timeout: float | None = None,
     client_properties: dict[str, Any] | None = None,
 ) -> pika.BlockingConnection:
-    """Connect with pika, ready for consumers and for any number of producers: ``Producer(connection=…)``.
+    """Connect with pika, for consumers and for any number of producers: ``Producer(connection=…)``.
 
-    As any `BlockingConnection` it belongs to one thread, which runs what consumes on it. Producers on it may be made,
-    used and closed by any thread, whatever that one does: a thread of ours reads and writes the socket, keeps the
-    heartbeats, and keeps what comes until pika asks for it. So consumers should limit that with ``basic_qos``.
+    Like any `BlockingConnection` it belongs to one thread, which runs the consumers on it. Any thread may make, use and
+    close producers on it, whatever the first thread does. An I/O thread reads and writes the socket, sends heartbeats,
+    and keeps received messages until pika asks for them. So consumers should limit the number of these messages with
+    ``basic_qos``.
 
     Args:
-        url: ``amqp://`` or ``amqps://`` URL of the broker, whose query is pika's; or pika's own connection parameters.
+        url: ``amqp://`` or ``amqps://`` URL of the broker, with a query as for pika; or pika's own connection
+            parameters.
         timeout: seconds that connecting to one address may take; ``None`` for pika's own limits.
-        client_properties: what the connection says of itself, such as ``connection_name``.
+        client_properties: properties that the connection announces, such as ``connection_name``.
 
     Returns:
         pika's own object.
 
     Raises:
-        ConnectionFailed: it cannot be had, and why.
-        SettingsError: the URL is none.
+        ConnectionFailed: connecting failed; the text gives the reason.
+        SettingsError: the URL is not valid.
     """
     if isinstance(url, str):
         check_setting("url", url)
@@ -486,12 +490,12 @@ def _address(parameters: Any) -> str:
 class SharedLink(ChannelIO):
     """One publishing channel on a connection that others use, too.
 
-    pika does not know the channel: the I/O thread opens and closes it, so no thread of the application's is needed.
+    pika does not know the channel. The I/O thread opens and closes it, so no thread of the application is needed.
 
     Args:
         connection: the connection.
         protocol: the producer's state.
-        after: called on the I/O thread, without the lock, after anything that may have changed the protocol.
+        after: called on the I/O thread, without the lock, after any possible change of the protocol.
     """
 
     def __init__(self, connection: TappedConnection, protocol: ProducerProtocol, after: Callable[[], None]) -> None:
@@ -502,25 +506,25 @@ class SharedLink(ChannelIO):
         self._after = after
         self._tap = carrier.tap
         self.services = carrier.services
-        # Set once the channel is there, or failed once it cannot be.
+        # Done when the channel is open, or failed if it cannot be opened.
         self._opened: Future[None] = Future()
         self.ended = False
         self._timer_at = None
         self._carrier = carrier
-        # Kept, because the connection ends with the application's object.
+        # A reference, because the connection ends with the application's object.
         self._shared = connection
-        # The channel's number while it is not known to be closed.
+        # The channel's number while the channel is not known to be closed.
         self._number: int | None = None
-        # Whether the channel is to be closed once the message that has begun has ended, and whether its end has begun.
+        # Whether the channel is to be closed after the partly written message, and whether closing has begun.
         self._leaves = False
         self._is_closing = False
-        # Set once nothing of the producer's is on the connection any more, and once the channel is closed, too.
+        # Set when the producer has nothing on the connection any more; and set when the channel is closed, too.
         self._parted = Latch()
         self._left = Latch()
 
     @property
     def last_failure(self) -> str:
-        """Always empty: another connection is not made."""
+        """Always empty: no other connection is made."""
         return ""
 
     def open(self, timeout: float) -> None:
@@ -530,7 +534,7 @@ class SharedLink(ChannelIO):
             timeout: seconds that it may take.
 
         Raises:
-            ConnectionFailed: it cannot be had, and why.
+            ConnectionFailed: opening failed; the text gives the reason.
         """
         if self._protocol.settings.confirms and not self._shared.publisher_confirms_supported:
             raise self._failed(no_confirms("the broker does not announce them"))
@@ -551,7 +555,7 @@ class SharedLink(ChannelIO):
         return connection_failed(self.url, why)
 
     def close(self, timeout: float) -> None:
-        """Give up what is unsettled, and end the channel.
+        """Give up all unsettled messages, and close the channel.
 
         Args:
             timeout: seconds that the broker may take to answer.
@@ -577,7 +581,7 @@ class SharedLink(ChannelIO):
         self._number = number
         with self._lock:
             self._tap.expect(number)
-            # Told under the lock; a broker may say several things at once, which stay in order.
+            # Called under the lock. A broker may send several methods at once, and they stay in order.
             self._tap.own(
                 number, lambda payload: self.services.add_callback_threadsafe(partial(self._on_method, payload))
             )
@@ -594,7 +598,7 @@ class SharedLink(ChannelIO):
             self._ready(number)
         elif method == CHANNEL_CLOSE:
             self._carrier.write(number, CHANNEL_CLOSE_OK)
-            # If the end had begun here too, there is another answer to come.
+            # If closing has begun on this side, too, another answer will come.
             if not self._is_closing:
                 code, text = int.from_bytes(payload[4:6], "big"), payload[7 : 7 + payload[6]].decode("utf-8", "replace")
                 self.lost(f"the channel was closed: {code} {text}")
@@ -610,7 +614,7 @@ class SharedLink(ChannelIO):
                 self._protocol.channel_opened(number, self._carrier.frame_max, now)
                 self._tap.attach(number, self._protocol, now)
         except BaseException as error:
-            # Nobody else would tell who waits.
+            # No other code would wake the caller that waits.
             self._not_opened(f"the channel cannot be used: {error!r}")
             raise
         self._opened.set_result(None)
@@ -618,7 +622,7 @@ class SharedLink(ChannelIO):
         self.services.pump()
 
     def _not_opened(self, why: str) -> bool:
-        """Whether the channel was never there; then `open` learns why."""
+        """Return True if the channel never opened. Then `open` raises the reason."""
         try:
             self._opened.set_exception(self._failed(why))
         except InvalidStateError:
@@ -626,7 +630,7 @@ class SharedLink(ChannelIO):
         return True
 
     def after_io(self) -> None:
-        """Something may have changed the protocol."""
+        """Handle a possible change of the protocol."""
         self._after_io()
         if self._leaves:
             with self._lock:
@@ -637,11 +641,12 @@ class SharedLink(ChannelIO):
     def _leave(self) -> None:
         self._leaves = True
         self.services.pump()
-        # The broker would take the close for a part of the message that has begun, and end the connection for it.
+        # The broker would take the close for a part of the partly written message, and end the connection because of
+        # it.
         self.after_io()
 
     def _abandon(self) -> None:
-        """The message that has begun does not end in time."""
+        """Give up a partly written message that is not completed in time."""
         if self._leaves:
             log(
                 logging.WARNING,
@@ -652,7 +657,7 @@ class SharedLink(ChannelIO):
             self._part(closes=False)
 
     def _part(self, *, closes: bool = True) -> None:
-        """The channel is no longer the producer's."""
+        """Separate the channel from the producer."""
         self._leaves = False
         self._settle(GIVEN_UP)
         if self._number is None or self.ended:
@@ -668,18 +673,18 @@ class SharedLink(ChannelIO):
                 self._tap.detach(self._number)
             self._protocol.connection_lost(why, time.monotonic())
         self._after_io()
-        # The end of a frame that has begun.
+        # Write the rest of a partly written frame.
         self.services.pump()
 
     def lost(self, why: str) -> None:
-        """The channel is gone."""
+        """Handle the loss of the channel."""
         self._leaves = False
         if not self._not_opened(why):
             self._settle(why)
         self._gone()
 
     def _gone(self) -> None:
-        """The channel is closed, or never was."""
+        """Record that the channel is closed, or never existed."""
         if self._number is not None:
             with self._lock:
                 self._tap.detach(self._number)
@@ -689,7 +694,7 @@ class SharedLink(ChannelIO):
         self._carrier.remove(self)
         with self._lock:
             self.ended = True
-        # What came before; from now on everybody tells what there is to tell.
+        # Report earlier changes. From now on all threads report their changes themselves.
         self._after()
         self._parted.set()
         self._left.set()

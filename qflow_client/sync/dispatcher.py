@@ -1,4 +1,4 @@
-"""A thread of its own for the application's callbacks."""
+"""A separate thread for the application's callbacks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from qflow_client.logs import log
 
 __all__ = ["Dispatcher"]
 
-# A callback, and what returns its argument when its turn has come.
+# A callback, and a function that returns its argument when the callback is next.
 _Calls = queue.SimpleQueue[tuple[Callable[[Any], object], Callable[[], Any]] | None]
 
 
@@ -24,16 +24,16 @@ def _run(calls: _Calls) -> None:
         try:
             callback(argument)
         except BaseException as error:
-            # The application's mistake, or its sys.exit, must not cost it what follows.
+            # A mistake of the application, or its sys.exit, must not prevent the following calls.
             log(logging.ERROR, "callback %r failed on %r", callback, argument, error=error)
-        # What was called may be let go of.
+        # Drop the references to the called objects.
         del call, callback, take, argument
 
 
 class Dispatcher:
-    """Calls callbacks in order, on one thread, which ends with it if it is not stopped before.
+    """Calls callbacks in order on one thread, until it is deleted or stopped.
 
-    A callback that raises is logged and does no harm.
+    An exception of a callback is logged and has no other effect.
 
     Args:
         name: of the thread.
@@ -45,36 +45,39 @@ class Dispatcher:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Start the thread, unless it was. Not inside a step: it waits for the thread, which may find garbage."""
+        """Start the thread, unless it is started.
+
+        Do not call this inside a step: it waits for the thread, which may collect garbage.
+        """
         if self._thread is not None:
             return
         thread = threading.Thread(target=_run, args=(self._calls,), name=self._name, daemon=True)
-        # Nobody comes between the look and the store.
+        # Nothing runs between this check and the assignment.
         if self._thread is None:
             self._thread = thread
         if self._thread is thread:
-            # The end of the process needs it to the last.
+            # The thread is needed until the very end of the process.
             weakref.finalize(self, self._calls.put, None).atexit = False
             thread.start()
 
     def call(self, callback: Callable[[Any], object], argument: Any) -> None:
-        """Have ``callback(argument)`` called after all that was asked for before."""
+        """Schedule ``callback(argument)`` after all earlier calls."""
         self._calls.put((callback, lambda: argument))
 
     def call_with_next(self, callback: Callable[[Any], object], take: Callable[[], Any]) -> None:
-        """As `call`, but with the argument that ``take()`` returns when the turn of the call has come."""
+        """As `call`, but ``take()`` returns the argument when the callback is next."""
         self._calls.put((callback, take))
 
     @property
     def is_current_thread(self) -> bool:
-        """Whether the caller is one of the callbacks."""
+        """Return True if the caller is one of the callbacks."""
         return threading.current_thread() is self._thread
 
     def stop(self, timeout: float) -> None:
-        """Let it end after the calls that are due, and wait for that, unless called from one of them.
+        """End the thread after the scheduled calls, and wait for its end, unless one of these calls is the caller.
 
         Args:
-            timeout: seconds to wait at the most.
+            timeout: seconds to wait at most.
         """
         self._calls.put(None)
         if self._thread is not None and not self.is_current_thread:

@@ -52,7 +52,7 @@ __all__ = ["Engine", "Waiter"]
 
 _T = TypeVar("_T")
 
-# What wakes callers, and entries to log.
+# Waiters to wake, and log entries.
 _News = tuple[list[Any], list[Any]]
 
 # Seconds that the end of the process waits for a producer that was not closed.
@@ -62,7 +62,7 @@ _monotonic = time.monotonic
 
 
 class Waiter:
-    """Wakes one thread; cheaper than an event."""
+    """Wakes one thread; cheaper than `threading.Event`."""
 
     __slots__ = ("_lock",)
 
@@ -71,14 +71,14 @@ class Waiter:
         self._lock.acquire()
 
     def set(self) -> None:
-        """Wake the thread. A second time changes nothing."""
+        """Wake the thread. A second call changes nothing."""
         try:
             self._lock.release()
         except RuntimeError:
             return
 
     def wait_until(self, deadline: float) -> None:
-        """Wait until it is set, or until a time."""
+        """Wait until `set` is called, or until a time."""
         self._lock.acquire(timeout=max(0.0, min(deadline - _monotonic(), threading.TIMEOUT_MAX)))
 
 
@@ -88,10 +88,10 @@ class Engine(BaseEngine):
     Args:
         settings: the producer's.
         on_delivery: called with every settled receipt; ``None`` for no call.
-        manager: with which the producer registers.
-        connection: on which it opens a channel; ``None`` for a connection of its own.
-        topology: what is declared on each connection of its own; ``None`` for nothing.
-        credentials: called for what it logs in with; ``None`` for what the URL says.
+        manager: the producer registers with it.
+        connection: the shared connection on which it opens a channel; ``None`` for a connection of its own.
+        topology: declared on each connection of its own; ``None`` for nothing.
+        credentials: called for the credentials; ``None`` to use those of the URL.
     """
 
     def __init__(
@@ -106,21 +106,21 @@ class Engine(BaseEngine):
         super().__init__(settings, on_delivery, manager, topology)
         self._connection = connection
         self._asker = None if credentials is None else Asker(credentials, settings.name)
-        #: Guards the protocol, the link's `awake`, and the listeners; one for all producers on a connection.
+        #: Guards the protocol, the link's `awake`, and the listeners. All producers on a connection share it.
         self.lock = Guard() if connection is None else connection.carrier.lock
         #: Calls the application's callbacks.
         self.dispatcher = Dispatcher(f"qflow-callbacks {settings.name}")
-        # Set when the first close has come to its end.
+        # Set when the first close has ended.
         self._all_ended = Latch()
-        # Until when the close may take that `close_later` has begun; None if it has not.
+        # The deadline of a close that `close_later` has begun; ``None`` if it has not.
         self._leaves_until: float | None = None
-        # What was unsettled as its connection was ended.
+        # The messages that were unsettled when the connection ended.
         self._left: tuple[Receipt, ...] = ()
-        #: The connection, or the channel on one that others use, too; set by `open`.
+        #: The own connection, or the channel on a shared one; set by `open`.
         self.link: Link | SharedLink | None = None
 
     def open(self, line: Line | None, on_flow: Callable[[FlowEvent], object] | None) -> None:
-        """Connect. If anything is raised, `discard` ends what has begun.
+        """Connect. After an error, `discard` ends everything that was started.
 
         Args:
             line: the order in which waiting sends are served; ``None`` for first come, first served.
@@ -143,7 +143,7 @@ class Engine(BaseEngine):
         watch_process(self)
 
     def discard(self) -> None:
-        """End what an `open` that failed has begun."""
+        """End everything that a failed `open` has started."""
         self.ended = True
         try:
             if self.link is not None:
@@ -158,7 +158,7 @@ class Engine(BaseEngine):
         protocol = ProducerProtocol(self.settings, **protocol_options(self.settings, SyncReceipt, line))
         if self.settings.outbox is None:
             return protocol
-        # They import sqlite3.
+        # These modules import sqlite3.
         from qflow_client.outbox.storage import Storage
         from qflow_client.sync.outbox import SpilledReceipt
 
@@ -178,7 +178,7 @@ class Engine(BaseEngine):
             shared.open(self.settings.connect_timeout)
             return shared
         errors = []
-        # An error in the URL of any host is raised before the first is tried.
+        # An error in any host's URL is raised before the first host is tried.
         urls = hosts_in_order(self.settings)
         hosts = [parameters(url, self.settings) for url in urls]
         for host in range(len(hosts)):
@@ -233,7 +233,7 @@ class Engine(BaseEngine):
         self.link.services.add_callback_threadsafe(function)
 
     def recheck(self) -> None:
-        """Have the I/O thread take a step, because an exception may have come before what was to follow from one."""
+        """Let the I/O thread take a step, because an exception may have come before the follow-up of a step."""
         link = self.link
         if link is None:
             return
@@ -244,9 +244,9 @@ class Engine(BaseEngine):
             self.after()
 
     def _kick(self) -> None:
-        """Have the I/O thread write, and pass on what the protocol reports."""
+        """Let the I/O thread write, and pass on the protocol's reports."""
         link, protocol = self.link, self.protocol
-        # As long as there is an I/O thread, that is its task, because no Ctrl-C comes there.
+        # While there is an I/O thread it does this, because Ctrl-C never comes there.
         if link is None or link.ended:
             with suppress(NestedCall):
                 self.after(self.lock.try_take)
@@ -257,7 +257,7 @@ class Engine(BaseEngine):
             link.tell()
 
     def arm_timer(self) -> None:
-        """Have the protocol called when its time comes, if time alone can lift a hold."""
+        """Call the protocol when its timer is due, if time alone can lift a hold."""
         if self.settings.rate is not None and self.link is not None:
             self.link.arm_timer()
 
@@ -268,10 +268,10 @@ class Engine(BaseEngine):
             call: the call.
             waiter: its waiter.
             deadline: until when it may wait, in seconds.
-            ticket: of a send, given up if something is raised; of another call, `waiter` is forgotten.
+            ticket: of a send. After an error it is given up. Without a ticket, `waiter` is forgotten.
 
         Raises:
-            NestedCall: a step could not be taken, and nothing has happened.
+            NestedCall: a step could not be taken, and nothing has changed.
         """
 
         def undo(protocol: ProducerProtocol) -> None:
@@ -290,7 +290,7 @@ class Engine(BaseEngine):
                 except NestedCall:
                     if ticket is None or ticket.claim(for_sender=True):
                         raise
-                    # The step that does not end admits the message.
+                    # The outer step admits the message.
         except NestedCall:
             self.call_later(lambda: self.step(undo))
             raise
@@ -305,7 +305,7 @@ class Engine(BaseEngine):
         """As `BaseEngine.after`.
 
         Args:
-            take: how to take the step that it needs; by default, it is waited for as long as it takes.
+            take: how to take the necessary step; by default, wait for the lock without limit.
         """
         protocol = self.protocol
         if protocol.admission.observer is not None:
@@ -315,13 +315,13 @@ class Engine(BaseEngine):
         wake, logs = (take or self.lock.take)(self._pass_on)
         for waiter in wake:
             waiter.set()
-        # Last, because it may take its time.
+        # This comes last, because it may take long.
         write_log(logs)
 
     def _pass_on(self) -> _News:
         """Pass on events and receipts, and return the waiters to wake and the entries to log."""
         settled, wake, logs = self.take_news()
-        # In the order of the steps, so that two threads cannot swap what they pass on.
+        # In the order of the steps, so that two threads cannot exchange the order of their events.
         if self.protocol.reports.events:
             self.listeners.tell(self.protocol, self._call_listener)
         if settled:
@@ -338,17 +338,17 @@ class Engine(BaseEngine):
 
         self.dispatcher.call_with_next(subscription.callback, take)
 
-    # The end.
+    # Closing.
 
     def close(self, deadline: float, *, waits_for_holds: bool = True) -> UndeliveredMessages | None:
         """Close the producer; a second call waits for the end of the first.
 
         Args:
             deadline: until when messages may be settled, in seconds.
-            waits_for_holds: False to wait only as long as the broker goes on answering.
+            waits_for_holds: False to wait only while the broker continues to answer.
 
         Returns:
-            The error for what was not delivered.
+            The error for messages that were not delivered.
         """
         first = False
 
@@ -370,7 +370,7 @@ class Engine(BaseEngine):
                 self._end_later()
             raise
         except BaseException as error:
-            # Ctrl-C above all.
+            # Mainly for Ctrl-C.
             if first:
                 leave_word(self.settings.name, error, self.end(BRIEF))
             raise
@@ -380,7 +380,10 @@ class Engine(BaseEngine):
         return None
 
     def close_later(self, deadline: float) -> None:
-        """Close on a thread of its own, and log what is not delivered. The end of the process waits for it."""
+        """Close on a separate thread, and log messages that are not delivered.
+
+        The end of the process waits for the thread.
+        """
         self._leaves_until = deadline
 
         def close() -> None:
@@ -392,26 +395,26 @@ class Engine(BaseEngine):
             try:
                 start_thread()
             except RuntimeError:
-                # No thread starts while the process ends. Then there is nothing to wait for.
+                # No thread can start while the process ends. Then there is nothing to wait for.
                 self._leaves_until = None
 
         thread = threading.Thread(target=close, name=f"qflow-end {self.settings.name}", daemon=True)
-        # `threading.Thread.start` waits, and a signal handler must not.
+        # `threading.Thread.start` waits, which a signal handler must not do.
         begin(lambda: start_new_thread(begin, (thread.start,)))
 
     def end(self, patience: float, deadline: float | None = None) -> UndeliveredMessages | None:
-        """End the connection and the callbacks. After Ctrl-C it is called again.
+        """End the connection and the callbacks. After Ctrl-C this is called again.
 
         Args:
             patience: seconds that each may take.
             deadline: until when `on_delivery` may be called; ``None`` for `patience`.
 
         Returns:
-            The error for what was not delivered.
+            The error for messages that were not delivered.
         """
         assert self.link is not None
         try:
-            # What the first call has found is as true after Ctrl-C.
+            # The result of the first call is still valid after Ctrl-C.
             self._left = self._left or self._take_last(lambda: self.protocol.unsettled_receipts)
             self.unregister()
             self.detach()
@@ -430,13 +433,13 @@ class Engine(BaseEngine):
                 if self.storage is not None:
                     self.storage.close(BRIEF if deadline is None else max(BRIEF, deadline - _monotonic()))
             finally:
-                # Other threads that close wait until here.
+                # Other threads that call `close` wait until here.
                 self._all_ended.set()
         failures, dropped = self._take_last(self.take_failures)
         return self.undelivered(failures, dropped, self._left)
 
     def _take_last(self, step: Callable[[], _T]) -> _T:
-        """Take one of the last steps; also while another thread does not end its own, because nothing follows it."""
+        """Take one of the last steps, even if another thread does not end its step, because no further step follows."""
         try:
             return self.lock.try_take(step)
         except NestedCall:
@@ -445,12 +448,12 @@ class Engine(BaseEngine):
     # Without the producer.
 
     def _end_later(self) -> None:
-        # `threading.Thread.start` waits, and a finalizer must not. No thread starts while the process ends.
+        # `threading.Thread.start` waits, which a finalizer must not do. No thread can start while the process ends.
         with suppress(RuntimeError):
             start_new_thread(self._start_end, ())
 
     def _start_end(self) -> None:
-        # With a name, and so that `threading` knows it.
+        # So that the thread has a name, and `threading` knows it.
         name = f"qflow-end {self.settings.name}"
         threading.Thread(target=self._end_dropped, name=name, daemon=True).start()
 
@@ -466,7 +469,7 @@ class Engine(BaseEngine):
     def forked(self) -> None:
         if self.link is not None:
             self.link.forget()
-        # The parent's threads may have held these, or been at work in it.
+        # The parent's threads may have held these locks, or been inside a step.
         self.lock = Guard()
         self._all_ended = Latch()
         self._all_ended.set()
@@ -474,7 +477,7 @@ class Engine(BaseEngine):
         self.listeners.end()
 
     def forgotten(self) -> None:
-        """At the end of the process: log what is lost if it was not closed."""
+        """At the end of the process, log the lost messages of a producer that was not closed."""
         if self._leaves_until is not None and not self.is_copy:
             self._all_ended.wait(self._leaves_until - _monotonic())
         if self.is_copy or self._all_ended.is_set or (self.ended and not self.is_dropped):

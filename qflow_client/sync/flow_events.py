@@ -13,10 +13,10 @@ __all__ = ["FlowEvents"]
 
 
 class FlowEvents:
-    """The flow events of a producer, as they come.
+    """The flow events of a producer, in order.
 
-    One thread at a time puts them, and another one reads. There is no lock: if both take the last event at once, one of
-    them finds the queue empty.
+    One thread at a time puts events, and another one reads them. There is no lock. If both threads take the last event
+    at once, one of them finds an empty queue.
 
     Args:
         name: the producer's.
@@ -30,7 +30,7 @@ class FlowEvents:
         self.losses = Losses(name, limit, "flow_events() is not read fast enough")
 
     def put(self, event: FlowEvent | None) -> None:
-        """Append an event, in the place of the oldest one if too many wait. ``None`` is the end, and comes last."""
+        """Append an event. If too many events wait, it replaces the oldest one. ``None`` is the end, and comes last."""
         if event is not None and self._events.qsize() >= self._limit:
             # The reader may have taken it meanwhile.
             with suppress(queue.Empty):
@@ -44,7 +44,7 @@ class FlowEvents:
     def __next__(self) -> FlowEvent:
         event = self._events.get()
         if event is None:
-            # For further calls.
+            # For the next calls.
             self._events.put(None)
             raise StopIteration
         self.losses.report(self._events.qsize())

@@ -1,4 +1,4 @@
-"""What a thread waits on."""
+"""A latch on which threads wait."""
 
 from __future__ import annotations
 
@@ -8,44 +8,44 @@ __all__ = ["Latch"]
 
 
 class Latch:
-    """Set once, for any number of threads.
+    """Is set once, for any number of threads.
 
-    Not `threading.Event`: Ctrl-C inside that can leave its lock held, and then whoever sets it, which is the I/O
-    thread, would wait for ever.
+    `threading.Event` is not used, because Ctrl-C inside it can leave its lock held. Then the thread that sets it, the
+    I/O thread, would wait for ever.
     """
 
     __slots__ = ("_locks", "is_set")
 
     def __init__(self) -> None:
-        #: Whether it was set.
+        #: Whether the latch is set.
         self.is_set = False
-        # One for each thread that waits.
+        # One lock for each waiting thread.
         self._locks: list[threading.Lock] = []
 
     def set(self) -> None:
-        """Have everybody go on. A second time does what an interrupted first one has not done."""
+        """Wake all waiting threads. A second call completes an interrupted first one."""
         self.is_set = True
         for lock in tuple(self._locks):
             try:
                 lock.release()
             except RuntimeError:
-                # It was.
+                # The lock is released already.
                 continue
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until it is set.
+        """Wait until the latch is set.
 
         Args:
             timeout: seconds; ``None`` for ever.
 
         Returns:
-            Whether it is.
+            Whether the latch is set.
         """
         if not self.is_set:
             lock = threading.Lock()
             lock.acquire()
             self._locks.append(lock)
-            # Set meanwhile: then this one may have been overlooked.
+            # If the latch was set meanwhile, `set` may have missed this lock.
             if not self.is_set:
                 lock.acquire(timeout=-1 if timeout is None else max(0.0, min(timeout, threading.TIMEOUT_MAX)))
             self._locks.remove(lock)

@@ -1,4 +1,4 @@
-"""A connection of pika's on an I/O thread of its own, with the tap at its socket."""
+"""A connection of pika on a separate I/O thread, with the tap at its socket."""
 
 from __future__ import annotations
 
@@ -45,18 +45,18 @@ from qflow_client.topology import Declaration, Topology
 
 __all__ = ["Link", "parameters", "url_parameters"]
 
-# Seconds that the end of a connection that is cut may take; it waits for no peer.
+# Seconds that the abort of a connection may take; it waits for no peer.
 _CUT_GRACE = 0.3
-# Seconds by which the limits that pika is given are later than `connect_timeout`.
+# Seconds by which pika's limits are later than `connect_timeout`.
 _MARGIN = 1.0
 
 
-# How pika writes the broker's words in what it makes of a connection that was refused.
+# The format in which pika reports the broker's reply when a connection is refused.
 _REFUSED = re.compile(r"ConnectionClosedByBroker: \((\d+)\) (.*)", re.DOTALL)
 
 
 def _cause(error: object) -> object:
-    """What happened: pika wraps it in what it was doing, several times."""
+    """Return the original error: pika wraps it several times."""
     if isinstance(error, PikaConnectionClosed):
         return error
     causes = getattr(error, "exceptions", None) or getattr(error, "args", ())
@@ -67,7 +67,7 @@ def _cause(error: object) -> object:
 
 
 def _words(error: object) -> str:
-    """What went wrong, in one line."""
+    """Return an error as one line."""
     cause = _cause(error)
     if isinstance(cause, PikaConnectionClosed):
         return f"{cause.reply_code} {cause.reply_text}"
@@ -75,7 +75,7 @@ def _words(error: object) -> str:
 
 
 def _is_final(error: object) -> bool:
-    """Whether no further try can do better."""
+    """Return True if no further try can succeed."""
     cause = _cause(error)
     if isinstance(cause, PikaConnectionClosed):
         return is_final(cause.reply_code, cause.reply_text)
@@ -86,7 +86,7 @@ def _is_final(error: object) -> bool:
 
 
 def url_parameters(url: str) -> pika.URLParameters:
-    """What a URL says to pika.
+    """Return pika's parameters for a URL.
 
     Raises:
         SettingsError: pika does not understand the URL, or cannot use a file that it names.
@@ -94,19 +94,19 @@ def url_parameters(url: str) -> pika.URLParameters:
     try:
         return pika.URLParameters(url)
     except OSError as error:
-        # The TLS library names no file.
+        # The TLS library does not name the file.
         why = f"a file of ssl_options cannot be used: {words_of(error, url)}"
     except (AttributeError, SyntaxError, TypeError, ValueError) as error:
         why = words_of(error, url)
-    # Outside of the handlers, because the error may repeat the password.
+    # Raised outside the handlers, because the original error may contain the password.
     raise SettingsError(f"url={shown(url)}: {why}")
 
 
 def parameters(url: str, settings: ProducerSettings) -> pika.URLParameters:
-    """What pika is told of one host.
+    """Return pika's parameters for one host.
 
     Args:
-        url: its URL; the query is pika's.
+        url: its URL, with a query as for pika.
         settings: the producer's.
 
     Raises:
@@ -114,8 +114,8 @@ def parameters(url: str, settings: ProducerSettings) -> pika.URLParameters:
     """
     found = url_parameters(url)
     found.client_properties = client_properties(settings.name) | (found.client_properties or {})
-    # pika's defaults would cut a longer `connect_timeout` short; what the URL says may. Otherwise pika's limits are
-    # later than ours, so that the error is always the same.
+    # pika's defaults would end connecting before a longer `connect_timeout`. A limit in the URL is kept. All other
+    # limits of pika are later than `connect_timeout`, so that the error is always the same.
     said = dict(parse_qsl(urlsplit(url).query))
     latest = settings.connect_timeout + _MARGIN
     for name in ("socket_timeout", "stack_timeout"):
@@ -125,18 +125,19 @@ def parameters(url: str, settings: ProducerSettings) -> pika.URLParameters:
 
 
 class Link(ChannelIO):
-    """The producer's connection, its I/O thread, and the publishing channel; one after the other as they are lost.
+    """The producer's connection, its I/O thread, and the publishing channel.
 
-    The thread runs pika's own loop, so heartbeats go on whatever the application does.
+    Lost connections and channels are replaced. The thread runs pika's own loop, so heartbeats continue whatever the
+    application does.
 
     Args:
-        hosts: what pika is told of each host's URL, from `parameters`.
-        reconnection: says which of them to connect to.
-        protocol: the producer's state; everybody who touches it holds `lock`.
+        hosts: pika's parameters by host URL, from `parameters`.
+        reconnection: chooses the host to connect to.
+        protocol: the producer's state, used only with `lock`.
         lock: the lock.
-        after: called on the I/O thread, without the lock, after anything that may have changed the protocol.
-        topology: what is declared on each connection; ``None`` for nothing.
-        asker: asks for what to log in with; ``None`` if the hosts' URLs say it.
+        after: called on the I/O thread, without the lock, after any possible change of the protocol.
+        topology: declared on each connection; ``None`` for nothing.
+        asker: asks for credentials; ``None`` if the hosts' URLs contain them.
     """
 
     def __init__(
@@ -154,7 +155,7 @@ class Link(ChannelIO):
         self._settings = protocol.settings
         self._reconnection = reconnection
         self._watch = Watch(self._settings, reconnection.hosts)
-        # The next look of the watch; None while there is no connection.
+        # The next check of the watch; ``None`` while there is no connection.
         self._next_look: Any = None
         self._protocol = protocol
         self._lock = lock
@@ -162,27 +163,27 @@ class Link(ChannelIO):
         self._tap = Tap()
         self.services = TapIOServices(self._tap, lock, self._after_io, self._delay)
         self.services.order_addresses = self._order_addresses
-        # Gets the credentials of the connections; None if they are in the URL.
+        # Gets the credentials of the connections; ``None`` if they are in the URL.
         self._renewer: Renewer | None = None
         later, post = self.services.call_later, self.services.add_callback_threadsafe
         self._returner = Returner(reconnection, self._settings, later, post, self._leave_host)
         if asker is not None:
             self._renewer = Renewer(asker, self._settings, later, post, self._update_secret, self._leave_host)
-        # None between two tries, and while the credentials of the next are asked for.
+        # ``None`` between two tries, and while the credentials of the next try are requested.
         self._connection: pika.SelectConnection | None = None
-        # Set once the channel is there, or failed once it cannot be.
+        # Done when the channel is open, or failed if it cannot be opened.
         self._opened: Future[None] = Future()
         # Whether the I/O thread does nothing any more; guarded by the lock.
         self.ended = False
-        # Whether pika's connection is open, and whether the channel is there.
+        # Whether pika's connection is open, and whether the channel is open.
         self._is_open = self._is_up = False
-        # Whether the connection is not to come back.
+        # Whether the connection must not be replaced.
         self._leaves = False
-        # What next happens to a connection that is not there: another try, or the end of one that takes too long.
+        # The next action without a connection: another try, or the end of a try that takes too long.
         self._next: Any = None
-        # Why the connection is ended, if we do it, and whether that is for good.
+        # Why the producer ends the connection, and whether this is final.
         self._cut_for: tuple[str, bool] | None = None
-        # When the timer that is armed fires; None if none is.
+        # When the present timer fires; ``None`` without a timer.
         self._timer_at: float | None = None
         self._thread = threading.Thread(
             target=serve, args=(self._run,), name=f"qflow-io {self._settings.name}", daemon=True
@@ -193,22 +194,22 @@ class Link(ChannelIO):
 
     @property
     def url(self) -> str:
-        """The host, as it may be shown."""
+        """The URL of the host without secrets."""
         return self._reconnection.url
 
     @property
     def last_failure(self) -> str:
-        """Why the last try to connect failed; empty if none has since there was a connection."""
+        """Why the last try to connect failed; empty if no try has failed since the last connection."""
         return self._reconnection.last
 
     def open(self, timeout: float) -> None:
-        """Connect and open the channel, or with `connect_in_background` begin to.
+        """Connect and open the channel; with `connect_in_background`, only start to connect.
 
         Args:
             timeout: seconds that connecting, authenticating and opening the channel may take together.
 
         Raises:
-            ConnectionFailed: it cannot be had, and why.
+            ConnectionFailed: connecting failed; the text gives the reason.
         """
         if self._settings.connect_in_background:
             self._reconnection.lost(NOT_CONNECTED, time.monotonic())
@@ -222,7 +223,7 @@ class Link(ChannelIO):
             except TimeoutError:
                 if self._opened.cancel():
                     raise
-                # Decided at the last moment.
+                # The result may have come at the last moment.
                 self._opened.result(_CUT_GRACE)
         except BaseException as error:
             self._opened.cancel()
@@ -233,13 +234,13 @@ class Link(ChannelIO):
             raise
 
     def close(self, timeout: float) -> None:
-        """Give up what is unsettled, and end the connection: in order if the broker answers soon, otherwise cut it.
+        """Give up all unsettled messages, and close the connection. Abort it if the broker does not answer soon.
 
         Args:
             timeout: seconds that the broker may take to answer.
         """
         if self._thread.ident is None:
-            # Ctrl-C has come before it was opened.
+            # Ctrl-C has come before the link was opened.
             self.services.close()
             return
         self.services.add_callback_threadsafe(self._leave)
@@ -250,11 +251,11 @@ class Link(ChannelIO):
         self._thread.join(_CUT_GRACE)
 
     def cut(self) -> None:
-        """End the connection at once, if it has not ended."""
+        """Abort the connection, if it has not ended."""
         self.services.add_callback_threadsafe(self._cut)
 
     def forget(self) -> None:
-        """In a child process after a fork: let go of the parent's socket without a word to the broker."""
+        """Close the copy of the parent's socket in a child process after a fork. Nothing is sent to the broker."""
         self.ended = True
         self.services.forget()
 
@@ -263,12 +264,12 @@ class Link(ChannelIO):
     def _run(self) -> None:
         try:
             if self._settings.connect_in_background:
-                # Nobody waits who would end a try that takes too long.
+                # No caller waits that would end a try that takes too long.
                 self._next = self.services.call_later(self._settings.connect_timeout, self._time_is_up)
             self._connect()
             self.services.run()
         except BaseException as error:
-            # Whoever waits must learn of it, whatever it is, and so must the broker.
+            # The callers that wait, and the broker, must learn of any error.
             log(logging.ERROR, "%s: the I/O thread failed", self._settings.name, error=error)
             if self.services.tapped is not None:
                 self.services.tapped.close()
@@ -277,7 +278,7 @@ class Link(ChannelIO):
         finally:
             with self._lock:
                 self.ended = True
-            # What came before; from now on everybody tells what there is to tell.
+            # Report earlier changes. From now on all threads report their changes themselves.
             self._after()
             self.services.close()
 
@@ -323,7 +324,7 @@ class Link(ChannelIO):
         self._cut()
 
     def _open_channel(self) -> None:
-        """Open the channel anew on a connection whose last one the broker has closed."""
+        """Open a new channel on a connection whose last channel the broker has closed."""
         self._next = None
         connection = self._connection
         if connection is not None and connection.is_open:
@@ -339,7 +340,7 @@ class Link(ChannelIO):
             connection.channel(on_open_callback=lambda channel: self._declare(channel, declarations))
 
     def _declare(self, channel: Any, declarations: Iterator[Declaration]) -> None:
-        """Declare one thing after the other, and then open the channel for publishing."""
+        """Make the declarations one after the other, and then open the channel for publishing."""
         channel.add_on_close_callback(lambda _channel, reason: ended(reason))
         declaration: Declaration | None = None
 
@@ -379,14 +380,14 @@ class Link(ChannelIO):
             self._ready(channel)
             return
         try:
-            # The tap takes confirms out.
+            # The tap takes the confirms, so pika's callback gets none.
             channel.confirm_delivery(lambda _answer: None, callback=lambda _select_ok: self._ready(channel))
         except Exception as error:
-            # pika raises when the broker does not announce confirms.
+            # pika raises an error if the broker does not announce confirms.
             self._fail(no_confirms(_words(error)), final=True)
 
     def _ready(self, channel: Any) -> None:
-        # Once the first was there, nobody waits for it.
+        # After the first connection, no caller waits for it.
         if self._opened.cancelled() or not (self._opened.done() or self._opened.set_running_or_notify_cancel()):
             return
         parameters = channel.connection.params
@@ -400,7 +401,7 @@ class Link(ChannelIO):
                 if self._protocol.admission.observer is not None:
                     self._protocol.admission.observer.peer = self.services.peer
         except BaseException as error:
-            # Nobody else would tell who waits.
+            # No other code would wake the caller that waits.
             self._not_opened(f"the channel cannot be used: {error!r}")
             raise
         self._forget_next()
@@ -424,7 +425,7 @@ class Link(ChannelIO):
             self._next_look = self.services.call_later(self._watch.period, self._look_at_broker)
 
     def _look_at_broker(self) -> None:
-        """Leave the connection if the broker is silent, or blocks it for too long."""
+        """End the connection if the broker is silent, or blocks it for too long."""
         protocol, tap = self._protocol, self._tap
         with self._lock:
             number = protocol.channel.number
@@ -445,7 +446,7 @@ class Link(ChannelIO):
         self.services.pump()
 
     def _leave_host(self, why: str) -> None:
-        """End a connection that is open, to connect again."""
+        """End an open connection, to connect again."""
         self._cut_for = why, False
         self._cut()
 
@@ -467,7 +468,7 @@ class Link(ChannelIO):
                 self._forget_next()
                 self._next = self.services.call_later(pause, self._open_channel)
                 return
-        # Nothing else is on this connection.
+        # There is nothing else on this connection.
         self._fail(_words(reason))
 
     def _fail(self, why: str, *, final: bool = False) -> None:
@@ -476,7 +477,7 @@ class Link(ChannelIO):
         self._close()
 
     def _not_opened(self, why: str) -> bool:
-        """Whether the first channel was never there; then `open` learns why."""
+        """Return True if the first channel never opened. Then `open` raises the reason."""
         try:
             self._opened.set_exception(connection_failed(self.url, why))
         except InvalidStateError:
@@ -493,11 +494,11 @@ class Link(ChannelIO):
         self._after_io()
         tapped = self.services.tapped
         if self._connection is None:
-            # Between two tries.
+            # There is no connection: another try is due later.
             self._forget_next()
             self._end_renewal()
             self.services.stop()
-        # A broker that blocks the connection, or does not read, reads no good-bye either.
+        # A broker that blocks the connection, or does not read, does not read a close either.
         elif not self._is_up or self._tap.is_blocked or (tapped is not None and tapped.full):
             self._cut()
         else:
@@ -508,7 +509,7 @@ class Link(ChannelIO):
         self._lost(_words(reason), _is_final(reason))
 
     def _lost(self, why: str, final: bool = False) -> None:
-        """There is no connection any more, or it could not be had; `final` if it never will be from this host."""
+        """Handle a lost connection, or a failed try. `final` is True if this host will never accept a connection."""
         self._connection = None
         self._is_open = False
         self._forget_next()
@@ -557,9 +558,9 @@ class Link(ChannelIO):
             connection.close()
 
     def _cut(self) -> None:
-        """End the connection at once, if it has not ended."""
+        """Abort the connection, if it has not ended."""
         if self._is_open:
-            # pika logs an error if an open connection ends that it was not told to close.
+            # pika logs an error if an open connection ends without a close.
             self._close()
             self.services.abort()
         elif self.services.tapped is not None:
@@ -567,5 +568,5 @@ class Link(ChannelIO):
         elif self._renewer is not None and self._renewer.is_asking:
             self._lost("")
         else:
-            # Not connected yet, or lost.
+            # The connection is not established yet, or is lost.
             self._close()

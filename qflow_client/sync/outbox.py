@@ -1,4 +1,4 @@
-"""What a `Producer` with an outbox has besides."""
+"""The additional code of a `Producer` with an outbox."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _AT_ONCE = 64
 
 
 class SpilledReceipt(Spilled, SyncReceipt):
-    """The fate of one message that a `Producer` put into its outbox, to send it later."""
+    """The receipt of a message that a `Producer` put into its outbox, to send it later."""
 
     __slots__ = ("__weakref__", "_id", "_path", "_sequence")
 
@@ -41,9 +41,9 @@ def store_many(
     Args:
         producer: sends them.
         messages: as for `send_many`.
-        receipts: get the receipts, and are returned.
+        receipts: the receipts are appended to this list, which is returned.
         timeout: seconds that each may stay blocked; ``None`` for ever.
-        options: what else `send` is given.
+        options: the other arguments of `send`.
     """
     engine, storage, settings = producer._engine, producer._engine.storage, producer.settings
     assert storage is not None
@@ -72,8 +72,8 @@ def store_many(
                 storage.wait_durable(receipt, deadline_of(timeout))
     except Exception as error:
         give_back(error)
-        # After a `NotDurable` the disk is not asked again. Any other error is what the caller has to know, so a second
-        # one from the disk must not replace it.
+        # After a `NotDurable` the disk is not tried again. The caller needs any other error, so a second error from the
+        # disk must not replace it.
         if not isinstance(error, NotDurable) and len(receipts) > durable:
             with suppress(NotDurable):
                 storage.wait_durable(receipts[-1], deadline_of(timeout))

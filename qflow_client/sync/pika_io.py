@@ -1,8 +1,8 @@
-"""The tap put into pika, through pika's public interface for I/O services.
+"""Connects the tap with pika, by pika's public interface for I/O services.
 
-pika hands the socket that it has connected to `AbstractIOServices.create_streaming_connection`. Ours wraps that socket:
-what pika receives has gone through the tap, what pika sends waits for a frame border, and the channels' own bytes are
-written when the socket takes them.
+pika passes the socket that it has connected to `AbstractIOServices.create_streaming_connection`. This module wraps that
+socket. All data that pika receives has passed the tap. All data that pika sends waits for a frame border. The channels'
+own bytes are written when the socket takes them.
 """
 
 from __future__ import annotations
@@ -31,26 +31,26 @@ from qflow_client.telemetry import peer_of
 __all__ = ["TapIOServices"]
 
 _READ_CHUNK = 1 << 17
-# How often a TLS socket is read before everybody else has a turn.
+# How often a TLS socket is read before other tasks of the loop get a turn.
 _TLS_READS = 64
 
 _WOULD_BLOCK = (BlockingIOError, ssl.SSLWantWriteError, ssl.SSLWantReadError)
 
 
 class _TapSocket:
-    """A connected socket, plain or TLS, as pika uses one."""
+    """A connected socket, plain or TLS, with the interface that pika needs."""
 
     def __init__(self, sock: Any, services: TapIOServices) -> None:
         self._sock = sock
         self._services = services
         self._is_tls = isinstance(sock, ssl.SSLSocket)
-        # Whether pika has begun a chunk that the socket did not take whole.
+        # Whether the socket took only a part of pika's present chunk.
         self.library_mid_chunk = False
-        # Set by the first failure to write, and when it is cut; pika learns of it when it reads.
+        # Set by the first failed write, and when the connection is aborted. pika finds the error when it reads.
         self.broken = False
-        # Whether the socket takes no more of ours for now.
+        # Whether the socket takes no more bytes of producers for now.
         self.full = False
-        # A TLS record of ours that was begun.
+        # A partly written TLS record of a producer.
         self._begun_record = b""
         self.write_chunk = TLS_WRITE_CHUNK if self._is_tls else WRITE_CHUNK
         services.tapped, services.peer = self, peer_of(sock)
@@ -59,31 +59,31 @@ class _TapSocket:
         return getattr(self._sock, name)
 
     def recv(self, _size: int) -> bytes:
-        """What pika is to see of what has come."""
+        """Return the received data for pika."""
         services = self._services
         reads = 0
         while True:
             if services.tap.error is not None:
-                # Raises: what came before the error has been passed.
+                # This raises the error. Frames before the error have been passed on.
                 services.received(b"")
             data = self._sock.recv(_READ_CHUNK)
             if not data:
                 return b""
             passed = services.received(data)
             if services.tap.error is not None:
-                # pika does not read on by itself if it has been given a lot.
+                # pika does not continue to read by itself after a large read.
                 services.add_callback_threadsafe(self.cut)
             if passed:
                 return passed
             if not self._is_tls:
                 raise BlockingIOError(errno.EAGAIN, "nothing for the library")
-            # A TLS socket may hold bytes back that no poll tells of, so it is read until it says that it has none.
+            # A TLS socket may keep bytes that no poll reports, so it is read until it has no more.
             reads += 1
             if reads >= _TLS_READS and not self._sock.pending():
                 raise ssl.SSLWantReadError(ssl.SSL_ERROR_WANT_READ, "nothing for the library")
 
     def send(self, data: bytes) -> int:
-        """Send for pika, at a frame border."""
+        """Send data of pika, at a frame border."""
         services = self._services
         if not self.library_mid_chunk and (
             self._begun_record or not services.tap.at_border or services.library_sent >= self.write_chunk
@@ -94,8 +94,8 @@ class _TapSocket:
         try:
             sent: int = self._sock.send(data)
         except _WOULD_BLOCK:
-            # A TLS record that was begun must be offered again before anything else. A plain socket has taken nothing,
-            # but may have taken the beginning of the chunk before.
+            # A partly written TLS record must be offered again before any other data. A plain socket has taken nothing
+            # of this chunk, but may have taken the first part of the chunk before.
             self.library_mid_chunk = self.library_mid_chunk or self._is_tls
             raise
         self.library_mid_chunk = sent < len(data)
@@ -103,10 +103,10 @@ class _TapSocket:
         return sent
 
     def send_ours(self, data: bytes) -> int:
-        """Send for a producer.
+        """Send data of a producer.
 
         Returns:
-            How many bytes are sent, or cannot be taken back; `full` tells whether to go on.
+            How many bytes are sent, or cannot be taken back; `full` is False if more can be sent.
         """
         try:
             sent: int = self._sock.send(data)
@@ -123,7 +123,7 @@ class _TapSocket:
         return sent
 
     def finish_record(self) -> None:
-        """Go on with a TLS record that the socket did not take whole."""
+        """Continue a TLS record that the socket took only in part."""
         if self._begun_record:
             data, self._begun_record = self._begun_record, b""
             self.send_ours(data)
@@ -131,18 +131,18 @@ class _TapSocket:
             self.full = False
 
     def cut(self) -> None:
-        """End the connection at once; pika finds it closed when it reads."""
+        """Abort the connection. pika finds it closed when it reads."""
         self.broken = True
         with suppress(OSError):
-            # Not a TLS socket's own way, which would have what still comes read as plain text.
+            # The method of a TLS socket would read further data as plain text.
             socket.socket.shutdown(self._sock, socket.SHUT_RDWR)
 
     def forget(self) -> None:
-        """Close this process's descriptor and nothing else."""
+        """Close this process's descriptor, and do nothing else."""
         _close_copy(self._sock)
 
     def close(self) -> None:
-        """Close it, and stop watching it."""
+        """Close the socket, and stop watching it."""
         if self._services.tapped is self:
             self._services.untap()
         self._sock.close()
@@ -154,7 +154,7 @@ def _close_copy(sock: socket.socket) -> None:
 
 
 class _TapContext(ssl.SSLContext):
-    """The application's TLS context, whose sockets are tapped. The context itself stays as it is."""
+    """The application's TLS context, but with tapped sockets. The original context is not changed."""
 
     _context: ssl.SSLContext
     _services: TapIOServices
@@ -166,21 +166,21 @@ class _TapContext(ssl.SSLContext):
         return self
 
     def wrap_socket(self, sock: Any, *args: Any, **kwargs: Any) -> Any:
-        """A tapped TLS socket."""
+        """Return a tapped TLS socket."""
         return _TapSocket(self._context.wrap_socket(sock, *args, **kwargs), self._services)
 
 
 class TapIOServices(SelectorIOServicesAdapter):
-    """pika's I/O services for one connection after the other, with a tap at the socket.
+    """pika's I/O services for consecutive connections, with a tap at the socket.
 
-    Everything but `wake` belongs to the thread that runs the loop.
+    Only the thread of the loop may use them, except `wake`.
 
     Args:
         tap: the tap.
-        lock: held around every use of the tap and of the channels behind it.
-        after: called, without the lock, after anything that may have changed a channel.
-        delay: told the size of answers that were taken, with the lock, it says for how many seconds what comes next may
-            gather; unless given, everything is read as it comes.
+        lock: held around every use of the tap and of its channels.
+        after: called, without the lock, after any possible change of a channel.
+        delay: called with the lock and the size of answers that were read; returns for how many seconds the next
+            answers may gather. By default, all data is read immediately.
     """
 
     def __init__(
@@ -191,8 +191,8 @@ class TapIOServices(SelectorIOServicesAdapter):
         delay: Callable[[int], float] = lambda _size: 0.0,
     ) -> None:
         super().__init__(IOLoop())  # type: ignore[arg-type]  # pika's own loop is what it takes
-        # What other threads ask for, and the two ends by which they wake the loop. Not pika's own way, which has a lock
-        # that a signal handler or a finalizer may find taken by the thread that it interrupts.
+        # Calls that other threads request, and the two sockets by which they wake the loop. pika's own method has a
+        # lock. A signal handler or a finalizer could find this lock taken by the thread that it interrupts.
         self._calls: deque[Callable[[], object]] = deque()
         self._woken, self._waker = socket.socketpair()
         self._woken.setblocking(False)
@@ -202,35 +202,36 @@ class TapIOServices(SelectorIOServicesAdapter):
         self.lock = lock
         self._after = after
         self._delay = delay
-        # The socket, once it is connected and until it is closed.
+        # The socket while it is connected.
         self.tapped: _TapSocket | None = None
-        #: What it is connected to, or was last; None before.
+        #: The address of the present or last connection; ``None`` before the first.
         self.peer: tuple[str, int] | None = None
-        # pika's transport on it, likewise, but only once TLS is there.
+        # pika's transport on it, but with TLS only after the handshake.
         self._transport: Any = None
-        # The last one that was to be connected.
+        # The last socket that pika tried to connect.
         self._connecting: socket.socket | None = None
-        # pika's own interest in the socket taking bytes, and ours.
+        # The callbacks of pika and of the producers for a socket that takes bytes.
         self._library_writer: Callable[[], None] | None = None
         self._ours = False
-        #: Given the addresses of a name, returns the order in which pika tries them; None for that of the resolver.
+        #: Returns the order in which pika tries the addresses of a name; ``None`` for the resolver's order.
         self.order_addresses: Callable[[list[Any]], list[Any]] | None = None
-        # Bytes that pika has sent since a producer had its turn.
+        # Bytes that pika has sent since the last write of a producer.
         self.library_sent = 0
-        # True while `pump` runs or is due. `pump` clears it before its last look for output, so a thread that adds
-        # output and finds it True does not wake the I/O thread.
+        # True while `pump` runs or is scheduled. `pump` clears it before its last check for output. So a thread that
+        # adds output and finds it True does not need to wake the I/O thread.
         self.awake = False
         # How often `awake` was cleared.
         self._rests = 0
-        # Whether `wake` may set `awake`, see there.
+        # Whether `wake` may set `awake`, see `wake`.
         self._may_set_awake = is_undisturbed()
 
     def wake(self) -> None:
-        """Have `pump` run soon. Any thread may call this at any moment, after it has added output."""
+        """Schedule `pump`. Any thread may call this at any time, after it has added output."""
         rests = self._rests
         self.add_callback_threadsafe(self.pump)
-        # Last, because after an interrupt before this line the next sender must wake the I/O thread. That thread may
-        # have cleared `awake` meanwhile: then it stays False. Nothing interrupts the two instructions, see `admission`.
+        # This comes last: after an interrupt before this line, the next sender must wake the I/O thread. The I/O thread
+        # may have cleared `awake` meanwhile; then it stays False. Nothing interrupts the two instructions, see
+        # `admission`.
         if self._may_set_awake and rests == self._rests:
             self.awake = True
 
@@ -240,14 +241,14 @@ class TapIOServices(SelectorIOServicesAdapter):
         self.awake = False
 
     def add_callback_threadsafe(self, callback: Callable[[], object]) -> None:
-        """As pika's; at any moment, also from a signal handler or a finalizer."""
+        """As pika's. It may be called at any time, also in a signal handler or a finalizer."""
         self._calls.append(callback)
-        # It is full of bytes that wake as well, or closed.
+        # The socket is full of bytes that will wake the loop anyway, or is closed.
         with suppress(OSError):
             self._waker.send(b"\0")
 
     def _on_woken(self) -> None:
-        # First, so that what is asked for from here on wakes again.
+        # This comes first, so that calls that are requested later wake the loop again.
         with suppress(BlockingIOError):
             self._woken.recv(_READ_CHUNK)
         for _ in range(len(self._calls)):
@@ -259,10 +260,10 @@ class TapIOServices(SelectorIOServicesAdapter):
         self._waker.close()
         self._woken.close()
 
-    # The socket's bytes.
+    # Reading and writing.
 
     def received(self, data: bytes) -> bytes:
-        """Give what came to the tap, and do what follows from it."""
+        """Pass received data to the tap, and do what follows."""
         now = time.monotonic()
         with self.lock:
             try:
@@ -271,21 +272,22 @@ class TapIOServices(SelectorIOServicesAdapter):
                 raise ConnectionAbortedError(errno.ECONNABORTED, f"the broker sent {error}") from error
             self.awake = True
             delay = 0.0 if passed else self._delay(len(data))
-        # What waits to be written first: whoever is woken wants the interpreter for itself.
+        # Write waiting output first, because woken threads compete for the interpreter.
         self.pump()
         self._after()
         if delay:
-            # Meanwhile answers gather in the socket and messages in the line, and nobody wakes this thread for them.
+            # Meanwhile answers gather in the socket and messages in the line. No thread needs to wake this one for
+            # them.
             self.awake = True
             time.sleep(delay)
             self.pump()
         return passed
 
     def pump(self) -> None:
-        """Write what the channels have, until there is no more or the socket is full."""
+        """Write the channels' bytes until there are no more or the socket is full."""
         tapped = self.tapped
         if tapped is None or tapped.broken or tapped.library_mid_chunk:
-            # Whatever ends that comes back here.
+            # After every exception, execution continues here.
             with self.lock:
                 self._rest()
                 self.awake = tapped is not None and tapped.library_mid_chunk
@@ -294,9 +296,10 @@ class TapIOServices(SelectorIOServicesAdapter):
         changed = False
         tapped.finish_record()
         while not tapped.full and not tapped.broken:
-            # pika has something to write too, and has written nothing since we did: it gets the next frame border, or a
-            # socket that is always full would keep its heartbeats and acks back for ever. That the socket is writable
-            # brings us back. Nor does pika write more than about a chunk before we do.
+            # pika has data to write, too, and has written nothing since the last write of a producer. It gets the next
+            # frame border. Otherwise a socket that is always full would delay its heartbeats and acks for ever. This
+            # method is called again when the socket is writable. In return, pika writes at most about one chunk before
+            # a producer writes.
             yields = self._library_writer is not None and not self.library_sent
             with lock:
                 data = tap.unfinished if yields else tap.data_to_write(tapped.write_chunk)
@@ -305,7 +308,7 @@ class TapIOServices(SelectorIOServicesAdapter):
                     if yields:
                         break
                     self._rest()
-                    # What was put before that.
+                    # `data_to_write` returns bytes that were put before this call.
                     data = tap.data_to_write(tapped.write_chunk)
                     if not data:
                         break
@@ -327,7 +330,7 @@ class TapIOServices(SelectorIOServicesAdapter):
     # pika's interface.
 
     def getaddrinfo(self, host: Any, port: Any, on_done: Callable[[Any], None], *args: Any, **keywords: Any) -> Any:
-        """As pika's, in the order that the link wants."""
+        """As pika's, in the link's order of addresses."""
 
         def done(found: Any) -> None:
             if found and isinstance(found, list) and self.order_addresses is not None:
@@ -337,7 +340,7 @@ class TapIOServices(SelectorIOServicesAdapter):
         return super().getaddrinfo(host, port, done, *args, **keywords)
 
     def connect_socket(self, sock: socket.socket, resolved_addr: Any, on_done: Any) -> Any:
-        """As pika's; a fork finds the socket from here on."""
+        """As pika's. After this call a forked child finds the socket."""
         self._connecting = sock
         return super().connect_socket(sock, resolved_addr, on_done)
 
@@ -364,14 +367,14 @@ class TapIOServices(SelectorIOServicesAdapter):
         try:
             return super().create_streaming_connection(protocol_factory, tapped, done, ssl_context, server_hostname)
         except ValueError:
-            # pika, which has closed it, takes a socket that the peer has reset by now for a mistake, and raises that
-            # where nobody catches it.
+            # pika has closed the socket. If the peer has reset it by now, pika treats that as a mistake, and raises an
+            # error that no code catches.
             self.tapped = None
             error = ConnectionResetError(errno.ECONNRESET, "it was reset as soon as it was connected")
             return self.call_later(0.0, partial(on_done, error))
 
     def set_writer(self, fd: int, on_writable: Callable[[], None]) -> None:
-        """As pika's; the socket that is tapped has two writers."""
+        """As pika's; the tapped socket has two writers."""
         if self.tapped is None or fd != self.tapped.fileno():
             super().set_writer(fd, on_writable)
             return
@@ -388,21 +391,21 @@ class TapIOServices(SelectorIOServicesAdapter):
         return had
 
     def forget(self) -> None:
-        """After a fork, in the child: close its copy of the socket. The connection itself is the parent's."""
+        """Close the copy of the socket in a child process after a fork. The connection belongs to the parent."""
         if self._connecting is not None:
             _close_copy(self._connecting)
         if self.tapped is not None:
             self.tapped.forget()
 
     def abort(self) -> None:
-        """End the connection at once. For pika that is no error, so pika must have been told to close it."""
+        """Abort the connection. pika must have been asked to close it before, or it reports an error."""
         if self._transport is not None:
             assert self.tapped is not None
             self.tapped.broken = True
             self._transport.abort()
 
     def untap(self) -> None:
-        """The socket is about to be closed."""
+        """Forget the socket, which is about to be closed."""
         self._transport = None
         assert self.tapped is not None
         fd = self.tapped.fileno()
@@ -418,7 +421,7 @@ class TapIOServices(SelectorIOServicesAdapter):
             super().remove_writer(fd)
 
     def _on_writable(self) -> None:
-        # Who has begun ends first.
+        # A partly written frame is completed first.
         self.pump()
         if self._library_writer is not None:
             self._library_writer()

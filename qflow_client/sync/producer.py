@@ -1,4 +1,4 @@
-"""`Producer`: for threads."""
+"""`Producer` publishes from threads."""
 
 from __future__ import annotations
 
@@ -51,40 +51,41 @@ _monotonic = time.monotonic
 class Producer(BaseProducer):
     """Publishes to an AMQP 0-9-1 broker, never faster than the broker allows. Any number of threads may use one.
 
-    It connects when it is made, and has a connection and an I/O thread of its own, unless it is given one of `connect`.
-    Leaving a ``with`` block closes it. One that is dropped without being closed issues a `ResourceWarning`, delivers
-    what was admitted, and then ends its connection.
+    It connects when it is made. It has a connection and an I/O thread of its own, unless it gets a connection of
+    `connect`. Leaving a ``with`` block closes it. A producer that is dropped without being closed issues a
+    `ResourceWarning`, delivers the admitted messages, and then ends its connection.
 
-    An exception that leaves the block stays the one that is raised, and waits for no hold: not at all under
-    ``channel_flow`` and ``connection_blocked``, under ``capacity`` and ``transport`` only while the broker goes on
-    answering, otherwise as `close` does. What was not delivered is logged, noted on the exception, and in its attribute
-    ``undelivered``, an `UndeliveredMessages`.
+    If an exception leaves the ``with`` block, that exception is raised, and closing does not wait for holds. Under
+    ``channel_flow`` and ``connection_blocked`` it does not wait at all. Under ``capacity`` and ``transport`` it waits
+    only while the broker continues to answer. Otherwise it waits like `close`. Messages that were not delivered are
+    logged and noted on the exception. Its attribute ``undelivered`` is an `UndeliveredMessages` with them.
 
     Args:
         url: URL of the broker, or several to try in turn.
-        connection: a connection from `connect`, on which it opens a channel of its own; ``None`` to have a connection
-            of its own.
-        on_delivery: called with every receipt once it is settled, on the producer's callback thread. With it, `flush`
-            and `close` do not bring up again what it was told. If it is slower than the broker's confirms, the producer
-            is held by ``capacity``. It may `send`, which then waits neither for other senders nor for other callbacks.
+        connection: a connection from `connect`, on which the producer opens a channel of its own; ``None`` for a
+            connection of its own.
+        on_delivery: called with every settled receipt, on the producer's callback thread. `flush` and `close` do not
+            report these receipts again. If it is slower than the broker's confirms, the producer is held by
+            ``capacity``. It may call `send`, which then waits neither for other senders nor for other callbacks.
         on_flow: called with every flow event from the first on, see `on_flow`.
-        declare: what it declares when it connects, and after every reconnect, before it publishes: a `Topology`, a
-            `Queue`, or a name, for a durable queue if there is no queue of that name; ``None`` for nothing.
-        credentials: called before each connect for the `Credentials` to log in with, and again before those expire,
-            which the broker is then given (``Connection.UpdateSecret``). It is called on a thread of its own, and its
-            time is part of `connect_timeout`. If it raises, the try to connect has failed. ``None`` to log in as the
-            URL says.
-        settings: settings that no keyword gives.
-        line: the order in which waiting sends are served; first come, first served unless given (F4). A `WeightedLine`
-            tells them apart by the `source` of `send`.
-        manager: where it registers, to be stopped and started with all others; the process's own unless given.
+        declare: declared on each new connection before the producer publishes: a `Topology`, a `Queue`, or a name. A
+            name declares a durable queue if there is no queue of that name. ``None`` declares nothing.
+        credentials: returns the `Credentials` for the login. It is called before each connect, and again before the
+            credentials expire; then the broker gets the new ones (``Connection.UpdateSecret``). It is called on a
+            separate thread, and its time is part of `connect_timeout`. If it raises, the try to connect has failed.
+            ``None`` uses the credentials of the URL.
+        settings: settings for all that the keywords do not give.
+        line: the order in which waiting sends are served; by default first come, first served (F4). A `WeightedLine`
+            distinguishes them by the `source` of `send`.
+        manager: the manager with which the producer registers, to be stopped and started with all others; by default
+            that of the process.
         keywords: settings by name, see `ProducerSettings`.
 
     Warns:
-        RuntimeWarning: it is made where an event loop runs, which it would block.
+        RuntimeWarning: it is made in the thread of a running event loop, which it would block.
 
     Raises:
-        SettingsError: a setting has a value that is not allowed, or the connection was made elsewhere.
+        SettingsError: a setting has a value that is not allowed, or the connection was not made by `connect`.
         ConnectionFailed: no host could be connected to.
         TypeError: another argument is of the wrong type.
     """
@@ -143,29 +144,29 @@ class Producer(BaseProducer):
         source: str = "",
         position: Position | None = None,
     ) -> SyncReceipt:
-        """Admit a message, waiting while the producer is flowed (J7 A4 D1).
+        """Admit a message. Wait while the producer is flowed (J7 A4 D1).
 
         Args:
             message: the body, or a `Message` with properties.
-            exchange: where to publish. Unless given, it is that of a `RoutedMessage`, and otherwise the setting.
-            routing_key: with which key; likewise.
-            timeout: seconds that it may stay blocked; ``None`` for ever, 0 not at all; the setting
-                `max_producer_flow_control_wait` unless given.
-            source: whose message it is, for a `WeightedLine`.
+            exchange: where to publish. The default is the exchange of a `RoutedMessage`, or else the setting.
+            routing_key: with which key; the default likewise.
+            timeout: seconds that it may stay blocked; ``None`` for ever, 0 not at all. The default is the setting
+                `max_producer_flow_control_wait`.
+            source: the source of the message, for a `WeightedLine`.
             position: how far the source of the message has been read, stored in the same commit of the outbox (E13);
-                ``None`` for none. The message is written to the broker once it is on disk.
+                ``None`` for none. The message is written to the broker only when it is on disk.
 
         Returns:
-            Its receipt, as soon as it is admitted, which is before the broker's confirm.
+            Its receipt, as soon as the message is admitted. The broker's confirm comes later.
 
         Raises:
             FlowControlTimeout: still flowed after `timeout`; the message was not sent and never will be.
             ProducerFlowed: flowed, and `when_flowed` is ``"raise"``; likewise.
-            ProducerClosed: it was closed, or lost its connection; likewise.
-            OutboxFull: with an outbox that has no room; likewise.
-            NotDurable: with an outbox: the message is admitted, and not on disk after `timeout`, or the disk failed.
-            SettingsError: a position, and there is no outbox; likewise.
-            TypeError: the message is of another type, or `timeout` is no number.
+            ProducerClosed: the producer was closed, or lost its connection; likewise.
+            OutboxFull: the outbox has no room; likewise.
+            NotDurable: the message is admitted, but is not on disk after `timeout`, or the disk failed.
+            SettingsError: there is a position, but no outbox; the message was not sent.
+            TypeError: the message is of another type, or `timeout` is not a number.
             ValueError: it cannot be encoded, or `timeout` is NaN.
         """
         if timeout is not DEFAULT and timeout != 0:
@@ -191,7 +192,7 @@ class Producer(BaseProducer):
                     self._services.wake()
                 return receipt  # type: ignore[return-value]  # the protocol makes what it was told to make
         except BaseException:
-            # An exception that a signal handler raises, such as KeyboardInterrupt, may have come before the wake.
+            # An exception of a signal handler, such as KeyboardInterrupt, may have come before the wake-up.
             self._engine.recheck()
             raise
         check_can_wait("send()", payload, exchange, routing_key)
@@ -213,7 +214,7 @@ class Producer(BaseProducer):
         source: str,
         cannot_wait: CannotWait | None,
     ) -> Receipt:
-        """Wait until a message is admitted, or refuse it."""
+        """Wait until a message is admitted, or raise an error for it."""
         if cannot_wait is not None:
             timeout = 0.0
             if not self._engine.is_in_callback:
@@ -229,7 +230,7 @@ class Producer(BaseProducer):
             raise NestedCall("a send", payload, exchange=exchange, routing_key=routing_key) from None
 
     def _made_durable(self, receipt: Receipt, deadline: float) -> SyncReceipt:
-        """Return the receipt once its message is on disk, if there is an outbox."""
+        """Return the receipt; with an outbox, when its message is on disk."""
         if self._engine.storage is not None:
             self._engine.storage.wait_durable(receipt, deadline)
         return receipt  # type: ignore[return-value]  # the protocol makes what it was told to make
@@ -247,9 +248,9 @@ class Producer(BaseProducer):
 
         Args:
             message: the body, or a `Message` with properties.
-            exchange: where to publish. Unless given, it is that of a `RoutedMessage`, and otherwise the setting.
-            routing_key: with which key; likewise.
-            source: as in `send`; what does not wait has no turn, so it changes nothing.
+            exchange: where to publish. The default is the exchange of a `RoutedMessage`, or else the setting.
+            routing_key: with which key; the default likewise.
+            source: as for `send`; it has no effect, because the message does not wait for a turn.
             position: as for `send`.
 
         Returns:
@@ -257,7 +258,7 @@ class Producer(BaseProducer):
 
         Raises:
             ProducerFlowed: flowed; the message was not sent and never will be.
-            ProducerClosed: it was closed, or lost its connection; likewise.
+            ProducerClosed: the producer was closed, or lost its connection; likewise.
             TypeError: the message is of another type.
             ValueError: it cannot be encoded.
         """
@@ -303,21 +304,21 @@ class Producer(BaseProducer):
         timeout: float | None = DEFAULT,
         source: str = "",
     ) -> list[SyncReceipt]:
-        """`send` every message, in order, each as if it were alone.
+        """Call `send` for every message, in order.
 
-        Whatever is raised, also by the iterable, has in its attribute ``receipts`` those of the messages before it:
-        they were admitted, and are on their way. After `NotDurable` the last of them is that of the message itself,
-        which was admitted, too. No message after that one was taken from the iterable.
+        Every exception, also one of the iterable, has an attribute ``receipts`` with the receipts of the messages
+        before it. These messages were admitted and will be sent. After `NotDurable` the last receipt is that of the
+        message itself, which was admitted, too. No further message was taken from the iterable.
 
         Args:
             messages: as for `send`; or pairs of a message and its position.
             exchange: where to publish, as for `send`.
             routing_key: with which key, as for `send`.
             timeout: seconds that each may stay blocked, as for `send`.
-            source: whose messages they are, for a `WeightedLine`.
+            source: the source of the messages, for a `WeightedLine`.
 
         Returns:
-            Their receipts, once the last one is admitted.
+            Their receipts, when the last message is admitted.
 
         Raises:
             FlowControlTimeout, ProducerFlowed, ProducerClosed, SettingsError, TypeError, ValueError: as `send`.
@@ -326,7 +327,7 @@ class Producer(BaseProducer):
         receipts: list[SyncReceipt] = []
         with keeping(receipts):
             if self._engine.storage is not None and isinstance(messages, (list, tuple)) and self._tracer is None:
-                # It brings SQLite with it.
+                # This module imports SQLite.
                 from qflow_client.sync.outbox import store_many
 
                 options: Any = {"exchange": exchange, "routing_key": routing_key, "source": source}
@@ -352,17 +353,17 @@ class Producer(BaseProducer):
     # Waiting.
 
     def flush(self, timeout: float | None = DEFAULT) -> None:
-        """Wait until all that was admitted before is settled.
+        """Wait until all messages that were admitted before are settled.
 
         Args:
-            timeout: seconds; ``None`` for ever; the setting `max_producer_flow_control_wait` unless given.
+            timeout: seconds; ``None`` for ever. The default is the setting `max_producer_flow_control_wait`.
 
         Raises:
-            ConfirmTimeout: some is not; its outcome is not known yet.
-            UndeliveredMessages: all is settled, and some of it, of which nobody has been told, was not delivered.
-                Whoever sent it: of several threads that flush, the first gets the failures of all, and no other does.
-            ProducerClosed: it was made before this process was forked.
-            TypeError, ValueError: `timeout` is no number.
+            ConfirmTimeout: some messages are not settled; their outcome is not known yet.
+            UndeliveredMessages: all messages are settled, but some were not delivered, and no call has reported them.
+                The failures of all threads are reported together: if several threads flush, only the first gets them.
+            ProducerClosed: the producer was made before this process was forked.
+            TypeError, ValueError: `timeout` is not a number.
         """
         if self._engine.is_copy:
             raise ProducerClosed(str(self._protocol.closed))
@@ -377,17 +378,17 @@ class Producer(BaseProducer):
             raise UndeliveredMessages(failures, dropped=dropped)
 
     def wait_unflowed(self, timeout: float | None = None) -> bool:
-        """Wait until no hold is left; in a callback, none but that for callbacks that are slower than confirms.
+        """Wait until there are no holds. In a callback, ignore the hold for callbacks that are slower than confirms.
 
         Args:
             timeout: seconds; ``None`` for ever.
 
         Returns:
-            Whether that is so.
+            True if there are no holds; False after the timeout.
 
         Raises:
-            ProducerClosed: it is closed, so it never will be.
-            TypeError, ValueError: `timeout` is no number.
+            ProducerClosed: the producer is closed and will never be unflowed.
+            TypeError, ValueError: `timeout` is not a number.
         """
         deadline = deadline_of(timeout)
         check_can_wait("wait_unflowed()")
@@ -411,33 +412,34 @@ class Producer(BaseProducer):
             listen()
 
     def flow_events(self, *, kinds: Iterable[str] | None = None) -> Iterator[FlowEvent]:
-        """The flow events from now on.
+        """Return an iterator over the flow events from now on.
 
         Args:
             kinds: as for `on_flow`.
 
         Returns:
-            An iterator for one thread, which blocks for the next event, and ends when the producer is closed. If it is
-            not read, at most `max_flow_events` wait for it: then the oldest are dropped.
+            An iterator for one thread. It blocks for the next event, and ends when the producer is closed. At most
+            `max_flow_events` wait for the reader; then the oldest are dropped.
         """
         events = FlowEvents(self.name, self.settings.max_flow_events)
         self._add_events(events, kinds)
         return events
 
-    # The end.
+    # Closing.
 
     def close(self, timeout: float | None = DEFAULT) -> None:
-        """Flush, and end the connection. A second call waits for the end of the first and does nothing else.
+        """Flush, and end the connection. A second call only waits for the end of the first.
 
-        When the time is up it returns within a second, whatever the broker and the network do.
+        After the timeout it returns within a second, whatever the broker and the network do.
 
         Args:
-            timeout: seconds that messages may take to be settled; ``None`` for ever; the setting
-                `close_timeout` unless given.
+            timeout: seconds that messages may take to be settled; ``None`` for ever. The default is the setting
+                `close_timeout`.
 
         Raises:
-            UndeliveredMessages: some were not delivered, and nobody has been told. Nothing else is dropped.
-            TypeError, ValueError: `timeout` is no number; nothing has happened.
+            UndeliveredMessages: some messages were not delivered, and no call has reported them. No other messages are
+                lost.
+            TypeError, ValueError: `timeout` is not a number; nothing has changed.
         """
         deadline = deadline_of(close_limit(timeout, self.settings))
         check_can_wait("close()")

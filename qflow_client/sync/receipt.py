@@ -12,13 +12,13 @@ from qflow_client.sync.latch import Latch
 
 __all__ = ["SyncReceipt"]
 
-# Guards the making of a receipt's latch; held for an instant, so one for all will do. Reentrant, because a finalizer
-# may come in that instant and wait for a receipt.
+# Guards the creation of a receipt's latch. It is held for a moment, so one lock for all receipts is enough. Reentrant,
+# because a finalizer may run at that moment and wait for a receipt.
 _making = threading.RLock()
 
 
 def _after_fork_in_child() -> None:
-    # A thread that is not in the child may have held it.
+    # A thread that the child does not have may have held it.
     global _making
     _making = threading.RLock()
 
@@ -27,21 +27,21 @@ after_fork_in_child(_after_fork_in_child)
 
 
 class SyncReceipt(Receipt):
-    """The fate of one message that a `Producer` sent."""
+    """The receipt of one message that a `Producer` sent."""
 
     __slots__ = ()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until it is settled.
+        """Wait until the message is settled.
 
         Args:
             timeout: seconds; ``None`` for ever.
 
         Returns:
-            Whether it is.
+            Whether the message is settled.
 
         Raises:
-            TypeError, ValueError: `timeout` is no number.
+            TypeError, ValueError: `timeout` is not a number.
         """
         if timeout is not None:
             check_timeout(timeout)
@@ -51,7 +51,8 @@ class SyncReceipt(Receipt):
                 latch = Latch()
                 if self._waiter is None:
                     self._waiter = latch
-            # Settled meanwhile: the one who settles sets the outcome first and looks for a waiter then.
+            # If the receipt is settled meanwhile, no wait is needed: the settling thread sets the outcome first, and
+            # then looks for a waiter.
             if self._outcome is None:
                 self._waiter.wait(timeout)
         return self._outcome is not None
@@ -66,9 +67,9 @@ class SyncReceipt(Receipt):
             `Outcome.CONFIRMED`, or `Outcome.SENT` in a producer without confirms.
 
         Raises:
-            ConfirmTimeout: it is not settled yet. It may still be.
-            DeliveryError: of the class that stands for any other outcome.
-            TypeError, ValueError: `timeout` is no number.
+            ConfirmTimeout: the message is not settled yet. It may still be settled later.
+            DeliveryError: the message has another outcome; each outcome has its own subclass.
+            TypeError, ValueError: `timeout` is not a number.
         """
         if not self.wait(timeout):
             assert timeout is not None
