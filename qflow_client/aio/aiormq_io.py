@@ -1,8 +1,8 @@
-"""The tap put into aiormq, through aiormq's public interface for transports.
+"""Connects the tap with aiormq, by aiormq's public interface for transports.
 
-aiormq asks a `TransportFactory` for a reader and a writer. Ours gives it asyncio's own, with the tap at both: what the
-reader is fed has gone through the tap, what the writer is given waits for a frame border, and the channels' own bytes
-are written when the socket takes them.
+aiormq asks a `TransportFactory` for a reader and a writer. The factory of this module returns asyncio's own, with the
+tap at both. The reader gets only data that has passed the tap. Data for the writer waits for a frame border. The
+channels' own bytes are written when the socket takes them.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from qflow_client.telemetry import peer_of
 
 __all__ = ["OrderAddresses", "TapTransport", "TapTransportFactory"]
 
-# The library is asked to wait while more of its bytes than this are not written.
+# The library has to wait while more of its bytes than this are unwritten.
 _LIBRARY_HIGH = 1 << 16
 
 _UNBLOCKED = frame(METHOD_FRAME, 0, CONNECTION_UNBLOCKED)
 
 _monotonic = time.monotonic
 
-# Given the addresses of a name, returns the order in which they are tried, and the seconds that each may take.
+# Returns the order in which the addresses of a name are tried, and the seconds that each may take.
 OrderAddresses = Callable[[list[Any]], tuple[list[Any], float]]
 
 
@@ -55,7 +55,7 @@ class _BeforeTls(asyncio.Protocol):
 
 
 class _TapProtocol(asyncio.StreamReaderProtocol):
-    """Between asyncio's transport and the library's reader."""
+    """The protocol between asyncio's transport and the library's reader."""
 
     def __init__(
         self, reader: asyncio.StreamReader, loop: asyncio.AbstractEventLoop, is_open: Callable[[], bool]
@@ -64,23 +64,23 @@ class _TapProtocol(asyncio.StreamReaderProtocol):
         self._tap = Tap()
         # Whether the library has opened the connection.
         self._is_open = is_open
-        # asyncio's transport for the connection, with TLS if it is to be.
+        # asyncio's transport for the connection, after the TLS handshake if TLS is used.
         self._transport: Any = None
-        # What the library writes to; set once the connection is there.
+        # The transport that the library writes to; set when the connection is established.
         self._tapped: TapTransport | None = None
-        # What ended the connection, if we did.
+        # Why this protocol ended the connection; ``None`` if it did not.
         self._error: Exception | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Too early for the library, which writes to what `tap` makes."""
+        """Do nothing yet: the library writes to the transport that `tap` makes."""
         self._transport = transport
 
     def tap(self, raw: Any, transport: Any, loop: asyncio.AbstractEventLoop) -> TapTransport:
-        """What the library is to write to.
+        """Return the transport that the library writes to.
 
         Args:
             raw: asyncio's transport for the socket.
-            transport: asyncio's transport for the connection; another one than `raw` with TLS.
+            transport: asyncio's transport for the connection; with TLS another one than `raw`.
             loop: the loop.
         """
         self._transport = transport
@@ -89,11 +89,11 @@ class _TapProtocol(asyncio.StreamReaderProtocol):
         return self._tapped
 
     def data_received(self, data: bytes) -> None:
-        """Give what came to the tap, and do what follows from it."""
+        """Pass received data to the tap, and do what follows."""
         try:
             self._take(data)
         except BaseException as error:
-            # Ctrl-C, for example. What is lost of it may be an answer for which somebody waits.
+            # Ctrl-C, for example. The lost data may be an answer that a caller waits for.
             self.fail(f"{type(error).__name__} came while the broker's answers were taken, and some may be lost")
             raise
 
@@ -105,47 +105,47 @@ class _TapProtocol(asyncio.StreamReaderProtocol):
             return
         if passed:
             if self._tap.is_blocked and not self._is_open():
-                # The library would wait for the end of the alarm before it so much as opens a channel.
+                # Otherwise the library would not open a channel before the broker's alarm ends.
                 passed += _UNBLOCKED
             super().data_received(passed)
         if self._tapped is not None:
             self._tapped.received(len(data), for_library=bool(passed))
         if self._tap.error is not None:
-            # What came before it has been passed.
+            # Frames before the error have been passed on.
             self._garbage(self._tap.error)
 
     def _garbage(self, error: FrameError) -> None:
         self.fail(f"the broker sent {error}")
 
     def fail(self, why: str) -> None:
-        """End the connection at once, and have everybody told why."""
+        """Abort the connection, and report the reason to all users."""
         self._error = ConnectionAbortedError(why)
         self._transport.abort()
 
     def eof_received(self) -> bool:
-        """A broker that writes no more reads no more either."""
+        """Close the connection, because a broker that has stopped writing has also stopped reading."""
         super().eof_received()
         return False
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The library learns of it when it reads."""
+        """Handle the end of the connection. The library finds it when it reads."""
         if self._tapped is not None:
             self._tapped.lost()
         super().connection_lost(exc or self._error)
 
 
 class TapTransport(asyncio.Transport):
-    """A connected socket, plain or TLS, with a tap at it: what the library writes to.
+    """A connected socket, plain or TLS, with a tap at it. The library writes to it.
 
-    asyncio's transports take whatever they are given and keep it, and what they keep nobody can take back. So they only
-    read and close here. On a plain socket this writes itself, by a descriptor of its own; under TLS it hands over one
-    record at a time.
+    asyncio's transports accept any amount of data, and buffered data cannot be taken back. So they are used only to
+    read and to close. On a plain socket this class writes itself, with a descriptor of its own. With TLS it passes one
+    record at a time to asyncio's transport.
 
     Args:
         tap: the tap.
-        protocol: is asked to pause the library, and told of failures.
+        protocol: is asked to pause the library, and receives failures.
         raw: asyncio's transport for the socket.
-        transport: asyncio's transport for the connection; another one than `raw` with TLS.
+        transport: asyncio's transport for the connection; with TLS another one than `raw`.
         loop: the loop.
     """
 
@@ -166,71 +166,73 @@ class TapTransport(asyncio.Transport):
         self._is_tls = transport is not raw
         self._write_chunk = TLS_WRITE_CHUNK if self._is_tls else WRITE_CHUNK
         sock = raw.get_extra_info("socket")
-        # The loop lets nobody else watch a descriptor that one of its transports reads from.
+        # While one of its transports reads from a descriptor, the loop does not allow other code to watch it.
         self._socket = socket.socket(sock.family, sock.type, sock.proto, fileno=os.dup(sock.fileno()))
         self._socket.setblocking(False)
-        #: What it is connected to.
+        #: The address that it is connected to.
         self.peer = peer_of(self._socket)
-        # Called after anything that may have changed a channel.
+        # Called after any possible change of a channel.
         self._afters: list[Callable[[], bool]] = []
-        # What the library has written and the socket has not taken, how much of the first chunk it has, and all of it.
+        # Chunks of the library that are not completely written, how much of the first chunk is written, and their total
+        # size.
         self._library: deque[bytes] = deque()
         self._begun = 0
         self._library_size = 0
         self._library_paused = False
-        # Whether the library's chunk goes before ours at the next frame border.
+        # Whether the library's chunk is next at the next frame border.
         self._librarys_turn = True
-        # Whether the loop tells us when the socket takes more.
+        # Whether the loop reports when the socket takes more bytes.
         self._watching = False
-        # Set by the first failure to write, or the end of the connection; the library meets that when it reads.
+        # Set by the first failed write, or by the end of the connection. The library finds the error when it reads.
         self._broken = False
         self._closing = False
-        # True while `pump` runs or is due. `pump` clears it before its last look for output, so a task that adds output
-        # and finds it True does not call `wake`.
+        # True while `pump` runs or is scheduled. `pump` clears it before its last check for output. So a task that adds
+        # output and finds it True does not need to call `wake`.
         self.awake = False
         self._thread = get_ident()
-        # Told the size of answers that were taken, it says for how many seconds what comes next may gather; None to
-        # read everything as it comes, which is right for a connection that others use, too.
+        # Called with the size of answers that were read; returns for how many seconds the next answers may gather. With
+        # ``None`` all data is read immediately, which is right for a connection that others use, too.
         self.delay: Callable[[int], float] | None = None
-        # What ends that time; None if it is read. And whether the library wants to read, and the socket is read.
+        # The timer for the end of that time; ``None`` while the socket is read. And whether the library wants to read,
+        # and whether the socket is read.
         self._gathers: asyncio.TimerHandle | None = None
         self._library_reads = self._reads = True
-        # The library's writer until the connection has ended, because aiormq may drop it without closing it.
+        # The library's writer until the connection has ended. aiormq may drop it without closing it.
         self.writer: asyncio.StreamWriter | None = None
         _transports.add(self)
 
     # For the producers.
 
     def add_after(self, after: Callable[[], bool]) -> None:
-        """Have a function called after anything that may have changed a channel; it says whether writing is urgent."""
+        """Call a function after every possible change of a channel. It returns True if writing is urgent."""
         self._afters.append(after)
 
     def remove_after(self, after: Callable[[], bool]) -> None:
-        """Have it called no more."""
+        """Stop calling a function that `add_after` added."""
         if after in self._afters:
             self._afters.remove(after)
 
     @property
     def full(self) -> bool:
-        """Whether the socket takes no more for now."""
+        """Whether the socket takes no more bytes for now."""
         return self._watching
 
     def wake(self) -> None:
-        """Have `pump` run in the loop's next turn. Any thread may call this after it has added output."""
+        """Schedule `pump` in the next iteration of the loop. Any thread may call this after it has added output."""
         if get_ident() == self._thread:
             self._loop.call_soon(self.pump)
-            # Last, because after an interrupt before this line the next sender must wake the loop.
+            # This comes last: after an interrupt before this line, the next sender must wake the loop.
             self.awake = True
         else:
-            # `pump` may have run before this returns, so `awake` is left as it is.
+            # `pump` may have run before this call returns, so `awake` is not set.
             self._loop.call_soon_threadsafe(self.pump)
 
     def received(self, size: int, *, for_library: bool) -> None:
-        """The tap has been given something: do what follows from it.
+        """Do what follows after the tap has handled data.
 
         Args:
             size: in bytes.
-            for_library: some of it was for the library.
+            for_library: whether a part of the data was for the library.
         """
         urgent = False
         for after in tuple(self._afters):
@@ -238,7 +240,7 @@ class TapTransport(asyncio.Transport):
         if urgent:
             self.pump()
         elif not self.awake:
-            # Behind the tasks that have been woken by now: what they send goes out in the same write.
+            # After the tasks that are woken by now, so that their messages are sent in the same write.
             self.wake()
         if self.delay is not None and self._gathers is None and not for_library:
             delay = self.delay(size)
@@ -247,7 +249,7 @@ class TapTransport(asyncio.Transport):
                 self._watch_reads()
 
     def _read_on(self) -> None:
-        """Enough has gathered."""
+        """Read again: enough answers have gathered."""
         self._gathers = None
         self._watch_reads()
 
@@ -261,11 +263,11 @@ class TapTransport(asyncio.Transport):
                 self._transport.pause_reading()
 
     def pump(self) -> None:
-        """Write what there is, until there is no more or the socket is full."""
+        """Write all output, until there is no more or the socket is full."""
         try:
             self._pump()
         except Exception as error:
-            # Whoever waits must learn of it, whatever it is, and so must the broker.
+            # The callers that wait, and the broker, must learn of any error.
             log(logging.ERROR, "writing failed", error=error)
             self._broken = True
             self._protocol.fail(f"writing failed: {error!r}")
@@ -279,15 +281,15 @@ class TapTransport(asyncio.Transport):
                 full = self._pump_library()
                 continue
             self._librarys_turn = True
-            # To the next border and no further if the library waits for it, or a socket that is always full would keep
-            # its heartbeats and acks back for ever.
+            # Write only up to the next border if the library waits for it. Otherwise a socket that is always full would
+            # delay its heartbeats and acks for ever.
             waited_for = self._closing or (self._library and not tap.at_border)
             data = tap.unfinished if waited_for else LOOPS.take(self._data_to_write)
             if not data:
                 if self._library:
                     continue
                 self.awake = False
-                # What was put before that.
+                # `data_to_write` returns bytes that were put before this call.
                 data = b"" if waited_for else LOOPS.take(self._data_to_write)
                 if not data:
                     break
@@ -316,7 +318,7 @@ class TapTransport(asyncio.Transport):
         return self.tap.data_to_write(self._write_chunk)
 
     def _pump_library(self) -> bool:
-        """Write of the library's chunk; whether the socket is full."""
+        """Write bytes of the library's chunk. Return True if the socket is full."""
         chunk = self._library[0]
         data = chunk[self._begun : self._begun + self._write_chunk]
         sent = self._send(data)
@@ -329,9 +331,9 @@ class TapTransport(asyncio.Transport):
         return sent < len(data) or (self._is_tls and self._raw.get_write_buffer_size() > 0)
 
     def _send(self, data: bytes) -> int:
-        """How many bytes are sent, or cannot be taken back."""
+        """Return how many bytes are sent, or cannot be taken back."""
         if self._is_tls:
-            # One that has failed takes everything and writes nothing.
+            # A failed transport accepts all data and writes nothing.
             if self._raw.is_closing() or self._transport.is_closing():
                 self._broken = True
                 return 0
@@ -353,7 +355,7 @@ class TapTransport(asyncio.Transport):
             self._loop.remove_writer(self._socket.fileno())
 
     def lost(self) -> None:
-        """The connection has ended."""
+        """Record that the connection has ended."""
         self._broken = self._closing = True
         _transports.discard(self)
         if self._gathers is not None:
@@ -366,16 +368,16 @@ class TapTransport(asyncio.Transport):
         self.writer = None
 
     def forget(self) -> None:
-        """In a child process after a fork: close its copies of the socket; the loop's records are the parent's."""
+        """Close the copies of the socket in a child process after a fork. The loop's records belong to the parent."""
         self._broken = True
         self._socket.close()
-        # The loop's transport closes it when it is dropped, so it must stay a descriptor of something.
+        # The loop's transport closes the descriptor when it is dropped, so the descriptor must stay valid.
         _replace(self._raw.get_extra_info("socket").fileno())
 
     # For the library: asyncio's interface.
 
     def write(self, data: Any) -> None:
-        """Write, at the next frame border."""
+        """Write data at the next frame border."""
         if self._closing or self._broken or not data:
             return
         if data[7:11] == CHANNEL_CLOSE:
@@ -389,29 +391,29 @@ class TapTransport(asyncio.Transport):
             self.pump()
 
     def get_write_buffer_size(self) -> int:
-        """What the library has written and the socket has not taken."""
+        """Return how many bytes of the library are not written."""
         return self._library_size
 
     def can_write_eof(self) -> bool:
-        """A connection ends as a whole."""
+        """Return False: a connection can only be closed as a whole."""
         return False
 
     def close(self) -> None:
-        """Write what the library has written, and what completes a frame of ours, and end the connection."""
+        """Write the library's data and the rest of a partly written frame, and close the connection."""
         if not self._closing:
             self._closing = True
             self.pump()
             if not self._transport.is_closing():
-                # A peer that does not read must not keep us.
+                # A peer that does not read must not delay the end.
                 self._loop.call_later(GOOD_BYE, self.abort)
 
     def abort(self) -> None:
-        """End the connection at once."""
+        """Abort the connection."""
         self._broken = True
         self._transport.abort()
 
     def is_closing(self) -> bool:
-        """Whether it is closed, or about to be."""
+        """Return True if the transport is closed or closing."""
         return self._closing or self._transport.is_closing()
 
     def get_extra_info(self, name: str, default: Any = None) -> Any:
@@ -434,13 +436,13 @@ class TapTransport(asyncio.Transport):
 
 
 class TapTransportFactory(TransportFactory):
-    """Makes the reader and writer of a connection of aiormq's, with a tap at them.
+    """Makes the reader and writer of a connection of aiormq, with a tap at them.
 
     Args:
-        made: called with what was made.
+        made: called with each new transport.
         is_open: whether the library has opened the connection.
-        order_addresses: given the addresses of a name, returns the order in which they are tried, and the seconds that
-            each of them may take; ``None`` for that of the resolver, and no limit.
+        order_addresses: returns the order in which the addresses of a name are tried, and the seconds that each may
+            take; ``None`` for the resolver's order without a limit.
     """
 
     def __init__(
@@ -454,7 +456,7 @@ class TapTransportFactory(TransportFactory):
         self._order_addresses = order_addresses
 
     async def create(self, url: URL, **kwargs: Any) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """As aiormq's own factories, plain or TLS by the URL."""
+        """Make a connection, as aiormq's own factories, plain or TLS according to the URL."""
         provider = kwargs.pop("ssl_context_provider", None)
         context = await provider.get_context() if url.scheme == "amqps" else None
         loop = asyncio.get_running_loop()
@@ -472,10 +474,10 @@ class TapTransportFactory(TransportFactory):
             transport = raw
             if context is not None:
                 if plain.received:
-                    # They did not come from the peer that the certificate names.
+                    # These bytes do not come from the peer that the certificate names.
                     raw.abort()
                     raise ConnectionAbortedError(f"{plain.received} bytes came in plain text before the TLS handshake")
-                # From here on TLS reads what comes, and refuses plain text itself.
+                # From here on TLS reads the data, and refuses plain text itself.
                 transport = await loop.start_tls(raw, protocol, context, server_hostname=url.host)
             tapped = protocol.tap(raw, transport, loop)
         except OSError as error:
@@ -488,7 +490,7 @@ class TapTransportFactory(TransportFactory):
 async def _connected(
     loop: asyncio.AbstractEventLoop, host: str, port: int, order_addresses: OrderAddresses | None
 ) -> socket.socket:
-    """A socket, connected as the loop does it itself: address by address. A fork at any time finds it."""
+    """Return a connected socket. Addresses are tried one by one, as the loop does. A fork always finds the socket."""
     failures: list[OSError] = []
     found, limit = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM), math.inf
     if order_addresses is not None and len(found) > 1:
@@ -517,14 +519,14 @@ async def _connected(
 
 
 def _replace(descriptor: int) -> None:
-    """Close this process's copy of a socket, and leave a descriptor of nothing to whoever is going to close it."""
+    """Close this process's copy of a socket. Its number stays a valid descriptor, because other code will close it."""
     if descriptor >= 0:
         nothing = os.open(os.devnull, os.O_RDWR)
         os.dup2(nothing, descriptor, inheritable=False)
         os.close(nothing)
 
 
-# Also those of connections that are still being made, which no producer knows yet; and their sockets, before that too.
+# This includes transports of connections that are still being made, which no producer has yet; and their sockets.
 _transports: weakref.WeakSet[TapTransport] = weakref.WeakSet()
 _sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 

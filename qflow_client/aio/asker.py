@@ -1,4 +1,4 @@
-"""Asks the application for credentials: a coroutine function in the loop, any other on a thread."""
+"""Asks the application for credentials. A coroutine function runs in the loop, any other function on a thread."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ __all__ = ["AsyncAsker"]
 
 
 class AsyncAsker(Asker):
-    """Calls the application's callable, and awaits what it returns if that can be awaited.
+    """Calls the application's function, and awaits the result if it is awaitable.
 
     Args:
-        function: the callable.
+        function: the function.
         name: the producer's.
     """
 
@@ -25,11 +25,11 @@ class AsyncAsker(Asker):
         super().__init__(function, name)
         self._is_coroutine = inspect.iscoroutinefunction(function)
         self._loop = asyncio.get_running_loop()
-        # What awaits; None if nothing has done so.
+        # The task that awaits the result; ``None`` before the first.
         self._task: asyncio.Task[None] | None = None
 
     def cancel(self) -> None:
-        """The answer is not wanted any more, and what is awaited is cancelled."""
+        """Cancel the request. A result that is being awaited is cancelled."""
         super().cancel()
         if self._task is not None:
             self._task.cancel()
@@ -42,7 +42,7 @@ class AsyncAsker(Asker):
 
     def _take(self, result: Any) -> None:
         if inspect.isawaitable(result):
-            # A loop that is closed awaits nothing.
+            # A closed loop awaits nothing.
             with suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(self._await, result)
         else:

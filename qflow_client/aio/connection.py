@@ -48,24 +48,24 @@ _CODES = {
 
 
 def words(error: BaseException) -> str:
-    """What went wrong, in one line."""
+    """Return an error as one line."""
     if isinstance(error, AiormqConnectionClosed) and len(error.args) == 2:
         return f"{error.args[0]} {error.args[1]}"
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
 def final(error: BaseException | None) -> bool:
-    """Whether no further try to connect can do better."""
+    """Return True if no further try to connect can succeed."""
     if isinstance(error, AiormqConnectionClosed) and len(error.args) == 2:
         return is_final(int(error.args[0]), str(error.args[1]))
     if isinstance(error, ChannelClosed):
         return Declaration.is_final(channel_reply(error)[0])
-    # aiormq's words for 403, and for a broker with which no way of authentication is shared.
+    # aiormq's errors for 403, and for a broker that supports none of the client's authentication methods.
     return isinstance(error, (ProbableAuthenticationError, AuthenticationError))
 
 
 def channel_reply(error: ChannelClosed) -> tuple[int, str]:
-    """The reply code and text of a ``Channel.Close``: aiormq has a class for some codes, and leaves them out."""
+    """Return the reply code and text of a ``Channel.Close``. Some of aiormq's error classes do not contain the code."""
     for kind, code in _CODES.items():
         if isinstance(error, kind):
             return code, str(error.args[0])
@@ -76,7 +76,7 @@ def channel_reply(error: ChannelClosed) -> tuple[int, str]:
 class TappedConnection(aio_pika.Connection):
     """aio-pika's connection, on which producers can be opened."""
 
-    #: The socket of the present connection; ``None`` until there is one.
+    #: The socket of the present connection; ``None`` before the first.
     tapped: TapTransport | None = None
 
     def __init__(
@@ -89,11 +89,11 @@ class TappedConnection(aio_pika.Connection):
     ) -> None:
         super().__init__(url, **keywords)
         factory = TapTransportFactory(self._made, self.connected.is_set, order_addresses)
-        # aio-pika's arguments for every connection that aiormq makes.
+        # aio-pika passes these arguments to every connection of aiormq.
         self.kwargs = {**self.kwargs, "transport_factory": factory, "client_properties": client_properties}
 
     def __del__(self) -> None:
-        # Without a running loop, aio-pika's creates a coroutine that is never awaited, and Python warns about it.
+        # Without a running loop, aio-pika creates a coroutine that is never awaited, and Python warns about it.
         try:
             asyncio.get_running_loop()
         except RuntimeError:
@@ -109,10 +109,10 @@ class TappedRobustConnection(TappedConnection, aio_pika.RobustConnection):
 
 
 def address_of(url: object, parameters: Mapping[str, object]) -> URL:
-    """What aio-pika is given for a URL.
+    """Return the URL for aio-pika.
 
     Raises:
-        SettingsError: it is none, or a parameter is not allowed.
+        SettingsError: the URL is not valid, or a parameter is not allowed.
     """
     check_setting("url", url)
     if not isinstance(url, str):
@@ -124,12 +124,12 @@ def address_of(url: object, parameters: Mapping[str, object]) -> URL:
             raise SettingsError(f"{name}={shown(value)}: a parameter of a URL's query must be a text or a number")
     try:
         address = URL(url)
-        # aiormq logs the whole query. It does not know the others, and they may be secret.
+        # aiormq logs the whole query. It does not use the other parameters, and they may be secret.
         known = [(name, value) for name, value in address.query.items() if is_harmless(name, value)]
         return address.with_query(known).update_query(parameters)  # type: ignore[arg-type]  # as just checked
     except (TypeError, ValueError) as error:
         why = words_of(error, url)
-    # Outside of the handler: the error would be the context, and may repeat the password.
+    # Raised outside the handler. Otherwise the original error, which may contain the password, would be the context.
     raise SettingsError(f"url={shown(url)}: {why}")
 
 
@@ -142,23 +142,23 @@ async def connect_async(
     client_properties: dict[str, Any] | None = None,
     **parameters: Any,
 ) -> aio_pika.Connection:
-    """Connect with aio-pika, ready for consumers and for any number of producers: ``AsyncProducer(connection=…)``.
+    """Connect with aio-pika, for consumers and for any number of producers: ``AsyncProducer(connection=…)``.
 
     Args:
-        url: ``amqp://`` or ``amqps://`` URL of the broker; the query is aio-pika's.
-        robust: give aio-pika's `RobustConnection`, which reconnects and restores what consumes. Producers on it go on
-            when it does; on any other, they end with it.
-        timeout: seconds that connecting may take; ``None`` for no limit of ours.
-        ssl_context: for TLS; made from the URL's parameters unless given.
-        client_properties: what the connection says of itself, such as ``connection_name``.
+        url: ``amqp://`` or ``amqps://`` URL of the broker, with a query as for aio-pika.
+        robust: return aio-pika's `RobustConnection`, which reconnects and restores consumers. Producers on it continue
+            after a reconnect. On any other connection, they end with it.
+        timeout: seconds that connecting may take; ``None`` for aio-pika's limits only.
+        ssl_context: for TLS; by default made from the URL's parameters.
+        client_properties: properties that the connection announces, such as ``connection_name``.
         parameters: more parameters of the URL's query, such as ``heartbeat``.
 
     Returns:
         aio-pika's own object, a `Connection` or `RobustConnection`.
 
     Raises:
-        ConnectionFailed: it cannot be had, and why.
-        SettingsError: the URL is none.
+        ConnectionFailed: connecting failed; the text gives the reason.
+        SettingsError: the URL is not valid.
     """
     kind = TappedRobustConnection if robust else TappedConnection
     connection = kind(address_of(url, parameters), ssl_context=ssl_context, client_properties=client_properties)
@@ -170,12 +170,12 @@ async def open_connection(connection: TappedConnection, url: str, timeout: float
     """Connect.
 
     Args:
-        connection: what is not connected yet.
+        connection: a connection that is not connected yet.
         url: its URL, for people.
-        timeout: seconds that it may take; ``None`` for no limit of ours.
+        timeout: seconds that it may take; ``None`` for aio-pika's limits only.
 
     Raises:
-        ConnectionFailed: it cannot be had, and why.
+        ConnectionFailed: connecting failed; the text gives the reason.
     """
     limit = asyncio.timeout(timeout)
     try:

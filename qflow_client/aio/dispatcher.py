@@ -15,7 +15,7 @@ __all__ = ["Dispatcher", "refuse_coroutine_function"]
 
 
 def refuse_coroutine_function(name: str, callback: object) -> None:
-    """Refuse a callback that would never run.
+    """Reject a callback that would never run.
 
     Raises:
         TypeError: it is a coroutine function.
@@ -28,9 +28,9 @@ def refuse_coroutine_function(name: str, callback: object) -> None:
 
 
 class Dispatcher:
-    """Calls callbacks in order, each in a turn of the loop.
+    """Calls callbacks in order, each in a separate iteration of the loop.
 
-    A callback that raises is logged and does no harm.
+    An exception of a callback is logged and has no other effect.
 
     Args:
         loop: the loop.
@@ -42,15 +42,15 @@ class Dispatcher:
         self.is_running = False
 
     def call(self, callback: Callable[[Any], object], argument: Any) -> None:
-        """Have ``callback(argument)`` called after all that was asked for before."""
+        """Schedule ``callback(argument)`` after all earlier calls."""
         self._loop.call_soon(self._run, callback, lambda: argument)
 
     def call_with_next(self, callback: Callable[[Any], object], take: Callable[[], Any]) -> None:
-        """As `call`, but with the argument that ``take()`` returns when the turn of the call has come."""
+        """As `call`, but ``take()`` returns the argument when the callback is next."""
         self._loop.call_soon(self._run, callback, take)
 
     async def stop(self) -> None:
-        """Wait for the calls that are due. If the loop is closed, none ever runs."""
+        """Wait for the scheduled calls. If the loop is closed, they never run."""
         if self._loop.is_closed():
             return
         due = asyncio.Event()
@@ -63,7 +63,7 @@ class Dispatcher:
         try:
             callback(argument)
         except Exception as error:
-            # The application's mistake must not cost it the events that follow.
+            # A mistake of the application must not prevent the following events.
             log(logging.ERROR, "callback %r failed on %r", callback, argument, error=error)
         finally:
             self.is_running = False

@@ -55,7 +55,7 @@ _T = TypeVar("_T")
 
 _monotonic = time.monotonic
 
-# Seconds that the end of the channel and of the outbox may take together after the deadline of a close, or the outbox
+# Seconds after the deadline of a close that the end of the channel and of the outbox may take together; or the outbox
 # after a cancel.
 _DISK_PATIENCE = 0.6
 
@@ -83,11 +83,11 @@ class Engine(BaseEngine):
     Args:
         settings: the producer's.
         on_delivery: called with every settled receipt; ``None`` for no call.
-        manager: with which the producer registers.
-        connection: on which it opens a channel; ``None`` for a connection of its own.
+        manager: the producer registers with it.
+        connection: the shared connection on which it opens a channel; ``None`` for a connection of its own.
         line: the order in which waiting sends are served; ``None`` for first come, first served.
-        topology: what is declared on each connection of its own; ``None`` for nothing.
-        credentials: called for what it logs in with; ``None`` for what the URL says.
+        topology: declared on each connection of its own; ``None`` for nothing.
+        credentials: called for the credentials; ``None`` to use those of the URL.
     """
 
     def __init__(
@@ -106,33 +106,33 @@ class Engine(BaseEngine):
         self.protocol = ProducerProtocol(settings, **protocol_options(settings, AsyncReceipt, line))
         if self.deliveries is not None:
             self.protocol.reports.settled = []
-        # With an outbox, set by `open`.
+        # Set by `open` if there is an outbox.
         self._commits: Commits | None = None
-        # Set when the first close has come to its end.
+        # Set when the first close has ended.
         self._all_ended = asyncio.Event()
-        #: The loop and its thread, and what runs there; set by `open`.
+        #: The loop, its thread, and the objects that run there; set by `open`.
         self.loop: asyncio.AbstractEventLoop | None = None
         self._thread: int | None = None
         self.dispatcher: Dispatcher | None = None
         self.turns: Turns | None = None
-        #: Set once it is connected.
+        #: Set when the producer is connected.
         self.link: Link | None = None
         # True while a call of `after` is scheduled on the loop.
         self._passes_on = False
-        # The task that ends it after the producer was dropped.
+        # The task that ends the producer after it was dropped.
         self._ending: asyncio.Task[None] | None = None
 
     async def open(self, connected: Callable[[], object]) -> None:
         """Connect, once.
 
         Args:
-            connected: called once it is connected.
+            connected: called when the producer is connected.
 
         Raises:
             ConnectionFailed: no host could be connected to.
             OutboxInUse, OutboxError: the outbox is used by another producer, or cannot be used.
-            ProducerClosed: it was closed before.
-            QflowError: it was called before.
+            ProducerClosed: the producer was closed before.
+            QflowError: the method was called before.
         """
         if self.ended:
             raise ProducerClosed(CLOSED)
@@ -153,7 +153,7 @@ class Engine(BaseEngine):
                 await self._open_outbox()
             link = await self._connect()
             if self.ended:
-                # Closed while it was connecting.
+                # The producer was closed while it was connecting.
                 await link.close(BRIEF)
                 raise ProducerClosed(CLOSED)
             self.link = link
@@ -168,7 +168,7 @@ class Engine(BaseEngine):
             try:
                 self.protocol.close(f"it could not connect: {error}", _monotonic())
                 self.unregister()
-                # After a GeneratorExit, as Ctrl-C may cause, there is no loop that could wait.
+                # After a GeneratorExit, which Ctrl-C may cause, there is no loop for a wait.
                 if not isinstance(error, GeneratorExit):
                     await self._end(BRIEF)
             finally:
@@ -177,7 +177,7 @@ class Engine(BaseEngine):
             raise
 
     async def _open_outbox(self) -> None:
-        # They bring SQLite with them.
+        # These modules import SQLite.
         from qflow_client.aio.outbox import Commits, SpilledReceipt
         from qflow_client.outbox.storage import Storage
 
@@ -196,17 +196,17 @@ class Engine(BaseEngine):
             raise
 
     def _take(self, step: StoreStep) -> None:
-        """Have the loop take a step for the outbox's thread."""
+        """Let the loop take a step for the outbox's thread."""
 
         def take() -> None:
             if self.storage is None:
-                # In a child of its process.
+                # In a forked child process.
                 return
             self.step(lambda _protocol: step(_monotonic()))
             self.arm_timer()
 
         assert self.loop is not None
-        # A loop that is closed sends nothing.
+        # A closed loop sends nothing.
         with suppress(RuntimeError):
             self.loop.call_soon_threadsafe(take)
 
@@ -253,7 +253,7 @@ class Engine(BaseEngine):
             raise
 
     def recheck(self) -> None:
-        """Have the loop take a step, because an exception may have come before what was to follow from one."""
+        """Let the loop take a step, because an exception may have come before the follow-up of a step."""
         if self.loop is not None and not self.loop.is_closed():
             self.loop.call_soon(self.step, lambda protocol: protocol.on_timer(_monotonic()))
 
@@ -265,12 +265,12 @@ class Engine(BaseEngine):
             except NestedCall:
                 if self.loop is None:
                     raise
-        # A loop that is closed has nothing to hold.
+        # A closed loop has nothing to hold.
         with suppress(RuntimeError):
             self.loop.call_soon_threadsafe(self.step, step)
 
     def kick(self) -> None:
-        """Have the loop write the present output, and pass on what the protocol reports."""
+        """Let the loop write the present output, and pass on the protocol's reports."""
         if self.link is not None and self.protocol.has_output:
             tapped = self.link.tapped
             if tapped is not None and not tapped.awake:
@@ -278,38 +278,38 @@ class Engine(BaseEngine):
         if self.loop is None or self.loop.is_closed():
             self.after()
         elif not (self._passes_on or self._has_no_news):
-            # The loop does it, because an interrupt here would lose wake-ups and log lines.
+            # The loop calls it, because an interrupt here would lose wake-ups and log lines.
             self.loop.call_soon(self.after)
             self._passes_on = True
 
     def arm_timer(self) -> None:
-        """Have the protocol called when its time comes, if time alone can lift a hold."""
+        """Call the protocol when its timer is due, if time alone can lift a hold."""
         if self.settings.rate is not None and self.link is not None:
             self.link.arm_timer()
 
     async def drive(self, call: Call[_T], waiter: Waiter) -> _T:
-        """Run a call that waits, see `core.calls`; also before it is connected."""
+        """Run a call that waits, see `core.calls`. The producer need not be connected."""
         turns = self.turns
         if turns is None:
             turns = Turns(asyncio.get_running_loop(), lambda: self.protocol, self.kick, self.arm_timer)
         return await turns.drive(call, waiter)
 
     async def made_durable(self, receipt: Receipt, deadline: float) -> None:
-        """Return once a message is on disk, if there is an outbox.
+        """Return when a message is on disk. Without an outbox, return at once.
 
         Args:
             receipt: of the message.
             deadline: until when to wait, in seconds.
 
         Raises:
-            NotDurable: it is not on disk then, or the disk failed.
+            NotDurable: it is not on disk by then, or the disk failed.
         """
         if self.storage is not None:
             assert self._commits is not None
             assert isinstance(receipt, AsyncReceipt)
             await self._commits.wait_durable(receipt, deadline)
 
-    # After a step. Nothing of the application runs in it.
+    # After a step. No code of the application runs in these methods.
 
     @property
     def _has_no_news(self) -> bool:
@@ -353,17 +353,17 @@ class Engine(BaseEngine):
             # A sys.exit in a callback ends the loop.
             raise error
 
-    # The end.
+    # Closing.
 
     async def close(self, deadline: float, *, waits_for_holds: bool = True) -> UndeliveredMessages | None:
         """Close the producer; a second call waits for the end of the first.
 
         Args:
             deadline: until when messages may be settled, in seconds.
-            waits_for_holds: False to wait only as long as the broker goes on answering.
+            waits_for_holds: False to wait only while the broker continues to answer.
 
         Returns:
-            The error for what was not delivered.
+            The error for messages that were not delivered.
         """
         if self.ended:
             LOOPS.take(lambda: self.protocol.close(CLOSED, _monotonic()))
@@ -375,7 +375,7 @@ class Engine(BaseEngine):
         return await self._close(CLOSED, deadline, waits_for_holds)
 
     def close_later(self, deadline: float) -> None:
-        """Close in a task of its own, and log what is not delivered."""
+        """Close in a separate task, and log messages that are not delivered."""
 
         async def close() -> None:
             undelivered = await self.close(deadline)
@@ -383,15 +383,15 @@ class Engine(BaseEngine):
                 log(logging.WARNING, "%s: shut down: %s", self.settings.name, undelivered)
 
         def start() -> None:
-            # The loop keeps no task alive, so the first must not be replaced by one that only waits for it.
+            # The loop keeps no task alive. So the first task must not be replaced by one that only waits for it.
             if self._ending is None and self.loop is not None:
                 self._ending = self.loop.create_task(close())
 
         if self.loop is None:
-            # It has not connected, and never will.
+            # The producer has not connected, and never will.
             self.ended = True
             return
-        # A loop that is closed has nothing to end.
+        # A closed loop has nothing to end.
         with suppress(RuntimeError):
             self.loop.call_soon_threadsafe(start)
 
@@ -406,10 +406,10 @@ class Engine(BaseEngine):
         except BaseException as caught:
             error, patience = caught, BRIEF
         if isinstance(error, GeneratorExit):
-            # The loop is gone, so nothing can be waited for.
+            # The loop is gone, so waiting is not possible.
             raise error
         left = self.protocol.unsettled_receipts
-        # In a task of its own: a caller that is cancelled waits for its end all the same.
+        # In a separate task, so that a cancelled caller still waits for its end.
         end_at = _monotonic() + _DISK_PATIENCE
         ending = asyncio.create_task(self._end(patience, end_at if error is not None else max(end_at, deadline)))
         cancelled = await _wait_until_done(ending)
@@ -423,11 +423,11 @@ class Engine(BaseEngine):
         return undelivered
 
     async def _end(self, patience: float, end_at: float = -math.inf) -> None:
-        """End the channel and all that belongs to the producer; also if it is cancelled, only sooner.
+        """End the channel and all parts of the producer. If it is cancelled, it does the same, but sooner.
 
         Args:
             patience: seconds that the broker may take to answer.
-            end_at: when it is to be done, in seconds; the outbox may take `BRIEF` in any case.
+            end_at: the time limit, in seconds; the outbox may take `BRIEF` in any case.
         """
         self.detach()
         try:
@@ -449,19 +449,21 @@ class Engine(BaseEngine):
                 await self._end_storage(_DISK_PATIENCE if is_cancelled else max(BRIEF, end_at - _monotonic()))
 
     async def _end_storage(self, patience: float) -> None:
-        """Close the outbox, if there is one, and wait until it is closed: others would find it in use.
+        """Close the outbox, if there is one, and wait until it is closed.
+
+        Otherwise the next producer would find it in use.
 
         Args:
             patience: seconds to wait.
         """
         try:
             if self.storage is not None:
-                # The threads of the loop's own executor may all wait for something.
+                # All threads of the loop's own executor may be waiting.
                 executor = ThreadPoolExecutor(1, "qflow-outbox-close")
                 closing = asyncio.get_running_loop().run_in_executor(executor, self.storage.close, patience)
                 executor.shutdown(wait=False)
                 try:
-                    # It keeps to `patience` by itself, unless the disk does not answer at all.
+                    # The call observes `patience` itself, unless the disk does not answer at all.
                     await asyncio.wait((closing,), timeout=None if patience == math.inf else patience + BRIEF)
                 except asyncio.CancelledError:
                     await asyncio.wait((closing,), timeout=_DISK_PATIENCE)
@@ -476,7 +478,7 @@ class Engine(BaseEngine):
     # Without the producer.
 
     def _end_later(self) -> None:
-        # A loop that is closed ends nothing.
+        # A closed loop ends nothing.
         with suppress(RuntimeError):
             self.loop.call_soon_threadsafe(self._drop)  # type: ignore[union-attr]  # it was connected
 
@@ -492,7 +494,7 @@ class Engine(BaseEngine):
     # Forks and the end of the process.
 
     def forked(self) -> None:
-        # The loop does not run here, and wakes the parent's.
+        # The loop does not run in the child, and would wake the parent's.
         self._thread = None
         self._all_ended = asyncio.Event()
         self._all_ended.set()
@@ -501,7 +503,7 @@ class Engine(BaseEngine):
             events.forget()
 
     def forgotten(self) -> None:
-        """At the end of the process: log what is lost if it was not closed. No loop runs that could wait."""
+        """At the end of the process, log the lost messages of a producer that was not closed. No loop runs then."""
         if not self.ended or (self.is_dropped and not self._all_ended.is_set()):
             if self.storage is not None:
                 self.storage.close(BRIEF)

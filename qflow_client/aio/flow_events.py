@@ -12,7 +12,7 @@ __all__ = ["FlowEvents"]
 
 
 class FlowEvents:
-    """The flow events of a producer, as they come.
+    """The flow events of a producer, in order.
 
     Args:
         name: the producer's.
@@ -26,14 +26,14 @@ class FlowEvents:
         self._events: asyncio.Queue[FlowEvent | None] = asyncio.Queue()
 
     def put(self, event: FlowEvent | None) -> None:
-        """Append an event, in the place of the oldest one if too many wait. ``None`` is the end, and comes last."""
+        """Append an event. If too many events wait, it replaces the oldest one. ``None`` is the end, and comes last."""
         if event is not None and self._events.qsize() >= self._limit:
             self._events.get_nowait()
             self.losses.add()
         self._events.put_nowait(event)
 
     def forget(self) -> None:
-        """In a child process: end. The tasks that wait are the parent's."""
+        """End the iteration in a child process. The waiting tasks belong to the parent."""
         self._events = asyncio.Queue()
         self.put(None)
 
@@ -43,7 +43,7 @@ class FlowEvents:
     async def __anext__(self) -> FlowEvent:
         event = await self._events.get()
         if event is None:
-            # For further calls, and for other tasks that wait.
+            # For the next calls, and for other waiting tasks.
             self._events.put_nowait(None)
             raise StopAsyncIteration
         self.losses.report(self._events.qsize())

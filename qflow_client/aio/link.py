@@ -1,4 +1,4 @@
-"""The publishing channel on connections of aio-pika's, with the tap at their sockets."""
+"""The publishing channel on connections of aio-pika, with the tap at their sockets."""
 
 from __future__ import annotations
 
@@ -50,25 +50,25 @@ from qflow_client.topology import Topology
 
 __all__ = ["Link"]
 
-# So many bytes are worth a write of their own.
+# This many bytes are worth a separate write.
 _ENOUGH = 1 << 13
 
-# AMQP has no more channels on a connection.
+# The most channels of an AMQP connection.
 _CHANNEL_MAX = 65535
 
 
 class Link:
-    """The publishing channel, and the connection if it is the producer's own; one after the other as they are lost.
+    """The publishing channel, and the connection if the producer owns it. Lost connections and channels are replaced.
 
-    aio-pika's tasks run the connection, so heartbeats go on as long as the application lets the loop turn.
+    aio-pika's tasks run the connection, so heartbeats continue while the application does not block the loop.
 
     Args:
-        reconnection: says which host to connect to.
-        connection: on which to open the channel; ``None`` to make one.
+        reconnection: chooses the host to connect to.
+        connection: a shared connection on which to open the channel; ``None`` to make a connection.
         protocol: the producer's state.
-        after: called after anything that may have changed the protocol.
-        topology: what is declared on each connection of our own; ``None`` for nothing.
-        asker: asks for what to log in with; ``None`` if the URLs say it, or on a connection that others use.
+        after: called after any possible change of the protocol.
+        topology: declared on each own connection; ``None`` for nothing.
+        asker: asks for credentials; ``None`` if the URLs contain them, or on a shared connection.
     """
 
     def __init__(
@@ -86,36 +86,36 @@ class Link:
         self._settings = protocol.settings
         self._reconnection = reconnection
         self._watch = Watch(self._settings, reconnection.hosts)
-        # The next look of the watch; None while there is no connection of our own.
+        # The next check of the watch; ``None`` while there is no own connection.
         self._next_look: asyncio.TimerHandle | None = None
-        # Why we leave the connection that is open; empty while we do not.
+        # Why the producer ends an open connection; empty while it does not.
         self._leaves_because = ""
         self._protocol = protocol
         self._after = after
         self._loop = asyncio.get_running_loop()
-        # Gets the credentials of the connections; None if they are in the URL.
+        # Gets the credentials of the connections; ``None`` if they are in the URL.
         self._renewer: Renewer | None = None
         later, post = self._loop.call_later, self._post
         self._returner = Returner(reconnection, self._settings, later, post, self._leave_host)
         if asker is not None:
             self._renewer = Renewer(asker, self._settings, later, post, self._update_secret, self._leave_host)
-        # The connection's socket; set once the channel is there.
+        # The connection's socket; set when the channel is open.
         self.tapped: TapTransport | None = None
-        # aiormq's objects, likewise.
+        # aiormq's objects; set when the channel is open.
         self._amqp: Any = None
         self._channel: Any = None
-        # The channel's number while the tap knows the channel.
+        # The channel's number while the channel is attached to the tap.
         self._number: int | None = None
-        # Set once the message that has begun has ended, if `close` waits for that.
+        # Done when the partly written message is complete, if `close` waits for that.
         self._ended: asyncio.Future[None] | None = None
-        # The end of the connection that is our own, or of the channel; None until it has begun.
+        # The task that ends the own connection, or the channel; ``None`` until it has begun.
         self._closing: asyncio.Task[None] | None = None
-        # What connects again, or opens a channel on a connection that has; None while nothing does.
+        # The task that connects again, or that opens a channel on a new connection; ``None`` while there is none.
         self._returning: asyncio.Task[None] | None = None
-        # The end of a shared connection that is lost and may come back, and of the time that it has for that.
+        # Done when a lost shared connection is closed for good, or when its time to come back is over.
         self._owner_closes: asyncio.Future[Any] | None = None
         self._time_limit: asyncio.TimerHandle | None = None
-        # When the timer that is armed fires, and the timer; None if none is.
+        # When the present timer fires, and the timer; ``None`` without a timer.
         self._timer_at: float | None = None
         self._timer: asyncio.TimerHandle | None = None
 
@@ -125,24 +125,24 @@ class Link:
 
     @property
     def url(self) -> str:
-        """The host."""
+        """The URL of the host."""
         return self._reconnection.host_url if self._is_own else str(self._connection.url)
 
     @property
     def last_failure(self) -> str:
-        """Why the last try to connect failed; empty if none has since there was a connection."""
+        """Why the last try to connect failed; empty if no try has failed since the last connection."""
         return self._reconnection.last
 
     def _post(self, function: Callable[[], object]) -> None:
-        # A loop that is closed has nothing to connect.
+        # A closed loop has nothing to connect.
         with suppress(RuntimeError):
             self._loop.call_soon_threadsafe(function)
 
     async def open(self) -> None:
-        """Connect and open the channel, or with `connect_in_background` begin to.
+        """Connect and open the channel; with `connect_in_background`, only start to connect.
 
         Raises:
-            ConnectionFailed: it cannot be had, and why.
+            ConnectionFailed: connecting failed; the text gives the reason.
         """
         if self._is_own and self._settings.connect_in_background:
             self._reconnection.lost(NOT_CONNECTED, time.monotonic())
@@ -164,7 +164,7 @@ class Link:
                     self._connection = connection
                 await self._open_channel()
         except GeneratorExit:
-            # The loop is gone, so nothing can be waited for.
+            # The loop is gone, so waiting is not possible.
             if self._is_own and self._connection is not None:
                 _cut(self._connection)
             raise
@@ -178,7 +178,7 @@ class Link:
             raise
 
     async def _address(self) -> URL:
-        """Where to connect, with what to log in with."""
+        """Return the URL to connect to, with credentials."""
         address = address_of(self.url, {})
         if self._renewer is None:
             return address
@@ -190,12 +190,12 @@ class Link:
         return address.with_user(answer.username or None).with_password(answer.password)
 
     async def _open_again(self, pause: float) -> None:
-        """Connect and open the channel as soon as any host lets us."""
+        """Connect and open the channel as soon as any host allows it."""
         reconnection = self._reconnection
         lost_one, self._connection = self._connection, None
         try:
             if lost_one is not None:
-                # aio-pika closes what it finds open at any later time.
+                # aio-pika would close a connection that it finds open at any later time.
                 await asyncio.wait((self._loop.create_task(_close_connection(lost_one)),), timeout=BRIEF)
             while True:
                 await asyncio.sleep(pause)
@@ -218,18 +218,18 @@ class Link:
             raise
 
     async def _reopen(self) -> None:
-        """Open the channel on the shared connection, which is back."""
+        """Open the channel on the shared connection, which is connected again."""
         try:
             await self._open()
         except ConnectionFailed as error:
             if self._connection.connected.is_set():
-                # It will not get better before the connection is lost once more.
+                # A further try would fail in the same way, until the connection is lost again.
                 self._give_up(f"{self._reconnection.verdict}; it is back, but not the channel: {error}")
         else:
             log_connected_again(self._settings.name, hide_password(self.url))
 
     async def _open_channel_again(self, pause: float) -> None:
-        """Open the channel anew on a connection whose last one the broker has closed."""
+        """Open a new channel on a connection whose last channel the broker has closed."""
         why = ""
         while not why:
             await asyncio.sleep(pause)
@@ -272,7 +272,7 @@ class Link:
             except ConnectionFailed:
                 raise
             except Exception as error:
-                # The connection may end in the middle of it.
+                # The connection may end during this call.
                 raise self._failed(words(error)) from error
         number = self._free_number(amqp)
         tapped.tap.expect(number)
@@ -324,7 +324,7 @@ class Link:
         await channel.close()
 
     def _free_number(self, amqp: Any) -> int:
-        """A channel number. aiormq would choose one itself, and the tap has to know it before the channel opens."""
+        """Return a free channel number. aiormq could choose one, but the tap needs it before the channel opens."""
         taken = amqp.channels
         highest = amqp.connection_tune.channel_max or _CHANNEL_MAX
         number = max(taken, default=0) + 1
@@ -338,9 +338,9 @@ class Link:
         return connection_failed(self.url, why)
 
     async def close(self, patience: float) -> None:
-        """Give up what is unsettled, and end the channel, and the connection if it is our own.
+        """Give up all unsettled messages, and close the channel, and the connection if the producer owns it.
 
-        If it is cancelled, what is unsettled is given up all the same, and a connection of our own is cut.
+        If it is cancelled, it still gives up all unsettled messages, and aborts an own connection.
 
         Args:
             patience: seconds that the broker may take to answer.
@@ -350,7 +350,7 @@ class Link:
         finally:
             self._leave(GIVEN_UP)
             if self._protocol.wants_channel:
-                # The channel was lost, and no other was there yet.
+                # The channel was lost, and there was no new one yet.
                 self._give_up(GIVEN_UP)
 
     async def _close(self, patience: float) -> None:
@@ -370,7 +370,7 @@ class Link:
         until = self._loop.time() + patience
         channel = self._channel if self._number is not None else None
         if channel is not None and not await self._end_message(until + BRIEF):
-            # The broker would take the close for a part of the message, and end the connection for it.
+            # The broker would take the close for a part of the message, and end the connection because of it.
             log(
                 logging.WARNING,
                 "%s: channel %d is left open, because a message on it has begun and the broker does not take the rest",
@@ -380,12 +380,12 @@ class Link:
             channel = None
         self._leave(GIVEN_UP)
         if channel is not None:
-            # A broker that answers later is heard all the same.
+            # A later answer of the broker is still handled.
             self._closing = self._loop.create_task(_close_channel(channel))
             await asyncio.wait((self._closing,), timeout=max(BRIEF, until - self._loop.time()))
 
     async def _end_message(self, until: float) -> bool:
-        """Write the rest of the message that has begun and nothing more; whether that was possible."""
+        """Write the rest of the partly written message and nothing more. Return True if that was possible."""
         if self._message_ended():
             return True
         self._ended = self._loop.create_future()
@@ -404,7 +404,7 @@ class Link:
         return LOOPS.take(self._protocol.end_writing)
 
     async def _end(self, patience: float) -> None:
-        """End the connection that is our own: in order if the broker answers in time, otherwise cut it."""
+        """End the own connection. Abort it if the broker does not answer in time."""
         closing = self._begin_end()
         self._leave(GIVEN_UP)
         try:
@@ -414,14 +414,14 @@ class Link:
             raise
         finally:
             _cut(self._connection)
-            # The library's tasks end without an answer of the broker now. An event loop that is closed in the middle of
-            # that would cancel them where they wait for each other.
+            # The library's tasks now end without an answer of the broker. An event loop that is closed before they end
+            # would cancel them while they wait for each other.
             await asyncio.wait((closing,), timeout=BRIEF)
 
     def _begin_end(self) -> asyncio.Task[None]:
         connection = self._connection
         tapped = connection.tapped
-        # A broker that blocks the connection, or does not read, reads no good-bye.
+        # A broker that blocks the connection, or does not read, does not read a close either.
         if tapped is not None and (tapped.tap.is_blocked or tapped.full):
             tapped.abort()
         # It may have begun with the end of the channel.
@@ -431,14 +431,14 @@ class Link:
 
             def ended(_: object) -> None:
                 timer.cancel()
-                # aiormq is not relied upon to close the socket.
+                # Do not rely on aiormq to close the socket.
                 _cut(connection)
 
             self._closing.add_done_callback(ended)
         return self._closing
 
     def arm_timer(self) -> None:
-        """Have the protocol told when its time comes."""
+        """Call the protocol when its timer is due."""
         now = time.monotonic()
         at = LOOPS.take(lambda: self._protocol.next_timer(now))
         if at is not None and (self._timer_at is None or at < self._timer_at):
@@ -459,7 +459,7 @@ class Link:
             self._next_look = self._loop.call_later(self._watch.period, self._look_at_broker)
 
     def _look_at_broker(self) -> None:
-        """Leave the connection if the broker is silent, or blocks it for too long."""
+        """End the connection if the broker is silent, or blocks it for too long."""
         number, tapped, protocol = self._number, self.tapped, self._protocol
         if number is None or tapped is None:
             return
@@ -486,7 +486,7 @@ class Link:
         tapped.pump()
 
     def _leave_host(self, why: str) -> None:
-        """End a connection that is open, to connect again."""
+        """End an open connection, to connect again."""
         if self._closing is None:
             self._leaves_because = why
             _cut(self._connection)
@@ -506,10 +506,10 @@ class Link:
 
     def _on_channel_close(self, closing: asyncio.Future[Any]) -> None:
         if self._amqp.is_closed:
-            # `_on_close` says why.
+            # `_on_close` reports the reason.
             return
         error = _error(closing)
-        # The tap tells of what the broker closes. Otherwise aiormq's tasks are cancelled: the loop ends.
+        # The tap reports a close by the broker. Otherwise aiormq's tasks are cancelled, because the loop ends.
         by_broker = error is not None and self._protocol.channel.number is None
         self._leave("the channel was closed" if error is None else f"the channel was closed: {words(error)}")
         if self._closing is not None:
@@ -518,16 +518,16 @@ class Link:
             pause = self._reconnection.channel_closed(self._protocol.settled_so_far, time.monotonic())
             self._returning = self._loop.create_task(self._open_channel_again(pause))
         elif self._is_own:
-            # Nothing else is on this connection.
+            # There is nothing else on this connection.
             if error is None:
-                # Nothing new may be started.
+                # No new task may be started.
                 _cut(self._connection)
             else:
                 self._begin_end()
 
     def _on_close(self, closing: asyncio.Future[Any]) -> None:
         if self._number is None:
-            # We left it.
+            # The producer ended it.
             return
         error = _error(closing)
         left, self._leaves_because = self._leaves_because, ""
@@ -538,19 +538,19 @@ class Link:
             why = lost(f"no heartbeat came, nor anything else, at a heartbeat of {self._amqp.heartbeat_timeout} s")
         else:
             why = lost("it was closed" if error is None else words(error))
-        # A loop that ends cancels aiormq's tasks; so does aiormq itself when it hears nothing.
+        # A loop that ends cancels aiormq's tasks. aiormq also cancels them itself when it receives nothing.
         self._lost(why, returns=(bool(left) or stuck or error is not None) and self._comes_back)
 
     @property
     def _comes_back(self) -> bool:
-        """Whether there is another connection after this one: a shared one comes back as aio-pika has it, or never."""
+        """Whether there is another connection after this one. aio-pika decides whether a shared one comes back."""
         return self._closing is None if self._is_own else isinstance(self._connection, TappedRobustConnection)
 
     def _lost(self, why: str, *, returns: bool) -> None:
         pause = self._reconnection.lost(why, time.monotonic()) if returns else None
         wanted = self._leave(why, reconnects=pause is not None)
         if pause is None:
-            # Also where the channel was not there.
+            # This also covers a channel that was not open.
             self._give_up(why)
         elif not wanted:
             return
@@ -574,7 +574,7 @@ class Link:
             self._give_up(f"{self._reconnection.verdict}; then it was closed")
 
     def _leave(self, reason: str, *, reconnects: bool = False) -> bool:
-        """The channel is no longer ours; whether another connection is wanted."""
+        """Separate the channel from the producer. Return True if another connection is wanted."""
         number, self._number = self._number, None
         tapped = self.tapped
         if number is not None and tapped is not None:
@@ -586,7 +586,7 @@ class Link:
                 self._next_look.cancel()
                 self._next_look = None
         wanted = False
-        # If the broker closed the channel the tap has told of it.
+        # If the broker closed the channel, the tap has reported it.
         if reconnects or self._protocol.channel.number is not None:
             now = time.monotonic()
             shared = not self._is_own
@@ -596,7 +596,7 @@ class Link:
         if number is not None and tapped is not None:
             self._after_io()
             tapped.remove_after(self._after_io)
-            # The end of a frame that has begun.
+            # Write the rest of a partly written frame.
             tapped.pump()
         if self._timer is not None:
             self._timer.cancel()
@@ -606,14 +606,14 @@ class Link:
         return wanted
 
     def _after_io(self) -> bool:
-        """Whether what there is to write must not wait for the tasks that are woken now."""
+        """Return True if the output must not wait for the tasks that are woken now."""
         self._after()
         if self._protocol.needs_timer:
             self.arm_timer()
         if self._ended is not None and not self._ended.done() and self._message_ended():
             self._ended.set_result(None)
         protocol = self._protocol
-        # A stop is answered at once, and a go-ahead lets out at once who has waited for it.
+        # A stop is answered at once. A restart sends the messages that waited for it at once.
         return protocol.unwritten > _ENOUGH or (protocol.is_stopped and protocol.has_answer)
 
 
@@ -630,9 +630,9 @@ async def _close_channel(channel: Any) -> None:
 async def _close_connection(connection: Any) -> None:
     """Close a connection in order.
 
-    When aio-pika's own `close` is cancelled, it still waits for the task that runs the close callbacks. If that task
-    was cancelled as well before it began, as at the end of `asyncio.run`, the wait never ends. So this closes aiormq's
-    connection itself, and gives aio-pika's `close` nothing to wait for.
+    If aio-pika's own `close` is cancelled, it still waits for the task that runs the close callbacks. If that task was
+    cancelled before it began, too, as at the end of `asyncio.run`, the wait never ends. So this function closes
+    aiormq's connection itself, and aio-pika's `close` then has nothing to wait for.
     """
     transport, connection.transport = connection.transport, None
     try:
@@ -645,7 +645,7 @@ async def _close_connection(connection: Any) -> None:
 
 
 def _error(closing: asyncio.Future[Any]) -> BaseException | None:
-    """What ended it; ``None`` if that was the application."""
+    """Return the error that ended it; ``None`` if the application ended it."""
     error = None if closing.cancelled() else closing.exception()
     return None if isinstance(error, asyncio.CancelledError) else error
 
@@ -654,5 +654,5 @@ def _confirms(amqp: Any) -> bool:
     try:
         return bool(amqp.publisher_confirms)
     except (KeyError, TypeError):
-        # A broker that announces nothing at all.
+        # This broker announces no capabilities at all.
         return False

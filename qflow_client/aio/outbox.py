@@ -1,4 +1,4 @@
-"""What an `AsyncProducer` with an outbox has besides."""
+"""The additional code of an `AsyncProducer` with an outbox."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _AT_ONCE = 500
 
 
 class SpilledReceipt(Spilled, AsyncReceipt):
-    """The fate of one message that an `AsyncProducer` put into its outbox, to send it later."""
+    """The receipt of a message that an `AsyncProducer` put into its outbox, to send it later."""
 
     __slots__ = ("__weakref__", "_id", "_path", "_sequence")
 
@@ -46,7 +46,7 @@ class _Wait(NamedTuple):
 
 
 class Commits:
-    """Lets tasks wait until their messages are on disk, with one commit for all tasks that run in the same turn.
+    """Lets tasks wait until their messages are on disk. There is one commit for all tasks of an iteration of the loop.
 
     Args:
         loop: the loop.
@@ -58,21 +58,22 @@ class Commits:
         self._storage = storage
         # In the order of their sequences.
         self._waits: deque[_Wait] = deque()
-        # Whether the writer is about to be asked for a commit.
+        # Whether a request for a commit is scheduled.
         self._is_due = False
-        # One timer for all deadlines, because they seldom pass: set for the earliest of them; None if there is none.
+        # One timer for all deadlines, because they are rarely reached. It is set for the earliest deadline; ``None``
+        # without deadlines.
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = math.inf
 
     async def wait_durable(self, receipt: AsyncReceipt, deadline: float) -> None:
-        """Return when all that was put until now is on disk.
+        """Return when all messages that were put until now are on disk.
 
         Args:
-            receipt: of the last of it.
+            receipt: of the last of them.
             deadline: of the caller, in seconds of `time.monotonic`.
 
         Raises:
-            NotDurable: it could not be written, or the deadline has passed for longer than `GRACE`.
+            NotDurable: it could not be written, or the deadline has passed by more than `GRACE` seconds.
         """
         outbox = self._storage.outbox
         sequence = outbox.last
@@ -83,7 +84,7 @@ class Commits:
         if wait.deadline < self._timer_at:
             self._set_timer(wait.deadline)
         if not self._is_due:
-            # Behind the tasks that run in this turn: what they send goes into the same commit.
+            # After the tasks of this iteration, so that their messages go into the same commit.
             self._is_due = True
             self._loop.call_soon(self._request)
         why = await wait.waiter
@@ -95,9 +96,9 @@ class Commits:
         self._storage.writer.commit_now()
 
     def committed(self, durable: int, error: Exception | None) -> None:
-        """Have the loop wake the tasks that wait for a commit; called on the writer's thread."""
+        """Let the loop wake the tasks that wait for a commit. The writer's thread calls this."""
         if self._waits:
-            # In a loop that is closed no task waits.
+            # In a closed loop no task waits.
             with suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(self._wake, durable, "" if error is None else str(error))
 
@@ -149,9 +150,9 @@ async def store_many(
     Args:
         producer: sends them.
         messages: as for `send_many`.
-        receipts: get the receipts, and are returned.
+        receipts: the receipts are appended to this list, which is returned.
         timeout: seconds that each may stay blocked; ``None`` for ever.
-        options: what else `send` is given.
+        options: the other arguments of `send`.
     """
     engine, settings = producer._engine, producer.settings
     try:
@@ -176,8 +177,8 @@ async def store_many(
                 await engine.made_durable(receipt, deadline_of(timeout))
     except Exception as error:
         give_back(error)
-        # After a `NotDurable` the disk is not asked again. Any other error is what the caller has to know, so a second
-        # one from the disk must not replace it.
+        # After a `NotDurable` the disk is not tried again. The caller needs any other error, so a second error from the
+        # disk must not replace it.
         if receipts and not isinstance(error, NotDurable):
             with suppress(NotDurable):
                 await engine.made_durable(receipts[-1], time.monotonic())

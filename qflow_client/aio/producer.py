@@ -1,4 +1,4 @@
-"""`AsyncProducer`: for asyncio tasks."""
+"""`AsyncProducer` publishes from asyncio tasks."""
 
 from __future__ import annotations
 
@@ -55,37 +55,39 @@ _LOOP_CLOSED = "its event loop is closed; make a producer in the loop that runs 
 class AsyncProducer(BaseProducer):
     """Publishes to an AMQP 0-9-1 broker, never faster than the broker allows. Any number of tasks may use one.
 
-    It connects when ``async with`` is entered, or by `connect`, once. It belongs to the loop that it connects in, and
-    only `pause`, `resume` and the manager may be called from other threads. Leaving the block closes it. One that is
-    connected and dropped without being closed issues a `ResourceWarning`, delivers what was admitted, and then ends its
-    connection.
+    It connects when ``async with`` is entered, or by `connect`, once. It belongs to the loop in which it connects.
+    Other threads may only call `pause`, `resume` and the manager. Leaving the ``async with`` block closes it. A
+    connected producer that is dropped without being closed issues a `ResourceWarning`, delivers the admitted messages,
+    and then ends its connection.
 
-    An exception that leaves the block stays the one that is raised, and waits for no hold: not at all under
-    ``channel_flow`` and ``connection_blocked``, under ``capacity`` and ``transport`` only while the broker goes on
-    answering, otherwise as `close` does. What was not delivered is logged, noted on the exception, and in its attribute
-    ``undelivered``, an `UndeliveredMessages`.
+    If an exception leaves the ``async with`` block, that exception is raised, and closing does not wait for holds.
+    Under ``channel_flow`` and ``connection_blocked`` it does not wait at all. Under ``capacity`` and ``transport`` it
+    waits only while the broker continues to answer. Otherwise it waits like `close`. Messages that were not delivered
+    are logged and noted on the exception. Its attribute ``undelivered`` is an `UndeliveredMessages` with them.
 
     Args:
         url: URL of the broker, or several to try in turn.
-        connection: a connection from `connect_async`, on which it opens a channel of its own; ``None`` to have a
+        connection: a connection from `connect_async`, on which the producer opens a channel of its own; ``None`` for a
             connection of its own.
-        on_delivery: called with every receipt once it is settled, as a call scheduled on the loop. With it, `flush` and
-            `close` do not bring up again what it was told. It may `send_nowait`, which then waits for no turn.
+        on_delivery: called with every settled receipt, as a call scheduled on the loop. `flush` and `close` do not
+            report these receipts again. It may call `send_nowait`, which then waits for no turn.
         on_flow: called with every flow event from the first on, see `on_flow`.
-        declare: what it declares when it connects, and after every reconnect, before it publishes: a `Topology`, a
-            `Queue`, or a name, for a durable queue if there is no queue of that name; ``None`` for nothing.
-        credentials: called before each connect for the `Credentials` to log in with, and again before those expire,
-            which the broker is then given (``Connection.UpdateSecret``). A coroutine function is awaited in the loop;
-            any other is called on a thread of its own, and may return an awaitable. Its time is part of
-            `connect_timeout`. If it raises, the try to connect has failed. ``None`` to log in as the URL says.
-        settings: settings that no keyword gives.
-        line: the order in which waiting sends are served; first come, first served unless given (F4). A `WeightedLine`
-            tells them apart by the `source` of `send`.
-        manager: where it registers, to be stopped and started with all others; the process's own unless given.
+        declare: declared on each new connection before the producer publishes: a `Topology`, a `Queue`, or a name. A
+            name declares a durable queue if there is no queue of that name. ``None`` declares nothing.
+        credentials: returns the `Credentials` for the login. It is called before each connect, and again before the
+            credentials expire; then the broker gets the new ones (``Connection.UpdateSecret``). A coroutine function is
+            awaited in the loop. Any other function is called on a separate thread, and may return an awaitable. Its
+            time is part of `connect_timeout`. If it raises, the try to connect has failed. ``None`` uses the
+            credentials of the URL.
+        settings: settings for all that the keywords do not give.
+        line: the order in which waiting sends are served; by default first come, first served (F4). A `WeightedLine`
+            distinguishes them by the `source` of `send`.
+        manager: the manager with which the producer registers, to be stopped and started with all others; by default
+            that of the process.
         keywords: settings by name, see `ProducerSettings`.
 
     Raises:
-        SettingsError: a setting has a value that is not allowed, or the connection was made elsewhere.
+        SettingsError: a setting has a value that is not allowed, or the connection was not made by `connect_async`.
     """
 
     _engine: Engine
@@ -114,13 +116,13 @@ class AsyncProducer(BaseProducer):
                 "taken before aio-pika gets them; make it with qflow_client.connect_async(url)"
             )
         self._use_engine(Engine(loaded, on_delivery, manager, connection, line, Topology.of(declare), credentials))
-        # Set once it is connected.
+        # Set when the producer is connected.
         self._tracer: telemetry.Tracer | None = None
         if on_flow is not None:
             self.on_flow(on_flow)
 
     async def connect(self) -> Self:
-        """Connect and open the channel. ``async with`` does it by itself.
+        """Connect and open the channel. ``async with`` calls this.
 
         Returns:
             The producer.
@@ -128,14 +130,14 @@ class AsyncProducer(BaseProducer):
         Raises:
             ConnectionFailed: no host could be connected to. The producer is closed then.
             OutboxInUse, OutboxError: the outbox is used by another producer, or cannot be used; likewise.
-            ProducerClosed: it was closed before.
-            QflowError: it was called before.
+            ProducerClosed: the producer was closed before.
+            QflowError: the method was called before.
         """
         await self._engine.open(self._connected)
         return self
 
     def _connected(self) -> None:
-        """Called by the engine, which ends again if anything is raised."""
+        """Called by the engine, which ends again if this raises an error."""
         engine = self._engine
         assert engine.observer is not None
         self._tracer = engine.observer.tracer
@@ -154,32 +156,33 @@ class AsyncProducer(BaseProducer):
         source: str = "",
         position: Position | None = None,
     ) -> AsyncReceipt:
-        """Admit a message, waiting while the producer is flowed (J7 A4 D1).
+        """Admit a message. Wait while the producer is flowed (J7 A4 D1).
 
-        A send that is cancelled is not sent, and never will be, unless it was admitted before the cancel: then the
-        message is on its way, and `on_delivery`, `flush` or `close` tell if it fails.
+        If the call is cancelled before the message is admitted, the message is not sent and never will be. If the
+        message was admitted before the cancel, it will be sent, and `on_delivery`, `flush` or `close` report a failure.
 
         Args:
             message: the body, or a `Message` with properties.
-            exchange: where to publish. Unless given, it is that of a `RoutedMessage`, and otherwise the setting.
-            routing_key: with which key; likewise.
-            timeout: seconds that it may stay blocked; ``None`` for ever, 0 not at all; the setting
-                `max_producer_flow_control_wait` unless given.
-            source: whose message it is, for a `WeightedLine`.
+            exchange: where to publish. The default is the exchange of a `RoutedMessage`, or else the setting.
+            routing_key: with which key; the default likewise.
+            timeout: seconds that it may stay blocked; ``None`` for ever, 0 not at all. The default is the setting
+                `max_producer_flow_control_wait`.
+            source: the source of the message, for a `WeightedLine`.
             position: how far the source of the message has been read, stored in the same commit of the outbox (E13);
-                ``None`` for none. The message is written to the broker once it is on disk.
+                ``None`` for none. The message is written to the broker only when it is on disk.
 
         Returns:
-            Its receipt, as soon as it is admitted, which is before the broker's confirm.
+            Its receipt, as soon as the message is admitted. The broker's confirm comes later.
 
         Raises:
             FlowControlTimeout: still flowed after `timeout`; the message was not sent and never will be.
             ProducerFlowed: flowed, and `when_flowed` is ``"raise"``; likewise.
-            ProducerClosed: it was closed, or lost its connection, or never had one, or its loop is closed; likewise.
-            OutboxFull: with an outbox that has no room; likewise.
-            NotDurable: with an outbox: the message is admitted, and not on disk after `timeout`, or the disk failed.
-            SettingsError: a position, and there is no outbox; likewise.
-            TypeError: the message is of another type, or `timeout` is no number.
+            ProducerClosed: the producer was closed, or lost its connection, or never had one, or its loop is closed;
+                likewise.
+            OutboxFull: the outbox has no room; likewise.
+            NotDurable: the message is admitted, but is not on disk after `timeout`, or the disk failed.
+            SettingsError: there is a position, but no outbox; the message was not sent.
+            TypeError: the message is of another type, or `timeout` is not a number.
             ValueError: it cannot be encoded, or `timeout` is NaN.
         """
         if timeout is not DEFAULT and timeout != 0:
@@ -197,7 +200,7 @@ class AsyncProducer(BaseProducer):
         if routing_key is None:
             routing_key = self._routing_key
         if self._engine.loop is not None and self._engine.loop.is_closed() and not self._engine.ended:
-            # Nothing would ever write it.
+            # The message would never be written.
             raise ProducerClosed(_LOOP_CLOSED, payload, exchange=exchange, routing_key=routing_key)
         if self._tracer is not None and self._tracer.wants(payload):
             with self._tracer.span(payload, exchange, routing_key) as traced:
@@ -212,7 +215,7 @@ class AsyncProducer(BaseProducer):
                     tapped.wake()  # type: ignore[union-attr]  # likewise
                 return receipt  # type: ignore[return-value]  # the protocol makes what it was told to make
         except BaseException:
-            # An exception that a signal handler raises, such as KeyboardInterrupt, may have come before the wake.
+            # An exception of a signal handler, such as KeyboardInterrupt, may have come before the wake-up.
             self._engine.recheck()
             raise
         check_can_wait("send()", payload, exchange, routing_key)
@@ -230,7 +233,7 @@ class AsyncProducer(BaseProducer):
         return await self._made_durable(receipt, deadline)
 
     def _refuse(self, payload: bytes | Message, exchange: str, routing_key: str, cannot_wait: CannotWait) -> Receipt:
-        """Refuse a message that was not admitted, unless a callback sends it."""
+        """Raise the error for a message that was not admitted, unless a callback sends it."""
         if self._engine.dispatcher is None:
             raise self._not_connected(payload, exchange, routing_key)
         if not self._engine.is_in_callback:
@@ -250,7 +253,7 @@ class AsyncProducer(BaseProducer):
         return receipt
 
     async def _made_durable(self, receipt: Receipt, deadline: float) -> AsyncReceipt:
-        """Return the receipt once its message is on disk, if there is an outbox."""
+        """Return the receipt; with an outbox, when its message is on disk."""
         await self._engine.made_durable(receipt, deadline)
         return receipt  # type: ignore[return-value]  # the protocol makes what it was told to make
 
@@ -263,15 +266,15 @@ class AsyncProducer(BaseProducer):
         source: str = "",
         position: Position | None = None,
     ) -> AsyncReceipt:
-        """As `send`, but never wait; not to be awaited itself.
+        """As `send`, but never wait. Do not await this method.
 
-        With an outbox it keeps the loop for as long as it takes to have the message on disk.
+        With an outbox it blocks the loop until the message is on disk.
 
         Args:
             message: the body, or a `Message` with properties.
-            exchange: where to publish. Unless given, it is that of a `RoutedMessage`, and otherwise the setting.
-            routing_key: with which key; likewise.
-            source: as in `send`; what does not wait has no turn, so it changes nothing.
+            exchange: where to publish. The default is the exchange of a `RoutedMessage`, or else the setting.
+            routing_key: with which key; the default likewise.
+            source: as for `send`; it has no effect, because the message does not wait for a turn.
             position: as for `send`.
 
         Raises:
@@ -288,7 +291,7 @@ class AsyncProducer(BaseProducer):
         if routing_key is None:
             routing_key = self._routing_key
         if self._engine.loop is not None and self._engine.loop.is_closed() and not self._engine.ended:
-            # Nothing would ever write it.
+            # The message would never be written.
             raise ProducerClosed(_LOOP_CLOSED, payload, exchange=exchange, routing_key=routing_key)
         if self._tracer is not None and self._tracer.wants(payload):
             with self._tracer.span(payload, exchange, routing_key) as traced:
@@ -322,21 +325,21 @@ class AsyncProducer(BaseProducer):
         timeout: float | None = DEFAULT,
         source: str = "",
     ) -> list[AsyncReceipt]:
-        """`send` every message, in order, each as if it were alone.
+        """Call `send` for every message, in order.
 
-        Whatever is raised, also by the iterable and by a cancel, has in its attribute ``receipts`` those of the
-        messages before it: they were admitted, and are on their way. After `NotDurable` the last of them is that of the
-        message itself, which was admitted, too. No message after that one was taken from the iterable.
+        Every exception, also one of the iterable or a cancel, has an attribute ``receipts`` with the receipts of the
+        messages before it. These messages were admitted and will be sent. After `NotDurable` the last receipt is that
+        of the message itself, which was admitted, too. No further message was taken from the iterable.
 
         Args:
             messages: as for `send`; or pairs of a message and its position.
             exchange: where to publish, as for `send`.
             routing_key: with which key, as for `send`.
             timeout: seconds that each may stay blocked, as for `send`.
-            source: whose messages they are, for a `WeightedLine`.
+            source: the source of the messages, for a `WeightedLine`.
 
         Returns:
-            Their receipts, once the last one is admitted.
+            Their receipts, when the last message is admitted.
 
         Raises:
             FlowControlTimeout, ProducerFlowed, ProducerClosed, SettingsError, TypeError, ValueError: as `send`.
@@ -347,7 +350,7 @@ class AsyncProducer(BaseProducer):
             raise ProducerClosed(_LOOP_CLOSED)
         with keeping(receipts):
             if self._engine.storage is not None and self._tracer is None:
-                # It brings SQLite with it.
+                # This module imports SQLite.
                 from qflow_client.aio.outbox import store_many
 
                 options: Any = {"exchange": exchange, "routing_key": routing_key, "source": source}
@@ -378,15 +381,15 @@ class AsyncProducer(BaseProducer):
     # Waiting.
 
     async def flush(self, timeout: float | None = DEFAULT) -> None:
-        """Wait until all that was admitted before is settled.
+        """Wait until all messages that were admitted before are settled.
 
         Args:
-            timeout: seconds; ``None`` for ever; the setting `max_producer_flow_control_wait` unless given.
+            timeout: seconds; ``None`` for ever. The default is the setting `max_producer_flow_control_wait`.
 
         Raises:
-            ConfirmTimeout: some is not; its outcome is not known yet.
-            UndeliveredMessages: all is settled, and some of it, of which nobody has been told, was not delivered.
-            ProducerClosed: it was made before this process was forked.
+            ConfirmTimeout: some messages are not settled; their outcome is not known yet.
+            UndeliveredMessages: all messages are settled, but some were not delivered, and no call has reported them.
+            ProducerClosed: the producer was made before this process was forked.
         """
         if self._engine.is_copy:
             raise ProducerClosed(str(self._protocol.closed))
@@ -399,16 +402,16 @@ class AsyncProducer(BaseProducer):
             raise UndeliveredMessages(failures, dropped=dropped)
 
     async def wait_unflowed(self, timeout: float | None = None) -> bool:
-        """Wait until no hold is left.
+        """Wait until there are no holds.
 
         Args:
             timeout: seconds; ``None`` for ever.
 
         Returns:
-            Whether none is.
+            True if there are no holds; False after the timeout.
 
         Raises:
-            ProducerClosed: it is closed, so it never will be.
+            ProducerClosed: the producer is closed and will never be unflowed.
         """
         check_timeout(timeout)
         if self._engine.loop is None and not self._engine.ended:
@@ -425,9 +428,9 @@ class AsyncProducer(BaseProducer):
         return super().on_flow(callback, kinds=kinds)
 
     def flow_events(self, *, kinds: Iterable[str] | None = None) -> AsyncIterator[FlowEvent]:
-        """The flow events from now on; waits for the next one, and ends when the producer is closed.
+        """Return an iterator over the flow events from now on. It ends when the producer is closed.
 
-        If it is not read, at most `max_flow_events` wait for it: then the oldest are dropped.
+        At most `max_flow_events` wait for the reader; then the oldest are dropped.
 
         Args:
             kinds: as for `on_flow`.
@@ -436,24 +439,25 @@ class AsyncProducer(BaseProducer):
         self._add_events(events, kinds)
         return events
 
-    # The end.
+    # Closing.
 
     async def close(self, timeout: float | None = DEFAULT) -> None:
-        """Flush, and end the channel, and the connection if it is the producer's own.
+        """Flush, and close the channel, and the connection if the producer owns it.
 
-        When the time is up it returns within a second, whatever the broker and the network do.
+        After the timeout it returns within a second, whatever the broker and the network do.
 
-        A second call waits for the end of the first and does nothing else. If the first is cancelled, the producer
-        gives up what is unsettled at once and cuts the connection. What it gave up is logged, and is the attribute
-        ``undelivered`` of the `asyncio.CancelledError`, which is raised when nothing of the producer runs any more,
-        within a second.
+        A second call only waits for the end of the first. If the first call is cancelled, the producer gives up all
+        unsettled messages at once and aborts the connection. The messages that it gave up are logged, and are in the
+        attribute ``undelivered`` of the `asyncio.CancelledError`. This error is raised within a second, when no part of
+        the producer runs any more.
 
         Args:
-            timeout: seconds that messages may take to be settled; ``None`` for ever; the setting
-                `close_timeout` unless given.
+            timeout: seconds that messages may take to be settled; ``None`` for ever. The default is the setting
+                `close_timeout`.
 
         Raises:
-            UndeliveredMessages: some were not delivered, and nobody has been told. Nothing else is dropped.
+            UndeliveredMessages: some messages were not delivered, and no call has reported them. No other messages are
+                lost.
         """
         undelivered = await self._engine.close(deadline_of(close_limit(timeout, self.settings)))
         if undelivered is not None:

@@ -13,9 +13,9 @@ __all__ = ["AsyncReceipt"]
 
 
 class AsyncReceipt(Receipt):
-    """The fate of one message that an `AsyncProducer` sent.
+    """The receipt of one message that an `AsyncProducer` sent.
 
-    ``await receipt`` waits for it without a limit; `result` takes a timeout. Any number of tasks may wait.
+    ``await receipt`` waits for the outcome without a limit; `result` takes a timeout. Any number of tasks may wait.
     """
 
     __slots__ = ()
@@ -26,16 +26,16 @@ class AsyncReceipt(Receipt):
         return self._verdict()
 
     async def wait(self, timeout: float | None = None) -> bool:
-        """Wait until it is settled.
+        """Wait until the message is settled.
 
         Args:
             timeout: seconds; ``None`` for ever.
 
         Returns:
-            Whether it is.
+            Whether the message is settled.
 
         Raises:
-            TypeError, ValueError: `timeout` is no number.
+            TypeError, ValueError: `timeout` is not a number.
         """
         check_timeout(timeout)
         if self._outcome is None:
@@ -57,9 +57,9 @@ class AsyncReceipt(Receipt):
             `Outcome.CONFIRMED`, or `Outcome.SENT` in a producer without confirms.
 
         Raises:
-            ConfirmTimeout: it is not settled yet. It may still be.
-            DeliveryError: of the class that stands for any other outcome.
-            TypeError, ValueError: `timeout` is no number.
+            ConfirmTimeout: the message is not settled yet. It may still be settled later.
+            DeliveryError: the message has another outcome; each outcome has its own subclass.
+            TypeError, ValueError: `timeout` is not a number.
         """
         if not await self.wait(timeout):
             assert timeout is not None
@@ -67,13 +67,13 @@ class AsyncReceipt(Receipt):
         return self._verdict()
 
     def _settled(self) -> asyncio.Future[None]:
-        """Is done once it is settled, or maybe earlier."""
+        """Return a future that is done when the message is settled, or possibly earlier."""
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         first = self._waiter
         if first is None or first.done():
             self._waiter = future
         else:
-            # Each has a future of its own, because a task that is cancelled cancels what it waits for.
+            # Each task has a separate future, because a cancelled task cancels the future that it waits for.
             first.add_done_callback(lambda _first: _wake(future))
         return future
 

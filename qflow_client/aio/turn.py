@@ -1,4 +1,4 @@
-"""Calls of tasks that wait: their waiters, and what drives them, see `core.calls`."""
+"""The waiters of tasks, and the driver of calls that wait, see `core.calls`."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ _T = TypeVar("_T")
 
 
 def wake_at(loop: asyncio.AbstractEventLoop, deadline: float, waiter: asyncio.Future[None]) -> asyncio.TimerHandle:
-    """Set a future, never before a time of our clock; the loop's own may be coarser.
+    """Set a future at a time of `time.monotonic`, never earlier. The loop's own clock may be coarser.
 
     Args:
         loop: the loop.
-        deadline: seconds, as `time.monotonic` counts them.
-        waiter: is done then, if it is not before.
+        deadline: seconds of `time.monotonic`.
+        waiter: is set at that time, if it is not done before.
 
     Returns:
-        The timer; it does nothing once `waiter` is done, whether it is cancelled or not.
+        The timer; it does nothing when `waiter` is done, whether the timer is cancelled or not.
     """
     return loop.call_later(deadline - _monotonic(), _set_at, loop, deadline, waiter)
 
@@ -55,12 +55,12 @@ class Waiter(asyncio.Future[None]):
 
 
 class _Turn(asyncio.Future[None]):
-    """The waiter of a send: done once its ticket is decided, or its time is up.
+    """The waiter of a send: done when its ticket is decided, or its time is over.
 
-    A cancel gives up the ticket in the same instant: the message is admitted before, or never.
+    A cancel gives up the ticket immediately, so the message is admitted before the cancel, or never.
 
     Args:
-        turns: gives up the ticket. Not a bound method, which is 80 bytes for each send that waits.
+        turns: gives up the ticket. A bound method would use 80 bytes more for each send that waits.
         loop: the loop.
     """
 
@@ -91,13 +91,13 @@ class _Turn(asyncio.Future[None]):
 
 
 class Turns:
-    """Drives the calls of a producer, or of a channel, that wait, and has notices logged while sends do.
+    """Drives the waiting calls of a producer or a channel, and logs notices while sends wait.
 
     Args:
         loop: the loop.
         protocol: returns the state.
-        kick: has the present output written, and passes on what the protocol reports.
-        arm_timer: has the protocol called when its time comes.
+        kick: writes the present output, and passes on the protocol's reports.
+        arm_timer: calls the protocol when its timer is due.
     """
 
     def __init__(
@@ -111,7 +111,8 @@ class Turns:
         self._protocol = protocol
         self._kick = kick
         self._arm_timer = arm_timer
-        # One for all sends, because one for each of a thousand would keep the loop busy; None if none is due.
+        # One timer for all sends, because one for each of a thousand sends would keep the loop busy; ``None`` if no
+        # notice is due.
         self._notice: asyncio.TimerHandle | None = None
 
     async def send(
@@ -124,11 +125,11 @@ class Turns:
             exchange: where to publish.
             routing_key: with which key.
             timeout: seconds; ``None`` for ever.
-            source: whose message it is, for a `WeightedLine`.
+            source: the source of the message, for a `WeightedLine`.
 
         Raises:
-            FlowControlTimeout: the time is up.
-            ProducerClosed: it was closed meanwhile.
+            FlowControlTimeout: the timeout is over.
+            ProducerClosed: the producer was closed meanwhile.
         """
         protocol = self._protocol()
         turn = _Turn(self, self._loop)
@@ -148,7 +149,7 @@ class Turns:
         Args:
             call: the call.
             waiter: its waiter.
-            undo: takes it back if something is raised; by default, `waiter` is forgotten.
+            undo: undoes the call after an error; by default, `waiter` is forgotten.
         """
         try:
             until, result = LOOPS.take(lambda: resume(call, None))
@@ -168,17 +169,17 @@ class Turns:
     def give_up(self, ticket: SendTicket) -> None:
         """Give up a ticket. If its message was not admitted, it never will be."""
         if is_inside():
-            # A finalizer cancels a task, for example. A loop that is closed has no sends.
+            # A finalizer may cancel a task, for example. A closed loop has no sends.
             with suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(self.give_up, ticket)
             return
         LOOPS.take(lambda: self._protocol().line.give_up(ticket, _monotonic()))
-        # It may have stood before a ticket that can be admitted now.
+        # A ticket behind it may be admitted now.
         self._kick()
 
     def _forget(self, waiter: Waiter | _Turn) -> None:
         if is_inside():
-            # The collector closes a coroutine that was dropped.
+            # The garbage collector closes a coroutine that was dropped.
             with suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(self._forget, waiter)
             return
