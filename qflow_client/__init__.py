@@ -1,4 +1,4 @@
-"""AMQP 0-9-1 producers that obey the broker: they do not overrun it, hang for ever, or lose messages in silence."""
+"""AMQP 0-9-1 producers that follow the broker's flow control. They never overrun it, hang or silently lose messages."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ __all__ = [
     "may_be_second_copy",
 ]
 
-# A skin brings its library with it, so it is imported when it is used; and so is what only some need.
+# A producer imports its library, so it is imported only when it is used. The same applies to rarely used modules.
 _LATER = {
     "AsyncProducer": "qflow_client.aio",
     "AsyncReceipt": "qflow_client.aio",

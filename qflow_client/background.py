@@ -1,4 +1,4 @@
-"""Calls a function that may block on a thread of its own, where no I/O thread and no event loop waits for it."""
+"""Calls a function that may block on a separate thread, so that no I/O thread and no event loop waits for it."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _Answer = TypeVar("_Answer")
 
 
 class BackgroundCall(Generic[_Answer]):
-    """Calls a function, one call at a time. A caller that asks while a call runs gets the answer of that call.
+    """Calls a function, one call at a time. A caller that asks during a call gets the answer of that call.
 
     Args:
-        function: what is called; it must not raise.
+        function: the function; it must not raise.
         name: of the thread.
     """
 
@@ -23,15 +23,15 @@ class BackgroundCall(Generic[_Answer]):
         self._function = function
         self._name = name
         self._lock = threading.Lock()
-        # Whether a call runs, and what takes its answer; None if nothing does any more.
+        # Whether a call runs, and the receiver of its answer; ``None`` if there is no receiver.
         self._is_running = False
         self._done: Callable[[_Answer], object] | None = None
 
     def ask(self, done: Callable[[_Answer], object]) -> None:
-        """Call the function, or wait for a call that runs.
+        """Call the function, or wait for a running call.
 
         Args:
-            done: called with the answer, on any thread. It takes the place of an earlier one.
+            done: called with the answer, on any thread. It replaces an earlier `done`.
         """
         with self._lock:
             was_running, self._is_running, self._done = self._is_running, True, done
@@ -39,7 +39,7 @@ class BackgroundCall(Generic[_Answer]):
             self._begin()
 
     def cancel(self) -> None:
-        """The answer is not wanted any more."""
+        """Drop the receiver of the answer."""
         with self._lock:
             self._done = None
 
@@ -54,7 +54,7 @@ class BackgroundCall(Generic[_Answer]):
         self._take(self._function())
 
     def _take(self, result: Any) -> None:
-        """Make an answer of what the function returned, or of the error if no thread could be started."""
+        """Make an answer of the function's result, or of the error if no thread could be started."""
         self._answer(result)
 
     def _answer(self, answer: _Answer) -> None:
@@ -65,7 +65,7 @@ class BackgroundCall(Generic[_Answer]):
 
 
 class Timer(Protocol):
-    """What a timer can do."""
+    """The interface of a timer."""
 
     def cancel(self) -> object:
-        """Have the function not called."""
+        """Prevent the call of the function."""

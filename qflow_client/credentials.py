@@ -1,6 +1,6 @@
-"""What a producer logs in with, if that changes, and when it is replaced.
+"""Credentials that change, and the times when they are replaced.
 
-`Expiry` is sans-I/O: it reads no clock, calls no callable and writes nothing.
+`Expiry` is sans-I/O: it reads no clock, calls no functions of the application and writes nothing.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from qflow_client.settings import ProducerSettings
 
 __all__ = ["Credentials", "Expiry"]
 
-# The part of their life after which credentials are replaced. RabbitMQ's Java client has the same.
+# The part of their lifetime after which credentials are replaced. RabbitMQ's Java client uses the same value.
 _PART = 0.8
 
 
 @dataclass(frozen=True, slots=True)
 class Credentials:
-    """A user name and a password, or a token in the place of the password.
+    """A user name and a password, or a token instead of the password.
 
     Attributes:
-        username: with OAuth 2 RabbitMQ takes the name from the token, and this one is not looked at.
+        username: with OAuth 2 RabbitMQ takes the name from the token, and ignores this one.
         password: the password or the token; not shown by its `repr`.
         expires_in: seconds from now on for which the broker accepts the password; ``None`` for no end.
 
@@ -57,11 +57,11 @@ def _is_text(value: object) -> bool:
 
 
 class Expiry:
-    """When the credentials of a connection are replaced.
+    """The times when the credentials of a connection are replaced.
 
-    They are asked for after 80 % of their life. If that fails, it is tried again after pauses that grow. If the present
-    credentials expire before others are there, the producer leaves the connection: the broker would refuse what is
-    published on it, and that would look like a fault of the messages.
+    New credentials are requested after 80 % of the lifetime. If the request fails, it is repeated after growing pauses.
+    If the present credentials expire before there are new ones, the producer ends the connection. Otherwise the broker
+    would refuse messages on it, and the refusals would look like a fault of the messages.
 
     Args:
         settings: the producer's; the pauses are those between two tries to connect.
@@ -73,32 +73,33 @@ class Expiry:
         self._limit = settings.connect_timeout
         # When the present credentials are to be replaced, and when they expire.
         self._due_at = self._expires_at = math.inf
-        #: Name of the user that is logged in.
+        #: The name of the user that is logged in.
         self.username = ""
 
     def obtained(self, credentials: Credentials, now: float) -> None:
-        """These are the present credentials, from now on."""
+        """Set the present credentials."""
         self.username = credentials.username
         self._backoff.begin(now)
         life = math.inf if credentials.expires_in is None else credentials.expires_in
         self._expires_at = now + life
-        # A callable that returns the same until the very end is not called ever faster.
+        # A function that returns the same credentials until they expire must not be called at shorter and shorter
+        # intervals.
         self._due_at = now + max(_PART * life, self._shortest)
 
     def wait(self, now: float) -> float | None:
-        """Seconds until others are to be asked for; ``None`` if that is never."""
+        """Return the seconds until new credentials are to be requested; ``None`` for never."""
         return None if self._due_at == math.inf else max(0.0, self._due_at - now)
 
     def patience(self, now: float) -> float:
-        """Seconds that the answer may take, and the broker's answer to that."""
+        """Return how many seconds the application's answer, and the broker's answer to it, may take together."""
         return max(0.0, min(self._limit, self._expires_at - now))
 
     def failed(self, now: float) -> float | None:
-        """Others could not be had.
+        """Record that new credentials could not be obtained.
 
         Returns:
-            Seconds until they are to be asked for again; ``None`` if the present ones have expired, and the connection
-            is to be left.
+            Seconds until the next request; ``None`` if the present credentials have expired, so that the connection
+            must end.
         """
         left = self._expires_at - now
         pause = self._backoff.pause(now)

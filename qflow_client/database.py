@@ -1,4 +1,4 @@
-"""A file of our own in SQLite: made, recognised, for one process at a time, and with errors that name it."""
+"""A file of this package in SQLite: it is created, recognised, locked for one process, and named in all errors."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from qflow_client.redaction import is_url, shown
 
 __all__ = ["BUSY", "Database", "LockFile"]
 
-# What SQLite raises. Its words for a damaged schema may quote bytes that are no text, and then Python raises.
+# The errors that SQLite raises. Its texts for a damaged schema may quote bytes that are not text; then Python raises.
 _FAILURES = (sqlite3.Error, UnicodeDecodeError)
-#: Seconds to wait for a file that another process has locked, unless there is an earlier deadline.
+#: Seconds to wait for a file that another process has locked, if there is no earlier deadline.
 BUSY = 10.0
-# SQLite waits so many seconds by itself. Then there is a look at the deadline, and a pause.
+# Seconds that SQLite itself waits. After each such wait the deadline is checked, and there is a pause.
 _SLICE = 0.04
 _PAUSE = 0.01
-# The error codes of SQLite that say so.
+# SQLite's error codes for a locked file.
 _LOCKED = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_BUSY_RECOVERY)
-# What may be in a lock file: the number of the process that has it, or had it; after a crash of the machine, zeros.
+# The allowed content of a lock file: the number of the process that has or had it; zeros after a crash of the machine.
 _LOCK = re.compile(rb"\d*\s*|\0*")
 
 
@@ -40,20 +40,20 @@ def _is_locked(failure: Exception) -> bool:
 
 
 class Database:
-    """One connection to one file, in WAL mode. For one thread at a time.
+    """One connection to one file, in WAL mode. Only one thread at a time may use it.
 
     Args:
-        path: of the file; made if there is none.
-        application_id: by which it is recognised.
+        path: of the file, which is created if it does not exist.
+        application_id: identifies the file.
         version: of its tables.
-        tables: the statements that make them.
-        error: what is raised whatever is wrong with it.
+        tables: the statements that create them.
+        error: the class of all errors.
         synchronous: ``NORMAL`` survives the death of the process, ``FULL`` also that of the machine.
-        read_only: look only, also while another process writes; the file must be there.
-        timeout: seconds in all to wait at opening for another process that has locked the file.
+        read_only: only read, also while another process writes; the file must exist.
+        timeout: total seconds to wait at opening for another process that has locked the file.
 
     Raises:
-        QflowError: that is, `error`: it cannot be opened, is damaged, or is something else.
+        QflowError: of the class `error`: the file cannot be opened, is damaged, or has another content.
     """
 
     def __init__(
@@ -71,17 +71,17 @@ class Database:
         _refuse_url(path, error)
         #: The path of the file.
         self.path = Path(os.fspath(path))
-        #: No statement waits for another process's lock on the file after this time, in seconds of `time.monotonic`.
-        #: The thread that uses the file sets it.
+        #: The time after which no statement waits for another process's lock on the file, in seconds of
+        #: `time.monotonic`. The thread that uses the file sets it.
         self.deadline = time.monotonic() + timeout
-        #: Likewise; any thread may set it, also while another one waits.
+        #: The same limit, which any thread may set at any time.
         self.stop_at = math.inf
         self._error = error
         self._pid = os.getpid()
         uri = f"{self.path.absolute().as_uri()}?mode={'ro' if read_only else 'rw'}"
         try:
             if not read_only:
-                # SQLite gives its permissions to the files that it makes beside it.
+                # SQLite gives the permissions of this file to the files that it creates beside it.
                 make_private(self.path)
         except OSError as failure:
             raise error(f"{self.path}: {failure.strerror}") from failure
@@ -120,7 +120,7 @@ class Database:
             )
 
     def execute(self, statement: str, *values: object, **named: object) -> sqlite3.Cursor:
-        """Execute one statement with its values: in order for ``?``, or by name for ``:name``."""
+        """Execute a statement with its values: in order for ``?``, or by name for ``:name``."""
         self._check_process()
         try:
             return self._file.execute(statement, named or values)
@@ -130,7 +130,7 @@ class Database:
             raise self._error(f"{self.path}: {failure}") from failure
 
     def _execute_when_free(self, statement: str, values: Any, failure: Exception) -> sqlite3.Cursor:
-        """Execute a statement that another process's lock keeps back, as soon as that process lets go."""
+        """Execute a statement as soon as another process releases its lock."""
         give_up_at = time.monotonic() + BUSY
         while time.monotonic() < min(give_up_at, self.deadline, self.stop_at):
             time.sleep(_PAUSE)
@@ -143,7 +143,7 @@ class Database:
         raise self._error(f"{self.path}: {failure}") from failure
 
     def execute_many(self, statement: str, rows: Iterable[Sequence[object]]) -> None:
-        """Execute one statement with many values."""
+        """Execute a statement with many rows of values."""
         self._check_process()
         try:
             self._file.executemany(statement, rows)
@@ -151,64 +151,64 @@ class Database:
             raise self._error(f"{self.path}: {failure}") from failure
 
     def rows(self, statement: str, *values: object) -> list[Any]:
-        """All rows of a result."""
+        """Return all rows of a result."""
         try:
             return self.execute(statement, *values).fetchall()
         except _FAILURES as failure:
             raise self._error(f"{self.path}: {failure}") from failure
 
     def one(self, statement: str, *values: object) -> Any:
-        """The first value of the first row of a result; ``None`` if there is none."""
+        """Return the first value of the first row of a result; ``None`` if there are no rows."""
         rows = self.rows(statement, *values)
         return rows[0][0] if rows else None
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
-        """All that is done in the block, or nothing of it."""
+        """Run the block as a transaction: all of its changes are made, or none."""
         try:
             self.execute("BEGIN IMMEDIATE")
             yield
             self.execute("COMMIT")
         except BaseException:
-            # Of what went wrong, the first is to be told.
+            # Report the first error, not an error of the rollback.
             with suppress(sqlite3.Error):
                 if self._file.in_transaction:
                     self._file.execute("ROLLBACK")
             raise
 
     def close(self) -> None:
-        """Close it; in a fork do nothing, because what is open is the parent's."""
+        """Close the file. In a forked child do nothing, because the open file belongs to the parent."""
         if os.getpid() == self._pid:
             self._file.close()
 
 
 def _refuse_url(path: str | os.PathLike[str], error: type[QflowError]) -> None:
-    # Every other error names the path.
+    # All other errors name the path.
     if is_url(path):
         raise error(f"{shown(path)}: it must be the path of a file, not a URL")
 
 
 class LockFile:
-    """Held by one process at a time, and let go by the system when that process ends, however it ends.
+    """A lock for one process at a time. The system releases it when the process ends for any reason.
 
     Args:
-        path: of the file that it stands for.
-        error: what is raised if there can be none.
-        in_use: what is raised if another has it.
-        told: for that error: what the other is, and the way out.
+        path: of the file that the lock protects.
+        error: the class of the error if the lock file cannot be used.
+        in_use: the class of the error if another process has the lock.
+        told: for that error: a description of the other process, and advice.
 
     Raises:
-        QflowError: that is, `error` or `in_use`.
+        QflowError: of the class `error` or `in_use`.
     """
 
     released = True
 
     def __init__(self, path: Path, *, error: type[QflowError], in_use: type[QflowError], told: tuple[str, str]) -> None:
         _refuse_url(path, error)
-        # One file has one lock, by whatever name it is opened.
+        # A file has one lock, also if it is opened by different names.
         self.path = Path(f"{os.path.realpath(path)}-lock")
         try:
-            # Without O_NONBLOCK the other end of a pipe might be waited for.
+            # Without O_NONBLOCK, opening a named pipe could wait for its other end.
             self._descriptor = open_private(self.path, os.O_RDWR | getattr(os, "O_NONBLOCK", 0))
         except OSError as failure:
             words = failure.strerror or ""
@@ -218,7 +218,7 @@ class LockFile:
             is_file = stat.S_ISREG(os.fstat(self._descriptor).st_mode)
             content = os.pread(self._descriptor, 100, 0) if is_file else None
             if content is None or not _LOCK.fullmatch(content):
-                # It is not written, because it may be a link to a file of another program.
+                # Do not write it, because it may be a link to a file of another program.
                 raise error(f"{path}: {self.path} is not a lock file of qflow_client; move it away")
             try:
                 lock(self._descriptor)
@@ -228,7 +228,7 @@ class LockFile:
                 raise in_use(f"{path} is used by {told[0]} {whose}; {told[1]}") from None
             except OSError as failure:
                 raise error(f"{path}: it cannot be locked: {failure.strerror}") from failure
-            # It is never truncated. The spaces cover a longer number that was there.
+            # The file is never truncated. The spaces overwrite a longer number.
             os.pwrite(self._descriptor, f"{os.getpid():<20}".encode(), 0)
             self._pid = os.getpid()
             self.released = False
@@ -239,24 +239,24 @@ class LockFile:
             raise
 
     def release(self) -> None:
-        """Let go."""
+        """Release the lock."""
         if not self.released and self._pid != os.getpid():
             # In a child whose fork handlers have not run yet.
             self.forget()
         if not self.released:
-            # A forked child shares the lock until it closes its copy, so that to close is not enough. It comes first,
-            # because to do it twice does no harm, and Ctrl-C may come in between.
+            # A forked child shares the lock until it closes its copy, so closing alone does not release it. Unlocking
+            # comes first, because a repetition does no harm, and Ctrl-C may come in between.
             with suppress(OSError):
                 unlock(self._descriptor)
             self.released = True
             os.close(self._descriptor)
 
     def __del__(self) -> None:
-        # Ctrl-C may have come before it was assigned to anything.
+        # Ctrl-C may have come before the object was assigned to a variable.
         self.release()
 
     def forget(self) -> None:
-        """After a fork, in the child: close its copy; the lock stays the parent's."""
+        """Close the copy in a child process after a fork. The parent keeps the lock."""
         if not self.released:
             self.released = True
             os.close(self._descriptor)

@@ -1,8 +1,8 @@
-"""`Deduplicator`: for consumers, which drop the second copies that any producer makes who loses no message.
+"""`Deduplicator` lets consumers drop second copies. Every producer that loses no message sometimes sends second copies.
 
-A producer that loses its connection before a confirm cannot know whether the message arrived. Sent again, it may be
-there twice; not sent again, it may be lost. So it is sent again, under the same message id, and whoever consumes it
-drops what has been handled already.
+If a producer loses its connection before a confirm, it cannot know whether the message arrived. If it sends the message
+again, there may be two copies. If it does not, the message may be lost. So it sends the message again, with the same
+message id, and the consumer drops messages that it has handled already.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from qflow_client.redaction import shown
 
 __all__ = ["DeduplicationError", "Deduplicator", "FirstTime", "may_be_second_copy"]
 
-# "qDup" and the version of the tables.
+# "qDup", and the version of the tables.
 _APPLICATION_ID = 0x71447570
 _VERSION = 1
 
@@ -35,17 +35,17 @@ class DeduplicationError(QflowError):
 
 
 def may_be_second_copy(headers: Mapping[str, Any] | None, redelivered: bool = False) -> bool:
-    """Whether a message says that it may be a second copy: of its producer, or of the broker's delivery.
+    """Return True if a message may be a second copy, sent again by its producer or delivered again by the broker.
 
     Args:
         headers: its headers; a producer that sends a message again sets ``x-qflow-republished``.
-        redelivered: what the broker said with the delivery.
+        redelivered: the broker's flag of the delivery.
     """
     return redelivered or (headers is not None and bool(headers.get(REPUBLISHED)))
 
 
 class _Memory(Protocol):
-    """What has been handled."""
+    """Stores the ids of handled messages."""
 
     def __contains__(self, message_id: str) -> bool: ...
 
@@ -61,7 +61,7 @@ class _InProcess:
         self._max_count = max_count
         self._max_age = max_age
         self.clock = time.monotonic
-        # When each was handled, the oldest first. A dict would get slow where all that leaves, leaves in front.
+        # When each message was handled, the oldest first. A dict gets slow if entries are removed only at its front.
         self._times: OrderedDict[str, float] = OrderedDict()
 
     def _prune(self) -> None:
@@ -100,7 +100,7 @@ class _OnDisk:
             path,
             application_id=_APPLICATION_ID,
             version=_VERSION,
-            # The numbers have no gaps, and rise with the time.
+            # The numbers have no gaps, and increase with time.
             tables=["CREATE TABLE handled (number INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, at REAL NOT NULL)"],
             error=DeduplicationError,
         )
@@ -119,7 +119,7 @@ class _OnDisk:
         with file.transaction():
             if self._max_age < math.inf:
                 end = now - self._max_age
-                # The oldest come first, and those to be forgotten among them are few.
+                # The oldest ids come first, and only few of them are to be forgotten.
                 oldest = "SELECT number, at FROM handled ORDER BY number LIMIT 1"
                 while (rows := file.rows(oldest)) and rows[0][1] <= end:
                     file.execute("DELETE FROM handled WHERE number = ?", rows[0][0])
@@ -132,13 +132,13 @@ class _OnDisk:
 
 
 class FirstTime:
-    """What `Deduplicator.first_time` returns, for one ``with`` or ``async with``."""
+    """The result of `Deduplicator.first_time`, for one ``with`` or ``async with``."""
 
     def __init__(self, deduplicator: Deduplicator, message_id: str | None, look_up: bool) -> None:
         self._deduplicator = deduplicator
         self._message_id = message_id
         self._look_up = look_up
-        # Whether it is being handled here, to be remembered or given up in the end.
+        # Whether the message is being handled in this block, and its id is remembered or dropped at the end.
         self._is_first = False
 
     def __enter__(self) -> bool:
@@ -188,12 +188,12 @@ class FirstTime:
 
 def _teller(loop: asyncio.AbstractEventLoop, ended: asyncio.Future[None]) -> Callable[[], None]:
     def tell_here() -> None:
-        # It may have been cancelled.
+        # The task may have been cancelled.
         if not ended.done():
             ended.set_result(None)
 
     def tell() -> None:
-        # Where the loop is closed, nobody waits in it.
+        # In a closed loop no task waits.
         with suppress(RuntimeError):
             loop.call_soon_threadsafe(tell_here)
 
@@ -207,34 +207,35 @@ class _Handling:
 
     def __init__(self) -> None:
         self.thread = threading.get_ident()
-        # Called when it has ended, well or badly.
+        # Called when the handling has ended, with or without an error.
         self.waiters: list[Callable[[], None]] = []
         self.has_ended = False
 
 
 class Deduplicator:
-    """Tells a consumer which messages it has handled already, by their message ids. For any number of threads.
+    """Tells a consumer which messages it has handled already, by their message ids. Any number of threads may use it.
 
-    In ``with deduplicator.first_time(message_id) as first:`` a message is handled ``if first``. If the block ends, the
-    id is remembered; if an exception leaves it, or the process dies in it, it is not, and the message will be handled
-    when it comes again. Acknowledge the message after the block. If a copy comes while another is being handled, it
-    waits for how that ends.
+    Use ``with deduplicator.first_time(message_id) as first:``, and handle the message in the block ``if first``. At the
+    end of the block the id is remembered. If an exception leaves the block, or the process dies in it, the id is not
+    remembered, and the message will be handled when it comes again. Acknowledge the message after the block. If a copy
+    comes while another copy is being handled, it waits for the result.
 
-    What it promises is that a message is not handled again once it has been handled to the end, as long as its id is
-    remembered. It does not make handling and remembering one: a process that dies between the two handles the message
-    twice. Where that must not be, write the message id into the same transaction as what handling does.
+    The guarantee: a message that was handled completely is not handled again, as long as its id is remembered. Handling
+    and remembering are not one transaction. If the process dies between the two, the message is handled twice. If that
+    must not happen, write the message id in the same transaction as the results of the handling.
 
     Args:
-        path: of a file (SQLite) that outlives the process, and that other processes on this machine may use at the same
-            time. A crash of the process loses nothing; one of the machine may lose the last ids. ``None`` keeps them in
-            memory, about 200 bytes for each.
-        max_count: ids that are remembered; beyond that the oldest is forgotten. More than may lie between two copies:
-            what is sent again comes after all that was unconfirmed, and after what others sent in between.
+        path: of a file (SQLite) that outlives the process. Other processes on this machine may use it at the same time.
+            A crash of the process loses nothing; a crash of the machine may lose the last ids. ``None`` keeps the ids
+            in memory, with about 200 bytes for each.
+        max_count: how many ids are remembered; above that the oldest is forgotten. Choose more than the number of
+            messages between two copies: a second copy comes after all unconfirmed messages, and after messages that
+            others sent meanwhile.
         max_age: seconds after which an id is forgotten; ``None`` for never.
 
     Raises:
         DeduplicationError: the file cannot be used.
-        ValueError: a bound that is not above 0.
+        ValueError: a limit that is not above 0.
     """
 
     def __init__(
@@ -254,19 +255,19 @@ class Deduplicator:
         """Begin to handle a message.
 
         Args:
-            message_id: its id. A message without one cannot be told from others, and is always the first.
-            look_up: ``False`` takes it for the first copy without looking, and only remembers it. With
-                ``look_up=may_be_second_copy(headers, redelivered)`` that saves the look where the message itself says
-                that there is no other. A copy that was held up on its way for longer than the one that was sent later
-                says so too, and would be handled a second time.
+            message_id: its id. A message without an id is always the first, because it cannot be recognised.
+            look_up: ``False`` assumes that it is the first copy, and only remembers its id. With
+                ``look_up=may_be_second_copy(headers, redelivered)`` this saves the look-up for messages that are marked
+                as first copies. A first copy that arrives later than the second one has no mark either, and would be
+                handled a second time.
 
         Returns:
-            A context manager, for ``with`` and ``async with``, that gives ``True`` if the message is to be handled, and
+            A context manager for ``with`` and ``async with``. It gives ``True`` if the message is to be handled, and
             ``False`` if it is a second copy.
 
         Raises:
             DeduplicationError: on entry or at the end, the file cannot be used.
-            RuntimeError: on entry with ``with``, this very thread is handling a copy already.
+            RuntimeError: on entry with ``with``, the same thread is handling a copy already.
         """
         return FirstTime(self, message_id, look_up)
 
@@ -279,7 +280,7 @@ class Deduplicator:
             return len(self._memory)
 
     def remember(self, message_id: str) -> None:
-        """Take a message for handled; for those who cannot use `first_time`.
+        """Record that a message was handled. For consumers that cannot use `first_time`.
 
         Args:
             message_id: its id.
@@ -291,7 +292,7 @@ class Deduplicator:
             self._memory.add(message_id)
 
     def close(self) -> None:
-        """Close the file; what is in memory is forgotten."""
+        """Close the file. Ids in memory are forgotten."""
         with self._lock:
             self._memory.close()
 
@@ -304,7 +305,7 @@ class Deduplicator:
         self.close()
 
     def _begin(self, message_id: str, look_up: bool) -> tuple[bool, _Handling | None]:
-        """Whether a message is to be handled now; and if that is not known yet, who handles a copy."""
+        """Return whether a message is to be handled now; if that is not known yet, the copy that is being handled."""
         with self._lock:
             others = self._handling.get(message_id)
             if others is not None:

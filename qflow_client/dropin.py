@@ -1,8 +1,8 @@
-"""What the drop-ins for other client libraries share: their settings, and the flow of one of their channels.
+"""The common code of the drop-ins for other client libraries: their settings, and the flow of one of their channels.
 
-The library keeps connecting, topology, consuming and the encoding of messages; what is decided about publishing is
-decided where it is for every producer, in `ProducerProtocol`. Nothing here does I/O or waits: that differs from library
-to library.
+The library still manages connections, topology, consumers and the encoding of messages. `ProducerProtocol` makes the
+decisions about publishing, as for every producer. This module does no I/O and does not wait, because libraries do that
+in different ways.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ __all__ = [
     "RepeatableMessage",
 ]
 
-#: Settings that every library says in another way: of where a message goes, of connecting again, of trying again.
+#: Settings that every library expresses in another way: where a message goes, connecting again, trying again.
 ADDRESSING = ("exchange", "routing_key", "mandatory")
 RECONNECTING = ("on_disconnect", "reconnect_timeout", "reconnect_delay", "reconnect_delay_max", "reconnect_jitter")
 RETRYING = ("on_refused", "retry_for", "retry_delay", "retry_delay_max")
 
-# Settings of producers only, and why.
+# Settings of producers only, and the reason for each.
 _PRODUCERS_ONLY = {
     **dict.fromkeys(
         ("host_order", "on_blocked", "failover_delay", "return_to_first", "liveness"),
@@ -75,7 +75,7 @@ _PRODUCERS_ONLY = {
         "only Producer and AsyncProducer have an outbox",
     ),
 }
-# What a library's own methods say of every message, or a program that is not changed leaves to them.
+# Settings that the library's own methods determine for every message, or that an unchanged program leaves to them.
 _FIXED: dict[str, Any] = {
     "exchange": "",
     "routing_key": "",
@@ -92,13 +92,13 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class DropIn:
-    """The settings that a library's connections take.
+    """The settings that a library's connections accept.
 
     Attributes:
-        library: what people call it.
-        theirs: the settings whose names the library has too. There such a name is the library's, and the setting has
+        library: its name for people.
+        theirs: the settings whose names the library uses, too. There such a name is the library's, and the setting has
             the prefix ``qflow_``.
-        not_taken: the settings that have no meaning there, and who says it instead.
+        not_taken: the settings that have no meaning there, and what determines them instead.
     """
 
     library: str
@@ -110,11 +110,11 @@ class DropIn:
 
     @cached_property
     def names(self) -> dict[str, str]:
-        """The settings, by the names that they have as keywords and in a URL's query."""
+        """The settings, by their names as keywords and in a URL's query."""
         return {f"qflow_{name}" if name in self.theirs else name: name for name in self.SETTINGS}
 
     def split(self, given: Iterable[tuple[str, _Value]]) -> tuple[dict[str, _Value], list[tuple[str, _Value]]]:
-        """Separate what is given by name: the settings, and what is the library's.
+        """Separate the settings from the library's parameters.
 
         Raises:
             TypeError: a setting that has no meaning here.
@@ -129,25 +129,25 @@ class DropIn:
                 why = self.not_taken.get(setting) or _PRODUCERS_ONLY[setting]
                 raise TypeError(f"{setting} is no setting of a connection of {self.library}'s: {why}")
             else:
-                # Of a parameter that a URL has twice, the first counts.
+                # If a URL has a parameter twice, the first one is used.
                 ours.setdefault(setting, value)
         return ours, theirs
 
     def _environ(self) -> dict[str, str]:
-        """The environment without the settings that a connection does not take: those are for other producers."""
+        """Return the environment without the settings of other producers, which a connection does not accept."""
         ignored = {variable(name) for name in _PRODUCERS_ONLY.keys() | self.not_taken.keys()}
         environ = {name: text for name, text in os.environ.items() if name not in ignored}
         on_disconnect = variable("on_disconnect")
-        # As with the library, unless somebody says so.
+        # The library's behaviour is the default.
         environ[on_disconnect] = environ.get(on_disconnect) or OnDisconnect.FAIL
         when_flowed = variable("when_flowed")
         if environ.get(when_flowed) == WhenFlowed.SPILL:
-            # Without an outbox there is nothing to spill to.
+            # Without an outbox, messages cannot be spilled.
             del environ[when_flowed]
         return environ
 
     def settings(self, query: Mapping[str, str] | None = None, **keywords: Any) -> ProducerSettings:
-        """The settings of a connection, from keywords, a URL's query and the environment.
+        """Return the settings of a connection, from keywords, a URL's query and the environment.
 
         Args:
             query: settings by name, as text.
@@ -159,7 +159,7 @@ class DropIn:
         return ProducerSettings.load(f"{_URL}?{urlencode(query or {})}", environ=self._environ(), **(keywords | _FIXED))
 
     def of_url(self, url: str) -> tuple[ProducerSettings, str]:
-        """The settings of a connection, and the URL without them.
+        """Return the settings of a connection, and the URL without them.
 
         Raises:
             SettingsError: a value that is not allowed.
@@ -173,7 +173,7 @@ class DropIn:
             if named:
                 ours += named
             else:
-                # As it is written, because the library may read it in its own way.
+                # Unchanged, because the library may read it in its own way.
                 theirs.append(piece)
         if ours:
             url = urlunsplit(parts._replace(query="&".join(theirs)))
@@ -181,38 +181,38 @@ class DropIn:
 
 
 class EncodedMessage(Message):
-    """One publish, as a library has encoded it.
+    """One publish, encoded by a library.
 
     Args:
-        frames: all of it.
+        frames: all its frames.
         body: the content.
     """
 
     frames: bytes
 
     def __init__(self, frames: bytes, body: bytes) -> None:
-        # As `Message` does, past the lock of a frozen dataclass.
+        # As `Message` does, because the frozen dataclass rejects assignments.
         given = self.__dict__
         given["frames"] = frames
         given["body"] = body
 
     def frames_on(self, channel: int, max_body: int) -> bytes:
-        """The frames for a channel; here always the one that they were made for."""
+        """Return the frames for a channel. Here it is always the channel that they were made for."""
         return self.frames
 
 
 class RepeatableMessage(EncodedMessage):
-    """An `EncodedMessage` that can leave on another channel than the one that it was made for, and once more."""
+    """An `EncodedMessage` that can be sent on another channel than its first one, and more than once."""
 
     def _parts(self) -> tuple[bytes, bytes, int]:
-        """The payloads of the method frame and of the header frame, and where the first body frame begins."""
+        """Return the payloads of the method frame and the header frame, and the offset of the first body frame."""
         frames = self.frames
         header = 7 + int.from_bytes(frames[3:7], "big") + 1
         stop = header + 7 + int.from_bytes(frames[header + 3 : header + 7], "big")
         return frames[7 : header - 1], frames[header + 7 : stop], stop + 1
 
     def frames_on(self, channel: int, max_body: int) -> bytes:
-        """The frames for a channel.
+        """Return the frames for a channel.
 
         Args:
             channel: its number.
@@ -235,7 +235,7 @@ class RepeatableMessage(EncodedMessage):
 
     def _second_copy(self) -> RepeatableMessage:
         method, header, at = self._parts()
-        # Of channel 0, so that they are made anew for any other.
+        # Channel number 0, so that they are made anew for every other channel.
         head = frame(METHOD_FRAME, 0, method) + frame(HEADER_FRAME, 0, add_header(header, REPUBLISHED, True))
         copy = object.__new__(type(self))
         copy.__dict__.update(self.__dict__, frames=head + self.frames[at:])
@@ -243,7 +243,7 @@ class RepeatableMessage(EncodedMessage):
 
 
 class _ReadyFrames(PublishEncoder):
-    """Takes the frames that a library has made."""
+    """Uses the frames that a library has made."""
 
     __slots__ = ()
 
@@ -259,14 +259,14 @@ class _ReadyFrames(PublishEncoder):
 
 
 class EncodedProtocol(ProducerProtocol):
-    """A publishing channel whose messages are `EncodedMessage`."""
+    """A publishing channel whose messages are `EncodedMessage` objects."""
 
     def __init__(self, settings: ProducerSettings, **options: Any) -> None:
         super().__init__(settings, id_prefix="", encoder=_ReadyFrames, **options)
 
     @step
     def abandon(self, receipts: Sequence[Receipt], reason: str, now: float) -> None:
-        """Settle messages whose callers wait no longer, so that they are not sent again.
+        """Settle messages whose callers do not wait any more, so that the messages are not sent again.
 
         Args:
             receipts: unsettled messages, in the order of admission.
@@ -277,13 +277,16 @@ class EncodedProtocol(ProducerProtocol):
 
     @step
     def channel_ended(self, reason: str, now: float) -> None:
-        """The channel has ended, and what is unsettled is settled as it is. There may be another one."""
+        """Settle all unsettled messages as they are, because the channel has ended. Another channel may follow."""
         self.channel.disconnect(reason, now)
         self.channel.settle_all(reason, now)
         self.consequences.update(now)
 
     def forget_past(self) -> None:
-        """The program ends the channel itself, which is no flow control: it is as it was before it was first opened."""
+        """Reset the state to that before the first channel.
+
+        The program closed the channel itself, which is not flow control.
+        """
         self.channel.was_open = False
 
 
@@ -293,21 +296,21 @@ class Flag:
     __slots__ = ("is_set",)
 
     def __init__(self) -> None:
-        #: Whether the call can go on.
+        #: Whether the call can continue.
         self.is_set = False
 
     def set(self) -> None:
-        """Let the call go on."""
+        """Let the call continue."""
         self.is_set = True
 
 
 class DropInFlow:
-    """The flow of one channel of a library's: what is decided, and who is told.
+    """The flow of one channel of a library: its protocol, and its listeners.
 
     Args:
         settings: of the connection.
-        name: what flow events and logs call it, unless the settings say.
-        protocol: what decides.
+        name: the name in flow events and logs, if the settings have none.
+        protocol: makes the protocol.
         changes: settings of this channel that differ.
     """
 
@@ -324,16 +327,16 @@ class DropInFlow:
         if settings.name == _NAME:
             changes["name"] = name
         now = time.monotonic()
-        #: What decides.
+        #: Makes the decisions about publishing.
         self.protocol = protocol(settings.replace(**changes), now=now, wall_offset=time.time() - now)
         self._listeners: list[Callable[[FlowEvent], object]] = []
         self._is_telling = False
 
-    # What the manager of all producers says, on any thread.
+    # Calls of the manager of all producers, on any thread.
 
     @property
     def name(self) -> str:
-        """What flow events and logs call the channel."""
+        """The name of the channel in flow events and logs."""
         return self.protocol.settings.name
 
     def hold(self, kind: str, *, source: str, detail: str) -> None:
@@ -341,11 +344,11 @@ class DropInFlow:
         self._call(lambda: self.protocol.hold(kind, time.monotonic(), source=source, detail=detail))
 
     def lift(self, kind: str, *, source: str) -> None:
-        """Lift it."""
+        """Lift the hold."""
         self._call(lambda: self.protocol.lift(kind, time.monotonic(), source=source))
 
     def _call(self, function: Callable[[], None]) -> None:
-        """Have the protocol changed, where it may be, and done what follows from that."""
+        """Change the protocol in the right context, and do what follows."""
         raise NotImplementedError
 
     # Calls that wait.
@@ -356,7 +359,7 @@ class DropInFlow:
         Args:
             call: the call.
             flag: its waiter.
-            turn: lets I/O go on until something happens, or a time comes.
+            turn: processes I/O until something happens, or until a time.
         """
         try:
             until, result = resume(call, None)
@@ -376,7 +379,7 @@ class DropInFlow:
         for flag in wake:
             flag.set()
 
-    # What follows from a change.
+    # After a change.
 
     def after(self) -> None:
         """Wake waiters, log entries, and call flow callbacks."""
@@ -385,7 +388,7 @@ class DropInFlow:
         logs, protocol.reports.logs = protocol.reports.logs, []
         write_log(logs)
         if self._is_telling:
-            # A listener has changed something: it hears of it when all have heard what came before.
+            # A listener has changed something. It is informed after all listeners have received the earlier events.
             return
         self._is_telling = True
         try:
@@ -404,10 +407,10 @@ class DropInFlow:
             log(logging.ERROR, "%s: a flow callback failed: %r", event.producer, listener, error=error)
 
     def listen(self, listener: Callable[[FlowEvent], object]) -> Callable[[], None]:
-        """Have every flow event told from now on.
+        """Call a listener with every flow event from now on.
 
         Returns:
-            What to call to have it told no more.
+            A function that ends the calls.
 
         Raises:
             TypeError: the listener cannot be called.
@@ -425,12 +428,12 @@ class DropInFlow:
 
     @property
     def held(self) -> str:
-        """What may be the reason why nothing comes, to be appended to an error."""
+        """Return the holds as text, to be appended to an error about a missing answer."""
         holds = self.protocol.reports.holds
         return f"; held by {', '.join(map(str, holds))}" if holds else ""
 
     def flowed(self, message: EncodedMessage, exchange: str, routing_key: str) -> ProducerFlowed:
-        """The error for a message that is refused."""
+        """Return the error for a message that is rejected because the channel is flowed."""
         self.protocol.line.count_flowed_error()
         error = ProducerFlowed(
             self.protocol.reports.holds,

@@ -1,10 +1,10 @@
-"""What runs the protocol of a producer, whether for threads or for asyncio.
+"""The base class of the objects that run a producer's protocol, for threads and for asyncio.
 
-The application holds a producer, and the producer holds its engine. The I/O thread or the event loop knows the engine
-only. So a producer that the application drops without closing it can be collected, and its engine then ends by itself:
-it admits nothing more, delivers what was admitted, and closes the connection (`abandon`).
+The application refers to a producer, and the producer refers to its engine. The I/O thread or the event loop refers
+only to the engine. So if the application drops a producer without closing it, the producer can be collected. Its engine
+then ends by itself: it admits nothing more, delivers the admitted messages, and closes the connection (`abandon`).
 
-Each step of the protocol is taken by `step`. After each step `after` passes on what the protocol reports.
+`step` takes each step of the protocol. After each step `after` passes on the protocol's reports.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _T = TypeVar("_T")
 
 _monotonic = time.monotonic
 
-#: Why a producer that was dropped admits nothing.
+#: Why a dropped producer admits nothing.
 DROPPED = "the producer was dropped without close()"
 
 
@@ -48,11 +48,11 @@ class BaseEngine(ABC):
     Args:
         settings: the producer's.
         on_delivery: called with every settled receipt; ``None`` for no call.
-        manager: with which the producer registers.
-        topology: what is declared on each connection; ``None`` for nothing.
+        manager: the producer registers with it.
+        topology: declared on each connection; ``None`` for nothing.
     """
 
-    #: The state. Every change to it is a step.
+    #: The state. It is changed only by steps.
     protocol: ProducerProtocol
 
     def __init__(
@@ -63,7 +63,7 @@ class BaseEngine(ABC):
         topology: Topology | None,
     ) -> None:
         self.settings = settings
-        #: What is declared on each connection; ``None`` for nothing.
+        #: Declared on each connection; ``None`` for nothing.
         self.topology = topology
         self._manager = manager
         #: The outbox; ``None`` without one.
@@ -71,17 +71,17 @@ class BaseEngine(ABC):
         #: ``None`` without `on_delivery`.
         self.deliveries = None if on_delivery is None else Deliveries(on_delivery, self._told)
         self.listeners: Listeners[Any] = Listeners(settings.name, settings.max_flow_events)
-        #: Measures and traces messages; set once it is connected.
+        #: Measures and traces messages; set when the producer is connected.
         self.observer: telemetry.Observer | None = None
-        #: Takes the producer from its manager.
+        #: Removes the producer from its manager.
         self.unregister: Callable[[], object] = bool
-        #: Lets the collection of the producer end nothing.
+        #: Detaches the finalizer, so that the collection of the producer has no effect.
         self.detach: Callable[[], object] = bool
         #: Whether the first close has begun.
         self.ended = False
         #: Whether the application has dropped the producer without closing it.
         self.is_dropped = False
-        #: Whether this process is a fork of the one that made it.
+        #: Whether this process is a fork of the process that made the producer.
         self.is_copy = False
         self._pid = os.getpid()
 
@@ -89,7 +89,7 @@ class BaseEngine(ABC):
 
     @abstractmethod
     def step(self, step: Callable[[ProducerProtocol], _T]) -> _T:
-        """Take a step of the protocol, and do what follows from it."""
+        """Take a step of the protocol, and do what follows."""
 
     @abstractmethod
     def try_step(self, step: Callable[[ProducerProtocol], _T], deadline: float = 0.0) -> _T:
@@ -105,11 +105,11 @@ class BaseEngine(ABC):
 
     @abstractmethod
     def ask(self, step: Callable[[ProducerProtocol], object]) -> None:
-        """Take a step without waiting for its result. Where none can be taken, it is taken later."""
+        """Take a step without waiting for its result. If it cannot be taken now, it is taken later."""
 
     @abstractmethod
     def close_later(self, deadline: float) -> None:
-        """Begin to close, and return at once. What is not delivered in the end is logged.
+        """Begin to close, and return at once. Messages that are not delivered in the end are logged.
 
         Args:
             deadline: until when messages may be settled, in seconds.
@@ -118,12 +118,12 @@ class BaseEngine(ABC):
     @property
     @abstractmethod
     def last_failure(self) -> str:
-        """Why the last try to connect failed; empty if none has since there was a connection."""
+        """Why the last try to connect failed; empty if no try has failed since the last connection."""
 
     @property
     @abstractmethod
     def is_in_callback(self) -> bool:
-        """Whether `on_delivery` or a flow callback makes the call, while there is an `on_delivery`."""
+        """Whether `on_delivery` or a flow callback makes the call. Always False without `on_delivery`."""
 
     def admit(
         self,
@@ -141,11 +141,11 @@ class BaseEngine(ABC):
             exchange: where to publish.
             routing_key: with which key.
             deadline: as for `Guard.try_take`.
-            spills: whether it may be put into the outbox while the producer is flowed, if the settings say so. The
-                message of a callback is in any case, because other senders may wait for the callback to return.
+            spills: whether it may be put into the outbox while the producer is flowed, if the settings allow that. The
+                message of a callback always may, because other senders may be waiting for the callback to return.
 
         Returns:
-            Its receipt, which with an outbox is not on disk yet; ``None`` if nothing has happened.
+            Its receipt; with an outbox the message is not on disk yet. ``None`` if nothing has changed.
 
         Raises:
             NestedCall: the step could not be taken.
@@ -168,10 +168,10 @@ class BaseEngine(ABC):
 
     @abstractmethod
     def after(self) -> None:
-        """Pass on what the protocol reports."""
+        """Pass on the protocol's reports."""
 
     def take_news(self) -> tuple[list[Receipt], list[Any], list[LogEntry]]:
-        """Take what the protocol reports, in a step: settled receipts, waiters to wake, and log entries."""
+        """In a step, take the protocol's reports: settled receipts, waiters to wake, and log entries."""
         protocol = self.protocol
         reports = protocol.reports
         settled = protocol.take_settled(_monotonic()) if reports.settled else []
@@ -183,11 +183,11 @@ class BaseEngine(ABC):
         self.step(lambda protocol: protocol.told(count, _monotonic()))
 
     def take_failures(self) -> tuple[list[Receipt], int]:
-        """Take the failed receipts that the application has not seen, in a step, and how many more were dropped."""
+        """In a step, take the failed receipts that the application has not seen, and the number of dropped ones."""
         reports = self.protocol.reports
         return reports.take_failures(), reports.take_dropped()
 
-    # The end.
+    # Closing.
 
     def undelivered(self, failures: list[Receipt], dropped: int, left: Sequence[Receipt]) -> UndeliveredMessages | None:
         """Return the error for the messages that were not delivered, without those that the application has seen.
@@ -195,31 +195,34 @@ class BaseEngine(ABC):
         Args:
             failures: failed receipts that it has not seen.
             dropped: how many more were dropped.
-            left: what was unsettled before the channel was ended.
+            left: the receipts that were unsettled before the channel was ended.
         """
         if self.deliveries is not None:
             failures += self.deliveries.undelivered(left)
         return undelivered_of(failures, dropped, self.storage)
 
     def abandon(self) -> None:
-        """End without the producer, which is gone. Called by its finalizer: on any thread, inside any step."""
+        """End without the producer, which is collected.
+
+        The producer's finalizer calls this, on any thread, possibly inside a step.
+        """
         if self.ended or self.is_copy:
             return
         self.ended = self.is_dropped = True
         self._end_later()
-        # Last, because a filter may turn it into an error.
+        # This comes last, because a filter may turn the warning into an error.
         warnings.warn(f"{self.settings.name}: {DROPPED}", ResourceWarning, stacklevel=2)
 
     @abstractmethod
     def _end_later(self) -> None:
-        """Deliver what was admitted, and end, without waiting for that."""
+        """Deliver the admitted messages, and end, without waiting for that."""
 
     def _log_dropped(self, undelivered: UndeliveredMessages | None) -> None:
         if undelivered is not None:
             log(logging.ERROR, "%s: %s: %s", self.settings.name, DROPPED, undelivered)
 
     def disown(self) -> None:
-        """In a child process: everything of this producer belongs to the parent."""
+        """In a child process, leave everything of this producer to the parent."""
         self.is_copy = self.ended = True
         self.detach()
         self._manager.forked()

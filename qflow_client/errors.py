@@ -1,8 +1,8 @@
-"""What qflow_client raises.
+"""The errors of qflow_client.
 
-Two families never mix. `ProducerFlowed` and its subclass mean that the message was not sent and never will be. All that
-is about a message that *was* admitted is a `DeliveryError` (its fate is known, or known to be unknown) or a
-`ConfirmTimeout` (its fate is not known yet).
+There are two separate families. `ProducerFlowed` and its subclass mean that the message was not sent and never will be.
+All errors about a message that *was* admitted are a `DeliveryError` (its outcome is known, or known to be unknown) or a
+`ConfirmTimeout` (its outcome is not known yet).
 """
 
 from __future__ import annotations
@@ -37,25 +37,25 @@ __all__ = [
 
 
 class QflowError(Exception):
-    """The base of all that this package raises on purpose."""
+    """The base class of all errors that this package raises."""
 
 
 class SettingsError(QflowError, ValueError):
-    """A setting has a value that is not allowed; the text names the setting, the value and what is allowed."""
+    """A setting has a value that is not allowed. The text names the setting, the value and the allowed values."""
 
 
 class ConnectionFailed(QflowError, ConnectionError):
-    """No connection, or no channel on it, could be had from any of the given hosts."""
+    """None of the given hosts accepted a connection and a channel on it."""
 
 
 class ProducerClosed(QflowError):
-    """The producer takes no more messages: it was closed, or lost its connection. This message was not sent.
+    """The producer takes no more messages, because it was closed or lost its connection. This message was not sent.
 
     Attributes:
-        message: what was to be sent; ``None`` where no message was involved.
-        exchange: where it was to go; ``None`` likewise.
-        routing_key: with which key; ``None`` likewise.
-        receipts: of what the same `send_many` had admitted before.
+        message: the message that was not sent; ``None`` if there was none.
+        exchange: its exchange; ``None`` likewise.
+        routing_key: its routing key; ``None`` likewise.
+        receipts: of the messages that the same `send_many` had admitted before.
     """
 
     receipts: Sequence[Receipt] = ()
@@ -70,16 +70,15 @@ class ProducerClosed(QflowError):
 
 
 class ProducerFlowed(QflowError):
-    """The producer is flowed. The message was not sent and never will be: not one byte of it is on the wire (A4 D1).
+    """The producer is flowed. The message was not sent and never will be: no byte of it is on the wire (A4 D1).
 
     Attributes:
-        holds: every hold that was on the producer, the oldest first, each with when it was raised, in seconds since
-            1970.
+        holds: every hold on the producer, the oldest first. The times when they were raised are in seconds since 1970.
         waited: seconds that the call was blocked.
-        message: what was to be sent, as it was given.
-        exchange: where it was to go; ``None`` if no message was involved.
-        routing_key: with which key; ``None`` likewise.
-        receipts: of what the same `send_many` had admitted before.
+        message: the message that was not sent, as it was passed.
+        exchange: its exchange; ``None`` if there was no message.
+        routing_key: its routing key; ``None`` likewise.
+        receipts: of the messages that the same `send_many` had admitted before.
     """
 
     receipts: Sequence[Receipt] = ()
@@ -107,15 +106,15 @@ class ProducerFlowed(QflowError):
 
 
 class FlowControlTimeout(ProducerFlowed, TimeoutError):
-    """The producer was still flowed when the time to wait was up. The message was not sent and never will be (A4)."""
+    """The producer was still flowed at the end of the timeout. The message was not sent and never will be (A4)."""
 
 
 class NestedCall(ProducerFlowed):
-    """A call would have had to wait where nothing can be waited for, and nothing has happened (E2).
+    """A call would have to wait in a place where waiting is not possible. Nothing has changed (E2).
 
-    It came from inside a step of a producer, by a signal handler, a finalizer or a log handler; or on the thread that a
-    connection depends on; or it held a lock for which a step of a producer waited, such as that of a log handler. What
-    it was to send was not sent and never will be.
+    There are three such places. The call came from inside a step of a producer, by a signal handler, a finalizer or a
+    log handler. Or it came on a thread that a connection depends on. Or it held a lock that a step of a producer waited
+    for, such as that of a log handler. Its message was not sent and never will be.
     """
 
     def __init__(
@@ -134,7 +133,7 @@ class ConfirmTimeout(QflowError, TimeoutError):
     """The broker has not confirmed in time. The message was admitted; its outcome is not known yet.
 
     Attributes:
-        unsettled: how many messages the call was waiting for still.
+        unsettled: how many messages the call was still waiting for.
     """
 
     def __init__(self, text: str, unsettled: int = 1) -> None:
@@ -143,7 +142,7 @@ class ConfirmTimeout(QflowError, TimeoutError):
 
 
 class DeliveryError(QflowError):
-    """A message was admitted and not delivered, or nobody knows.
+    """A message was admitted and not delivered, or its outcome is unknown.
 
     Attributes:
         receipt: of the message.
@@ -157,16 +156,17 @@ class DeliveryError(QflowError):
 class MessageNacked(DeliveryError):
     """The broker answered with ``Basic.Nack``: it did not take responsibility for the message.
 
-    A second copy may result from sending it again: of several queues, only one need have refused it.
+    If the message is sent again, a second copy is possible: with several queues, it is enough that one of them refused
+    it.
     """
 
 
 class MessageReturned(DeliveryError):
-    """The message was mandatory and no queue was there for it (``Basic.Return``).
+    """The message was mandatory, and no queue took it (``Basic.Return``).
 
     Attributes:
         reply_code: the broker's, such as 312.
-        reply_text: the broker's words.
+        reply_text: the broker's reply text.
     """
 
     def __init__(self, text: str, receipt: Receipt, reply_code: int, reply_text: str) -> None:
@@ -176,11 +176,11 @@ class MessageReturned(DeliveryError):
 
 
 class MessageRejected(DeliveryError):
-    """The broker closed the channel over this message.
+    """The broker closed the channel because of this message.
 
     Attributes:
         reply_code: the broker's, such as 404.
-        reply_text: the broker's words.
+        reply_text: the broker's reply text.
     """
 
     def __init__(self, text: str, receipt: Receipt, reply_code: int, reply_text: str) -> None:
@@ -196,25 +196,25 @@ class MessageFailed(DeliveryError):
 class OutcomeUnknown(DeliveryError):
     """The message was written, and the connection ended before the broker answered.
 
-    A second copy may result from sending it again.
+    If it is sent again, a second copy is possible.
     """
 
 
 class MessageStored(DeliveryError):
-    """The message is in the outbox still, and the next producer on that outbox sends it.
+    """The message is still in the outbox, and the next producer on that outbox sends it.
 
-    Its producer was closed, or it was not delivered, as the text says, and ``outbox_keep_undelivered`` is on. Or it is
-    damaged there, as the text says: then it stays until ``qflow outbox drop``.
+    Its producer was closed, or the message was not delivered and ``outbox_keep_undelivered`` is on; the text says
+    which. Or the message is damaged in the outbox. Then it stays there until ``qflow outbox drop``.
     """
 
 
 class UndeliveredMessages(QflowError):
-    """Admitted messages were not delivered, and nobody has looked at their receipts.
+    """Admitted messages were not delivered, and the application has not looked at their receipts.
 
     Attributes:
-        receipts: of all of them, in the order of admission; but of those in the outbox only if there still are any.
-        stored: how many stay in the outbox. The next producer on it sends them, so nobody else is to.
-        dropped: how many more failed before. Their receipts were dropped, because failed messages took more than
+        receipts: of all of them, in the order of admission. Receipts of messages in the outbox may be missing.
+        stored: how many stay in the outbox. The next producer on it sends them, so the application must not send them.
+        dropped: how many more failed before. Their receipts were dropped, because failed messages used more than
             ``max_failed_bytes``.
     """
 
@@ -222,7 +222,7 @@ class UndeliveredMessages(QflowError):
         self.receipts = tuple(receipts)
         self.dropped = dropped
         ours = [receipt for receipt in self.receipts if not receipt.is_stored]
-        # Of what is set aside in an outbox as damaged only its receipt tells.
+        # A damaged message that is set aside in an outbox is known only by its receipt.
         self.stored = stored = max(stored, len(self.receipts) - len(ours))
         unknown = sum(receipt.may_have_arrived for receipt in ours)
         first = f"; the first: {self.receipts[0].describe()}" if self.receipts else ""
@@ -236,16 +236,16 @@ class UndeliveredMessages(QflowError):
 
     @property
     def unsent(self) -> tuple[RoutedMessage, ...]:
-        """Messages known not to have been delivered: sending them again makes no second copy.
+        """Messages that are known not to have been delivered. Sending them again makes no second copy.
 
-        ``producer.send(message)`` sends each to the exchange and the routing key that it was sent to before.
+        ``producer.send(message)`` sends each to its previous exchange and routing key.
         """
         return tuple(receipt.message for receipt in self.receipts if not receipt.may_have_arrived)
 
     @property
     def unknown(self) -> tuple[RoutedMessage, ...]:
-        """Messages that may have arrived: sending them again may make a second copy. They have their message ids.
+        """Messages that may have arrived. Sending them again may make a second copy. They have their message ids.
 
-        ``producer.send(message)`` sends each to the exchange and the routing key that it was sent to before.
+        ``producer.send(message)`` sends each to its previous exchange and routing key.
         """
         return tuple(receipt.message for receipt in self.receipts if receipt.may_have_arrived and not receipt.is_stored)

@@ -1,6 +1,6 @@
-"""What a producer tells about its flow.
+"""The events and states of a producer's flow.
 
-All times, also those of the holds, are seconds since 1970.
+All times, including those of the holds, are seconds since 1970.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ __all__ = ["FlowEvent", "FlowEventKind", "FlowState", "HoldKind"]
 
 
 class HoldKind(StrEnum):
-    """Why a producer is flowed. Each is one dialect in which a broker, or somebody else, can say stop."""
+    """Why a producer is flowed. Each kind is one way in which a broker, or another party, can stop it."""
 
     #: ``Channel.Flow(active=False)``.
     CHANNEL_FLOW = "channel_flow"
@@ -25,54 +25,53 @@ class HoldKind(StrEnum):
     CAPACITY = "capacity"
     #: The socket takes no more bytes.
     TRANSPORT = "transport"
-    #: The broker has refused messages for want of room.
+    #: The broker has refused messages because it has no room.
     REFUSED = "refused"
-    #: There is no connection, or what an earlier one has left has to leave first; or the producer is closed, which
-    #: `FlowState.closed` tells.
+    #: There is no connection, or messages of an earlier one have to be sent first. Or the producer is closed, which
+    #: `FlowState.closed` shows.
     DISCONNECTED = "disconnected"
     #: The producer's own rate limit.
     RATE = "rate"
-    #: `pause`, or the manager's `stop_all`.
+    #: `pause`, or `stop_all` of the manager.
     PAUSED = "paused"
-    #: What waits in the outbox goes first, or it is full.
+    #: Messages in the outbox are sent first, or the outbox is full.
     OUTBOX = "outbox"
 
 
 class FlowEventKind(StrEnum):
-    """What happened."""
+    """What happened in a flow event."""
 
     #: The first hold was raised: the producer is flowed.
     FLOWED = "flowed"
     #: One more hold was raised.
     HOLD_RAISED = "hold_raised"
-    #: A hold was lifted, and there are others.
+    #: A hold was lifted, and there are other holds.
     HOLD_LIFTED = "hold_lifted"
     #: The last hold was lifted: the producer is unflowed.
     UNFLOWED = "unflowed"
-    #: The producer was closed under this hold. Nobody lifted it: the broker, say, may still block.
+    #: The producer was closed during this hold. The hold was not lifted: for example, the broker may still block.
     CLOSED = "closed"
-    #: Sends are still waiting; comes once for all of them every `flow_control_wait_notify_period`.
+    #: Sends are still waiting. There is one such event for all of them every `flow_control_wait_notify_period`.
     WAITING = "waiting"
 
 
 @dataclass(frozen=True, slots=True)
 class FlowEvent:
-    """One change of a producer's flow, or a notice that it lasts.
+    """One change of a producer's flow, or a notice that sends still wait.
 
     Attributes:
         kind: what happened.
         producer: the producer's name.
-        hold: the hold that was raised or lifted; for a notice, the oldest one, if there is any.
-        holds: the holds that are on the producer now, the oldest first, each with when it was raised, in seconds since
+        hold: the hold that was raised or lifted; for a notice, the oldest hold, if there is one.
+        holds: the present holds on the producer, the oldest first. The times when they were raised are in seconds since
             1970.
         at: when it happened, in seconds since 1970.
-        since: when the hold was raised, or, for a notice, when the send that has waited longest began to; in seconds
-            since 1970.
-        seconds: how long that has lasted.
+        since: when the hold was raised; for a notice, when the longest wait of a send began; in seconds since 1970.
+        seconds: how long the hold or the wait has lasted.
         waiting: for a notice, how many sends wait; otherwise 0.
-        admitted: how many messages it has admitted so far.
+        admitted: how many messages the producer has admitted so far.
         unsettled: how many of them are unsettled.
-        capacity: the most that may be.
+        capacity: the limit of unsettled messages.
     """
 
     kind: FlowEventKind
@@ -103,12 +102,12 @@ class FlowState:
     """A producer's flow at one moment.
 
     Attributes:
-        holds: the holds that are on it, the oldest first, each with when it was raised, in seconds since 1970.
+        holds: the holds on the producer, the oldest first. The times when they were raised are in seconds since 1970.
         since: when it became flowed, in seconds since 1970; ``None`` while it is not.
         times_flowed: how often it became flowed.
-        seconds_flowed: seconds held so far, by hold kind, the present holds included.
-        closed: why it takes no more messages and never will, be it `close`, which is no flow control, or a lost
-            connection, by which it then stays flowed (``disconnected``). ``None`` while it is not closed.
+        seconds_flowed: seconds held so far, by hold kind, including the present holds.
+        closed: why it takes no more messages and never will; ``None`` while it is not closed. The reason is `close`,
+            which is not flow control, or a lost connection, after which it stays flowed (``disconnected``).
     """
 
     holds: tuple[Hold, ...]

@@ -1,9 +1,10 @@
-"""Files with messages in them: made for their owner alone, and never written through a symbolic link.
+"""Files that contain messages: created for their owner alone, and never written through a symbolic link.
 
-Only what is made here gets these permissions. A file that is there keeps its own, which an administrator may have set.
+Only files that are created here get these permissions. An existing file keeps its own, which an administrator may have
+set.
 
-All files that the library keeps come from here, and their locks and permissions are those of POSIX. On a system without
-them, such as Windows, to open a file is refused, and what needs no file works.
+All files of this package are opened here, and use the locks and permissions of POSIX. On a system without them, such as
+Windows, opening a file raises an error. Everything that needs no file works there.
 """
 
 from __future__ import annotations
@@ -27,9 +28,8 @@ __all__ = ["lock", "make_private", "open_private", "unlock"]
 
 _PRIVATE = 0o600
 
-# Held while a file is made and closed. To close a file ends all locks of this process on it (POSIX), so SQLite must not
-# open it in between.
-# Reentrant, because a signal handler may make another file meanwhile.
+# Held while a file is created and closed. Closing a file ends all locks of this process on it (POSIX), so SQLite must
+# not open it in between. Reentrant, because a signal handler may create another file meanwhile.
 _making = threading.RLock()
 
 
@@ -43,11 +43,11 @@ after_fork_in_child(_renew_lock)
 
 
 def open_private(path: str | os.PathLike[str], flags: int) -> int:
-    """Open a file, and make it for its owner alone if there is none, whatever the umask.
+    """Open a file. If it does not exist, create it for its owner alone, whatever the umask is.
 
     Args:
         path: of the file.
-        flags: as for `os.open`; with ``O_EXCL`` the file must not be there.
+        flags: as for `os.open`; with ``O_EXCL`` the file must not exist.
 
     Returns:
         The descriptor.
@@ -69,20 +69,21 @@ def open_private(path: str | os.PathLike[str], flags: int) -> int:
             if error.errno != errno.ELOOP:
                 raise
         raise OSError(errno.ELOOP, f"{path} is a symbolic link; remove it", os.fspath(path)) from None
-    # The umask may take permissions away from the owner, too. Some file systems have no permissions, and refuse this.
+    # The umask may take permissions away from the owner, too. Some file systems have no permissions, and raise an
+    # error.
     with suppress(OSError):
         os.fchmod(descriptor, _PRIVATE)
     return descriptor
 
 
 def make_private(path: Path) -> None:
-    """Make an empty file for its owner alone, unless there is a file.
+    """Create an empty file for its owner alone, if it does not exist.
 
     Args:
-        path: of the file; a symbolic link is followed, also to a file that is not there yet.
+        path: of the file; a symbolic link is followed, also to a file that does not exist yet.
 
     Raises:
-        OSError: it cannot be made.
+        OSError: it cannot be created.
     """
     with _making:
         try:
@@ -102,9 +103,9 @@ def lock(file: int | IO[Any]) -> None:
 
 
 def unlock(file: int) -> None:
-    """Take the lock from an open file, also from its copies in forked children.
+    """Unlock an open file, also for its copies in forked children.
 
     Raises:
-        OSError: that failed.
+        OSError: unlocking failed.
     """
     fcntl.flock(file, fcntl.LOCK_UN)

@@ -1,8 +1,8 @@
-"""Flow telemetry on the disk: what held whom, for how long, one JSON object a line.
+"""Writes flow telemetry to files: which holds existed, and for how long, as one JSON object per line.
 
-Every line can be reckoned with by itself, because logs are rotated, lost in part, and read out of order: a hold that
-goes on is told piece by piece, and whoever needs to know what came before is told it in the line. Times are whole
-microseconds since 1970, so that sums are the same in every order.
+Each line can be evaluated alone, because logs are rotated, partly lost, and read out of order. A long hold is reported
+in several pieces. If a line needs an earlier fact, it repeats the fact. Times are whole microseconds since 1970, so
+that sums do not depend on the order.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ Line = dict[str, Any]
 
 _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
-#: What an unfinished file's name begins with; Spark and Hadoop pass over such files.
+#: The first character of an unfinished file's name. Spark and Hadoop ignore such files.
 _UNFINISHED = "_"
-# Seconds between two looks for what is to be written.
+# Seconds between two checks for lines to be written.
 _LOOK = 0.1
 
 
 def microseconds(seconds: float) -> int:
-    """Seconds as whole microseconds."""
+    """Convert seconds to whole microseconds."""
     return round(seconds * 1_000_000)
 
 
@@ -53,7 +53,7 @@ class ProducerLines:
         queue: where it publishes to.
         write: called with each line.
         at: since when it is watched, in microseconds.
-        connection: its connection's name; the producer's unless given.
+        connection: the name of its connection; by default the producer's.
     """
 
     def __init__(
@@ -66,15 +66,15 @@ class ProducerLines:
             "queue": queue,
         }
         self._write = write
-        # By reason and source: since when it holds, and up to when that has been told.
+        # By reason and source: since when the hold exists, and up to when it has been reported.
         self._holds: dict[tuple[str, str], tuple[int, int]] = {}
-        # Since when it is flowed, and by which reason first; None while it is not.
+        # Since when the producer is flowed, and the first reason; ``None`` while it is not.
         self._flowed: tuple[int, str] | None = None
-        # Since when it was unflowed, after which reason, and how many messages it had admitted then; -1 if not known.
+        # Since when it is unflowed, the reason before that, and how many messages it had admitted then; -1 if unknown.
         self._free_since, self._free_after, self._free_admitted = at, "", -1
 
     def event(self, event: FlowEvent) -> None:
-        """Take a flow event."""
+        """Handle a flow event."""
         at = microseconds(event.at)
         hold = event.hold
         if event.kind is FlowEventKind.WAITING:
@@ -90,7 +90,10 @@ class ProducerLines:
         return {"at": at, "kind": kind, **self._who, "reason": reason, "since": since}
 
     def begin(self, state: FlowState, at: int) -> None:
-        """Take what held it before it was watched, as if that began now: what was before is not this log's."""
+        """Handle the holds that exist when the log begins, as if they were raised now.
+
+        Earlier times do not belong to this log.
+        """
         for hold in state.holds:
             self._raised(hold, at, None)
 
@@ -118,7 +121,7 @@ class ProducerLines:
         key = (str(hold.kind), hold.source)
         since, begun = self._holds.pop(key, (None, None))
         if since is None or begun is None:
-            # It was lifted between the first event and the look at what held before.
+            # The hold was lifted between the first event and the look at the existing holds.
             return
         line = self._line(at, "lifted", key[0], since)
         line["begun"] = begun
@@ -129,7 +132,7 @@ class ProducerLines:
         self._write(line)
 
     def tell(self, at: int) -> None:
-        """Tell of what holds now up to now."""
+        """Report the present holds up to now."""
         for key, (since, begun) in self._holds.items():
             if at > begun:
                 line = self._line(at, "held", key[0], since)
@@ -139,7 +142,7 @@ class ProducerLines:
 
 
 class _Producer(Protocol):
-    """What is asked of a producer of either kind."""
+    """The common interface of both kinds of producer."""
 
     @property
     def settings(self) -> Any: ...
@@ -163,27 +166,27 @@ class _Watch:
 
 
 class FlowLog:
-    """Writes flow events of producers, and of a broker that is given it, into files of a folder. A context manager.
+    """Writes flow events of producers, and of a broker that uses the log, into files of a folder. A context manager.
 
-    Any number of logs, of any processes, may share a folder. The file that is being written has a name that begins with
-    an underscore, and loses it when it is finished, so that who reads the folder as a stream takes finished files only.
-    What a crash left unfinished is finished by the next log in the folder.
+    Any number of logs, of any processes, may share a folder. The name of an unfinished file begins with an underscore.
+    The file is renamed when it is finished, so programs that read the folder as a stream see only finished files. If a
+    crash leaves an unfinished file, the next log in the folder finishes it.
 
-    Nothing is encoded or written on a thread that publishes, nor on a broker's loop: there, a line is put into a queue.
-    If that is full, because the disk is slow, lines are lost, and a line says how many. A forked child needs a log of
-    its own.
+    No line is encoded or written on a thread that publishes, or on a broker's loop. There, a line is only put into a
+    queue. If the disk is slow and the queue is full, lines are lost, and a later line says how many. A forked child
+    needs a log of its own.
 
     Args:
-        folder: made if it does not exist.
-        max_bytes: a file is finished when it has so many …
-        max_seconds: … or is so old, and holds anything.
-        keep: so many finished files of this log are kept, the latest; ``None`` for all.
-        period: seconds after which holds that go on, and queues, are told of again.
+        folder: created if it does not exist.
+        max_bytes: a file is finished when it has this many bytes.
+        max_seconds: a file that has any lines is also finished after this many seconds.
+        keep: how many finished files of this log are kept, the latest; ``None`` for all.
+        period: seconds after which holds that still exist, and queues, are reported again.
         max_lines: the most lines that wait to be written.
 
     Raises:
         ValueError: a value that is not allowed.
-        OSError: the folder cannot be made or written to.
+        OSError: the folder cannot be created or written to.
     """
 
     def __init__(
@@ -206,20 +209,20 @@ class FlowLog:
             raise ValueError(f"folder={shown(folder)}: it must be the path of a folder, not a URL")
         #: Where the files are.
         self.folder = Path(folder)
-        #: Seconds after which holds that go on, and queues, are told of again.
+        #: Seconds after which holds that still exist, and queues, are reported again.
         self.period = period
-        #: Lines that were lost so far because too many waited to be written.
+        #: How many lines were lost so far because too many waited to be written.
         self.lost = 0
         self._max_bytes = max_bytes
         self._max_seconds = max_seconds
         self._keep = keep
         self._max_lines = max_lines
-        # Lines, and events of producers, which are put into lines on the thread that writes.
+        # Lines, and events of producers. The writing thread converts the events to lines.
         self._waiting: deque[Line | tuple[_Watch, FlowEvent]] = deque()
         self._told_lost = 0
         self._watches: list[_Watch] = []
         self._lock = threading.Lock()
-        # Guards the file; the thread that writes has it most of the time.
+        # Guards the file; the writing thread has it most of the time.
         self._writing = threading.Lock()
         self._finished: deque[Path] = deque()
         self._serial = 0
@@ -229,7 +232,7 @@ class FlowLog:
         self._begun_at = 0.0
         self._tell_at = time.monotonic() + period
         self._failed = False
-        # A child that a fork makes has neither the thread nor a right to the file.
+        # A forked child has no writing thread, and must not write the file.
         self._pid = os.getpid()
         self._stop = threading.Event()
         self._closed = False
@@ -240,7 +243,7 @@ class FlowLog:
         self._thread.start()
         atexit.register(self.close)
 
-    # What is told.
+    # Adding lines.
 
     def watch(self, producer: _Producer) -> Callable[[], None]:
         """Write the flow events of a producer, of either kind, from now on.
@@ -249,13 +252,13 @@ class FlowLog:
             producer: a `Producer`, or an `AsyncProducer`.
 
         Returns:
-            What to call to have no more of them written; a producer that is closed needs none.
+            A function that ends this. For a closed producer it is not needed.
         """
         settings = producer.settings
         queue = settings.routing_key if not settings.exchange else f"{settings.exchange}:{settings.routing_key}"
         lines = ProducerLines(settings.name, queue or "", self.write, microseconds(time.time()))
         watch = _Watch(producer, lines)
-        # In this order: what happens in between is told of twice, which is known, and not missed.
+        # In this order, an event in between is reported twice, which is detected. It is never missed.
         watch.unsubscribe = producer.on_flow(lambda event: self._put((watch, event)))
         state = producer.flow_state
         with self._writing:
@@ -272,7 +275,7 @@ class FlowLog:
         return unwatch
 
     def write(self, line: Mapping[str, Any]) -> None:
-        """Have a line written, soon. For any thread; it costs an append."""
+        """Write a line soon. Any thread may call this; the cost is that of an append."""
         self._put(dict(line))
 
     def _put(self, line: Line | tuple[_Watch, FlowEvent]) -> None:
@@ -281,20 +284,23 @@ class FlowLog:
         else:
             self._waiting.append(line)
 
-    # What is written.
+    # Writing.
 
     def flush(self) -> None:
-        """Wait until all that was told so far is in the file."""
+        """Wait until everything that was added so far is in the file."""
         self._write_waiting()
 
     def rotate(self) -> None:
-        """Finish the file that is being written, if it holds anything."""
+        """Finish the present file, if it has any lines."""
         self._write_waiting()
         with self._writing:
             self._finish()
 
     def close(self) -> None:
-        """Write what is left, and finish the file. A second time changes nothing, nor does a forked child."""
+        """Write the remaining lines, and finish the file.
+
+        A second call, or a call in a forked child, changes nothing.
+        """
         if os.getpid() != self._pid:
             return
         with self._lock:
@@ -329,7 +335,7 @@ class FlowLog:
                         self._finish()
                 self._failed = False
             except OSError as error:
-                # A full disk must not end it: there may be room again.
+                # A full disk must not end the thread, because there may be room again later.
                 if not self._failed:
                     _log.error("%s: the flow log cannot be written: %s", self._path, error)
                 self._failed = True
@@ -354,7 +360,7 @@ class FlowLog:
                     self._finish()
 
     def _take(self) -> Iterator[Line]:
-        # All events of before this moment are taken before holds are told up to it.
+        # All events before this moment are handled before holds are reported up to it.
         at = microseconds(time.time())
         yield from self._drain()
         if time.monotonic() >= self._tell_at:
@@ -363,7 +369,7 @@ class FlowLog:
             yield from self._drain()
 
     def _drain(self) -> Iterator[Line]:
-        # Events make lines, which are put behind: so many, and not without end.
+        # Events add lines at the end, so only the present entries are handled here.
         waiting = self._waiting
         for _ in range(2 * len(waiting)):
             if not waiting:
@@ -376,7 +382,7 @@ class FlowLog:
                 yield item
 
     def _tell(self, at: int) -> None:
-        """Tell of holds that go on, and forget producers that are closed: those are held by nothing any more."""
+        """Report holds that still exist, and forget closed producers, which have no holds any more."""
         with self._lock:
             watches = tuple(self._watches)
         for watch in watches:
@@ -389,14 +395,14 @@ class FlowLog:
     # Files.
 
     def _finish_left_behind(self) -> None:
-        """Finish files of logs that are no more: nobody has their lock."""
+        """Finish the files of logs that do not exist any more. Such a file is not locked."""
         for path in self.folder.glob(f"{_UNFINISHED}*.jsonl"):
             try:
                 with path.open("rb") as file:
                     lock(file)
                     path.rename(path.with_name(path.name.removeprefix(_UNFINISHED)))
             except OSError:
-                # Somebody writes it, or another has just finished it.
+                # Another log is writing it, or has just finished it.
                 continue
 
     def _open(self) -> None:

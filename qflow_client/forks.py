@@ -1,4 +1,4 @@
-"""What a forked child has to do before anything else, where the system can fork."""
+"""Calls functions in a forked child before any other code, on systems that can fork."""
 
 from __future__ import annotations
 

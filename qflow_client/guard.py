@@ -1,14 +1,14 @@
-"""One step of a producer's state at a time, and none inside another (E2).
+"""Allows one step of a producer's state at a time, and no step inside another (E2).
 
-While a thread takes a step, Python may run foreign code on it between any two instructions: a signal handler, or a
-finalizer that the collector or a reference count has found due, which logs, whose handler sends. If that waited for the
-step's lock it would wait for itself; if it took another producer's, two threads could wait for each other. So a thread
-is marked before it waits for a lock, until after it has let go of it, and what comes from a marked thread is refused,
-or handed to the I/O thread, if it needs a step. To send while there is room needs none (`send_at_once`).
+While a thread takes a step, Python may run foreign code on the thread between any two instructions. This may be a
+signal handler, or a finalizer that logs, and whose log handler sends. If that code waited for the step's lock, it would
+wait for itself. If it took the lock of another producer, two threads could wait for each other. So a thread is marked
+before it waits for a lock, until after it has released the lock. If code on a marked thread needs a step, it gets an
+error, or the step is passed to the I/O thread. A send while there is room needs no step (`send_at_once`).
 
 Foreign code inside a step may also wait for a lock of the application, such as that of a log handler. The thread that
-holds it may be in a call that waits for the step. So no call of the application waits for a step longer than until its
-deadline, or for `PATIENCE`: `Guard.try_take`. What it could not do is refused, or handed to the I/O thread, likewise.
+holds that lock may be in a call that waits for the step. So a call of the application waits for a step only until its
+deadline, or for `PATIENCE`, see `Guard.try_take`. After that it gets an error, or the step is passed to the I/O thread.
 """
 
 from __future__ import annotations
@@ -27,29 +27,30 @@ __all__ = ["LOOPS", "PATIENCE", "Guard", "check_can_wait", "is_inside", "serve",
 
 _T = TypeVar("_T")
 
-#: Seconds that a call of the application waits at least for the step of another thread. A step takes far less.
+#: The shortest time in seconds that a call of the application waits for the step of another thread. A step takes far
+#: less.
 PATIENCE = 1.0
 
-# The threads that are inside a step, and those that connections depend on.
+# The threads that are inside a step, and the threads that connections depend on.
 _inside: set[int] = set()
 _serving: set[int] = set()
 
 
 def is_inside() -> bool:
-    """Whether this thread is inside a step of any producer."""
+    """Return True if this thread is inside a step of any producer."""
     return get_ident() in _inside
 
 
 def check_can_wait(
     what: str, message: object = None, exchange: str | None = None, routing_key: str | None = None
 ) -> None:
-    """Refuse to wait where that could be for ever.
+    """Raise an error in a place where a wait could last for ever.
 
     Args:
         what: the call, for people.
-        message: what it was to send.
-        exchange: where.
-        routing_key: with which key.
+        message: the message that it should send.
+        exchange: its exchange.
+        routing_key: its routing key.
 
     Raises:
         NestedCall: this thread is inside a step, or a connection depends on it.
@@ -63,7 +64,7 @@ def take(step: Callable[[], _T]) -> _T:
     """Take a step that only one thread takes.
 
     Raises:
-        NestedCall: this thread is inside one.
+        NestedCall: this thread is inside a step.
     """
     me = get_ident()
     if me in _inside:
@@ -76,7 +77,7 @@ def take(step: Callable[[], _T]) -> _T:
 
 
 def serve(run: Callable[[], None]) -> None:
-    """Run the loop of a connection, on a thread of ours, which is marked as one that the connection depends on."""
+    """Run the loop of a connection, and mark this thread as one that the connection depends on."""
     me = get_ident()
     _serving.add(me)
     try:
@@ -86,7 +87,7 @@ def serve(run: Callable[[], None]) -> None:
 
 
 class Guard:
-    """The lock of what several threads take steps of."""
+    """The lock for a state whose steps several threads take."""
 
     __slots__ = ("_lock",)
 
@@ -97,7 +98,7 @@ class Guard:
         """Take a step, on any thread.
 
         Raises:
-            NestedCall: this thread is inside one.
+            NestedCall: this thread is inside a step.
         """
         me = get_ident()
         if me in _inside:
@@ -118,7 +119,7 @@ class Guard:
                 `PATIENCE`.
 
         Raises:
-            NestedCall: this thread is inside one, or another thread's has not ended by then.
+            NestedCall: this thread is inside a step, or the step of another thread has not ended in time.
         """
         me = get_ident()
         if me in _inside:
@@ -126,14 +127,14 @@ class Guard:
         try:
             _inside.add(me)
             if _inside == {me}:
-                # No other thread holds a lock, and CPython lets none run before this thread has it: a comparison of
-                # sets is no call.
+                # No other thread holds the lock, and CPython runs no other thread before this one has it: a comparison
+                # of sets is not a call.
                 with self._lock:
                     return step()
             held: list[bool] = []
             try:
                 patience = min(max(PATIENCE, deadline - time.monotonic()), TIMEOUT_MAX)
-                # One call of C, so no interrupt comes between the lock and the note that this thread has it.
+                # One call into C, so no interrupt comes between taking the lock and recording that.
                 held.extend(map(self._lock.acquire, (True,), (patience,)))
                 if not held[0]:
                     raise NestedCall("a call")
@@ -145,7 +146,7 @@ class Guard:
         finally:
             _inside.discard(me)
 
-    # As a context manager, only on threads of ours: no Ctrl-C comes there.
+    # The context manager is only for threads of this package, because Ctrl-C never comes there.
 
     def __enter__(self) -> None:
         _inside.add(get_ident())
@@ -158,13 +159,13 @@ class Guard:
         _inside.discard(get_ident())
 
 
-#: Of all producers for asyncio: several may be on one connection, and as a rule there is one loop.
+#: Shared by all producers for asyncio: several may use one connection, and usually there is one loop.
 LOOPS = Guard()
 
 
 def _after_fork_in_child() -> None:
     LOOPS.__init__()  # type: ignore[misc]  # another thread may have held its lock
-    # Of the parent's threads only this one is here. It may be inside a step, and then ends it.
+    # The child has only this thread of the parent. It may be inside a step, and will complete it.
     me = get_ident()
     _inside.intersection_update({me})
     _serving.intersection_update({me})

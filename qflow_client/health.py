@@ -1,4 +1,4 @@
-"""A producer's health, and readiness probes made of it (E12)."""
+"""A producer's health, and readiness probes that report it (E12)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Health", "asgi_readiness", "wsgi_readiness"]
 # Holds that come and go with every burst.
 _PASSING = (HoldKind.CAPACITY, HoldKind.RATE, HoldKind.TRANSPORT)
 
-# Seconds after which a client may ask again, for the header Retry-After.
+# The value of the header Retry-After: seconds after which a client may ask again.
 _RETRY_AFTER = "5"
 
 
@@ -23,12 +23,12 @@ class Health:
     """A producer's health at one moment.
 
     Attributes:
-        state: ``"ready"``; ``"blocked"``: the broker, or somebody else, holds it; ``"disconnected"``; ``"closed"``.
+        state: ``"ready"``, ``"blocked"`` (by the broker or by another hold), ``"disconnected"`` or ``"closed"``.
         reasons: why it is not ready, for people. They contain no password.
         since: when it became flowed, in seconds since 1970; ``None`` while it is not.
         unsettled: messages that are admitted and not settled.
         stored: messages in the outbox; 0 without one.
-        spills: whether `send` puts messages into the outbox while they cannot leave.
+        spills: whether `send` puts messages into the outbox while they cannot be sent.
     """
 
     state: str
@@ -40,12 +40,12 @@ class Health:
 
     @property
     def is_ready(self) -> bool:
-        """Whether `send` takes a message now, at least into the outbox."""
+        """Whether `send` accepts a message now, at least into the outbox."""
         return self.state == "ready" or (self.spills and self.state != "closed")
 
     @classmethod
     def of(cls, flow: FlowState, *, unsettled: int, stored: int, spills: bool, last_failure: str = "") -> Health:
-        """Make it of a producer's flow, and of why its last try to connect failed; empty if it did not."""
+        """Return the health for a producer's flow. `last_failure` is the error of the last try to connect, if any."""
         lasting = [hold for hold in flow.holds if hold.kind not in _PASSING]
         if flow.closed is not None:
             state = "closed"
@@ -62,7 +62,7 @@ class Health:
 
 
 class HasHealth(Protocol):
-    """A producer, or what sends through one."""
+    """A producer, or an object that sends through one."""
 
     @property
     def name(self) -> str: ...

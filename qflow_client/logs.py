@@ -1,8 +1,8 @@
-"""What the library has to say in the application's log.
+"""Passes the library's messages to the application's log.
 
-A log handler is the application's code: it may block, raise, or send by the same producer. So none runs on a thread
-that a connection needs, nor inside a step of a protocol: records are made at once, and a thread of the process's own
-hands them to the handlers.
+A log handler is code of the application. It may block, raise, or send by the same producer. So no handler runs on a
+thread that a connection needs, or inside a step of a protocol. Records are made at once, and a separate thread of the
+process passes them to the handlers.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ __all__ = ["flush_logs", "log", "write_log"]
 
 logger = logging.getLogger("qflow_client")
 
-# So many records may wait for a handler that is slow or stuck; what more there is, is counted.
+# The most records that wait for a slow or stuck handler; further ones are only counted.
 _MOST = 1000
-# Seconds that the end of the process waits for what is not written.
+# Seconds that the end of the process waits for records that are not written.
 _AT_EXIT = 1.0
 
 
 class _Writer:
-    """A thread that has records handled, in order, from the first one on.
+    """A thread that passes records to handlers, in order. It is started for the first record.
 
-    It has no lock, which a finalizer that logs could find taken by the thread that it interrupts.
+    It has no lock, because a finalizer that logs could find the lock taken by the thread that it interrupts.
     """
 
     def __init__(self) -> None:
@@ -42,9 +42,9 @@ class _Writer:
 
     @property
     def _records(self) -> Any:
-        """The queue of records, made at first use: by then gevent has patched queues, if it patches threads."""
+        """The queue of records, made at first use. If gevent patches queues, it has done so by then."""
         made = self.__dict__.get("made")
-        # One call, so that two threads get the same.
+        # One call, so that two threads get the same queue.
         return self.__dict__.setdefault("made", queue.SimpleQueue()) if made is None else made
 
     def put(self, record: logging.LogRecord) -> None:
@@ -54,8 +54,8 @@ class _Writer:
         self._records.put(record)
         if self._thread is None:
             thread = threading.Thread(target=self._run, name="qflow-log", daemon=True)
-            # Nobody comes between the look and the store. Known before it runs, because its first record's handler may
-            # flush.
+            # Nothing runs between this check and the assignment. The thread is assigned before it runs, because the
+            # handler of its first record may call `flush`.
             if self._thread is None:
                 self._thread = thread
             if self._thread is thread:
@@ -66,7 +66,7 @@ class _Writer:
             thread.start()
         except BaseException as error:
             self._thread = None
-            # A process has too many, or ends: the record waits for the next, or for `flush`.
+            # There are too many threads, or the process ends. The record waits for the next one, or for `flush`.
             if not isinstance(error, RuntimeError):
                 raise
 
@@ -78,7 +78,8 @@ class _Writer:
                 while True:
                     self._take(self._records.get_nowait())
             return True
-        # Not an event: Ctrl-C in the wait for one can leave its lock held, and the thread that writes needs it.
+        # Not an event: Ctrl-C during a wait for an event can leave its lock held, and the writing thread needs that
+        # lock.
         written: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._records.put(written)
         try:
@@ -89,7 +90,7 @@ class _Writer:
 
     def _run(self) -> None:
         while True:
-            # Kept no longer than it takes: its traceback keeps a lot alive.
+            # No variable keeps the record, because its traceback keeps many objects alive.
             self._take(self._records.get())
 
     def _take(self, record: Any) -> None:
@@ -116,7 +117,7 @@ _writer = _Writer()
 
 
 def _after_fork_in_child() -> None:
-    # The thread is the parent's, and the records are for it to write.
+    # The thread is in the parent, which also writes the records.
     global _writer
     _writer = _Writer()
 
@@ -131,19 +132,19 @@ def _record(entry: LogEntry, error: BaseException | None = None) -> logging.LogR
 
 
 def log(level: int, text: str, *arguments: object, error: BaseException | None = None) -> None:
-    """Log something; it returns at once, and never raises.
+    """Log a message. This returns at once, and never raises.
 
     Args:
         level: of `logging`.
-        text: with the places of the arguments.
-        arguments: what must not change any more.
-        error: whose traceback to show.
+        text: a format string.
+        arguments: its arguments, which must not change later.
+        error: its traceback is logged.
     """
     _put(log_entry(level, text, *arguments, depth=2), error)
 
 
 def write_log(entries: list[LogEntry]) -> None:
-    """Log what a protocol had to say, as `log` does."""
+    """Log the entries of a protocol, as `log` does."""
     for entry in entries:
         _put(entry)
 
@@ -153,18 +154,18 @@ def _put(entry: LogEntry, error: BaseException | None = None) -> None:
         if is_logged(entry[0]):
             _writer.put(_record(entry, error))
     except Exception:
-        # The application may make its records itself.
+        # The application may have its own class of records, which raised.
         _complain()
 
 
 def flush_logs(timeout: float) -> bool:
-    """Wait until what was logged before is handled.
+    """Wait until everything that was logged before is handled.
 
     Args:
         timeout: seconds.
 
     Returns:
-        Whether it is.
+        Whether it is handled.
     """
     return _writer.flush(timeout)
 

@@ -1,4 +1,4 @@
-"""What a producer sends: a body and the AMQP basic properties."""
+"""The messages of a producer: a body and the AMQP basic properties."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ __all__ = [
     "with_position",
 ]
 
-#: The header of a message that is sent once more because nobody knows whether it has arrived.
+#: The header of a message that is sent again because it is unknown whether it has arrived.
 REPUBLISHED = "x-qflow-republished"
 
 
@@ -54,7 +54,7 @@ class _Table(dict[str, Any]):
     clear = pop = popitem = setdefault = update = _refuse_change
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A copy is for its owner to change.
+        # A copy may be changed by its owner.
         return dict, (dict(self),)
 
 
@@ -75,9 +75,9 @@ _IMMUTABLE = frozenset((str, int, bool, float, bytes, datetime, type(None)))
 
 
 class _Headers:
-    """The attribute `headers` of a message: a read-only table, made when it is asked for.
+    """The attribute `headers` of a message: a read-only table, made on each access.
 
-    The message itself keeps a plain `dict`: the garbage collector need not look at one with plain values.
+    The message itself keeps a plain `dict`. The garbage collector does not have to track a dict with plain values.
     """
 
     def __get__(self, message: Message | None, kind: type[Message]) -> Mapping[str, Any] | None:
@@ -85,16 +85,16 @@ class _Headers:
         return None if own is None else _Table(own)
 
     def __set__(self, message: Message, headers: Mapping[str, Any] | None) -> None:
-        # Called by the constructor that `dataclass` generates for a class of an application's own.
+        # The constructor that `dataclass` generates for a class of an application calls this.
         if headers is not None:
             message.__dict__["headers"] = _own_headers(headers)
 
 
 def _own_headers(headers: Mapping[str, Any]) -> dict[str, Any]:
-    """Equal headers that no caller has, and whose values cannot be changed (E3).
+    """Return equal headers that no caller refers to, and whose values cannot be changed (E3).
 
     Raises:
-        TypeError: they are no mapping.
+        TypeError: they are not a mapping.
         ValueError: another thread changed them meanwhile, or they contain themselves.
     """
     if not isinstance(headers, (dict, Mapping)):
@@ -110,14 +110,14 @@ def _own_headers(headers: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _own(value: Any, depth: int) -> Any:
-    """An equal value of a header that cannot be changed.
+    """Return an equal value of a header that cannot be changed.
 
     Args:
         value: the value.
-        depth: of the table or array that it lies in.
+        depth: of the table or array that contains it.
 
     Raises:
-        ValueError: it lies too deep to be encoded.
+        ValueError: it is nested too deeply to be encoded.
     """
     if type(value) in _IMMUTABLE:
         return value
@@ -144,24 +144,25 @@ class Message:
         body: the content; a ``str`` is encoded as UTF-8.
         content_type: MIME type.
         content_encoding: MIME content encoding.
-        headers: a field table. Its keys have at most 255 bytes; its values are ``str``, ``bool``, ``int`` of 64 bits,
+        headers: a field table. Its keys have at most 255 bytes. Its values are ``str``, ``bool``, ``int`` of 64 bits,
             ``float``, ``Decimal`` of 32 bits, bytes, ``datetime`` (a naive one is local time), ``None``, and lists,
-            tuples and mappings of them. It is copied, and the copy cannot be changed, so a program may reuse its own.
-        delivery_mode: 2, persistent, unless told otherwise.
-        priority: 0 to 9 by the standard; brokers take up to 255.
-        correlation_id: of the request that this answers.
+            tuples and mappings of them. The table is copied, and the copy cannot be changed. So a program may reuse its
+            own table.
+        delivery_mode: by default 2, persistent.
+        priority: 0 to 9 by the standard; brokers accept up to 255.
+        correlation_id: of the request that this message answers.
         reply_to: the queue for answers.
         expiration: milliseconds after which the broker may drop it, as a string of digits.
-        message_id: if ``None``, the producer gives one.
+        message_id: if ``None``, the producer assigns one.
         timestamp: seconds since 1970, or a ``datetime`` (a naive one is local time).
         type: the application's name for the kind of message.
-        user_id: the broker refuses any but the connection's own user.
+        user_id: the broker accepts only the connection's own user.
         app_id: the application that publishes.
-        cluster_id: deprecated by the standard, carried all the same.
+        cluster_id: deprecated by the standard, but sent.
 
     Raises:
         TypeError: a property of the wrong type.
-        ValueError: a property that AMQP cannot carry.
+        ValueError: a property that AMQP cannot represent.
     """
 
     body: bytes
@@ -198,8 +199,8 @@ class Message:
         app_id: str | None = None,
         cluster_id: str | None = None,
     ) -> None:
-        # The generated one takes five times as long: it stores each property past its own lock. Here only what is given
-        # is stored, in the order of the wire, and for the rest there are the class's defaults.
+        # The generated constructor takes five times as long, because a frozen dataclass stores each property by a call.
+        # Here only the given properties are stored, in the order of the wire. The others have the class's defaults.
         given = self.__dict__
         given["body"] = body
         if content_type is not None:
@@ -247,15 +248,15 @@ class Message:
         self.__dict__.update(state)
         headers = state.get("headers")
         if headers is not None:
-            # Those of a copied or unpickled message can be changed.
+            # The headers of a copied or unpickled message can be changed.
             self.__dict__["headers"] = _own_headers(headers)
 
 
 @dataclass(frozen=True, init=False, eq=False)
 class RoutedMessage(Message):
-    """A message that knows where to go: ``producer.send(message)`` publishes it there.
+    """A message with an exchange and a routing key: ``producer.send(message)`` publishes it there.
 
-    The receipts and the errors of a producer give such messages, so that they can be sent again. An ``exchange=`` or
+    The receipts and the errors of a producer contain such messages, so that they can be sent again. An ``exchange=`` or
     ``routing_key=`` of the call takes precedence. The exchange and the routing key are not compared: a message is equal
     to every `Message` with the same body and properties.
 
@@ -267,7 +268,7 @@ class RoutedMessage(Message):
 
     Raises:
         TypeError: a property, the exchange or the routing key is of the wrong type.
-        ValueError: AMQP cannot carry one of them.
+        ValueError: AMQP cannot represent one of them.
     """
 
     exchange: str = ""
@@ -284,14 +285,14 @@ class RoutedMessage(Message):
         super().__init__(body, **properties)
         encode_short_string(exchange, "exchange")
         encode_short_string(routing_key, "routing_key")
-        # Beside the properties, whose encoder passes over other names.
+        # Stored beside the properties. The encoder ignores other names.
         given = self.__dict__
         given["exchange"] = exchange
         given["routing_key"] = routing_key
 
     @classmethod
     def copy_of(cls, message: Message, exchange: str, routing_key: str) -> RoutedMessage:
-        """Return an equal message that goes to an exchange.
+        """Return an equal message for an exchange.
 
         Args:
             message: the message.
@@ -315,15 +316,15 @@ class RoutedMessage(Message):
 
 _FIELDS = tuple(Message.__dataclass_fields__)
 
-# Beside the properties of a message that is sent with a position; the encoder passes over other names.
+# The name of an attribute of a message with a position. The encoder ignores names that are not properties.
 _STORED_WITH = "_stored_with"
 
 
 class _StoredWith(NamedTuple):
-    """What a message brings along that is sent with a position (E13)."""
+    """The data of a message that is sent with a position (E13)."""
 
     position: Position
-    #: What the application gave.
+    #: The payload that the application passed.
     given: bytes | Message
 
 
@@ -331,7 +332,7 @@ def with_position(payload: bytes | Message, position: Position) -> Message:
     """Return an equal message that an outbox stores with a position.
 
     Args:
-        payload: what the application gave.
+        payload: the payload that the application passed.
         position: how far it has read the source of the message.
     """
     if isinstance(payload, Message):
@@ -344,7 +345,7 @@ def with_position(payload: bytes | Message, position: Position) -> Message:
 
 
 def position_of(payload: bytes | Message) -> Position | None:
-    """Return the position that is to be stored with a message; ``None`` if there is none."""
+    """Return the position to be stored with a message; ``None`` if there is none."""
     if type(payload) is bytes:
         return None
     stored_with = payload.__dict__.get(_STORED_WITH)
@@ -352,13 +353,13 @@ def position_of(payload: bytes | Message) -> Position | None:
 
 
 def copy_position(source: bytes | Message, target: Message) -> None:
-    """Have one message stored with the position of another, if that has one."""
+    """Give a message the position of another one, if that one has a position."""
     if position_of(source) is not None:
         target.__dict__[_STORED_WITH] = source.__dict__[_STORED_WITH]
 
 
 def give_back(error: BaseException) -> None:
-    """Have an error name the message that the application gave, not the one that was made for its position."""
+    """Put the message that the application passed into an error, in place of the one that was made for its position."""
     message = getattr(error, "message", None)
     if isinstance(message, Message) and position_of(message) is not None:
         error.message = message.__dict__[_STORED_WITH].given  # type: ignore[attr-defined]  # it has one, see above
@@ -389,7 +390,7 @@ def _check_timestamp(value: object, name: str) -> None:
 
 _check_seconds = _check_int(0, (1 << 63) - 1)
 
-# What finds out whether AMQP can carry a property.
+# Functions that check whether AMQP can represent a property.
 _CHECKS: dict[str, Callable[[Any, str], object]] = {
     "content_type": encode_short_string,
     "content_encoding": encode_short_string,
@@ -408,15 +409,15 @@ _CHECKS: dict[str, Callable[[Any, str], object]] = {
 
 
 def republished(message: Message) -> Message:
-    """A message with the mark of one that may be a second copy."""
+    """Return a message with the mark of a possible second copy."""
     return message._second_copy()
 
 
 def as_body(body: object) -> bytes:
-    """The bytes of anything that can be a body.
+    """Return a body as bytes.
 
     Raises:
-        TypeError: it is none of ``bytes``, ``bytearray``, ``memoryview`` and ``str``.
+        TypeError: it is not ``bytes``, ``bytearray``, ``memoryview`` or ``str``.
     """
     if isinstance(body, str):
         return body.encode()
@@ -426,14 +427,14 @@ def as_body(body: object) -> bytes:
 
 
 def decode_message(header: bytes, body: bytes) -> Message:
-    """A message from the payload of its content header frame and its content.
+    """Return a message from the payload of its content header frame and its content.
 
     Raises:
-        FrameError: the header is none, or has what no `Message` can have.
+        FrameError: the payload is not a content header, or has values that no `Message` can have.
     """
     try:
         values = decode_properties(header)
-        # `Message` has a mode unless it is told that there is none.
+        # Without this, `Message` would have its default mode.
         values.setdefault("delivery_mode", None)
         return Message(body, **values)
     except (IndexError, TypeError, ValueError, struct_error) as error:

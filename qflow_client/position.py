@@ -8,24 +8,25 @@ from qflow_client.redaction import shown
 
 __all__ = ["Position"]
 
-# SQLite keeps integers of 64 bits.
+# SQLite stores integers of 64 bits.
 _MIN, _MAX = -(1 << 63), (1 << 63) - 1
 
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """How far a program has read a source, to be stored with the message that it made of that (E13).
+    """How far a program has read a source, stored together with the message that it made (E13).
 
-    A producer with an outbox stores it in the same commit as the message: ``producer.send(row, position=Position(
-    "orders.csv", 1200))``. After a crash, ``producer.position("orders.csv")`` says behind which row to go on.
+    A producer with an outbox stores the position in the same commit as the message: ``producer.send(row,
+    position=Position("orders.csv", 1200))``. After a crash, ``producer.position("orders.csv")`` returns the last stored
+    position, so the program continues after that row.
 
     Attributes:
-        source: the name of the source, such as a path or a topic. Each source has a position of its own.
+        source: the name of the source, such as a path or a topic. Each source has a separate position.
         value: an offset of 64 bits, a cursor or a key.
 
     Raises:
-        TypeError: `source` is no ``str``, or `value` is neither ``int`` nor ``str``.
-        ValueError: `value` is an ``int`` of more than 64 bits, or a text is no valid Unicode.
+        TypeError: `source` is not a ``str``, or `value` is neither ``int`` nor ``str``.
+        ValueError: `value` is an ``int`` of more than 64 bits, or a text is not valid Unicode.
     """
 
     source: str

@@ -1,4 +1,4 @@
-"""What `Producer` and `AsyncProducer` share of what the application sees: everything that does not wait."""
+"""The common interface of `Producer` and `AsyncProducer`: all methods that do not wait."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from qflow_client.skin import CLOSED, DEFAULT, close_limit, deadline_of, kinds_o
 
 __all__ = ["BaseProducer", "resolve", "split"]
 
-# What would not refuse a message that `send` refuses at once, as an error advises.
+# The advice of an error when `send` raises it at once: what would wait instead.
 _LONGER_WAITS = "a longer timeout waits"
 _BLOCKING_WAITS = "when_flowed='block' waits"
 
@@ -40,15 +40,15 @@ _monotonic = time.monotonic
 def resolve(
     message: bytes | str | Message, exchange: str | None, routing_key: str | None
 ) -> tuple[bytes | Message, str | None, str | None]:
-    """Return what to send, and where to send it.
+    """Return the payload to send, and its exchange and routing key.
 
     Args:
-        message: what the application gave.
-        exchange: what the call gave; ``None`` for that of a `RoutedMessage`, if the message is one.
+        message: the message that the application passed.
+        exchange: the exchange of the call; ``None`` for that of a `RoutedMessage`, if the message is one.
         routing_key: likewise.
 
     Returns:
-        The payload, the exchange and the routing key. The latter two are ``None`` where the settings decide.
+        The payload, the exchange and the routing key. The latter two are ``None`` if the settings decide.
 
     Raises:
         TypeError: the message is of another type.
@@ -69,7 +69,7 @@ def split(
     """Return a message of `send_many` and its position; ``None`` if it has none.
 
     Raises:
-        TypeError: it is a tuple of something else.
+        TypeError: it is a tuple with other elements.
     """
     if not isinstance(message, tuple):
         return message, None
@@ -85,7 +85,7 @@ class BaseProducer(ABC):
     _engine: BaseEngine
 
     def __init__(self, settings: ProducerSettings, manager: FlowManager) -> None:
-        #: What was set, wherever it came from.
+        #: The settings from all sources.
         self.settings = settings
         self._exchange = settings.exchange
         self._routing_key = settings.routing_key
@@ -97,7 +97,7 @@ class BaseProducer(ABC):
         )
 
     def _use_engine(self, engine: BaseEngine) -> None:
-        """Work with an engine, which must not keep the producer alive."""
+        """Use an engine, which must not keep the producer alive."""
         self._engine = engine
         producer, manager = weakref.ref(self), self._manager
 
@@ -110,7 +110,7 @@ class BaseProducer(ABC):
     def _end_with(self, engine: BaseEngine) -> None:
         """End the engine when the producer is collected, unless it is closed before."""
         finalizer = weakref.finalize(self, engine.abandon)
-        # At the end of the process `skin` ends what is still open.
+        # At the end of the process, `skin` ends the producers that are still open.
         finalizer.atexit = False
         # Until it is detached, the finalizer keeps the engine alive, and with it the application's callbacks.
         engine.detach = finalizer.detach
@@ -177,7 +177,7 @@ class BaseProducer(ABC):
     # Positions.
 
     def _check_position(self, position: Position) -> None:
-        """Refuse a position that cannot be stored.
+        """Reject a position that cannot be stored.
 
         Raises:
             SettingsError: there is no outbox.
@@ -190,10 +190,10 @@ class BaseProducer(ABC):
 
     @contextmanager
     def _stored_with(self, payload: bytes | Message, position: Position) -> Iterator[Message]:
-        """A block that sends a message with a position.
+        """Run a block that sends a message with a position.
 
         Yields:
-            The message to send. Errors name the one that was given.
+            The message to send. Errors contain the message that was passed.
         """
         self._check_position(position)
         try:
@@ -203,9 +203,9 @@ class BaseProducer(ABC):
             raise
 
     def position(self, source: str) -> int | str | None:
-        """How far a source has been read: the position of the last of its messages that was admitted (E13).
+        """Return how far a source has been read: the position of its last message that was admitted (E13).
 
-        After a start it is that of the last message that is on disk, so a program goes on behind it.
+        After a start this is the position of the last message on disk, so a program continues after it.
 
         Args:
             source: its name.
@@ -215,14 +215,14 @@ class BaseProducer(ABC):
 
         Raises:
             SettingsError: there is no outbox.
-            ProducerClosed: it is not connected yet, or was made before this process was forked.
+            ProducerClosed: the producer is not connected yet, or was made before this process was forked.
             OutboxError: the position is damaged.
         """
         if self.settings.outbox is None:
             raise SettingsError(f"position({source!r}): {_NO_OUTBOX}")
         if self._engine.storage is None:
             raise ProducerClosed(self._protocol.closed or "the producer is not connected, so its outbox is not open")
-        # An interrupted send is undone before, where that is possible.
+        # If possible, an interrupted send is undone before.
         with suppress(NestedCall):
             self._engine.try_step(lambda protocol: protocol.on_timer(_monotonic()))
         return self._engine.storage.outbox.position(source)
@@ -231,55 +231,55 @@ class BaseProducer(ABC):
 
     @property
     def capacity(self) -> int:
-        """The most unsettled messages there may be.
+        """The limit of unsettled messages.
 
-        It may be set at any time. A lower one cancels nothing: nothing is admitted until there is room (C6). With
-        ``capacity="auto"`` it is what the producer has found so far, until a number is set, which then stays.
+        It may be set at any time. A lower capacity cancels no message: none is admitted until there is room (C6). With
+        ``capacity="auto"`` it is the value that the producer has found so far. If a number is set, it stays.
 
         Raises:
-            SettingsError: it is set to what is not allowed.
+            SettingsError: it is set to a value that is not allowed.
         """
         return self._protocol.window.capacity
 
     @capacity.setter
     def capacity(self, capacity: int) -> None:
-        # Checked now: the caller would not see an error that is raised later.
+        # Checked here, because the caller would not see an error that is raised later.
         check_capacity(capacity)
         self._engine.ask(lambda protocol: protocol.set_capacity(capacity, _monotonic()))
 
     @property
     def available(self) -> int:
-        """How many messages could be admitted before the window is full; never below 0."""
+        """How many messages can be admitted before the window is full; never below 0."""
         return max(0, self._protocol.window.capacity - self._protocol.window.used)
 
     @property
     def unsettled(self) -> int:
-        """Messages that are admitted and not settled."""
+        """How many messages are admitted and not settled."""
         return self._protocol.unsettled
 
     @property
     def stored(self) -> int:
-        """Messages in the outbox: those that are unsettled, and those that wait on disk; 0 without one."""
+        """How many messages are in the outbox, unsettled or waiting on disk; 0 without an outbox."""
         storage = self._engine.storage
         return 0 if storage is None else len(storage)
 
     @property
     def in_flight(self) -> int:
-        """The part of the unsettled messages that has begun to be written."""
+        """How many of the unsettled messages have begun to be written."""
         return self._protocol.in_flight
 
     # Flow.
 
     @property
     def flow_state(self) -> FlowState:
-        """Whether the producer is flowed, by what, since when and how often."""
+        """Whether the producer is flowed, by which holds, since when and how often."""
         try:
             return self._engine.try_step(lambda protocol: protocol.flow_state(_monotonic()))
         except NestedCall:
             return self._protocol.flow_seen(_monotonic())
 
     def health(self) -> Health:
-        """The producer's health, for probes and dashboards; on any thread (E12)."""
+        """The producer's health, for probes and dashboards. Any thread may read it (E12)."""
         return Health.of(
             self._protocol.flow_seen(_monotonic()),
             unsettled=self.unsettled,
@@ -294,22 +294,22 @@ class BaseProducer(ABC):
         """Call a callback with every flow event, in order, on the producer's callback thread, or scheduled on the loop.
 
         Args:
-            callback: may call any method of the producer. If it raises, that is logged. If it is slow, at most
-                `max_flow_events` wait for it: then the oldest are dropped.
-            kinds: the hold kinds to hear of, such as ``("connection_blocked",)``; ``None`` for all. A fast producer is
-                held by ``capacity`` with every burst.
+            callback: may call any method of the producer. If it raises, the error is logged. If it is slow, at most
+                `max_flow_events` wait for it; then the oldest are dropped.
+            kinds: the hold kinds of the events, such as ``("connection_blocked",)``; ``None`` for all. A fast producer
+                is held by ``capacity`` with every burst.
 
         Returns:
             A function that ends the calls.
 
         Raises:
             TypeError: `callback` cannot be called, or is a coroutine function, whose result an `AsyncProducer` would
-                not await; or `kinds` are not words.
+                not await; or `kinds` is not a collection of strings.
             ValueError: one of `kinds` is not a hold kind.
         """
         check_argument("callback", callback, callable(callback), "callable")
         wanted = kinds_of(kinds)
-        # Not the producer, which must not be kept alive by its callbacks.
+        # Not the producer, because its callbacks must not keep it alive.
         engine = self._engine
 
         def unsubscribe() -> None:
@@ -327,7 +327,7 @@ class BaseProducer(ABC):
         self._engine.ask(add)
 
     def _add_events(self, events: Any, kinds: Iterable[str] | None) -> None:
-        """Have the flow events from now on put into a queue, with ``None`` at the end."""
+        """Put the flow events from now on into a queue, with ``None`` at the end."""
         wanted, engine = kinds_of(kinds), self._engine
 
         def add(protocol: ProducerProtocol) -> None:
@@ -345,21 +345,21 @@ class BaseProducer(ABC):
     def shutdown(self, timeout: float | None = DEFAULT) -> None:
         """Begin to close, and return at once; for signal handlers (E12).
 
-        From now on nothing is admitted. What is not delivered in the end is logged. A later `close`, such as that of a
-        ``with`` block, waits for the end.
+        From now on nothing is admitted. Messages that are not delivered in the end are logged. A later `close`, such as
+        that of a ``with`` block, waits for the end.
 
         Args:
             timeout: as for `close`.
 
         Raises:
-            TypeError, ValueError: `timeout` is no number; nothing has happened.
+            TypeError, ValueError: `timeout` is not a number; nothing has changed.
         """
         deadline = deadline_of(close_limit(timeout, self.settings))
         self._engine.ask(lambda protocol: protocol.close(CLOSED, _monotonic()))
         self._engine.close_later(deadline)
 
     def pause(self, reason: str = "") -> None:
-        """Hold the producer until `resume`. What is admitted already still leaves (D5).
+        """Hold the producer until `resume`. Admitted messages are still sent (D5).
 
         Args:
             reason: for people; it is the detail of the hold.
@@ -367,16 +367,16 @@ class BaseProducer(ABC):
         self.hold(HoldKind.PAUSED, source="", detail=reason)
 
     def resume(self) -> None:
-        """Lift the hold of `pause`. One that the manager raised stays."""
+        """Lift the hold of `pause`. A hold that the manager raised stays."""
         self.lift(HoldKind.PAUSED, source="")
 
     def hold(self, kind: str, *, source: str, detail: str) -> None:
         """Raise a hold, on any thread; for managers. Applications use `pause`.
 
         Args:
-            kind: why, as one word.
-            source: who raises it.
-            detail: what people should read.
+            kind: the reason, as one word.
+            source: the owner of the hold.
+            detail: for people to read.
         """
         self._engine.ask(lambda protocol: protocol.hold(kind, _monotonic(), source=source, detail=detail))
 
@@ -384,21 +384,21 @@ class BaseProducer(ABC):
         """Lift a hold, on any thread; for managers. Applications use `resume`.
 
         Args:
-            kind: why it was raised.
-            source: who raised it.
+            kind: of the hold.
+            source: the owner of the hold.
         """
         self._engine.ask(lambda protocol: protocol.lift(kind, _monotonic(), source=source))
 
-    # The end.
+    # Closing.
 
     @property
     def name(self) -> str:
-        """What flow events, logs and the broker's management call it; the setting."""
+        """The name in flow events, in logs and in the broker's management; from the settings."""
         return self.settings.name
 
     @property
     def closed(self) -> bool:
-        """Whether it takes no more messages."""
+        """Whether the producer takes no more messages."""
         return self._protocol.closed is not None
 
     def __repr__(self) -> str:

@@ -1,4 +1,4 @@
-"""Receipts: the fate of one message."""
+"""Receipts. A receipt has the outcome of one message."""
 
 from __future__ import annotations
 
@@ -25,40 +25,41 @@ __all__ = ["RECEIPT_OVERHEAD", "UNDELIVERED", "Outcome", "Receipt"]
 _NO_ROUTE = 312
 _NOT_FOUND = 404
 
-#: About how many bytes of memory a receipt and its message take besides the body.
+#: About how many bytes of memory a receipt and its message use in addition to the body.
 RECEIPT_OVERHEAD = 512
 
 
 class Outcome(StrEnum):
-    """How a message ended."""
+    """The outcome of a message."""
 
     #: The broker has taken responsibility (``Basic.Ack``).
     CONFIRMED = "confirmed"
-    #: Written, in a producer without confirms.
+    #: The message was written, in a producer without confirms.
     SENT = "sent"
-    #: The broker has refused responsibility (``Basic.Nack``). Of several queues, some may have taken it all the same.
+    #: The broker has refused responsibility (``Basic.Nack``). With several queues, some may still have taken the
+    #: message.
     NACKED = "nacked"
-    #: Mandatory, and no queue was there for it (``Basic.Return``).
+    #: The message was mandatory, and no queue took it (``Basic.Return``).
     RETURNED = "returned"
-    #: The broker closed the channel over it.
+    #: The broker closed the channel because of the message.
     REJECTED = "rejected"
-    #: Never written.
+    #: The message was never written.
     FAILED = "failed"
-    #: Written, and the connection ended before the broker answered.
+    #: The message was written, and the connection ended before the broker answered.
     UNKNOWN = "unknown"
-    #: In the outbox still, because its producer was closed or it was not delivered (``outbox_keep_undelivered``): the
-    #: next producer on that outbox sends it. Or it is damaged there.
+    #: The message is still in the outbox, because its producer was closed or it was not delivered
+    #: (``outbox_keep_undelivered``). The next producer on that outbox sends it. Or it is damaged there.
     STORED = "stored"
 
 
-#: Outcomes of messages that the broker has not taken, as far as is known, and that are in no outbox.
+#: Outcomes of messages that are not known to be with the broker, and that are not in an outbox.
 UNDELIVERED = (Outcome.NACKED, Outcome.RETURNED, Outcome.REJECTED, Outcome.FAILED, Outcome.UNKNOWN)
 
 
 class Receipt:
-    """What is known of one admitted message. The producers' own receipts add ways to wait for it."""
+    """The state and outcome of one admitted message. The producers' own subclasses add ways to wait for it."""
 
-    # One is made for every message, so it holds references to what is there anyway, and computes the rest when asked.
+    # A receipt is made for every message. So it only refers to existing objects, and computes other values on access.
     __slots__ = (
         "_id_prefix",
         "_kept_as",
@@ -73,45 +74,45 @@ class Receipt:
         "_waiter",
     )
 
-    # How it ended, if it stays in the outbox because it was not delivered; of others it is not set.
+    # The outcome of a message that stays in the outbox because it was not delivered; not set for other messages.
     _kept_as: Outcome
 
     def __init__(self, payload: bytes | Message, route: Route, id_prefix: str | None) -> None:
-        # What the application gave; a plain body stands for a persistent message without further properties.
+        # The payload that the application passed. A plain body means a persistent message without further properties.
         self._payload = payload
         self._route = route
-        # The beginning of the ids that the producer gives; None if it gives none.
+        # The prefix of message ids that the producer assigns; ``None`` if it assigns none.
         self._id_prefix = id_prefix
-        # The producer's number for it, in the order of admission; 0 before.
+        # The producer's number of the message, in the order of admission; 0 before.
         self._number = 0
-        # Its delivery tag on the last channel on which it had one; 0 before.
+        # The delivery tag on the last channel on which it had one; 0 before.
         self._tag = 0
-        # None while unsettled.
+        # ``None`` while unsettled.
         self._outcome: Outcome | None = None
-        # The broker's code and words, once it has returned the message or closed the channel over it; 0 and the reason,
-        # once the connection has ended before its answer.
+        # The broker's reply, if it has returned the message or closed the channel because of it. 0 and the reason, if
+        # the connection ended before the broker's answer.
         self._reply: tuple[int, str] | None = None
-        # Whether the application has been told of a failure, so that flush and close need not.
+        # Whether the application has seen a failure, so that `flush` and `close` do not report it.
         self._seen = False
-        # Its properties as they are encoded, if it is no plain message (`PublishEncoder.prepare`).
+        # The encoded properties, if the message is not plain (`PublishEncoder.prepare`).
         self._prepared: Prepared | None = None
-        # What a waiting skin has put here to be woken by; None while nobody waits.
+        # The object by which a waiting caller is woken, set by the skin; ``None`` if no caller waits.
         self._waiter: Any = None
 
     @property
     def outcome(self) -> Outcome | None:
-        """How it ended; ``None`` while it is unsettled. Whoever reads a failure has been told, as by `error`."""
+        """The outcome; ``None`` while unsettled. If it is a failure, reading it marks it as seen, as `error` does."""
         self._look()
         return self._outcome
 
     @property
     def done(self) -> bool:
-        """Whether it is settled."""
+        """Whether the message is settled."""
         return self._outcome is not None
 
     @property
     def delivered(self) -> bool:
-        """Whether it is confirmed or, in a producer without confirms, sent. Who reads of a failure has been told."""
+        """Whether it is confirmed or, in a producer without confirms, sent. Reading a failure marks it as seen."""
         self._look()
         return not self._failed and self._outcome is not None
 
@@ -122,10 +123,10 @@ class Receipt:
 
     @property
     def failure(self) -> Outcome | None:
-        """The outcome of a message that was not delivered, also if it stays in the outbox for that.
+        """The outcome of a message that was not delivered, also if it stays in the outbox because of that.
 
-        ``None`` if it was delivered or is unsettled, or is in the outbox only because its producer was closed. A
-        program that reads a failure has been told, as by `error`.
+        ``None`` if it was delivered or is unsettled, or is in the outbox only because its producer was closed. Reading
+        a failure marks it as seen, as `error` does.
         """
         self._look()
         return self._outcome if self._outcome in UNDELIVERED else self._undelivered
@@ -149,17 +150,17 @@ class Receipt:
 
     @property
     def exchange(self) -> str:
-        """The exchange it was sent to."""
+        """The exchange that it was sent to."""
         return self._route.exchange
 
     @property
     def routing_key(self) -> str:
-        """The routing key it was sent with."""
+        """The routing key that it was sent with."""
         return self._route.routing_key
 
     @property
     def message_id(self) -> str | None:
-        """The message id it bears on the wire."""
+        """The message id on the wire."""
         payload = self._payload
         if isinstance(payload, Message) and payload.message_id is not None:
             return payload.message_id
@@ -167,14 +168,14 @@ class Receipt:
 
     @property
     def message(self) -> RoutedMessage:
-        """A copy of the message, with the message id that it has on the wire.
+        """A copy of the message, with its message id on the wire.
 
         ``producer.send(receipt.message)`` sends it to the same exchange and routing key again.
         """
         return RoutedMessage.copy_of(self._as_published(), self.exchange, self.routing_key)
 
     def _as_published(self) -> Message:
-        """Return the message with the message id that it has on the wire."""
+        """Return the message with its message id on the wire."""
         payload = self._payload
         if not isinstance(payload, Message):
             return Message(payload, message_id=self.message_id)
@@ -191,13 +192,13 @@ class Receipt:
 
     @property
     def held_bytes(self) -> int:
-        """About how many bytes of memory the receipt and its message take."""
+        """About how many bytes of memory the receipt and its message use."""
         return self.size + RECEIPT_OVERHEAD
 
     def error(self) -> DeliveryError | None:
-        """The error that stands for its outcome; ``None`` if it was delivered or is unsettled.
+        """The error for the outcome; ``None`` if the message was delivered or is unsettled.
 
-        Whoever asks has been told: `flush` and `close` will not bring it up again.
+        Reading it marks the failure as seen: `flush` and `close` do not report it any more.
         """
         if not self._failed:
             return None
@@ -230,7 +231,7 @@ class Receipt:
         return f"; {missing}, or set mandatory=False to have the broker drop such messages"
 
     def _verdict(self) -> Outcome:
-        """What a wait for a settled receipt comes to."""
+        """Return the outcome, or raise its error, after a wait for a settled receipt."""
         if self._outcome is not Outcome.CONFIRMED:
             error = self.error()
             if error is not None:
@@ -239,11 +240,11 @@ class Receipt:
         return self._outcome
 
     def _unanswered(self, timeout: float) -> ConfirmTimeout:
-        """What a wait that was too short comes to."""
+        """Return the error for a wait that was too short."""
         return ConfirmTimeout(f"no answer of the broker within {timeout:.3g} s for {self.describe()}")
 
     def describe(self) -> str:
-        """One line for people."""
+        """Return a description in one line, for people."""
         text = f"message {self.message_id or self._number} to {self.exchange!r}/{self.routing_key!r}: " + (
             self._outcome or "unsettled"
         )

@@ -1,9 +1,10 @@
-"""When, where and how often to connect, sans-I/O: told what failed and when, it says how long to wait.
+"""Decides when, where and how often to connect, sans-I/O.
 
-`Reconnection` decides after a connection is lost, `Watch` whether to leave one that is still open, and `Return` whether
-to leave it for the first host.
+The caller reports failures with their times, and gets the time to wait. `Reconnection` decides after a connection is
+lost. `Watch` decides whether to end a connection that is still open. `Return` decides whether to end it and return to
+the first host.
 
-Nothing here sleeps, connects or reads a clock.
+No code here sleeps, connects or reads a clock.
 """
 
 from __future__ import annotations
@@ -21,36 +22,36 @@ __all__ = ["Backoff", "Reconnection", "Return", "Watch", "hosts_in_order", "is_f
 
 _T = TypeVar("_T")
 
-# What the broker says to a client that it will never let in: wrong name or password (403), no such virtual host (530,
+# The broker's codes for a client that it will never accept: wrong name or password (403), no such virtual host (530,
 # and 402 or 404 in older brokers), no access to it (530).
 _REFUSALS = (402, 403, 404, 530)
 
-# How often `Watch` looks within the shortest of its limits, how often `Return` asks within its own, and how often the
-# delay of a failover or a return doubles at the most.
+# How often `Watch` looks within the shortest of its limits, how often `Return` probes within its limit, and how often
+# the delay of a failover or a return doubles at most.
 _LOOKS = 8
 _PROBES = 4
 _MOST_DOUBLINGS = 5
 
 
 def is_final(code: int, text: str) -> bool:
-    """Whether the broker would say the same again, however often it is asked to open a connection.
+    """Return True if the broker would always refuse to open a connection in the same way.
 
     Args:
         code: of its ``Connection.Close``.
-        text: its words.
+        text: its reply text.
     """
-    # A limit on connections (530 in RabbitMQ) is there until somebody else leaves.
+    # A limit on connections (530 in RabbitMQ) ends when another client leaves.
     return code in _REFUSALS and "limit" not in text
 
 
 class Backoff:
-    """Pauses that grow.
+    """Growing pauses.
 
     Args:
         first: the shortest pause in seconds.
-        longest: the longest, before jitter.
-        jitter: the part of a pause by which it may be longer, by chance.
-        limit: seconds after which there is none any more; ``None`` for never.
+        longest: the longest pause in seconds, before jitter.
+        jitter: the largest random extension of a pause, as a part of it.
+        limit: seconds after which there are no more pauses; ``None`` for no limit.
     """
 
     def __init__(self, first: float, longest: float, jitter: float, limit: float | None = None) -> None:
@@ -58,41 +59,41 @@ class Backoff:
         self._longest = longest
         self._jitter = jitter
         self._limit = limit
-        # The next pause, before jitter, and since when the time limit counts.
+        # The next pause, before jitter, and the start of the time limit.
         self._next = first
         self._began = 0.0
 
     def begin(self, now: float, *, anew: bool = True) -> None:
-        """The time limit counts from now.
+        """Start the time limit.
 
         Args:
             now: seconds.
-            anew: begin with the shortest pause, too.
+            anew: also begin with the shortest pause.
         """
         self._began = now
         if anew:
             self._next = self._first
 
     def pause(self, now: float) -> float | None:
-        """How long to wait now, in seconds; ``None`` once the time is up."""
+        """Return how long to wait now, in seconds; ``None`` after the time limit."""
         left = math.inf if self._limit is None else self._began + self._limit - now
         if left <= 0.0:
             return None
         pause = min(self._next, self._longest)
         self._next = min(2.0 * pause, self._longest)
-        # The last try comes when the time is up, not later.
+        # The last try comes exactly at the time limit, not later.
         return min(pause * (1.0 + random.uniform(0.0, self._jitter)), left)
 
 
 def retries(settings: ProducerSettings) -> Backoff | None:
-    """The pauses before messages leave again that the broker refused; ``None`` if they do not."""
+    """Return the pauses before refused messages are sent again; ``None`` if they are not sent again."""
     if settings.on_refused is OnRefused.FAIL or not settings.confirms:
         return None
     return Backoff(settings.retry_delay, settings.retry_delay_max, settings.reconnect_jitter)
 
 
 def hosts_in_order(settings: ProducerSettings) -> tuple[str, ...]:
-    """The URLs of the hosts in the order in which a producer tries them (`host_order`)."""
+    """Return the URLs of the hosts in the order in which a producer tries them (`host_order`)."""
     hosts = list(settings.urls)
     if settings.host_order is HostOrder.SHUFFLED:
         random.shuffle(hosts)
@@ -100,15 +101,15 @@ def hosts_in_order(settings: ProducerSettings) -> tuple[str, ...]:
 
 
 class Reconnection:
-    """Which host is to be tried when after the connection was lost, and whether to go on.
+    """Decides which host is tried at which time after a loss, and when to give up.
 
-    First comes the host that was lost, then the others, then there is a pause.
+    The host of the lost connection comes first, then the other hosts, then there is a pause.
 
     Args:
         settings: the producer's.
         hosts: the URLs of its hosts, in order.
-        host: the index of the one that is connected to.
-        credentials_change: whether each try may have other credentials, so that no refusal is the last word.
+        host: the index of the connected host.
+        credentials_change: whether each try may have other credentials, so that no refusal is final.
     """
 
     def __init__(
@@ -117,7 +118,7 @@ class Reconnection:
         self._urls = hosts
         #: How many hosts there are.
         self.hosts = len(hosts)
-        #: The index of the host that is in use, or to be tried next.
+        #: The index of the present host, or of the host to be tried next.
         self.host = host
         self._backoff = Backoff(
             settings.reconnect_delay,
@@ -128,24 +129,24 @@ class Reconnection:
         self._reopening = Backoff(settings.reconnect_delay, settings.reconnect_delay_max, settings.reconnect_jitter)
         # How many messages were settled when a channel was last closed.
         self._settled = -1
-        # A connection that lasts less than that has shown nothing: it may be lost again and again for the same reason.
+        # A shorter connection proves nothing: it may be lost again and again for the same reason.
         self._proves = settings.reconnect_delay_max
         self._timeout = settings.reconnect_timeout
         self._connect_timeout = settings.connect_timeout
         self._opened_at: float | None = None
         self._credentials_change = credentials_change
-        # By host, how often it could not be connected to, or was left. That decides which of its addresses comes first.
+        # How often each host could not be connected to, or was left. The count selects the host's first address.
         self._turns: Counter[int] = Counter()
-        # By host, why it could not be connected to in this round, and whether it never will be.
+        # By host, why it could not be connected to in this round, and whether that is final.
         self._failures: dict[int, tuple[str, bool]] = {}
-        #: Why the connection was lost, and once it is given up why that is; for people.
+        #: Why the connection was lost; after giving up, why that was done; for people.
         self.verdict = ""
-        #: Why the last try failed; likewise. Empty if none has failed since there was a connection.
+        #: Why the last try failed, for people. Empty if no try has failed since the last connection.
         self.last = ""
 
     @property
     def url(self) -> str:
-        """The host that is in use, or to be tried next, as it may be shown."""
+        """The URL, without secrets, of the present host or the host to be tried next."""
         return hide_password(self._urls[self.host])
 
     @property
@@ -155,44 +156,44 @@ class Reconnection:
 
     @property
     def host_url(self) -> str:
-        """The URL of that host, with its password."""
+        """The URL of the present host or the host to be tried next, with its password."""
         return self._urls[self.host]
 
     def opened(self, now: float) -> None:
-        """A connection is there."""
+        """Record a new connection."""
         self._opened_at = now
         self.last = ""
 
     def move_on(self) -> None:
-        """Have the next host tried first, because the producer leaves the one that is in use."""
+        """Try the next host first, because the producer leaves the present one."""
         self._turns[self.host] += 1
         self.host = (self.host + 1) % len(self._urls)
 
     def addresses(self, found: Sequence[_T]) -> tuple[list[_T], float]:
-        """The order in which to try the addresses of the host, and the seconds that each of them may take.
+        """Return the order in which to try the addresses of the host, and the seconds that each may take.
 
-        After each try that has failed the next address comes first, because one that takes connections and says nothing
-        costs a whole try. One that does not even take them only costs its part of `connect_timeout`.
+        After each failed try the next address comes first. An address that accepts connections and says nothing costs a
+        whole try. An address that does not accept connections costs only its part of `connect_timeout`.
 
         Args:
-            found: what the name of the host stands for, at least one.
+            found: the addresses for the name of the host, at least one.
         """
         first = self._turns[self.host] % len(found)
         return [*found[first:], *found[:first]], self._connect_timeout / len(found)
 
     def move_to_first(self) -> None:
-        """Have the first host tried first, because the producer returns to it."""
+        """Try the first host first, because the producer returns to it."""
         self.host = 0
 
     def lost(self, why: str, now: float) -> float | None:
-        """The connection is gone.
+        """Handle the loss of the connection.
 
         Args:
             why: for people.
             now: seconds.
 
         Returns:
-            Seconds until the first try; ``None`` if there is to be none.
+            Seconds until the first try; ``None`` for no try.
         """
         self._failures.clear()
         self.verdict = why
@@ -200,14 +201,14 @@ class Reconnection:
         return self._backoff.pause(now)
 
     def channel_closed(self, settled: int, now: float) -> float:
-        """The broker closed the channel, and the connection is still there.
+        """Handle a channel that the broker closed on a connection that is still open.
 
         Args:
-            settled: how many messages are settled so far.
+            settled: how many messages were settled so far.
             now: seconds.
 
         Returns:
-            Seconds until the next channel is to be opened: none if anything was settled since the last time.
+            Seconds until the next channel is to be opened; 0 if messages were settled since the last time.
         """
         if settled > self._settled:
             self._settled = settled
@@ -218,15 +219,15 @@ class Reconnection:
         return pause
 
     def failed(self, why: str, final: bool, now: float) -> float | None:
-        """A try has failed.
+        """Handle a failed try.
 
         Args:
             why: for people.
-            final: no further one can do better with this host.
+            final: whether no further try with this host can succeed.
             now: seconds.
 
         Returns:
-            Seconds until the next try; ``None`` if there is to be none.
+            Seconds until the next try; ``None`` for no try.
         """
         self.last = why
         self._turns[self.host] += 1
@@ -249,19 +250,19 @@ class Reconnection:
 
 
 class Watch:
-    """Whether to leave a connection that is still open: its broker is silent, or blocks it (E15).
+    """Decides whether to end an open connection, because its broker is silent, or blocks it (E15).
 
-    The link calls `look` every `period` seconds while the connection is open. A broker that owes confirms is expected
-    to send something within `liveness` seconds. If it does not, it is asked for an answer (a second
-    ``Confirm.Select``), so a broker that only confirms late is not left: it answers the probe. A broker that blocks the
-    connection reads nothing from it, so silence counts only while it does not.
+    The link calls `look` every `period` seconds while the connection is open. A broker from which confirms are due must
+    send something within `liveness` seconds. If it does not, it gets a probe (a second ``Confirm.Select``). A broker
+    that only confirms late answers the probe, so the connection is kept. A broker that blocks the connection reads
+    nothing from it, so silence is ignored then.
 
-    If all hosts are blocked, the producer goes round them ever more slowly: `failover_delay` doubles with each round
-    until a message is settled.
+    If all hosts are blocked, the producer changes between them at growing intervals: `failover_delay` doubles with each
+    round until a message is settled.
 
     Args:
         settings: the producer's.
-        hosts: how many it has.
+        hosts: how many hosts it has.
     """
 
     def __init__(self, settings: ProducerSettings, hosts: int) -> None:
@@ -269,20 +270,20 @@ class Watch:
         self._delay = settings.failover_delay if settings.on_blocked is OnBlocked.FAILOVER and hosts > 1 else None
         self._hosts = hosts
         limits = [limit for limit in (self._liveness, self._delay) if limit is not None]
-        #: Seconds between two looks; ``None`` if the settings ask for none.
+        #: Seconds between two calls of `look`; ``None`` if the settings need none.
         self.period = min(limits) / _LOOKS if limits else None
-        # Connections that were left because they were blocked, since a message was last settled.
+        # How many connections were left because they were blocked, since a message was last settled.
         self._moves = 0
         self._settled = 0
         self.opened(0.0)
 
     def opened(self, now: float) -> None:
-        """A connection is there."""
-        # Since when nothing was due, or nothing came.
+        """Record a new connection."""
+        # Since when confirms are due and nothing came.
         self._silent_since = now
-        # When the probe was sent that is not answered; None if none was.
+        # When the unanswered probe was sent; ``None`` if there is none.
         self._probed_at: float | None = None
-        # Since when the connection is blocked; None while it is not.
+        # Since when the connection is blocked; ``None`` while it is not.
         self._blocked_since: float | None = None
 
     @property
@@ -290,17 +291,17 @@ class Watch:
         return min(self._moves // (self._hosts - 1), _MOST_DOUBLINGS)
 
     def look(self, now: float, *, heard_at: float, is_due: bool, is_blocked: bool, settled: int) -> str | None:
-        """Decide whether to stay.
+        """Decide whether to keep the connection.
 
         Args:
             now: seconds.
             heard_at: when the broker last sent anything.
-            is_due: whether it owes confirms.
-            is_blocked: whether it blocks the connection.
-            settled: how many messages are settled so far.
+            is_due: whether confirms are due.
+            is_blocked: whether the broker blocks the connection.
+            settled: how many messages were settled so far.
 
         Returns:
-            ``None`` to stay, ``""`` to stay and send a probe, and otherwise why the connection is to be left.
+            ``None`` to keep it, ``""`` to keep it and send a probe, otherwise the reason to end it.
         """
         if is_blocked:
             self._silent_since, self._probed_at = now, None
@@ -329,30 +330,30 @@ class Watch:
 
 
 class Return:
-    """Whether a producer that is connected to another host returns to the first one (E15).
+    """Decides whether a producer that is connected to another host returns to the first one (E15).
 
-    While it is connected to another host, it probes the first one every `period` seconds. Once that has answered each
-    probe for `return_to_first` seconds, the producer returns. If the first host cannot be connected to, or does not
-    keep the producer for as long, the next wait is twice as long.
+    While it is connected to another host, it probes the first one every `period` seconds. When the first host has
+    answered each probe for `return_to_first` seconds, the producer returns. If the first host cannot be connected to,
+    or loses the producer within that time, the next wait is twice as long.
 
     Args:
         settings: the producer's.
-        hosts: how many it has.
+        hosts: how many hosts it has.
     """
 
     def __init__(self, settings: ProducerSettings, hosts: int) -> None:
         self._after = settings.return_to_first if hosts > 1 else None
-        #: Seconds between two probes; ``None`` if the settings ask for none.
+        #: Seconds between two probes; ``None`` if the settings need none.
         self.period = None if self._after is None else self._after / _PROBES
-        # Since when the first host has answered all probes; None if it did not answer the last one.
+        # Since when the first host has answered all probes; ``None`` if it did not answer the last one.
         self._answers_since: float | None = None
-        # Since when the producer is on the first host; None if it is not.
+        # Since when the producer is connected to the first host; ``None`` if it is not.
         self._kept_since: float | None = None
-        # Returns since the first host has last kept the producer long enough.
+        # How many returns there were since a connection to the first host last held long enough.
         self._returns = 0
 
     def opened(self, host: int, now: float) -> None:
-        """There is a connection, or a channel on it, to the host of this index."""
+        """Record a connection, or a channel on it, to the host with this index."""
         if host == 0:
             self._answers_since = None
             self._kept_since = now if self._kept_since is None else self._kept_since
@@ -362,7 +363,7 @@ class Return:
         self._kept_since = None
 
     def probed(self, answered: bool, now: float) -> bool:
-        """The first host has answered a probe or not; True if the producer is to return now."""
+        """Record whether the first host has answered a probe. Return True if the producer should return now."""
         assert self._after is not None
         if not answered:
             self._answers_since = None

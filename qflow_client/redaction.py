@@ -1,11 +1,11 @@
-"""What errors, reprs and logs may show of a value, which may hold a password.
+"""Removes passwords from values that errors, reprs and logs show.
 
 Every error that prints a value prints `shown(value)`, and every text that names a broker prints `hide_password(url)`.
-Both decide by what is known to be harmless, not by what is known to be secret: a value of an unknown type appears as
-its type, and a parameter of a URL's query with an unknown name appears as that name. What a library says about a URL
-goes through `words_of`, because libraries repeat the part that they do not understand.
+Both show only what is known to be harmless, instead of hiding what is known to be secret. A value of an unknown type is
+shown as its type. A parameter of a URL's query with an unknown name is shown as that name. Error texts of libraries
+about a URL pass through `words_of`, because libraries repeat the part that they do not understand.
 
-An argument that is expected to be harmless and has no sign of a URL is shown: ``name="s3cr3t"`` cannot be recognised.
+An argument that should be harmless and has no sign of a URL is shown: ``name="s3cr3t"`` cannot be recognised.
 """
 
 from __future__ import annotations
@@ -74,22 +74,23 @@ _SSL_HARMLESS = {
 }
 
 _HIDDEN = "***"
-# What a scheme is made of.
+# The characters of a scheme.
 _SCHEME_LETTERS = string.ascii_letters + string.digits + "+.-"
 # The authority, the path, and the query of a URL.
 _URL = re.compile(r"([^/?#]*)([^?]*)(?:\?(.*))?", re.DOTALL)
-# A host, and its port with whatever may follow a URL in a text.
+# A host and its port, and any text after a URL.
 _HOST = re.compile(r"(\[[^\]@]*\]?|[^:@\[\]]*)(:\d*([\s'\"),;\]].*)?)?", re.DOTALL)
-# The beginning of a URL as a path, which has no two slashes in a row. One letter may be a folder's name.
+# The beginning of a URL that was converted to a path, which has no double slash. A single letter may be a folder's
+# name.
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
-# What separates a user from a password, also where it is encoded by mistake.
+# The separator between user and password, also if it is encoded by mistake.
 _COLON = re.compile(":|%3a", re.IGNORECASE)
 # Quotes and brackets around a URL in a text.
 _CLOSING = "'\")]"
-# What is not in the value of a harmless parameter: a URL, or another parameter.
+# Characters that a harmless value does not contain: they belong to a URL or to another parameter.
 _FOREIGN = re.compile("://|[;=]")
 _NAME = re.compile(r"[A-Za-z0-9_.-]+")
-# How deep a value is looked into.
+# How many levels of a value are shown.
 _DEPTH = 3
 
 
@@ -98,8 +99,8 @@ class _Censored:
     """A text with a URL in it.
 
     Attributes:
-        text: what may be shown of it.
-        secrets: what is left out.
+        text: the part that may be shown.
+        secrets: the removed parts.
         is_clear: whether it is certain where the secrets begin and end.
     """
 
@@ -109,10 +110,10 @@ class _Censored:
 
 
 def _censor(text: str) -> _Censored:
-    # Strings are searched by hand, because a regular expression takes quadratic time on a long text.
+    # Searched without a regular expression, which takes quadratic time on a long text.
     colon_at = text.find(":/")
     begin = colon_at + (3 if text.startswith("//", colon_at + 1) else 2)
-    # A URL that was made a path has one slash.
+    # A URL that was converted to a path has one slash.
     if colon_at < 0 or (begin - colon_at == 2 and "@" in text):
         return _Censored(_hide_credentials(text), (), ":" not in text)
     scheme_at = len(text[:colon_at].rstrip(_SCHEME_LETTERS))
@@ -126,8 +127,8 @@ def _censor(text: str) -> _Censored:
     shown_query, secrets, has_at = _censor_query(query or "")
     has_at = has_at or (not at and ":" in authority and "@" in (query or ""))
     if "@" in path or has_at or is_encoded or not _HOST.fullmatch(host) or ("#" in path and ":" in authority):
-        # The password has a / ? or # in it, or the colon before it is encoded, or the host is missing. All before the
-        # last @ may be part of the password.
+        # The password contains a / ? or #, or the colon before it is encoded, or the host is missing. All text before
+        # the last @ may belong to the password.
         hidden, at, tail = text[begin:].rpartition("@")
         name, *colon = _COLON.split(authority, maxsplit=1)
         host, mark, query = tail.partition("?") if at else ("", "", "")
@@ -149,13 +150,13 @@ def _censor(text: str) -> _Censored:
 
 
 def _hide_credentials(text: str) -> str:
-    """A text in which everything from its first colon to its last @ is hidden."""
+    """Return a text in which everything from its first colon to its last @ is hidden."""
     begin, end = text.find(":"), text.rfind("@")
     return f"{text[: begin + 1]}{_HIDDEN}{text[end:]}" if 0 <= begin < end else text
 
 
 def _censor_query(query: str) -> tuple[str, list[str], bool]:
-    """What may be shown of a query, what else there is in it, and whether the end of a password may be in it."""
+    """Return what may be shown of a query, the removed parts, and whether it may contain the end of a password."""
     texts, secrets, has_at = [], [], False
     for parameter in query.split("&"):
         name, equals, value = parameter.partition("=")
@@ -176,17 +177,17 @@ def _censor_query(query: str) -> tuple[str, list[str], bool]:
 
 def is_harmless(name: str, value: str) -> bool:
     """Return True if a parameter of a URL's query may be shown."""
-    # A ; is taken for an & by some.
+    # Some programs read a ; as an &.
     return name in HARMLESS and not _FOREIGN.search(value) and _hide_credentials(value) == value
 
 
 def is_url(path: object) -> bool:
-    """Return True if what should be a path is a URL."""
+    """Return True if a value that should be a path is a URL."""
     return isinstance(path, (str, os.PathLike)) and _SCHEME.match(os.fsdecode(path)) is not None
 
 
 def _ssl_options(text: str) -> dict[Any, Any]:
-    """Pika's ``ssl_options`` of a query; an empty dict if they cannot be understood."""
+    """Return pika's ``ssl_options`` of a query; an empty dict if they cannot be parsed."""
     try:
         options = ast.literal_eval(unquote_plus(text))
     except (MemoryError, RecursionError, SyntaxError, TypeError, ValueError):
@@ -195,16 +196,16 @@ def _ssl_options(text: str) -> dict[Any, Any]:
 
 
 def hide_password(url: str) -> str:
-    """Replace what may be secret in a URL by ``***``: the password, and unknown parameters of the query.
+    """Replace possible secrets in a URL by ``***``: the password, and unknown parameters of the query.
 
     Args:
-        url: a URL; a text without one is returned as it is, unless it seems to have credentials in it.
+        url: a URL; another text is returned unchanged, unless it seems to contain credentials.
     """
     return _censor(url).text
 
 
 def shown(value: object, _depth: int = _DEPTH) -> str:
-    """A value as an error may show it: numbers, names and URLs without their passwords; of anything else, its type."""
+    """Return a value as an error may show it: numbers, names, and URLs without passwords; else the type."""
     if isinstance(value, Enum):
         # Programs keep URLs in enumerations, too.
         return f"{type(value).__name__}.{value.name}"
@@ -225,7 +226,7 @@ def shown(value: object, _depth: int = _DEPTH) -> str:
 
 
 def shown_of_unknown(value: object) -> str:
-    """The value of an argument whose name is not known, as an error may show it: the name may be ``password``."""
+    """Return the value of an argument with an unknown name, as an error may show it. The name may be ``password``."""
     return repr(value) if value is None or isinstance(value, bool) else _HIDDEN
 
 
@@ -235,13 +236,13 @@ def is_clear(url: str) -> bool:
 
 
 def censored(error: Exception, url: object) -> Exception:
-    """An error of a library, or another in its place if it repeats what is secret in a URL.
+    """Return an error of a library, or a replacement if it repeats secrets of a URL.
 
-    It must be raised outside of the handler: the error would be its context there.
+    Raise it outside the handler. Inside, the original error would be its context.
 
     Args:
-        error: what the library raised.
-        url: what the library was given.
+        error: the error of the library.
+        url: the URL that the library got.
     """
     if not isinstance(url, str) or not _repeats_secret(error, url):
         return error
@@ -249,19 +250,19 @@ def censored(error: Exception, url: object) -> Exception:
 
 
 def words_of(error: BaseException, url: str) -> str:
-    """What a library says about a URL, unless that repeats what is secret in it."""
+    """Return a library's error text about a URL, unless it repeats secrets of the URL."""
     if _repeats_secret(error, url):
         return f"{type(error).__name__} (its words are left out, because they repeat what may be secret)"
     return str(error)
 
 
 def _repeats_secret(error: BaseException, url: str) -> bool:
-    """Return True if an error, or what it was caused by, may show what `hide_password` hides in a URL."""
+    """Return True if an error, or one of its causes, may show what `hide_password` hides in a URL."""
     found = _censor(url)
     parts = {part for secret in found.secrets for part in (secret, unquote(secret), unquote_plus(secret)) if part}
     each: BaseException | None = error
     while each is not None and found.is_clear:
-        # A traceback shows the text in which there is a syntax error.
+        # A traceback shows the text that contains a syntax error.
         text = f"{each} {getattr(each, 'text', None)}"
         if any(part in text or repr(part)[1:-1] in text for part in parts):
             return True
@@ -270,11 +271,11 @@ def _repeats_secret(error: BaseException, url: str) -> bool:
 
 
 def printable(text: str, keep: str = "") -> str:
-    """A text without control characters, which a terminal would obey: they are written as Python's escapes.
+    """Return a text with control characters replaced by Python's escapes, because a terminal would execute them.
 
     Args:
         text: any text, such as a name that a client chose.
-        keep: characters that stay as they are.
+        keep: characters that stay unchanged.
     """
     if text.isprintable():
         return text

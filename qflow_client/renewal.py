@@ -1,10 +1,10 @@
 """Asks the application for credentials, and replaces those of an open connection before they expire.
 
-The application's callable may block or hang, so it runs on a thread of its own, and neither an I/O thread nor an event
-loop waits for it. One call runs at a time: while one hangs, later tries to connect wait for its answer, each until its
-own time is up.
+The application's function may block or hang, so it runs on a separate thread, and neither an I/O thread nor an event
+loop waits for it. One call runs at a time. While a call hangs, later tries to connect wait for its answer, each until
+its own timeout.
 
-What the callable raises is shown by its type and its place only, because its words may repeat the secret.
+An exception of the function is shown only by its type and its place, because its text may repeat the secret.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = ["Answer", "Asker", "Failure", "Renewer", "call"]
 
 
 class Failure(NamedTuple):
-    """No credentials could be had.
+    """No credentials could be obtained.
 
     Attributes:
         why: for people; without the secret.
@@ -37,13 +37,13 @@ class Failure(NamedTuple):
 
     @classmethod
     def of(cls, error: BaseException) -> Failure:
-        """The callable has raised."""
+        """Return the failure for an exception of the application's function."""
         words = type(error).__name__
         places = [(frame.f_code.co_filename, line) for frame, line in walk_tb(error.__traceback__)]
         if isinstance(error, SettingsError):
             words += f": {error}"
         elif len(places) > 1:
-            # The first is ours.
+            # The first place is in this module.
             path, line = places[1]
             words += f" ({Path(path).name}, line {line})"
         return cls(f"the callable for credentials raised {words}")
@@ -53,11 +53,11 @@ Answer = Credentials | Failure
 
 
 def call(function: Callable[[], Any]) -> Any:
-    """What the application's callable returns, or a `Failure`."""
+    """Call the application's function. Return its result, or a `Failure`."""
     try:
         return function()
     except BaseException as error:
-        # Nobody above would hear of a sys.exit.
+        # No other code would report a sys.exit on this thread.
         return Failure.of(error)
 
 
@@ -65,7 +65,7 @@ class Asker(BackgroundCall[Answer]):
     """Asks the application for credentials.
 
     Args:
-        function: the application's callable.
+        function: the application's function.
         name: the producer's.
     """
 
@@ -81,12 +81,14 @@ class Asker(BackgroundCall[Answer]):
 
 
 class Renewer:
-    """Gets the credentials of each connection, and replaces them in time. It runs on the thread or loop of those.
+    """Gets the credentials of each connection, and replaces them in time.
+
+    It runs on the thread or loop of the connection.
 
     Args:
         asker: asks the application.
         settings: the producer's.
-        call_later: calls a function there after so many seconds.
+        call_later: calls a function there after a number of seconds.
         post: calls a function there, from any thread.
         update: sends a secret to the broker, and calls a function there when the broker has answered. Returns False if
             nothing can be sent now.
@@ -112,22 +114,23 @@ class Renewer:
         self._update = update
         self._leave = leave
         self._clock = clock
-        # What takes the answer that is waited for; None if none is.
+        # The receiver of the expected answer; ``None`` if no answer is expected.
         self._taker: Callable[[Answer], object] | None = None
-        # The credentials that were sent to the broker and are not answered, and when they came; None if there are none.
+        # The credentials that were sent to the broker and not answered, and when they were obtained; ``None`` if there
+        # are none.
         self._given: tuple[Credentials, float] | None = None
         # Why the present renewal has failed; empty if it has not.
         self._why = ""
-        # The next renewal, or the end of the wait for this one; None if the connection is not open.
+        # The next renewal, or the time limit of the present one; ``None`` if the connection is not open.
         self._timer: Timer | None = None
 
     @property
     def is_asking(self) -> bool:
-        """Whether an answer is waited for."""
+        """Whether an answer is expected."""
         return self._taker is not None
 
     def log_in(self, done: Callable[[Answer], object]) -> None:
-        """Ask for the credentials of a connection that is to be made.
+        """Ask for the credentials of a new connection.
 
         Args:
             done: called with the answer, unless `end` is called before.
@@ -141,14 +144,14 @@ class Renewer:
         self._ask(take)
 
     def begin(self) -> None:
-        """The connection is open: from now on its credentials are replaced before they expire."""
+        """Start to replace the credentials before they expire, because the connection is open."""
         self._why = ""
         wait = self._expiry.wait(self._clock())
         if wait is not None:
             self._set_timer(wait, self._renew)
 
     def end(self) -> None:
-        """The connection is not open any more, or is not wanted any more."""
+        """Stop, because the connection is not open or not wanted any more."""
         self._asker.cancel()
         self._taker = self._given = None
         if self._timer is not None:
@@ -174,7 +177,7 @@ class Renewer:
         if not patience and self._why:
             self._failed(self._why)
             return
-        # What an earlier try has failed for says more than that the time for this one was short.
+        # The error of an earlier try is more useful than the timeout of this one.
         self._set_timer(patience, lambda: self._failed(self._why or f"no answer within {patience:.3g} s"))
         self._ask(self._give)
 
@@ -182,7 +185,7 @@ class Renewer:
         if isinstance(answer, Failure):
             self._failed(answer.why)
         elif answer.username != self._expiry.username:
-            # A connection has one user from its beginning to its end.
+            # The user of a connection cannot change.
             self._leave("the credentials are now those of another user")
         else:
             self._given = answer, self._clock()

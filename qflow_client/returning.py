@@ -1,8 +1,8 @@
-"""Asks the first host whether it answers again, and has the producer return to it (E15).
+"""Probes the first host, and lets the producer return to it (E15).
 
 A probe is the beginning of a connection: the host has to answer the protocol header, or with TLS the handshake, because
-behind that it may want a certificate. That a port takes connections shows less: the kernel of a suspended broker takes
-them, too. The probe sends nothing secret and does not log in.
+it may want a certificate after that. An accepted TCP connection proves less: the kernel accepts connections for a
+suspended broker, too. The probe sends nothing secret and does not log in.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _PORTS = {"amqp": 5672, "amqps": 5671}
 
 
 def answers(url: str, timeout: float) -> bool:
-    """Whether a broker answers at a URL.
+    """Return True if a broker answers at a URL.
 
     Args:
         url: of the broker.
@@ -46,19 +46,22 @@ def answers(url: str, timeout: float) -> bool:
             sock.sendall(_HEADER)
             return sock.recv(1) == bytes((METHOD_FRAME,))
     except ssl.SSLError as error:
-        # An alert comes from a broker that wants a certificate.
+        # An alert comes from a broker that requires a certificate.
         return "ALERT" in (error.reason or "")
     except OSError:
         return False
 
 
 class Returner:
-    """Probes the first host on a thread, and leaves for it. It runs on the thread or loop of the connection.
+    """Probes the first host on a thread, and ends the connection to return to it.
+
+    It runs on the thread or loop of the connection.
+
 
     Args:
-        reconnection: knows the hosts.
+        reconnection: has the hosts.
         settings: the producer's.
-        call_later: calls a function there after so many seconds.
+        call_later: calls a function there after a number of seconds.
         post: calls a function there, from any thread.
         leave: ends the connection, for a reason. The producer connects again.
     """
@@ -78,18 +81,18 @@ class Returner:
         self._leave = leave
         probe = partial(answers, reconnection.first_url, settings.connect_timeout)
         self._probe: BackgroundCall[object] = BackgroundCall(probe, f"qflow-probe {settings.name}")
-        # The next probe; None if none is due.
+        # The next probe; ``None`` if none is scheduled.
         self._timer: Timer | None = None
         self._is_open = False
 
     def begin(self) -> None:
-        """The channel is open."""
+        """Start to probe, because the channel is open."""
         self._is_open = True
         self._return.opened(self._reconnection.host, time.monotonic())
         self._probe_later()
 
     def end(self) -> None:
-        """The channel is not open any more."""
+        """Stop, because the channel is not open any more."""
         self._is_open = False
         self._probe.cancel()
         if self._timer is not None:

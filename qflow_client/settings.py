@@ -1,7 +1,7 @@
-"""A producer's settings: what there is, what is allowed, and where a value may come from.
+"""A producer's settings: their names, their allowed values, and the places where a value may come from.
 
-In this order of precedence: a keyword argument, a `ProducerSettings`, a query parameter of the URL, an environment
-variable (``QFLOW_`` and the name in capitals), the default.
+The order of precedence: a keyword argument, a `ProducerSettings`, a query parameter of the URL, an environment variable
+(``QFLOW_`` and the name in capitals), the default.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ __all__ = [
 # A comma that separates two URLs.
 _BETWEEN_URLS = re.compile(r"\s*,\s*(?=[A-Za-z][A-Za-z0-9+.-]*://)")
 
-# The beginning of the environment variables that are settings.
+# The prefix of environment variables that are settings.
 _PREFIX = "QFLOW_"
-# How similar a variable's name is to that of a setting, from 0 to 1, before it counts as misspelt.
+# How similar a variable's name must be to that of a setting to be reported as misspelt, from 0 to 1.
 _SIMILAR = 0.8
 
-# Seconds of lateness that a sender which keeps to a rate makes good.
+# Seconds of lateness that a sender with a rate may catch up.
 _CATCHES_UP = 0.05
 
 _URL = "amqp://guest:guest@localhost:5672/%2F"
@@ -57,7 +57,7 @@ _URL = "amqp://guest:guest@localhost:5672/%2F"
 class WhenFlowed(StrEnum):
     """What `send` does while the producer is flowed (D1)."""
 
-    #: Wait, at most `max_producer_flow_control_wait`.
+    #: Wait, at most for `max_producer_flow_control_wait`.
     BLOCK = "block"
     #: Raise `ProducerFlowed` at once.
     RAISE = "raise"
@@ -66,20 +66,21 @@ class WhenFlowed(StrEnum):
 
 
 class OnDisconnect(StrEnum):
-    """What becomes of unsettled messages when the connection is lost and comes back."""
+    """What happens to unsettled messages when the connection is lost and restored."""
 
-    #: They leave again, in order and before anything new; what may have arrived bears ``x-qflow-republished``.
+    #: They are sent again, in order and before new messages. Messages that may have arrived have the header
+    #: ``x-qflow-republished``.
     REPUBLISH = "republish"
     #: They are settled: *unknown* if they were written, otherwise *failed*.
     FAIL = "fail"
 
 
 class HostOrder(StrEnum):
-    """In which order a producer tries its hosts, if `url` names several (E15)."""
+    """The order in which a producer tries its hosts, if `url` names several (E15)."""
 
-    #: As they are given.
+    #: The order of `url`.
     GIVEN = "given"
-    #: In an order of its own, by chance, so that many producers spread over the hosts.
+    #: A random order for each producer, so that many producers are spread over the hosts.
     SHUFFLED = "shuffled"
 
 
@@ -88,14 +89,14 @@ class OnBlocked(StrEnum):
 
     #: It waits.
     WAIT = "wait"
-    #: After `failover_delay` it leaves for the next host, and takes what is unsettled along.
+    #: After `failover_delay` it connects to the next host, and sends the unsettled messages there.
     FAILOVER = "failover"
 
 
 class OnRefused(StrEnum):
-    """What becomes of a message that the broker has no room for now."""
+    """What happens to a message for which the broker has no room now."""
 
-    #: It leaves again after a pause, for `retry_for` at the most.
+    #: It is sent again after a pause, for at most `retry_for`.
     RETRY = "retry"
     #: It is settled as *nacked* or *rejected*.
     FAIL = "fail"
@@ -104,7 +105,7 @@ class OnRefused(StrEnum):
 class OnOutboxFull(StrEnum):
     """What `send` does while the outbox has no room for the message."""
 
-    #: As while the producer is flowed: wait, at most `max_producer_flow_control_wait`.
+    #: Wait, at most for `max_producer_flow_control_wait`, as while the producer is flowed.
     BLOCK = "block"
     #: Raise `OutboxFull` at once.
     RAISE = "raise"
@@ -113,9 +114,9 @@ class OnOutboxFull(StrEnum):
 class OutboxSynchronous(StrEnum):
     """What the outbox survives."""
 
-    #: The death of the process, however it comes.
+    #: The death of the process, whatever its cause.
     NORMAL = "normal"
-    #: Also that of the machine; every commit waits for the disk.
+    #: Also the death of the machine; every commit waits for the disk.
     FULL = "full"
 
 
@@ -130,7 +131,8 @@ def _capacity(text: str) -> int | str:
 def _comma_list(text: str) -> str | tuple[str, ...]:
     urls = _BETWEEN_URLS.split(text)
     for url in urls:
-        # A URL's password and query may have commas. Elsewhere one is a list whose next element is not a URL.
+        # A URL's password and query may contain commas. Any other comma separates list elements, and the element after
+        # it is not a URL.
         parts = urlsplit(url)
         if "," in parts.netloc.rpartition("@")[2] + parts.path:
             raise ValueError("a comma that no URL follows")
@@ -192,7 +194,7 @@ _NAME: tuple[Callable[[str], Any], str, Callable[[Any], bool]] = (str, "a str of
 
 
 class SettingsKeywords(TypedDict, total=False):
-    """The settings of `ProducerSettings` but ``url``, as keywords of a producer; for type checkers and editors."""
+    """The settings of `ProducerSettings` except ``url``, as keywords of a producer; for type checkers and editors."""
 
     exchange: str
     routing_key: str
@@ -240,84 +242,88 @@ class SettingsKeywords(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProducerSettings:
-    """Everything that can be set about a producer.
+    """All settings of a producer.
 
     Attributes:
-        url: ``amqp://`` or ``amqps://`` URL of the broker, or several, which are tried in turn. What the query does not
-            name after a setting goes to pika (``heartbeat``, ``socket_timeout``, ``ssl_options``, …).
-        exchange: where `send` publishes unless told otherwise; ``""`` is the default exchange.
-        routing_key: with which it publishes unless told otherwise.
-        capacity: the most unsettled messages there may be (C6). ``"auto"`` has the producer find the smallest window
-            that keeps its throughput, from the latency of the confirms.
-        capacity_max: the most that ``"auto"`` may come to (C6); without effect on a number.
-        capacity_bytes: the most body bytes of unsettled messages; a message larger than that is admitted alone.
-            ``None`` for no limit.
+        url: ``amqp://`` or ``amqps://`` URL of the broker, or several, which are tried in turn. Query parameters that
+            are not settings are passed to pika (``heartbeat``, ``socket_timeout``, ``ssl_options``, …).
+        exchange: the default exchange of `send`; ``""`` is the broker's default exchange.
+        routing_key: the default routing key of `send`.
+        capacity: the limit of unsettled messages (C6). With ``"auto"`` the producer finds the smallest window that
+            keeps its throughput, from the latency of the confirms.
+        capacity_max: the upper limit of ``"auto"`` (C6); without effect on a number.
+        capacity_bytes: the most body bytes of unsettled messages. A larger message is admitted alone. ``None`` for no
+            limit.
         max_producer_flow_control_wait: seconds that a `send` may stay blocked; ``None`` for ever, 0 not at all (A4).
-        when_flowed: ``"block"``, ``"raise"`` or ``"spill"`` (D1): what `send` does while the producer is flowed. To
-            spill is to put the message into the `outbox`, from where it is sent later, in order.
-        confirms: ask the broker for publisher confirms. Without, a receipt says ``sent`` once the message is written.
-        mandatory: have the broker return what no queue takes, so that it is not lost in silence. A return is told by
-            its message id, so ``None`` means: if `message_ids` is on. `is_mandatory` is what is in force.
-        message_ids: give every message that has none a message id.
+        when_flowed: what `send` does while the producer is flowed: ``"block"``, ``"raise"`` or ``"spill"`` (D1). To
+            spill means to put the message into the `outbox`, from which it is sent later, in order.
+        confirms: ask the broker for publisher confirms. Without confirms, a receipt has the outcome ``sent`` when the
+            message is written.
+        mandatory: let the broker return messages that no queue takes, so that they are not silently lost. Returned
+            messages are recognised by their message ids, so ``None`` means the value of `message_ids`. `is_mandatory`
+            is the resulting value.
+        message_ids: assign a message id to every message without one.
         rate: the most messages per second, on average; ``None`` for no limit (F2 F6).
-        rate_burst: how many messages may pass at once after a rest; ``None`` for what the rate gives in 50 ms, so that
-            a sender which wakes late catches up.
-        max_unwritten_bytes: the most bytes that may be admitted and not yet written; beyond it the producer is held by
+        rate_burst: how many messages may pass at once after a rest. ``None`` allows as many as the rate gives in 50 ms,
+            so that a sender that wakes up late catches up.
+        max_unwritten_bytes: the most bytes that may be admitted and not yet written. Above it the producer is held by
             ``transport``.
         max_failed_bytes: the most bytes of failed receipts that are kept for `flush` and `close`, because the
-            application has not looked at them. Each counts as its body and 512 bytes. Beyond it the oldest are dropped,
-            and `UndeliveredMessages.dropped` says how many. Messages that fail together are all kept, and so is what
-            fails after `close` was called.
-        max_flow_events: the most flow events that wait for one ``flow_events()`` iterator that is not read, or for one
-            ``on_flow`` callback that is slow. Beyond it the oldest are dropped, and a warning says how many.
+            application has not looked at them. Each uses the size of its body and 512 bytes. Above the limit the oldest
+            are dropped, and `UndeliveredMessages.dropped` has their number. Messages that fail together are all kept,
+            and so are failures after `close` was called.
+        max_flow_events: the most flow events that wait for one slow reader of ``flow_events()``, or for one slow
+            ``on_flow`` callback. Above it the oldest are dropped, and a warning gives their number.
         flow_control_wait_notify_period: seconds between two notices that sends still wait.
-        connect_timeout: seconds that connecting to one host may take, with TLS, authentication and opening the channel.
+        connect_timeout: seconds that connecting to one host may take, including TLS, authentication and opening the
+            channel.
         connect_in_background: make the producer without waiting for the broker (E12). It is ``disconnected`` at first,
-            and tries all hosts again and again, as after a lost connection. With an outbox and ``when_flowed="spill"``
-            it takes messages at once.
-        close_timeout: seconds that `close`, and the end of a ``with`` block, may take unless they are told, and not
-            more than `max_producer_flow_control_wait` (E12); ``None`` for no limit but that.
-        on_disconnect: ``"republish"`` or ``"fail"``: what becomes of unsettled messages when the connection is lost and
-            comes back.
-        reconnect_timeout: seconds after a loss until the producer ends instead of trying on; ``None`` for never, 0 to
-            end with its first connection.
+            and tries all hosts repeatedly, as after a lost connection. With an outbox and ``when_flowed="spill"`` it
+            accepts messages at once.
+        close_timeout: the default timeout of `close`, and of the end of a ``with`` block, in seconds. It is limited by
+            `max_producer_flow_control_wait` (E12). ``None`` for that limit only.
+        on_disconnect: ``"republish"`` or ``"fail"``: what happens to unsettled messages when the connection is lost and
+            restored.
+        reconnect_timeout: seconds after a loss during which the producer tries to reconnect before it ends; ``None``
+            for no limit, 0 to end with its first connection.
         reconnect_delay: seconds before the first try to reconnect. Each further pause, after all hosts were tried, is
             twice as long.
-        reconnect_delay_max: the longest pause in seconds. A connection that is lost earlier has proved nothing: the
-            pauses go on growing, and no message is taken for the cause.
-        reconnect_jitter: the part of a pause by which it may be longer, by chance, so that not all clients of a broker
-            come back at once; 0 for none. It applies to the pauses after refusals, too.
-        host_order: ``"given"`` or ``"shuffled"``: in which order the hosts are tried, if `url` names several (E15).
+        reconnect_delay_max: the longest pause in seconds. If a connection holds for less than this time, the pauses
+            continue to grow, and no message is suspected as the cause of the loss.
+        reconnect_jitter: the largest random extension of a pause, as a part of it; 0 for none. So the clients of a
+            broker do not all reconnect at once. It applies to the pauses after refusals, too.
+        host_order: ``"given"`` or ``"shuffled"``: the order in which the hosts are tried, if `url` names several (E15).
         on_blocked: ``"wait"`` or ``"failover"``: what happens while the broker blocks the connection
             (``Connection.Blocked``), if `url` names several hosts (E15).
-        failover_delay: seconds that a connection may stay blocked before the producer leaves it for the next host. If
-            that one is blocked as well, each further round over the hosts takes twice as long.
-        return_to_first: seconds for which the first host has to answer again before a producer that is connected to
-            another one returns to it (E15). It is asked four times as often. If it does not keep the producer for as
-            long, the next wait is twice as long. ``None`` to stay.
-        liveness: seconds that the broker may send nothing while confirms are due (E15). Then the producer sends a
-            probe; if nothing comes for half as long again, it leaves the connection and tries the next host first.
+        failover_delay: seconds that a connection may stay blocked before the producer connects to the next host. If
+            that host blocks, too, each further round over the hosts takes twice as long.
+        return_to_first: seconds for which the first host has to answer before a producer that is connected to another
+            host returns to it (E15). The first host is probed four times in this period. If it then loses the producer
+            within this time, the next wait is twice as long. ``None`` for no return.
+        liveness: seconds that the broker may send nothing while confirms are due (E15). After that the producer sends a
+            probe. If nothing comes for half as long again, it ends the connection and tries the next host first.
             ``None`` to rely on heartbeats.
-        on_refused: ``"retry"`` or ``"fail"``: what becomes of a message that the broker refuses for want of room.
-        retry_for: seconds after its first refusal until such a message is settled, instead of leaving again.
-        delivery_timeout: seconds from the admission of a message after which it is settled, if it is not settled yet,
-            and not sent any more; ``None`` for never.
+        on_refused: ``"retry"`` or ``"fail"``: what happens to a message that the broker refuses because it has no room.
+        retry_for: seconds after its first refusal during which such a message is sent again; after that it is settled.
+        delivery_timeout: seconds after its admission when a message is settled if it is still unsettled. It is not sent
+            any more then. ``None`` for never.
         retry_delay: seconds before the first probe; each further pause is twice as long.
         retry_delay_max: the longest pause in seconds.
         outbox: path of a file in which admitted messages are kept until they are settled, so that the death of the
-            process loses none; ``None`` for none. What an earlier producer has left in it is sent first. One producer
-            at a time may use it.
-        outbox_max_bytes: the most bytes of messages that may be in it.
-        outbox_max_age: seconds after which a message that waits on disk is settled instead of sent; ``None`` for none.
-        outbox_full: ``"block"`` or ``"raise"``: what `send` does while there is no room in it.
-        outbox_synchronous: ``"normal"``: what is in it survives the death of the process, however that comes;
-            ``"full"``: also that of the machine, for which every commit waits for the disk.
-        outbox_keep_undelivered: keep a message in the outbox that the broker refuses, or that is too old. Its receipt
-            says ``stored`` and why. The next producer on that outbox sends it again, unless it is still too old.
-            Otherwise its receipt says how it failed, and it leaves the outbox.
+            process loses none; ``None`` for no outbox. Messages of an earlier producer are sent first. Only one
+            producer at a time may use it.
+        outbox_max_bytes: the most bytes of messages in the outbox.
+        outbox_max_age: seconds after which a message that waits on disk is settled instead of sent; ``None`` for no
+            limit.
+        outbox_full: ``"block"`` or ``"raise"``: what `send` does while the outbox has no room.
+        outbox_synchronous: what the messages in the outbox survive. ``"normal"``: the death of the process, whatever
+            its cause. ``"full"``: also the death of the machine; every commit waits for the disk.
+        outbox_keep_undelivered: keep a message in the outbox if the broker refuses it, or if it is too old. Its receipt
+            has the outcome ``stored`` and the reason. The next producer on that outbox sends it again, unless it is
+            still too old. Without this setting its receipt has the failure, and the message is deleted from the outbox.
         tracing: make an OpenTelemetry span of every message, and put its context into the message's headers. Metrics
             need no setting.
-        name: what flow events, logs and the broker's management show.
+        name: the name in flow events, in logs and in the broker's management.
 
     Raises:
         SettingsError: a value that is not allowed.
@@ -437,7 +443,7 @@ class ProducerSettings:
     _given: frozenset[str] = field(init=False, repr=False, compare=False)
 
     def __new__(cls, **arguments: Any) -> ProducerSettings:
-        """Note which settings are given explicitly. Only those take precedence over the URL and the environment."""
+        """Record which settings are given explicitly. Only those take precedence over the URL and the environment."""
         self = object.__new__(cls)
         object.__setattr__(self, "_given", frozenset(arguments))
         return self
@@ -459,7 +465,7 @@ class ProducerSettings:
         object.__setattr__(self, "outbox_full", OnOutboxFull(self.outbox_full))
         object.__setattr__(self, "outbox_synchronous", OutboxSynchronous(self.outbox_synchronous))
         object.__setattr__(self, "outbox", None if self.outbox is None else os.fspath(self.outbox))
-        # Resolved here, once, because the process may change its folder. `outbox` stays as it was given.
+        # Resolved once, here, because the process may change its working directory. `outbox` stays as it was given.
         path = None if self.outbox is None else os.path.abspath(self.outbox)  # noqa: PTH100  # keeps links
         object.__setattr__(self, "outbox_path", path)
         if self.capacity == "auto" and not self.confirms:
@@ -495,7 +501,9 @@ class ProducerSettings:
             raise SettingsError(f"outbox={self.outbox!r} with {lacking}=False: {why}; leave {lacking} on")
 
     def replace(self, **changes: Any) -> Self:
-        """Return a copy with some settings changed. Only settings that were given, here or before, are explicit in it.
+        """Return a copy with some settings changed.
+
+        Only settings that were given, here or before, are explicit in the copy.
 
         `dataclasses.replace` passes every setting, so all are explicit in its copy.
 
@@ -504,7 +512,7 @@ class ProducerSettings:
 
         Raises:
             SettingsError: a value that is not allowed.
-            TypeError: a name that is no setting.
+            TypeError: a name that is not a setting.
         """
         return type(self)(**({name: getattr(self, name) for name in self._given} | changes))
 
@@ -513,22 +521,22 @@ class ProducerSettings:
 
     @property
     def is_mandatory(self) -> bool:
-        """Whether the broker is to return what no queue takes."""
+        """Whether the broker has to return messages that no queue takes."""
         return self.message_ids if self.mandatory is None else self.mandatory
 
     @property
     def burst(self) -> int:
-        """How many messages may pass at once after a rest, with a `rate`."""
+        """How many messages may pass at once after a rest, if there is a `rate`."""
         return self.rate_burst or max(1, int((self.rate or 0) * _CATCHES_UP))
 
     @property
     def keeps_undelivered(self) -> bool:
-        """Whether there is an outbox in which messages stay that are not delivered."""
+        """Whether there is an outbox that keeps messages that are not delivered."""
         return self.outbox is not None and self.outbox_keep_undelivered
 
     @property
     def urls(self) -> tuple[str, ...]:
-        """The hosts to try, each as a URL, without the query parameters that are settings of ours."""
+        """The hosts to try, each as a URL without the query parameters that are settings."""
         return tuple(_split_url(url)[0] for url in _urls(self.url))
 
     def __repr__(self) -> str:
@@ -549,17 +557,17 @@ class ProducerSettings:
         environ: Mapping[str, str] | None = None,
         **keywords: Any,
     ) -> ProducerSettings:
-        """Gather the settings from everywhere they may come from, each from the first place that has it.
+        """Collect the settings from all places, each from the first place that has it.
 
         Args:
             url: as the setting; ``None`` if not given.
-            settings: what a keyword does not say.
-            environ: the environment; that of the process unless given.
+            settings: settings for all that the keywords do not give.
+            environ: the environment; by default that of the process.
             keywords: settings by name.
 
         Raises:
-            SettingsError: a value that is not allowed, or a name that is no setting.
-            TypeError: `settings` are of another type.
+            SettingsError: a value that is not allowed, or a name that is not a setting.
+            TypeError: `settings` is of another type.
         """
         check_argument(
             "settings", settings, settings is None or isinstance(settings, cls), "a ProducerSettings or None"
@@ -577,13 +585,13 @@ class ProducerSettings:
         _warn_of_misspelt(environ)
         values: dict[str, Any] = {}
         for name, setting in known.items():
-            # An empty variable is not set: that is how deployments clear one.
+            # An empty variable is treated as not set, because deployments clear variables that way.
             if text := environ.get(variable(name)):
                 values[name] = _parse(variable(name), text, setting.metadata)
         explicit = {} if settings is None else {name: getattr(settings, name) for name in settings._given}
         url = url if url is not None else explicit.get("url", values.get("url", _URL))
         check_setting("url", url)
-        # The query of the URL wins over the environment.
+        # The query of the URL has precedence over the environment.
         query = _query_settings(url)
         values = {name: value for name, value in values.items() if name not in query}
         found = cls(**(values | explicit | keywords | {"url": url}))
@@ -595,17 +603,17 @@ class ProducerSettings:
 _SETTINGS = {setting.name: setting for setting in fields(ProducerSettings) if setting.metadata}
 HARMLESS.update(_SETTINGS.keys() - {"url"})
 
-# Variables that are no settings, and were warned of if they are nearly one.
+# Variables that are not settings and were checked for a misspelt name.
 _examined: set[str] = set()
 
 
 def variable(name: str) -> str:
-    """The environment variable of a setting."""
+    """Return the name of the environment variable of a setting."""
     return _PREFIX + name.upper()
 
 
 def _warn_of_misspelt(environ: Mapping[str, str]) -> None:
-    """Warn once of each variable whose name is nearly that of a setting. Other programs may use ``QFLOW_``, too."""
+    """Warn once of each variable whose name is similar to a setting. Other programs may use ``QFLOW_``, too."""
     known = {variable(name) for name in _SETTINGS}
     for name in environ:
         if name.upper().startswith(_PREFIX) and name not in known and name not in _examined:
@@ -620,10 +628,10 @@ def _warn_of_misspelt(environ: Mapping[str, str]) -> None:
 
 
 def check_setting(name: str, value: Any) -> None:
-    """Refuse a value that a setting cannot have.
+    """Reject a value that a setting cannot have.
 
     Raises:
-        SettingsError: naming the setting, the value and what is allowed.
+        SettingsError: the text names the setting, the value and the allowed values.
     """
     metadata = _SETTINGS[name].metadata
     if not metadata["check"](value):
@@ -631,21 +639,21 @@ def check_setting(name: str, value: Any) -> None:
 
 
 def check_argument(name: str, value: object, is_allowed: bool, allowed: str) -> None:
-    """Refuse an argument that is no setting.
+    """Reject an argument that is not a setting.
 
     Raises:
-        TypeError: naming the argument, the value and what is allowed.
+        TypeError: the text names the argument, the value and the allowed values.
     """
     if not is_allowed:
         raise TypeError(f"{name}={shown(value)}: it must be {allowed}")
 
 
 def check_timeout(timeout: object) -> None:
-    """Refuse what is no time to wait. One that is below 0 is up already.
+    """Reject a timeout that is not a number. A negative timeout has already expired.
 
     Raises:
-        TypeError: it is no number, and not ``None``.
-        ValueError: it is not a number.
+        TypeError: it has another type than a number, and is not ``None``.
+        ValueError: it is NaN.
     """
     if timeout is None:
         return
@@ -656,7 +664,7 @@ def check_timeout(timeout: object) -> None:
 
 
 def _query_settings(url: str | Sequence[str]) -> dict[str, Any]:
-    """The settings that the queries of the URLs name, each from the first URL that has it; all are checked."""
+    """Return the settings in the queries of the URLs, each from the first URL that has it. All of them are checked."""
     values: dict[str, Any] = {}
     for each in reversed(_urls(url)):
         for name, text in _split_url(each)[1]:
@@ -665,7 +673,7 @@ def _query_settings(url: str | Sequence[str]) -> dict[str, Any]:
 
 
 def _parse(place: str, text: str, metadata: Mapping[str, Any]) -> Any:
-    # What is raised must have no context: the words of `int` and `urlsplit` repeat the text.
+    # The error must have no context, because the texts of `int` and `urlsplit` repeat the value.
     with suppress(ValueError):
         value = metadata["parse"](text)
         if metadata["check"](value):
@@ -686,7 +694,7 @@ def _refused(name: str, value: Any, allowed: str) -> SettingsError:
 
 
 def _lacking(url: str) -> str:
-    """What is wrong with the host or the virtual host of a URL; empty if nothing is."""
+    """Return what is wrong with the host or the virtual host of a URL; empty if they are valid."""
     with suppress(ValueError):
         parts = urlsplit(url)
         if parts.scheme.lower() in ("amqp", "amqps") and not parts.hostname:
@@ -703,8 +711,8 @@ def _urls(value: Any) -> tuple[str, ...]:
 
 def _is_url(url: str) -> bool:
     try:
-        # The port is looked at because it is parsed only then. A # begins a fragment, which has no meaning here and is
-        # mostly a part of the password. An @ in the path is mostly the end of a password with a / in it.
+        # The port is read because it is parsed only then. A # begins a fragment, which has no meaning here and is
+        # usually a part of the password. An @ in the path is usually the end of a password that contains a /.
         is_amqp = url.lower().startswith(("amqp://", "amqps://"))
         return is_amqp and urlsplit(url).port != 0 and "#" not in url and is_clear(url) and not _lacking(url)
     except ValueError:
@@ -712,7 +720,7 @@ def _is_url(url: str) -> bool:
 
 
 def _split_url(url: str) -> tuple[str, list[tuple[str, str]]]:
-    """A URL without our query parameters, and those."""
+    """Return a URL without the query parameters that are settings, and these parameters."""
     parts = urlsplit(url)
     names = _SETTINGS.keys() - {"url"}
     ours: list[tuple[str, str]] = []

@@ -1,4 +1,4 @@
-"""What the producers for threads and for asyncio say and do alike, besides the protocol: their words, above all."""
+"""The common behaviour and texts of the producers for threads and for asyncio, apart from the protocol."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ __all__ = [
 
 
 class _Default:
-    """Stands for the setting where ``None`` has a meaning of its own."""
+    """Stands for the value of the setting, because ``None`` has another meaning."""
 
     def __repr__(self) -> str:
         return "<the setting>"
@@ -80,28 +80,28 @@ class _Default:
 
 DEFAULT: Any = _Default()
 
-# Seconds that the broker may take for an orderly good-bye, and running callbacks for their end: at the most, and when
-# the time to wait is up.
+# Seconds that the broker may take to answer a close, and running callbacks to end: at most, and when the timeout is
+# over.
 GOOD_BYE = 3.0
 BRIEF = 0.3
 
-# Bytes that are offered to a socket at once. What the kernel has not taken, a stop can still hold back: a large chunk
-# costs nothing but the memory to join it, below 128 KiB, which the C library would get from the kernel anew each time.
-# TLS cannot take back a write that it has begun, so there a chunk is one record.
+# Bytes that are passed to a socket at once. Bytes that the kernel has not taken can still be withheld after a stop. A
+# large chunk costs only the memory to join it. Above 128 KiB, the C library would request that memory from the kernel
+# each time. A TLS write that has begun cannot be taken back, so with TLS a chunk is one record.
 WRITE_CHUNK = 1 << 16
 TLS_WRITE_CHUNK = 1 << 14
 
-# What brokers show of a connection; with the address of our page once there is one.
+# Brokers show this text for a connection.
 _INFORMATION = "AMQP 0-9-1 producers that obey the broker's flow control"
-# After how many receipts at the latest it is noted that `on_delivery` was told of them.
+# After at most this many receipts it is recorded that `on_delivery` was called with them.
 _TELL_AT_ONCE = 100
 
-#: Why a producer that connects in the background is disconnected at first; a part of the error if it gives up.
+#: Why a producer that connects in the background is disconnected at first. If it gives up, this is a part of the error.
 NOT_CONNECTED = "it is not connected yet"
 
 # Why a producer that was closed takes no more messages.
 CLOSED = "the producer is closed"
-# What became of what was unsettled when it was.
+# The reason for messages that were unsettled when the producer was closed.
 GIVEN_UP = "the producer was closed, and the broker's answer had not come in time"
 
 
@@ -114,10 +114,10 @@ def check_arguments(
     declare: object,
     credentials: object,
 ) -> None:
-    """Refuse what no producer can be made of.
+    """Reject arguments of which no producer can be made.
 
     Raises:
-        SettingsError: it is told of two connections, or is to declare something, or log in, on a shared one.
+        SettingsError: there are two connections; or a shared connection with declarations or credentials.
         TypeError: an argument is of the wrong type.
     """
     if connection is not None and url is not None:
@@ -133,7 +133,7 @@ def check_arguments(
 
 
 def warn_in_loop(stacklevel: int) -> None:
-    """Warn if an event loop runs on this thread, which a producer for threads would block.
+    """Warn if an event loop runs on this thread, because a producer for threads would block it.
 
     Args:
         stacklevel: as for `warnings.warn`, from here.
@@ -144,7 +144,7 @@ def warn_in_loop(stacklevel: int) -> None:
 
 
 def protocol_options(settings: ProducerSettings, receipt_type: type[Receipt], line: Line | None) -> dict[str, Any]:
-    """What a producer's protocol is made with, besides the settings."""
+    """Return the arguments of a producer's protocol, apart from the settings."""
     now = time.monotonic()
     return {
         "id_prefix": f"{uuid4().hex[:16]}-",
@@ -157,25 +157,25 @@ def protocol_options(settings: ProducerSettings, receipt_type: type[Receipt], li
 
 
 def limit_of(timeout: float | None, settings: ProducerSettings) -> float | None:
-    """Seconds that a call may take; the setting unless they are given."""
+    """Return the seconds that a call may take: the timeout of the call, or that of the settings."""
     return settings.max_producer_flow_control_wait if timeout is DEFAULT else timeout
 
 
 def deadline_of(timeout: float | None) -> float:
-    """When a call that begins now has taken its time, in seconds.
+    """Return the deadline of a call that begins now, in seconds.
 
     Args:
         timeout: seconds; ``None`` for ever.
 
     Raises:
-        TypeError, ValueError: it is no number.
+        TypeError, ValueError: it is not a number.
     """
     check_timeout(timeout)
     return math.inf if timeout is None else time.monotonic() + timeout
 
 
 def close_limit(timeout: float | None, settings: ProducerSettings) -> float | None:
-    """Seconds that a close may take; by the settings unless they are given."""
+    """Return the seconds that a close may take: the timeout of the call, or that of the settings."""
     if timeout is not DEFAULT:
         return timeout
     limits = (settings.close_timeout, settings.max_producer_flow_control_wait)
@@ -183,13 +183,13 @@ def close_limit(timeout: float | None, settings: ProducerSettings) -> float | No
 
 
 def kinds_of(kinds: Iterable[str] | None) -> frozenset[str] | None:
-    """Check the hold kinds that a listener asks for.
+    """Check the hold kinds of a listener.
 
     Returns:
         The kinds; ``None`` for all.
 
     Raises:
-        TypeError: they are not words, or one word, which would be taken for its letters.
+        TypeError: they are not strings, or are a single string, which would be read as its letters.
         ValueError: one of them is not a hold kind, so its events would never come.
     """
     if kinds is None:
@@ -204,16 +204,16 @@ def kinds_of(kinds: Iterable[str] | None) -> frozenset[str] | None:
 
 
 class Losses:
-    """Counts the flow events that one reader has lost, because it is slow, and warns of them.
+    """Counts the flow events that a slow reader has lost, and warns of them.
 
     It warns when the reader takes its next event, because then the number of lost events is known. If the reader stays
-    too slow, it warns again after as many losses as events may wait.
+    too slow, it warns again after as many losses as there may be waiting events.
 
     Args:
         name: the producer's.
         limit: the most events that may wait for the reader.
         why: why events are dropped, for people.
-        arguments: of `why`; they are formatted where the log is written.
+        arguments: of `why`; they are formatted when the log is written.
     """
 
     __slots__ = ("_arguments", "_count", "_limit", "_next", "_text", "_told")
@@ -222,19 +222,19 @@ class Losses:
         self._text = f"%s: %d flow events were dropped, because {why}; max_flow_events=%d"
         self._arguments = name, arguments
         self._limit = limit
-        # How many events were dropped so far. Only the side that puts events changes it.
+        # How many events were dropped so far. Only the side that puts events changes this.
         self._count = 0
-        # Of how many of them the log tells.
+        # How many of them the log has reported.
         self._told = 0
-        # How many more have to be dropped before the next warning.
+        # How many more events have to be dropped before the next warning.
         self._next = 1
 
     def add(self, count: int = 1) -> None:
-        """Count events that were dropped."""
+        """Count dropped events."""
         self._count += count
 
     def entry(self) -> LogEntry | None:
-        """Return the warning of the events that were dropped since the last one; ``None`` if none were."""
+        """Return the warning of the events that were dropped since the last warning; ``None`` if none were."""
         lost = self._count - self._told
         if not lost:
             return None
@@ -243,7 +243,7 @@ class Losses:
         return log_entry(logging.WARNING, self._text, name, lost, *arguments, self._limit)
 
     def report(self, waiting: int) -> None:
-        """Log the warning if it is due. The reader calls it when it has taken an event.
+        """Log the warning if it is due. The reader calls this when it has taken an event.
 
         Args:
             waiting: how many events wait for the reader now.
@@ -252,18 +252,18 @@ class Losses:
             self._next = self._limit
             write_log([entry])
         if not waiting:
-            # It has caught up.
+            # The reader has caught up.
             self._next = 1
 
 
 class Subscription:
     """The flow events that wait for one callback.
 
-    A call of the callback is due for each of them. Only one thread at a time may put or take.
+    One call of the callback is due for each event. Only one thread at a time may put or take.
 
     Args:
         callback: the application's.
-        kinds: the hold kinds that it is told of; ``None`` for all.
+        kinds: the hold kinds of its events; ``None`` for all.
         name: the producer's.
         limit: the most events that may wait.
     """
@@ -279,13 +279,13 @@ class Subscription:
         self._events: deque[FlowEvent] = deque()
 
     def put(self, event: FlowEvent) -> bool:
-        """Append an event, in the place of the oldest one if too many wait.
+        """Append an event. If too many events wait, it replaces the oldest one.
 
         Returns:
             Whether one more call is due.
         """
         is_full = len(self._events) >= self._limit
-        # In this order, an interrupt never leaves fewer events than calls that are due.
+        # In this order, an interrupt never leaves fewer events than due calls.
         self._events.append(event)
         if is_full:
             self._events.popleft()
@@ -293,11 +293,11 @@ class Subscription:
         return not is_full
 
     def take(self) -> FlowEvent:
-        """Return the next event, for a call that is due."""
+        """Return the next event for a due call."""
         return self._events.popleft()
 
     def report(self) -> None:
-        """Warn of events that were dropped, if that is due. Called after `take`."""
+        """Warn of dropped events, if a warning is due. Called after `take`."""
         self.losses.report(len(self._events))
 
 
@@ -313,7 +313,7 @@ _Events = TypeVar("_Events", bound=_FlowEvents)
 
 
 class Listeners(Generic[_Events]):
-    """Who is told of a producer's flow events. Whoever calls sees to it that nobody else does at the same time.
+    """The listeners of a producer's flow events. The caller prevents concurrent calls.
 
     Args:
         name: the producer's.
@@ -323,9 +323,9 @@ class Listeners(Generic[_Events]):
     def __init__(self, name: str, limit: int) -> None:
         self._name = name
         self._limit = limit
-        # By what ends it, because the same callback may be registered several times.
+        # By the key for `remove`, because the same callback may be registered several times.
         self._callbacks: dict[object, Subscription] = {}
-        #: Of an iterator that nobody has any more, nothing is left.
+        #: Iterators to which no other code refers are removed.
         self.iterators: WeakKeyDictionary[_Events, frozenset[str] | None] = WeakKeyDictionary()
 
     def add(
@@ -335,23 +335,23 @@ class Listeners(Generic[_Events]):
         callback: Callable[[FlowEvent], object],
         kinds: frozenset[str] | None,
     ) -> None:
-        """Have a callback called.
+        """Register a callback.
 
         Args:
             protocol: the producer's state.
             key: for `remove`.
             callback: the application's.
-            kinds: the hold kinds it is told of; ``None`` for all.
+            kinds: the hold kinds of its events; ``None`` for all.
         """
         self._callbacks[key] = Subscription(callback, kinds, self._name, self._limit)
         self._listen(protocol)
 
     def remove(self, key: object) -> None:
-        """Have it called no more; a second time changes nothing."""
+        """Remove a callback; a second call changes nothing."""
         self._callbacks.pop(key, None)
 
     def iterate(self, protocol: ProducerProtocol, events: _Events, kinds: frozenset[str] | None) -> None:
-        """Have events put, as `add` has them told."""
+        """Put events into an iterator, as `add` passes them to a callback."""
         self.iterators[events] = kinds
         self._listen(protocol)
 
@@ -360,11 +360,11 @@ class Listeners(Generic[_Events]):
             protocol.reports.events = []
 
     def tell(self, protocol: ProducerProtocol, call: Callable[[Subscription], object]) -> None:
-        """Tell of what there is to tell.
+        """Pass on the events.
 
         Args:
             protocol: the producer's state, which has events.
-            call: has the callback of a subscription called with the next event that waits for it.
+            call: schedules a call of a subscription's callback with the next waiting event.
         """
         reports = protocol.reports
         events, reports.events = reports.events or (), []
@@ -379,7 +379,7 @@ class Listeners(Generic[_Events]):
             for iterator, kinds in tuple(self.iterators.items()):
                 if kinds is None or kind in kinds:
                     iterator.put(event)
-            # One may come from inside this.
+            # A callback may be registered inside this loop.
             for subscription in tuple(self._callbacks.values()):
                 if (subscription.kinds is None or kind in subscription.kinds) and subscription.put(event):
                     call(subscription)
@@ -388,7 +388,7 @@ class Listeners(Generic[_Events]):
         """End the iterators.
 
         Returns:
-            What to log: the events that those iterators have lost whose readers were not warned of it.
+            Log entries: warnings of lost events that were not reported yet.
         """
         logs = []
         for iterator in tuple(self.iterators):
@@ -400,68 +400,67 @@ class Listeners(Generic[_Events]):
 
 
 def client_properties(name: str) -> dict[str, Any]:
-    """What a connection of our own says of itself."""
+    """Return the properties that an own connection announces."""
     version = str(import_module("qflow_client").__version__)
-    # Otherwise brokers would show the page of the library below.
+    # Otherwise brokers would show the information of the underlying library.
     return {"connection_name": name, "product": "qflow_client", "version": version, "information": _INFORMATION}
 
 
 def connection_failed(url: str, why: str) -> ConnectionFailed:
-    """One host could not be connected to."""
+    """Return the error for one host."""
     return ConnectionFailed(f"{hide_password(url)}: {why}")
 
 
 def no_answer(url: str, timeout: float) -> ConnectionFailed:
-    """It took longer than it may."""
+    """Return the error for a host that did not answer in time."""
     return connection_failed(url, silent(timeout))
 
 
 def silent(timeout: float) -> str:
-    """Why there is no connection: it took longer than it may."""
+    """Return the reason: the host did not answer in time."""
     return f"no answer within {timeout:.3g} s"
 
 
 def no_confirms(words: str) -> str:
-    """Why there is no channel: the broker does not confirm."""
+    """Return the reason for a channel that failed because the broker does not confirm."""
     return f"publisher confirms cannot be had: {words}; confirms=False does without"
 
 
 def none_of(errors: Sequence[ConnectionFailed]) -> ConnectionFailed:
-    """No host could be connected to."""
+    """Return the error if no host could be connected to."""
     if len(errors) == 1:
         return errors[0]
     return ConnectionFailed(f"none of {len(errors)} hosts could be connected to: {'; '.join(map(str, errors))}")
 
 
 def lost(words: str) -> str:
-    """Why a producer whose connection ended takes no more messages."""
+    """Return why a producer whose connection ended takes no more messages."""
     return f"the connection is lost: {words}"
 
 
 def log_failed_try(name: str, url: str, why: str, pause: float) -> None:
-    """Say that the connection is not back yet."""
+    """Log that a try to reconnect has failed."""
     log(logging.WARNING, "%s: no connection to %s: %s; the next try is in %.3g s", name, url, why, pause)
 
 
 def log_connected_again(name: str, url: str) -> None:
-    """Say that the connection is back."""
+    """Log that the producer is connected again."""
     log(logging.WARNING, "%s: connected again to %s", name, url)
 
 
 def disown(protocol: ProducerProtocol, storage: Storage | None, pid: int) -> ProducerProtocol:
-    """What a producer has in a forked child instead of its state, which is the parent's; it was never open.
+    """Return the state that a producer has in a forked child, which is a new one. The real state belongs to the parent.
 
-    The parent is about to write what is not written, so none of what is unsettled is safe to send again. Its state is
-    only looked at: another thread may have been in the middle of changing it, with a lock held that nobody lets go of
-    here.
+    The parent will write the unwritten messages, so no unsettled message is safe to send again. The parent's state is
+    only read here. Another thread may have been changing it, with a lock that is never released in the child.
 
     Args:
         protocol: the parent's.
-        storage: likewise; ``None`` without an outbox.
+        storage: the parent's; ``None`` without an outbox.
         pid: of the parent.
     """
     for receipt in (*protocol.unsettled_receipts, *(() if storage is None else storage.spilled)):
-        # Nobody in this process will hear of it.
+        # This process will never receive an outcome.
         receipt._reply = (0, f"process {os.getpid()} is a child of process {pid}, which sent it")
         receipt._outcome = Outcome.UNKNOWN
     now = time.monotonic()
@@ -475,29 +474,29 @@ def disown(protocol: ProducerProtocol, storage: Storage | None, pid: int) -> Pro
 
 
 class Deliveries:
-    """Tells `on_delivery` of settled receipts, and knows of which it was not told yet.
+    """Passes settled receipts to `on_delivery`, and remembers which were not passed yet.
 
     Args:
         on_delivery: the application's.
-        told: called with how many receipts it was told of since the last call.
+        told: called with the number of receipts that were passed since the last call.
     """
 
     def __init__(self, on_delivery: Callable[[Receipt], object], told: Callable[[int], None]) -> None:
         self._on_delivery = on_delivery
         self._told = told
-        # What it is to be told, and is not told all of yet, and how many of the first part it was told.
+        # The receipts that are not all passed yet, and how many of the first list were passed.
         self._handed: deque[list[Receipt]] = deque()
         self._told_of_first = 0
 
     def hand(self, receipts: list[Receipt]) -> None:
-        """Take receipts, for which `tell` will be called in the same order."""
+        """Add receipts. `tell` must be called for them in the same order."""
         self._handed.append(receipts)
 
     def tell(self, receipts: list[Receipt]) -> BaseException | None:
-        """Tell of all of them.
+        """Pass all of the receipts.
 
         Returns:
-            The first that was raised and is no `Exception`, such as by `sys.exit`; it is logged, too.
+            The first exception that is not an `Exception`, for example of `sys.exit`; it is logged, too.
         """
         left_by = None
         told = 0
@@ -505,7 +504,7 @@ class Deliveries:
             try:
                 self._on_delivery(receipt)
             except BaseException as error:
-                # The application's mistake, or its sys.exit, must not cost it the receipts that follow.
+                # A mistake of the application, or its sys.exit, must not prevent the following receipts.
                 log(logging.ERROR, "on_delivery failed on %r", receipt, error=error)
                 if left_by is None and not isinstance(error, Exception):
                     left_by = error
@@ -514,18 +513,18 @@ class Deliveries:
             if told == _TELL_AT_ONCE:
                 self._told(told)
                 told = 0
-        # In this order: what is told twice is not lost.
+        # In this order, a receipt may be passed twice, but is never lost.
         self._told_of_first = 0
         self._handed.popleft()
         self._told(told)
         return left_by
 
     def undelivered(self, left: Sequence[Receipt]) -> list[Receipt]:
-        """What close has to bring up: failures of which nobody was told in time.
+        """Return the failures that `close` has to report, because they were not passed in time.
 
         Args:
-            left: what was unsettled when the connection was ended. It was told, but nobody may have been listening any
-                more.
+            left: the receipts that were unsettled when the connection was ended. They were passed, but possibly too
+                late.
         """
         late = [receipt for receipts in tuple(self._handed) for receipt in receipts][self._told_of_first :]
         failed = {id(receipt): receipt for receipt in (*late, *left) if receipt._failed and not receipt._seen}
@@ -533,24 +532,24 @@ class Deliveries:
 
 
 def unflushed(protocol: ProducerProtocol, outbox: Sized | None, timeout: float | None) -> ConfirmTimeout:
-    """Not all was settled in time.
+    """Return the error for messages that were not settled in time.
 
     Args:
         protocol: the producer's state.
         outbox: its outbox, if it has one.
-        timeout: seconds that it might take.
+        timeout: the timeout in seconds.
     """
     unsettled = protocol.unsettled if outbox is None else len(outbox)
     return ConfirmTimeout(f"{unsettled} messages are not settled after {timeout:.3g} s", unsettled)
 
 
 def good_bye_until(deadline: float) -> float:
-    """Seconds that the end of the connection may take when there is time for it until a deadline."""
+    """Return the seconds that the end of the connection may take before a deadline."""
     return max(BRIEF, min(GOOD_BYE, deadline - time.monotonic()))
 
 
 def check_many(messages: object, timeout: float | None) -> None:
-    """Refuse what `send_many` cannot mean, before anything is sent."""
+    """Reject invalid arguments of `send_many` before any message is sent."""
     if isinstance(messages, (str, bytes, bytearray, memoryview)):
         raise TypeError(f"messages: {type(messages).__name__} is one message, which send() sends; give several")
     if timeout is not DEFAULT:
@@ -559,10 +558,10 @@ def check_many(messages: object, timeout: float | None) -> None:
 
 @contextmanager
 def keeping(receipts: Sequence[Receipt]) -> Iterator[None]:
-    """Add the receipts of the messages that were admitted to any exception, because the call does not return them then.
+    """Add the receipts of the admitted messages to any exception, because the call does not return them then.
 
     Args:
-        receipts: grows meanwhile.
+        receipts: the receipts, which are added during the block.
     """
     try:
         yield
@@ -578,8 +577,8 @@ def keep_admitted(error: Exception, receipts: list[Any]) -> None:
     """Keep the receipt of a message that was admitted although its `send` has failed (`NotDurable`).
 
     Args:
-        error: what `send` has raised.
-        receipts: those of the messages before it; gets that of the message.
+        error: the error of `send`.
+        receipts: those of the messages before it; the receipt is appended.
     """
     receipt = getattr(error, "receipt", None)
     if receipt is not None:
@@ -587,10 +586,10 @@ def keep_admitted(error: Exception, receipts: list[Any]) -> None:
 
 
 def undelivered_of(failures: Sequence[Receipt], dropped: int, outbox: Sized | None) -> UndeliveredMessages | None:
-    """What a producer that has ended did not deliver; ``None`` if there is nothing to tell.
+    """Return the error for the messages that an ended producer did not deliver; ``None`` if there are none.
 
     Args:
-        failures: what nobody has been told of.
+        failures: the receipts that the application has not seen.
         dropped: how many more failures were dropped.
         outbox: its outbox, if it has one.
     """
@@ -601,15 +600,15 @@ def undelivered_of(failures: Sequence[Receipt], dropped: int, outbox: Sized | No
 
 
 def leave_word(name: str, error: BaseException, undelivered: UndeliveredMessages | None) -> None:
-    """Say what was not delivered without taking an exception's place.
+    """Report undelivered messages without replacing an exception.
 
     Args:
         name: the producer's.
-        error: the exception that goes its way.
-        undelivered: what was lost by it, and nobody has been told of.
+        error: the exception that is being raised.
+        undelivered: the messages that were not delivered, and that no call has reported.
     """
     if undelivered is not None:
-        # Nobody reads the notes of a SystemExit.
+        # The notes of a SystemExit are not shown.
         log(logging.ERROR, "%s: left by %s: %s", name, type(error).__name__, undelivered)
         # An exception may refuse attributes.
         with suppress(Exception):
@@ -618,7 +617,7 @@ def leave_word(name: str, error: BaseException, undelivered: UndeliveredMessages
 
 
 def log_forgotten(protocol: ProducerProtocol, outbox: Sized | None) -> None:
-    """Log what was not delivered by a producer that was not closed when the process ended."""
+    """At the end of the process, log the messages that a producer did not deliver because it was not closed."""
     failures = protocol.reports.take_failures()
     if outbox is None:
         failures += protocol.unsettled_receipts
@@ -628,24 +627,24 @@ def log_forgotten(protocol: ProducerProtocol, outbox: Sized | None) -> None:
         log(logging.ERROR, words, protocol.settings.name, undelivered)
 
 
-# The fork and the end of the process.
+# Forks and the end of the process.
 
 
 class _Engine(Protocol):
     settings: ProducerSettings
 
     def forked(self) -> None:
-        """In a child process: everything of this producer belongs to the parent."""
+        """In a child process, leave everything of this producer to the parent."""
 
     def forgotten(self) -> None:
-        """At the end of the process: log what is lost if the producer was not closed."""
+        """At the end of the process, log the lost messages if the producer was not closed."""
 
 
 _engines: WeakSet[_Engine] = WeakSet()
 
 
 def watch_process(engine: _Engine) -> None:
-    """Call an engine after a fork and at the end of the process, as long as it exists."""
+    """Call an engine after a fork and at the end of the process, while the engine exists."""
     _engines.add(engine)
 
 
@@ -655,7 +654,7 @@ def _call_each(action: Callable[[_Engine], None], words: str) -> None:
         try:
             action(engine)
         except BaseException as error:
-            # An interrupt, too, must not cost the other producers their end.
+            # An error, or an interrupt, must not prevent the end of the other producers.
             log(logging.ERROR, f"%s: {words}", engine.settings.name, error=error)
 
 

@@ -1,9 +1,9 @@
-"""OpenTelemetry: what producers measure, and the spans of messages.
+"""OpenTelemetry: the metrics of producers, and the spans of messages.
 
-Metrics are read from the producers when somebody collects them. The durations of messages and their counts by
-destination are kept by an `Observer`, which a producer has only while an SDK is there to collect them, or while it
-traces. So without an SDK nothing is done for a message. Only opentelemetry-api is needed, and only by processes that
-make a producer.
+Metrics are read from the producers when they are collected. An `Observer` keeps the durations of messages and their
+counts by destination. A producer has an observer only while an SDK can collect the metrics, or while it traces. So
+without an SDK there is no work for a message. Only opentelemetry-api is needed, and only in processes that make a
+producer.
 """
 
 from __future__ import annotations
@@ -44,17 +44,17 @@ __all__ = [
     "watch",
 ]
 
-#: The semantic conventions that names and attributes are taken from; those for messaging are in development.
+#: The semantic conventions of the names and attributes. The conventions for messaging are in development.
 SCHEMA_URL = "https://opentelemetry.io/schemas/1.44.0"
 
-#: Destinations of a producer that are told apart; what goes to further ones is counted without a name, because routing
-#: keys can be as many as messages.
+#: The most destinations of a producer that are counted separately. Further destinations are counted without a name,
+#: because there may be as many routing keys as messages.
 MAX_DESTINATIONS = 32
 
-# Seconds between two records for the same destination and outcome: to record costs more than to send.
+# Seconds between two records for the same destination and outcome, because recording costs more than sending.
 _RECORD_PERIOD = 0.01
 
-# The buckets that the conventions ask for, in seconds.
+# The buckets of the conventions, in seconds.
 _BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0)
 
 _OPERATION = {"messaging.operation.name": "send", "messaging.operation.type": "send"}
@@ -81,7 +81,7 @@ class _Line(Protocol):
 
 
 class _Watched(Protocol):
-    """What is read of a producer's protocol."""
+    """The parts of a producer's protocol that are read."""
 
     gate: Gate
     window: WindowLimiter
@@ -103,17 +103,17 @@ class _Watched(Protocol):
 
 
 def _version() -> str:
-    # Not imported by name: the package's face knows all, and nothing below knows it.
+    # Imported dynamically: the package's `__init__` refers to all modules, and no lower module refers to it.
     return str(import_module("qflow_client").__version__)
 
 
 def destination_name(exchange: str, routing_key: str) -> str:
-    """``messaging.destination.name`` of a publish, as the conventions for RabbitMQ have it."""
+    """Return ``messaging.destination.name`` of a publish, by the conventions for RabbitMQ."""
     return ":".join(filter(None, (exchange, routing_key))) or "amq.default"
 
 
 def peer_of(sock: Any) -> tuple[str, int] | None:
-    """Return the address and the port at the other end of a socket; ``None`` if it has none, or none any more."""
+    """Return the address and the port at the other end of a socket; ``None`` if it is not connected."""
     try:
         address, port = sock.getpeername()[:2]
     except (OSError, ValueError):
@@ -130,13 +130,13 @@ def _server(url: str) -> dict[str, Any]:
 
 
 class _Span:
-    """The span of one message, until it has ended."""
+    """The span of a message, until it has ended."""
 
     __slots__ = ("fresh", "span")
 
     def __init__(self, span: Span) -> None:
         self.span: Span | None = span
-        # Whether the message is still to be given to `send`; later it is another message.
+        # Whether the message is still to be passed to `send`; if it is passed again, it is another message.
         self.fresh = True
 
 
@@ -149,45 +149,46 @@ class _Traced(Message):
 
 
 class Observer:
-    """Watches the messages of one producer; the protocol calls it, and nobody at the same time.
+    """Observes the messages of one producer. The protocol calls it, one call at a time.
 
     Args:
         protocol: the producer's.
         name: the producer's.
         url: of the broker.
-        histogram: where durations go.
+        histogram: receives the durations.
     """
 
     def __init__(self, protocol: _Watched, name: str, url: str, histogram: Histogram) -> None:
         self.protocol = protocol
-        #: What every metric says of the producer.
+        #: The attributes of the producer in every metric.
         self.attributes: dict[str, Any] = {"messaging.system": "rabbitmq", "qflow.producer.name": name} | _server(url)
-        #: When each unsettled message was given to `send`, in seconds, by its number.
+        #: When each unsettled message was passed to `send`, in seconds, by its number.
         self.began: dict[int, float] = {}
-        #: Settled messages by destination, ``None`` for those that are not told apart, and outcome.
+        #: Settled messages by destination and outcome. The destination is ``None`` for messages that are not counted
+        #: separately.
         self.counts: dict[tuple[str | None, Outcome], int] = {}
         self._histogram = histogram
-        # By exchange and routing key.
+        # Destination names by exchange and routing key.
         self._destinations: dict[tuple[str, str], str] = {}
-        # The longest durations that are not recorded yet, and when durations were recorded last.
+        # The longest durations that are not recorded yet, and when durations were last recorded.
         self._durations: dict[tuple[str | None, Outcome], float] = {}
         self._recorded_at = 0.0
-        # Spans that are to end, the receipts, when, in nanoseconds since 1970, and their last attributes.
+        # Spans to be ended: the span, the receipt, the time in nanoseconds since 1970, and the last attributes.
         self._spans: deque[tuple[Span, Receipt, int, Mapping[str, Any]]] = deque()
-        #: Makes the spans of messages; ``None`` if they have none.
+        #: Makes the spans of messages; ``None`` without spans.
         self.tracer: Tracer | None = None
-        #: The address and the port that the producer is connected to, or was last; ``None`` before.
+        #: The address and the port of the present or last connection; ``None`` before the first.
         self.peer: tuple[str, int] | None = None
 
     def destination(self, exchange: str, routing_key: str) -> str | None:
-        """The name by which a destination is told apart; ``None`` if there are too many."""
+        """Return the name of a destination; ``None`` if there are too many."""
         name = self._destinations.get((exchange, routing_key))
         if name is None and len(self._destinations) < MAX_DESTINATIONS:
             name = self._destinations[exchange, routing_key] = destination_name(exchange, routing_key)
         return name
 
     def operation(self, destination: str | None, outcome: Outcome) -> dict[str, Any]:
-        """The attributes of messages that ended alike."""
+        """Return the attributes of messages with the same destination and outcome."""
         attributes = self.attributes | _OPERATION
         if destination is not None:
             attributes["messaging.destination.name"] = destination
@@ -196,7 +197,7 @@ class Observer:
         return attributes
 
     def settled(self, receipts: Sequence[Receipt], now: float) -> None:
-        """Take note of receipts that were settled together.
+        """Record receipts that were settled together.
 
         Args:
             receipts: in the order of admission.
@@ -226,10 +227,10 @@ class Observer:
                 self._end_span_of(receipt._payload, receipt, at)
 
     def spilled(self, payload: bytes | Message, receipt: Receipt) -> None:
-        """End the span of a message that was put into the outbox: what is sent later is read from there.
+        """End the span of a message that was put into the outbox. A later send reads another object from there.
 
         Args:
-            payload: what the application sent.
+            payload: the payload that the application sent.
             receipt: its receipt.
         """
         self._end_span_of(payload, receipt, time.time_ns(), spilled=True)
@@ -245,21 +246,21 @@ class Observer:
             payload.trace.span = None
 
     def _count(self, first: Receipt, count: int, began: float | None, now: float) -> None:
-        """Count receipts that are alike; the first of them is the oldest."""
-        # Alerts are for what was not delivered, also if it stays in the outbox.
+        """Count receipts with the same outcome; the first of them is the oldest."""
+        # Alerts use the undelivered messages, also those that stay in the outbox.
         outcome = first._undelivered or first._outcome
         assert outcome is not None
         key = self.destination(first.exchange, first.routing_key), outcome
         self.counts[key] = self.counts.get(key, 0) + count
-        # Nobody knows of what was sent before somebody watched.
+        # The start is unknown if the message was sent before observation began.
         if began is not None and now - began > self._durations.get(key, -1.0):
             self._durations[key] = now - began
 
     def tell(self, *, now: float | None = None) -> None:
-        """Record durations, if it is time, and end spans. For any thread, and without the producer's lock.
+        """Record durations if a record is due, and end spans. Any thread may call this, without the producer's lock.
 
         Args:
-            now: seconds; ``None`` to record whatever there is.
+            now: seconds; ``None`` to record all durations.
         """
         if self._durations and (now is None or now - self._recorded_at >= _RECORD_PERIOD):
             if now is not None:
@@ -272,12 +273,12 @@ class Observer:
             try:
                 span, receipt, at, attributes = self._spans.popleft()
             except IndexError:
-                # Another thread was faster.
+                # Another thread has done it.
                 return
             self._give(partial(_end_span, span, receipt, at, attributes))
 
     def _give(self, call: Callable[[], object]) -> None:
-        """Give something to the SDK. What that raises is neither the sender's concern nor the connection's."""
+        """Call the SDK. Its errors must not reach the sender or the connection."""
         try:
             call()
         except Exception as error:
@@ -306,7 +307,7 @@ class Tracer:
     """Makes the spans of a producer's messages.
 
     Args:
-        observer: ends them.
+        observer: ends the spans.
     """
 
     def __init__(self, observer: Observer) -> None:
@@ -318,7 +319,7 @@ class Tracer:
         self._propagate = propagate
 
     def wants(self, message: object) -> bool:
-        """Whether a message that is given to `send` is still to be traced, by way of `span`."""
+        """Return True if a message that was passed to `send` still needs a span from `span`."""
         if type(message) is not _Traced or not message.trace.fresh:
             return True
         message.trace.fresh = False
@@ -326,12 +327,12 @@ class Tracer:
 
     @contextmanager
     def span(self, payload: bytes | Message, exchange: str, routing_key: str) -> Iterator[Message]:
-        """A block in which a message is admitted, or not.
+        """Run a block in which a message may be admitted.
 
         Args:
             payload: the message.
-            exchange: where it goes.
-            routing_key: with which key.
+            exchange: its exchange.
+            routing_key: its routing key.
 
         Yields:
             The message with its span, and with the span's context in its headers.
@@ -344,7 +345,7 @@ class Tracer:
             attributes["messaging.rabbitmq.destination.routing_key"] = routing_key
         if isinstance(payload, Message) and payload.correlation_id is not None:
             attributes["messaging.message.conversation_id"] = payload.correlation_id
-        # A context that the application has put there is that of the message's creation; it stays, and is linked.
+        # A context that the application has put there belongs to the message's creation. It stays, and is linked.
         created = [name for name in self._propagate.get_global_textmap().fields if name in headers]
         links = []
         if created:
@@ -368,13 +369,13 @@ class Tracer:
         except BaseException as error:
             message.trace.span = None
             if getattr(error, "message", None) is message:
-                # The application gets back what it gave.
+                # The application gets the message that it passed.
                 error.message = payload  # type: ignore[attr-defined]  # a ProducerFlowed or ProducerClosed
             if span.is_recording():
                 _fail_span(span, type(error).__name__, str(error))
             span.end()
             raise
-        # A message that was spilled has ended its span, and nothing else may happen for a while.
+        # The span of a spilled message is to be ended, and no other call may come for a while.
         observer.tell(now=_monotonic())
 
 
@@ -389,7 +390,7 @@ def _with_span(payload: bytes | Message, span: Span, headers: Mapping[str, Any])
     return message
 
 
-# Metrics: what is read when somebody collects.
+# Metrics that are read on collection.
 
 _Point = tuple[float, Mapping[str, Any]]
 _Read = Callable[[Observer], Iterable[_Point]]
@@ -397,7 +398,7 @@ _Read = Callable[[Observer], Iterable[_Point]]
 
 def _sent(observer: Observer) -> Iterator[_Point]:
     for (destination, outcome), count in tuple(observer.counts.items()):
-        # What was never written was not sent.
+        # A message that was never written was not sent.
         if outcome is not Outcome.FAILED:
             yield count, observer.operation(destination, outcome)
 
@@ -445,7 +446,8 @@ def _unsettled(observer: Observer) -> Iterator[_Point]:
 
 
 def _in_flight(observer: Observer) -> Iterator[_Point]:
-    # Read without the producer's lock, so that neither waits for the other; the parts may not fit for an instant.
+    # Read without the producer's lock, so that neither waits for the other. The values may be inconsistent for a
+    # moment.
     yield max(0, observer.protocol.in_flight), observer.attributes
 
 
@@ -455,7 +457,7 @@ def _waiting(observer: Observer) -> Iterator[_Point]:
 
 _MESSAGES = "{message}"
 
-# Name, unit, what it is, and how it is read. What these count never goes back, also when a producer is closed.
+# Name, unit, description, and function to read. These counts never decrease, also when a producer is closed.
 _COUNTERS: tuple[tuple[str, str, str, _Read], ...] = (
     ("messaging.client.sent.messages", _MESSAGES, "Messages that were written and are settled", _sent),
     ("qflow.producer.settled", _MESSAGES, "Messages by how they ended", _settled),
@@ -464,7 +466,7 @@ _COUNTERS: tuple[tuple[str, str, str, _Read], ...] = (
     ("qflow.producer.flowed.time", "s", "Time for which the producer was held, by kind of hold", _flowed_time),
 )
 
-# Likewise; what these say ends with the producer.
+# The same fields; these values end with the producer.
 _GAUGES: tuple[tuple[str, str, str, _Read], ...] = (
     ("qflow.producer.holds", "{hold}", "Holds that are on the producer, by kind", _holds),
     ("qflow.producer.capacity", _MESSAGES, "The most unsettled messages there may be", _capacity),
@@ -484,18 +486,18 @@ def _add(series: _Series, points: Iterable[_Point]) -> None:
 
 
 class _Metrics:
-    """The instruments of this process, and the observers that they read."""
+    """The instruments of this process, and the observers from which they read."""
 
     def __init__(self) -> None:
         from opentelemetry import metrics
 
         self._api = metrics
-        # Reentrant, because the collector of garbage can end a producer at any point in here.
+        # Reentrant, because the garbage collector can end a producer at any point in here.
         self._lock = threading.RLock()
         self._observers: set[Observer] = set()
-        # What producers that are gone have counted, by instrument.
+        # The counts of producers that are gone, by instrument.
         self._past: dict[str, _Series] = {name: {} for name, _, _, _ in _COUNTERS}
-        # Proxies until the application sets a provider, if it does so later.
+        # These are proxies until the application sets a provider.
         meter = metrics.get_meter("qflow_client", _version(), schema_url=SCHEMA_URL)
         for name, unit, words, read in _COUNTERS:
             meter.create_observable_counter(name, [self._callback(read, self._past[name])], unit, words)
@@ -507,16 +509,17 @@ class _Metrics:
                 "messaging.client.operation.duration", "s", words, explicit_bucket_boundaries_advisory=_BUCKETS
             )
         except TypeError:
-            # An older API leaves the choice of buckets to the application alone.
+            # With an older API only the application can choose the buckets.
             self.histogram = meter.create_histogram("messaging.client.operation.duration", "s", words)
 
     def _callback(self, read: _Read, past: _Series) -> Callable[[CallbackOptions], list[Observation]]:
         def observe(_options: CallbackOptions) -> list[Observation]:
             with self._lock:
                 series = dict(past)
-                # A copy, because the collector of garbage can end a producer in here.
+                # A copy, because the garbage collector can end a producer in here.
                 for observer in tuple(self._observers):
-                    # Who collects is an SDK, maybe one that came after the producer.
+                    # A collection shows that there is an SDK, which may have been configured after the producer was
+                    # made.
                     observer.protocol.admission.observer = observer
                     observer.tell()
                     _add(series, read(observer))
@@ -526,7 +529,7 @@ class _Metrics:
 
     @property
     def has_sdk(self) -> bool:
-        """Whether an SDK is configured: the API's own providers collect nothing."""
+        """Return True if an SDK is configured. The API's own providers collect nothing."""
         return not type(self._api.get_meter_provider()).__module__.startswith("opentelemetry.metrics")
 
     def add(self, observer: Observer) -> None:
@@ -535,7 +538,7 @@ class _Metrics:
             self._observers.add(observer)
 
     def remove(self, observer: Observer) -> None:
-        """Read an observer for the last time, and keep what it has counted; a second time changes nothing."""
+        """Read an observer for the last time, and keep its counts; a second call changes nothing."""
         with self._lock:
             if observer in self._observers:
                 self._observers.remove(observer)
@@ -544,7 +547,7 @@ class _Metrics:
                     _add(self._past[name], read(observer))
 
     def forget(self) -> None:
-        """In a child process: the producers are the parent's, and so is what they counted."""
+        """In a child process, forget the observers: the producers and their counts belong to the parent."""
         self._lock = threading.RLock()
         for observer in self._observers:
             observer.protocol.admission.observer = None
@@ -560,7 +563,10 @@ _making = threading.Lock()
 def watch(
     producer: object, protocol: _Watched, settings: ProducerSettings, url: str, peer: tuple[str, int] | None = None
 ) -> Observer:
-    """Measure a producer from now on, until `unwatch` is called or it is gone, and trace its messages if it is set to.
+    """Measure a producer until `unwatch` is called or the producer is collected.
+
+    Its messages are traced if the settings say so.
+
 
     Args:
         producer: the producer; it is not kept alive.
@@ -585,17 +591,18 @@ def watch(
 
 
 def unwatch(observer: Observer) -> None:
-    """The producer has come to its end."""
+    """End the measurement, because the producer has ended."""
     if _metrics is not None:
         _metrics.remove(observer)
 
 
 class RelayMetrics:
-    """What one outbox relay counts.
+    """The counts of one outbox relay.
 
     Args:
         name: of its producer.
-        backlog: returns how many rows wait, and for how many seconds the oldest has; ``None`` if that is not known.
+        backlog: returns how many rows wait, and for how many seconds the oldest has waited; ``None`` if that is
+            unknown.
     """
 
     def __init__(self, name: str, backlog: Callable[[], tuple[float, float] | None]) -> None:
@@ -614,7 +621,7 @@ class RelayMetrics:
         self._backlog = backlog
 
     def begin(self) -> None:
-        """Have the backlog read by each collection, until `end`."""
+        """Read the backlog at each collection, until `end`."""
         global _backlogs
         with _making:
             if _backlogs is None:
@@ -622,7 +629,7 @@ class RelayMetrics:
         _backlogs.relays[self] = self._attributes
 
     def end(self) -> None:
-        """Have the backlog read no more."""
+        """Stop reading the backlog."""
         if _backlogs is not None:
             _backlogs.relays.pop(self, None)
 
@@ -631,7 +638,7 @@ class RelayMetrics:
         return self._backlog()
 
     def count(self, *, confirmed: int = 0, marked: int = 0, set_aside: int = 0, tenures: int = 0) -> None:
-        """Count rows, and beginnings."""
+        """Count rows and tenures."""
         for counter, number in (
             (self._confirmed, confirmed),
             (self._marked, marked),
@@ -642,19 +649,19 @@ class RelayMetrics:
                 counter.add(number, self._attributes)
 
     def change_partitions(self, by: int) -> None:
-        """Count partitions that were taken, or given up."""
+        """Count partitions that were acquired or released."""
         if by:
             self._partitions.add(by, self._attributes)
 
 
 class _Backlogs:
-    """The gauges of what waits for the relays of this process."""
+    """The gauges of the backlogs of this process's relays."""
 
     def __init__(self) -> None:
         from opentelemetry import metrics
 
         self._api = metrics
-        #: The relays that run, and their attributes.
+        #: The running relays, and their attributes.
         self.relays: dict[RelayMetrics, Mapping[str, Any]] = {}
         meter = metrics.get_meter("qflow_client", _version(), schema_url=SCHEMA_URL)
         meter.create_observable_gauge("qflow.relay.depth", [self._callback(0)], "{row}", "Rows that wait")
@@ -679,7 +686,7 @@ def _after_fork_in_child() -> None:
     if _metrics is not None:
         _metrics.forget()
     if _backlogs is not None:
-        # The database connections are the parent's.
+        # The database connections belong to the parent.
         _backlogs.relays.clear()
 
 

@@ -1,4 +1,4 @@
-"""What a producer declares before it publishes: queues, exchanges and the bindings between them."""
+"""The declarations of a producer before it publishes: queues, exchanges and the bindings between them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Binding", "Declaration", "Exchange", "Queue", "Topology"]
 
 # ``PRECONDITION_FAILED``: it exists with other properties.
 _EXISTS_OTHERWISE = 406
-# What the broker says to a declaration that it will never accept: access refused, not found, other properties, not
+# The broker's codes for a declaration that it will never accept: access refused, not found, other properties, not
 # allowed.
 _FINAL = (403, 404, 406, 530)
 
@@ -23,10 +23,10 @@ class Declaration(NamedTuple):
     """One method of AMQP that declares something.
 
     Attributes:
-        what: it declares, for people.
+        what: the declared object, for people.
         method: its name in pika and aiormq.
         arguments: of that method.
-        if_missing: whether what exists already will do, whatever its properties.
+        if_missing: whether an existing object is accepted, whatever its properties are.
     """
 
     what: str
@@ -35,16 +35,16 @@ class Declaration(NamedTuple):
     if_missing: bool = False
 
     def refusal(self, words: str) -> str:
-        """Say that the broker has refused it, and what to do."""
+        """Return the text for a declaration that the broker has refused, with advice."""
         return f"{self.what} cannot be declared: {words}; change the declaration, or delete what exists"
 
     def accepts(self, code: int) -> bool:
-        """Whether a refusal only means that it exists, and that will do."""
+        """Return True if a refusal only means that the object exists, and that is accepted."""
         return self.if_missing and code == _EXISTS_OTHERWISE
 
     @staticmethod
     def is_final(code: int) -> bool:
-        """Whether the broker would refuse it again."""
+        """Return True if the broker would refuse it again."""
         return code in _FINAL
 
 
@@ -70,7 +70,7 @@ class Queue:
         exclusive: whether it is only for this connection, and deleted with it.
         auto_delete: whether it is deleted when its last consumer leaves.
         arguments: such as ``{"x-queue-type": "quorum"}``.
-        if_missing: whether a queue of that name will do that exists already, whatever its properties.
+        if_missing: whether an existing queue of that name is accepted, whatever its properties are.
 
     Raises:
         SettingsError: a value is not allowed.
@@ -110,7 +110,7 @@ class Exchange:
         name: its name.
         type: ``"direct"``, ``"fanout"``, ``"topic"``, ``"headers"``, or a type of a plugin.
         durable: whether it survives a restart of the broker.
-        auto_delete: whether it is deleted when nothing is bound to it any more.
+        auto_delete: whether it is deleted when its last binding is removed.
         internal: whether only other exchanges may publish to it.
         arguments: such as ``{"alternate-exchange": "unrouted"}``.
 
@@ -224,7 +224,7 @@ class Topology:
 
     @classmethod
     def of(cls, declare: Topology | Queue | str | None) -> Topology | None:
-        """Return what the argument ``declare`` of a producer stands for. A name is that of a queue.
+        """Return the topology for the argument ``declare`` of a producer. A name means a queue.
 
         Raises:
             SettingsError: it is of another type.
@@ -236,11 +236,11 @@ class Topology:
         raise SettingsError(f"declare={shown(declare)}: it must be a Topology, a Queue, or the name of a queue")
 
     def declarations(self) -> Iterator[Declaration]:
-        """What to declare, in order."""
+        """Return the declarations, in order."""
         for each in (*self.exchanges, *self.queues, *self.bindings):
             yield each._declaration()  # type: ignore[union-attr]  # names were replaced
 
 
 def _elements(given: Iterable[Any]) -> Iterable[Any]:
-    # A name is an iterable of letters.
+    # A string is an iterable of its letters.
     return (given,) if isinstance(given, str) else given
