@@ -1,4 +1,4 @@
-"""Reports on flow logs: who was held, where, why and how long, and which thresholds and capacities to set."""
+"""Reports on flow logs: which producers were held, where, why and how long, and which settings avoid it."""
 
 from __future__ import annotations
 

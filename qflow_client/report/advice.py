@@ -1,4 +1,4 @@
-"""Thresholds and capacities that keep a stated maximum (C6) and a stated delay, tried on what happened."""
+"""Thresholds and capacities for a given maximum depth (C6) and delay, tested on recorded messages."""
 
 from __future__ import annotations
 
@@ -14,34 +14,34 @@ from qflow_client.report.tables import QueueTotals, Row, Tables
 
 __all__ = ["Advice", "AdviceError", "advise", "samples_in", "windows"]
 
-#: How much of a queue's history is replayed: samples, and messages in them, around the time at which it was deepest.
+#: Part of a queue's history that is replayed: samples, and messages in them, around the time of the greatest depth.
 SAMPLES = 2000
 MESSAGES = 20_000
-#: Round trips that a replay has at the most; with more, it is coarser.
+#: Maximum number of round trips of a replay. For a longer time, the round trips are longer.
 ROUNDS = 20_000
 
-# Of what a queue may hold, the part that is the capacities', and of the stop threshold, the resume.
+# Tested divisors for the part of the maximum that is capacity, and tested resume marks as parts of the stop mark.
 _CAPACITY_PARTS = (16, 8, 4, 2)
 _RESUME_PARTS = ((7, 8), (1, 2), (1, 4))
 
 
 class AdviceError(QflowError):
-    """No thresholds keep what was asked for; the text names the values."""
+    """No thresholds fulfil the request; the text names the values."""
 
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """What to set for a queue and its publishers, and what that would have done.
+    """Settings for a queue and its publishers, and their effect in the replay.
 
     Attributes:
-        queue: its name.
-        stop: the stop threshold, in messages.
-        resume: the resume threshold.
-        capacities: of the publishers.
-        drain_rate: messages per second that its consumers took where they could.
-        expected: what it would have done.
-        recorded: what the marks that were in force would have done in the same replay; ``None`` if there were none.
-        tried: everything that was replayed.
+        queue: name of the queue.
+        stop: stop threshold in messages.
+        resume: resume threshold in messages.
+        capacities: capacities of the publishers.
+        drain_rate: messages per second that its consumers took when messages were there.
+        expected: result of the replay with these settings.
+        recorded: result of the same replay with the recorded marks; ``None`` if there were none.
+        tried: results of all replays.
     """
 
     queue: str
@@ -55,16 +55,16 @@ class Advice:
 
     @property
     def worst_case(self) -> int:
-        """The most messages that there can be in the queue (C6)."""
+        """The maximum number of messages in the queue (C6)."""
         return self.stop + sum(self.capacities.values())
 
     @property
     def longest_delay(self) -> float:
-        """Seconds that a message waits in it then, if the consumers go on as they did."""
+        """The seconds that a message then waits in the queue at the recorded drain rate."""
         return self.worst_case / self.drain_rate if self.drain_rate else inf
 
     def row(self) -> Row:
-        """For the table of advice."""
+        """Return the row for the table of advice."""
         return {
             "queue": self.queue,
             "stop": self.stop,
@@ -78,14 +78,14 @@ class Advice:
         }
 
     def capacity_rows(self) -> list[Row]:
-        """For the table of capacities."""
+        """Return the rows for the table of capacities."""
         return [
             {"queue": self.queue, "producer": producer, "capacity": capacity}
             for producer, capacity in self.capacities.items()
         ]
 
     def replay_rows(self) -> list[Row]:
-        """For the table of replays."""
+        """Return the rows for the table of replays."""
         rows = [] if self.recorded is None else [_replay_row(self.queue, "recorded", self.recorded)]
         for each in self.tried:
             rows.append(_replay_row(self.queue, "advice" if each is self.expected else "tried", each))
@@ -111,7 +111,7 @@ def _replay_row(queue: str, what: str, result: ReplayResult) -> Row:
 
 
 def windows(tables: Tables, queues: Iterable[str] | None = None) -> dict[str, tuple[int, int]]:
-    """For each queue, from when to when its samples are wanted: about when it was deepest; in microseconds."""
+    """Return the time window of the samples to replay for each queue, around its greatest depth, in microseconds."""
     found = {}
     for name in sorted(tables.queues) if queues is None else queues:
         queue = tables.queues.get(name)
@@ -123,11 +123,11 @@ def windows(tables: Tables, queues: Iterable[str] | None = None) -> dict[str, tu
 
 
 def samples_in(lines: Iterable[Mapping[str, Any]], wanted: Mapping[str, tuple[int, int]]) -> dict[str, list[Sample]]:
-    """The samples of each queue around the time at which it was deepest, in order.
+    """Return the samples of each queue around the time of its greatest depth, in order.
 
     Args:
-        lines: in any order; others than samples are passed over.
-        wanted: see `windows`.
+        lines: lines in any order; lines that are not samples are ignored.
+        wanted: time windows, see `windows`.
     """
     found: dict[str, list[tuple[int, int, Sample]]] = {name: [] for name in wanted}
     for line in lines:
@@ -144,7 +144,7 @@ def _sample(line: Mapping[str, Any]) -> Sample:
 
 
 def _trimmed(timed: list[tuple[int, int, Sample]]) -> list[Sample]:
-    """As many as a replay takes, those around the deepest first."""
+    """Return at most the samples of one replay, those around the greatest depth first."""
     timed.sort(key=lambda each: (each[0], each[1], each[2].seconds, each[2].left))
     center, _, _ = max(timed, key=lambda each: (each[1], -each[0]))
     nearest = sorted(range(len(timed)), key=lambda at: (abs(timed[at][0] - center), at))
@@ -171,22 +171,23 @@ def advise(
 ) -> Advice:
     """Find the thresholds and capacities under which publishers would have been held least.
 
-    Whatever is tried keeps the stop threshold plus all capacities within the maximum, and within what the consumers
-    take in the time that a message may wait: so it holds whatever the publishers do, and not only in the replay.
+    All tested settings keep the stop threshold plus all capacities within the maximum. They also keep this sum within
+    what the consumers take in the allowed delay. So the limits hold whatever the publishers do, and not only in the
+    replay.
 
     Args:
-        name: of the queue.
-        queue: what happened in it.
-        samples: what is replayed.
-        publishers: all that published to it, and how many messages.
-        capacities: those that publishers had, as far as that is known.
-        maximum: the most messages that the queue may ever have.
-        delay: seconds that a message may be in it.
+        name: name of the queue.
+        queue: totals of the queue.
+        samples: samples to replay.
+        publishers: number of messages of each publisher to the queue.
+        capacities: recorded capacities of publishers, if known.
+        maximum: maximum number of messages in the queue.
+        delay: maximum seconds that a message may be in the queue.
         round_trip: seconds from a publish to its confirm.
 
     Raises:
-        AdviceError: that cannot be.
-        ValueError: neither maximum nor delay is given, or one is not more than 0.
+        AdviceError: no settings fulfil the request.
+        ValueError: neither maximum nor delay is given, or a value is not more than 0.
     """
     if maximum is None and delay is None:
         raise ValueError("give a maximum, a delay, or both")
@@ -214,7 +215,7 @@ def advise(
         stop = int(bound) - sum(shares.values())
         for resume in sorted({max(1, stop * part // whole) for part, whole in _RESUME_PARTS}):
             tried.append(replay(samples, StopResume(stop, resume), shares, drain_rate=drain_rate, round_trip=step))
-    # Of those that are alike the one with the largest capacities: a replay does not know how far away a producer is.
+    # Of equal results, the one with the largest capacities, because a replay does not know the distance to a producer.
     best = min(
         tried,
         key=lambda each: (round(each.seconds_held, 2), each.times_on, -sum(each.capacities.values()), -each.resume),
@@ -228,7 +229,7 @@ def advise(
 
 
 def _shared_out(total: int, publishers: Mapping[str, int]) -> dict[str, int]:
-    """A capacity in parts, by how much each publishes, and at least 1 for each."""
+    """Divide a capacity in proportion to the messages of each publisher, with at least 1 for each."""
     messages = sum(publishers.values())
     spare = total - len(publishers)
     shares = {name: 1 + spare * count // messages for name, count in publishers.items()}

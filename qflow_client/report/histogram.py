@@ -1,7 +1,7 @@
-"""Percentiles of whole numbers in constant memory, the same in whichever order and in however many parts they come.
+"""Percentiles of whole numbers in constant memory. The order and the division of the numbers do not matter.
 
-A number is counted in a bucket, and a bucket is at most 1/32 of its numbers wide, so that a percentile is at most 3 %
-too high. Up to 63 it is exact.
+Each number is counted in a bucket. The width of a bucket is at most 1/32 of its numbers, so a percentile is at most 3 %
+too high. Up to 63 a percentile is exact.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from collections.abc import Mapping
 
 __all__ = ["BITS", "bucket_of", "percentile", "top_of"]
 
-#: Leading bits that tell two numbers apart.
+#: Number of leading bits that a bucket distinguishes.
 BITS = 6
 
 
 def bucket_of(value: int) -> int:
-    """The bucket of a number; those below 0 are in that of 0."""
+    """Return the bucket of a number. Negative numbers are in the bucket of 0."""
     if value < 1 << BITS:
         return max(0, value)
     shift = value.bit_length() - BITS
@@ -23,7 +23,7 @@ def bucket_of(value: int) -> int:
 
 
 def top_of(bucket: int) -> int:
-    """The largest number of a bucket."""
+    """Return the largest number of a bucket."""
     if bucket < 1 << BITS:
         return bucket
     shift = (bucket >> (BITS - 1)) - 1
@@ -31,12 +31,12 @@ def top_of(bucket: int) -> int:
 
 
 def percentile(buckets: Mapping[int, int], percent: int, largest: int) -> int:
-    """The smallest number that so many percent do not exceed.
+    """Return the smallest number that at least `percent` percent of the numbers do not exceed.
 
     Args:
-        buckets: how many numbers each has.
+        buckets: count of numbers in each bucket.
         percent: from 1 to 100.
-        largest: of all numbers.
+        largest: largest of all numbers.
     """
     left = -(-sum(buckets.values()) * percent // 100)
     for bucket in sorted(buckets):

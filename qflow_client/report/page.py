@@ -1,4 +1,4 @@
-"""The report as one HTML page that needs nothing from elsewhere."""
+"""The report as one self-contained HTML page."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["page"]
 
-# Rows of a table, and charts, that are shown; the Parquet tables have all.
+# Maximum rows of a table, and maximum charts. The Parquet tables have all rows.
 _ROWS = 50
 _CHARTS = 12
 
@@ -63,7 +63,7 @@ for (const chart of JSON.parse(document.getElementById("charts").textContent)) {
 
 
 def page(report: FlowReport) -> str:
-    """The page."""
+    """Return the report as an HTML page."""
     vendor = files("qflow_client.broker").joinpath("http", "console", "vendor", "uplot-1.6.32")
     style = vendor.joinpath("uPlot.min.css").read_text(encoding="utf-8")
     script = vendor.joinpath("uPlot.iife.min.js").read_text(encoding="utf-8")

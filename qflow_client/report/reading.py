@@ -1,4 +1,4 @@
-"""Flow logs: which files there are, and their lines, one after the other."""
+"""Reading flow logs: finding the files, and reading their lines."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from qflow_client.errors import QflowError
 __all__ = ["COLUMNS", "FlowLogError", "FlowLogs", "Part", "line_of", "parquet_schema", "parts_of", "raws", "to_parquet"]
 
 _KINDS = (".jsonl", ".jsonl.gz", ".parquet")
-# How much is read of the end of a file to find its last line.
+# Bytes read at the end of a file to find its last line.
 _TAIL = 64 << 10
-# How much is read at once.
+# Bytes that are read at once.
 _BLOCK = 1 << 20
-# Rows of a Parquet file that are in memory at once.
+# Rows of a Parquet file that are in memory at the same time.
 _ROWS = 20_000
 
 
@@ -44,16 +44,16 @@ class FlowLogs:
     """The files of flow logs.
 
     Args:
-        paths: folders, of which all flow logs are taken, unfinished ones too, and files.
+        paths: folders and files. Of a folder, all flow logs are read, including unfinished ones.
 
     Raises:
-        FlowLogError: there is nothing to read, or a file of another kind.
+        FlowLogError: there is nothing to read, or a file is of another type.
     """
 
     def __init__(self, paths: Sequence[str | os.PathLike[str]]) -> None:
-        #: In the order of their names.
+        #: The files, sorted by name.
         self.files: list[Path] = []
-        #: Lines so far that were no lines of a flow log, such as the last one of a process that was killed.
+        #: Number of lines so far that could not be read, such as the last line of a killed process.
         self.unreadable = 0
         for path in map(Path, paths):
             if path.is_dir():
@@ -69,19 +69,19 @@ class FlowLogs:
 
     @property
     def size(self) -> int:
-        """Bytes of all of them."""
+        """The bytes of all files."""
         return sum(path.stat().st_size for path in self.files)
 
     def span(self) -> tuple[int, int]:
-        """When about the first and the last line is from, in microseconds; from the ends of the files only."""
+        """Return the approximate times of the first and last line in microseconds, from the ends of the files only."""
         times = [at for path in self.files for at in _ends(path)]
         return (min(times), max(times)) if times else (0, 0)
 
     def lines(self, only: str | None = None) -> Iterator[dict[str, Any]]:
-        """All lines.
+        """Yield all lines.
 
         Args:
-            only: the one kind of line that is wanted; ``None`` for all.
+            only: kind of the wanted lines; ``None`` for all.
         """
         for path in self.files:
             if path.suffix == ".parquet":
@@ -90,7 +90,7 @@ class FlowLogs:
                 yield from self._json_lines(path, only)
 
     def _json_lines(self, path: Path, only: str | None) -> Iterator[dict[str, Any]]:
-        # Most lines are passed over unread, then.
+        # With this mark most lines are skipped without parsing.
         mark = b"" if only is None else b'"%s"' % only.encode()
         with _open(path) as file:
             for raw in file:
@@ -104,12 +104,12 @@ class FlowLogs:
 
 
 def line_of(raw: str | bytes) -> dict[str, Any] | None:
-    """A line; ``None`` if it is none of a flow log."""
+    """Parse a line; ``None`` if it is not a line of a flow log."""
     try:
         line = _loads(raw)
     except ValueError:
         try:
-            # NaN, or a number of more than 64 bits, is JSON to this one only.
+            # Only this parser accepts NaN and numbers of more than 64 bits.
             line = json.loads(raw)
         except ValueError:
             return None
@@ -118,12 +118,12 @@ def line_of(raw: str | bytes) -> dict[str, Any] | None:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A part of a file of lines: those that begin in it.
+    """A part of a file of lines: the lines that begin in it.
 
     Attributes:
-        path: the file.
-        start: its first byte.
-        end: the byte behind the last; ``None`` for the end of the file.
+        path: path of the file.
+        start: offset of the first byte.
+        end: offset after the last byte; ``None`` for the end of the file.
     """
 
     path: str
@@ -132,7 +132,7 @@ class Part:
 
 
 def parts_of(path: Path, size: int) -> Iterator[Part]:
-    """Split a file of lines into parts of about so many bytes. What is compressed is read in one go."""
+    """Split a file of lines into parts of about `size` bytes. A compressed file is one part."""
     if path.suffix == ".gz":
         yield Part(str(path))
         return
@@ -142,16 +142,16 @@ def parts_of(path: Path, size: int) -> Iterator[Part]:
 
 
 def raws(part: Part) -> Iterator[list[bytes]]:
-    """The lines that begin in a part, as they are in the file, some at a time."""
+    """Yield the lines that begin in a part, unparsed, in blocks."""
     with _open(Path(part.path)) as file:
         at = part.start
         if at:
-            # A line that begins before it belongs to the part before.
+            # A line that begins before the part belongs to the previous part.
             file.seek(at - 1)
             at += len(file.readline()) - 1
         while part.end is None or at < part.end:
             wanted = _BLOCK if part.end is None else min(_BLOCK, part.end - at)
-            # To the end of the line in which the last byte is.
+            # Read to the end of the last line.
             block = file.read(wanted - 1) + file.readline()
             if not block:
                 return
@@ -178,7 +178,7 @@ def _ends(path: Path) -> list[int]:
     with _open(path) as file:
         found = [_at(file.readline())]
         if path.suffix == ".gz":
-            # Its end is only found by reading all of it.
+            # The end of a compressed file can only be found by reading all of it.
             last = b""
             for last in file:  # noqa: B007  # the last one is what is wanted
                 pass
@@ -201,13 +201,13 @@ def _pyarrow(path: Path) -> Any:
 
 
 def parquet_schema(pyarrow: Any) -> Any:
-    """The columns of a flow log as Parquet."""
+    """Return the columns of a flow log as Parquet."""
     text, number = pyarrow.string(), pyarrow.int64()
     counts = pyarrow.map_(text, number)
     return pyarrow.schema([(name, {"text": text, "number": number, "counts": counts}[kind]) for name, kind in COLUMNS])
 
 
-#: The fields that lines have, and of which kind they are.
+#: The fields of lines, and their types.
 COLUMNS = (
     ("at", "number"),
     ("kind", "text"),
@@ -273,14 +273,14 @@ def _parquet_ends(path: Path) -> list[int]:
 
 
 def to_parquet(logs: FlowLogs, target: str | os.PathLike[str]) -> int:
-    """Write flow logs as one Parquet file.
+    """Write flow logs to one Parquet file.
 
     Args:
-        logs: what to read.
-        target: the file; it appears when it is complete.
+        logs: flow logs to read.
+        target: file to write; it appears when it is complete.
 
     Returns:
-        How many lines it has.
+        The number of lines in the file.
     """
     path = Path(target)
     pyarrow = _pyarrow(path)

@@ -1,8 +1,8 @@
-"""What other marks and capacities would have done: recorded arrivals through the broker's own queue, sans-I/O.
+"""Replays recorded messages through the broker's own queue with other marks and capacities, sans-I/O.
 
-Time goes in round trips. In each, a publisher that is not held sends what it has and what its capacity has room for;
-only then it learns that it is to stop: so the queue goes as far past its stop threshold as C6 allows. Then the consumer
-takes what it can, and confirms that nobody keeps back arrive.
+Time advances in round trips. In each round trip, a publisher that is not held sends as many of its messages as its
+capacity allows. It learns only afterwards that it has to stop. So the queue exceeds its stop threshold as far as C6
+allows. Then the consumer takes as many messages as it can, and the confirms that no queue holds arrive.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ __all__ = ["Replay", "ReplayResult", "Sample", "Sender", "replay"]
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """What happened to a queue between two looks at it.
+    """The activity of a queue between two samples.
 
     Attributes:
-        seconds: how long that was.
-        arrivals: messages by publisher.
-        left: messages that left.
-        was_busy: whether there was always something to take, so that `left` is what the consumers could.
+        seconds: length of the sample.
+        arrivals: number of messages by publisher.
+        left: number of messages that left.
+        was_busy: whether the queue was never empty; `left` is then the maximum that the consumers could take.
     """
 
     seconds: float
@@ -41,21 +41,21 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class ReplayResult:
-    """What would have been.
+    """The result of a replay.
 
     Attributes:
-        stop: the stop threshold, in messages.
-        resume: the resume threshold.
-        capacities: of the publishers.
-        peak: the most messages in the queue.
-        overshoot: how many of them beyond the stop threshold.
+        stop: stop threshold in messages.
+        resume: resume threshold in messages.
+        capacities: capacities of the publishers.
+        peak: maximum number of messages in the queue.
+        overshoot: messages beyond the stop threshold at the peak.
         times_on: how often the queue turned ON.
-        seconds_flowed: seconds that publishers with something to send were held by the queue, all together.
-        seconds_full: seconds that they were held by their capacity alone.
-        delay: seconds that the slowest message was in the queue.
-        sent: messages that were published.
-        unsent: messages that still waited at the end.
-        seconds: how long it was.
+        seconds_flowed: total seconds that publishers with messages to send were held by the queue.
+        seconds_full: total seconds that they were held only by their capacity.
+        delay: maximum seconds that a message was in the queue.
+        sent: number of published messages.
+        unsent: number of messages that still waited at the end.
+        seconds: length of the replay.
     """
 
     stop: int
@@ -73,7 +73,7 @@ class ReplayResult:
 
     @property
     def seconds_held(self) -> float:
-        """Seconds that publishers with something to send were held."""
+        """The total seconds that publishers with messages to send were held."""
         return self.seconds_flowed + self.seconds_full
 
 
@@ -81,8 +81,8 @@ class Sender(FlowSource):
     """A publisher with a capacity.
 
     Args:
-        name: of the publisher.
-        capacity: the most messages that it may have unconfirmed.
+        name: name of the publisher.
+        capacity: maximum number of its unconfirmed messages.
     """
 
     __slots__ = ("capacity", "flowed", "full", "to_send", "unconfirmed")
@@ -90,54 +90,54 @@ class Sender(FlowSource):
     def __init__(self, name: str, capacity: int) -> None:
         super().__init__(name)
         self.capacity = capacity
-        #: Messages that it has and has not published.
+        #: Messages that wait to be published.
         self.to_send = 0
-        #: Messages that it has published and that are not confirmed.
+        #: Published messages that are not confirmed.
         self.unconfirmed = 0
-        #: Round trips for which it was held by the queue, and by its capacity alone.
+        #: Round trips for which it was held by the queue, and those for which it was held only by its capacity.
         self.flowed = self.full = 0
 
     def confirm(self, _: int) -> None:
-        """One of its messages is confirmed."""
+        """Handle the confirm of one of its messages."""
         self.unconfirmed -= 1
 
 
 @dataclass(slots=True)
 class _Alone:
-    """What is around a queue that has no virtual host."""
+    """The environment of a queue without a virtual host."""
 
     now: float = 0.0
     alarms: list[float] = field(default_factory=list)
-    #: Nothing of it is read ahead.
+    #: Nothing is read ahead.
     window: int = 0
 
     def clock(self) -> float:
         return self.now
 
     def wake_at(self, queue: Queue, at: float) -> None:
-        """Nothing of it has deadlines."""
+        """Do nothing: the queue has no deadlines."""
 
     def died(self, queue: Queue, message: StoredMessage, reason: object) -> None:
-        """Nothing of it has a dead-letter exchange."""
+        """Do nothing: the queue has no dead-letter exchange."""
 
     def unused(self, queue: Queue) -> None:
-        """It does not expire."""
+        """Do nothing: the queue does not expire."""
 
     def admit_waiting(self, queue: Queue, now: float) -> None:
-        """Nothing waits in front of it."""
+        """Do nothing: no publishes wait."""
 
 
 class Replay:
     """A queue, its publishers and its consumers, in simulated time.
 
     Args:
-        marks: of the queue.
-        capacities: of the publishers, by name.
-        name: of the queue.
-        round_trip: seconds.
+        marks: marks of the queue.
+        capacities: capacities of the publishers, by name.
+        name: name of the queue.
+        round_trip: seconds of a round trip.
         size: body bytes of every message.
-        recorder: makes, from a clock, whom to tell of everything; ``None`` for nobody.
-        begin: what time it is, in seconds.
+        recorder: creates an observer from a clock; ``None`` for no observer.
+        begin: start time in seconds.
     """
 
     def __init__(
@@ -153,34 +153,34 @@ class Replay:
     ) -> None:
         self.around = _Alone(begin)
         limits = QueueLimits(marks, Capacity(), None, Enforcement.BOTH)
-        #: Told of everything; ``None`` for nobody.
+        #: The observer; ``None`` if there is none.
         self.recorder = recorder(self.around.clock) if recorder is not None else None
         self.queue = Queue(name, limits, self.around, observer=self.recorder)
         self.senders = {sender: Sender(sender, capacity) for sender, capacity in capacities.items()}
         self.round_trip = round_trip
         self.round = 0
         self.sent = 0
-        # The slowest message, in round trips.
+        # Maximum delay of a message, in round trips.
         self.delay = 0
         self._message = StoredMessage(Address("", name), encode_header(size, None), b"\0" * size)
         self._credit = 0.0
-        # In which round those in the queue came, and those whose confirms arrive at the end of this one.
+        # Arrival rounds of the messages in the queue; and the senders whose confirms arrive at the end of this round.
         self._came: deque[int] = deque()
         self._confirmed: list[Sender] = []
 
     def step(self, arrivals: Mapping[str, int], credit: float) -> None:
-        """One round trip.
+        """Simulate one round trip.
 
         Args:
-            arrivals: what publishers have to send, more than before.
-            credit: messages that consumers can take.
+            arrivals: new messages to send, by publisher.
+            credit: number of messages that the consumers can take.
         """
         queue = self.queue
         self.around.now += self.round_trip
         for name, count in arrivals.items():
             self.senders[name].to_send += count
         senders = list(self.senders.values())
-        # Nobody is always the first.
+        # The first sender changes, so that none has an advantage.
         first = self.round % len(senders)
         told = [(sender, sender.is_blocked) for sender in (*senders[first:], *senders[:first])]
         for sender, is_blocked in told:
@@ -217,7 +217,7 @@ class Replay:
             self._confirmed.append(sender)
 
     def result(self) -> ReplayResult:
-        """What has been."""
+        """Return the result so far."""
         marks = self.queue.limits.stop_resume
         senders = self.senders.values()
         peak = self.queue.contents.peak_depth
@@ -245,17 +245,17 @@ def replay(
     drain_rate: float,
     round_trip: float = 0.005,
 ) -> ReplayResult:
-    """Lead recorded arrivals through a queue.
+    """Replay recorded messages through a queue.
 
-    What arrived in a sample arrives evenly over its time. The consumers take what they took where they always had
-    something to take, and `drain_rate` where not.
+    The messages of a sample arrive evenly over its time. If the queue was never empty in a sample, the consumers take
+    as many messages as recorded. Otherwise they take `drain_rate`.
 
     Args:
-        samples: in order.
-        marks: of the queue.
-        capacities: of all publishers that the samples name.
+        samples: samples in order.
+        marks: marks of the queue.
+        capacities: capacities of all publishers in the samples.
         drain_rate: messages per second that the consumers can take.
-        round_trip: seconds; of a sample that is shorter, all of it.
+        round_trip: seconds of a round trip; at most the length of the sample.
     """
     run = Replay(marks, capacities, round_trip=round_trip)
     for sample in samples:

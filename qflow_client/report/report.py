@@ -1,4 +1,4 @@
-"""The report: tables, what to set, and how both are written down."""
+"""The report: its tables, its advice, and how both are written."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ __all__ = ["FlowReport", "flow_report", "make_report"]
 
 @dataclass(frozen=True)
 class FlowReport:
-    """Who was held, where, why and how long, and what to set.
+    """Which producers were held, where, why and how long, and what to set.
 
     Attributes:
-        tables: rows by the table's name: ``holds``, ``producers``, ``queues``, ``publishers``, ``waits``,
-            ``held_over_time`` and ``depth_over_time``; with advice also ``advice``, ``capacities`` and ``replays``.
-            Times are seconds, moments seconds since 1970.
-        lines: lines that were read, by kind.
-        lost: lines that were never written, because the disk was too slow.
-        unreadable: lines that were none, such as the last one of a process that was killed.
-        first: when the first line is from, in seconds since 1970; ``None`` without lines.
-        last: when the last one is from.
-        advice: what to set, by queue.
-        no_advice: why there is none, by queue.
+        tables: rows by name of the table: ``holds``, ``producers``, ``queues``, ``publishers``, ``waits``,
+            ``held_over_time`` and ``depth_over_time``. With advice also ``advice``, ``capacities`` and ``replays``.
+            Durations are in seconds, times in seconds since 1970.
+        lines: number of lines read, by kind.
+        lost: number of lines that were not written because the disk was too slow.
+        unreadable: number of lines that could not be read, such as the last line of a killed process.
+        first: time of the first line in seconds since 1970; ``None`` without lines.
+        last: time of the last line in seconds since 1970.
+        advice: settings by queue.
+        no_advice: reason why there is no advice, by queue.
     """
 
     tables: dict[str, list[Row]]
@@ -43,7 +43,7 @@ class FlowReport:
     no_advice: dict[str, str] = field(default_factory=dict)
 
     def page(self) -> str:
-        """One HTML page with plots, which needs nothing from elsewhere."""
+        """Return the report as one self-contained HTML page with charts."""
         from qflow_client.report.page import page
 
         return page(self)
@@ -52,13 +52,14 @@ class FlowReport:
         """Write ``report.html`` and, if pyarrow is installed, each table that is not empty as a Parquet file.
 
         Args:
-            folder: made if it does not exist; files of an earlier report are replaced or removed.
+            folder: folder to write to; created if it does not exist. Files of an earlier report are replaced or
+                removed.
 
         Returns:
             The files, the page first.
 
         Raises:
-            OSError: one cannot be written.
+            OSError: a file cannot be written.
         """
         path = Path(folder)
         path.mkdir(parents=True, exist_ok=True)
@@ -85,11 +86,11 @@ def make_report(
     delay: float | None = None,
     round_trip: float = 0.005,
 ) -> FlowReport:
-    """Make a report of what has been summed up, by whatever did.
+    """Make a report from tables.
 
     Args:
-        tables: all lines.
-        samples: what is to be replayed, by queue; ``None`` if no advice is wanted.
+        tables: totals of all lines.
+        samples: samples to replay, by queue; ``None`` for no advice.
         maximum: as for `advise`.
         delay: as for `advise`.
         round_trip: as for `advise`.
@@ -130,18 +131,20 @@ def flow_report(
     queues: Iterable[str] | None = None,
     round_trip: float = 0.005,
 ) -> FlowReport:
-    """Report on flow logs, in this process and in constant memory: one pass, and a second one for advice.
+    """Report on flow logs, in this process and in constant memory.
+
+    It reads the logs once, and a second time for advice.
 
     Args:
         paths: folders of `FlowLog`, or files: ``.jsonl``, ``.jsonl.gz`` or ``.parquet``.
-        maximum: the most messages that a queue may ever have (C6): what to set for that is found out, for each queue.
-        delay: seconds that a message may be in a queue: likewise.
-        queues: those that advice is wanted for; ``None`` for all of which the depth is known.
+        maximum: maximum number of messages in a queue (C6); the report has advice how to keep it, for each queue.
+        delay: maximum seconds that a message may be in a queue; the report has advice how to keep it, for each queue.
+        queues: queues for the advice; ``None`` for all queues with recorded depth.
         round_trip: seconds from a publish to its confirm, for the replays.
 
     Raises:
         FlowLogError: there is nothing to read.
-        ValueError: a maximum or a delay that is not more than 0.
+        ValueError: the maximum or the delay is not more than 0.
     """
     logs = FlowLogs([paths] if isinstance(paths, (str, os.PathLike)) else paths)
     tables = sum_up(logs.lines(), bin_width(*logs.span()))

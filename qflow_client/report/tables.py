@@ -1,7 +1,7 @@
-"""From lines to tables: sums, maxima and histograms of whole numbers, so that the order of lines does not matter.
+"""Tables from lines: sums, maxima and histograms of whole numbers, so that the order of lines does not matter.
 
-`Tables` takes lines one by one, or in parts that somebody else has summed up: then `merge` takes those. Its memory
-grows with the producers and queues that there are, not with the lines.
+`Tables` takes single lines with `add`, or the facts of other tables with `merge`. Its memory grows with the number of
+producers and queues, not with the number of lines.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ Row = dict[str, Any]
 #: Origin (``"producer"`` or ``"broker"``), producer, connection, queue, reason.
 HoldKey = tuple[str, str, str, str, str]
 
-#: About how many points a series over time has.
+#: Approximate number of points of a series over time.
 SERIES_LENGTH = 400
 _PERCENTS = (50, 90, 99)
 _SECOND = 1_000_000
 
 
 def bin_width(first: int, last: int) -> int:
-    """How wide the bins of a series are, in microseconds, for lines from `first` to `last`."""
+    """Return the width of a series' bins, in microseconds, for lines from `first` to `last`."""
     width = _SECOND
     while (last - first) // width > SERIES_LENGTH:
         width *= 2
@@ -36,7 +36,7 @@ def bin_width(first: int, last: int) -> int:
 
 @dataclass(slots=True)
 class Spread:
-    """How long something was, each time: how often, in all, at most, and how often about how long."""
+    """A distribution of durations: their number, sum, maximum and histogram."""
 
     count: int = 0
     total: int = 0
@@ -44,7 +44,7 @@ class Spread:
     buckets: dict[int, int] = field(default_factory=lambda: defaultdict(int))
 
     def add(self, value: int) -> None:
-        """Take one in."""
+        """Add one duration."""
         self.count += 1
         self.total += value
         if value > self.largest:
@@ -52,35 +52,35 @@ class Spread:
         self.buckets[bucket_of(value)] += 1
 
     def add_all(self, bucket: int, count: int, total: int, largest: int) -> None:
-        """Take in some of one bucket."""
+        """Add several durations of one bucket."""
         self.count += count
         self.total += total
         self.largest = max(self.largest, largest)
         self.buckets[bucket] += count
 
     def facts(self, table: str, keys: tuple[str, ...]) -> Iterator[Fact]:
-        """What `add_all` takes; the sum and the maximum are told once."""
+        """Yield the facts for `add_all`; only the first one has the sum and the maximum."""
         total, largest = self.total, self.largest
         for bucket, count in self.buckets.items():
             yield Fact(table, keys, bucket, count, total, largest)
             total = 0
 
     def columns(self, name: str, scale: int = _SECOND) -> Row:
-        """Percentiles and the largest."""
+        """Return the columns with percentiles and the maximum."""
         percents = {f"{name}_p{each}": percentile(self.buckets, each, self.largest) / scale for each in _PERCENTS}
         return percents | {f"{name}_max": self.largest / scale}
 
 
 @dataclass(slots=True)
 class HoldTotals:
-    """What one reason did to one producer."""
+    """The totals of one hold reason of one producer."""
 
     raised: int = 0
-    # Microseconds held, also by holds that have not ended.
+    # Microseconds held, including holds that have not ended.
     us: int = 0
     ended: Spread = field(default_factory=Spread)
     notices: int = 0
-    # While it was unflowed: before it became flowed for this reason, and after that.
+    # Time and messages while it was unflowed: before it became flowed for this reason, and after that.
     before_us: int = 0
     before_messages: int = 0
     after_us: int = 0
@@ -90,29 +90,32 @@ class HoldTotals:
 
 @dataclass(slots=True)
 class QueueTotals:
-    """What happened in a queue."""
+    """The totals of a queue."""
 
     samples: int = 0
     us: int = 0
-    # Depth by microsecond.
+    # Sum of depth times microseconds.
     depth_us: int = 0
     peak: int = 0
     peak_bytes: int = 0
     arrived: int = 0
     arrived_bytes: int = 0
     left: int = 0
-    # Where there was always something to take.
+    # Time and departures while the queue was never empty.
     busy_us: int = 0
     busy_left: int = 0
     on: Spread = field(default_factory=Spread)
     overshoot: Spread = field(default_factory=Spread)
     overshoot_bytes: int = 0
-    # The marks as last told, and when that was.
+    # The latest recorded marks, with their time first.
     marks: tuple[int, int, int, int, int] = (-1, 0, 0, 0, 0)
 
     @property
     def drain_rate(self) -> float:
-        """Messages per second that consumers took where they could; of all the time, if they always could."""
+        """The messages per second that consumers took while the queue was not empty.
+
+        If the queue was always empty, this is the rate over the whole time.
+        """
         if self.busy_us:
             return self.busy_left * _SECOND / self.busy_us
         return self.left * _SECOND / self.us if self.us else 0.0
@@ -120,17 +123,17 @@ class QueueTotals:
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """Lines of which the same is to be known, summed up.
+    """Several lines, summed up.
 
     Attributes:
-        table: what is to be known.
-        keys: of what; as many as the table has.
-        bucket: of a histogram, or the beginning of a bin in microseconds.
-        count: how many.
+        table: name of the fact's table.
+        keys: keys of the table; their number depends on the table.
+        bucket: bucket of a histogram, or the start of a bin in microseconds.
+        count: a count.
         total: a sum.
         most: a maximum.
-        most_2: another.
-        more: other sums.
+        most_2: a second maximum.
+        more: further sums.
     """
 
     table: str
@@ -147,7 +150,7 @@ class Tables:
     """Sums up lines.
 
     Args:
-        width: of the bins of series over time, in microseconds.
+        width: width of the bins of series over time, in microseconds.
     """
 
     def __init__(self, width: int) -> None:
@@ -162,15 +165,15 @@ class Tables:
         self.queues: dict[str, QueueTotals] = defaultdict(QueueTotals)
         # Messages by queue and producer.
         self.arrivals: dict[tuple[str, str], int] = defaultdict(int)
-        # Microseconds by queue, reason, who waited and who had filled it.
+        # Microseconds by queue, reason, waiting producer, and producer that had filled the queue.
         self.waits: dict[tuple[str, str, str, str], int] = defaultdict(int)
         # Microseconds by origin, queue, reason and bin.
         self.held: dict[tuple[str, str, str, int], int] = defaultdict(int)
-        # Peak, arrived and left by queue and bin.
+        # Peak, arrivals and departures by queue and bin.
         self.depths: dict[tuple[str, int], list[int]] = defaultdict(lambda: [0, 0, 0])
 
     def add(self, line: Mapping[str, Any]) -> None:
-        """Take a line in."""
+        """Add a line."""
         kind, at = line["kind"], line["at"]
         self.lines[kind] += 1
         if self.first is None or self.last is None:
@@ -262,10 +265,10 @@ class Tables:
     def _lost(self, line: Mapping[str, Any], at: int) -> None:
         self.lost += line["lost"]
 
-    # What has been summed up in parts.
+    # Merging.
 
     def facts(self) -> Iterator[Fact]:
-        """All that is known, for `merge` of other tables, in no particular order."""
+        """Yield all facts, for `merge` of other tables, in any order."""
         first, last = self.first or 0, self.last or 0
         for kind, count in self.lines.items():
             lost = self.lost if kind == "lost" else 0
@@ -290,7 +293,7 @@ class Tables:
             yield Fact("depth", (name,), at, most=peak, more=(arrived, left))
 
     def merge(self, fact: Fact) -> None:
-        """Take in what has been summed up elsewhere."""
+        """Add a fact of other tables."""
         _MERGERS[fact.table](self, fact)
 
     def _merge_line(self, fact: Fact) -> None:
@@ -369,10 +372,10 @@ class Tables:
     def _merge_over(self, fact: Fact) -> None:
         self.queues[fact.keys[0]].overshoot.add_all(fact.bucket, fact.count, fact.total, fact.most)
 
-    # What comes of it.
+    # Results.
 
     def capacities(self) -> dict[str, int]:
-        """The capacity of each producer that told of it."""
+        """Return the capacity of each producer whose lines have one."""
         found: dict[str, int] = {}
         for (_, producer, _, _, _), hold in self.holds.items():
             if hold.capacity:
@@ -380,11 +383,11 @@ class Tables:
         return found
 
     def publishers(self, queue: str) -> dict[str, int]:
-        """Who published to a queue, and how many messages."""
+        """Return the number of messages of each publisher to a queue."""
         return {producer: count for (name, producer), count in sorted(self.arrivals.items()) if name == queue}
 
     def tables(self) -> dict[str, list[Row]]:
-        """All tables, each in a fixed order."""
+        """Return all tables, each in a fixed order."""
         return {
             "holds": list(self._hold_rows()),
             "producers": list(self._producer_rows()),
@@ -459,7 +462,7 @@ class Tables:
             }
 
     def _depth_rows(self) -> Iterator[Row]:
-        """Depth samples, joined with how long the queue held its publishers at that time."""
+        """Yield depth samples, joined with the time for which the queue held its publishers."""
         held: dict[tuple[str, int], int] = defaultdict(int)
         for (origin, queue, reason, at), us in self.held.items():
             if origin == "broker" and reason == "channel_flow":
@@ -476,7 +479,7 @@ class Tables:
 
     @property
     def seconds(self) -> float:
-        """From the first line to the last."""
+        """The seconds from the first line to the last."""
         return 0.0 if self.first is None or self.last is None else (self.last - self.first) / _SECOND
 
 
@@ -529,7 +532,7 @@ def _hold_key(fact: Fact) -> HoldKey:
 
 
 def sum_up(lines: Iterable[Mapping[str, Any]], width: int) -> Tables:
-    """All lines in one go."""
+    """Return the tables of all lines."""
     tables = Tables(width)
     add = tables.add
     for line in lines:

@@ -1,1 +1,1 @@
-"""Tools for testing programs that publish under flow control: pytest fixtures, and private broker nodes."""
+"""Tools for tests of programs that publish under flow control: pytest fixtures, and private broker nodes."""

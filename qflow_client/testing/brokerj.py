@@ -1,7 +1,7 @@
 """Private Apache Qpid Broker-J brokers, which send ``Channel.Flow`` to producers that overfill a queue.
 
-A broker is run from the jars of one release, which Maven fetches once into a cache folder. It has ports, a folder, a
-configuration and a password of its own, keeps everything in memory, and listens on the loopback interface only.
+A broker runs from the jars of one release. Maven fetches them once into a cache folder. Each broker has its own ports,
+folder, configuration and password. It keeps everything in memory, and listens only on the loopback interface.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from qflow_client.testing.node import HOST, Node, free_port
 
 __all__ = ["VERSIONS", "BrokerJ", "BrokerJError", "BrokerJNode", "BrokerJNotInstalled"]
 
-#: The latest release of each line.
+#: The latest release of each release line.
 VERSIONS = ("9.2.1", "10.1.0")
 
 _USER = "guest"
@@ -40,7 +40,7 @@ _PLUGINS = (
     "management-http",
     "memory-store",
 )
-# qpid-broker brings the main class and, left alone, every plugin there is.
+# qpid-broker has the main class. Without the exclusions it would also bring every plugin.
 _POM = """\
 <project xmlns="http://maven.apache.org/POM/4.0.0">
   <modelVersion>4.0.0</modelVersion>
@@ -70,20 +70,20 @@ _DEPENDENCY = """\
 
 
 class BrokerJError(RuntimeError):
-    """A broker did not do what it was told."""
+    """A broker did not do what was requested."""
 
 
 class BrokerJNotInstalled(BrokerJError):
-    """This machine has no Broker-J, and cannot get one."""
+    """This machine has no Broker-J, and cannot fetch one."""
 
 
 class BrokerJ:
-    """A running Broker-J, whoever started it, and its REST API.
+    """A running Broker-J, started by anyone, and its REST API.
 
     Args:
-        url: AMQP URL of a virtual host, with the user and password that its REST API takes too.
-        management_url: HTTP URL of its management.
-        virtual_host_node: the node that the virtual host is on. None: the one of the same name.
+        url: AMQP URL of a virtual host, with a user and password that are also valid for its REST API.
+        management_url: HTTP URL of the management.
+        virtual_host_node: virtual host node of the virtual host. None: the node with the same name.
     """
 
     def __init__(self, url: str, management_url: str, *, virtual_host_node: str | None = None) -> None:
@@ -103,41 +103,41 @@ class BrokerJ:
 
     @property
     def port(self) -> int:
-        """Port on which it speaks AMQP."""
+        """The AMQP port."""
         return self._port
 
     def queue(self, name: str) -> dict[str, Any]:
-        """What it says of a queue: attributes, and ``statistics`` such as ``queueDepthBytes``.
+        """Return the attributes of a queue, and its ``statistics`` such as ``queueDepthBytes``.
 
         Raises:
-            BrokerJError: there is none, or the broker does not answer.
+            BrokerJError: the queue does not exist, or the broker does not answer.
         """
         answer = self._request("GET", self._queue_path(name))
-        # A list of one, where releases differ.
+        # Some releases return a list with one queue.
         queue: dict[str, Any] = answer[0] if isinstance(answer, list) else answer
         return queue
 
     def make_queue(self, name: str, **attributes: object) -> None:
-        """Make a queue.
+        """Create a queue.
 
         Args:
-            name: of the queue; not with a slash, which the broker's HTTP server refuses in a path.
-            attributes: by Broker-J's names, such as ``overflowPolicy="PRODUCER_FLOW_CONTROL"``.
+            name: name of the queue; without a slash, which the broker's HTTP server refuses in a path.
+            attributes: attributes with Broker-J's names, such as ``overflowPolicy="PRODUCER_FLOW_CONTROL"``.
 
         Raises:
-            BrokerJError: it refuses, or does not answer.
+            BrokerJError: the broker refuses the request, or does not answer.
         """
         self._request("PUT", self._queue_path(name), {"name": name, **attributes})
 
     def change_queue(self, name: str, **attributes: object) -> None:
-        """Change attributes of a queue; otherwise as `make_queue`."""
+        """Change attributes of a queue. Otherwise the same as `make_queue`."""
         self._request("POST", self._queue_path(name), attributes)
 
     def set_context(self, variables: Mapping[str, object]) -> None:
-        """Set context variables of its virtual host; otherwise as `make_queue`.
+        """Set context variables of its virtual host. Otherwise the same as `make_queue`.
 
         Args:
-            variables: by name, such as ``queue.defaultOverflowPolicy``; all that it is to have.
+            variables: all context variables of the virtual host by name, such as ``queue.defaultOverflowPolicy``.
         """
         context = {name: str(value) for name, value in variables.items()}
         self._request("POST", f"virtualhost/{self._parent}", {"context": context})
@@ -173,14 +173,14 @@ class BrokerJNode(Node, BrokerJ):
             connection = pika.BlockingConnection(pika.URLParameters(node.url))
 
     Args:
-        version: the release. The first time, Maven fetches its jars into the folder that the environment variable
-            ``QFLOW_BROKERJ_CACHE`` names, else into the user's cache.
-        flow_enforcement_timeout: seconds after which it closes a channel that goes on publishing when it was told to
-            stop. None: the broker's default, 5.
-        start_timeout: seconds that `start` waits for the broker to be ready.
+        version: release of the broker. At the first use Maven fetches its jars into the folder of the environment
+            variable ``QFLOW_BROKERJ_CACHE``, or otherwise into the user's cache.
+        flow_enforcement_timeout: seconds after which it closes a channel that still publishes after a stop. None: the
+            broker's default, 5.
+        start_timeout: maximum seconds that `start` waits until the broker is ready.
 
     Raises:
-        BrokerJNotInstalled: Java is missing, or the jars, and Maven cannot fetch them.
+        BrokerJNotInstalled: Java is missing, or the jars are missing and Maven cannot fetch them.
     """
 
     _error = BrokerJError
@@ -202,7 +202,7 @@ class BrokerJNode(Node, BrokerJ):
         BrokerJ.__init__(
             self, f"amqp://{_USER}:{self._password}@{HOST}:{port}/{_VIRTUAL_HOST}", f"http://{HOST}:{self._http_port}"
         )
-        #: The release that runs.
+        #: Release of the broker.
         self.version = version
         self._context: dict[str, str] = {}
         if flow_enforcement_timeout is not None:
@@ -214,7 +214,7 @@ class BrokerJNode(Node, BrokerJ):
 
     @property
     def log(self) -> str:
-        """What it has logged since it was started, as that a queue is overfull (``QUE-1003``) or not (``QUE-1004``)."""
+        """The log since the start, such as that a queue is overfull (``QUE-1003``) or not any more (``QUE-1004``)."""
         return self._log_file.read_text(encoding="utf-8", errors="replace") if self._log_file.exists() else ""
 
     def _prepare(self) -> None:
@@ -239,7 +239,7 @@ class BrokerJNode(Node, BrokerJ):
         ]
 
     def _environment(self) -> dict[str, str]:
-        # Settings meant for another broker must not reach this one.
+        # Environment variables for other brokers must not affect this one.
         return {name: value for name, value in os.environ.items() if not name.startswith("QPID_")}
 
     def _is_ready(self) -> bool:
@@ -262,7 +262,7 @@ class BrokerJNode(Node, BrokerJ):
                 {
                     "name": "plain",
                     "type": "Plain",
-                    # PLAIN without TLS: nobody else hears what is said on the loopback interface.
+                    # PLAIN without TLS is safe here, because no other machine can read the loopback interface.
                     "secureOnlyMechanisms": [],
                     "users": [{"name": _USER, "type": "managed", "password": self._password}],
                 }
@@ -311,7 +311,7 @@ def _cache() -> Path:
 
 
 def _fetch(version: str) -> Path:
-    """Return the folder with the jars of a release, fetched if it is not there yet."""
+    """Return the folder with the jars of a release. Fetch them if they are not there yet."""
     folder = _cache() / version
     if folder.is_dir():
         return folder
@@ -346,7 +346,7 @@ def _fetch(version: str) -> Path:
         if done.returncode != 0:
             words = "\n  ".join((done.stdout + done.stderr).strip().splitlines()[:10])
             raise BrokerJNotInstalled(f"Maven could not fetch Apache Qpid Broker-J {version}:\n  {words}")
-        # Whole or not at all. Somebody else may have been faster.
+        # The rename is atomic. It fails if another process was faster.
         with contextlib.suppress(OSError):
             jars.rename(folder)
     return folder

@@ -1,11 +1,11 @@
-"""A private cluster of three RabbitMQ nodes, whose links tests may cut.
+"""A private cluster of three RabbitMQ nodes, whose links tests can cut.
 
-The nodes run on this machine, each at a loopback address of its own (127.0.0.2 and so on), and so do the connections
-between them. So a link is cut by dropping packets between two addresses, which neither end is told of: as in a network
-that is broken, a node finds out after `NET_TICK_TIME`. That takes root and iptables; all else takes neither. Clients
-come from 127.0.0.1, and are not cut off.
+All nodes run on this machine, each at its own loopback address (127.0.0.2 and so on), and use these addresses for the
+links between them. A link is cut by dropping the packets between two addresses. As in a broken network, no node is
+informed; a node detects it after `NET_TICK_TIME`. Cutting links needs root and iptables; everything else does not.
+Clients connect from 127.0.0.1, and are not cut off.
 
-A node in the minority pauses, and with it its clients (``cluster_partition_handling = pause_minority``).
+A node in the minority pauses and disconnects its clients (``cluster_partition_handling = pause_minority``).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from qflow_client.testing.rabbitmq import RabbitMQError, RabbitMQNode
 
 __all__ = ["NET_TICK_TIME", "RabbitMQCluster"]
 
-#: Seconds after which a node takes another that is silent for lost.
+#: Seconds of silence after which a node considers another node lost.
 NET_TICK_TIME: Final = 8
 
 _START_TIMEOUT = 300.0
@@ -37,11 +37,11 @@ class _ClusterNode(RabbitMQNode):
     """One node of a cluster.
 
     Args:
-        host: its loopback address.
-        epmd_port: of the cluster's port mapper.
-        cookie: the cluster's.
-        peers: the names of all nodes.
-        directory: its folder.
+        host: loopback address of the node.
+        epmd_port: port of the cluster's port mapper.
+        cookie: Erlang cookie of the cluster.
+        peers: names of all nodes.
+        directory: folder of the node.
     """
 
     _ctl_options = ("--longnames",)
@@ -56,7 +56,7 @@ class _ClusterNode(RabbitMQNode):
 
     @property
     def name(self) -> str:
-        """Its name in the cluster."""
+        """The name of the node in the cluster."""
         return self._name
 
     def _environment(self) -> dict[str, str]:
@@ -90,16 +90,16 @@ class _ClusterNode(RabbitMQNode):
             os.chown(cookie, self._account.uid, self._account.gid)
 
     def _start_helpers(self) -> None:
-        """The cluster has one port mapper for all nodes."""
+        """Start nothing: the cluster has one port mapper for all nodes."""
 
 
 def _name(host: str) -> str:
-    # The port mapper knows nodes by the part before the @.
+    # The port mapper identifies nodes by the part before the @.
     return f"rabbit{host.rpartition('.')[2]}@{host}"
 
 
 class RabbitMQCluster:
-    """Three RabbitMQ nodes that form a cluster; a context manager that starts it on entry and closes it on exit.
+    """Three RabbitMQ nodes that form a cluster. The context manager starts it on entry and closes it on exit.
 
     Example::
 
@@ -109,14 +109,14 @@ class RabbitMQCluster:
                 ...
 
     Args:
-        size: how many nodes.
+        size: number of nodes.
 
     Raises:
         RabbitMQNotInstalled: this machine has no RabbitMQ.
     """
 
     def __init__(self, size: int = 3) -> None:
-        # As for a single node: the user rabbitmq must be able to reach it.
+        # As for a single node, the user rabbitmq must have access to it.
         parent = "/var/tmp" if os.geteuid() == 0 else None
         self._folder = tempfile.TemporaryDirectory(prefix="qflow-cluster-", dir=parent, ignore_cleanup_errors=True)
         Path(self._folder.name).chmod(0o755)
@@ -125,11 +125,11 @@ class RabbitMQCluster:
         self._hosts = [f"127.0.0.{number}" for number in range(2, 2 + size)]
         cookie = secrets.token_hex(16)
         names = [_name(host) for host in self._hosts]
-        #: The nodes.
+        #: The nodes, in the order of their addresses.
         self.nodes: tuple[_ClusterNode, ...] = tuple(
             _ClusterNode(host, self._epmd_port, cookie, names, Path(self._folder.name) / host) for host in self._hosts
         )
-        # The packet filter's rules that cut links.
+        # The iptables rules that cut links.
         self._rules: list[tuple[str, ...]] = []
 
     @property
@@ -139,14 +139,14 @@ class RabbitMQCluster:
 
     @staticmethod
     def can_partition() -> bool:
-        """Whether links can be cut here: that takes root and iptables."""
+        """Whether links can be cut on this machine, which needs root and iptables."""
         return os.geteuid() == 0 and shutil.which("iptables") is not None
 
     def start(self) -> None:
-        """Start the nodes that do not run, all at once.
+        """Start all nodes that are not running, at the same time.
 
         Raises:
-            RabbitMQError: a node does not start, or does not join the others.
+            RabbitMQError: a node does not start, or does not join the cluster.
         """
         if self._epmd is None:
             node = self.nodes[0]
@@ -165,7 +165,7 @@ class RabbitMQCluster:
 
     @property
     def running(self) -> int:
-        """How many nodes the first node sees running, itself included."""
+        """The number of nodes that the first node sees running, including itself."""
         return int(self.nodes[0].ctl("eval", "length(rabbit_mnesia:cluster_nodes(running))."))
 
     @staticmethod
@@ -187,10 +187,10 @@ class RabbitMQCluster:
             raise errors[0]
 
     def cut(self, one: int, other: int) -> None:
-        """Cut the link between two nodes, given by their places in `nodes`, until `heal`.
+        """Cut the link between two nodes until `heal`. The nodes are given by their index in `nodes`.
 
         Raises:
-            RabbitMQError: that takes root and iptables.
+            RabbitMQError: this machine has no iptables, or the process is not root.
         """
         if not self.can_partition():
             raise RabbitMQError("links between nodes can only be cut by root, with iptables")
@@ -201,17 +201,17 @@ class RabbitMQCluster:
             self._rules.append(rule)
 
     def heal(self) -> None:
-        """Have all links carry packets again."""
+        """Restore all links."""
         while self._rules:
             _iptables("-D", *self._rules[-1])
             self._rules.pop()
 
     @contextlib.contextmanager
     def partition(self, alone: int) -> Iterator[None]:
-        """Cut one node off from all others meanwhile. It pauses, and comes back by itself afterwards.
+        """Cut one node off from all others during the block. It pauses, and rejoins by itself afterwards.
 
         Raises:
-            RabbitMQError: as `cut`.
+            RabbitMQError: as for `cut`.
         """
         try:
             for other in range(len(self.nodes)):
@@ -222,7 +222,7 @@ class RabbitMQCluster:
             self.heal()
 
     def close(self) -> None:
-        """Stop all for good, and remove what they have stored."""
+        """Stop all nodes for good, and remove their data."""
         self.heal()
         self._each([node.kill for node in self.nodes])
         if self._epmd is not None:

@@ -1,4 +1,4 @@
-"""The depth of a queue over time: recorded from an embedded broker, and drawn between its marks."""
+"""The depth of a queue over time: recorded from an embedded broker, and drawn with its marks."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class DepthSample:
     """A queue at one moment.
 
     Attributes:
-        at: seconds since the recording began.
-        depth: messages, ready and delivered-unacknowledged.
-        bytes: body bytes of all of them.
-        on: its flow state.
+        at: seconds since the start of the recording.
+        depth: messages, ready and unacked.
+        bytes: body bytes of all these messages.
+        on: whether its flow state is ON.
     """
 
     at: float
@@ -34,14 +34,14 @@ class DepthSample:
 
 
 class DepthRecorder:
-    """Looks at a queue whenever its broker's state has changed, from a thread of its own, as long as the block lasts.
+    """Records a queue after each change of its broker's state, on a separate thread, during the block.
 
     Args:
-        broker: an embedded broker that runs.
-        queue: the name of one of its queues.
+        broker: a running embedded broker.
+        queue: name of one of its queues.
     """
 
-    #: Seconds after which it looks even if nothing has happened.
+    #: Seconds after which it takes a sample even if nothing has changed.
     PERIOD = 0.05
 
     def __init__(self, broker: Broker, queue: str) -> None:
@@ -50,15 +50,15 @@ class DepthRecorder:
         self._started = 0.0
         self._is_over = False
         self._thread = threading.Thread(target=self._run, name=f"depth of {queue}", daemon=True)
-        #: What was seen, the oldest first.
+        #: The samples, the oldest first.
         self.samples: list[DepthSample] = []
-        #: The most messages, and body bytes, that there ever were, by the queue's own count: none escapes it.
+        #: Maximum messages and body bytes, as counted by the queue itself, so that no peak is missed.
         self.peak_depth = 0
         self.peak_bytes = 0
 
     def __enter__(self) -> Self:
         self._started = time.monotonic()
-        # A queue that is not there is its caller's business, not the thread's.
+        # If the queue does not exist, the error is raised here and not in the thread.
         self._look(self._broker)
         self._thread.start()
         return self
@@ -76,7 +76,7 @@ class DepthRecorder:
             try:
                 self._broker.wait_until(self._look, self.PERIOD)
             except TimeoutError:
-                # A quiet queue.
+                # Nothing has changed.
                 continue
 
     def _look(self, broker: Broker) -> bool:
@@ -89,14 +89,14 @@ class DepthRecorder:
 
 @dataclass(frozen=True, slots=True)
 class DepthPanel:
-    """One run in a picture.
+    """One run in a drawing.
 
     Attributes:
-        title: what is special about it.
-        samples: what was seen, the oldest first.
-        peak: the most that there was; ``None`` for the most that was seen.
-        marks: lines to be drawn, by name: ``highest``, ``stop`` and ``resume`` have colours.
-        of_bytes: whether it is about body bytes; else about messages.
+        title: title of the run.
+        samples: samples, the oldest first.
+        peak: maximum of the run; ``None`` for the maximum of the samples.
+        marks: marks to draw as lines, by name: ``highest``, ``stop`` and ``resume`` have colours.
+        of_bytes: whether to draw body bytes instead of messages.
     """
 
     title: str
@@ -106,16 +106,16 @@ class DepthPanel:
     of_bytes: bool = False
 
     def value(self, sample: DepthSample) -> int:
-        """What the line shows of a sample."""
+        """Return the value to draw for a sample."""
         return sample.bytes if self.of_bytes else sample.depth
 
     def words(self, value: int) -> str:
-        """A value for people."""
+        """Return a value as text."""
         return f"{value / 1e6:g} MB" if self.of_bytes else str(value)
 
     @property
     def highest(self) -> int:
-        """The most that there was."""
+        """The maximum of the run."""
         return max(map(self.value, self.samples)) if self.peak is None else self.peak
 
 
@@ -135,27 +135,27 @@ text.highest { fill: #c297ff } text.stop { fill: #ff7b72 } text.resume { fill: #
 .depth { stroke: #79c0ff }
 .on { fill: #ff7b72; opacity: 0.16 }"""
 
-# Between two lines of text.
+# Distance between two lines of text.
 _LINE = 14
 
-# Seconds between two marks on the time axis.
+# Seconds between two ticks of the time axis.
 _STEPS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 _MOST_STEPS = 8
 
 
 def draw_depth(panels: Sequence[DepthPanel], *, title: str, made_by: str) -> str:
-    """Draw runs below one another, on the same scales.
+    """Draw runs below one another, with the same scales.
 
     Args:
-        panels: one or more, each with samples.
-        title: what the picture shows, for those who do not see it. The peaks are added.
-        made_by: the program that made it.
+        panels: one or more panels, each with samples.
+        title: description of the drawing for screen readers. The peaks are appended.
+        made_by: name of the program that creates the drawing.
 
     Returns:
-        The picture as SVG; the same for the same panels.
+        The drawing as SVG; the same panels always give the same SVG.
 
     Raises:
-        ValueError: no panel, or one without samples.
+        ValueError: there is no panel, or a panel has no samples.
     """
     if not panels or not all(panel.samples for panel in panels):
         raise ValueError("nothing to draw: there must be panels, each with samples")
@@ -195,16 +195,16 @@ def _panel(panel: DepthPanel, top: int, seconds: float, most: float) -> list[str
     for name, value in sorted(panel.marks.items(), key=lambda mark: -mark[1]):
         kind = escape(name)
         parts.append(f'<path class="mark {kind}" d="M{_LEFT} {y(value)}H{right}"/>')
-        # Marks may lie closer together than lines of text can.
+        # Marks may be closer together than lines of text can be.
         above = max(y(value) + 4, above + _LINE)
         parts.append(f'<text class="{kind}" x="{right + 6}" y="{above}">{panel.words(value)} {kind}</text>')
     parts.append(f'<text class="small" x="{_LEFT - 6}" y="{y(0) + 4}" text-anchor="end">0</text>')
     first, *others = _thinned(panel, seconds)
-    # What was seen holds until something else is.
+    # A value is valid until the next sample.
     steps = "".join(f"H{x(sample.at)}V{y(panel.value(sample))}" for sample in others)
     parts.append(f'<path class="depth" d="M{x(first.at)} {y(panel.value(first))}{steps}"/>')
     top_sample = max(panel.samples, key=panel.value)
-    # Near the right end the words would leave the plot.
+    # Near the right end the text would leave the plot.
     anchor, shift = ("end", -4) if x(top_sample.at) > right - 90 else ("start", 4)
     parts.append(
         f'<text x="{x(top_sample.at) + shift}" y="{y(panel.highest) - 5}" text-anchor="{anchor}">'
@@ -219,7 +219,7 @@ def _panel(panel: DepthPanel, top: int, seconds: float, most: float) -> list[str
 
 
 def _spans(samples: Sequence[DepthSample]) -> list[tuple[float, float]]:
-    """From when to when the flow state was ON."""
+    """Return the start and end of each time at which the flow state was ON."""
     spans = []
     since = None
     for sample in samples:
@@ -234,7 +234,7 @@ def _spans(samples: Sequence[DepthSample]) -> list[tuple[float, float]]:
 
 
 def _thinned(panel: DepthPanel, seconds: float) -> list[DepthSample]:
-    """The first, lowest, highest and last sample of every pixel and a half: what a line can show."""
+    """Return the first, lowest, highest and last sample of each one and a half pixels; a line cannot show more."""
     groups: dict[int, list[DepthSample]] = {}
     for sample in panel.samples:
         groups.setdefault(int(sample.at / seconds * 400), []).append(sample)

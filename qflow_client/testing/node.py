@@ -1,4 +1,4 @@
-"""The process of a private broker: how it is started, awaited, stopped, killed and left behind by nobody."""
+"""The process of a private broker: starting it, waiting for it, stopping and killing it, without leaving processes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = ["HOST", "Node", "free_port", "wait_until"]
 
 logger = logging.getLogger(__name__)
 
-#: The loopback interface, on which every private broker listens, and on no other.
+#: The loopback interface. Private brokers listen on no other interface.
 HOST = "127.0.0.1"
 
 _POLL_INTERVAL = 0.05
@@ -32,16 +32,16 @@ _LAST_LINES = 30
 
 
 class Node(ABC):
-    """A private broker, as a context manager that starts it on entry and closes it on exit.
+    """A private broker. The context manager starts it on entry and closes it on exit.
 
     Args:
-        title: what messages call it, such as ``"RabbitMQ node on port 5672"``.
-        directory: its folder, in which it runs, and has its console's log.
-        temporary: the same if `close` is to remove it.
-        start_timeout: seconds that `start` waits for it to be ready.
+        title: name in error messages, such as ``"RabbitMQ node on port 5672"``.
+        directory: working folder, which also has its console log.
+        temporary: the same folder if `close` has to remove it.
+        start_timeout: maximum seconds that `start` waits until it is ready.
     """
 
-    #: What is raised where it does not do what it was told.
+    #: The exception to raise if it does not do what was requested.
     _error: type[Exception] = RuntimeError
 
     def __init__(
@@ -55,25 +55,25 @@ class Node(ABC):
         self._directory = directory
         self._temporary = temporary
         self._start_timeout = start_timeout
-        # Set while it runs, and after it has died by itself until stop() or kill().
+        # Set while it runs. If it died by itself, still set until stop() or kill().
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
     def pid(self) -> int | None:
-        """Process id of the broker; None while it does not run."""
+        """The process id of the broker; None while it does not run."""
         return self._process.pid if self._process is not None and self._process.poll() is None else None
 
     @property
     def running(self) -> bool:
-        """Whether its process is alive; a suspended one is."""
+        """Whether its process is alive; a suspended process is alive."""
         return self.pid is not None
 
     def start(self) -> None:
-        """Start it and return when it answers. Does nothing if it runs already.
+        """Start it, and return when it answers. Do nothing if it runs already.
 
         Raises:
-            RabbitMQError, BrokerJError: it ends or does not answer within `start_timeout`; the last lines of its log
-                are in the message.
+            RabbitMQError, BrokerJError: it ends or does not answer within `start_timeout`. The message contains the
+                last lines of its log.
         """
         if self.running:
             return
@@ -82,7 +82,7 @@ class Node(ABC):
         try:
             self._start_helpers()
             with (self._directory / "console.log").open("wb") as console:
-                # A session of its own, so that Ctrl-C in the terminal ends the tests and not the broker under them.
+                # In a session of its own, so that Ctrl-C in the terminal stops the tests and not the broker.
                 self._process = process = subprocess.Popen(
                     self._command(),
                     cwd=self._directory,
@@ -106,10 +106,10 @@ class Node(ABC):
             raise
 
     def stop(self, timeout: float = 30.0) -> None:
-        """Stop it in order. Does nothing if it does not run.
+        """Stop it cleanly. Do nothing if it does not run.
 
         Args:
-            timeout: seconds it may take; after that it is killed, and a warning logged.
+            timeout: maximum seconds; after this time it is killed, and a warning is logged.
         """
         process = self._process
         if process is not None and process.poll() is None:
@@ -122,13 +122,13 @@ class Node(ABC):
         self.kill()
 
     def kill(self) -> None:
-        """End it at once, as a crash would (SIGKILL). Does nothing if it does not run."""
+        """End it at once, like a crash (SIGKILL). Do nothing if it does not run."""
         if self._process is not None and self._process.poll() is None:
             os.killpg(self._process.pid, signal.SIGKILL)
         self._reap()
 
     def pause(self) -> None:
-        """Suspend it (SIGSTOP): its connections stay open, and nothing is read or answered until `resume`.
+        """Suspend it (SIGSTOP): its connections stay open, but it reads and answers nothing until `resume`.
 
         Raises:
             RabbitMQError, BrokerJError: it does not run.
@@ -137,17 +137,17 @@ class Node(ABC):
         if pid is None:
             raise self._error(f"cannot pause the {self._title}: it does not run: start() it first")
         os.killpg(pid, signal.SIGSTOP)
-        # The signal works at some time after kill() returns; the caller wants to know it done.
+        # The signal may take effect after kill() has returned. So wait until the process is stopped.
         os.waitid(os.P_PID, pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
 
     def resume(self) -> None:
-        """Let it go on after `pause` (SIGCONT). Does nothing if it is not suspended or does not run."""
+        """Continue it after `pause` (SIGCONT). Do nothing if it is not suspended or does not run."""
         pid = self.pid
         if pid is not None:
             os.killpg(pid, signal.SIGCONT)
 
     def close(self) -> None:
-        """Stop it for good, and remove its folder if that is temporary."""
+        """Stop it for good, and remove its folder if the folder is temporary."""
         self.stop()
         if self._temporary is not None:
             self._temporary.cleanup()
@@ -169,37 +169,37 @@ class Node(ABC):
         state = f"pid {self.pid}" if self.running else "not running"
         return f"<{type(self).__name__}: {self._title}, {state}, {self._directory}>"
 
-    # What each broker has of its own.
+    # Methods that each kind of broker implements.
 
     @abstractmethod
     def _prepare(self) -> None:
-        """Write what it reads as it starts."""
+        """Write the files that it reads at its start."""
 
     @abstractmethod
     def _command(self) -> Sequence[str | Path]:
-        """How it is started."""
+        """Return its command line."""
 
     @abstractmethod
     def _environment(self) -> dict[str, str]:
-        """Its environment."""
+        """Return its environment."""
 
     @abstractmethod
     def _is_ready(self) -> bool:
-        """Whether it takes connections."""
+        """Whether it accepts connections."""
 
     @abstractmethod
     def _said(self) -> str:
-        """What it has logged."""
+        """Return its log."""
 
     def _account_of_process(self) -> Any:
-        """Whom it runs as, for ``subprocess.Popen``."""
+        """Return the user to run it as, as arguments of ``subprocess.Popen``."""
         return {}
 
     def _start_helpers(self) -> None:  # noqa: B027 - most need none
         """Start other processes that it needs."""
 
     def _reap(self) -> None:
-        """Take leave of processes that have ended."""
+        """Wait for processes that have ended."""
         if self._process is not None:
             self._process.wait()
             self._process = None
@@ -208,11 +208,11 @@ class Node(ABC):
 def free_port(taken: set[int], *, for_proxy: bool = False) -> int:
     """Return a port that has no listener and is not in `taken`.
 
-    Nodes and proxies have ranges of their own. A node listens seconds after its ports were chosen, and proxies come and
-    go in other processes meanwhile.
+    Nodes and proxies use different ranges. A node listens only seconds after its ports were chosen, and proxies in
+    other processes come and go in the meantime.
     """
-    # Below the range from which systems take the ports of outgoing connections. Out of that range, a client that
-    # reconnects while the broker is down can be given the broker's port, and so connect to itself.
+    # The ranges are below the range that systems use for outgoing connections. Otherwise a client that reconnects while
+    # the broker is down could get the broker's port, and connect to itself.
     while True:
         port = random.randrange(20_000, 26_000) if for_proxy else random.randrange(26_000, 32_000)
         if port not in taken:
@@ -223,7 +223,7 @@ def free_port(taken: set[int], *, for_proxy: bool = False) -> int:
 
 
 def wait_until(condition: Callable[[], bool], timeout: float) -> bool:
-    """Whether `condition` came true within `timeout` seconds."""
+    """Wait until a condition is true. Return whether it became true within `timeout` seconds."""
     deadline = time.monotonic() + timeout
     while not condition():
         if time.monotonic() >= deadline:

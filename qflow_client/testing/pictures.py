@@ -1,4 +1,7 @@
-"""SVG pictures as the documentation has them: a card with text, light and dark. The same input gives the same bytes."""
+"""SVG drawings in the style of the documentation: a card with text, light and dark.
+
+The same input gives the same bytes.
+"""
 
 from __future__ import annotations
 
@@ -24,16 +27,16 @@ text { fill: #e6edf3 }
 def svg(
     width: float, height: float, parts: Iterable[str], *, title: str, made_by: str, light: str = "", dark: str = ""
 ) -> str:
-    """A whole picture.
+    """Return a complete SVG drawing.
 
     Args:
-        width: in pixels.
-        height: in pixels.
-        parts: its elements, as SVG.
-        title: what is told to those who do not see it.
-        made_by: the program that made it.
-        light: further rules of its style sheet. There are the classes ``title``, ``small`` and ``grid`` already.
-        dark: what of them is otherwise on a dark page.
+        width: width in pixels.
+        height: height in pixels.
+        parts: elements of the drawing, as SVG.
+        title: description for screen readers.
+        made_by: name of the program that creates the drawing.
+        light: more rules of the style sheet. The classes ``title``, ``small`` and ``grid`` already exist.
+        dark: rules that differ on a dark page.
     """
     body = "\n".join(parts)
     style = f"{_LIGHT}\n{light}\n@media (prefers-color-scheme: dark) {{\n{_DARK}\n{dark}\n}}"

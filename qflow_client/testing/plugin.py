@@ -1,9 +1,9 @@
-"""The pytest plugin: a broker for every test that asks for one.
+"""The pytest plugin: a broker for each test that requests it.
 
-A test takes the fixture `qflow_broker`, publishes to its `url` with the program under test, and has the broker do what
-brokers do: ``flow(False)``, ``block()``, ``withhold_confirms()``, ``nack_publishes()``, ``close_channels()``,
+A test takes the fixture `qflow_broker`. The program under test publishes to its `url`. The test then lets the broker
+act: ``flow(False)``, ``block()``, ``withhold_confirms()``, ``nack_publishes()``, ``close_channels()``,
 ``close_connections()``, ``drop_connections()``; see `qflow_client.broker.Broker`. The ``url`` of `qflow_proxy` leads to
-the same broker by way of a proxy that does what networks do; see `qflow_client.testing.proxy.FaultProxy`.
+the same broker through a proxy that simulates network faults; see `qflow_client.testing.proxy.FaultProxy`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _MARKER = "qflow_broker"
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Make the marker known."""
+    """Register the marker."""
     config.addinivalue_line(
         "markers",
         f"{_MARKER}(**settings): settings of the broker that the fixture qflow_broker gives, by the names of "
@@ -34,18 +34,18 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture
 def qflow_broker_settings() -> Mapping[str, Any]:
-    """Settings for every `qflow_broker`, to be overridden in a conftest or a module; a marker goes before them."""
+    """Settings for every `qflow_broker`; override it in a conftest or a module. A marker has priority."""
     return {}
 
 
 @pytest.fixture
 def qflow_broker(request: pytest.FixtureRequest, qflow_broker_settings: Mapping[str, Any]) -> Iterator[Broker]:
-    """A fresh broker on a free loopback port, which ends with the test."""
-    # pytest loads this module in every run; the broker is for those that use it.
+    """A new broker on a free loopback port. It ends with the test."""
+    # Imported here, because pytest loads this module in every run, also without the fixture.
     from qflow_client.broker import Broker
 
     settings = dict(qflow_broker_settings)
-    # The nearest comes first, and has the last word.
+    # The nearest marker comes first, and has priority.
     for marker in reversed(list(request.node.iter_markers(_MARKER))):
         if marker.args:
             raise pytest.UsageError(f"@pytest.mark.{_MARKER} takes settings by name, not {marker.args[0]!r}")
@@ -56,7 +56,7 @@ def qflow_broker(request: pytest.FixtureRequest, qflow_broker_settings: Mapping[
 
 @pytest.fixture(scope="session")
 def qflow_broker_factory() -> Iterator[Callable[..., Broker]]:
-    """Makes brokers that end with the session: call it with settings, such as in a fixture of a wider scope."""
+    """Create brokers that end with the session. Call it with settings, for example in a fixture with a wider scope."""
     from qflow_client.broker import Broker
 
     with ExitStack() as brokers:
@@ -69,7 +69,7 @@ def qflow_broker_factory() -> Iterator[Callable[..., Broker]]:
 
 @pytest.fixture
 def qflow_proxy(qflow_broker: Broker) -> Iterator[FaultProxy]:
-    """A proxy before the `qflow_broker` of the test, which passes everything on until it is told otherwise."""
+    """A proxy in front of the test's `qflow_broker`. It passes everything on until a fault is set."""
     from qflow_client.testing.proxy import FaultProxy
 
     with FaultProxy(qflow_broker.url) as proxy:

@@ -1,8 +1,8 @@
-"""A proxy that stands between clients and any broker, and does to their connections what networks do.
+"""A proxy between clients and any broker that simulates network faults.
 
-It passes everything on until it is told otherwise: by a method, for one connection or for all and those that come, or
-by a schedule. What it draws by lot comes from a seed. Bytes are passed as they are, TLS too; of a connection in TLS it
-knows no frames, so there nothing can be injected or counted by frames.
+The proxy passes everything on until a fault is set: by a method, or by a schedule. A fault applies to one connection,
+or to all current and future connections. Random values come from a seed. Bytes are passed unchanged, also with TLS. In
+a TLS connection the proxy cannot see frames. So it can neither inject frames there nor count them.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ _Result = TypeVar("_Result")
 
 _HOST = "127.0.0.1"
 _PORTS = {"amqp": 5672, "amqps": 5671}
-# So that a sender soon notices that nobody reads: bytes that the system takes for a socket that is not read.
+# Receive buffer of the system for a socket in bytes. It is small, so that a sender soon notices that nothing is read.
 _RECEIVE_BUFFER = 1 << 18
 
 
 class Schedule:
-    """Steps that a proxy takes by itself; from `FaultProxy.schedule`."""
+    """The steps that a proxy takes by itself; created by `FaultProxy.schedule`."""
 
     def __init__(self, proxy: FaultProxy, steps: Iterable[tuple[float, Callable[[FaultProxy], object]]]) -> None:
         self._proxy = proxy
@@ -52,23 +52,23 @@ class Schedule:
 
     @property
     def done(self) -> bool:
-        """Whether no step is left."""
+        """Whether no steps are left."""
         return self._done.done()
 
     def wait(self, timeout: float | None = None) -> None:
-        """Wait until the last step is taken, or it is cancelled.
+        """Wait until the last step is done, or until the schedule is cancelled.
 
         Args:
-            timeout: seconds; ``None`` for ever.
+            timeout: seconds; ``None`` for no limit.
 
         Raises:
             TimeoutError: steps are left.
-            Exception: what a step raised; those after it are not taken.
+            Exception: the exception of a step. Later steps are not executed.
         """
         self._done.result(timeout)
 
     def cancel(self) -> None:
-        """Take no step any more."""
+        """Execute no more steps."""
         self._proxy._call(self._stop)
 
     def _start(self) -> None:
@@ -104,32 +104,32 @@ class Schedule:
 
 
 class FaultProxy:
-    """A TCP proxy before a broker that cuts, stalls, slows, chops and lies when it is told to.
+    """A TCP proxy in front of a broker that cuts, stalls, delays and splits connections, and injects frames.
 
     ``with FaultProxy(broker.url) as proxy:`` runs it on a thread and an event loop of its own, on a free port of the
     loopback interface. Its methods may be called from any thread.
 
-    Faults that last (`stall`, `black_hole`, `delay`, `limit`, `split`, `merge`, `cut_after`) hold until `heal`. With
-    `connection` they hold for one; without, for all that there are and those that come. `direction` is
+    Lasting faults (`stall`, `black_hole`, `delay`, `limit`, `split`, `merge`, `cut_after`) stay until `heal`. With
+    `connection` they apply to one connection, and otherwise to all current and future connections. `direction` is
     ``"to_broker"``, ``"to_client"``, or ``None`` for both.
 
     Args:
-        broker: its AMQP URL, or ``host:port``.
-        port: to listen on; 0 for a free one.
-        seed: of all that is drawn by lot. With the same seed, the same connection in the order of their coming is
-            split and delayed alike, whatever others do.
+        broker: AMQP URL of the broker, or ``host:port``.
+        port: port to listen on; 0 for a free port.
+        seed: seed of all random values. With the same seed, the n-th connection is split and delayed in the same way,
+            whatever other connections do.
 
     Raises:
-        ValueError: the broker's address is none.
+        ValueError: the broker's address is invalid.
     """
 
     def __init__(self, broker: str, *, port: int = 0, seed: int = 0) -> None:
         parts = urlsplit(broker if "://" in broker else f"//{broker}")
         if not parts.hostname or (not parts.port and parts.scheme not in _PORTS):
             raise ValueError("the broker must be an AMQP URL or host:port")
-        #: The broker's host and port.
+        #: Host and port of the broker.
         self.target = parts.hostname, parts.port or _PORTS[parts.scheme]
-        #: What is drawn by lot comes from it.
+        #: Seed of all random values.
         self.seed = seed
         self._parts = parts
         self._port = port
@@ -138,17 +138,18 @@ class FaultProxy:
         # None while connections are refused.
         self._listener: socket.socket | None = None
         self._schedules: list[Schedule] = []
-        # Those that were accepted and have no transport yet.
+        # Accepted connections without a transport yet.
         self._greeting: set[asyncio.Task[None]] = set()
-        # Its loop, for what runs on it.
+        # The event loop, for code that runs on it.
         self._running: asyncio.AbstractEventLoop
-        # The same for others; None while it takes no calls. Held: no call comes while it is being taken away.
+        # The event loop for other threads; None while it accepts no calls. The lock prevents calls while the loop is
+        # removed.
         self._loop: asyncio.AbstractEventLoop | None = None
         self._loop_lock = threading.RLock()
         self._thread = threading.Thread(target=self._run, name="qflow-proxy", daemon=True)
         self._started: Future[None] = Future()
         self._stopping: asyncio.Event | None = None
-        # Goes up whenever anything has happened, if somebody waits; guarded by the condition.
+        # Grows with each change while a thread waits; protected by the condition.
         self._version = 0
         self._changed = threading.Condition()
         self._waiting = 0
@@ -205,8 +206,8 @@ class FaultProxy:
         try:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _RECEIVE_BUFFER)
-            # Not one that the system gives to outgoing connections: while it refuses, a client that connects again and
-            # again could be given that port, and so be connected to itself.
+            # Not a port that the system uses for outgoing connections. While the proxy refuses connections, a client
+            # that reconnects could get this port, and connect to itself.
             self._port = self._port or free_port(set(), for_proxy=True)
             listener.bind((_HOST, self._port))
             listener.listen(128)
@@ -228,7 +229,7 @@ class FaultProxy:
         try:
             client, _ = self._listener.accept()
         except OSError:
-            # It has gone again.
+            # The client has already disconnected.
             return
         self._accepted += 1
         connection = Relay(self._relays, self._accepted)
@@ -242,10 +243,10 @@ class FaultProxy:
 
     @property
     def port(self) -> int:
-        """The port that it listens on.
+        """The port on which the proxy listens.
 
         Raises:
-            RuntimeError: it has not been started.
+            RuntimeError: the proxy has not been started.
         """
         if not self._started.done():
             raise RuntimeError("the proxy does not run yet; use it in `with FaultProxy(…) as proxy:`")
@@ -253,16 +254,16 @@ class FaultProxy:
 
     @property
     def url(self) -> str:
-        """The broker's URL by way of this proxy."""
+        """The broker's URL through this proxy."""
         login, at, _ = self._parts.netloc.rpartition("@")
         return self._parts._replace(
             scheme=self._parts.scheme or "amqp", netloc=f"{login}{at}{_HOST}:{self.port}"
         ).geturl()
 
-    # From other threads.
+    # Calls from other threads.
 
     def _call(self, function: Callable[[], _Result]) -> _Result:
-        """Run something on the proxy's loop; here and now if this is it."""
+        """Run a function on the proxy's loop. If this is that loop, call it directly."""
         done: Future[_Result] = Future()
 
         def run() -> None:
@@ -315,27 +316,27 @@ class FaultProxy:
 
         self._call(cut)
 
-    # Looking.
+    # Inspecting.
 
     @property
     def connections(self) -> tuple[ProxiedConnection, ...]:
-        """The connections at this moment, oldest first."""
+        """The current connections, oldest first."""
         return self._call(lambda: tuple(connection.picture() for connection in self._relays.connections.values()))
 
     @property
     def accepted(self) -> int:
-        """How many connections have come so far."""
+        """The number of connections accepted so far."""
         return self._accepted
 
     def wait_until(self, predicate: Callable[[FaultProxy], object], timeout: float = 30.0) -> None:
-        """Wait for something to become true; it is looked at again whenever bytes have passed or connections changed.
+        """Wait until a condition is true. It is checked whenever bytes have passed or a connection has changed.
 
         Args:
-            predicate: takes the proxy; runs on the calling thread.
+            predicate: takes the proxy and returns the condition; runs on the calling thread.
             timeout: seconds.
 
         Raises:
-            TimeoutError: it did not become true; the text says what connections there are.
+            TimeoutError: the condition did not become true; the text lists the connections.
         """
         end = time.monotonic() + timeout
         with self._changed:
@@ -356,27 +357,27 @@ class FaultProxy:
             left = end - time.monotonic()
             return left > 0 and self._changed.wait_for(lambda: self._version != version, left)
 
-    # Faults of a moment.
+    # Momentary faults.
 
     def cut(self, connection: int | None = None) -> None:
-        """End connections on both sides at once, as when their peer's process ends.
+        """Close connections on both sides at once, as when the peer's process ends.
 
         Args:
-            connection: the number of one; ``None`` for all.
+            connection: number of one connection; ``None`` for all.
 
         Raises:
-            LookupError: there is no such connection.
+            LookupError: the connection does not exist.
         """
         self._cut(connection, reset=False)
 
     def reset(self, connection: int | None = None) -> None:
-        """End connections on both sides with a TCP reset, as when their peer's machine has forgotten them.
+        """Close connections on both sides with a TCP reset, as when the peer's machine has lost them.
 
         Args:
-            connection: the number of one; ``None`` for all.
+            connection: number of one connection; ``None`` for all.
 
         Raises:
-            LookupError: there is no such connection.
+            LookupError: the connection does not exist.
         """
         self._cut(connection, reset=True)
 
@@ -389,23 +390,23 @@ class FaultProxy:
         connection: int | None = None,
         answer: type[pamqp.base.Frame] | None = None,
     ) -> None:
-        """Say something in the broker's or the client's name, at the next border of a frame.
+        """Send a frame in the name of the broker or the client, after the frame that is passing now.
 
-        It overtakes what is stalled or delayed. It may come between the frames of one message: if that is not wanted,
-        nothing with a content should be on its way.
+        It overtakes stalled and delayed bytes. It may come between the frames of one message. To avoid this, inject
+        only while no content is on its way.
 
         Args:
             frame: a method, such as ``pamqp.commands.Channel.Flow(False)``, or bytes.
-            channel: of the method.
-            direction: who hears it.
-            connection: the number of one; ``None`` for all.
-            answer: the method by which it will be answered, such as ``pamqp.commands.Channel.FlowOk``. The next of them
-                on that channel is taken out on its way back, because the other side has not asked: RabbitMQ, which
-                knows no ``Channel.FlowOk``, closes a connection on which it hears one. ``None`` to let it pass.
+            channel: number of the channel.
+            direction: side that receives it.
+            connection: number of one connection; ``None`` for all.
+            answer: the method that will answer it, such as ``pamqp.commands.Channel.FlowOk``; ``None`` to let the
+                answer pass. The next such method on that channel is removed on its way back, because the other side did
+                not ask for it. For example, RabbitMQ closes a connection on which it receives a ``Channel.FlowOk``.
 
         Raises:
-            LookupError: there is no such connection.
-            ValueError: a connection does not speak AMQP, or in TLS.
+            LookupError: the connection does not exist.
+            ValueError: a connection does not use AMQP, or uses TLS.
         """
         data = frame if isinstance(frame, bytes) else pamqp.frame.marshal(frame, channel)
         towards = _direction(direction)
@@ -423,32 +424,32 @@ class FaultProxy:
 
         self._call(inject)
 
-    # Faults that last.
+    # Lasting faults.
 
     def stall(self, direction: Direction | str | None = None, connection: int | None = None) -> None:
-        """Read nothing any more: the sender's socket fills. After `heal` it goes on, and nothing is missing.
+        """Stop reading: the sender's socket fills up. After `heal` the bytes pass, and none are missing.
 
         Args:
-            direction: which way; ``None`` for both.
-            connection: the number of one; ``None`` for all, and those that come.
+            direction: affected direction; ``None`` for both.
+            connection: number of one connection; ``None`` for all current and future connections.
 
         Raises:
-            LookupError: there is no such connection.
+            LookupError: the connection does not exist.
         """
         self._change(direction, connection, stalls=True)
 
     def black_hole(self, direction: Direction | str | None = None, connection: int | None = None) -> None:
-        """Take everything and pass nothing on, also not the end: neither side learns what became of the other.
+        """Read everything and pass nothing on, not even the end. Neither side learns what happened to the other.
 
-        A direction in which something was swallowed carries nothing any more, also after `heal`. A client that comes
-        while both directions are black holes is accepted, and never answered; no broker is needed for that.
+        A direction that has swallowed bytes carries nothing any more, even after `heal`. A client that connects while
+        both directions are black holes is accepted, but never gets an answer. This needs no broker.
 
         Args:
-            direction: which way; ``None`` for both.
-            connection: the number of one; ``None`` for all, and those that come.
+            direction: affected direction; ``None`` for both.
+            connection: number of one connection; ``None`` for all current and future connections.
 
         Raises:
-            LookupError: there is no such connection.
+            LookupError: the connection does not exist.
         """
         self._change(direction, connection, swallows=True)
 
@@ -460,17 +461,17 @@ class FaultProxy:
         direction: Direction | str | None = None,
         connection: int | None = None,
     ) -> None:
-        """Have everything arrive later, in its order.
+        """Delay everything, without changing the order.
 
         Args:
-            seconds: that it is on its way.
-            jitter: seconds that may be added to it, drawn by lot.
-            direction: which way; ``None`` for both, so that a round trip takes twice the time.
-            connection: the number of one; ``None`` for all, and those that come.
+            seconds: delay.
+            jitter: maximum random seconds in addition.
+            direction: affected direction; ``None`` for both, so that a round trip takes twice the time.
+            connection: number of one connection; ``None`` for all current and future connections.
 
         Raises:
-            LookupError: there is no such connection.
-            ValueError: a negative time.
+            LookupError: the connection does not exist.
+            ValueError: a time is negative.
         """
         _at_least(0, seconds=seconds, jitter=jitter)
         self._change(direction, connection, latency=seconds, jitter=jitter)
@@ -482,16 +483,16 @@ class FaultProxy:
         direction: Direction | str | None = None,
         connection: int | None = None,
     ) -> None:
-        """Limit the bandwidth, of each connection and direction by itself.
+        """Limit the bandwidth, separately for each connection and direction.
 
         Args:
-            bytes_per_second: that pass.
-            direction: which way; ``None`` for both.
-            connection: the number of one; ``None`` for all, and those that come.
+            bytes_per_second: maximum bytes per second.
+            direction: affected direction; ``None`` for both.
+            connection: number of one connection; ``None`` for all current and future connections.
 
         Raises:
-            LookupError: there is no such connection.
-            ValueError: it is not more than 0.
+            LookupError: the connection does not exist.
+            ValueError: the limit is not more than 0.
         """
         if not bytes_per_second > 0:
             raise ValueError(
@@ -511,15 +512,15 @@ class FaultProxy:
         """Pass everything on in small writes.
 
         Args:
-            lowest: bytes of a write; fewer if there are no more.
-            highest: bytes of a write at the most, drawn by lot between the two; ``None`` for `lowest`.
+            lowest: minimum bytes of a write; fewer if no more bytes are there.
+            highest: maximum bytes of a write; the size is random between the two. ``None`` for `lowest`.
             pause: seconds between two writes.
-            direction: which way; ``None`` for both.
-            connection: the number of one; ``None`` for all, and those that come.
+            direction: affected direction; ``None`` for both.
+            connection: number of one connection; ``None`` for all current and future connections.
 
         Raises:
-            LookupError: there is no such connection.
-            ValueError: sizes that are none, or a negative time.
+            LookupError: the connection does not exist.
+            ValueError: a size is less than 1, or a time is negative.
         """
         highest = lowest if highest is None else highest
         _at_least(1, lowest=lowest)
@@ -535,17 +536,17 @@ class FaultProxy:
         direction: Direction | str | None = None,
         connection: int | None = None,
     ) -> None:
-        """Gather what comes, and pass it on in writes of one size.
+        """Collect bytes, and pass them on in writes of one size.
 
         Args:
             size: bytes of a write.
-            wait: seconds after which less is passed on.
-            direction: which way; ``None`` for both.
-            connection: the number of one; ``None`` for all, and those that come.
+            wait: seconds after which fewer bytes are passed on.
+            direction: affected direction; ``None`` for both.
+            connection: number of one connection; ``None`` for all current and future connections.
 
         Raises:
-            LookupError: there is no such connection.
-            ValueError: a size that is none, or a negative time.
+            LookupError: the connection does not exist.
+            ValueError: the size is less than 1, or the time is negative.
         """
         _at_least(1, size=size)
         _at_least(0, wait=wait)
@@ -559,48 +560,51 @@ class FaultProxy:
         direction: Direction | str = Direction.TO_CLIENT,
         connection: int | None = None,
     ) -> None:
-        """Close connections when so much has passed from now on, or since they came, in order and to the byte.
+        """Close connections after exactly this many frames or bytes.
+
+        Counting starts now, or for future connections at their start.
 
         Args:
-            frames: whole frames; a protocol header counts as one. 0 for any number.
-            size: bytes. 0 for any number.
-            direction: which way they are counted.
-            connection: the number of one; ``None`` for all, and each of those that come.
+            frames: number of whole frames; a protocol header counts as one. 0 for no limit.
+            size: number of bytes. 0 for no limit.
+            direction: direction that is counted.
+            connection: number of one connection; ``None`` for each current and future connection.
 
         Raises:
-            LookupError: there is no such connection.
-            ValueError: a negative number.
+            LookupError: the connection does not exist.
+            ValueError: a number is negative.
         """
         _at_least(0, frames=frames, size=size)
         self._change(_direction(direction), connection, last_frame=frames, last_byte=size)
 
     def refuse(self) -> None:
-        """Refuse connections from now on, as if nobody listened. Those that there are stay."""
+        """Refuse connections from now on, as if nothing listened on the port. Current connections stay open."""
         self._call(self._stop_listening)
 
     def heal(self, connection: int | None = None) -> None:
-        """End all faults that last. What is stalled or delayed goes on, and connections are accepted.
+        """End all lasting faults. Stalled and delayed bytes pass, and connections are accepted again.
 
         Args:
-            connection: the number of one; ``None`` for all, and those that come.
+            connection: number of one connection; ``None`` for all current and future connections.
 
         Raises:
-            LookupError: there is no such connection.
-            OSError: somebody else has taken the port while connections were refused.
+            LookupError: the connection does not exist.
+            OSError: another process has taken the port while connections were refused.
         """
         self._change(None, connection, **asdict(NO_RULES))
         if connection is None:
             self._call(lambda: self._listen() if self._listener is None else None)
 
     def schedule(self, steps: Iterable[tuple[float, Callable[[FaultProxy], object]]]) -> Schedule:
-        """Have things done at times, such as ``[(0.5, FaultProxy.cut), (2.0, lambda proxy: proxy.delay(0.1))]``.
+        """Execute steps at given times, such as ``[(0.5, FaultProxy.cut), (2.0, lambda proxy: proxy.delay(0.1))]``.
 
         Args:
-            steps: seconds from now on, rising, and what is called with the proxy then, on its thread: it must not
-                block. Each step is asked for when the one before has been taken, so that they may have no end.
+            steps: pairs of seconds from now on, in rising order, and a function that is then called with the proxy. The
+                function runs on the proxy's thread, and must not block. A step is read from the iterator only after the
+                previous one was executed, so the iterator may be endless.
 
         Returns:
-            What can be waited for and cancelled. It ends with the proxy.
+            The schedule, to wait for it or cancel it. It ends with the proxy.
         """
         schedule = Schedule(self, steps)
 

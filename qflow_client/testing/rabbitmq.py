@@ -1,8 +1,8 @@
-"""Private RabbitMQ nodes, which tests may put under alarm, suspend, crash and start again.
+"""Private RabbitMQ nodes, for which tests can raise alarms, and which tests can suspend, kill and restart.
 
-A node is run from the RabbitMQ that is installed on the machine. It has ports, a data folder, a configuration, an
-Erlang cookie and a port mapper (epmd) of its own, and listens on the loopback interface only, so that it neither sees
-nor disturbs any other node. RabbitMQ is never installed or configured by this module.
+A node runs from the RabbitMQ that is installed on the machine. It has its own ports, data folder, configuration, Erlang
+cookie and port mapper (epmd), and listens only on the loopback interface. So it neither sees nor disturbs any other
+node. This module never installs or configures RabbitMQ on the machine.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from qflow_client.testing.node import HOST, Node, free_port, wait_until
 
 __all__ = ["RabbitMQ", "RabbitMQError", "RabbitMQNode", "RabbitMQNotInstalled"]
 
-# The same name for every node: each is alone with its own epmd, and a data folder is tied to the name.
+# All nodes have the same name. Each of them has its own epmd, and a data folder belongs to a node name.
 _NODE_NAME = "qflow@localhost"
 
-# Where packages put the scripts outside the PATH that an ordinary user has.
+# Folders of the scripts that are not in the PATH of an ordinary user.
 _EXTRA_FOLDERS = ("/usr/sbin", "/usr/local/sbin", "/opt/homebrew/sbin")
-# The distributions' wrappers refuse everybody but root and the user rabbitmq. The scripts that they wrap do not.
+# The wrapper scripts of Linux distributions refuse all users except root and rabbitmq. The wrapped scripts do not.
 _WRAPPER_FOLDERS = frozenset(map(Path, ("/usr/sbin", "/usr/bin", "/sbin", "/bin")))
 _WRAPPED_FOLDER = Path("/usr/lib/rabbitmq/bin")
 
@@ -40,11 +40,11 @@ _POLL_INTERVAL = 0.05
 
 
 class RabbitMQError(RuntimeError):
-    """A node did not do what it was told."""
+    """A node did not do what was requested."""
 
 
 class RabbitMQNotInstalled(RabbitMQError):
-    """This machine has no RabbitMQ to run a node from."""
+    """This machine has no RabbitMQ."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class _Tools:
 
 @dataclass(frozen=True)
 class _Account:
-    """The unprivileged account that nodes run as when root starts them."""
+    """The unprivileged user that runs nodes started by root."""
 
     name: str
     uid: int
@@ -68,7 +68,7 @@ class _Account:
 
     @classmethod
     def find(cls) -> _Account | None:
-        """Return the account, or None if nodes run as whoever starts them."""
+        """Return the user, or None if nodes run as the user of this process."""
         if os.geteuid() != 0:
             return None
         try:
@@ -85,54 +85,54 @@ class _Credentials(TypedDict, total=False):
 
 
 class RabbitMQ(ABC):
-    """A RabbitMQ node, wherever it runs, that tests may put under alarm with ``rabbitmqctl``."""
+    """A RabbitMQ node, running anywhere, for which tests can raise alarms with ``rabbitmqctl``."""
 
     @property
     @abstractmethod
     def url(self) -> str:
-        """AMQP URL of the node's default virtual host, for its default user."""
+        """The AMQP URL of the node's default virtual host, for its default user."""
 
     @abstractmethod
     def ctl(self, *args: str) -> str:
-        """Run ``rabbitmqctl`` against this node, and return what it printed."""
+        """Run ``rabbitmqctl`` for this node, and return its output."""
 
     def raise_memory_alarm(self) -> None:
-        """Make the node think it is out of memory. It sends ``Connection.Blocked`` to whoever publishes from now on.
+        """Raise a memory alarm. The node sends ``Connection.Blocked`` to each connection that publishes from now on.
 
         Raises:
-            RabbitMQError: If the node does not take the command.
+            RabbitMQError: the node does not accept the command.
         """
         self.ctl("set_vm_memory_high_watermark", "0")
 
     def clear_memory_alarm(self) -> None:
-        """Take `raise_memory_alarm` back. It sends ``Connection.Unblocked`` to whom it had blocked.
+        """Undo `raise_memory_alarm`. The node sends ``Connection.Unblocked`` to the connections that it had blocked.
 
         Raises:
-            RabbitMQError: If the node does not take the command.
+            RabbitMQError: the node does not accept the command.
         """
         self.ctl("set_vm_memory_high_watermark", "0.4")
 
     def raise_disk_alarm(self) -> None:
-        """Make the node think that its disk is full. It sends ``Connection.Blocked`` as under a memory alarm.
+        """Raise a disk alarm. The node sends ``Connection.Blocked``, as for a memory alarm.
 
         Raises:
-            RabbitMQError: If the node does not take the command.
+            RabbitMQError: the node does not accept the command.
         """
         self.ctl("set_disk_free_limit", "1000000GB")
 
     def clear_disk_alarm(self) -> None:
-        """Take `raise_disk_alarm` back. It sends ``Connection.Unblocked`` to whom it had blocked.
+        """Undo `raise_disk_alarm`. The node sends ``Connection.Unblocked`` to the connections that it had blocked.
 
         Raises:
-            RabbitMQError: If the node does not take the command.
+            RabbitMQError: the node does not accept the command.
         """
         self.ctl("set_disk_free_limit", "50MB")
 
     def sync(self) -> None:
-        """Flush declarations to disk. RabbitMQ 3 writes them some time after it answers, so a crash can lose them.
+        """Flush declarations to disk. RabbitMQ 3 writes them some time after its answer, so a crash could lose them.
 
         Raises:
-            RabbitMQError: If the node does not take the command.
+            RabbitMQError: the node does not accept the command.
         """
         self.ctl("eval", "mnesia:sync_log().")
 
@@ -145,23 +145,23 @@ class RabbitMQNode(Node, RabbitMQ):
         with RabbitMQNode() as node:
             connection = pika.BlockingConnection(pika.URLParameters(node.url))
 
-    Data survive `stop` and `kill`: `start` brings the same node back, on the same port. Started by root, the node runs
-    as the user rabbitmq where there is one.
+    Its data survive `stop` and `kill`. `start` then starts the same node again, on the same port. If root starts the
+    node, it runs as the user rabbitmq, if that user exists.
 
     Args:
-        directory: Folder for data, logs and configuration, made if need be. It is kept, and a later node finds its data
-            there. Started by root, it is handed over to the user rabbitmq, who must be able to reach it. None: a
+        directory: Folder for data, logs and configuration; created if necessary. It is kept, and a later node uses its
+            data. If root starts the node, the folder is given to the user rabbitmq, who must have access to it. None: a
             temporary folder that `close` removes.
-        port: Port for AMQP. None: one that is free now.
-        start_timeout: Seconds that `start` waits for the node to answer.
+        port: AMQP port. None: a free port.
+        start_timeout: Maximum seconds that `start` waits for an answer of the node.
 
     Raises:
-        RabbitMQNotInstalled: If the machine has no RabbitMQ.
+        RabbitMQNotInstalled: the machine has no RabbitMQ.
     """
 
     _error = RabbitMQError
 
-    # The node's name in Erlang, and the address on which it listens.
+    # The Erlang name of the node, and its address.
     _name = _NODE_NAME
     _host = HOST
     _ctl_options: tuple[str, ...] = ()
@@ -175,10 +175,10 @@ class RabbitMQNode(Node, RabbitMQ):
     ) -> None:
         self._tools = _Tools.find()
         self._account = _Account.find()
-        # Only set while the data folder is ours to remove.
+        # Only set if `close` has to remove the data folder.
         temporary: tempfile.TemporaryDirectory[str] | None = None
         if directory is None:
-            # A TMPDIR of root's own, as test runners like to set, is closed to the user rabbitmq.
+            # Test runners may set a TMPDIR that only root can access, and not the user rabbitmq.
             parent = "/var/tmp" if self._account is not None and Path("/var/tmp").is_dir() else None
             temporary = tempfile.TemporaryDirectory(prefix="qflow-rabbitmq-", dir=parent, ignore_cleanup_errors=True)
             directory = temporary.name
@@ -192,31 +192,31 @@ class RabbitMQNode(Node, RabbitMQ):
 
     @property
     def directory(self) -> Path:
-        """Folder that holds the node's data, logs and configuration."""
+        """The folder of the node's data, logs and configuration."""
         return self._directory
 
     @property
     def port(self) -> int:
-        """Port on which the node speaks AMQP."""
+        """The AMQP port of the node."""
         return self._port
 
     @property
     def url(self) -> str:
-        """AMQP URL of the node's default virtual host, for its default user."""
+        """The AMQP URL of the node's default virtual host, for its default user."""
         return f"amqp://guest:guest@{self._host}:{self._port}/%2F"
 
     def ctl(self, *args: str, timeout: float = 180.0) -> str:
-        """Run ``rabbitmqctl`` against this node.
+        """Run ``rabbitmqctl`` for this node.
 
         Args:
-            args: The command and its arguments, such as ``"list_queues", "name", "messages"``.
-            timeout: Seconds it may take.
+            args: Command and its arguments, such as ``"list_queues", "name", "messages"``.
+            timeout: Maximum seconds.
 
         Returns:
-            What it printed, less its introductions and surrounding white space.
+            The output, without headers and surrounding white space.
 
         Raises:
-            RabbitMQError: If the command fails or takes too long; what it complained of is in the message.
+            RabbitMQError: the command fails or takes too long; the message has its error output.
         """
         words = " ".join(args)
         try:
@@ -244,11 +244,11 @@ class RabbitMQNode(Node, RabbitMQ):
         return {"user": self._account.uid, "group": self._account.gid, "extra_groups": []}
 
     def _environment(self) -> dict[str, str]:
-        # Settings meant for the machine's own node must not reach this one.
+        # Environment variables for the machine's own node must not affect this one.
         environment = {name: value for name, value in os.environ.items() if not name.startswith(("RABBITMQ_", "ERL_"))}
         folder = str(self._directory)
         return environment | {
-            # The Erlang cookie lies in the home folder.
+            # The Erlang cookie is in the home folder.
             "HOME": folder,
             "LC_ALL": "C.UTF-8",
             "ERL_EPMD_ADDRESS": self._host,
@@ -267,8 +267,8 @@ class RabbitMQNode(Node, RabbitMQ):
             "RABBITMQ_CONFIG_FILES": f"{folder}/conf.d",
             "RABBITMQ_ADVANCED_CONFIG_FILE": f"{folder}/advanced.config",
             "RABBITMQ_CONF_ENV_FILE": os.devnull,
-            # The start script then becomes the Erlang machine instead of staying as its parent: signals reach it, and
-            # its end is seen here.
+            # With this variable the start script is replaced by the Erlang process, instead of staying as its parent.
+            # So signals reach the Erlang process, and its end is visible here.
             "RUNNING_UNDER_SYSTEMD": "true",
         }
 
@@ -309,7 +309,7 @@ class RabbitMQNode(Node, RabbitMQ):
             start_new_session=True,
             **self._account_of_process(),
         )
-        # The node starts one of its own, which would outlive it, unless this one listens already.
+        # If no epmd listens, the node starts one, which would outlive the node.
         if not wait_until(lambda: epmd.poll() is not None or _accepts(self._epmd_port), _EPMD_TIMEOUT):
             raise RabbitMQError(f"epmd did not listen on port {self._epmd_port} within {_EPMD_TIMEOUT:g} s")
         if epmd.poll() is not None:
@@ -319,7 +319,7 @@ class RabbitMQNode(Node, RabbitMQ):
         return [self._tools.server]
 
     def _is_ready(self) -> bool:
-        # Listeners are the last thing that a node starts: one that answers is ready.
+        # A node starts its listeners last, so a node that answers is ready.
         return speaks_amqp(self._host, self._port)
 
     def _said(self) -> str:
@@ -332,7 +332,7 @@ class RabbitMQNode(Node, RabbitMQ):
     def _reap(self) -> None:
         super()._reap()
         if self._epmd is not None:
-            # It keeps nothing, and refuses to end in order while it remembers a name.
+            # epmd has no data, and does not end normally while a node is registered.
             self._epmd.kill()
             self._epmd.wait()
             self._epmd = None
@@ -356,7 +356,7 @@ def _accepts(port: int) -> bool:
 
 
 def speaks_amqp(host: str, port: int) -> bool:
-    """Whether somebody there answers what a client says first."""
+    """Whether a server on this port answers the AMQP protocol header."""
     with contextlib.suppress(OSError), socket.create_connection((host, port), timeout=1.0) as connection:
         connection.sendall(_PROTOCOL_HEADER)
         return connection.recv(1) == _METHOD_FRAME

@@ -1,4 +1,4 @@
-"""What becomes of a connection in a `FaultProxy`: its two ends, and the two ways between them with their rules."""
+"""The connections of a `FaultProxy`: their two ends, and the two directions between them with their rules."""
 
 from __future__ import annotations
 
@@ -20,17 +20,18 @@ __all__ = ["NO_RULES", "Direction", "ProxiedConnection", "Relay", "Relays", "Rul
 
 _log = logging.getLogger(__name__)
 
-# Bytes on their way in one direction, beyond which nothing more is read. A way with a delay is long, not narrow.
+# Maximum bytes on their way in one direction. With more, nothing more is read. A delayed direction may hold more,
+# because a delay must not limit the bandwidth.
 _ON_THE_WAY = 1 << 18
 _ON_A_LONG_WAY = 64 << 20
-# Seconds of a limited rate that leave as one piece, and that may be made up for if the loop is late.
+# Seconds of a limited rate that are sent as one piece. If the loop is late, the delay is made up only for this time.
 _SLICE = 0.01
-# Seconds that the broker may take to be connected to.
+# Maximum seconds to connect to the broker.
 _CONNECT_TIMEOUT = 30.0
 
 _HEAD = struct.Struct(">BHI")
 _METHOD = 1
-# With the class and method ids.
+# Frame header with class id and method id.
 _METHOD_HEAD = struct.Struct(">BHII")
 _FRAME_END = 0xCE
 _FRAME_KINDS = frozenset((1, 2, 3, 8))
@@ -39,7 +40,7 @@ _RESET = struct.pack("ii", 1, 0)
 
 
 class Direction(StrEnum):
-    """Which way bytes go."""
+    """The direction of bytes."""
 
     TO_BROKER = "to_broker"
     TO_CLIENT = "to_client"
@@ -50,13 +51,13 @@ class ProxiedConnection:
     """A connection at one moment.
 
     Attributes:
-        number: of the connection, from 1, in the order in which they came.
+        number: number of the connection, from 1, in the order of arrival.
         client: address and port of the client.
-        name_at_broker: address and port from which the broker sees it come, which is how `Broker` and RabbitMQ name
-            it; empty if there is no connection to the broker.
-        bytes_to_broker: that were passed on to the broker.
-        bytes_to_client: that were passed on to the client.
-        bytes_swallowed: that came, in either direction, and will never be passed on.
+        name_at_broker: address and port of the connection as the broker sees it; `Broker` and RabbitMQ use it as the
+            connection's name. Empty if there is no connection to the broker.
+        bytes_to_broker: bytes passed on to the broker.
+        bytes_to_client: bytes passed on to the client.
+        bytes_swallowed: bytes of both directions that will never be passed on.
     """
 
     number: int
@@ -69,21 +70,21 @@ class ProxiedConnection:
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """What holds for one direction of a connection."""
+    """The rules for one direction of a connection."""
 
     latency: float = 0.0
     jitter: float = 0.0
-    # Bytes a second; 0 for no limit.
+    # Bytes per second; 0 for no limit.
     rate: float = 0.0
-    # Bytes of a write, at the least and at the most; 0 for as they come.
+    # Minimum and maximum bytes of a write; 0 to leave writes unchanged.
     split: tuple[int, int] = (0, 0)
     pause: float = 0.0
-    # Bytes that are gathered before they leave, and seconds after which they leave all the same.
+    # Bytes to collect before they are passed on, and seconds after which fewer bytes are passed on.
     merge: int = 0
     wait: float = 0.0
     stalls: bool = False
     swallows: bool = False
-    # What may pass before the connection is cut; 0 for no limit.
+    # Frames and bytes that may pass before the connection is cut; 0 for no limit.
     last_frame: int = 0
     last_byte: int = 0
 
@@ -92,24 +93,24 @@ NO_RULES = Rules()
 
 
 class Borders:
-    """Follows the borders of AMQP frames in a stream, however it is cut."""
+    """Finds the borders of AMQP frames in a stream of pieces."""
 
     __slots__ = ("_head", "_left", "is_amqp")
 
     def __init__(self) -> None:
-        # What has come of a frame's head, and after it the bytes that are left of the frame.
+        # The received part of a frame's header; and then the bytes that are missing of the frame.
         self._head = b""
         self._left = 0
-        # False once something came that is none.
+        # False after bytes that are not AMQP frames.
         self.is_amqp = True
 
     @property
     def at_border(self) -> bool:
-        """Whether every frame that has begun has ended."""
+        """Whether the stream is between two frames."""
         return not self._left and not self._head
 
     def step(self, data: bytes, at: int) -> int:
-        """Go on from a position to the next border, or to the end of the data."""
+        """Go from a position to the next border, or to the end of the data. Return the new position."""
         if not self.is_amqp:
             return len(data)
         if not self._left:
@@ -138,7 +139,7 @@ class Borders:
         return at
 
     def skip(self, data: bytes) -> None:
-        """Go on to the end of the data."""
+        """Go to the end of the data."""
         at, end = 0, len(data)
         if not self.at_border:
             at = self.step(data, 0)
@@ -154,7 +155,7 @@ class Borders:
 
 
 class Way:
-    """One direction of a connection: what it was given leaves as the rules say."""
+    """One direction of a connection: received bytes are passed on as the rules define."""
 
     def __init__(self, connection: Relay, rules: Rules) -> None:
         self.connection = connection
@@ -162,23 +163,23 @@ class Way:
         self.source: End | None = None
         self.target: End | None = None
         self.rules = rules
-        # Whether nothing will leave any more, whatever the rules say.
+        # Whether no more bytes will be passed on, whatever the rules are.
         self.is_dead = False
-        # Bytes.
+        # Numbers of bytes.
         self.passed = self.swallowed = 0
         self.borders = Borders()
-        # To be put in at the next border.
+        # Bytes to insert at the next border.
         self._injected: list[bytes] = []
-        # Methods to be taken out, each once, by channel and pamqp's index; and what has come of what may be one.
+        # Methods to remove once each, by channel and pamqp's index; and the received part of a possible one.
         self._unwanted: list[tuple[int, int]] = []
         self._undecided = b""
-        # What was received, and when it is due; an empty piece is the end.
+        # Received pieces with the times when they are due; an empty piece is the end.
         self._pieces: deque[tuple[float, bytes]] = deque()
         self._size = 0
         self._timer: asyncio.Handle | None = None
-        # Before this nothing leaves.
+        # Time before which nothing is passed on.
         self._not_before = 0.0
-        # What may still pass before the connection is cut; None for all.
+        # Frames and bytes that may still pass before the connection is cut; None for no limit.
         self._frames_left = rules.last_frame or None
         self._bytes_left = rules.last_byte or None
         self._is_plain = rules == NO_RULES
@@ -199,13 +200,13 @@ class Way:
         self.pump()
 
     def _swallow(self, count: int) -> None:
-        # What follows makes no sense without it.
+        # The later bytes have no meaning without these.
         self.is_dead = True
         self.swallowed += count
         self.relays.changed()
 
     def receive(self, data: bytes) -> None:
-        """Take what came; nothing is the end."""
+        """Handle received bytes; empty bytes mean the end."""
         if self.rules.swallows or self.is_dead:
             self._swallow(len(data))
             return
@@ -215,7 +216,7 @@ class Way:
         now = self.relays.loop.time()
         due = now + self.rules.latency + (self.rules.jitter and self.rules.jitter * self.connection.random.random())
         if self._pieces:
-            # The order stays.
+            # Keep the order.
             due = max(due, self._pieces[-1][0])
         self._pieces.append((due, data))
         self._size += len(data)
@@ -225,7 +226,7 @@ class Way:
             self.look()
 
     def pump(self) -> None:
-        """Let out what is due."""
+        """Pass on the bytes that are due."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -248,13 +249,13 @@ class Way:
                 begun = max(self._not_before, now - _SLICE)
                 self._not_before = begun + rules.pause + (len(data) / rules.rate if rules.rate else 0.0)
             elif rules.split[1]:
-                # Whoever reads gets a chance to see it alone.
+                # The reader gets a chance to see this write separately.
                 self._timer = self.relays.loop.call_soon(self.pump)
                 break
         self.look()
 
     def _take(self, now: float) -> bytes:
-        """The next bytes that leave as one piece."""
+        """Remove and return the next bytes to pass on as one piece."""
         rules, pieces = self.rules, self._pieces
         room = rules.merge or self._size
         if rules.split[1]:
@@ -299,7 +300,7 @@ class Way:
             self.connection.finish()
 
     def _sift(self, data: bytes) -> bytes:
-        """Take unwanted methods out; what cannot be told yet waits for the rest of its frame."""
+        """Remove unwanted methods. An incomplete frame waits for its rest."""
         data, self._undecided = self._undecided + data, b""
         borders = copy(self.borders)
         kept = []
@@ -323,7 +324,7 @@ class Way:
         return b"".join(kept)
 
     def take_out(self, method: type[pamqp.base.Frame], channel: int) -> None:
-        """Have the next of these methods not pass."""
+        """Remove the next method of this type on this channel."""
         self._unwanted.append((channel, method.index))
 
     def _write(self, data: bytes) -> None:
@@ -333,14 +334,14 @@ class Way:
         self.relays.changed()
 
     def inject(self, data: bytes) -> None:
-        """Put bytes in at the next border."""
+        """Insert bytes at the next border."""
         if self.borders.at_border and self.target is not None:
             self._write(data)
         else:
             self._injected.append(data)
 
     def look(self) -> None:
-        """Read, or stop reading, by what is on the way."""
+        """Start or stop reading, depending on the bytes on their way."""
         rules = self.rules
         most = _ON_A_LONG_WAY if rules.latency and not rules.rate else _ON_THE_WAY
         if self.source is not None:
@@ -348,7 +349,7 @@ class Way:
             self.source.read(has_room or self.is_dead or rules.swallows)
 
     def stop(self) -> None:
-        """Nothing leaves any more."""
+        """Pass nothing on any more."""
         self.is_dead = True
         self._pieces.clear()
         if self._timer is not None:
@@ -360,9 +361,9 @@ class End(asyncio.Protocol):
     """One end of a connection.
 
     Args:
-        connection: whose.
-        incoming: the way of what it receives.
-        outgoing: the way of what is written to it.
+        connection: connection of this end.
+        incoming: direction of received bytes.
+        outgoing: direction of written bytes.
     """
 
     def __init__(self, connection: Relay, incoming: Way, outgoing: Way) -> None:
@@ -371,9 +372,9 @@ class End(asyncio.Protocol):
         self._outgoing = outgoing
         self._transport: asyncio.Transport | None = None
         self._reads = True
-        # Whether the other side of its socket takes no more for now.
+        # Whether its socket accepts no more bytes for now.
         self.is_full = False
-        # Whether it was told that nothing follows.
+        # Whether the end of the stream was written.
         self.is_ended = False
         self.address = ""
         self.name = ""
@@ -397,7 +398,7 @@ class End(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
-        # Without an error, it was we who closed it.
+        # Without an error, this proxy has closed it.
         if exc is not None and not (self._incoming.rules.swallows or self._incoming.is_dead):
             self._connection.cut(reset=True)
         self._connection.end_lost(self)
@@ -411,7 +412,7 @@ class End(asyncio.Protocol):
         self._outgoing.pump()
 
     def read(self, reads: bool) -> None:
-        """Read from its socket, or do not."""
+        """Start or stop reading its socket."""
         if reads != self._reads and self._transport is not None and not self._transport.is_closing():
             self._reads = reads
             if reads:
@@ -425,7 +426,7 @@ class End(asyncio.Protocol):
             self._transport.write(data)
 
     def end(self) -> None:
-        """Say that nothing follows."""
+        """Write the end of the stream."""
         self.is_ended = True
         if self._connection.client.is_ended and self._connection.broker.is_ended:
             self._connection.finish()
@@ -433,12 +434,12 @@ class End(asyncio.Protocol):
             self._transport.write_eof()
 
     def finish(self) -> None:
-        """Close it when all that was written has left."""
+        """Close it when all written bytes are sent."""
         if self._transport is not None:
             self._transport.close()
 
     def cut(self, *, reset: bool = False) -> None:
-        """End it at once."""
+        """Close it at once."""
         if self._transport is not None:
             if reset:
                 sock = self._transport.get_extra_info("socket")
@@ -447,33 +448,33 @@ class End(asyncio.Protocol):
 
 
 class Relays:
-    """What the connections of a proxy have in common.
+    """The shared state of a proxy's connections.
 
     Args:
         target: host and port of the broker.
-        seed: of all that is drawn by lot.
-        changed: called, on the loop, when bytes have passed or a connection has come or gone.
+        seed: seed of all random values.
+        changed: called on the loop when bytes have passed, or when a connection was added or removed.
     """
 
     def __init__(self, target: tuple[str, int], seed: int, changed: Callable[[], None]) -> None:
         self.target = target
         self.seed = seed
         self.changed = changed
-        #: What holds for those that come.
+        #: Rules for future connections.
         self.rules = dict.fromkeys(Direction, NO_RULES)
-        #: Those that there are, by number.
+        #: Current connections by number.
         self.connections: dict[int, Relay] = {}
-        #: On which all of it happens; there once the proxy runs.
+        #: The event loop; set once the proxy runs.
         self.loop: asyncio.AbstractEventLoop
 
 
 class Relay:
-    """A client's connection, and the one to the broker that belongs to it."""
+    """A connection of a client, and its connection to the broker."""
 
     def __init__(self, relays: Relays, number: int) -> None:
         self.relays = relays
         self.number = number
-        # Its own, so that what other connections do changes nothing for it.
+        # A separate generator for each connection, so that other connections do not influence it.
         self.random = random.Random(f"{relays.seed} {number}")
         self.ways = {direction: Way(self, relays.rules[direction]) for direction in Direction}
         to_broker, to_client = self.ways[Direction.TO_BROKER], self.ways[Direction.TO_CLIENT]
@@ -484,11 +485,11 @@ class Relay:
         self.lost: asyncio.Future[None] = relays.loop.create_future()
 
     def end_made(self, end: End) -> None:
-        """One of its ends is connected."""
+        """Note that one end is connected."""
         self._open += 1
         if end is self.client:
             self.relays.connections[self.number] = self
-            # Who is never answered needs no broker.
+            # A client that never gets an answer needs no broker.
             if not all(way.rules.swallows for way in self.ways.values()):
                 self._connecting = self.relays.loop.create_task(self._connect())
         self.relays.changed()
@@ -503,7 +504,7 @@ class Relay:
             self.client.cut(reset=True)
 
     def end_lost(self, end: End) -> None:
-        """One of its ends is gone."""
+        """Note that one end is closed."""
         self._open -= 1
         if end is self.client and self._connecting is not None:
             self._connecting.cancel()
@@ -513,21 +514,21 @@ class Relay:
         self.relays.changed()
 
     def finish(self) -> None:
-        """Close both ends when what was written has left."""
+        """Close both ends when all written bytes are sent."""
         for way in self.ways.values():
             way.stop()
         self.client.finish()
         self.broker.finish()
 
     def cut(self, *, reset: bool = False) -> None:
-        """End both ends at once."""
+        """Close both ends at once."""
         for way in self.ways.values():
             way.stop()
         self.client.cut(reset=reset)
         self.broker.cut(reset=reset)
 
     def picture(self) -> ProxiedConnection:
-        """What it looks like now."""
+        """Return a snapshot of the connection."""
         return ProxiedConnection(
             self.number,
             self.client.address,
