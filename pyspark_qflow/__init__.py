@@ -1,4 +1,4 @@
-"""By this package Spark finds ``format("amqp")``: it looks into all packages whose names begin with ``pyspark_``."""
+"""Lets Spark find ``format("amqp")``: Spark loads all packages whose names begin with ``pyspark_``."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from contextlib import suppress
 
 __all__ = ["DefaultSource"]
 
-# Without the extra spark there is no such format. An error here would take all other formats of the session away.
+# Without the extra spark there is no such format. The error is ignored, because it would also disable all other formats
+# of the session.
 with suppress(ImportError):
     from qflow_client.spark.datasource import AmqpDataSource as DefaultSource

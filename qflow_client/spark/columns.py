@@ -1,4 +1,4 @@
-"""Rows and messages: which columns there are, of which types, and how a batch of rows becomes messages."""
+"""The columns of rows that are written, their types, and the conversion of rows to messages."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ from qflow_client.message import Message
 
 __all__ = ["Row", "RowError", "Rows", "SchemaError"]
 
-#: What is sent for one row: the payload, and the exchange and routing key, ``None`` for the job's own.
+#: Data to send for one row: the payload, the exchange and the routing key; ``None`` for the job's own.
 Row = tuple[bytes | Message, str | None, str | None]
 
 _WHOLE = (ByteType, ShortType, IntegerType, LongType)
 _SCALARS = (StringType, BinaryType, BooleanType, *_WHOLE, FloatType, DoubleType, TimestampType)
-# What JSON can be made of.
+# Types that can be converted to JSON.
 _JSON = (*_SCALARS, DecimalType, DateType, TimestampNTZType)
 
-# The types that each column may have, and those in words.
+# The allowed types of each column, and their description.
 _COLUMNS: dict[str, tuple[tuple[type[DataType], ...], str]] = {
     "body": ((BinaryType, StringType), "binary or string"),
     "exchange": ((StringType,), "string"),
@@ -68,25 +68,25 @@ _ROUTES = ("body", "exchange", "routing_key")
 
 
 class SchemaError(QflowError, TypeError):
-    """A DataFrame has a column that cannot be sent, or lacks one; the text names the column and its type."""
+    """A DataFrame has an unsupported column, or lacks a column. The text names the column and its type."""
 
 
 class RowError(QflowError, ValueError):
-    """A row that AMQP cannot carry; the text names the partition, the row's number in it from 0, and what is wrong."""
+    """A row that AMQP cannot represent. The text names the partition, the row's number in it from 0, and the reason."""
 
 
 class Rows:
-    """Makes messages of rows.
+    """Converts rows to messages.
 
     Args:
-        schema: of the rows.
-        body_format: ``"column"``: the body is the column ``body``; ``"json"``: it is a JSON object of all columns that
-            have no other meaning.
-        message_id: ``"column"``: the column ``message_id``, if there is one; ``"hash"``: a digest of all that is sent;
-            ``"position"``: what `numbered` gives it; ``"producer"``: none.
+        schema: schema of the rows.
+        body_format: ``"column"``: the body is the column ``body``. ``"json"``: the body is a JSON object of all columns
+            without another meaning.
+        message_id: ``"column"``: the column ``message_id``, if it exists. ``"hash"``: a digest of all data to send.
+            ``"position"``: derived from the row's number. ``"producer"``: not set here.
 
     Raises:
-        SchemaError: a column of the wrong type, one too many, or none that could be the body.
+        SchemaError: a column has the wrong type, is not allowed, or no column can be the body.
     """
 
     def __init__(self, schema: StructType, body_format: str, message_id: str) -> None:
@@ -97,7 +97,7 @@ class Rows:
         self._names = tuple(names)
         self._is_json = body_format == "json"
         self._message_id = message_id
-        # Columns of the body, for JSON, with what makes each value one that JSON has.
+        # Columns of a JSON body, each with its converter.
         self._members: list[tuple[str, Callable[[Any], Any] | None]] = []
         for field in schema.fields:
             self._check(field.name, field.dataType)
@@ -133,17 +133,16 @@ class Rows:
             _check_headers(kind)
 
     def messages(self, batch: pa.RecordBatch, number: int, id_prefix: str | None, mark: str | None) -> Iterator[Row]:
-        """What to send for each row of a batch, in order.
+        """Yield the data to send for each row of a batch, in order.
 
         Args:
-            batch: rows of the schema.
-            number: of the batch's first row, in the partition, from 0.
-            id_prefix: what message ids by position begin with; the row's number follows. ``None`` unless `message_id`
-                says so.
-            mark: a header that every message is given, as true; ``None`` for none.
+            batch: rows with the schema.
+            number: number of the batch's first row in the partition, from 0.
+            id_prefix: start of message ids by position; the row's number follows. ``None`` for other message ids.
+            mark: name of a header that is set to true in every message; ``None`` for none.
 
         Raises:
-            TypeError, ValueError: from the row that AMQP cannot carry.
+            TypeError, ValueError: AMQP cannot represent a row.
         """
         columns = dict(zip(self._names, batch.columns, strict=True))
         bodies = self._json(columns, batch.num_rows) if self._is_json else _bodies(columns["body"])
@@ -184,7 +183,7 @@ class Rows:
             column = columns[name].to_pylist()
             values.append(column if convert is None else [None if each is None else convert(each) for each in column])
         for row in zip(*values, strict=True):
-            # As to_json does it, nothing is said of what is null.
+            # Null values are left out, as in Spark's to_json.
             yield encode({name: value for name, value in zip(names, row, strict=True) if value is not None}).encode()
 
 
@@ -205,7 +204,7 @@ def _expirations(column: pa.Array) -> list[str | None]:
 
 
 def _headers(column: pa.Array) -> list[dict[str, Any] | None]:
-    # A map is a list of pairs to Arrow, a struct a dict.
+    # Arrow represents a map as a list of pairs, and a struct as a dict.
     return [None if value is None else dict(value) for value in column.to_pylist()]
 
 
@@ -213,7 +212,7 @@ _VALUES: dict[str, Callable[[pa.Array], list[Any]]] = {"expiration": _expiration
 
 
 def _digest(body: bytes, exchange: str | None, key: str | None, row: Sequence[Any]) -> str:
-    """A message id by what is sent: equal rows have equal ones."""
+    """Return a message id from the data to send: equal rows have equal message ids."""
     digest = blake2b(body, digest_size=16)
     rest = [exchange, key, *(sorted(value.items()) if isinstance(value, dict) else value for value in row)]
     if any(value is not None for value in rest):
@@ -238,7 +237,7 @@ def _check_headers(kind: DataType) -> None:
 
 
 def _json_converter(name: str, kind: DataType) -> Callable[[Any], Any] | None:
-    """What makes values of a type ones that JSON has; ``None`` for those that are already."""
+    """Return the converter of a type's values for JSON; ``None`` if they need no conversion."""
     if isinstance(kind, StructType):
         members = [(field.name, _json_converter(f"{name}.{field.name}", field.dataType)) for field in kind.fields]
         return lambda value: {
@@ -276,10 +275,10 @@ def _iso(value: date | datetime) -> str:
 
 
 def _number(value: Decimal) -> str:
-    # As text: a float would be another number.
+    # As text, because a float could be a different number.
     return str(value)
 
 
 def _finite(value: float) -> float | str:
-    # As to_json writes them; JSON has no such numbers.
+    # As text, as in Spark's to_json, because JSON has no such numbers.
     return value if value - value == 0 else {float("inf"): "Infinity", float("-inf"): "-Infinity"}.get(value, "NaN")

@@ -1,11 +1,12 @@
-"""Credits in a queue of the broker: what the driver looks after, and what a task takes and gives back (C6).
+"""Credits in a queue of the broker: the checks of the driver, and how a task takes and returns them (C6).
 
-A credit that a task holds is a delivery that is not acknowledged, so a task that is killed gives it back by itself. It
-is on the connection that the task publishes on: what ends the one ends the other.
+A task holds a credit as a delivery that it has not acknowledged. So a task that is killed returns its credits
+automatically. The delivery is on the same connection as the task's publishes, so both end together.
 
-Beside the queue of credits there is one with ``.tasks`` behind its name. It never holds a message; each task consumes
-it, so that its consumers are the tasks that may hold credits. It is declared when the credits are there, so where it is
-missing they have not been issued. A queue with ``.lock`` behind the name exists while a driver looks at the others.
+There is a second queue, whose name is that of the credit queue plus ``.tasks``. It never holds a message. Each task
+consumes it, so its consumers are the tasks that may hold credits. It is declared after the credits were issued; if it
+does not exist, they were not issued. A third queue, with ``.lock`` after the name, exists while a driver checks the
+others.
 """
 
 from __future__ import annotations
@@ -41,23 +42,23 @@ _CLASSIC = {"x-queue-type": "classic"}
 _NOT_FOUND = 404
 _LOCKED = 405
 
-# Seconds between two looks at what is settled while credits are held, and at the longest while none are.
+# Seconds between two checks of settled messages while credits are held; and the maximum while none are held.
 _LOOK = 0.005
 _REST = 1.0
-# Seconds between two looks at a queue that has what it should not.
+# Seconds between two checks of a queue with a wrong number of credits.
 _PAUSE = 0.05
-# Seconds without a credit after which a task asks whether there are any.
+# Seconds without a credit after which a task checks if there are any.
 _PATIENCE = 5.0
-# The source of the hold of a task that has no credit.
+# The source of the hold of a task without credits.
 _SOURCE = "credits"
 
 
 def _connect(settings: ProducerSettings, *, blocked: float | None = None) -> pika.BlockingConnection:
-    """Connect to the first of the hosts that can be connected to.
+    """Connect to the first reachable host.
 
     Args:
-        settings: of the job, or the task.
-        blocked: seconds that the broker may keep it blocked; ``None`` for no limit.
+        settings: settings of the job or the task.
+        blocked: maximum seconds that the broker may keep the connection blocked; ``None`` for no limit.
     """
     errors = []
     for url in settings.urls:
@@ -73,7 +74,7 @@ def _connect(settings: ProducerSettings, *, blocked: float | None = None) -> pik
 
 
 def _count(connection: pika.BlockingConnection, queue: str) -> tuple[int, int] | None:
-    """How many messages of a queue are ready, and how many consumers it has; ``None`` if there is no such queue."""
+    """Return the numbers of ready messages and of consumers of a queue; ``None`` if the queue does not exist."""
     channel = connection.channel()
     try:
         found = channel.queue_declare(queue, passive=True).method
@@ -97,7 +98,7 @@ def _way_out(queue: str) -> str:
 
 
 def _check(credit: Credit | None, body: bytes, queue: str, capacity: int) -> Credit:
-    """Refuse what is no credit of this capacity."""
+    """Return the credit if it is valid and belongs to this capacity."""
     if credit is None:
         raise _no_credit(queue, body)
     if credit.capacity != capacity:
@@ -117,14 +118,14 @@ def _capacity_of(settings: ProducerSettings) -> int:
 
 
 def prepare(settings: ProducerSettings, queue: str) -> None:
-    """See to it that a queue holds the credits of a job: issue them if it is new, and look whether they are all there.
+    """Make sure that a queue holds the credits of a job: issue them if the queue is new, and check that all are there.
 
     Args:
-        settings: of the job; its capacity is that of the credits.
-        queue: its name.
+        settings: settings of the job; its capacity is that of the credits.
+        queue: name of the queue.
 
     Raises:
-        CreditError: the credits are of another capacity, or lost, or too many, or it is another kind of queue.
+        CreditError: the credits have another capacity, are too few or too many, or the queue has other messages.
         ConnectionFailed: the broker cannot be reached, or refuses.
     """
     patience = settings.connect_timeout
@@ -143,7 +144,7 @@ def prepare(settings: ProducerSettings, queue: str) -> None:
 
 @contextmanager
 def _alone(connection: pika.BlockingConnection, queue: str, patience: float) -> Iterator[None]:
-    """While no other driver looks at the same queue."""
+    """Hold a lock, so that no other driver checks the same queue during the block."""
     lock = f"{queue}.lock"
     deadline = time.monotonic() + patience
     while True:
@@ -160,7 +161,7 @@ def _alone(connection: pika.BlockingConnection, queue: str, patience: float) -> 
 
 
 def _issue_once(connection: pika.BlockingConnection, queue: str, capacity: int) -> None:
-    """Put the credits into a queue into which nobody has."""
+    """Issue the credits if they were not issued yet."""
     tasks = _count(connection, f"{queue}.tasks")
     if tasks is not None:
         if _count(connection, queue) is not None:
@@ -173,13 +174,13 @@ def _issue_once(connection: pika.BlockingConnection, queue: str, capacity: int) 
     found = _count(connection, queue)
     channel = connection.channel()
     if found is None:
-        # Not of the kind that drops a message which has come back often.
+        # A classic queue, because other types drop a message that was returned often.
         channel.queue_declare(queue, durable=True, arguments=_CLASSIC)
     if found is not None and found[0]:
-        # A driver died when it had issued them, or they are somebody else's.
+        # A driver died after it had issued the credits, or the messages are not credits.
         _look_at_one(connection, queue, capacity)
     else:
-        # All or none, whatever happens to this process.
+        # In a transaction, so that all or none are issued, even if this process dies.
         channel.tx_select()
         properties = pika.BasicProperties(content_type="application/json", delivery_mode=2)
         for credit in issue(uuid4().hex, capacity):
@@ -191,7 +192,7 @@ def _issue_once(connection: pika.BlockingConnection, queue: str, capacity: int) 
 
 
 def _look_through(connection: pika.BlockingConnection, queue: str, capacity: int, patience: float) -> None:
-    """Look whether the credits are right, as far as they are in the queue."""
+    """Check that the credits in the queue are valid, and that none are missing."""
     due = number_of_credits(capacity)
     deadline = time.monotonic() + patience
     while True:
@@ -200,7 +201,7 @@ def _look_through(connection: pika.BlockingConnection, queue: str, capacity: int
         ready, _ = _count(connection, queue) or (0, 0)
         if ready == due or (tasks and ready < due):
             return
-        # Those of tasks that have just been killed come back in a moment.
+        # The credits of tasks that have just been killed return after a moment.
         if ready > due or time.monotonic() >= deadline:
             raise _wrong_number(queue, ready, due, capacity)
         connection.sleep(_PAUSE)
@@ -209,7 +210,7 @@ def _look_through(connection: pika.BlockingConnection, queue: str, capacity: int
 def _look_at_one(connection: pika.BlockingConnection, queue: str, capacity: int) -> None:
     channel = connection.channel()
     _, _, body = channel.basic_get(queue)
-    # Closing it gives the message back.
+    # Closing the channel returns the message.
     channel.close()
     if body is not None:
         _check(Credit.decode(body), body, queue, capacity)
@@ -226,13 +227,15 @@ def _wrong_number(queue: str, ready: int, due: int, capacity: int) -> CreditErro
 
 
 class CreditLine:
-    """Takes credits for one task and gives them back, on a thread of its own; holds its producer meanwhile.
+    """Takes and returns the credits of one task on a separate thread.
 
-    A context manager. Leaving it ends the connection, which gives back what is held.
+    It holds the task's producer while there are none.
+
+    It is a context manager. On exit it closes the connection, which returns all held credits.
 
     Args:
-        settings: of the task.
-        queue: of the credits.
+        settings: settings of the task.
+        queue: name of the credit queue.
 
     Raises:
         CreditError: the queue does not exist.
@@ -242,27 +245,27 @@ class CreditLine:
     def __init__(self, settings: ProducerSettings, queue: str) -> None:
         self._queue = queue
         self._capacity = _capacity_of(settings)
-        # Messages sent, and how many there will be when the rows in hand are; set by the task's thread.
+        # Messages sent so far, and the number after the current rows; set by the task's thread.
         self._sent = self._goal = 0
         self._purse = Purse()
-        # The numbers of the credits in it, by their tags, and the set that they are of, once one has come.
+        # Numbers of the held credits by delivery tag; and the set that they belong to, after the first credit.
         self._numbers: dict[int, int] = {}
         self._pool: str | None = None
-        # What the producer's window is now; 0 if it is held.
+        # The current window of the producer; 0 if it is held.
         self._window = 0
-        # None while it consumes no credits.
+        # None while it does not consume credits.
         self._consumer_tag: str | None = None
-        # When it last had a credit, or asked where they are, and whether all were missing then.
+        # Time of the last credit or of the last check; and whether all credits were missing at that check.
         self._since = time.monotonic()
         self._missed = False
-        # What ended it, if that was not the connection.
+        # The error that ended it, except errors of the connection.
         self._error: Exception | None = None
         self._stopping = False
-        # It belongs to the thread, once that runs.
+        # It belongs to the thread once the thread runs.
         self._connection = _connect(settings)
         try:
             self._channel = self._open()
-            #: The task's.
+            #: The task's producer.
             self.producer = Producer(connection=self._connection, settings=settings)
         except BaseException:
             self._connection.close()
@@ -283,17 +286,17 @@ class CreditLine:
             ) from error
         return channel
 
-    # The task's thread.
+    # Called on the task's thread.
 
     def use(self, rows: Iterator[_T], count: int) -> Iterator[_T]:
-        """Pass on rows, of which each is sent before the next is asked for, and have credits for them.
+        """Pass rows on, and get credits for them. Each row is sent before the next one is requested.
 
         Args:
-            rows: them.
-            count: how many they are.
+            rows: rows to send.
+            count: number of rows.
         """
         self._goal = self._sent + count
-        # A connection that has ended is found out by the producer.
+        # The producer detects a connection that has ended.
         with suppress(pika.exceptions.ConnectionWrongStateError):
             self._connection.add_callback_threadsafe(_nothing)
         for row in rows:
@@ -310,11 +313,11 @@ class CreditLine:
         with suppress(pika.exceptions.ConnectionWrongStateError):
             self._connection.add_callback_threadsafe(_nothing)
         self._thread.join(GOOD_BYE)
-        # Of what is confirmed nothing need be told; otherwise it is what comes first.
+        # If everything is confirmed, the error does not matter. Otherwise it is the cause of the other error.
         if self._error is not None and exc is not None:
             raise self._error from exc
 
-    # Its own.
+    # Called on its own thread.
 
     def _run(self) -> None:
         try:
@@ -324,7 +327,7 @@ class CreditLine:
                 if not self._channel.is_open:
                     raise pika.exceptions.ChannelWrongStateError("Channel is closed.")
         except pika.exceptions.AMQPError as error:
-            # With its connection the producer ends by itself, and says why.
+            # When its connection ends, the producer ends too, and reports the reason.
             if self._connection.is_open:
                 self._error = CreditError(
                     f"the channel on which the credits of queue {self._queue!r} are held was closed: {error!r}"
@@ -332,7 +335,7 @@ class CreditLine:
         except Exception as error:
             self._error = error
         finally:
-            # Without credits nothing may be sent, and so the producer ends with it.
+            # Nothing may be sent without credits, so close the connection. This ends the producer.
             with suppress(pika.exceptions.AMQPError):
                 self._connection.close()
 
@@ -342,16 +345,16 @@ class CreditLine:
         purse.plan(sent, producer.unsettled, self._goal - sent)
         self._set_window(purse.window)
         if purse.wants and self._consumer_tag is None:
-            # One more than there are, so that one too many is found out.
+            # One more than there are, so that one credit too many is detected.
             self._channel.basic_qos(prefetch_count=number_of_credits(self._capacity) + 1)
             self._consumer_tag = self._channel.basic_consume(self._queue, self._take)
         elif self._consumer_tag is not None and not purse.wants:
-            # pika gives back what comes meanwhile.
+            # pika returns the messages that arrive in the meantime.
             self._channel.basic_cancel(self._consumer_tag)
             self._consumer_tag = None
         tags = purse.release(producer.unsettled)
         if tags:
-            # They are the oldest that there are.
+            # These are the oldest deliveries, so one nack with `multiple` covers them.
             self._channel.basic_nack(tags[-1], multiple=True, requeue=True)
             for tag in tags:
                 del self._numbers[tag]
@@ -388,7 +391,10 @@ class CreditLine:
         raise CreditError(f"the queue of credits {self._queue!r}, or '{self._queue}.tasks', was deleted")
 
     def _ask(self) -> None:
-        """Where are the credits? Found missing twice, they are lost: on their way they are not so long."""
+        """Check where the credits are.
+
+        If they are missing at two checks, they are lost, because their way is shorter.
+        """
         self._since = time.monotonic()
         ready, _ = _count(self._connection, self._queue) or (0, 0)
         _, tasks = _count(self._connection, f"{self._queue}.tasks") or (0, 0)
@@ -401,8 +407,8 @@ class CreditLine:
 
 
 def _ignore(*_: object) -> None:
-    """Nothing comes from there."""
+    """Do nothing; this queue never has messages."""
 
 
 def _nothing() -> None:
-    """What wakes the thread."""
+    """Do nothing; wakes the thread."""

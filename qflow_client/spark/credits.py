@@ -1,13 +1,16 @@
-"""A job's capacity as credits that its tasks take and give back, sans-I/O (C6).
+"""A job's capacity as credits that its tasks take and return, sans-I/O (C6).
 
-A *credit* is the right to have so many messages unsettled, its *units*. All credits of a capacity lie in a queue of the
-broker, as messages: a task that takes some has them delivered and does not acknowledge them, so that the broker gives
-them to others when the task dies. `Purse` is what one task holds.
+A *credit* is the right to have a number of unsettled messages, its *units*. All credits of a capacity are messages in a
+queue of the broker. A task takes a credit by a delivery that it does not acknowledge. So the broker gives the credit to
+another task when the task dies. `Purse` has the credits of one task.
 
-Two rules are all there is. Safety: a task never has more messages unsettled than its credits have units, and what it
-gives back it has taken out of its window before. Fairness: a credit goes back when the task has sent a whole window
-since it came, and what the rows in hand do not need goes back at once; whoever has waited longest gets it next, which
-is how brokers deliver.
+There are two rules.
+
+- Safety: a task never has more unsettled messages than its credits have units. It reduces its window before it returns
+  a credit.
+- Fairness: a task returns a credit when it has sent a whole window of messages since it got the credit. It returns
+  credits that the current rows do not need at once. The task that has waited longest gets the next credit, because
+  brokers deliver in this order.
 """
 
 from __future__ import annotations
@@ -21,27 +24,27 @@ from qflow_client.errors import QflowError
 
 __all__ = ["Credit", "CreditError", "Purse", "issue", "number_of_credits"]
 
-# Credits of a capacity, at the most. More are finer, and cost the broker two messages each time around.
+# Maximum number of credits of a capacity. More credits are finer, but each costs the broker two messages for each use.
 _MOST = 256
 
-# The part of its credits that a task is without at a time while it goes on.
+# The divisor for the part of its credits that a task may return at a time while it continues.
 _PART = 4
 
 
 class CreditError(QflowError):
-    """The credits of a job are not what they should be; the text names the queue, what is wrong, and the way out."""
+    """The credits of a job are wrong; the text names the queue, what is wrong, and what to do."""
 
 
 @dataclass(frozen=True, slots=True)
 class Credit:
-    """One credit, as it lies in the queue.
+    """One credit, as a message in the queue.
 
     Attributes:
-        pool: the set that it was issued with.
-        number: which of them it is.
-        credits: how many they are.
-        units: the messages that it stands for.
-        capacity: the messages that all of them stand for.
+        pool: set that it was issued with.
+        number: its number in the set.
+        credits: number of credits in the set.
+        units: number of messages that it allows.
+        capacity: number of messages that all credits together allow.
     """
 
     pool: str
@@ -51,12 +54,12 @@ class Credit:
     capacity: int
 
     def encode(self) -> bytes:
-        """The body of its message."""
+        """Return the body of its message."""
         return json.dumps(asdict(self)).encode()
 
     @classmethod
     def decode(cls, body: bytes) -> Credit | None:
-        """The credit that a message is; ``None`` if it is none."""
+        """Return the credit in a message; ``None`` if it is not a credit."""
         try:
             return cls(**json.loads(body))
         except (TypeError, ValueError):
@@ -64,16 +67,16 @@ class Credit:
 
 
 def number_of_credits(capacity: int) -> int:
-    """How many credits a capacity has."""
+    """Return the number of credits for a capacity."""
     return min(capacity, _MOST)
 
 
 def issue(pool: str, capacity: int) -> Iterator[Credit]:
-    """The credits of a capacity: as many as there may be, and none larger by more than one unit than another.
+    """Yield the credits of a capacity: as many as possible, with sizes that differ by at most one unit.
 
     Args:
-        pool: what they have in common.
-        capacity: messages.
+        pool: name of the set.
+        capacity: number of messages.
     """
     count = number_of_credits(capacity)
     for number in range(count):
@@ -84,60 +87,59 @@ def issue(pool: str, capacity: int) -> Iterator[Credit]:
 class _Held:
     tag: int
     units: int
-    # What the task had sent when it came.
+    # Messages that the task had sent when the credit came.
     since: int
 
 
 class Purse:
     """The credits that one task holds, the oldest first.
 
-    Whoever uses it calls `plan`, makes the window of the producer what `window` is then, and only after that looks at
-    what is unsettled for `release`.
+    Call `plan`, then set the producer's window to `window`. Only then count the unsettled messages and call `release`.
     """
 
     __slots__ = ("_due", "_due_units", "_held", "units", "wants")
 
     def __init__(self) -> None:
         self._held: deque[_Held] = deque()
-        # How many of the oldest are to go back, and their units.
+        # Number of the oldest credits that have to be returned, and their units.
         self._due = self._due_units = 0
-        #: Messages that may be unsettled: of all credits, those that are to go back included.
+        #: Units of all credits, including those that have to be returned.
         self.units = 0
-        #: Whether more credits are of use.
+        #: Whether more credits are useful.
         self.wants = False
 
     def __len__(self) -> int:
-        """How many there are."""
+        """Return the number of credits."""
         return len(self._held)
 
     @property
     def window(self) -> int:
-        """Messages that may be unsettled before another one is sent."""
+        """The number of messages that may be unsettled before another one is sent."""
         return self.units - self._due_units
 
     @property
     def is_giving_back(self) -> bool:
-        """Whether some are to go back, once what they stand for is settled."""
+        """Whether credits have to be returned once their messages are settled."""
         return self._due > 0
 
     def grant(self, tag: int, units: int, sent: int) -> None:
-        """A credit has come.
+        """Add a credit.
 
         Args:
-            tag: by which it goes back; larger than all before.
-            units: its messages.
-            sent: messages that the task has sent, ever.
+            tag: delivery tag to return it; greater than all earlier ones.
+            units: units of the credit.
+            sent: messages that the task has sent so far.
         """
         self._held.append(_Held(tag, units, sent))
         self.units += units
 
     def plan(self, sent: int, unsettled: int, left: int) -> None:
-        """Say which credits are to go back, and whether more are of use.
+        """Decide which credits have to be returned, and whether more credits are useful.
 
         Args:
-            sent: messages that the task has sent, ever.
-            unsettled: those of them that are not settled.
-            left: rows in hand that are not sent.
+            sent: messages that the task has sent so far.
+            unsettled: sent messages that are not settled.
+            left: current rows that are not sent.
         """
         need = unsettled + left
         most = max(1, len(self._held) // _PART)
@@ -152,13 +154,13 @@ class Purse:
         self.wants = left > 0 and self.window < need
 
     def release(self, unsettled: int) -> list[int]:
-        """Give back what may go back now.
+        """Remove the credits that can be returned now.
 
         Args:
-            unsettled: messages that are not settled, counted after the producer was given the `window`.
+            unsettled: messages that are not settled, counted after the producer got the `window`.
 
         Returns:
-            The tags, in the order in which the credits came.
+            The delivery tags, in the order in which the credits came.
         """
         tags: list[int] = []
         while self._due and self.units - self._held[0].units >= unsettled:

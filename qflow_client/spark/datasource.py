@@ -1,4 +1,4 @@
-"""``format("amqp")``: what Spark asks for a reader or a writer."""
+"""``format("amqp")``: creates the readers and writers for Spark."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ __all__ = ["AmqpDataSource", "register"]
 
 
 class AmqpDataSource(DataSource):
-    """The data source; `register` makes it known to a session."""
+    """The data source; `register` registers it with a session."""
 
-    #: How many tasks the session runs at once; ``None`` if it is not known.
+    #: Number of tasks that the session runs at the same time; ``None`` if it is unknown.
     max_concurrent_tasks: ClassVar[int | None] = None
 
     #: Whether the tasks of the session run on the driver's machine.
@@ -46,7 +46,7 @@ class AmqpDataSource(DataSource):
         )
 
     def _offsets(self, streaming: bool) -> OffsetOptions | None:
-        """What a job was told that reads a RabbitMQ stream; ``None`` for one that reads a queue."""
+        """Return the options of a job that reads a RabbitMQ stream; ``None`` for a job that reads a queue."""
         names = {name.lower() for name in self.options}
         if "stream" not in names:
             return None
@@ -89,13 +89,13 @@ class AmqpDataSource(DataSource):
 
 
 def register(spark: SparkSession, *, max_concurrent_tasks: int | None = None) -> None:
-    """Make ``format("amqp")`` known to a session.
+    """Register ``format("amqp")`` with a session.
 
     Args:
         spark: the session.
-        max_concurrent_tasks: how many tasks of it may run at once, by which the capacity of a job is divided (C6); as
-            many as the session has slots for now unless given. Give it if the cluster may grow. The option
-            ``maxConcurrentTasks`` of a job goes first.
+        max_concurrent_tasks: number of tasks that the session may run at the same time; the capacity of a job is
+            divided by it (C6). The default is the current number of slots of the session. Set it if the cluster may
+            grow. The option ``maxConcurrentTasks`` of a job has priority.
 
     Raises:
         SettingsError: `max_concurrent_tasks` is below 1.
@@ -103,17 +103,17 @@ def register(spark: SparkSession, *, max_concurrent_tasks: int | None = None) ->
     if max_concurrent_tasks is not None and max_concurrent_tasks < 1:
         raise SettingsError(f"max_concurrent_tasks={max_concurrent_tasks}: it must be at least 1")
     slots = _slots(spark) if max_concurrent_tasks is None else max_concurrent_tasks
-    # A class of its own for each session: Spark sends it to the workers with its attributes, where one that can be
-    # imported is sent by name.
+    # A new class for each session, because Spark sends it to the workers with its attributes. A class that can be
+    # imported would be sent by name.
     known = {"max_concurrent_tasks": slots, "is_local": str(spark.conf.get("spark.master", "")).startswith("local")}
     source: type[DataSource] = type("AmqpDataSource", (AmqpDataSource,), known)
     spark.dataSource.register(source)
 
 
 def _slots(spark: Any) -> int | None:
-    """How many tasks a session can run at once, now or as it is configured; ``None`` where it does not say.
+    """Return how many tasks a session can run at the same time, now or as configured; ``None`` if it is unknown.
 
-    Spark Connect does not; nor does a cluster that may grow without a limit, or that has not come up yet.
+    It is unknown with Spark Connect, for a cluster that may grow without a limit, and for one that is not started yet.
     """
     try:
         context = spark.sparkContext
@@ -129,5 +129,5 @@ def _slots(spark: Any) -> int | None:
             return None
     else:
         executors = conf.get("spark.executor.instances", "0")
-    # Executors come one by one, and may not be all there.
+    # Executors start one by one, so some may be missing now.
     return max(slots, int(executors) * per_executor) or None

@@ -1,4 +1,4 @@
-"""Deliveries as rows: which columns a message has that was read, and how rows become Arrow's."""
+"""Deliveries as rows: the columns of a message that is read, and the conversion of rows to Arrow."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from qflow_client.spark.columns import SchemaError
 
 __all__ = ["COLUMNS", "MOST_BYTES", "MOST_ROWS", "SCHEMA", "Row", "batch_of", "check_schema", "in_columns", "row_of"]
 
-#: A message but for its offset, as columns have it.
+#: The columns of a message, without its offset.
 Row = tuple[Any, ...]
 
 _TEXTS = (
@@ -40,7 +40,7 @@ _TEXTS = (
     "app_id",
 )
 
-#: What a message is.
+#: The columns of a message.
 COLUMNS = pa.schema(
     [
         pa.field("body", pa.binary()),
@@ -56,7 +56,7 @@ COLUMNS = pa.schema(
     ]
 )
 
-#: A batch has at most so many messages and, unless one is larger, bytes of bodies.
+#: Maximum number of messages in a batch, and maximum body bytes; one larger message is allowed.
 MOST_ROWS = 2000
 MOST_BYTES = 8 << 20
 
@@ -70,15 +70,15 @@ _TYPES: dict[pa.DataType, DataType] = {
     pa.map_(pa.string(), pa.string()): MapType(StringType(), StringType()),
 }
 
-#: The columns of a message, to Spark.
+#: The columns of a message, as Spark types.
 SCHEMA = StructType([StructField(field.name, _TYPES[field.type]) for field in COLUMNS])
 
 
 def check_schema(schema: StructType) -> None:
-    """Refuse a schema that a user has given and that messages do not have.
+    """Check the schema of a user against the columns of a message.
 
     Raises:
-        SchemaError: a column that does not exist, or of another type.
+        SchemaError: a column does not exist, or has another type.
     """
     known = {field.name: field.dataType for field in SCHEMA}
     for field in schema:
@@ -91,7 +91,7 @@ def check_schema(schema: StructType) -> None:
 
 
 def row_of(method: Any, properties: pika.BasicProperties, body: bytes) -> Row:
-    """A delivery."""
+    """Return a delivery as a row."""
     return (
         body,
         method.exchange,
@@ -106,7 +106,7 @@ def row_of(method: Any, properties: pika.BasicProperties, body: bytes) -> Row:
 
 
 def batch_of(rows: Sequence[Row], offsets: Sequence[int]) -> pa.RecordBatch:
-    """Rows with their offsets; there is at least one."""
+    """Return rows with their offsets as a batch; at least one row."""
     columns = [*zip(*rows, strict=True), offsets]
     return pa.RecordBatch.from_arrays(
         [pa.array(values, type=field.type) for values, field in zip(columns, COLUMNS, strict=True)],
@@ -115,7 +115,7 @@ def batch_of(rows: Sequence[Row], offsets: Sequence[int]) -> pa.RecordBatch:
 
 
 def in_columns(rows: pa.RecordBatch, schema: StructType) -> pa.RecordBatch:
-    """The columns that are asked for."""
+    """Return the requested columns."""
     fields = [
         pa.field(field.name, pa.string() if isinstance(field.dataType, StringType) else COLUMNS.field(field.name).type)
         for field in schema
@@ -136,7 +136,7 @@ def _headers(headers: Mapping[str, Any] | None) -> list[tuple[str, str | None]] 
 
 
 def _text(value: Any) -> str:
-    """A header that is no string, as JSON; bytes as the text that they most likely are."""
+    """Return a header that is not a string as JSON; bytes are decoded as text."""
     if isinstance(value, (bytes, bytearray)):
         return value.decode(errors="backslashreplace")
     return json.dumps(value, ensure_ascii=False, default=_other)

@@ -1,8 +1,9 @@
-"""Flow telemetry of any volume: a flow log's lines summed up by Spark, at once or as they come.
+"""Flow logs of any size: Spark sums up their lines, at once or continuously.
 
-Each task sums up the lines of its part by `qflow_client.report`, to a few facts: rows with a key, a bucket, sums and
-maxima of whole numbers. Spark adds up facts of one key, in whatever order and in however many parts, and of what is
-left the report is made. So each figure has one definition, and one process and a cluster make the same report.
+Each task sums up the lines of its part with `qflow_client.report`. The result is a small number of facts: rows with a
+key, a bucket, and sums and maxima of whole numbers. Spark adds the facts with the same key, in any order and any number
+of parts. The report is made from the totals. So each number has one definition, and one process and a cluster make the
+same report.
 """
 
 from __future__ import annotations
@@ -31,29 +32,29 @@ _GROUP = ("table", *_KEYS, "bucket")
 _SUMS = ("count", "total", *_MORE)
 _MOSTS = ("most", "most_2")
 _FACTS = (*_GROUP, *_SUMS, *_MOSTS)
-# Tables in which a bucket is a time.
+# Tables whose bucket is a time.
 _SERIES = ("depth", "held")
 
 _TYPES = {"text": "string", "number": "bigint", "counts": "map<string,bigint>"}
 _EVENTS = ", ".join(f"`{name}` {_TYPES[kind]}" for name, kind in COLUMNS)
 
-# Bytes of a file that a task reads.
+# Bytes of a file that one task reads.
 _PART = 64 << 20
-# Facts that a task hands over at once.
+# Number of facts in one batch of a task's output.
 _AT_ONCE = 20_000
 
 _Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 
 class _Logs:
-    """What there is to read: finished files on this machine, or whatever Spark finds elsewhere."""
+    """The logs to read: finished files on this machine, or the files that Spark finds at other addresses."""
 
     def __init__(self, spark: SparkSession, paths: _Paths) -> None:
         self._spark = spark
         given = [os.fspath(path) for path in ([paths] if isinstance(paths, (str, os.PathLike)) else paths)]
         self._remote = [path for path in given if "://" in path]
         local = [path for path in given if "://" not in path]
-        # Spark reads no file whose name begins with an underscore.
+        # Spark does not read files whose names begin with an underscore.
         self._local = [path for path in FlowLogs(local).files if not path.name.startswith("_")] if local else []
         if not self._local and not self._remote:
             raise FlowLogError(f"{', '.join(given)}: no file is finished; FlowLog.rotate() and close() finish one")
@@ -62,18 +63,18 @@ class _Logs:
         return self._spark.read.schema(_EVENTS).parquet(*paths)
 
     def events(self) -> DataFrame:
-        """A column for each field."""
+        """Return the lines, with a column for each field."""
         lines = [str(path) for path in self._local if path.suffix != ".parquet"] + self._remote
         columnar = [str(path) for path in self._local if path.suffix == ".parquet"]
         frames = [self._spark.read.schema(_EVENTS).json(lines)] if lines else []
         return _united([*frames, self._parquet(columnar)] if columnar else frames)
 
     def facts(self, width: int) -> DataFrame:
-        """What the tasks sum up, over all time; `width` is that of the bins of series, in microseconds."""
+        """Return the facts of the tasks, over the whole time; `width` is the bin width of series in microseconds."""
         frames = []
         parts = [part for path in self._local if path.suffix != ".parquet" for part in parts_of(path, _PART)]
         if parts:
-            # The tasks read them themselves: through the JVM each line would be copied three times.
+            # The tasks read the files themselves. Through the JVM each line would be copied three times.
             numbers = self._spark.range(0, len(parts), 1, len(parts))
             frames.append(numbers.mapInArrow(_summing(None, width, _lines_of_parts(parts)), _SCHEMA))
         lines = [self._spark.read.text(self._remote)] if self._remote else []
@@ -83,7 +84,7 @@ class _Logs:
         return _united([*frames, *(each.mapInArrow(_summing(None, width), _SCHEMA) for each in lines)])
 
     def span(self) -> tuple[int, int]:
-        """When about the first and the last line is from."""
+        """Return the approximate times of the first and the last line."""
         if not self._remote:
             return FlowLogs(self._local).span()
         first, last = self.events().select(sf.min("at"), sf.max("at")).collect()[0]
@@ -98,12 +99,12 @@ def _united(frames: list[DataFrame]) -> DataFrame:
 
 
 def flow_events(spark: SparkSession, paths: _Paths) -> DataFrame:
-    """The lines of flow logs, as a DataFrame with a column for each field.
+    """Return the lines of flow logs as a DataFrame with a column for each field.
 
     Args:
         spark: the session.
-        paths: folders and files: ``.jsonl``, ``.jsonl.gz`` or ``.parquet``. Of folders on this machine finished files
-            are taken; others (``s3a://…``) hold JSON lines.
+        paths: folders and files: ``.jsonl``, ``.jsonl.gz`` or ``.parquet``. From folders on this machine, only finished
+            files are read. Other folders (``s3a://…``) contain JSON lines.
 
     Raises:
         FlowLogError: there is nothing to read.
@@ -119,7 +120,7 @@ def _lines_of_rows(batches: Iterator[Any]) -> _Raws:
 
 
 def _lines_of_parts(parts: Sequence[Part]) -> Callable[[Iterator[Any]], _Raws]:
-    """Rows are the numbers of parts of files."""
+    """Return a function that reads the lines of numbered parts; its rows are part numbers."""
 
     def read(batches: Iterator[Any]) -> _Raws:
         for numbers in _lines_of_rows(batches):
@@ -132,12 +133,12 @@ def _lines_of_parts(parts: Sequence[Part]) -> Callable[[Iterator[Any]], _Raws]:
 def _summing(
     window: int | None, width: int, lines: Callable[[Iterator[Any]], _Raws] = _lines_of_rows
 ) -> Callable[[Iterator[Any]], Iterator[Any]]:
-    """For ``mapInArrow``: the lines of a part become facts, over all time or by windows.
+    """Return a function for ``mapInArrow`` that sums up lines to facts, over the whole time or by windows.
 
     Args:
-        window: microseconds; ``None`` for all time.
-        width: of the bins of series over time, in microseconds.
-        lines: finds the lines in what a task is handed.
+        window: length of a window in microseconds; ``None`` for the whole time.
+        width: width of the bins of series over time, in microseconds.
+        lines: returns the lines in the input of a task.
     """
 
     def sum_up(batches: Iterator[Any]) -> Iterator[Any]:
@@ -169,7 +170,7 @@ def _summing(
 def _row(fact: Fact) -> tuple[Any, ...]:
     keys = (*fact.keys, *[""] * (len(_KEYS) - len(fact.keys)))
     more = (*fact.more, *[0] * (len(_MORE) - len(fact.more)))
-    # So many keys there are: what is filled up is cut off again.
+    # The number of keys is stored, so that the padding can be removed again.
     table = f"{fact.table}/{len(fact.keys)}"
     return (table, *keys, fact.bucket, fact.count, fact.total, *more, fact.most, fact.most_2)
 
@@ -216,19 +217,19 @@ def flow_report(
     queues: Iterable[str] | None = None,
     round_trip: float = 0.005,
 ) -> FlowReport:
-    """Report on flow logs of any volume; the same report as `qflow_client.report.flow_report` makes.
+    """Report on flow logs of any size. The report is the same as that of `qflow_client.report.flow_report`.
 
     Args:
         spark: the session.
         paths: as for `flow_events`.
-        maximum: the most messages that a queue may ever have (C6): what to set for that is found out, for each queue.
-        delay: seconds that a message may be in a queue: likewise.
-        queues: those that advice is wanted for; ``None`` for all of which the depth is known.
+        maximum: maximum number of messages in a queue (C6); the report has advice how to keep it, for each queue.
+        delay: maximum seconds that a message may be in a queue; the report has advice how to keep it, for each queue.
+        queues: queues for the advice; ``None`` for all queues with recorded depth.
         round_trip: seconds from a publish to its confirm, for the replays.
 
     Raises:
         FlowLogError: there is nothing to read.
-        ValueError: a maximum or a delay that is not more than 0.
+        ValueError: the maximum or the delay is not more than 0.
     """
     logs = _Logs(spark, paths)
     width = bin_width(*logs.span())
@@ -249,7 +250,7 @@ def _sample_lines(events: DataFrame, wanted: dict[str, tuple[int, int]]) -> Iter
     return (row.asDict() for row in rows.toLocalIterator())
 
 
-# As they come.
+# Continuous reports.
 
 
 def flow_report_stream(
@@ -261,25 +262,25 @@ def flow_report_stream(
     late: float = 600.0,
     trigger: dict[str, Any] | None = None,
 ) -> Any:
-    """Sum up flow logs while they are written: every window once, when no line of it is expected any more.
+    """Sum up flow logs while they are written. Each window is written once, when no more lines for it are expected.
 
-    A `FlowLog` finishes a file after `max_seconds`, so lines come that late, and what is written on other machines when
-    it gets here. `flow_report_of_stream` makes the report of the windows that there are.
+    A `FlowLog` finishes a file after `max_seconds`, so its lines arrive late. Files of other machines arrive when they
+    are copied here. `flow_report_of_stream` makes the report from the completed windows.
 
     Args:
         spark: the session.
-        folder: where flow logs write.
-        output: a folder for what is summed up, and for the checkpoint.
-        window: seconds that are summed up together; series over time are no finer.
-        late: seconds by which a line may come after those of a later window. One that comes later still is dropped;
-            Spark counts the sums without it in the query's progress, as ``numRowsDroppedByWatermark``.
-        trigger: as for Spark's ``trigger``, such as ``{"availableNow": True}``; as fast as it can unless given.
+        folder: folder of the flow logs.
+        output: folder for the facts and the checkpoint.
+        window: length of a window in seconds; series over time have no finer steps.
+        late: seconds that a line may come after the lines of a later window. Later lines are dropped. Spark counts the
+            dropped facts in the query's progress as ``numRowsDroppedByWatermark``.
+        trigger: arguments for Spark's ``trigger``, such as ``{"availableNow": True}``; by default as fast as possible.
 
     Returns:
-        Spark's query.
+        The query of Spark.
 
     Raises:
-        ValueError: a window or a lateness that is not allowed.
+        ValueError: the window or the lateness is not allowed.
     """
     for name, seconds in (("window", window), ("late", late)):
         if not seconds >= 0.001:
@@ -301,11 +302,11 @@ def flow_report_stream(
 
 
 def flow_report_of_stream(spark: SparkSession, output: str | os.PathLike[str]) -> FlowReport:
-    """The report of what `flow_report_stream` has summed up so far. Advice needs the lines: `flow_report` gives it.
+    """Make the report from the facts that `flow_report_stream` has written so far. For advice use `flow_report`.
 
     Args:
         spark: the session.
-        output: the folder that was given to it.
+        output: the folder of its argument `output`.
 
     Raises:
         FlowLogError: no window is complete yet.

@@ -1,4 +1,4 @@
-"""From a queue into a spool: consuming, knowing again what was spooled, acknowledging what Spark is done with."""
+"""From a queue into a spool: consuming, recognising spooled messages, and acknowledging committed ones."""
 
 from __future__ import annotations
 
@@ -25,27 +25,27 @@ __all__ = ["Consumer", "Intake", "connect", "connect_first", "drain"]
 
 Connection = TypeVar("Connection")
 
-# Seconds that a file of the spool waits for more messages at most.
+# Maximum seconds that a file of the spool waits for more messages.
 _LONGEST = 0.05
-# Seconds without a delivery after which the queue is asked whether it is empty.
+# Seconds without a delivery after which the broker is asked if the queue is empty.
 _QUIET = 0.2
 
-# How the keys of messages begin that are known by their message ids.
+# Start of the keys of messages that are recognised by their message ids.
 _BY_ID = b"i"
 
 
 def connect_first(
     urls: Sequence[str], timeout: float, opening: Callable[[pika.URLParameters], Connection]
 ) -> Connection:
-    """Connect to the first of several brokers that can be connected to.
+    """Connect to the first reachable one of several brokers.
 
     Args:
-        urls: of the brokers.
-        timeout: seconds that each may take.
-        opening: makes the connection.
+        urls: URLs of the brokers.
+        timeout: maximum seconds for each broker.
+        opening: opens the connection.
 
     Raises:
-        ConnectionFailed: none can.
+        ConnectionFailed: no broker can be reached.
     """
     errors = []
     for url in urls:
@@ -59,26 +59,26 @@ def connect_first(
 
 
 def connect(urls: Sequence[str], timeout: float) -> pika.BlockingConnection:
-    """`connect_first`, of the connections that wait for each answer."""
+    """Do the work of `connect_first` with a `BlockingConnection`, which waits for each answer."""
     return connect_first(urls, timeout, pika.BlockingConnection)
 
 
 class Intake:
-    """Takes the messages of a queue into a spool. Everything but `wake` belongs to one thread.
+    """Takes the messages of a queue into a spool. All methods except `wake` belong to one thread.
 
-    A message that was spooled and is delivered again, because it was not acknowledged before a connection ended, is
-    known again, and not spooled a second time. Those that were certainly not acknowledged are known by what they are,
-    however many there are that are alike; those that may have been, only by their message ids.
+    A spooled message is delivered again if its connection ended before the acknowledgement. Such a message is
+    recognised, and not spooled again. If it was certainly not acknowledged, it is recognised by its content, even among
+    several equal messages. If it may have been acknowledged, it is recognised only by its message id.
 
     Args:
-        connection: to the broker.
-        queue: which.
-        spool: where to.
-        prefetch: the most messages that are not acknowledged, from 1 to 65535.
-        limit: the offset at which the spool is full; what comes beyond is left in the queue. ``None`` for none.
+        connection: connection to the broker.
+        queue: name of the queue.
+        spool: spool for the messages.
+        prefetch: maximum number of unacknowledged messages, from 1 to 65535.
+        limit: offset at which the spool is full; further messages stay in the queue. ``None`` for no limit.
 
     Raises:
-        ConnectionFailed: there is no such queue, or it may not be consumed.
+        ConnectionFailed: the queue does not exist, or it may not be consumed.
     """
 
     def __init__(
@@ -88,34 +88,35 @@ class Intake:
         self._queue = queue
         self._spool = spool
         self._limit = limit
-        #: How many messages have been delivered.
+        #: Number of delivered messages.
         self.received = 0
-        # What has come and is not in the spool, in order, with its delivery tags; and since when.
+        # Messages that are not in the spool yet, in order, with their delivery tags; and the time since which they
+        # wait.
         self._rows: list[Row] = []
         self._tags: list[int] = []
         self._bytes = 0
         self._since = 0.0
-        # The first delivery that was not wanted; it, and what is like it, stays in the queue.
+        # Tag of the first unwanted delivery. This message and the later unwanted ones stay in the queue.
         self._unwanted: int | None = None
-        # Whether the broker has said that there is no more to consume.
+        # Whether the broker has cancelled the consumer.
         self._cancelled = False
-        # Delivery tags by offset of what is spooled and not acknowledged.
+        # Delivery tags of spooled and unacknowledged messages, by offset.
         self._unacked: dict[int, int] = {}
-        # Offsets of what was spooled before and may be delivered again, by what they are known by.
+        # Offsets of messages from an earlier run that may be delivered again, by their keys.
         self._known: dict[bytes, deque[int]] = {}
         self._remember()
-        #: Whether something was known again that has not been acknowledged since.
+        #: Whether a message was recognised that has not been acknowledged since.
         self.has_known = False
-        #: Whether all has come that an ended connection gave back; what comes from then on is new.
+        #: Whether all messages that an ended connection returned have arrived. All later messages are new.
         self.settled = False
         try:
             self._channel: BlockingChannel = connection.channel()
             self._channel.basic_qos(prefetch_count=prefetch)
             self._channel.add_on_cancel_callback(self._cancel)
-            #: Messages that were ready when it began.
+            #: Number of ready messages at the start.
             self.ready = self._count_ready()
-            # The priority that every consumer has. Streams have none, so RabbitMQ refuses them: of one only what is
-            # new would come, and be lost by a query that begins again.
+            # 0 is the priority of every consumer. RabbitMQ refuses this argument for streams. A stream must not be read
+            # here, because only its new messages would come, and a restarted query would lose messages.
             self._consumer_tag = self._channel.basic_consume(queue, self._take, arguments={"x-priority": 0})
             self._settle(self.ready == 0)
         except pika.exceptions.AMQPError as error:
@@ -135,7 +136,7 @@ class Intake:
     def _settle(self, settled: bool) -> None:
         if settled and not self.settled:
             self.settled = True
-            # What is alike may be another message now. A message id never is another's.
+            # An equal message may now be a new one. But a message id belongs to only one message.
             self._known = {key: offsets for key, offsets in self._known.items() if key[:1] == _BY_ID}
 
     def _cancel(self, method: Any) -> None:
@@ -165,7 +166,7 @@ class Intake:
             self.flush()
 
     def flush(self) -> None:
-        """Put what has come into the spool."""
+        """Write the waiting messages to the spool."""
         if not self._rows:
             return
         start = self._spool.end
@@ -177,10 +178,10 @@ class Intake:
         self._bytes = 0
 
     def run_once(self, patience: float) -> None:
-        """Take what comes; return when something has come or was to be done, or the time is up.
+        """Process events. Return when a message has come, when an action was done, or when the time is over.
 
         Args:
-            patience: seconds.
+            patience: maximum seconds.
 
         Raises:
             ConnectionFailed: the connection or the channel is lost.
@@ -198,7 +199,7 @@ class Intake:
             raise ConnectionFailed(f"consuming queue {self._queue!r} ended: {error!r}") from error
 
     def finish(self) -> None:
-        """Take no more, and put what has come into the spool.
+        """Stop consuming, and write the waiting messages to the spool.
 
         Raises:
             ConnectionFailed: the connection is lost.
@@ -210,15 +211,15 @@ class Intake:
         self.flush()
 
     def wake(self, action: Callable[[], None]) -> None:
-        """Have `run_once` do something, unless the connection is lost; from any thread."""
+        """Let `run_once` call a function, unless the connection is lost. Any thread may call this method."""
         with suppress(pika.exceptions.ConnectionWrongStateError):
             self._connection.add_callback_threadsafe(action)
 
     def acknowledge(self, before: int) -> None:
-        """Acknowledge what has an offset before this one, and return when the broker has done so.
+        """Acknowledge all messages before an offset, and wait until the broker has processed this.
 
         Raises:
-            ConnectionFailed: the connection is lost; some may be acknowledged.
+            ConnectionFailed: the connection is lost; some messages may be acknowledged.
         """
         self.has_known = False
         tags = sorted(tag for offset, tag in self._unacked.items() if offset < before)
@@ -233,17 +234,17 @@ class Intake:
             else:
                 for tag in tags:
                     self._channel.basic_ack(tag)
-            # Its answer says that the acks before it have been worked off.
+            # The answer means that the earlier acks have been processed.
             self._count_ready()
         except pika.exceptions.AMQPError as error:
             raise ConnectionFailed(f"acknowledging to queue {self._queue!r} failed: {error}") from error
 
     def is_drained(self) -> bool:
-        """Whether no more can be expected: asks the queue."""
+        """Ask the broker whether no more messages can be expected."""
         before = self.received
         try:
             ready = self._count_ready()
-            # What was under way to us came before that answer.
+            # Deliveries that were on their way have arrived before that answer.
             self._connection.process_data_events(0)
         except pika.exceptions.AMQPError as error:
             raise ConnectionFailed(f"consuming queue {self._queue!r} ended: {error}") from error
@@ -251,34 +252,34 @@ class Intake:
 
     @property
     def pending(self) -> int:
-        """How many messages have come and are not in the spool yet."""
+        """The number of messages that are not in the spool yet."""
         return len(self._rows)
 
     @property
     def known_again(self) -> int:
-        """How many messages of the spool may still be delivered again."""
+        """The number of spooled messages that may still be delivered again."""
         return sum(map(len, self._known.values()))
 
 
 def drain(connection: pika.BlockingConnection, queue: str, spool: Spool, limit: int | None) -> None:
-    """Take what a queue holds now into a spool, and acknowledge it once it is on the disk.
+    """Take the current messages of a queue into a spool, and acknowledge them once they are on disk.
 
     Args:
-        connection: to the broker.
-        queue: which.
-        spool: where to; what it has already counts.
-        limit: the most messages that the spool is to have; ``None`` for all that are ready.
+        connection: connection to the broker.
+        queue: name of the queue.
+        spool: spool for the messages; its existing messages count.
+        limit: maximum number of messages in the spool; ``None`` for all ready messages.
     """
     prefetch = MOST_ROWS
     if limit is not None:
-        # What was not acknowledged comes again, and what is not wanted is not to be delivered.
+        # Unacknowledged messages come again, and unwanted ones should not be delivered.
         prefetch = max(1, min(prefetch, limit - spool.acknowledged))
     intake = Intake(connection, queue, spool, prefetch, limit)
     quiet_since = time.monotonic()
     while intake.received < intake.ready and (limit is None or spool.end < limit or intake.known_again):
         before = intake.received
         intake.run_once(_QUIET)
-        # What is acknowledged makes room for as many more.
+        # Each acknowledged message makes room for another delivery.
         intake.acknowledge(spool.end if limit is None else min(spool.end, limit - prefetch))
         if intake.received > before:
             quiet_since = time.monotonic()
@@ -289,24 +290,24 @@ def drain(connection: pika.BlockingConnection, queue: str, spool: Spool, limit: 
 
 
 class Consumer:
-    """An `Intake` on a thread of its own, for a streaming query.
+    """An `Intake` on a separate thread, for a streaming query.
 
     Args:
-        connection: to the broker.
-        queue: which.
-        spool: where to; it belongs to this object until `stop`.
-        prefetch: the most messages that Spark has not committed.
+        connection: connection to the broker.
+        queue: name of the queue.
+        spool: spool for the messages; it belongs to this object until `stop`.
+        prefetch: maximum number of messages that Spark has not committed.
     """
 
     def __init__(self, connection: pika.BlockingConnection, queue: str, spool: Spool, prefetch: int) -> None:
         self._connection = connection
         self._spool = spool
         self._intake = Intake(connection, queue, spool, prefetch)
-        # Guards all below; told when something has come, or it ended.
+        # Protects the fields below; notified when messages have come or the thread has ended.
         self._changed = threading.Condition()
         self._error: Exception | None = None
         self._stopping = False
-        # Up to which offset Spark is done, and up to which that was acknowledged.
+        # Offset up to which Spark has committed, and offset up to which messages are acknowledged.
         self._done = self._acknowledged = 0
         self._thread = threading.Thread(target=self._run, name=f"qflow-intake {queue}", daemon=True)
         self._thread.start()
@@ -342,66 +343,66 @@ class Consumer:
 
     @property
     def ready(self) -> int:
-        """Messages that were ready when it began."""
+        """The number of ready messages at the start."""
         return self._intake.ready
 
     @property
     def received(self) -> int:
-        """Messages that have been delivered."""
+        """The number of delivered messages."""
         return self._intake.received
 
     def end(self) -> int:
-        """The offset behind the last message in the spool.
+        """Return the offset after the last message in the spool.
 
         Raises:
-            ConnectionFailed: it has ended because the connection was lost.
+            ConnectionFailed: the thread has ended because the connection was lost.
         """
         if self._error is not None:
             raise self._error
         return self._spool.end
 
     def pieces(self, start: int, end: int) -> list[Piece]:
-        """Where the messages from one offset to another are.
+        """Return the places of the messages between two offsets.
 
         Raises:
-            SpoolError: some are not there.
+            SpoolError: some messages are not in the spool.
         """
         with self._changed:
             return self._spool.pieces(start, end)
 
     def done(self, before: int) -> None:
-        """Say that Spark has committed everything before an offset, and wait until it is acknowledged.
+        """Note that Spark has committed all messages before an offset, and wait until they are acknowledged.
 
         Raises:
-            ConnectionFailed: it has ended because the connection was lost.
+            ConnectionFailed: the thread has ended because the connection was lost.
         """
         with self._changed:
             if before > self._done and not self._stopping:
                 self._done = before
                 self._intake.wake(_nothing)
-            # Spark may end this process at any time once it has its answer.
+            # Spark may end this process at any time after this method has returned.
             while self._acknowledged < min(before, self._done) and not self._stopping:
                 self._changed.wait()
         self.end()
 
     def wait_beyond(self, offset: int, timeout: float) -> bool:
-        """Wait until there is a message at an offset; whether there is."""
+        """Wait until there is a message at an offset. Return whether there is one."""
         deadline = time.monotonic() + timeout
         with self._changed:
             while self._spool.end <= offset and not self._stopping:
-                # What has come is in the spool a moment later.
+                # A message is in the spool a moment after its delivery.
                 if not self._changed.wait(min(_LONGEST, deadline - time.monotonic())) and time.monotonic() >= deadline:
                     return False
         return self.end() > offset
 
     def wait_spooled(self) -> None:
-        """Wait until what has been delivered is in the spool."""
+        """Wait until all delivered messages are in the spool."""
         with self._changed:
             while self._intake.pending and not self._stopping:
                 self._changed.wait(_LONGEST)
 
     def stop(self, timeout: float = 5.0) -> None:
-        """End the connection; what Spark is done with is acknowledged before."""
+        """Close the connection, after acknowledging the messages that Spark has committed."""
         with self._changed:
             already = self._stopping
             self._stopping = True
@@ -411,11 +412,11 @@ class Consumer:
 
 
 def _nothing() -> None:
-    """What wakes the thread."""
+    """Do nothing; wakes the thread."""
 
 
 def _key(value_of: Callable[[str], Any]) -> bytes:
-    """What a message is known again by."""
+    """Return the key by which a message is recognised."""
     name = value_of("message_id")
     if name is not None:
         return _BY_ID + str(name).encode()

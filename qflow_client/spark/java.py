@@ -1,4 +1,4 @@
-"""Finding the Java runtime that Spark needs, before Spark fails without one."""
+"""Finds the Java runtime that Spark needs. Without this check Spark fails with an unclear error."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from qflow_client.errors import QflowError
 
 __all__ = ["JavaMissing", "check_java"]
 
-#: The oldest Java that Spark 4 runs on.
+#: The oldest Java version that Spark 4 supports.
 OLDEST = 17
 
 _VERSION = re.compile(r'version "(?:1\.)?(\d+)')
 
 
 class JavaMissing(QflowError):
-    """There is no Java runtime that Spark could use."""
+    """There is no Java runtime that Spark can use."""
 
 
 def check_java() -> Path:
-    """Find the Java that a Spark session of this process will run on: that of ``JAVA_HOME``, or else of ``PATH``.
+    """Find the Java that a Spark session of this process will use: that of ``JAVA_HOME``, or otherwise of ``PATH``.
 
-    Call it before the session is built; without Java, Spark says no more than that a process has ended.
+    Call it before the session is created. Without Java, Spark reports only that a process has ended.
 
     Returns:
-        The program.
+        The path of the java program.
 
     Raises:
-        JavaMissing: there is none, or it is too old.
+        JavaMissing: there is no Java, or it is too old.
     """
     home = os.environ.get("JAVA_HOME")
     found = shutil.which(Path(home, "bin", "java")) if home else shutil.which("java")

@@ -1,4 +1,4 @@
-"""Reading a RabbitMQ stream: the tasks read it themselves, each its own range of offsets, as often as Spark asks."""
+"""Reads a RabbitMQ stream. Each task reads its own range of offsets itself, as often as Spark asks."""
 
 from __future__ import annotations
 
@@ -55,17 +55,17 @@ _STREAM = {"maxMessagesPerTrigger": whole("messages")}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OffsetOptions:
-    """What a job that reads a RabbitMQ stream was told.
+    """The options of a job that reads a RabbitMQ stream.
 
     Attributes:
-        urls: of the brokers to try.
-        connect_timeout: seconds that each may take.
-        stream: its name.
+        urls: URLs of the brokers to try.
+        connect_timeout: maximum seconds for each broker.
+        stream: name of the stream.
         start: `EARLIEST`, `LATEST`, an offset or a time.
-        end: the offset behind the last; ``None`` for the end that the stream has when it is asked for.
-        most: the most offsets of a batch; ``None`` for no limit.
-        partitions: how many tasks read a batch.
-        lossless: whether it is an error that messages are no longer there.
+        end: offset after the last message; ``None`` for the end of the stream at the time of reading.
+        most: maximum number of offsets in a batch; ``None`` for no limit.
+        partitions: number of tasks that read a batch.
+        lossless: whether missing messages are an error.
     """
 
     urls: tuple[str, ...] = field(repr=False)
@@ -82,12 +82,12 @@ class OffsetOptions:
         """Read a job's options, on the driver.
 
         Args:
-            given: as Spark has them.
+            given: options from Spark.
             streaming: whether it is a streaming query.
-            slots: tasks that run at once; ``None`` if it is not known.
+            slots: number of tasks that run at the same time; ``None`` if it is unknown.
 
         Raises:
-            SettingsError: an option that does not exist, or a value that is not allowed.
+            SettingsError: an option does not exist, or a value is not allowed.
         """
         values = read(given, broker_options() | _COMMON | (_STREAM if streaming else _BATCH))
         if "startingTimestamp" in values and "startingOffsets" in values:
@@ -107,12 +107,12 @@ class OffsetOptions:
         )
 
     def consumer(self) -> StreamConsumer:
-        """A connection to the stream's broker."""
+        """Connect to the stream's broker."""
         return StreamConsumer(self.urls, self.connect_timeout, self.stream)
 
 
 def beginning(options: OffsetOptions, consumer: StreamConsumer) -> int:
-    """The offset at which to begin."""
+    """Return the offset to start with."""
     if isinstance(options.start, int):
         return options.start
     found = consumer.begin() if options.start == EARLIEST else None
@@ -124,7 +124,7 @@ def beginning(options: OffsetOptions, consumer: StreamConsumer) -> int:
 
 
 class OffsetRange(InputPartition):
-    """What one task reads."""
+    """The range of one task."""
 
     def __init__(self, start: int, end: int) -> None:
         super().__init__(None)
@@ -133,12 +133,12 @@ class OffsetRange(InputPartition):
 
 
 def ranges_of(options: OffsetOptions, start: int, end: int) -> list[OffsetRange]:
-    """What each task reads of a range; Spark takes no parts for one that has to be read."""
+    """Divide a range among tasks. Spark needs at least one part, even if it is empty."""
     return [OffsetRange(*each) for each in ranges(start, end, options.partitions)] or [OffsetRange(end, end)]
 
 
 def rows_in(options: OffsetOptions, part: InputPartition, schema: StructType) -> Iterator[pa.RecordBatch]:
-    """The rows that a task reads, in the columns that are asked for."""
+    """Yield the rows of a task, with the requested columns."""
     assert isinstance(part, OffsetRange)
     if part.start < part.end:
         with options.consumer() as consumer:
@@ -147,7 +147,7 @@ def rows_in(options: OffsetOptions, part: InputPartition, schema: StructType) ->
 
 
 class OffsetReader(DataSourceReader):
-    """Reads from an offset of a stream to another."""
+    """Reads a stream between two offsets."""
 
     def __init__(self, options: OffsetOptions, schema: StructType) -> None:
         check_schema(schema)

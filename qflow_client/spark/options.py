@@ -1,4 +1,4 @@
-"""The options of ``format("amqp")``: what there is, what is allowed, and how a job's budget becomes a task's."""
+"""The options of ``format("amqp")``: their names and allowed values, and a task's share of the job's limits."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from qflow_client.settings import ProducerSettings, WhenFlowed
 
 __all__ = ["BODY_FORMATS", "MESSAGE_IDS", "Option", "SinkOptions", "camel", "read"]
 
-#: What ``bodyFormat`` may be.
+#: Allowed values of ``bodyFormat``.
 BODY_FORMATS = ("column", "json")
-#: What ``messageId`` may be.
+#: Allowed values of ``messageId``.
 MESSAGE_IDS = ("column", "hash", "position", "producer")
 
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One option that is no setting of a producer.
+    """An option that is not a setting of a producer.
 
     Attributes:
-        parse: makes the value of the text; raises ``ValueError`` for what is not allowed.
-        allowed: what is, in words.
+        parse: converts the text; raises ``ValueError`` if it is not allowed.
+        allowed: description of the allowed values.
     """
 
     parse: Callable[[str], Any]
@@ -33,7 +33,7 @@ class Option:
 
 
 def one_of(*names: str) -> Option:
-    """An option that is one of some words."""
+    """Return an option with a fixed set of values."""
 
     def parse(text: str) -> str:
         if text not in names:
@@ -44,7 +44,7 @@ def one_of(*names: str) -> Option:
 
 
 def whole(what: str, most: int | None = None) -> Option:
-    """An option that is a number from 1 on."""
+    """Return an option that is a whole number from 1."""
 
     def parse(text: str) -> int:
         number = int(text)
@@ -56,7 +56,7 @@ def whole(what: str, most: int | None = None) -> Option:
 
 
 def text_of(what: str, most: int = 4096) -> Option:
-    """An option that is some text."""
+    """Return an option that is a text."""
 
     def parse(text: str) -> str:
         if not 0 < len(text.encode()) <= most:
@@ -66,26 +66,26 @@ def text_of(what: str, most: int = 4096) -> Option:
     return Option(parse, f"{what}, of at most {most} bytes")
 
 
-# What Spark itself is told by options of the same place.
+# Options of Spark itself that come with the others.
 _SPARKS = frozenset({"checkpointlocation", "queryname"})
 
 _PRODUCER = {field.name: field for field in fields(ProducerSettings) if field.metadata}
 
 
 def camel(name: str) -> str:
-    """A name as Spark writes it: ``max_producer_flow_control_wait`` is ``maxProducerFlowControlWait``."""
+    """Return a name in Spark's style: ``max_producer_flow_control_wait`` becomes ``maxProducerFlowControlWait``."""
     return re.sub("_(.)", lambda match: match[1].upper(), name)
 
 
 def read(given: Mapping[str, str], known: Mapping[str, Option]) -> dict[str, Any]:
-    """Parse the options that are given.
+    """Parse the given options.
 
     Args:
-        given: as Spark has them: text by name, and the case of names does not matter.
-        known: what there is, by name.
+        given: options from Spark: text by name. Names are not case-sensitive.
+        known: existing options by name.
 
     Raises:
-        SettingsError: an option that does not exist, or a value that is not allowed.
+        SettingsError: an option does not exist, or a value is not allowed.
     """
     names = {name.lower(): name for name in known}
     values = {}
@@ -103,19 +103,19 @@ def read(given: Mapping[str, str], known: Mapping[str, Option]) -> dict[str, Any
 
 
 def producer_options() -> dict[str, Option]:
-    """Every setting of a producer as an option; what is allowed is checked by `ProducerSettings` itself."""
+    """Return every setting of a producer as an option. `ProducerSettings` itself checks the values."""
     return {
         camel(name): Option(field.metadata["parse"], field.metadata["allowed"]) for name, field in _PRODUCER.items()
     }
 
 
 def broker_options() -> dict[str, Option]:
-    """The options of who only reads that say which broker, for `broker_of`."""
+    """Return the options for the broker in a job that only reads, for `broker_of`."""
     return {name: option for name, option in producer_options().items() if name in ("url", "connectTimeout")}
 
 
 def broker_of(values: Mapping[str, Any]) -> tuple[tuple[str, ...], float]:
-    """The brokers to try, and the seconds that each may take; what was not given comes from the environment."""
+    """Return the brokers to try, and the maximum seconds for each. Other values come from the environment."""
     timeout = {"connect_timeout": values["connectTimeout"]} if "connectTimeout" in values else {}
     settings = ProducerSettings.load(values.get("url"), **timeout)
     return settings.urls, settings.connect_timeout
@@ -124,7 +124,7 @@ def broker_of(values: Mapping[str, Any]) -> tuple[tuple[str, ...], float]:
 _SINK = {
     "bodyFormat": one_of(*BODY_FORMATS),
     "capacityPerTask": whole("messages"),
-    # Names of queues have 255 bytes at the most, and others are named after it.
+    # Queue names have at most 255 bytes, and other queues have this name plus a suffix.
     "creditQueue": text_of("the name of a queue", 240),
     "jobId": text_of("a name for the job", 200),
     "maxConcurrentTasks": whole("tasks"),
@@ -135,15 +135,15 @@ _SINK = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SinkOptions:
-    """What a job that writes was told.
+    """The options of a job that writes.
 
     Attributes:
-        producer: the settings of each task's producer: the job's, with the limits of the job divided (C6).
+        producer: settings of each task's producer, with a share of the job's limits (C6).
         body_format: ``"column"`` or ``"json"``.
         message_id: one of `MESSAGE_IDS`.
-        job_id: names the job in message ids by position, and in the summary; ``None`` if none was given.
-        summary_path: the file that summaries are appended to; ``None`` for none.
-        credit_queue: the queue whose credits are the job's capacity, which is not divided then; ``None`` for none.
+        job_id: name of the job in message ids by position and in the summary; ``None`` if none was given.
+        summary_path: file for summaries, which are appended; ``None`` for none.
+        credit_queue: queue of credits for the job's capacity, which is then not divided; ``None`` for none.
     """
 
     producer: ProducerSettings
@@ -158,11 +158,11 @@ class SinkOptions:
         """Read a job's options, on the driver.
 
         Args:
-            given: as Spark has them.
-            slots: tasks that run at once, unless an option says so; ``None`` if it is not known.
+            given: options from Spark.
+            slots: number of tasks that run at the same time, unless an option sets it; ``None`` if it is unknown.
 
         Raises:
-            SettingsError: an option that does not exist, a value that is not allowed, or a budget that is too small.
+            SettingsError: an option does not exist, a value is not allowed, or a limit is too small to be divided.
         """
         values = read(given, producer_options() | _SINK)
         slots = values.get("maxConcurrentTasks", slots)
@@ -207,9 +207,9 @@ class SinkOptions:
 
 
 def _share(settings: ProducerSettings, per_task: int | None, slots: int | None) -> ProducerSettings:
-    """The settings of one task: its part of the job's capacity, bytes and rate.
+    """Return the settings of one task, with its share of the job's capacity, bytes and rate.
 
-    All of them are given explicitly, so that the environment of an executor changes nothing.
+    All settings are explicit, so that the environment of an executor changes nothing.
     """
     shares: dict[str, Any] = {} if per_task is None else {"capacity": per_task}
     for name in ("capacity", "capacity_bytes"):
@@ -241,5 +241,5 @@ def _known(slots: int | None, name: str) -> int:
 
 
 def named(settings: ProducerSettings, name: str) -> ProducerSettings:
-    """The settings of a producer that bears a name of its own unless one was set."""
+    """Return the settings with a name for one producer, which is added to the job's name."""
     return settings.replace(name=f"{settings.name} {name}"[:255])

@@ -1,4 +1,4 @@
-"""Writing: one producer for each task, and all of it confirmed before the task says that it is done."""
+"""Writing: one producer for each task. A task is complete only when all of its messages are confirmed."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ __all__ = ["StreamWriter", "Summary", "TaskReport", "Writer"]
 
 logger = logging.getLogger(__name__)
 
-# The local properties in which Spark tells the tasks of a streaming query what they belong to.
+# Spark's local properties with the ids of a streaming query and its batch.
 _QUERY_ID = "sql.streaming.queryId"
 _BATCH_ID = "streaming.sql.batchId"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """Which task it is.
+    """The identity of a task.
 
     Attributes:
-        job: the id of the job; of a streaming query, its id, which stays through restarts.
-        batch: the id of the batch; ``None`` outside of streaming queries.
-        partition: of the task.
-        attempt: 0 for the first.
+        job: id of the job; for a streaming query the id of the query, which restarts do not change.
+        batch: id of the batch; ``None`` outside of streaming queries.
+        partition: partition of the task.
+        attempt: number of the attempt; 0 for the first.
     """
 
     job: str
@@ -51,22 +51,22 @@ class Task:
     attempt: int = 0
 
     def __str__(self) -> str:
-        """What message ids by position begin with, and the same whichever attempt it is."""
+        """Return the start of message ids by position, which is the same for all attempts."""
         batch = "" if self.batch is None else f"{self.batch}-"
         return f"{self.job}-{batch}{self.partition}"
 
 
 @dataclass(frozen=True, slots=True)
 class TaskReport(WriterCommitMessage):
-    """What one task sent, all of it confirmed, and how it was held meanwhile.
+    """The messages that one task sent, all confirmed, and how long it was held.
 
     Attributes:
-        task: which.
-        rows: messages sent.
-        bytes: of their bodies.
+        task: the task.
+        rows: number of messages sent.
+        bytes: body bytes of these messages.
         seconds: from the first row to the last confirm.
         times_flowed: how often its producer became flowed.
-        seconds_flowed: seconds held, by hold kind.
+        seconds_flowed: seconds for which it was held, by hold kind.
     """
 
     task: Task
@@ -79,18 +79,18 @@ class TaskReport(WriterCommitMessage):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """What a job, or one batch of a streaming query, sent; all of it is confirmed.
+    """The messages that a job, or one batch of a streaming query, sent; all are confirmed.
 
     Attributes:
-        job: its id.
-        batch: the id of the batch; ``None`` outside of streaming queries.
-        tasks: how many sent something or nothing.
-        retried: those of them that were not the first attempt.
-        rows: messages.
-        bytes: of their bodies.
-        seconds: of the task that took longest.
+        job: id of the job.
+        batch: id of the batch; ``None`` outside of streaming queries.
+        tasks: number of tasks, including those without rows.
+        retried: number of tasks whose attempt was not the first.
+        rows: number of messages.
+        bytes: body bytes of these messages.
+        seconds: duration of the slowest task.
         times_flowed: how often the tasks' producers became flowed.
-        seconds_flowed: seconds held, by hold kind, of all tasks together.
+        seconds_flowed: total seconds for which the tasks were held, by hold kind.
     """
 
     job: str
@@ -105,7 +105,7 @@ class Summary:
 
     @classmethod
     def of(cls, job: str, batch: int | None, reports: Iterable[TaskReport]) -> Summary:
-        """Add up what the tasks say."""
+        """Add up the reports of the tasks."""
         reports = list(reports)
         held: Counter[str] = Counter()
         for report in reports:
@@ -132,7 +132,7 @@ class Summary:
 
 
 class _Sink:
-    """What both writers do; made on the driver, and sent to the tasks."""
+    """The common part of both writers. It is created on the driver, and sent to the tasks."""
 
     def __init__(self, options: SinkOptions, rows: Rows) -> None:
         self._options = options
@@ -196,17 +196,17 @@ def write_task(options: SinkOptions, rows: Rows, batches: Iterable[pa.RecordBatc
     """Send the rows of one task, and wait until all of them are confirmed.
 
     Args:
-        options: of the job.
-        rows: makes messages of the rows.
-        batches: the rows.
-        task: which it is. What a later attempt sends may be a second copy, and says so in a header.
+        options: options of the job.
+        rows: converts the rows to messages.
+        batches: batches of rows.
+        task: identity of the task. Messages of a later attempt may be second copies, and have a header for this.
 
     Raises:
-        FlowControlTimeout: a row had to wait too long; it was not sent, and nothing after it was.
-        ConfirmTimeout: all is sent, and confirms have failed to come for too long.
-        CreditError: the credits are not what they should be.
+        FlowControlTimeout: a row had to wait too long. This row and all later ones were not sent.
+        ConfirmTimeout: all rows are sent, but no confirm has come for too long.
+        CreditError: the credits are wrong.
         DeliveryError, UndeliveredMessages: messages were returned, nacked or rejected, or the connection was lost.
-        RowError: a row that AMQP cannot carry.
+        RowError: AMQP cannot represent a row.
     """
     settings = named(options.producer, f"task {task}.{task.attempt}")
     mark = REPUBLISHED if task.attempt else None
@@ -234,7 +234,7 @@ def write_task(options: SinkOptions, rows: Rows, batches: Iterable[pa.RecordBatc
                     size += len(payload.body if isinstance(payload, Message) else payload)
             except (TypeError, ValueError) as error:
                 raise RowError(f"partition {task.partition}, row {count}: {error}") from error
-            # What the broker refuses, it mostly refuses all of: not to be found out after the last row.
+            # If the broker refuses the first message, it usually refuses all. So do not wait until the last row.
             if first is not None and (refused := first.error()) is not None:
                 raise refused
         flush(producer, settings)
@@ -243,10 +243,10 @@ def write_task(options: SinkOptions, rows: Rows, batches: Iterable[pa.RecordBatc
 
 
 def flush(producer: Producer, settings: ProducerSettings) -> None:
-    """Wait for the last confirms as `send` waits for its turn: as long as there is progress.
+    """Wait for the last confirms as long as there is progress, like a `send` that waits.
 
     Raises:
-        ConfirmTimeout: none came for `max_producer_flow_control_wait`.
+        ConfirmTimeout: no confirm came for `max_producer_flow_control_wait`.
         UndeliveredMessages: messages were not delivered.
     """
     unsettled = producer.unsettled

@@ -1,4 +1,4 @@
-"""Reading: the driver takes messages from a queue into a spool, and the tasks read their parts of it."""
+"""Reading: the driver takes messages from a queue into a spool, and each task reads its part of the spool."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from qflow_client.spark.spool import Piece, Spool, inline, read_piece
 
 __all__ = ["MOST_UNACKED", "Part", "Reader", "SourceOptions", "part_of", "ranges", "rows_of"]
 
-#: The most messages that can be on their way: AMQP's prefetch count has 16 bits.
+#: Maximum number of unacknowledged messages, because AMQP's prefetch count has 16 bits.
 MOST_UNACKED = 65_535
 
 _SOURCE = {
@@ -33,15 +33,15 @@ _BATCH_ONLY, _STREAM_ONLY = "maxMessages", "maxMessagesPerTrigger"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceOptions:
-    """What a job that reads was told.
+    """The options of a job that reads a queue.
 
     Attributes:
-        urls: of the brokers to try.
-        connect_timeout: seconds that each may take.
-        queue: its name.
-        spool_path: the folder of the spool.
-        most: the most messages, in all or of a batch; ``None`` for no limit.
-        partitions: how many tasks read a batch.
+        urls: URLs of the brokers to try.
+        connect_timeout: maximum seconds for each broker.
+        queue: name of the queue.
+        spool_path: folder of the spool.
+        most: maximum number of messages, in total or per batch; ``None`` for no limit.
+        partitions: number of tasks that read a batch.
         shared: whether tasks can read the files of the spool.
     """
 
@@ -58,13 +58,13 @@ class SourceOptions:
         """Read a job's options, on the driver.
 
         Args:
-            given: as Spark has them.
-            streaming: whether it is a stream.
-            slots: tasks that run at once; ``None`` if it is not known.
+            given: options from Spark.
+            streaming: whether it is a streaming query.
+            slots: number of tasks that run at the same time; ``None`` if it is unknown.
             local: whether the tasks run on the driver's machine.
 
         Raises:
-            SettingsError: an option that does not exist or is missing, or a value that is not allowed.
+            SettingsError: an option does not exist or is missing, or a value is not allowed.
         """
         left_out = _BATCH_ONLY if streaming else _STREAM_ONLY
         known: dict[str, Option] = broker_options() | {
@@ -86,16 +86,16 @@ class SourceOptions:
         )
 
     def spool(self, kind: str) -> Spool:
-        """The spool, not entered yet.
+        """Return the spool. It is not entered yet.
 
         Args:
-            kind: ``"batch"`` or ``"stream"``; a spool of the one cannot be used for the other.
+            kind: ``"batch"`` or ``"stream"``; a spool can be used for one kind only.
         """
         return Spool(self.spool_path, {"kind": kind, "queue": self.queue})
 
 
 class Part(InputPartition):
-    """What one task reads."""
+    """The part of one task."""
 
     def __init__(self, pieces: Sequence[Piece]) -> None:
         super().__init__(None)
@@ -103,26 +103,26 @@ class Part(InputPartition):
 
 
 def part_of(pieces: list[Piece], shared: bool) -> Part:
-    """What one task reads, with the rows in it if it could not read the files."""
+    """Return the part of one task. If the task cannot read the files, the part contains the rows."""
     return Part(pieces if shared else [inline(piece) for piece in pieces])
 
 
 def ranges(start: int, end: int, count: int) -> Iterator[tuple[int, int]]:
-    """Split offsets into ranges of nearly the same size; none of them is empty."""
+    """Divide offsets into ranges of nearly equal size; no range is empty."""
     count = min(count, end - start)
     for at in range(count):
         yield start + (end - start) * at // count, start + (end - start) * (at + 1) // count
 
 
 def rows_of(part: InputPartition, schema: StructType) -> Iterator[pa.RecordBatch]:
-    """The rows that a task reads, in the columns that are asked for."""
+    """Yield the rows of a task, with the requested columns."""
     assert isinstance(part, Part)
     for piece in part.pieces:
         yield in_columns(read_piece(piece), schema)
 
 
 class Reader(DataSourceReader):
-    """Reads what a queue holds, once, into a spool; and then what is in the spool, as often as Spark asks."""
+    """Reads the current messages of a queue once into a spool, and then the spool as often as Spark asks."""
 
     def __init__(self, options: SourceOptions, schema: StructType) -> None:
         check_schema(schema)
@@ -140,7 +140,7 @@ class Reader(DataSourceReader):
                 part_of(spool.pieces(start, end), options.shared)
                 for start, end in ranges(spool.begin, spool.end, options.partitions)
             ]
-        # Spark takes no parts for one that has to be read.
+        # Spark needs at least one part, even if it is empty.
         return parts or [Part([])]
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:

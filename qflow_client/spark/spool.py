@@ -1,7 +1,7 @@
-"""A durable spool: messages in the order in which they came, each with an offset, until they are forgotten.
+"""A durable spool: messages in order of arrival, each with an offset, until they are deleted.
 
-A queue gives each message once, and Spark may ask for the same rows again. Between them is this: a folder of Arrow
-files, each of which is there whole or not at all. It knows neither AMQP nor Spark.
+A queue delivers each message once, but Spark may ask for the same rows again. So the spool is between them. It is a
+folder of Arrow files; each file is complete or does not exist. The spool does not depend on AMQP or Spark.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ _VERSION = 1
 
 
 class SpoolError(QflowError):
-    """A spool cannot be used; the text names the folder and why."""
+    """A spool cannot be used; the text names the folder and the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Rows of one file.
+    """Some rows of one file.
 
     Attributes:
-        path: the file.
-        start: the first row, from 0 in the file.
-        count: how many.
-        data: the rows themselves, as an Arrow stream; ``None`` where they are to be read from the file.
+        path: path of the file.
+        start: number of the first row in the file, from 0.
+        count: number of rows.
+        data: the rows themselves, as an Arrow stream; ``None`` if they have to be read from the file.
     """
 
     path: str
@@ -46,26 +46,26 @@ class Piece:
 
 
 class Spool:
-    """A folder of messages. A context manager, which keeps everybody else out of it.
+    """A folder of messages. The context manager locks it.
 
     Args:
-        path: the folder; made if it is not there.
-        holds: what it is for, by name, such as the queue; refused if it was made for something else.
+        path: folder of the spool; created if it does not exist.
+        holds: purpose of the spool, such as the queue. A spool with another purpose is refused.
 
     Raises:
-        SpoolError: it is in use, or was made for something else.
+        SpoolError: the spool is in use, or has another purpose.
     """
 
     def __init__(self, path: str | Path, holds: dict[str, Any]) -> None:
         self.path = Path(path)
         self._holds = {"version": _VERSION} | holds
         self._lock: IO[str] | None = None
-        # The first offset of each file, in order, and how many rows it has.
+        # First offset of each file, in order, and the number of its rows.
         self._starts: list[int] = []
         self._counts: list[int] = []
-        #: The offset that the next message gets.
+        #: Offset of the next message.
         self.end = 0
-        #: Up to which offset messages may have been acknowledged already.
+        #: Offset up to which messages may already have been acknowledged.
         self.acknowledged = 0
 
     def __enter__(self) -> Self:
@@ -114,9 +114,9 @@ class Spool:
         self._write(f"{name}.json", json.dumps(value).encode())
 
     def _write(self, name: str, data: bytes | pa.Buffer) -> None:
-        """Write a file that is there whole or not at all, whatever happens."""
+        """Write a file so that it is complete or does not exist, even after a crash."""
         part = self.path / f"{name}.part"
-        # One may be left of a process that died.
+        # A process that died may have left a partial file.
         part.unlink(missing_ok=True)
         with os.fdopen(open_private(part, os.O_WRONLY | os.O_EXCL), "wb") as file:
             file.write(data)
@@ -131,20 +131,20 @@ class Spool:
 
     @property
     def begin(self) -> int:
-        """The first offset that is still there."""
+        """The first offset that still exists."""
         return self._starts[0] if self._starts else self.end
 
     @property
     def complete(self) -> bool:
-        """Whether `finish` was called: nothing will be added."""
+        """Whether `finish` was called, so that no messages will be added."""
         return self._read_state("complete") is not None
 
     def finish(self) -> None:
-        """Say that nothing will be added."""
+        """Note that no messages will be added."""
         self._write_state("complete", True)
 
     def append(self, rows: pa.RecordBatch) -> None:
-        """Add messages; they are on the disk when it returns. The first gets the offset `end`."""
+        """Add messages. They are on disk when the method returns. The first one gets the offset `end`."""
         start, count = self.end, rows.num_rows
         self._write(_name(start, count), _stream(rows))
         self._starts.append(start)
@@ -152,22 +152,22 @@ class Spool:
         self.end = start + count
 
     def mark_acknowledged(self, before: int) -> None:
-        """Keep in mind that messages before an offset may be acknowledged from now on."""
+        """Note that messages before an offset may be acknowledged from now on."""
         if before > self.acknowledged:
             self._write_state("marks", {"acknowledged": before})
             self.acknowledged = before
 
     def forget(self, before: int) -> None:
-        """Delete the files that have nothing but messages before an offset, and leave the last, which tells the end."""
+        """Delete the files that only have messages before an offset. Keep the last file, which shows the end."""
         while len(self._starts) > 1 and self._starts[0] + self._counts[0] <= before:
             (self.path / _name(self._starts[0], self._counts[0])).unlink()
             del self._starts[0], self._counts[0]
 
     def pieces(self, start: int, end: int) -> list[Piece]:
-        """Where the messages from one offset to another are.
+        """Return the places of the messages between two offsets.
 
         Raises:
-            SpoolError: some are not there.
+            SpoolError: some messages are not in the spool.
         """
         if start < end and not self.begin <= start < end <= self.end:
             raise SpoolError(
@@ -197,16 +197,16 @@ def _stream(rows: pa.RecordBatch) -> pa.Buffer:
 
 
 def inline(piece: Piece) -> Piece:
-    """The same piece with its rows in it, for who cannot read the file."""
+    """Return a piece that contains its rows, for a task that cannot read the file."""
     rows = read_piece(piece)
     return Piece(piece.path, 0, piece.count, _stream(rows).to_pybytes())
 
 
 def read_piece(piece: Piece) -> pa.RecordBatch:
-    """The rows of a piece.
+    """Return the rows of a piece.
 
     Raises:
-        SpoolError: its file is not there.
+        SpoolError: its file does not exist.
     """
     try:
         source = piece.data if piece.data is not None else Path(piece.path).read_bytes()

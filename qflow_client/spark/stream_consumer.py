@@ -1,7 +1,7 @@
-"""RabbitMQ streams over AMQP 0-9-1: where one begins and ends, and reading a range of its offsets.
+"""RabbitMQ streams over AMQP 0-9-1: finding the first and last offsets, and reading a range of offsets.
 
-It runs pika's own event loop and not its `BlockingConnection`, which on closing rejects what is still on its way;
-streams know no reject, and RabbitMQ closes the connection over one.
+It uses pika's own event loop instead of its `BlockingConnection`. On close, that class rejects messages on their way.
+Streams do not support rejects, and RabbitMQ closes the connection after one.
 """
 
 from __future__ import annotations
@@ -23,45 +23,45 @@ from qflow_client.spark.intake import connect_first
 __all__ = ["Cursor", "StreamConsumer", "StreamError"]
 
 _OFFSET = "x-stream-offset"
-# Deliveries that are not acknowledged, which asks for more. RabbitMQ sends whole chunks, so it may be more.
+# Prefetch count. RabbitMQ sends whole chunks, so there may be more unacknowledged deliveries.
 _PREFETCH = 1000
-# Seconds that a stream which seems to be empty gets to show that it is not.
+# Seconds to wait for a message of a stream that seems to be empty.
 _EMPTY = 1.0
-# Seconds that a broker gets to say goodbye.
+# Maximum seconds to wait for the broker's answer to a close.
 _GOODBYE = 5.0
-# Seconds that a range may bring nothing, such as from a replica that has not got it yet.
+# Maximum seconds without messages of a range, for example from a replica that does not have them yet.
 _PATIENCE = 30.0
 
 
 class StreamError(QflowError):
-    """A stream does not have what is asked for; the text names it and the offsets."""
+    """A stream does not have the requested messages; the text names the stream and the offsets."""
 
 
 class Cursor:
-    """Which deliveries of a stream belong to a range of offsets, and which offsets were passed over.
+    """Decides which deliveries of a stream belong to a range of offsets, and which offsets are missing.
 
-    A chunk may begin before the offset that is asked for. A gap need not be a loss: some entries of a stream, such as
-    the offsets that consumers store in it, are no messages.
+    A chunk may begin before the requested offset. A gap need not be a loss, because some entries of a stream are not
+    messages. An example are the offsets that consumers store in the stream.
 
     Args:
-        start: the first offset.
-        end: the one behind the last.
+        start: first offset.
+        end: offset after the last message.
     """
 
     def __init__(self, start: int, end: int) -> None:
-        #: The offset that is expected next.
+        #: The next expected offset.
         self.at = start
         self.end = end
-        #: Offsets of the range that did not come, each as the first and the one behind the last.
+        #: Missing offsets of the range, each as the first offset and the offset after the last.
         self.gaps: list[tuple[int, int]] = []
 
     @property
     def done(self) -> bool:
-        """Whether no more is to be expected."""
+        """Whether the range is complete."""
         return self.at >= self.end
 
     def take(self, offset: int) -> bool:
-        """Take note of a delivery; whether it belongs to the range, and is new."""
+        """Record a delivery. Return whether it belongs to the range and is new."""
         if offset < self.at or self.done:
             return False
         if offset > self.at:
@@ -71,7 +71,7 @@ class Cursor:
 
 
 class _Opened:
-    """A connection and what has become of it; raises from its constructor what pika reports to callbacks."""
+    """A connection and its state. The constructor raises the errors that pika reports to callbacks."""
 
     def __init__(self, parameters: pika.URLParameters) -> None:
         self.failure: BaseException | None = None
@@ -103,22 +103,22 @@ class _Opened:
 
 
 class StreamConsumer:
-    """A connection on which a stream is consumed. A context manager; everything on one thread.
+    """A connection for consuming a stream. It is a context manager, and must be used on one thread.
 
     Args:
-        urls: of the brokers to try.
-        timeout: seconds that the broker may take to answer.
-        stream: its name.
+        urls: URLs of the brokers to try.
+        timeout: maximum seconds for an answer of the broker.
+        stream: name of the stream.
 
     Raises:
-        ConnectionFailed: none of the brokers can be connected to.
+        ConnectionFailed: no broker can be reached.
     """
 
     def __init__(self, urls: Sequence[str], timeout: float, stream: str) -> None:
         self._stream = stream
         self._timeout = timeout
         self._opened = connect_first(urls, timeout, _Opened)
-        # What `_run` waits for.
+        # The condition that `_run` waits for.
         self._done: Callable[[], object] = bool
 
     def __enter__(self) -> Self:
@@ -130,7 +130,7 @@ class StreamConsumer:
         self.close()
 
     def close(self) -> None:
-        """End the connection."""
+        """Close the connection."""
         self._opened.close()
 
     def _moved(self, *_: object) -> None:
@@ -138,11 +138,11 @@ class StreamConsumer:
             self._opened.loop.stop()
 
     def _run(self, done: Callable[[], object], patience: float) -> bool:
-        """Handle what comes until something is true; whether it is, or the time was up.
+        """Process events until a condition is true. Return False if the time was over first.
 
         Raises:
             ConnectionFailed: the connection or a channel is lost.
-            StreamError: it is no stream.
+            StreamError: it is not a stream.
         """
         opened = self._opened
         if not done() and opened.failure is None:
@@ -157,7 +157,7 @@ class StreamConsumer:
         return bool(done())
 
     def _call(self, method: Callable[..., object], *arguments: Any, **keywords: Any) -> None:
-        """Do something that the broker answers, and wait for the answer."""
+        """Call a method that the broker answers, and wait for the answer."""
         answers: list[object] = []
 
         def answered(frame: object) -> None:
@@ -169,15 +169,15 @@ class StreamConsumer:
             raise ConnectionFailed(f"stream {self._stream!r}: the broker did not answer in {self._timeout:g} s")
 
     def _barrier(self, channel: Any) -> None:
-        """Wait for an answer, behind which nothing is on its way that was there before."""
+        """Wait for an answer of the broker. All earlier deliveries have arrived before it."""
         self._call(channel.queue_declare, self._stream, passive=True)
 
     @contextmanager
     def _consuming(self, offset: str | int | datetime, prefetch: int, take: Callable[..., None]) -> Iterator[Any]:
-        """A channel on which the stream is consumed from an offset on.
+        """Open a channel that consumes the stream from an offset.
 
         Raises:
-            ConnectionFailed: there is no such stream, or it may not be consumed.
+            ConnectionFailed: the stream does not exist, or it may not be consumed.
         """
         opened = self._opened
         channel: Any = opened.connection.channel(on_open_callback=self._moved)
@@ -204,10 +204,10 @@ class StreamConsumer:
         self._opened.loop.stop()
 
     def _offset_of(self, properties: Any) -> int | None:
-        """The offset of a delivery; ``None`` if it has none, which ends all that is under way."""
+        """Return the offset of a delivery. If it has none, return ``None``, and end the reading with an error."""
         if properties.headers is not None and _OFFSET in properties.headers:
             return int(properties.headers[_OFFSET])
-        # To pika an exception would be a lost connection.
+        # pika would treat an exception here as a lost connection.
         self._opened.failure = StreamError(
             f"{self._stream!r} gives its messages no {_OFFSET}, so it is no stream: name it by the option queue"
         )
@@ -215,11 +215,11 @@ class StreamConsumer:
         return None
 
     def _probe(self, offset: str | int | datetime, *, to_the_end: bool) -> tuple[int, int] | None:
-        """The first and the last offset that are delivered from an offset on; ``None`` if none is.
+        """Return the first and the last offset that are delivered from an offset on; ``None`` if there are none.
 
         Args:
-            offset: as RabbitMQ has it.
-            to_the_end: whether the last is to be the stream's, and not just some.
+            offset: offset as in RabbitMQ's argument.
+            to_the_end: whether the last offset has to be the last of the stream.
         """
         found: list[int] = []
         tags = [0]
@@ -244,34 +244,34 @@ class StreamConsumer:
         return found[0], found[1]
 
     def begin(self) -> int | None:
-        """The first offset that there is; ``None`` for a stream that is empty."""
+        """Return the first offset of the stream; ``None`` if the stream is empty."""
         found = self._probe("first", to_the_end=False)
         return None if found is None else found[0]
 
     def end(self) -> int | None:
-        """The offset behind the last message; ``None`` for a stream that is empty, if only because of its retention."""
+        """Return the offset after the last message; ``None`` if the stream is empty (for example by retention)."""
         found = self._probe("last", to_the_end=True)
         return None if found is None else found[1] + 1
 
     def since(self, when: datetime) -> int | None:
-        """The first offset of the chunk in which there are messages from a time on; ``None`` if there are none yet."""
+        """Return the first offset of the chunk with the first messages after a time; ``None`` if there are none yet."""
         found = self._probe(when, to_the_end=False)
         return None if found is None else found[0]
 
     def reaches(self, offset: int) -> bool:
-        """Whether the stream has come up to an offset: that the one before it, or a later one, is there."""
+        """Return whether the stream has reached an offset: the previous message or a later one exists."""
         return offset == 0 or self._probe(offset - 1, to_the_end=False) is not None
 
     def read(self, start: int, end: int, *, lossless: bool = True) -> Iterator[pa.RecordBatch]:
-        """The messages from an offset to another, in order.
+        """Yield the messages between two offsets, in order.
 
         Args:
-            start: the first offset.
-            end: the one behind the last.
-            lossless: whether it is an error that some of them are no longer there.
+            start: first offset.
+            end: offset after the last message.
+            lossless: whether missing messages are an error.
 
         Raises:
-            StreamError: some are not there.
+            StreamError: some messages do not exist.
             ConnectionFailed: the connection is lost.
         """
         cursor = Cursor(start, end)
@@ -287,7 +287,7 @@ class StreamConsumer:
             del properties.headers[_OFFSET]
             received += 1
             if cursor.take(offset):
-                # Nobody published an empty table rather than none.
+                # An empty table means that the publisher sent no headers.
                 properties.headers = properties.headers or None
                 rows.append(row_of(method, properties, body))
                 offsets.append(offset)
@@ -302,7 +302,7 @@ class StreamConsumer:
         if cursor.done:
             return
         with self._consuming(start, _PREFETCH, take):
-            # Some, or all, may have come with the answer to the consume.
+            # Some or all messages may have arrived with the answer to the consume.
             finished = False
             while not finished:
                 before = received
@@ -332,7 +332,7 @@ class StreamConsumer:
 
 
 def lost(stream: str, first: int, last: int) -> StreamError:
-    """What to say of offsets that are no longer there: from the first to the one behind the last."""
+    """Return the error for offsets that do not exist any more, from `first` to the offset before `last`."""
     return StreamError(
         f"stream {stream!r} no longer has the offsets {first} to {last - 1}: its retention (x-max-length-bytes, "
         "x-max-age) has removed them; set failOnDataLoss to false to go on without them"

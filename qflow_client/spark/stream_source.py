@@ -1,4 +1,7 @@
-"""Streaming queries: of a queue, where what is acknowledged is what Spark has committed, and of a RabbitMQ stream."""
+"""Streaming queries.
+
+From a queue, messages are acknowledged when Spark has committed them. A RabbitMQ stream keeps its messages.
+"""
 
 from __future__ import annotations
 
@@ -23,37 +26,37 @@ __all__ = ["OffsetStreamReader", "StreamReader"]
 
 T = TypeVar("T")
 
-# Seconds without a delivery after which a query that ends by itself takes it that no more will come.
+# Seconds without a delivery after which a query that ends by itself expects no more messages.
 _PATIENCE = 2.0
-# Seconds for which the end of a RabbitMQ stream is taken to be where it was: Spark asks a hundred times a second.
+# Seconds for which the known end of a RabbitMQ stream is used again, because Spark asks a hundred times per second.
 _FRESH = 0.1
 
 
 class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
-    """Reads a queue batch by batch. An offset of Spark's is one of the spool."""
+    """Reads a queue batch by batch. Spark's offsets are those of the spool."""
 
     def __init__(self, options: SourceOptions, schema: StructType) -> None:
         check_schema(schema)
         self._options = options
         self._schema = schema
-        # Only set once Spark has asked for the first batch: `read` runs in a task, on a copy.
+        # Only set after Spark has asked for the first batch. `read` runs in a task, on a copy without them.
         self._spool: Spool | None = None
         self._consumer: Consumer | None = None
-        # The offset behind the last message that Spark may know of.
+        # The greatest offset that Spark has been given.
         self._told = 0
-        # Whether the query ends by itself, and then the offset at which it does.
+        # Whether the query ends by itself; and then the offset at which it ends.
         self._ends = False
         self._target: int | None = None
 
     def _open(self, offset: int = 0) -> Consumer:
-        """Consume the queue from now on.
+        """Start to consume the queue.
 
         Args:
-            offset: one that Spark has from its checkpoint.
+            offset: offset from Spark's checkpoint.
 
         Raises:
-            SpoolError: it is not from this spool. Nothing comes into that then, or the next try would take it for what
-                the checkpoint means.
+            SpoolError: the offset is not from this spool. No messages are added in this case, because the next attempt
+                would take them for those of the checkpoint.
         """
         options = self._options
         assert options.most is not None
@@ -67,14 +70,14 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             )
         if self._consumer is None:
             connection = connect(options.urls, options.connect_timeout)
-            # While Spark works on one batch, the next comes in.
+            # The next batch arrives while Spark works on the current one.
             self._consumer = Consumer(connection, options.queue, self._spool, min(2 * options.most, MOST_UNACKED))
         return self._consumer
 
     def initialOffset(self) -> dict[str, int]:
         self._open()
         assert self._spool is not None
-        # What a query before this one was done with may still lie there.
+        # Messages that an earlier query has finished may still be in the spool.
         return {"offset": max(self._spool.begin, self._spool.acknowledged)}
 
     def getDefaultReadLimit(self) -> ReadLimit:
@@ -84,7 +87,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     def latestOffset(self, start: dict[str, int], limit: ReadLimit) -> dict[str, int]:
         begin = start["offset"]
         consumer = self._open(begin)
-        # Spark asks for the next batch when it has committed the one before.
+        # Spark asks for the next batch when it has committed the previous one.
         consumer.done(begin)
         end = self._end_of_all(consumer, begin) if self._ends else consumer.end()
         most = getattr(limit, "max_rows", None)
@@ -99,10 +102,13 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         self._ends = True
 
     def _end_of_all(self, consumer: Consumer, begin: int) -> int:
-        """The offset up to which to read for what was in the queue when the query began; waits for some of it."""
+        """Return the offset up to which to read the messages that were in the queue at the start.
+
+        It waits for some of them.
+        """
         if self._target is None:
             while consumer.received < consumer.ready and consumer.end() <= begin:
-                # Nothing for that long: others have it, or it has expired.
+                # No message for that long: other consumers have them, or they have expired.
                 if not consumer.wait_beyond(begin, _PATIENCE):
                     break
             if consumer.received >= consumer.ready or consumer.end() <= begin:
@@ -133,21 +139,21 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
 
 class OffsetStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
-    """Reads a RabbitMQ stream batch by batch. An offset of Spark's is one of the stream."""
+    """Reads a RabbitMQ stream batch by batch. Spark's offsets are those of the stream."""
 
     def __init__(self, options: OffsetOptions, schema: StructType) -> None:
         check_schema(schema)
         self._options = options
         self._schema = schema
-        # Only set once Spark has asked for an offset: `read` runs in a task, on a copy.
+        # Only set after Spark has asked for an offset. `read` runs in a task, on a copy without it.
         self._consumer: StreamConsumer | None = None
-        # The offset behind the last message, and when that was found.
+        # The offset after the last message, and the time at which it was found.
         self._end: tuple[int, float] | None = None
-        # Set for a query that ends by itself: where the stream ended when it began.
+        # Set for a query that ends by itself; it ends where the stream ended at the start.
         self._end_stays = False
 
     def _ask(self, question: Callable[[StreamConsumer], T]) -> T:
-        """Ask the broker something; again on a new connection, if it has closed the one that rested between batches."""
+        """Ask the broker. If it has closed the idle connection between two batches, ask again on a new connection."""
         rested, self._consumer = self._consumer, None
         if rested is not None:
             try:
@@ -182,7 +188,7 @@ class OffsetStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         if known is None or not (known[0] > begin or self._end_stays or time.monotonic() < known[1] + _FRESH):
             end = self._ask(StreamConsumer.end)
             if end is None:
-                # Nothing was published yet, or retention has left nothing: what comes next tells which.
+                # Either nothing was published yet, or retention has removed everything. The next messages show which.
                 end = begin
             elif end < begin and not self._ask(lambda consumer: consumer.reaches(begin)):
                 raise StreamError(
@@ -212,7 +218,7 @@ class OffsetStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         return rows_in(self._options, partition, self._schema)
 
     def commit(self, end: dict[str, int]) -> None:
-        """The stream keeps what it has."""
+        """Do nothing: the stream keeps its messages."""
 
     def stop(self) -> None:
         if self._consumer is not None:
