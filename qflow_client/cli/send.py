@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console, RenderableType
-from rich.progress import BarColumn, DownloadColumn, Progress, ProgressColumn, SpinnerColumn, Task, TextColumn
+from rich.progress import BarColumn, DownloadColumn, Progress, ProgressColumn, SpinnerColumn, TextColumn
 from rich.table import Column
 from rich.text import Text
 
@@ -32,66 +32,81 @@ from qflow_client.cli.records import Format, Reading, RecordSource
 from qflow_client.cli.resuming import source_of
 from qflow_client.cli.sending import Sending, Tally
 from qflow_client.cli.stopping import Stopped, Stopping
+from qflow_client.redaction import printable
 
 __all__ = ["send"]
 
 
-class _FlowColumn(ProgressColumn):
-    """The current state of a producer."""
-
-    def __init__(self, sending: Sending, started: float) -> None:
-        super().__init__(Column(no_wrap=True, overflow="ellipsis"))
-        self._sending = sending
-        self._started = started
-
-    def render(self, task: Task) -> Text:
-        producer = self._sending.producer
-        confirmed = self._sending.tally.confirmed
-        line = Text(f"{confirmed:,} confirmed, {text.rate(confirmed, time.monotonic() - self._started)}  ")
-        if producer.closed:
-            return line
-        state = producer.flow_state
-        if state.since is None:
-            return line.append("unflowed", style="green")
-        # The window fills and empties all the time, so it gets a colour only if it stays full.
-        lasted = time.time() - state.since
-        line.append(text.flow_line(state), style="yellow" if lasted < 1 else "bold red")
-        return line.append(f" for {text.seconds(lasted)}" if lasted >= 1 else "")
+# The columns of a file's name. The bar and the largest size fit beside them into 80.
+_NAME = 40
 
 
 class _Bar(Progress):
-    """A progress bar that reads the position in the file whenever it is drawn. So reading need not report it."""
+    """A bar for the file, and below it the records and the hold. Both lines fit into 80 columns.
 
-    def __init__(self, source: RecordSource, *columns: ProgressColumn, console: Console, transient: bool) -> None:
+    It reads the position in the file whenever it is drawn. So reading need not report it.
+
+    Args:
+        source: the file.
+        sending: the run.
+        started: when it began, in seconds of `time.monotonic`.
+        console: a terminal.
+    """
+
+    def __init__(self, source: RecordSource, sending: Sending, started: float, console: Console) -> None:
         self._source = source
-        super().__init__(*columns, console=console, transient=transient)
-        self.add_task(PurePath(source.name).name, total=source.size)
+        self._sending = sending
+        self._started = started
+        name = Column(no_wrap=True, overflow="ellipsis", max_width=_NAME)
+        columns: list[ProgressColumn] = [TextColumn("{task.description}", markup=False, table_column=name)]
+        columns += [SpinnerColumn()] if source.size is None else [BarColumn(bar_width=20), DownloadColumn()]
+        super().__init__(*columns, console=console, transient=True)
+        self.add_task(printable(PurePath(source.name).name), total=source.size)
 
     def get_renderables(self) -> Iterable[RenderableType]:
         for task in self.tasks:
             self.update(task.id, completed=self._source.position)
         yield from super().get_renderables()
+        yield self._state()
+
+    def _state(self) -> Text:
+        confirmed = self._sending.tally.confirmed
+        line = Text(f"{confirmed:,} confirmed", no_wrap=True, overflow="ellipsis")
+        state = self._sending.producer.flow_state
+        lasted = 0.0 if state.since is None else time.time() - state.since
+        # The window fills and empties all the time, so it gets a colour only if it stays full. Then the rate is old.
+        is_long = lasted >= 1
+        if not is_long:
+            line.append(f", {text.rate(confirmed, time.monotonic() - self._started)}")
+        if self._sending.producer.closed:
+            return line
+        if not state.flowed:
+            return line.append("  unflowed", style="green")
+        first, *others = dict.fromkeys(hold.kind for hold in state.holds)
+        line.append("  ").append(f"flowed by {first}", style="bold red" if is_long else "yellow")
+        line.append(f" and {len(others)} more" if others else "")
+        return line.append(f" for {text.seconds(lasted)}" if is_long else "")
 
 
 @contextmanager
-def _shown(source: RecordSource, sending: Sending, console: Console, started: float) -> Iterator[None]:
-    """Show the progress during the block."""
-    if not console.is_terminal:
-        # Without a terminal there is no bar. But the user must learn of a long wait for the broker.
-        def tell(event: FlowEvent) -> None:
-            if event.kind is FlowEventKind.WAITING:
-                console.print(f"qflow: still waiting after {text.seconds(event.seconds)}: {event}", highlight=False)
-
-        unsubscribe = sending.producer.on_flow(tell)
-        try:
-            yield
-        finally:
-            unsubscribe()
+def _shown(source: RecordSource, sending: Sending, console: Console, started: float) -> Iterator[_Bar | None]:
+    """Show the progress during the block: with a bar if there is a terminal."""
+    if console.is_terminal:
+        with _Bar(source, sending, started, console) as bar:
+            yield bar
         return
-    columns: list[ProgressColumn] = [TextColumn("{task.description}")]
-    columns += [SpinnerColumn()] if source.size is None else [BarColumn(bar_width=20), DownloadColumn()]
-    with _Bar(source, *columns, _FlowColumn(sending, started), console=console, transient=True):
-        yield
+
+    # Without a terminal there is no bar. But the user must learn of a long wait for the broker.
+    def tell(event: FlowEvent) -> None:
+        if event.kind is FlowEventKind.WAITING:
+            waiting = f"qflow: still waiting after {text.seconds(event.seconds)}: {printable(str(event))}"
+            console.print(waiting, highlight=False, markup=False, soft_wrap=True)
+
+    unsubscribe = sending.producer.on_flow(tell)
+    try:
+        yield None
+    finally:
+        unsubscribe()
 
 
 def _seconds(value: str) -> float | None:

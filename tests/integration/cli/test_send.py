@@ -389,7 +389,7 @@ def test_on_a_terminal_a_bar_tells_how_much_of_the_file_is_sent_and_what_it_wait
         terminal.read_until(None)
         assert terminal.process.wait(20) == 0
         assert terminal.output().startswith("1,000 records confirmed in ")
-    assert re.search(r"orders\.csv ━+ 2\.0/2\.0 kB 1,000 confirmed, [\d,]+ msg/s +unflowed", terminal.drawn)
+    assert re.search(r"orders\.csv ━+ 2\.0/2\.0 kB\s+1,000 confirmed, [\d,]+ msg/s  unflowed", terminal.drawn)
     # Nothing of it stays.
     assert terminal.raw.endswith("\x1b[2K")
 
@@ -405,7 +405,7 @@ def test_on_a_terminal_what_has_no_length_has_a_spinner(broker: Broker) -> None:
         terminal.read_until("3 confirmed")
         terminal.read_until(None)
         assert terminal.process.wait(20) == 0
-    assert re.search(r"standard input [⠁-⣿] ", terminal.drawn)
+    assert re.search(r"standard input [⠁-⣿]\s", terminal.drawn)
     assert "kB" not in terminal.drawn
 
 
