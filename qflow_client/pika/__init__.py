@@ -1,7 +1,7 @@
 """pika with flow control: ``import qflow_client.pika as pika``.
 
-It has all that pika has. `BlockingConnection` and the asynchronous adapters, their channels, and the connection
-parameters are pika's own with flow control added; everything else is pika's own.
+It has everything that pika has. `BlockingConnection` and the asynchronous adapters, their channels, and the connection
+parameters are pika's own with flow control added. Everything else is pika's own, unchanged.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`pika.channel`, with the `Channel` of the asynchronous adapters under flow control."""
+"""`pika.channel`, with flow control for the `Channel` of the asynchronous adapters."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from qflow_client.pika.mirror import mirror, passed_on
 
 __all__ = ["Channel"]
 
-# Of a content header frame: its size without properties, and where the size of the body is; and how a body frame begins
-# (AMQP 0-9-1, section 4.2).
+# The size of a content header frame without properties, the position of the body size in it, and the beginning of a
+# body frame (AMQP 0-9-1, section 4.2).
 _EMPTY_HEADER = 22
 _SIZE_AT = 11
 _SIZE = Struct(">Q")
@@ -26,7 +26,10 @@ _BODY_HEAD = Struct(">BHI")
 
 
 class _Encoded(local):
-    """What pika's basic_publish has encoded, on this thread; a stack, because a finalizer may publish in between."""
+    """Messages that pika's `basic_publish` has encoded on this thread.
+
+    They are a stack, because a finalizer may publish in between.
+    """
 
     def __init__(self) -> None:
         self.publishes: list[Publish] = []
@@ -36,10 +39,10 @@ _encoded = _Encoded()
 
 
 class Channel(pika.channel.Channel):
-    """pika's `Channel`, which sends nothing while the broker has stopped it, and says so.
+    """pika's `Channel`. While the broker has stopped it, it sends nothing, and a publish raises an error.
 
-    ``Channel.Flow`` is answered, and stops `basic_publish`, as ``Connection.Blocked``, a full window of unconfirmed
-    messages, a rate limit and a transport that holds more than `max_unwritten_bytes` do.
+    ``Channel.Flow`` is answered and stops `basic_publish`. ``Connection.Blocked``, a full window of unconfirmed
+    messages, a rate limit and a transport with more than `max_unwritten_bytes` stop it, too.
     """
 
     # pika's.
@@ -50,8 +53,8 @@ class Channel(pika.channel.Channel):
         self.adopt()
 
     def adopt(self) -> None:
-        """Begin to follow the flow; for the package."""
-        # By exchange, routing key and mandatory, the frames of a message without properties: up to the size of its
+        """Start flow control; for the package."""
+        # The frames of a message without properties, by exchange, routing key and mandatory: up to the size of its
         # body, and the rest of the header frame.
         self._heads: dict[tuple[str, str, bool], tuple[bytes, bytes]] = {}
         #: The channel's flow; for the package.
@@ -60,9 +63,9 @@ class Channel(pika.channel.Channel):
     def encode(
         self, exchange: str, routing_key: str, body: Any, properties: spec.BasicProperties | None, mandatory: bool
     ) -> Publish:
-        """What pika's `basic_publish` makes of a message, instead of sending it; for the package."""
+        """Return a message as pika's `basic_publish` encodes it, without sending it; for the package."""
         if properties is None and type(body) is bytes and 0 < len(body) <= self.connection._body_max_length:
-            # All but the body and its size is as pika has encoded it before.
+            # All bytes except the body and its size are the same as in an earlier message that pika encoded.
             arguments = (exchange, routing_key, mandatory)
             try:
                 head, tail = self._heads[arguments]
@@ -116,18 +119,18 @@ class Channel(pika.channel.Channel):
         """As pika's, if the channel is not flowed.
 
         Raises:
-            ProducerFlowed: it is; the message was not sent and never will be. A callback of `on_flow` tells when to go
-                on.
+            ProducerFlowed: the channel is flowed; the message was not sent and never will be. A callback of `on_flow`
+                is called when the channel is unflowed.
         """
         self.flow_control.send_nowait(self.encode(exchange, routing_key, body, properties, mandatory))
 
     def confirm_delivery(
         self, ack_nack_callback: Callable[[Any], object], callback: Callable[[Any], object] | None = None
     ) -> None:
-        """As pika's. From then on the window counts: at most `capacity` messages are unconfirmed."""
+        """As pika's. From then on the window applies: at most `capacity` messages are unconfirmed."""
         told = ack_nack_callback
         if callable(ack_nack_callback):
-            # The gate first, so that the callback may publish into the room that it makes.
+            # The gate is updated first, so that the callback may publish into the room that it makes.
             def told(answer: Any) -> None:
                 self.flow_control.on_confirm(answer)
                 ack_nack_callback(answer)
@@ -135,24 +138,24 @@ class Channel(pika.channel.Channel):
         super().confirm_delivery(told, callback)
 
     def close(self, reply_code: int = 0, reply_text: str = "Normal shutdown") -> None:
-        """As pika's. A thread that waits in `basic_publish` gets an error."""
+        """As pika's. Threads that wait in `basic_publish` get an error."""
         super().close(reply_code, reply_text)
         self.flow_control.give_up_all()
 
     def on_flow(self, callback: Callable[[FlowEvent], object]) -> Callable[[], None]:
-        """Have a callback called with every flow event, in order, in the connection's I/O loop.
+        """Call a callback with every flow event, in order, in the connection's I/O loop.
 
         Args:
-            callback: may call any method of the channel. If it raises, that is logged.
+            callback: may call any method of the channel. If it raises, the error is logged.
 
         Returns:
-            What to call to have it called no more.
+            A function that ends the calls.
         """
         return self.flow_control.listen(callback)
 
     @property
     def flow_state(self) -> FlowState:
-        """Whether the channel is flowed, by what, since when and how often."""
+        """Whether the channel is flowed, by which holds, since when and how often."""
         return self.flow_control.look()
 
 

@@ -1,4 +1,4 @@
-"""`pika.connection`, with connection parameters that take the settings of flow control."""
+"""`pika.connection`, with connection parameters that accept the settings of flow control."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ __all__ = ["ConnectionParameters", "FlowedConnection", "URLParameters"]
 
 
 class ConnectionParameters(pika.ConnectionParameters):
-    """pika's `ConnectionParameters`, which take the settings of flow control too.
+    """pika's `ConnectionParameters`, which also accept the settings of flow control.
 
     Args:
         arguments: pika's.
-        keywords: pika's, and settings by the names of `ProducerSettings`. Not those that pika's methods say:
-            ``exchange``, ``routing_key``, ``mandatory``, ``confirms``, ``message_ids``, ``connect_timeout``, ``url``.
-            ``retry_delay`` is pika's.
+        keywords: pika's, and settings by the names of `ProducerSettings`. Settings that pika's methods determine are
+            not accepted: ``exchange``, ``routing_key``, ``mandatory``, ``confirms``, ``message_ids``,
+            ``connect_timeout``, ``url``. ``retry_delay`` is pika's.
 
     Raises:
         SettingsError: a setting has a value that is not allowed.
-        TypeError: a setting that a connection of pika's does not take.
+        TypeError: a setting that a connection of pika does not accept.
     """
 
     __slots__ = ("flow_settings",)
@@ -39,21 +39,21 @@ class ConnectionParameters(pika.ConnectionParameters):
         #: The settings of flow control.
         self.flow_settings = PIKA.settings(**ours)
 
-    # pika's own ends with ``**kwargs``, of which it takes none.
+    # pika's own signature ends with ``**kwargs``, but pika accepts no such arguments.
     __init__.__signature__ = inspect.signature(  # type: ignore[attr-defined]  # what inspect looks for
         pika.ConnectionParameters.__init__
     )
 
 
 class URLParameters(pika.URLParameters):
-    """pika's `URLParameters`; the query may have settings of flow control too.
+    """pika's `URLParameters`; the query may also contain settings of flow control.
 
     Args:
-        url: as pika's, and for instance ``?max_producer_flow_control_wait=10&capacity=500``.
+        url: as pika's, and for example ``?max_producer_flow_control_wait=10&capacity=500``.
 
     Raises:
         SettingsError: a setting has a value that is not allowed.
-        TypeError: a setting that a connection of pika's does not take.
+        TypeError: a setting that a connection of pika does not accept.
     """
 
     __slots__ = ("flow_settings",)
@@ -72,11 +72,11 @@ class URLParameters(pika.URLParameters):
 
 
 class FlowedConnection:
-    """What makes an adapter of pika's one whose channels follow the flow; stands before it among the bases."""
+    """A mixin that adds flow control to the channels of an adapter of pika. It comes first among the base classes."""
 
     def _init_connection_state(self) -> None:
         super()._init_connection_state()  # type: ignore[misc]  # the adapter's
-        # Here pika has its own blocked callbacks registered, and nobody else has any yet.
+        # At this point pika has registered its own blocked callbacks, and no other code has registered any.
         ConnectionFlow.of(self)
 
     def _create_channel(self, channel_number: int, on_open_callback: Any) -> Channel:
@@ -84,7 +84,7 @@ class FlowedConnection:
 
 
 def follow(connection: Any) -> None:
-    """Have the channels of a connection follow the flow, which pika itself has made, and just now; for the package."""
+    """Add flow control to the channels of a connection that pika itself has just made; for the package."""
     ConnectionFlow.of(connection)
     connection._create_channel = partial(Channel, connection)
 

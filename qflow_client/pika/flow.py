@@ -1,6 +1,6 @@
-"""The flow of a channel of pika's: a `ProducerProtocol` that is told what pika hears and writes through pika.
+"""The flow of a channel of pika: a `ProducerProtocol` that receives pika's events and writes through pika.
 
-Nothing here waits: `BlockingChannel` does, `Channel` raises.
+This module does not wait: `BlockingChannel` waits, `Channel` raises an error.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from qflow_client.settings import OnDisconnect, ProducerSettings
 
 __all__ = ["PIKA", "ChannelFlow", "ConnectionFlow", "Publish"]
 
-#: The settings that a connection of pika's takes. That a channel confirms is not known when it is made; until then what
-#: is written counts as confirmed.
+#: The settings that a connection of pika accepts. When a channel is made, it is not known whether it will be in confirm
+#: mode. Until then written messages count as confirmed.
 PIKA = DropIn(
     "pika",
     frozenset({"retry_delay"}),
@@ -43,13 +43,13 @@ PIKA = DropIn(
 )
 _UNLIMITED = 1 << 62
 
-# What holds a channel from outside: the broker, and the manager of all producers.
+# The holds from outside: by the broker, and by the manager of all producers.
 _FROM_OUTSIDE = HoldKind.CHANNEL_FLOW, HoldKind.CONNECTION_BLOCKED, HoldKind.TRANSPORT, HoldKind.PAUSED
 
-# Why a channel is closed that the program closes.
+# The reasons for the end of a channel that the program closes.
 _BY_PROGRAM = exceptions.ChannelClosedByClient, exceptions.ConnectionClosedByClient
 
-# Seconds after which a transport that was full is looked at again where nothing tells that it takes bytes.
+# Seconds until the next check of a full transport that does not report when it takes bytes.
 _LOOK_AGAIN = 0.01
 
 _monotonic = time.monotonic
@@ -59,9 +59,9 @@ class Publish(RepeatableMessage):
     """One `basic_publish`, as pika has encoded it.
 
     Args:
-        frames: all of it.
+        frames: all its frames.
         arguments: exchange, routing key and ``mandatory``.
-        basic_properties: as they were given.
+        basic_properties: as they were passed.
         body: the content.
     """
 
@@ -75,7 +75,7 @@ class Publish(RepeatableMessage):
         basic_properties: spec.BasicProperties | None,
         body: bytes,
     ) -> None:
-        # Not by way of the base: one is made for every message.
+        # Without the base class's constructor, because one object is made for every message.
         given = self.__dict__
         given["body"] = body
         given["frames"] = frames
@@ -84,26 +84,26 @@ class Publish(RepeatableMessage):
 
     @property
     def method(self) -> spec.Basic.Publish:
-        """As pika shows it."""
+        """The method object, as pika shows it."""
         exchange, routing_key, mandatory = self.arguments
         return spec.Basic.Publish(exchange=exchange, routing_key=routing_key, mandatory=mandatory)
 
 
 class ConnectionFlow:
-    """What the channels of one connection share."""
+    """The common state of the channels of one connection."""
 
     def __init__(self, connection: Any) -> None:
         self.settings: ProducerSettings = getattr(connection.params, "flow_settings", None) or PIKA.settings()
-        # Why the broker blocks the connection; None while it does not.
+        # Why the broker blocks the connection; ``None`` while it does not.
         self.blocked: str | None = None
-        # The open channels, by number; after the loss of the connection, those that were open then.
+        # The open channels, by number; after the loss of the connection, those that were open before.
         self.channels: dict[int, ChannelFlow] = {}
         connection.add_on_connection_blocked_callback(self._on_blocked)
         connection.add_on_connection_unblocked_callback(self._on_unblocked)
 
     @staticmethod
     def of(connection: Any) -> ConnectionFlow:
-        """The one of a connection, made on first use."""
+        """Return the object for a connection, made on first use."""
         found: ConnectionFlow | None = getattr(connection, "flow_control", None)
         if found is None:
             found = connection.flow_control = ConnectionFlow(connection)
@@ -132,7 +132,7 @@ class ChannelFlow(DropInFlow):
     def __init__(self, channel: Any) -> None:
         number = channel.channel_number
         shared = ConnectionFlow.of(channel.connection)
-        # How much pika's transport holds is looked at here, not there: what is admitted is given to it at once.
+        # The size of pika's transport is checked here, because admitted messages are passed to it at once.
         super().__init__(
             shared.settings,
             f"pika channel {number}",
@@ -141,34 +141,36 @@ class ChannelFlow(DropInFlow):
         )
         now = _monotonic()
         self._channel = channel
-        #: Whether what is unconfirmed when the connection ends stays so, for `take_over` by another channel.
+        #: Whether messages that are unconfirmed at the end of the connection stay unconfirmed, for `take_over` by
+        #: another channel.
         self.keeps_unconfirmed = False
-        #: The channel that the application has, if that is another; for the package.
+        #: The channel that the application uses, if that is another object; for the package.
         self.owner: Any = None
         #: Messages that were returned and not raised yet.
         self.returned: list[ReturnedMessage] = []
-        #: What a call has met and not raised, because its message was taken before: the next call raises it.
+        #: An error that a call found and did not raise, because its message was accepted before. The next call raises
+        #: it.
         self.unraised: BaseException | None = None
-        #: What ended the channel; None before.
+        #: Why the channel ended; ``None`` before.
         self.closing_reason: BaseException | None = None
         self.protocol.channel_opened(number, 0, now)
-        # How many messages were written before the broker began to count them; None while it does not confirm.
+        # How many messages were written before confirm mode; ``None`` while the broker does not confirm.
         self._before_confirms: int | None = None
-        # Whether something will look at the clock or the transport again.
+        # Whether another check of the time or the transport is scheduled.
         self._is_armed = False
         shared.channels[number] = self
         if shared.blocked is not None:
             self.protocol.on_blocked(shared.blocked, now)
-        # First of all, so that whatever else is called finds the gate as it is then.
+        # This callback is the first, so that all other callbacks see the gate's new state.
         channel.add_on_flow_callback(self._on_flow)
         channel.add_on_close_callback(self._on_close)
         flow_manager.register(self)
 
-    # What pika hears.
+    # Events of pika.
 
     def _on_flow(self, flow: Any) -> None:
         if not self._channel.is_open:
-            # It has crossed our Channel.Close, after which there is no channel to answer on.
+            # The frame has crossed the Channel.Close of this side, and there is no channel for a reply.
             return
         self.protocol.on_flow(flow.method.active, _monotonic())
         self.write()
@@ -181,25 +183,25 @@ class ChannelFlow(DropInFlow):
         self.closing_reason = reason
         is_idle = not self.protocol.unsettled and not self.protocol.line.tickets
         if isinstance(reason, _BY_PROGRAM) or (is_idle and isinstance(reason, exceptions.ChannelClosedByBroker)):
-            # The method that the broker refused raises it, and no message is concerned.
+            # The refused method raises the error, and no message is concerned.
             self.protocol.forget_past()
         keeps = self.keeps_unconfirmed and not isinstance(reason, exceptions.ChannelClosedByBroker)
-        # Others may have lost the connection over their messages.
+        # Messages of other channels may have caused the loss of the connection.
         shared = any(each.protocol.admission.admitted for each in channels.values() if each is not self)
         self.protocol.connection_lost(f"the channel is closed: {reason}", _monotonic(), reconnects=keeps, shared=shared)
         self.give_up_all()
 
     def take_over(self, ended: ChannelFlow) -> None:
-        """Go on with what an ended channel left unconfirmed, as a producer goes on with its next channel.
+        """Continue with the unconfirmed messages of an ended channel, like a producer on its next channel.
 
-        The broker confirms on this channel, and nothing is unsettled. `capacity` is that of the ended channel from now
-        on, which has nothing any more.
+        The broker confirms on this channel, and nothing is unsettled. From now on this channel has the `capacity` of
+        the ended channel, which has no messages any more.
 
         Args:
             ended: its flow.
         """
         protocol, unused, now = ended.protocol, self.protocol, _monotonic()
-        # The listeners know the holds of `unused`, and are told below what differs.
+        # The listeners have seen the holds of `unused`. Differences are reported below.
         protocol.reports.events = None
         protocol.reports.name = unused.reports.name
         protocol.settings = protocol.settings.replace(name=unused.reports.name)
@@ -208,7 +210,7 @@ class ChannelFlow(DropInFlow):
                 protocol.lift(hold.kind, now, source=hold.source)
         for hold in unused.gate.holds:
             if hold.kind in _FROM_OUTSIDE:
-                # As it was raised, so that it does not differ.
+                # With the same time as it was raised, so that it does not differ.
                 protocol.hold(hold.kind, hold.since, source=hold.source, detail=hold.detail)
         frame_max = self._channel.connection._body_max_length + spec.FRAME_HEADER_SIZE + spec.FRAME_END_SIZE
         protocol.channel_opened(self._channel.channel_number, frame_max, now)
@@ -216,31 +218,35 @@ class ChannelFlow(DropInFlow):
         unused.forget_past()
         unused.connection_lost("another channel publishes its messages", now)
         self._before_confirms = 0
-        # Until here an interrupt leaves the messages to the ended channel, and from here on to this one.
+        # After an interrupt before this line the ended channel has the messages; after this line, this channel has
+        # them.
         self.protocol, ended.protocol = protocol, unused
         self.returned, ended.returned = ended.returned, []
         self.write()
         self.watch()
 
     def give_up_all(self) -> None:
-        """The channel ends: a call that waits gets an error."""
+        """End the channel: waiting calls get an error."""
         self.protocol.line.give_up_all("the channel is closed", _monotonic())
         self.after()
 
     def confirms_begin(self) -> None:
-        """``Confirm.Select`` is sent: the next message has delivery tag 1, if it is the first of them."""
+        """Start confirm mode, because ``Confirm.Select`` was sent.
+
+        If it was the first ``Confirm.Select``, the next message has delivery tag 1.
+        """
         if self._before_confirms is None:
             self._before_confirms = self.protocol.written
 
     def delivery_tag(self, number: int) -> int | None:
-        """The delivery tag of a message, by its number; None if the broker does not confirm it."""
+        """Return the delivery tag of a message by its number; ``None`` if the broker does not confirm it."""
         before = self._before_confirms
         return None if before is None else number - before
 
     def on_confirm(self, answer: Any) -> None:
-        """``Basic.Ack`` or ``Basic.Nack``."""
+        """Handle ``Basic.Ack`` or ``Basic.Nack``."""
         method = answer.method
-        # Tag 0 stands for all.
+        # Tag 0 means all messages.
         tag = method.delivery_tag and method.delivery_tag + (self._before_confirms or 0)
         settle = self.protocol.on_nack if isinstance(method, spec.Basic.Nack) else self.protocol.on_ack
         settle(tag, method.multiple, _monotonic())
@@ -253,24 +259,24 @@ class ChannelFlow(DropInFlow):
 
         self._channel.connection._adapter_add_callback_threadsafe(call)
 
-    # What is to be done then.
+    # After an event.
 
     def write(self) -> None:
-        """Give what may leave to pika, and tell whom there is to tell."""
+        """Pass the messages that may be sent to pika, and report events."""
         protocol = self.protocol
-        # What is written may let go of more.
+        # Written bytes may release more.
         while data := protocol.data_to_write(_UNLIMITED):
-            # First, because pika may write at once, and have us called again by what that lets go.
+            # This comes first, because pika may write at once and call this method again.
             now = _monotonic()
             protocol.advance(len(data), now)
             self._channel.connection._output_marshaled_frames([data])
             if self._before_confirms is None:
-                # Nobody will answer.
+                # There will be no answer.
                 protocol.on_ack(0, True, now)
         if not protocol.reports.is_empty:
             self.after()
 
-    # Who cannot wait.
+    # Publishing without waiting.
 
     def send_nowait(self, publish: Publish) -> Receipt:
         """Admit and write a message now.
@@ -290,19 +296,19 @@ class ChannelFlow(DropInFlow):
         return receipt
 
     def look(self) -> FlowState:
-        """The flow at this moment."""
+        """Return the present flow state."""
         now = _monotonic()
         if not self._channel.is_closed:
             self.look_at_transport(now)
         state = self.protocol.flow_state(now)
-        # First what has been let go, then who waits for it.
+        # First write the released messages, then admit waiting ones.
         self.write()
         return state
 
     def look_at_transport(self, now: float) -> None:
-        """Hold the channel if pika's transport is full, or let it go."""
+        """Hold the channel if pika's transport is full, or lift that hold."""
         transport = getattr(self._channel.connection, "_transport", None)
-        # Twisted's tells nothing.
+        # Twisted's transport does not report its size.
         size = getattr(transport, "get_write_buffer_size", int)()
         if size > self.settings.max_unwritten_bytes:
             self.protocol.hold(HoldKind.TRANSPORT, now, detail=f"{size} bytes are not written yet")
@@ -311,7 +317,7 @@ class ChannelFlow(DropInFlow):
             self.protocol.lift(HoldKind.TRANSPORT, now)
 
     def watch(self) -> None:
-        """Look again when time or the transport may have made room."""
+        """Check again when time or the transport may have made room."""
         protocol = self.protocol
         now = _monotonic()
         at = protocol.next_timer(now)

@@ -1,7 +1,7 @@
-"""How a module of the drop-in stands for the module of pika's that has its name.
+"""Lets a module of the drop-in take the place of pika's module with the same name.
 
-Names that the drop-in does not have are read from pika's module (`passed_on`), and an assignment to one of them reaches
-pika's module, so that ``select_connection.SELECT_TYPE = "poll"`` does what it does with pika.
+Names that the drop-in does not have are read from pika's module (`passed_on`). An assignment to such a name is made in
+pika's module, so ``select_connection.SELECT_TYPE = "poll"`` has the same effect as with pika.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from typing import Any
 
 __all__ = ["alias", "mirror", "passed_on"]
 
-# By the name of a module of ours: pika's, and the names that are ours alone.
+# By the name of a drop-in's module: pika's module, and the names that only the drop-in has.
 _mirrored: dict[str, tuple[ModuleType, frozenset[str]]] = {}
-# By our module and the name, what pika had before an assignment by our module.
+# By module and name, pika's value before an assignment in the drop-in's module.
 _assigned: dict[tuple[str, str], Any] = {}
-# The classes without flow control that a warning has named.
+# The classes without flow control for which a warning was issued.
 _warned: set[type] = set()
 
 
 class _Mirror(ModuleType):
     def _theirs(self, name: str) -> ModuleType | None:
-        """Pika's module if an assignment to a name has to reach it."""
+        """Return pika's module if an assignment to a name has to be made there."""
         theirs, own = _mirrored[self.__name__]
         is_own = name in own or name.startswith("__") or f"{self.__name__}.{name}" in sys.modules
         return None if is_own or not hasattr(theirs, name) else theirs
@@ -43,7 +43,7 @@ class _Mirror(ModuleType):
     def __delattr__(self, name: str) -> None:
         theirs = self._theirs(name)
         if (self.__name__, name) in _assigned:
-            # Tools for tests undo an assignment so, because the module itself does not have the name.
+            # Test tools undo an assignment in this way, because the module itself does not have the name.
             setattr(theirs, name, _assigned.pop((self.__name__, name)))
         elif theirs is not None:
             delattr(theirs, name)
@@ -55,10 +55,10 @@ class _Mirror(ModuleType):
 
 
 def mirror(name: str, theirs: ModuleType) -> None:
-    """Have a module of ours stand for one of pika's. Called at its end.
+    """Let a module of the drop-in take the place of a module of pika. Called at its end.
 
     Args:
-        name: of our module, whose ``__all__`` has what is ours alone.
+        name: of the drop-in's module; its ``__all__`` has the names that only the drop-in has.
         theirs: pika's module.
     """
     ours = sys.modules[name]
@@ -70,16 +70,16 @@ def mirror(name: str, theirs: ModuleType) -> None:
 
 
 def alias(name: str, theirs: ModuleType) -> None:
-    """Have the submodules of pika's that have no counterpart of ours imported by our names, too.
+    """Make pika's submodules without a counterpart importable by the drop-in's names, too.
 
     Args:
-        name: of our package.
+        name: of the drop-in's package.
         theirs: pika's package.
     """
     package = sys.modules[name]
     ours = set() if package is theirs else {module.name for module in iter_modules(package.__path__)}
     for module in iter_modules(theirs.__path__):
-        # An adapter may be for a library that is not installed.
+        # An adapter may need a library that is not installed.
         with suppress(ImportError):
             if module.name not in ours:
                 sys.modules[f"{name}.{module.name}"] = import_module(f"{theirs.__name__}.{module.name}")
@@ -88,10 +88,10 @@ def alias(name: str, theirs: ModuleType) -> None:
 
 
 def passed_on(theirs: ModuleType, name: str) -> Any:
-    """What pika's module has by a name that ours does not have.
+    """Return an attribute of pika's module that the drop-in's module does not have.
 
-    A connection or channel that can be made, and that the drop-in does not know, has no flow control. A warning says so
-    once (E11).
+    If it is a class of connections or channels that the drop-in does not support, it has no flow control. A warning
+    says so once (E11).
     """
     found = getattr(theirs, name)
     if (

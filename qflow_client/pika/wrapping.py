@@ -1,4 +1,4 @@
-"""Flow control for a channel that was made elsewhere."""
+"""Adds flow control to a channel that was not made by `qflow_client.pika`."""
 
 from __future__ import annotations
 
@@ -20,19 +20,22 @@ def wrap(channel: blocking.BlockingChannel) -> BlockingChannel: ...
 @overload
 def wrap(channel: pika.channel.Channel) -> Channel: ...
 def wrap(channel: Any) -> Any:
-    """Put a channel of pika's under flow control, in place: whoever has it publishes under it from now on.
+    """Add flow control to a channel of pika, in place, for all code that uses the channel.
 
     From now on the channel answers ``Channel.Flow``, and `basic_publish` waits (`BlockingChannel`) or raises
-    (`Channel`) as on a connection of `qflow_client.pika`. What cannot be had on a connection that was made elsewhere:
+    (`Channel`) as on a connection of `qflow_client.pika`. The following is not possible on a connection that was not
+    made by `qflow_client.pika`:
 
-    - What came before: a stop that the broker has sent already, and that it blocks the connection already, are not
-      known until it says the next thing. So wrap the channel as soon as it is there.
-    - That nothing of a message is written: whether the socket takes bytes is only known afterwards. Where it takes
-      none, `basic_publish` raises `ConfirmTimeout`, not `FlowControlTimeout`, and the message may leave later.
-    - A bound for `BlockingConnection.close` while the broker blocks the connection (the channel's own has it):
-      pika's ``blocked_connection_timeout`` is one.
-    - Settings from the connection's parameters, unless those are of `qflow_client.pika`; the environment's are used.
-    - Other channels of the connection: each has to be wrapped.
+    - Earlier events: if the broker has already stopped the channel, or already blocks the connection, this is unknown
+      until its next frame about it. So wrap the channel as soon as it is open.
+    - A guarantee that no byte of a message is written: the state of the socket is only known after a write. If the
+      socket takes no bytes, `basic_publish` raises `ConfirmTimeout`, not `FlowControlTimeout`, and the message may be
+      sent later.
+    - A time limit for `BlockingConnection.close` while the broker blocks the connection (the channel's own `close` has
+      one). pika's ``blocked_connection_timeout`` is such a limit.
+    - Settings from the connection's parameters, unless those are of `qflow_client.pika`. Settings of the environment
+      are used.
+    - Flow control for other channels of the connection: wrap each of them.
 
     Args:
         channel: a `BlockingChannel`, or a `Channel` of an asynchronous adapter, that is open and not in confirm mode.
@@ -41,8 +44,8 @@ def wrap(channel: Any) -> Any:
         The same channel, which is a `qflow_client.pika.BlockingChannel` or `qflow_client.pika.Channel` now.
 
     Raises:
-        TypeError: it is neither, but a class of somebody else's.
-        ValueError: it is not open, or in confirm mode: which delivery tags are still to be confirmed is not known.
+        TypeError: it is neither of them, but of another class.
+        ValueError: it is not open, or it is in confirm mode, so that its unconfirmed delivery tags are unknown.
     """
     if isinstance(channel, (BlockingChannel, Channel)):
         return channel

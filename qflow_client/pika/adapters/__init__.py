@@ -1,4 +1,4 @@
-"""pika's adapters, under flow control."""
+"""pika's adapters, with flow control."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`pika.adapters.asyncio_connection`, under flow control."""
+"""`pika.adapters.asyncio_connection`, with flow control."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["AsyncioConnection"]
 
 
 class AsyncioConnection(FlowedConnection, _pika.AsyncioConnection):
-    """pika's `AsyncioConnection`, whose channels follow the flow."""
+    """pika's `AsyncioConnection`, whose channels have flow control."""
 
 
 def __getattr__(name: str) -> Any:

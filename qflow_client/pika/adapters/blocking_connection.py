@@ -1,4 +1,4 @@
-"""`pika.adapters.blocking_connection`, under flow control: who publishes waits, at most for a time."""
+"""`pika.adapters.blocking_connection`, with flow control: a publish waits for a limited time."""
 
 from __future__ import annotations
 
@@ -34,30 +34,30 @@ __all__ = ["BlockingChannel", "BlockingConnection", "ReturnedMessage"]
 
 _monotonic = time.monotonic
 
-# What a broker says of what was published.
+# The broker's answers to a publish.
 _ANSWERS = (spec.Basic.Ack, spec.Basic.Nack)
 
-# Linux has it. There it ends by itself, so what is written leaves even if nothing is called any more.
+# Linux has this option. It ends after 200 ms, so data is sent even if no further call follows.
 _TCP_CORK: int | None = getattr(socket, "TCP_CORK", None)
-# With pipelined confirms, from how many unconfirmed messages on throughput is worth more than the time of one.
+# With at least this many unconfirmed messages in pipelined mode, throughput is more important than the latency of one.
 _MANY = 16
 
 
 class _Services(SelectorIOServicesAdapter):
-    """pika's I/O services, which can be asked what the socket is ready for, and write at once."""
+    """pika's I/O services, which also report the state of the socket, and can write at once."""
 
-    #: Whether what pika gives to its transport is written at once, not when the loop has polled.
+    #: Whether pika's output is written at once, and not after the loop has polled.
     eager = False
-    # The socket that is connected, and what knows it; none before there is one.
+    # The connected socket and its handler; none before the connection.
     _fd = -1
     _sock: Any = None
     _poll: Any = None
-    # Whether the loop waits until the socket takes bytes, and whether pika has just said that it need not.
+    # Whether the loop waits until the socket takes bytes, and whether pika has just said that this is not needed.
     _watches = False
     _is_done = False
-    # What pika wants called then.
+    # The function that pika wants called when the socket takes bytes.
     _writes: Callable[[], None] | None = None
-    #: Called once, when pika has written all it has and the socket takes more.
+    #: Called once, when pika has written all its output and the socket takes more.
     on_writable: Callable[[], None] | None = None
     _is_corked = False
 
@@ -86,7 +86,7 @@ class _Services(SelectorIOServicesAdapter):
         super().set_writer(fd, on_writable)
 
     def go_on_writing(self) -> None:
-        """Have the loop wait until the socket takes bytes: an interrupt may have kept pika from asking for that."""
+        """Let the loop wait until the socket takes bytes. An interrupt may have prevented pika's request for that."""
         if not self._watches and self._writes is not None:
             self._watch(self._fd, self._writes)
 
@@ -102,21 +102,21 @@ class _Services(SelectorIOServicesAdapter):
         return had
 
     def ready(self) -> int:
-        """What the socket is ready for now: ``POLLIN``, ``POLLOUT``, or both, or that something is wrong."""
+        """Return the present state of the socket: ``POLLIN``, ``POLLOUT``, both, or an error."""
         found = self._poll.poll(0)
         return int(found[0][1]) if found else 0
 
     def cork(self, on: bool) -> None:
-        """Have the kernel gather small writes into large packets, for a fifth of a second at the most; or no longer."""
+        """Let the kernel gather small writes into large packets, for at most 200 ms; or end this."""
         if on is not self._is_corked:
             self._is_corked = on
-            # A TLS socket has taken the descriptor over.
+            # With TLS, the TLS socket has the descriptor.
             if _TCP_CORK is not None and self._sock.fileno() >= 0:
                 with suppress(OSError):
                     self._sock.setsockopt(socket.IPPROTO_TCP, _TCP_CORK, on)
 
     def wake_when_writable(self) -> None:
-        """Have the loop's next poll end when the socket takes bytes. Only while pika does not wait for that itself."""
+        """End the loop's next poll when the socket takes bytes. Only used while pika does not wait for that itself."""
 
         def awake() -> None:
             self.remove_writer(self._fd)
@@ -125,7 +125,7 @@ class _Services(SelectorIOServicesAdapter):
 
 
 class _Connection(SelectConnection):
-    """What is below a `BlockingConnection`."""
+    """The connection object below a `BlockingConnection`."""
 
     # pika's.
     frames_received: int
@@ -151,43 +151,43 @@ class _Connection(SelectConnection):
         if type(getattr(frame_value, "method", None)) in _ANSWERS:
             channel = self._channels.get(frame_value.channel_number)
             if channel is not None:
-                # To find that nobody but us is to be told costs pika more than all the rest.
+                # pika's own search for callbacks would cost more than the rest of this method.
                 self.frames_received += 1
                 channel.flow_control.on_confirm(frame_value)
                 return
         super()._process_frame(frame_value)  # type: ignore[misc]  # private
 
 
-# By which pika's errors call it.
+# The name that pika's errors show.
 _Connection.__name__ = SelectConnection.__name__
 
 
 class _Turns:
-    """The I/O of one `BlockingConnection`, a turn at a time, without pika's wait for its whole output.
+    """The I/O of one `BlockingConnection`, one turn at a time, without pika's wait for its whole output.
 
-    No callback of the application is called in a turn: pika keeps all of them for `process_data_events`.
+    No callback of the application is called in a turn: pika keeps them for `process_data_events`.
     """
 
     def __init__(self, connection: Any) -> None:
         self._connection = connection
         self._impl = connection._impl
         services = connection._impl._nbio
-        # None on a connection that was made elsewhere: then nothing is known of the socket.
+        # ``None`` on a connection that was made by pika. The state of the socket is unknown then.
         self.services: _Services | None = services if isinstance(services, _Services) else None
 
     @property
     def unwritten(self) -> int:
-        """Bytes that pika has and the socket has not taken."""
+        """How many bytes pika has that the socket has not taken."""
         transport = self._impl._transport
         return transport.get_write_buffer_size() if transport is not None else 0
 
     def go_on_writing(self) -> None:
-        """Have the loop write what pika has."""
+        """Let the loop write pika's output."""
         if self.services is not None and self.unwritten:
             self.services.go_on_writing()
 
     def now(self) -> bool:
-        """Take what has come, without waiting.
+        """Read the received data without waiting.
 
         Returns:
             Whether the socket takes bytes.
@@ -197,21 +197,21 @@ class _Turns:
         if services is None:
             self.until(0.0)
             return self.unwritten == 0
-        # A second time for what is to be written because of what has come.
+        # The second iteration writes the output that follows from the received data.
         for _ in range(2):
             ready = services.ready()
             if ready == select.POLLOUT and not self.unwritten:
                 loop.process_timeouts()
                 return True
             self.go_on_writing()
-            # Something has come, or can go, so this does not wait.
+            # Data can be read or written, so this does not wait.
             if ready & ~select.POLLOUT or (ready and self.unwritten):
                 loop.poll()
         loop.process_timeouts()
         return self.unwritten == 0 and services.ready() & select.POLLOUT != 0
 
     def when_writable(self) -> None:
-        """Have the channels that are held by the socket let go when it takes bytes."""
+        """Release the channels that the socket holds when it takes bytes."""
         if self.services is not None:
             self.services.on_writable = self._let_go
             if not self.unwritten:
@@ -223,7 +223,7 @@ class _Turns:
             flow.write()
 
     def until(self, deadline: float) -> None:
-        """Wait for anything to happen on the connection, or until a time."""
+        """Wait until something happens on the connection, or until a time."""
         loop = self._impl.ioloop
         if self.services is not None:
             self.services.cork(False)
@@ -244,10 +244,10 @@ def _nothing() -> None:
 
 
 class BlockingConnection(_pika.BlockingConnection):
-    """pika's `BlockingConnection`, whose channels wait while the broker has stopped them, at most for a time.
+    """pika's `BlockingConnection`. While the broker has stopped its channels, a publish waits for a limited time.
 
     Args:
-        parameters: as pika's; those of `qflow_client.pika` take settings of flow control, too.
+        parameters: as pika's; those of `qflow_client.pika` accept settings of flow control, too.
         _impl_class: as pika's, for tests.
     """
 
@@ -271,12 +271,13 @@ class BlockingConnection(_pika.BlockingConnection):
     def close(self, reply_code: int = 200, reply_text: str = "Normal shutdown") -> None:
         """As pika's, after the unconfirmed messages of channels with pipelined confirms are settled.
 
-        A broker that does not read, as one that blocks the connection, has `max_producer_flow_control_wait` seconds;
-        then the connection is cut.
+        A broker that does not read, for example because it blocks the connection, gets `max_producer_flow_control_wait`
+        seconds. Then the connection is aborted.
 
         Raises:
-            UnroutableError, NackError, ConfirmTimeout: as `BlockingChannel.wait_for_confirms`, after it is closed.
-            ConnectionBlockedTimeout: it was cut.
+            UnroutableError, NackError, ConfirmTimeout: as `BlockingChannel.wait_for_confirms`, after the connection is
+                closed.
+            ConnectionBlockedTimeout: the connection was aborted.
         """
         error = None
         if self.is_open:
@@ -290,7 +291,7 @@ class BlockingConnection(_pika.BlockingConnection):
             raise error
 
     def _channels(self) -> Iterator[BlockingChannel]:
-        """The open channels."""
+        """Return the open channels."""
         for flow in tuple(ConnectionFlow.of(self._impl).channels.values()):
             if isinstance(flow.owner, BlockingChannel) and flow.owner.is_open:
                 yield flow.owner
@@ -300,7 +301,7 @@ class BlockingConnection(_pika.BlockingConnection):
             for channel in self._channels():
                 channel._forsake(value)
             if ConnectionFlow.of(self._impl).blocked is not None:
-                # It would wait for a broker that does not read.
+                # A close would wait for a broker that does not read.
                 text = "the connection, which the broker blocks, is cut: the program leaves by %r"
                 log(logging.WARNING, text, value)
                 cut(self)
@@ -310,7 +311,7 @@ class BlockingConnection(_pika.BlockingConnection):
 
 @contextmanager
 def good_bye(connection: Any) -> Iterator[None]:
-    """Cut a connection that is not closed in time because the broker does not read."""
+    """Abort a connection that is not closed in time because the broker does not read."""
     impl = connection._impl
     wait = ConnectionFlow.of(impl).settings.max_producer_flow_control_wait
     timer: Any = None
@@ -338,7 +339,7 @@ def good_bye(connection: Any) -> Iterator[None]:
 
 
 def cut(connection: Any) -> None:
-    """End a connection at once."""
+    """Abort a connection."""
     connection._impl._terminate_stream(exceptions.ConnectionBlockedTimeout("the broker blocks the connection"))
     with suppress(exceptions.ConnectionBlockedTimeout):
         connection._flush_output(connection._closed_result.is_ready)
@@ -359,18 +360,18 @@ _CallbackResult: Any = _pika._CallbackResult  # type: ignore[attr-defined]  # pr
 
 
 class _Unused(_CallbackResult):  # type: ignore[misc]  # of no known type
-    """Stands where pika keeps the one answer that it expects; ours are counted by their delivery tags."""
+    """Takes the place of the one answer that pika expects. Answers are counted by their delivery tags instead."""
 
     def set_value_once(self, *_arguments: Any, **_keywords: Any) -> None:
         pass
 
 
 class BlockingChannel(_pika.BlockingChannel):
-    """pika's `BlockingChannel`, whose `basic_publish` waits while the broker has stopped it, at most for a time.
+    """pika's `BlockingChannel`. While the broker has stopped the channel, `basic_publish` waits for a limited time.
 
-    ``Channel.Flow`` is answered, and stops publishing, as ``Connection.Blocked``, a full window, a rate limit and a
-    socket that takes no bytes do. While `basic_publish` waits, heartbeats, acks and everything else goes on;
-    callbacks are kept for `BlockingConnection.process_data_events`, as pika keeps them.
+    ``Channel.Flow`` is answered and stops publishing. ``Connection.Blocked``, a full window, a rate limit and a full
+    socket stop publishing, too. While `basic_publish` waits, heartbeats, acks and all other I/O continue. Callbacks are
+    kept for `BlockingConnection.process_data_events`, as pika keeps them.
     """
 
     # pika's.
@@ -392,7 +393,7 @@ class BlockingChannel(_pika.BlockingChannel):
         self._flow = flow
         self._turns: _Turns = getattr(self._connection, "_turns", None) or _Turns(self._connection)
         self._message_confirmation_result = _Unused(self._OnMessageConfirmationReportArgs)
-        # Whether basic_publish leaves the confirms to later calls.
+        # Whether `basic_publish` returns before the confirm, and later calls report failures.
         self._is_pipelined = False
 
     # Publishing.
@@ -411,13 +412,13 @@ class BlockingChannel(_pika.BlockingChannel):
             FlowControlTimeout: still flowed after `max_producer_flow_control_wait`; the message was not sent and never
                 will be.
             ProducerFlowed: flowed, and `when_flowed` is ``"raise"``; likewise.
-            ConfirmTimeout: the message was written, in part at least, and the broker did not confirm it, or take the
-                rest, within `max_producer_flow_control_wait`; its outcome is not known.
+            ConfirmTimeout: the message was written at least in part. The broker did not confirm it, or did not take the
+                rest, within `max_producer_flow_control_wait`. Its outcome is not known.
             UnroutableError, NackError: as pika's. With pipelined confirms they are about earlier messages, and the
                 message of this call was not sent.
         """
         if self._is_pipelined and self._flow.closing_reason is not None:
-            # An earlier call may have met the end, and not raised it.
+            # An earlier call may have found the end without raising it.
             self._check_open()
         publish = self._impl.encode(exchange, routing_key, body, properties, mandatory)
         if self._is_pipelined:
@@ -453,7 +454,7 @@ class BlockingChannel(_pika.BlockingChannel):
             self._confirm(receipt, publish)
 
     def _check_open(self) -> None:
-        """As pika does after it has waited."""
+        """Raise an error if the channel has ended, as pika does after a wait."""
         closed = self._connection._closed_result
         if closed.ready:
             try:
@@ -500,7 +501,7 @@ class BlockingChannel(_pika.BlockingChannel):
             raise
         except exceptions.AMQPError as error:
             if self._is_pipelined and ticket.receipt is not None:
-                # It was admitted before the channel ended, so `unconfirmed` has it.
+                # The message was admitted before the channel ended, so `unconfirmed` has it.
                 self._flow.unraised = error
                 return ticket.receipt
             raise
@@ -509,7 +510,7 @@ class BlockingChannel(_pika.BlockingChannel):
             self._flow.write()
 
     def _turn(self, deadline: float) -> None:
-        """Let I/O go on, until something happens or a time comes."""
+        """Process I/O until something happens, or until a time."""
         protocol = self._flow.protocol
         at = protocol.next_timer(_monotonic())
         self._turns.until(deadline if at is None else min(deadline, at))
@@ -520,7 +521,7 @@ class BlockingChannel(_pika.BlockingChannel):
         self._flow.write()
 
     def _deadline(self, timeout: float | None = DEFAULT) -> tuple[float | None, float]:
-        """A time to wait, and when it is up."""
+        """Return a timeout and its deadline."""
         if timeout is DEFAULT:
             timeout = self._flow.settings.max_producer_flow_control_wait
         check_timeout(timeout)
@@ -537,7 +538,7 @@ class BlockingChannel(_pika.BlockingChannel):
             self._turns.until(deadline)
 
     def _confirm(self, receipt: Receipt, publish: Publish) -> None:
-        """Wait for a message's confirm, and raise as pika does."""
+        """Wait for a message's confirm, and raise the same errors as pika."""
         if not receipt.done:
             wait, deadline = self._deadline()
             while not receipt.done and not self.is_closed:
@@ -549,7 +550,7 @@ class BlockingChannel(_pika.BlockingChannel):
             self._flow.after()
         if not receipt.done or receipt._outcome is Outcome.UNKNOWN:
             self._check_open()
-        # A return that is late belongs to a message whose publisher has been told that its outcome is unknown.
+        # A late return belongs to a message whose publish has already raised `ConfirmTimeout`.
         returned = [each for each in self._flow.returned if _is_of(each, publish)]
         self._flow.returned.clear()
         if receipt.outcome is Outcome.NACKED:
@@ -570,18 +571,18 @@ class BlockingChannel(_pika.BlockingChannel):
 
         Args:
             pipelined: `basic_publish` returns as soon as the message is written, and at most `capacity` messages are
-                unconfirmed at a time. That one was returned or nacked is raised by the next `basic_publish`,
-                `wait_for_confirms` or `close`. A `basic_publish` that raises has not taken its message, unless it
-                raises `ConfirmTimeout`.
-            republish: a channel with pipelined confirms whose connection has ended. What it left unconfirmed is
-                published on this channel, in order, before anything else. Messages that may have arrived have the
-                header `REPUBLISHED`. ``None`` for nothing. If this call raises, that channel still has its messages;
-                after ``KeyboardInterrupt`` one of the two channels has them.
+                unconfirmed at a time. If a message is returned or nacked, the next `basic_publish`, `wait_for_confirms`
+                or `close` raises the error. If `basic_publish` raises another error than `ConfirmTimeout`, its own
+                message was not accepted.
+            republish: a channel with pipelined confirms whose connection has ended. Its unconfirmed messages are
+                published on this channel, in order, before all other messages. Messages that may have arrived have the
+                header `REPUBLISHED`. ``None`` for nothing. If this call raises, that channel still has its messages.
+                After ``KeyboardInterrupt`` one of the two channels has them.
 
         Raises:
-            TypeError: `republish` is no channel of this class.
+            TypeError: `republish` is not a channel of this class.
             ValueError: `republish` is open, or the broker has closed it, or its confirms were not pipelined; or this
-                channel confirms already, or not pipelined.
+                channel is in confirm mode already, or is not pipelined.
         """
         if republish is not None:
             self._check_republish(republish, pipelined)
@@ -608,17 +609,17 @@ class BlockingChannel(_pika.BlockingChannel):
             )
 
     def wait_for_confirms(self, timeout: float | None = DEFAULT) -> None:
-        """Wait until all that was published is confirmed.
+        """Wait until all published messages are confirmed.
 
         Args:
-            timeout: seconds; ``None`` for ever; the setting `max_producer_flow_control_wait` unless given.
+            timeout: seconds; ``None`` for ever. The default is the setting `max_producer_flow_control_wait`.
 
         Raises:
-            ConfirmTimeout: some is not; its outcome is not known yet.
-            NackError: the broker nacked messages, which the error has in `messages`, with their ``Basic.Publish``. Its
-                notes say how many of them were not nacked but given up, and why.
-            UnroutableError: no queue took mandatory messages, which the error has in `messages`.
-            TypeError, ValueError: `timeout` is no number.
+            ConfirmTimeout: some messages are not confirmed; their outcome is not known yet.
+            NackError: the broker nacked messages. The error has them in `messages`, with their ``Basic.Publish``. Its
+                notes say how many of them were given up instead of nacked, and why.
+            UnroutableError: no queue took some mandatory messages. The error has them in `messages`.
+            TypeError, ValueError: `timeout` is not a number.
         """
         wait, deadline = self._deadline(timeout)
         protocol = self._flow.protocol
@@ -635,9 +636,9 @@ class BlockingChannel(_pika.BlockingChannel):
 
     @property
     def unconfirmed(self) -> tuple[ReturnedMessage, ...]:
-        """What was published in confirm mode and not confirmed, in order; on a closed channel, what never will be.
+        """Messages that were published in confirm mode and not confirmed, in order.
 
-        Each has the ``Basic.Publish``, the properties and the body.
+        On a closed channel they never will be confirmed. Each has the ``Basic.Publish``, the properties and the body.
         """
         protocol = self._flow.protocol
         receipts = [*protocol.reports.failures, *protocol.unsettled_receipts]
@@ -650,7 +651,7 @@ class BlockingChannel(_pika.BlockingChannel):
             failures = self._flow.protocol.reports.take_failures()
             error = exceptions.NackError([_published(each) for each in failures])
             others = [each for each in failures if each._outcome is not Outcome.NACKED]
-            # The log has a warning of them; pika's error has no place for a count.
+            # The log has a warning with their number, which pika's error cannot contain.
             self._flow.protocol.reports.take_dropped()
         elif self._flow.returned:
             returned, self._flow.returned = self._flow.returned, []
@@ -663,7 +664,7 @@ class BlockingChannel(_pika.BlockingChannel):
         raise error
 
     def _settle(self, end: float = math.inf) -> Exception | None:
-        """Before a good-bye, and once: what is not delivered, as an error."""
+        """Before a close, and once: return the error for messages that are not delivered."""
         if not self._is_pipelined:
             return None
         self._is_pipelined = False
@@ -675,7 +676,7 @@ class BlockingChannel(_pika.BlockingChannel):
         return None
 
     def _forsake(self, value: object) -> None:
-        """Leave it without waiting for confirms, because of an exception."""
+        """Leave the channel without waiting for confirms, because of an exception."""
         if self._is_pipelined and self._flow.protocol.unsettled:
             log(
                 logging.WARNING,
@@ -689,8 +690,8 @@ class BlockingChannel(_pika.BlockingChannel):
         """As pika's, after the unconfirmed messages of pipelined confirms are settled.
 
         Raises:
-            UnroutableError, NackError, ConfirmTimeout: as `wait_for_confirms`, after it is closed.
-            ConnectionBlockedTimeout: the broker does not read, and the connection was cut.
+            UnroutableError, NackError, ConfirmTimeout: as `wait_for_confirms`, after the channel is closed.
+            ConnectionBlockedTimeout: the broker does not read, and the connection was aborted.
         """
         error = self._settle() if self.is_open else None
         with good_bye(self._connection):
@@ -702,14 +703,14 @@ class BlockingChannel(_pika.BlockingChannel):
         if exc_type is not None:
             self._forsake(value)
             if ConnectionFlow.of(self._impl.connection).blocked is not None:
-                # Its connection is cut, or closed, by who has it.
+                # The owner of the connection aborts or closes it.
                 return
         super().__exit__(exc_type, value, traceback)
 
     # Flow.
 
     def add_on_flow_callback(self, callback: Callable[[FlowEvent], object]) -> None:
-        """Have a callback called with every flow event, in order.
+        """Call a callback with every flow event, in order.
 
         Args:
             callback: called where pika calls all callbacks: in `BlockingConnection.process_data_events`,
@@ -719,7 +720,7 @@ class BlockingChannel(_pika.BlockingChannel):
 
     @property
     def flow_state(self) -> FlowState:
-        """Whether the channel is flowed, by what, since when and how often."""
+        """Whether the channel is flowed, by which holds, since when and how often."""
         if self.is_open:
             self._look_at_transport(self._turns.now())
         state = self._flow.protocol.flow_state(_monotonic())
@@ -727,17 +728,17 @@ class BlockingChannel(_pika.BlockingChannel):
         return state
 
     def wait_unflowed(self, timeout: float | None = None) -> bool:
-        """Wait until no hold is left. I/O goes on meanwhile.
+        """Wait until there are no holds. I/O continues meanwhile.
 
         Args:
             timeout: seconds; ``None`` for ever.
 
         Returns:
-            Whether none is.
+            True if there are no holds; False after the timeout.
 
         Raises:
             ChannelClosed, ConnectionClosed: as pika's methods.
-            TypeError, ValueError: `timeout` is no number.
+            TypeError, ValueError: `timeout` is not a number.
         """
         _, deadline = self._deadline(timeout)
         if not self.flow_state.flowed:
@@ -762,7 +763,7 @@ def _is_of(returned: ReturnedMessage, publish: Publish) -> bool:
 
 
 def adopt(channel: Any) -> Any:
-    """Put a channel of pika's, which is open and does not confirm, under flow control; for the package."""
+    """Add flow control to a channel of pika that is open and not in confirm mode; for the package."""
     if not isinstance(channel._impl, Channel):
         channel._impl.__class__ = Channel
         channel._impl.adopt()

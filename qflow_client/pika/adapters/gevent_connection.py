@@ -1,4 +1,4 @@
-"""`pika.adapters.gevent_connection`, under flow control."""
+"""`pika.adapters.gevent_connection`, with flow control."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["GeventConnection"]
 
 
 class GeventConnection(FlowedConnection, _pika.GeventConnection):
-    """pika's `GeventConnection`, whose channels follow the flow."""
+    """pika's `GeventConnection`, whose channels have flow control."""
 
 
 def __getattr__(name: str) -> Any:

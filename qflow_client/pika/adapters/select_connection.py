@@ -1,4 +1,4 @@
-"""`pika.adapters.select_connection`, under flow control."""
+"""`pika.adapters.select_connection`, with flow control."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["SelectConnection"]
 
 
 class SelectConnection(FlowedConnection, _pika.SelectConnection):
-    """pika's `SelectConnection`, whose channels follow the flow."""
+    """pika's `SelectConnection`, whose channels have flow control."""
 
 
 def __getattr__(name: str) -> Any:

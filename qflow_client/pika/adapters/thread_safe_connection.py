@@ -1,8 +1,9 @@
-"""`pika.adapters.thread_safe_connection` of pika 1.5, under flow control: a thread that publishes waits, for a time.
+"""`pika.adapters.thread_safe_connection` of pika 1.5, with flow control: a publish waits for a limited time.
 
-pika runs the connection on a thread of its own, the IOLoop's thread. Everything about the flow of a channel is decided
-there, so nothing here has a lock. A thread that publishes has the IOLoop's thread do it (`_Publishing`). While there is
-plainly room, it does not wait for that, as with pika; otherwise it waits until the message is written or refused.
+pika runs the connection on a separate thread, the IOLoop's thread. All decisions about the flow of a channel are made
+on that thread, so no lock is needed here. A thread that publishes passes the message to the IOLoop's thread
+(`_Publishing`). If there is certainly room, it does not wait for the result, as with pika. Otherwise it waits until the
+message is written or rejected.
 """
 
 from __future__ import annotations
@@ -33,18 +34,18 @@ __all__ = ["Channel", "Connection", "SelectConnection"]
 
 _monotonic = time.monotonic
 
-# How often, in seconds, a thread that waits looks whether the IOLoop's thread is still there, and a notice due.
+# The interval, in seconds, at which a waiting thread checks whether the IOLoop's thread is alive and a notice is due.
 _LOOK_AGAIN = 0.5
 
 
 class _Withdrawable(Publish):
-    """A message whose thread may stop waiting at any moment: only one side decides whether it is sent."""
+    """A message whose thread may stop waiting at any time. Only one side decides whether it is sent."""
 
     future: Future[None]
 
     def __init__(self, publish: Publish, future: Future[None]) -> None:
         self.__dict__.update(publish.__dict__, future=future)
-        # Instead of it there is the property.
+        # The property `frames` takes its place.
         self.__dict__["given"] = self.__dict__.pop("frames")
 
     @property
@@ -56,10 +57,10 @@ class _Withdrawable(Publish):
 
 
 class _Publishing:
-    """One `basic_publish` of another thread. `accept` and `wait` run there, all else on the IOLoop's thread.
+    """One `basic_publish` of another thread. `accept` and `wait` run there, all other methods on the IOLoop's thread.
 
-    It is the waiter of its own ticket: the step that admits the message also writes it and calls `set`, so
-    `on_publish` is called before the broker's answer can be read.
+    It is the waiter of its own ticket. The step that admits the message also writes it and calls `set`. So `on_publish`
+    is called before the broker's answer can be read.
     """
 
     def __init__(self, channel: Channel, publish: Publish, on_publish: Any) -> None:
@@ -67,17 +68,17 @@ class _Publishing:
         self._flow = channel.flow_control
         self._publish = publish
         self._on_publish = on_publish
-        # Done once the message is written, or refused; None if no thread waits. It is running from the admission on,
-        # and cancelling it withdraws the message.
+        # Done when the message is written or rejected; ``None`` if no thread waits. After the admission it is running.
+        # Cancelling it withdraws the message.
         self._future: Future[None] | None = None
-        # The place in line.
+        # The ticket in line.
         self._ticket: Any = None
 
     def accept(self) -> bool:
-        """Have the message sent without waiting for that, if there is plainly room.
+        """Send the message without waiting, if there is certainly room. Return False otherwise.
 
-        If the broker says stop before it is sent, it is sent when the broker says start. There are at most `capacity`
-        such messages, and together they have at most `max_unwritten_bytes`.
+        If the broker stops the channel before the message is sent, it is sent when the broker restarts the channel.
+        There are at most `capacity` such messages, with at most `max_unwritten_bytes` together.
         """
         admission, accepted = self._flow.protocol.admission, self._channel.accepted
         window = admission.window
@@ -97,7 +98,7 @@ class _Publishing:
         return True
 
     def wait(self, timeout: float | None) -> None:
-        """Have the message sent, and wait for that.
+        """Send the message, and wait until it is sent.
 
         Args:
             timeout: seconds; ``None`` for ever.
@@ -120,7 +121,7 @@ class _Publishing:
                 except TimeoutError:
                     if future.done():
                         raise
-                # This raises what ended the connection. Then the IOLoop's thread may be gone.
+                # If the connection has ended, this call raises the reason. The IOLoop's thread may be gone then.
                 connection.add_callback_threadsafe(self._notice)
                 if _monotonic() >= deadline and future.cancel():
                     exchange, routing_key, _ = self._publish.arguments
@@ -143,7 +144,7 @@ class _Publishing:
             try:
                 self._channel.accepted.remove(self)
             except ValueError:
-                # The end of the channel was first.
+                # The channel ended before this call.
                 return
         elif self._future.cancelled():
             return
@@ -174,7 +175,7 @@ class _Publishing:
         flow.look_at_transport(now)
 
     def set(self) -> None:
-        """Go on: the message is admitted and written, or refused."""
+        """Continue: the message is admitted and written, or rejected."""
         ticket = self._ticket
         if ticket.receipt is None:
             self._end(self._channel.closing_error if isinstance(ticket.error, ProducerClosed) else ticket.error)
@@ -193,7 +194,7 @@ class _Publishing:
             future.set_exception(error)
 
     def lose(self) -> None:
-        """The channel has ended before the message was in line."""
+        """Fail, because the channel ended before the message was in line."""
         self._end(self._channel.closing_error)
 
     def _notice(self) -> None:
@@ -207,15 +208,15 @@ class _Publishing:
 
 
 class Channel(_pika.Channel):  # type: ignore[misc]  # of no known type
-    """pika's thread-safe `Channel`, whose `basic_publish` waits while the broker has stopped it, at most for a time.
+    """pika's thread-safe `Channel`. While the broker has stopped the channel, `basic_publish` waits for a limited time.
 
-    ``Channel.Flow`` is answered, and stops publishing, as ``Connection.Blocked``, a full window of unconfirmed
-    messages, a rate limit and a transport that holds more than `max_unwritten_bytes` do.
+    ``Channel.Flow`` is answered and stops publishing. ``Connection.Blocked``, a full window of unconfirmed messages, a
+    rate limit and a transport with more than `max_unwritten_bytes` stop publishing, too.
     """
 
     #: The connection; for the package.
     connection: Connection
-    #: What was accepted and has not begun, see `_Publishing.accept`; for the package.
+    #: Messages that were accepted and have not begun, see `_Publishing.accept`; for the package.
     accepted: deque[_Publishing]
 
     @property
@@ -255,7 +256,7 @@ class Channel(_pika.Channel):  # type: ignore[misc]  # of no known type
         if on_publish is not None:
             validators.require_callback(on_publish, "on_publish")
         connection = self.connection
-        # Here, so that nothing that the caller changes later is sent.
+        # Encoded here, so that later changes by the caller have no effect.
         try:
             publish = self._channel.encode(exchange, routing_key, body, properties, mandatory)
         except exceptions.ChannelWrongStateError:
@@ -269,7 +270,7 @@ class Channel(_pika.Channel):  # type: ignore[misc]  # of no known type
 
     @property
     def closing_error(self) -> BaseException:
-        """What is raised because the channel is not open; for the package."""
+        """Return the error for a channel that is not open; for the package."""
         return self.flow_control.closing_reason or exceptions.ChannelWrongStateError("Channel is closed.")
 
     def published(self, receipt: Receipt, on_publish: Any) -> None:
@@ -292,29 +293,29 @@ class Channel(_pika.Channel):  # type: ignore[misc]  # of no known type
         return flow.delivery_tag(flow.protocol.admission.next_number)
 
     def on_flow(self, callback: Callable[[FlowEvent], object]) -> None:
-        """Have a callback called with every flow event, in order.
+        """Call a callback with every flow event, in order.
 
         Args:
-            callback: called on the IOLoop's thread, so it must return quickly. What would have to wait is refused
-                there.
+            callback: called on the IOLoop's thread, so it must return quickly. A call there that would have to wait
+                raises an error.
         """
         self.connection.run(lambda: self.flow_control.listen(callback))
 
     @property
     def flow_state(self) -> FlowState:
-        """Whether the channel is flowed, by what, since when and how often."""
+        """Whether the channel is flowed, by which holds, since when and how often."""
         state: FlowState = self.connection.run(self.flow_control.look)
         return state
 
 
 class Connection(_pika.Connection):  # type: ignore[misc]  # of no known type
-    """pika's thread-safe `Connection`, whose channels wait while the broker has stopped them, at most for a time."""
+    """pika's thread-safe `Connection`. While the broker has stopped a channel, a publish waits for a limited time."""
 
     # The thread of pika's IOLoop.
     _ioloop_ident: int | None = None
 
     def _on_connection_open(self, connection: Any) -> None:
-        # On the IOLoop's thread, before anything after Connection.OpenOk is read.
+        # On the IOLoop's thread, before it reads anything after Connection.OpenOk.
         self._ioloop_ident = get_ident()
         follow(connection)
         super()._on_connection_open(connection)
@@ -330,11 +331,11 @@ class Connection(_pika.Connection):  # type: ignore[misc]  # of no known type
 
     @property
     def is_ioloop_thread(self) -> bool:
-        """Whether this is the IOLoop's thread; for the package."""
+        """Return True on the IOLoop's thread; for the package."""
         return self._ioloop_ident == get_ident()
 
     def limit(self, settings: Any) -> float | None:
-        """For how many seconds this thread may wait; ``None`` without limit; for the package."""
+        """Return for how many seconds this thread may wait; ``None`` for no limit; for the package."""
         wait: float | None = settings.max_producer_flow_control_wait
         if self._is_pool_worker_thread():
             half: float = self._work_queue_put_timeout / 2
@@ -342,7 +343,7 @@ class Connection(_pika.Connection):  # type: ignore[misc]  # of no known type
         return wait
 
     def run(self, function: Callable[[], Any]) -> Any:
-        """Have something done on the IOLoop's thread, and return its result; for the package."""
+        """Call a function on the IOLoop's thread, and return its result; for the package."""
         if self.is_ioloop_thread or self.is_closed:
             return function()
         future: Future[Any] = Future()

@@ -1,4 +1,4 @@
-"""`pika.adapters.tornado_connection`, under flow control."""
+"""`pika.adapters.tornado_connection`, with flow control."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["TornadoConnection"]
 
 
 class TornadoConnection(FlowedConnection, _pika.TornadoConnection):
-    """pika's `TornadoConnection`, whose channels follow the flow."""
+    """pika's `TornadoConnection`, whose channels have flow control."""
 
 
 def __getattr__(name: str) -> Any:

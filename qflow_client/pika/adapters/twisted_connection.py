@@ -1,4 +1,4 @@
-"""`pika.adapters.twisted_connection`, under flow control."""
+"""`pika.adapters.twisted_connection`, with flow control."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["TwistedChannel", "TwistedProtocolConnection"]
 
 
 class TwistedChannel(_pika.TwistedChannel):
-    """pika's `TwistedChannel`, which sends nothing while the broker has stopped it, and says so."""
+    """pika's `TwistedChannel`. While the broker has stopped it, it sends nothing, and a publish fails."""
 
     # pika's.
     _channel: Any
@@ -44,14 +44,14 @@ class TwistedChannel(_pika.TwistedChannel):
 
 
 class TwistedProtocolConnection(_pika.TwistedProtocolConnection):
-    """pika's `TwistedProtocolConnection`, whose channels follow the flow."""
+    """pika's `TwistedProtocolConnection`, whose channels have flow control."""
 
     # pika's.
     _impl: Any
 
     def __init__(self, parameters: Any = None, custom_reactor: Any = None) -> None:
         super().__init__(parameters, custom_reactor)
-        # pika makes it by name; what makes another adapter a `FlowedConnection` is put into this one.
+        # pika makes this object by name, so the methods of `FlowedConnection` are added to it here.
         follow(self._impl)
 
     def channel(self, channel_number: int | None = None) -> Any:
