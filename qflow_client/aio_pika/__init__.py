@@ -1,7 +1,7 @@
 """aio-pika with flow control: ``import qflow_client.aio_pika as aio_pika``.
 
-It has all that aio-pika has. Connections and channels are aio-pika's own with flow control added; everything else,
-exchanges and queues too, is aio-pika's own.
+It has everything that aio-pika has. Connections and channels are aio-pika's own with flow control added. Everything
+else, including exchanges and queues, is aio-pika's own, unchanged.
 """
 
 from __future__ import annotations

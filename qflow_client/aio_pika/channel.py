@@ -1,4 +1,4 @@
-"""`aio_pika.channel`, under flow control: who publishes waits, at most for a time."""
+"""`aio_pika.channel`, with flow control: a publish waits for a limited time."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ __all__ = ["Channel"]
 
 
 class Channel(_aio_pika.Channel):
-    """aio-pika's `Channel`, whose exchanges wait to publish while the broker has stopped it, at most for a time.
+    """aio-pika's `Channel`. While the broker has stopped it, a publish by its exchanges waits for a limited time.
 
-    ``Channel.Flow`` is answered, and stops publishing, as ``Connection.Blocked``, a full window of unconfirmed
-    messages, a rate limit and a socket that takes no bytes do. Everything else goes on meanwhile.
+    ``Channel.Flow`` is answered and stops publishing. ``Connection.Blocked``, a full window of unconfirmed messages, a
+    rate limit and a full socket stop publishing, too. All other I/O continues meanwhile.
     """
 
     # aio-pika's.
     _connection: Any
     _channel: Any
-    # Whether aio-pika declares again on a new channel what was declared on the last.
+    # Whether aio-pika repeats the declarations of the last channel on a new one.
     _restores = False
 
     def __init__(
@@ -58,7 +58,7 @@ class Channel(_aio_pika.Channel):
         connection.flows.add(self.flow_control)
 
     def adopt(self) -> None:
-        """Begin to follow the flow on a channel that is open; for the package."""
+        """Start flow control on an open channel; for the package."""
         self._make_flow()
         self._follow()
 
@@ -66,17 +66,17 @@ class Channel(_aio_pika.Channel):
         self.flow_control.opened(self._connection.carrier_of(self._channel.channel), self._channel)
 
     async def _on_open(self) -> None:
-        # Here it is open, and nothing can have been published on it.
+        # Here the channel is open, and nothing can have been published on it.
         self._follow()
         await super()._on_open()
         if self._restores:
             self.flow_control.restored()
 
     async def close(self, exc: Any = None) -> None:
-        """As aio-pika's. Who waits to publish gets the error that ends the channel.
+        """As aio-pika's. Tasks that wait to publish get the error that ends the channel.
 
-        A broker that does not read, as one that blocks the connection, has `max_producer_flow_control_wait` seconds to
-        answer, or next to none if the channel is left by an exception.
+        A broker that does not read, for example because it blocks the connection, gets `max_producer_flow_control_wait`
+        seconds to answer. If an exception leaves the channel's block, it gets almost no time.
         """
         flow = self.flow_control
         flow.left = True
@@ -89,16 +89,16 @@ class Channel(_aio_pika.Channel):
             flow.ended()
 
     async def _close_stuck(self, exc: Any) -> None:
-        """Close it on a connection of which the broker reads nothing, and so no good-bye."""
+        """Close the channel on a connection from which the broker does not read, so it does not read a close either."""
         flow = self.flow_control
-        # Whoever leaves by an exception does not wait for holds.
+        # A block that an exception leaves does not wait for holds.
         wait = BRIEF if exc is not None else flow.settings.max_producer_flow_control_wait
         closing = asyncio.ensure_future(super().close(exc))
         done, _ = await asyncio.wait((closing,), timeout=wait)
         if done:
             closing.result()
             return
-        # The broker may hear of it later; at the latest the end of the connection ends this.
+        # The broker may read the close later. At the latest, the end of the connection ends this task.
         closing.add_done_callback(_look)
         log(
             logging.WARNING,
@@ -108,36 +108,37 @@ class Channel(_aio_pika.Channel):
         )
 
     def on_flow(self, callback: Callable[[FlowEvent], object]) -> Callable[[], None]:
-        """Have a callback called with every flow event, in order, as a call scheduled on the loop.
+        """Call a callback with every flow event, in order, as a call scheduled on the loop.
 
         Args:
-            callback: may call any method of the channel. If it raises, that is logged.
+            callback: may call any method of the channel. If it raises, the error is logged.
 
         Returns:
-            What to call to have it called no more.
+            A function that ends the calls.
 
         Raises:
-            TypeError: it is a coroutine function, which nobody would await.
+            TypeError: it is a coroutine function, which would never be awaited.
         """
         return self.flow_control.on_flow(callback)
 
     @property
     def flow_state(self) -> FlowState:
-        """Whether the channel is flowed, by what, since when and how often."""
+        """Whether the channel is flowed, by which holds, since when and how often."""
         return self.flow_control.look()
 
     async def wait_unflowed(self, timeout: float | None = None) -> bool:
-        """Wait until no hold is left.
+        """Wait until there are no holds.
 
         Args:
             timeout: seconds; ``None`` for ever.
 
         Returns:
-            Whether none is.
+            True if there are no holds; False after the timeout.
 
         Raises:
-            ChannelInvalidStateError: the channel is closed, so none ever will be; or what closed it meanwhile.
-            TypeError, ValueError: `timeout` is no number.
+            ChannelInvalidStateError: the channel is closed and will never be unflowed; if it is closed during the call,
+                the error that closed it.
+            TypeError, ValueError: `timeout` is not a number.
         """
         return await self.flow_control.wait_unflowed(timeout)
 

@@ -1,4 +1,4 @@
-"""`aio_pika.connection`, under flow control."""
+"""`aio_pika.connection`, with flow control."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ _NAME_SIZE = 255
 
 
 def settings_of(drop_in: DropIn, url: URL, keywords: dict[str, Any]) -> tuple[ProducerSettings, URL, dict[str, Any]]:
-    """The settings of a connection; its URL, and its keywords, without them.
+    """Return the settings of a connection, and its URL and keywords without them.
 
     Args:
-        drop_in: the settings that it takes.
+        drop_in: the settings that it accepts.
         url: its URL.
         keywords: its keywords.
 
@@ -41,7 +41,7 @@ def settings_of(drop_in: DropIn, url: URL, keywords: dict[str, Any]) -> tuple[Pr
     """
     query, rest = drop_in.split(url.query.items())
     ours, theirs = drop_in.split(keywords.items())
-    # aio-pika's name is what the broker's management shows. Flow events and logs show it, too, as far as they can.
+    # The broker's management shows aio-pika's name. Flow events and logs show the same name, up to the size limit.
     name = keywords.get("name") or url.query.get("name")
     if name and "name" not in query:
         ours.setdefault("name", str(name).encode(errors="replace")[:_NAME_SIZE].decode(errors="ignore"))
@@ -49,10 +49,10 @@ def settings_of(drop_in: DropIn, url: URL, keywords: dict[str, Any]) -> tuple[Pr
 
 
 class Connection(TappedConnection):
-    """aio-pika's `Connection`, whose channels follow the flow.
+    """aio-pika's `Connection`, whose channels have flow control.
 
     Args:
-        url: as aio-pika's; the query may have settings of flow control too.
+        url: as aio-pika's; the query may also contain settings of flow control.
         loop: as aio-pika's.
         ssl_context: as aio-pika's.
         client_properties: as aio-pika's.
@@ -60,12 +60,12 @@ class Connection(TappedConnection):
 
     Raises:
         SettingsError: a setting has a value that is not allowed.
-        TypeError: a setting that a connection of aio-pika's does not take.
+        TypeError: a setting that a connection of aio-pika does not accept.
     """
 
     CHANNEL_CLASS = Channel
 
-    # The settings that it takes.
+    # The settings that it accepts.
     _drop_in = AIO_PIKA
 
     #: The settings of flow control.
@@ -80,7 +80,7 @@ class Connection(TappedConnection):
         **kwargs: Any,
     ) -> None:
         self.flow_settings, url, kwargs = settings_of(self._drop_in, URL(url), kwargs)
-        #: The flow of its channels, closed ones too; for the package.
+        #: The flows of its channels, including closed ones; for the package.
         self.flows: weakref.WeakSet[ChannelFlow] = weakref.WeakSet()
         super().__init__(url, loop=loop, ssl_context=ssl_context, client_properties=client_properties, **kwargs)
 
@@ -89,7 +89,7 @@ class Connection(TappedConnection):
         super()._made(tapped)
 
     def carrier_of(self, _channel: Any) -> TapTransport | None:
-        """What carries the frames of a channel of aiormq's that is open; for the package."""
+        """Return the object that transfers the frames of an open channel of aiormq; for the package."""
         return self.tapped
 
     async def close(self, exc: Any = ConnectionClosed) -> None:
@@ -105,46 +105,48 @@ class Connection(TappedConnection):
 
 
 async def connect(url: Any = None, *, connection_class: Any = Connection, **keywords: Any) -> Any:
-    """As aio-pika's; the URL's query and the keywords may have settings of flow control too.
+    """As aio-pika's; the URL's query and the keywords may also contain settings of flow control.
 
     Args:
-        url: as aio-pika's, and for instance ``?max_producer_flow_control_wait=10&capacity=500``.
-        connection_class: as aio-pika's. One of your own follows the flow if its base is `Connection` of this module.
-        keywords: aio-pika's, and settings by the names of `ProducerSettings`. Not those that aio-pika's methods say.
+        url: as aio-pika's, and for example ``?max_producer_flow_control_wait=10&capacity=500``.
+        connection_class: as aio-pika's. A class of your own has flow control if its base is `Connection` of this
+            module.
+        keywords: aio-pika's, and settings by the names of `ProducerSettings`, except those that aio-pika's methods
+            determine.
 
     Raises:
         SettingsError: a setting has a value that is not allowed.
-        TypeError: a setting that a connection of aio-pika's does not take.
+        TypeError: a setting that a connection of aio-pika does not accept.
     """
     return await checked(_aio_pika.connect, url, connection_class=connection_class, **keywords)
 
 
 async def checked(connect: Callable[..., Awaitable[Any]], url: Any, *, connection_class: Any, **keywords: Any) -> Any:
-    """Call a `connect` function of aio-pika's, but check the settings first, and show no password in an error.
+    """Call a `connect` function of aio-pika, but check the settings first, and show no password in an error.
 
     Args:
         connect: the function.
         url: its first argument.
         connection_class: the class of the connection.
-        keywords: the others.
+        keywords: the other arguments.
 
     Raises:
         SettingsError: a setting has a value that is not allowed.
-        TypeError: a setting that a connection of aio-pika's does not take.
+        TypeError: a setting that a connection of aio-pika does not accept.
     """
-    # aio-pika puts them into the URL, and its errors would repeat them.
+    # aio-pika puts the keywords into the URL, and its errors would repeat them.
     drop_in = getattr(connection_class, "_drop_in", AIO_PIKA)
     drop_in.settings(**drop_in.split(keywords.items())[0])
     try:
         return await connect(url, connection_class=connection_class, **keywords)
     except (TypeError, ValueError) as error:
         refused = censored(error, url)
-    # Outside of the handler, because the error would be the context and may repeat the password.
+    # Raised outside the handler, because the original error would be the context and may contain the password.
     raise refused
 
 
 def same_signature(ours: Any, theirs: Any, connection_class: type) -> None:
-    """Have a function of ours show the parameters of aio-pika's, with another class to connect with."""
+    """Give a function the signature of aio-pika's function, with another default connection class."""
     found = inspect.signature(theirs)
     ours.__signature__ = found.replace(
         parameters=[

@@ -1,8 +1,8 @@
-"""The flow of a channel of aio-pika's: a `ProducerProtocol` behind the ``basic_publish`` of aiormq's channel.
+"""The flow of a channel of aio-pika: a `ProducerProtocol` that replaces ``basic_publish`` of aiormq's channel.
 
-aio-pika keeps connecting, topology, consuming and restoring. Its exchanges publish by aiormq's ``basic_publish``, so
-that one method is ours, and everything before it is aio-pika's own. What the broker says of what was published, the tap
-at the connection's socket tells us, and aiormq does not see it.
+aio-pika still manages connections, topology, consumers and restoring. Its exchanges publish by aiormq's
+``basic_publish``, so only this method is replaced. The tap at the connection's socket takes the broker's answers to
+publishes, and aiormq does not see them.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from qflow_client.settings import OnDisconnect, ProducerSettings, WhenFlowed, ch
 
 __all__ = ["AIO_PIKA", "AIO_PIKA_ROBUST", "ChannelFlow"]
 
-#: The settings that a robust connection of aio-pika's takes.
+#: The settings that a robust connection of aio-pika accepts.
 AIO_PIKA_ROBUST = DropIn(
     "aio-pika",
     frozenset({"name"}),
@@ -72,14 +72,14 @@ AIO_PIKA_ROBUST = DropIn(
         "url": "it is connect()'s first argument",
     },
 )
-#: The settings that any other connection of aio-pika's takes.
+#: The settings that any other connection of aio-pika accepts.
 AIO_PIKA = replace(
     AIO_PIKA_ROBUST,
     not_taken={**AIO_PIKA_ROBUST.not_taken, "on_disconnect": "only connect_robust() connects again"},
 )
 
 _BODY_HEAD = Struct(">BHI")
-# So many bytes are worth a write of their own.
+# This many bytes are worth a separate write.
 _ENOUGH = 1 << 13
 
 _monotonic = time.monotonic
@@ -88,7 +88,7 @@ _monotonic = time.monotonic
 class _Protocol(EncodedProtocol):
     def __init__(self, settings: ProducerSettings, **options: Any) -> None:
         super().__init__(settings, **options)
-        # What was returned, of which nobody has been told: the method, the payload of the header frame, and the body.
+        # Returned messages that are not reported yet: the method, the payload of the header frame, and the body.
         self.returned: list[tuple[spec.Basic.Return, bytes, bytes]] = []
 
     def on_return(self, code: int, text: str, exchange: str, routing_key: str, header: bytes, body: bytes) -> None:
@@ -97,17 +97,17 @@ class _Protocol(EncodedProtocol):
 
     @step
     def channel_closed(self, code: int, text: str, method: tuple[int, int], now: float) -> None:
-        # What is unsettled is settled when aiormq has closed its side, which decides what is raised.
+        # Unsettled messages are settled when aiormq has closed its side, which determines the errors.
         self.channel.disconnect(f"the broker closed the channel: {code} {text}", now)
 
 
 class ChannelFlow(DropInFlow):
-    """The flow of one channel of aio-pika's, over every channel of aiormq's that it has, one after the other.
+    """The flow of one channel of aio-pika, which uses one channel of aiormq after the other.
 
     Args:
         settings: of the connection.
         confirms: whether the broker is asked to confirm.
-        restores: whether aio-pika opens another channel when one is lost, and declares again what was declared.
+        restores: whether aio-pika replaces a lost channel and repeats its declarations.
         is_closing: whether the program has closed the connection.
     """
 
@@ -116,47 +116,47 @@ class ChannelFlow(DropInFlow):
     def __init__(
         self, settings: ProducerSettings, *, confirms: bool, restores: bool, is_closing: Callable[[], bool]
     ) -> None:
-        # Without confirms there is no latency to find a window from; what is written is settled.
+        # Without confirms there is no latency for adapting a window, and written messages are settled.
         changes: dict[str, Any] = {} if confirms else {"confirms": False, "capacity": settings.capacity_max}
         super().__init__(settings, "aio-pika channel", protocol=_Protocol, **changes)
         self._is_named = self.name != "aio-pika channel"
         self._confirms = confirms
         self._restores = restores
-        # Whether messages of a lost connection leave again.
+        # Whether messages of a lost connection are sent again.
         self._republishes = restores and settings.on_disconnect is OnDisconnect.REPUBLISH
         self._is_closing = is_closing
-        #: Set once the program has closed the channel, or the connection.
+        #: Set when the program has closed the channel or the connection.
         self.left = False
         self._loop = asyncio.get_running_loop()
         self._thread = threading.get_ident()
         self._dispatcher = Dispatcher(self._loop)
-        # aiormq's channel, and what carries its frames; the last ones while there are none.
+        # aiormq's channel, and the object that transfers its frames; the last ones while there is no channel.
         self._channel: Any = None
         self._tapped: Any = None
-        # Whether there ever was one, and the channel's number while the tap knows the channel.
+        # Whether there ever was a channel, and its number while it is attached to the tap.
         self._was_open = False
         self._number: int | None = None
-        # How many messages aiormq has published on it before.
+        # How many messages aiormq had published on it before.
         self._before = 0
-        # By exchange, routing key, mandatory and immediate, the method frame.
+        # The method frame by exchange, routing key, mandatory and immediate.
         self._methods: dict[tuple[str, str, bool, bool], bytes] = {}
-        # By message id, what waits for a mandatory message's fate.
+        # By message id, the future for the result of a mandatory message.
         self._mandatory: dict[str, asyncio.Future[Any]] = {}
-        # What ended the last channel: the error for messages that were published on it.
+        # Why the last channel ended: the error for messages that were published on it.
         self._reason: BaseException | None = None
         # True while a call of `after` is scheduled on the loop.
         self._passes_on = False
-        # What calls the protocol when its time comes.
+        # Calls the protocol when its timer is due.
         self._timer: asyncio.TimerHandle | None = None
         self._turns = Turns(self._loop, lambda: self.protocol, self._kick, self._arm)
 
-    # The channel comes and goes.
+    # Channels.
 
     def opened(self, tapped: Any, underlay: Any) -> None:
-        """Follow the flow of a channel that is open. If it is not the first, the gate opens with `restored`.
+        """Start flow control on an open channel. If it is not the first, `restored` opens the gate.
 
         Args:
-            tapped: a `TapTransport`, the socket of its connection, or what stands for it.
+            tapped: a `TapTransport`, the socket of its connection; or its replacement.
             underlay: aio-pika's record of aiormq's channel.
         """
         self.left = False
@@ -178,7 +178,7 @@ class ChannelFlow(DropInFlow):
         tapped.tap.attach(number, protocol, now)
         tapped.add_after(self._after_io)
         channel.basic_publish = partial(self.basic_publish, channel)
-        # Whoever publishes hears of the end before aio-pika's close callbacks are called, as with aio-pika.
+        # Publishing tasks get the error before aio-pika's close callbacks are called, as with aio-pika.
         ended, told = partial(self._on_close, channel), underlay.close_callback
         closing = channel.closing
         if closing is channel.closing:
@@ -187,7 +187,7 @@ class ChannelFlow(DropInFlow):
             if moved:
                 closing.add_done_callback(told)
         else:
-            # Newer releases of aiormq give everybody a future of his own, which is late.
+            # Newer releases of aiormq give every caller a separate future, which is done late.
             channel.create_future().add_done_callback(ended)
         flow_manager.register(self)
         self._after_io()
@@ -195,11 +195,11 @@ class ChannelFlow(DropInFlow):
 
     @property
     def is_stuck(self) -> bool:
-        """Whether the broker takes nothing from the connection for now."""
+        """Whether the broker takes no bytes from the connection for now."""
         return self._number is not None and (self._tapped.tap.is_blocked or self._tapped.full)
 
     def restored(self) -> None:
-        """What was declared is there again."""
+        """Let messages be sent, because the declarations are repeated."""
         self.protocol.restored(_monotonic())
         self._kick()
 
@@ -216,38 +216,38 @@ class ChannelFlow(DropInFlow):
         words = "the channel was closed" if error is None else f"the channel was closed: {error!r}"
         if self.left:
             self.protocol.forget_past()
-        # A channel that ends while it is restored is opened again, as after a connection that is lost.
+        # A channel that ends while it is being restored is opened again, as after a lost connection.
         is_lost = self.protocol.channel.is_restoring or not isinstance(error, AMQPChannelError)
         if is_lost and self.republishes:
             ended = [each for each in self.protocol.unsettled_receipts if each._waiter and each._waiter.done()]
             self.protocol.abandon(ended, words, _monotonic())
-            # The program may have lost it by something else than these messages.
+            # The program may have lost it for another reason than these messages.
             self.protocol.connection_lost(words, _monotonic(), reconnects=True, shared=True)
         else:
             self.protocol.channel_ended(words, _monotonic())
         self.after()
-        # The end of a frame that has begun.
+        # Write the rest of a partly written frame.
         tapped.pump()
         if not self._comes_back:
             self.ended()
 
     @property
     def channel(self) -> Any:
-        """The channel of aiormq's, the last one while there is none."""
+        """The channel of aiormq; the last one while there is none."""
         return self._channel
 
     @property
     def republishes(self) -> bool:
-        """Whether a message waits for the next channel while there is none, and leaves again if it may have arrived."""
+        """Whether messages wait for the next channel if there is none, and are sent again if they may have arrived."""
         return self._republishes and self._comes_back
 
     @property
     def _comes_back(self) -> bool:
-        """Whether there will be another channel, for which those that wait may wait."""
+        """Whether there will be another channel, so that waiting messages may wait for it."""
         return self._restores and not self.left
 
     def ended(self) -> None:
-        """There will be no other channel, unless the program opens it again: nobody waits for one."""
+        """End: there will be no other channel, unless the program opens it again, so no message waits for one."""
         flow_manager.unregister(self)
         if self._number is None and self.protocol.unsettled:
             self.protocol.channel_ended("the channel is closed", _monotonic())
@@ -282,17 +282,17 @@ class ChannelFlow(DropInFlow):
             exchange: where to publish.
             routing_key: with which key.
             properties: of the message.
-            mandatory: have the broker return what no queue takes.
+            mandatory: let the broker return the message if no queue takes it.
             immediate: as aiormq's.
-            timeout: seconds that all of it may take; ``None`` for the setting `max_producer_flow_control_wait`, once
-                for the wait while it is flowed, and once for the confirm.
-            wait: as aiormq's: without confirms, whether to wait until it is written.
+            timeout: seconds that the whole call may take. With ``None`` the setting `max_producer_flow_control_wait`
+                applies twice: to the wait while the channel is flowed, and to the wait for the confirm.
+            wait: as aiormq's: without confirms, whether to wait until the message is written.
 
         Raises:
-            FlowControlTimeout: nothing of the message was written in time, and never will be.
+            FlowControlTimeout: no byte of the message was written in time, and none ever will be.
             ProducerFlowed: flowed, and `when_flowed` is ``"raise"``; likewise.
-            ConfirmTimeout: the message was written, in part at least, and the broker did not confirm it, or take the
-                rest, in time; its outcome is not known.
+            ConfirmTimeout: the message was written at least in part. The broker did not confirm it, or did not take the
+                rest, in time. Its outcome is not known.
             DeliveryError, PublishError, ChannelInvalidStateError, …: as aiormq's.
         """
         arguments = (exchange, routing_key, mandatory, immediate)
@@ -319,7 +319,8 @@ class ChannelFlow(DropInFlow):
         try:
             return await self._publish(message, exchange, routing_key, message_id if mandatory else None, timeout, wait)
         except asyncio.CancelledError:
-            # A consumer that is cancelled because the channel is closed is told why it was. Not in every release.
+            # A consumer that is cancelled because the channel is closed gets the reason. Not every release has this
+            # method.
             translate = getattr(channel, "_raise_on_channel_close", None)
             if translate is None:
                 raise
@@ -335,7 +336,7 @@ class ChannelFlow(DropInFlow):
         timeout: float | None,
         wait: bool,
     ) -> spec.Basic.Ack | DeliveredMessage | None:
-        """Publish a message; `mandatory` is its message id, if it is."""
+        """Publish a message. `mandatory` is its message id if it is mandatory."""
         began = now = _monotonic()
         limit = self.settings.max_producer_flow_control_wait if timeout is None else timeout
         receipt = self.protocol.admission.send(message, exchange, routing_key, now)
@@ -347,7 +348,7 @@ class ChannelFlow(DropInFlow):
         if not self._confirms:
             tapped.pump()
             if receipt._outcome is not None or not wait:
-                # As aiormq does, let others have their turn.
+                # Let other tasks run, as aiormq does.
                 await asyncio.sleep(0)
                 return None
         elif not tapped.awake:
@@ -390,7 +391,7 @@ class ChannelFlow(DropInFlow):
         if 0 < size < most:
             parts += (_BODY_HEAD.pack(3, number, size), body, b"\xce")
         elif size:
-            # As aiormq cuts it; without a limit, not at all.
+            # The same chunks as in aiormq; without a limit, one chunk.
             step = most if most > 0 else size
             for at in range(0, size, step):
                 part = body[at : at + step]
@@ -419,7 +420,7 @@ class ChannelFlow(DropInFlow):
             raise self._ended_by() from None
 
     def _ended_by(self) -> BaseException:
-        """Return the error for what was published on the last channel."""
+        """Return the error for messages that were published on the last channel."""
         return self._reason or ChannelInvalidStateError(f"{self._channel!r} closed")
 
     def _withdraw(self, receipt: Receipt) -> bool:
@@ -429,11 +430,11 @@ class ChannelFlow(DropInFlow):
         return withdrawn
 
     def _end_wait(self, receipt: Receipt) -> bool:
-        """Have a message whose publish has ended never leave any more; whether no byte of it ever did."""
+        """Prevent that a message is sent after its publish has ended. Return True if no byte of it was written."""
         if self._withdraw(receipt):
             return True
         if receipt._outcome is None and self._number is None:
-            # It waits to leave again.
+            # The message waits to be sent again.
             self.protocol.abandon((receipt,), "publish() has ended", _monotonic())
         return False
 
@@ -477,7 +478,7 @@ class ChannelFlow(DropInFlow):
         return ConfirmTimeout(f"no answer of the broker within {waited:.3g} s for {receipt.describe()}{self.held}")
 
     def _tell_returns(self) -> None:
-        """As aiormq does."""
+        """Report returned messages as aiormq does."""
         returned, self.protocol.returned = self.protocol.returned, []
         channel = self._channel
         for method, header, body in returned:
@@ -497,20 +498,20 @@ class ChannelFlow(DropInFlow):
                     log(logging.ERROR, "%s: a return callback failed: %r", self.name, callback, error=error)
             settled.set_result(message)
 
-    # What follows from a change.
+    # After a change.
 
     def after(self) -> None:
-        """Tell whom there is to tell."""
+        """Pass on the protocol's reports."""
         self._passes_on = False
         protocol = self.protocol
         if protocol.returned:
             self._tell_returns()
-        # In this order: an interrupt wakes twice, which changes nothing.
+        # In this order, an interrupt may wake a waiter twice, which changes nothing.
         for waiter in protocol.reports.wake:
             _wake(waiter)
         protocol.reports.wake = []
         if protocol.reports.failures:
-            # Whoever published is told.
+            # The publishing tasks get the errors.
             protocol.reports.forget_failures()
         if protocol.reports.logs or protocol.reports.events:
             super().after()
@@ -519,27 +520,27 @@ class ChannelFlow(DropInFlow):
         self._dispatcher.call(listener, event)
 
     def _after_io(self) -> bool:
-        """Whether what there is to write must not wait for the tasks that are woken now."""
+        """Return True if the output must not wait for the tasks that are woken now."""
         self.after()
         if self.settings.rate is not None:
             self._arm()
         protocol = self.protocol
-        # A stop is answered at once, and a go-ahead lets out at once who has waited for it.
+        # A stop is answered at once. A restart sends the messages that waited for it at once.
         return protocol.unwritten > _ENOUGH or (protocol.is_stopped and protocol.has_answer)
 
     def _kick(self) -> None:
-        """Have the waiting bytes written, and have the loop wake and inform those that wait."""
+        """Write the waiting bytes, and let the loop pass on the protocol's reports."""
         if self._number is not None and self.protocol.unwritten > 0 and not self._tapped.awake:
             self._tapped.wake()
         if self._loop.is_closed():
             self.after()
         elif not self._passes_on:
-            # The loop does it, because an interrupt here would lose wake-ups and log lines.
+            # The loop calls it, because an interrupt here would lose wake-ups and log lines.
             self._loop.call_soon(self.after)
             self._passes_on = True
 
     def _arm(self) -> None:
-        """Have the protocol told when its time comes."""
+        """Call the protocol when its timer is due."""
         now = _monotonic()
         at = self.protocol.next_timer(now)
         if at is not None and self._timer is None:
@@ -559,25 +560,25 @@ class ChannelFlow(DropInFlow):
         if self._thread == threading.get_ident():
             call()
             return
-        # A loop that is closed has nothing to hold.
+        # A closed loop has nothing to hold.
         with suppress(RuntimeError):
             self._loop.call_soon_threadsafe(call)
 
     # For the application.
 
     def on_flow(self, callback: Callable[[FlowEvent], object]) -> Callable[[], None]:
-        """Have every flow event told, as a call scheduled on the loop."""
+        """Call a callback with every flow event, as a call scheduled on the loop."""
         refuse_coroutine_function("on_flow", callback)
         return self.listen(callback)
 
     def look(self) -> FlowState:
-        """The flow at this moment."""
+        """Return the present flow state."""
         state = self.protocol.flow_state(_monotonic())
         self.after()
         return state
 
     async def wait_unflowed(self, timeout: float | None) -> bool:
-        """Wait until no hold is left, at most for so many seconds; whether none is."""
+        """Wait until there are no holds, at most for `timeout` seconds. Return True if there are none."""
         check_timeout(timeout)
         if self._number is None and not self._comes_back:
             raise ChannelInvalidStateError(f"{self._channel!r} closed")

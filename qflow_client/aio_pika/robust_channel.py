@@ -1,4 +1,4 @@
-"""`aio_pika.robust_channel`, under flow control."""
+"""`aio_pika.robust_channel`, with flow control."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["RobustChannel"]
 
 
 class _Exchange(aio_pika.RobustExchange):
-    """Publishes also while the connection is away: the message waits, at most for a time."""
+    """An exchange that accepts messages also without a connection. The message waits for a limited time."""
 
     # aio-pika's.
     channel: Any
@@ -50,10 +50,11 @@ class _Exchange(aio_pika.RobustExchange):
 
 
 class RobustChannel(Channel, _aio_pika.RobustChannel):
-    """aio-pika's `RobustChannel`, whose exchanges wait to publish while the broker has stopped it.
+    """aio-pika's `RobustChannel`. While the broker has stopped it, a publish by its exchanges waits.
 
-    Who waits when the connection is lost waits on, until aio-pika has restored the channel or the time is up. What the
-    broker said of the flow of the last channel is forgotten; what it says of the new one is heard from its first byte.
+    If the connection is lost, waiting tasks continue to wait until aio-pika has restored the channel, or until their
+    timeout. The flow state of the last channel is discarded. The flow state of the new channel is tracked from its
+    first byte.
     """
 
     _restores = True
@@ -72,8 +73,8 @@ class RobustChannel(Channel, _aio_pika.RobustChannel):
 
     async def _on_close(self, closing: asyncio.Future[Any]) -> BaseException | None:
         if not closing.cancelled() and isinstance(closing.exception(), AMQPConnectionError):
-            # The connection restores its channels. aio-pika's channel begins that, too, and may wait for the connection
-            # with the lock in hand that the connection waits for: neither would ever go on.
+            # The connection restores its channels. aio-pika's channel starts that, too. It may wait for the connection
+            # while it holds the lock that the connection waits for: a deadlock.
             self.__restored.clear()
             return await aio_pika.channel.Channel._on_close(self, closing)
         return await super()._on_close(closing)

@@ -1,4 +1,4 @@
-"""`aio_pika.robust_connection`, under flow control."""
+"""`aio_pika.robust_connection`, with flow control."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ __all__ = ["RobustConnection", "connect_robust"]
 
 
 class RobustConnection(Connection, TappedRobustConnection):
-    """aio-pika's `RobustConnection`, whose channels follow the flow.
+    """aio-pika's `RobustConnection`, whose channels have flow control.
 
     Args:
-        url: as aio-pika's; the query may have settings of flow control too.
+        url: as aio-pika's; the query may also contain settings of flow control.
         loop: as aio-pika's.
         kwargs: aio-pika's, and settings by the names of `ProducerSettings`.
 
     Raises:
         SettingsError: a setting has a value that is not allowed.
-        TypeError: a setting that a connection of aio-pika's does not take.
+        TypeError: a setting that a connection of aio-pika does not accept.
     """
 
     CHANNEL_CLASS = RobustChannel
@@ -41,17 +41,18 @@ class RobustConnection(Connection, TappedRobustConnection):
 
 
 async def connect_robust(url: Any = None, *, connection_class: Any = RobustConnection, **keywords: Any) -> Any:
-    """As aio-pika's; the URL's query and the keywords may have settings of flow control too.
+    """As aio-pika's; the URL's query and the keywords may also contain settings of flow control.
 
     Args:
-        url: as aio-pika's, and for instance ``?max_producer_flow_control_wait=10&capacity=500``.
-        connection_class: as aio-pika's. One of your own follows the flow if its base is `RobustConnection` of this
+        url: as aio-pika's, and for example ``?max_producer_flow_control_wait=10&capacity=500``.
+        connection_class: as aio-pika's. A class of your own has flow control if its base is `RobustConnection` of this
             module.
-        keywords: aio-pika's, and settings by the names of `ProducerSettings`. Not those that aio-pika's methods say.
+        keywords: aio-pika's, and settings by the names of `ProducerSettings`, except those that aio-pika's methods
+            determine.
 
     Raises:
         SettingsError: a setting has a value that is not allowed.
-        TypeError: a setting that a connection of aio-pika's does not take.
+        TypeError: a setting that a connection of aio-pika does not accept.
     """
     return await checked(_aio_pika.connect_robust, url, connection_class=connection_class, **keywords)
 

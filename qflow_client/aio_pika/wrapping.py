@@ -1,9 +1,9 @@
-"""Flow control for connections and channels that aio-pika itself has made.
+"""Adds flow control to connections and channels that aio-pika itself has made.
 
-There is no tap at their socket, so `QueueCarrier` stands for it. aiormq reads the socket and puts the frames of a
-channel into the channel's queue `frames`; it writes what it finds in the connection's `write_queue`. The carrier takes
-the frames that concern publishing before they are in the first. Into the second it puts a *turn*: when aiormq's writer
-comes to it, the turn asks the protocol for bytes. So no message begins before aiormq hands it to asyncio.
+There is no tap at their socket; `QueueCarrier` replaces it. aiormq reads the socket and puts the frames of a channel
+into the channel's queue `frames`. It writes the entries of the connection's `write_queue`. The carrier takes the frames
+that concern publishing before they reach `frames`. It puts a *turn* into `write_queue`. When aiormq's writer reaches
+the turn, the turn asks the protocol for bytes. So no message begins before aiormq passes it to asyncio.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ _ConnectionT = TypeVar("_ConnectionT", bound=AbstractConnection)
 
 
 class _Blocked:
-    """Whether the broker blocks a connection of aiormq's, told to the channels that are under flow control.
+    """Whether the broker blocks a connection of aiormq, reported to the channels with flow control.
 
     Args:
         connection: aiormq's.
     """
 
     def __init__(self, connection: Any) -> None:
-        # The broker's words; None while it does not block the connection.
+        # The broker's reason; ``None`` while it does not block the connection.
         self.reason: str | None = None if connection._Connection__connection_unblocked.is_set() else ""
         self.carriers: WeakSet[QueueCarrier] = WeakSet()
         self._told = connection._Connection__handle_connection_blocked
@@ -53,7 +53,7 @@ class _Blocked:
 
     @staticmethod
     def of(connection: Any) -> _Blocked:
-        """The one of a connection, made on first use."""
+        """Return the object for a connection, made on first use."""
         found: _Blocked | None = getattr(connection, "flow_blocked", None)
         if found is None:
             found = connection.flow_blocked = _Blocked(connection)
@@ -73,7 +73,7 @@ class _Blocked:
 
 
 class _Turn:
-    """What aiormq's writer takes for a frame: its bytes are made when they are written."""
+    """An entry that aiormq's writer treats as a frame. Its bytes are made when they are written."""
 
     should_close = False
     should_drain = True
@@ -83,16 +83,16 @@ class _Turn:
 
     @property
     def payload(self) -> bytes:
-        """The next bytes; empty if there are none by now."""
+        """The next bytes; empty if there are none any more."""
         return self._carrier.begin_turn()
 
     def drain(self) -> None:
-        """They are in the socket, or in what asyncio keeps for it."""
+        """Record that the bytes are in the socket, or in asyncio's buffer for it."""
         self._carrier.end_turn()
 
 
 class _WriteQueue:
-    """A channel's way to the connection's writer, on which no message follows ``Channel.Close``."""
+    """A channel's queue to the connection's writer. No message follows ``Channel.Close`` on it."""
 
     def __init__(self, queue: Any, closes: Callable[[], object]) -> None:
         self._queue = queue
@@ -112,13 +112,13 @@ class _WriteQueue:
 
 
 class QueueCarrier:
-    """Carries one channel's frames through aiormq's queues. To `ChannelFlow` it is what `TapTransport` and its tap are.
+    """Transfers one channel's frames through aiormq's queues. `ChannelFlow` uses it like a `TapTransport` and its tap.
 
     Args:
         channel: aiormq's.
     """
 
-    # aiormq sees to both.
+    # aiormq handles both.
     heartbeat = 0.0
     frame_max = 0
 
@@ -126,7 +126,7 @@ class QueueCarrier:
         self.tap = self
         self._channel = channel
         self._loop: asyncio.AbstractEventLoop = channel.loop
-        # None before the channel is attached, and after its end.
+        # ``None`` before the channel is attached, and after its end.
         self._protocol: ProducerProtocol | None = None
         self._after: Callable[[], bool] = bool
         # How many messages aiormq has published before; all of them are confirmed.
@@ -134,12 +134,12 @@ class QueueCarrier:
         self._blocked = _Blocked.of(channel.connection)
         self._write_queue = channel.write_queue
         self._pass_on = channel.frames.put
-        # Basic.Return and the header, while the content is still coming, and the body so far.
+        # Basic.Return and the header of a returned message whose content is not complete, and the body so far.
         self._returned: tuple[spec.Basic.Return, ContentHeader | None] | None = None
         self._body = b""
-        #: Whether a turn stands in the queue, or waits for room there.
+        #: Whether a turn is in the queue, or waits for room there.
         self.awake = False
-        #: Whether what the last turn wrote is still on its way to the socket.
+        #: Whether the bytes of the last turn are still on their way to the socket.
         self.full = False
         self._putting: asyncio.Task[None] | None = None
 
@@ -149,7 +149,7 @@ class QueueCarrier:
         return self._blocked.reason is not None
 
     def attach(self, _number: int, protocol: ProducerProtocol, now: float) -> None:
-        """Take what concerns publishing from now on. Nothing that was published may be unconfirmed."""
+        """Take the frames that concern publishing from now on. No published message may be unconfirmed."""
         channel = self._channel
         self._protocol = protocol
         for queue in channel.rpc_frames, channel.frames:
@@ -177,31 +177,31 @@ class QueueCarrier:
                 queue.put_nowait(item)
 
     def detach(self, _number: int) -> None:
-        """The channel has ended."""
+        """Detach, because the channel has ended."""
         self._protocol = None
         self._blocked.carriers.discard(self)
         if self._putting is not None:
             self._putting.cancel()
 
     def add_after(self, after: Callable[[], bool]) -> None:
-        """Have a function called after anything that may have changed the channel."""
+        """Set the function that is called after any possible change of the channel."""
         self._after = after
 
     def remove_after(self, _after: Callable[[], bool]) -> None:
-        """Have it called no more."""
+        """Stop calling the function."""
         self._after = bool
 
-    # Inwards.
+    # Reading.
 
     def tell(self, change: Callable[[ProducerProtocol, float], object]) -> None:
-        """Tell the protocol something, and do what follows."""
+        """Pass an event to the protocol, and do what follows."""
         if self._protocol is not None:
             change(self._protocol, _monotonic())
             self._after()
             self.pump()
 
     async def _take(self, item: tuple[int, Any]) -> None:
-        """Instead of the `put` of the channel's `frames`."""
+        """Replaces `put` of the channel's `frames`."""
         if self._protocol is None or not self._take_frame(item[1]):
             await self._pass_on(item)
 
@@ -233,7 +233,7 @@ class QueueCarrier:
         return not answer.delivery_tag or answer.delivery_tag > self._before
 
     def _tag(self, answer: Any) -> int:
-        # Tag 0 stands for all.
+        # Tag 0 means all messages.
         return int(answer.delivery_tag and answer.delivery_tag - self._before)
 
     def _take_content(self, frame: ContentHeader | ContentBody) -> None:
@@ -251,10 +251,10 @@ class QueueCarrier:
             payload, body = header.marshal(), self._body
             self.tell(lambda protocol, _now: protocol.on_return(code, text, *names, payload, body))
 
-    # Outwards.
+    # Writing.
 
     def pump(self) -> None:
-        """Have a turn stand in the writer's queue if there may be something to write."""
+        """Put a turn into the writer's queue if there may be output."""
         protocol = self._protocol
         if self.awake or protocol is None or not (protocol.has_answer or protocol.unwritten > 0):
             return
@@ -267,7 +267,7 @@ class QueueCarrier:
     wake = pump
 
     def begin_turn(self) -> bytes:
-        """The bytes to write now."""
+        """Return the bytes to write now."""
         protocol = self._protocol
         if protocol is None:
             return b""
@@ -277,7 +277,7 @@ class QueueCarrier:
         return data
 
     def end_turn(self) -> None:
-        """The bytes of the turn are on their way, and asyncio takes more."""
+        """Record that the bytes of the turn are on their way, and asyncio takes more."""
         protocol = self._protocol
         self.full = self.awake = False
         if protocol is not None:
@@ -293,7 +293,7 @@ def _end(flows: WeakSet[ChannelFlow]) -> None:
 
 
 def _adopt(connection: Any) -> None:
-    """Prepare a connection for channels that follow the flow."""
+    """Prepare a connection for channels with flow control."""
     if hasattr(connection, "flow_settings"):
         return
     flows: WeakSet[ChannelFlow] = WeakSet()
@@ -311,28 +311,29 @@ def wrap(target: AbstractChannel) -> Channel: ...
 @overload
 def wrap(target: _ConnectionT) -> _ConnectionT: ...
 def wrap(target: Any) -> Any:
-    """Put a connection or a channel of aio-pika's under flow control, in place.
+    """Add flow control to a connection or a channel of aio-pika, in place.
 
-    Every exchange of a wrapped channel waits to publish as one of `qflow_client.aio_pika` does, also on the channels
-    that a robust connection restores. With a connection, that holds for the channels that it makes from now on;
-    channels that are there already have to be wrapped, too. What cannot be had on a connection that was made elsewhere:
+    A publish by any exchange of a wrapped channel waits as with `qflow_client.aio_pika`, also on the channels that a
+    robust connection restores. If a connection is wrapped, this applies to all channels that it makes from now on. Wrap
+    its existing channels, too. The following is not possible on a connection that was not made by
+    `qflow_client.aio_pika`:
 
-    - That nothing of a message is written: asyncio keeps 64 KiB or more for a socket that takes no bytes. A message
-      that is among them raises `ConfirmTimeout`, not `FlowControlTimeout`, and may leave later.
-    - The broker's reason for blocking the connection, if it blocks it already.
-    - A bound for `connection.close()` while the broker blocks the connection; `channel.close()` has one.
-    - Settings from the connection's URL; the environment's are used.
-    - The speed of `qflow_client.aio_pika`: every confirm goes through aiormq's queues and tasks.
+    - A guarantee that no byte of a message is written: asyncio buffers 64 KiB or more for a socket that takes no bytes.
+      A message in that buffer raises `ConfirmTimeout`, not `FlowControlTimeout`, and may be sent later.
+    - The broker's reason for blocking the connection, if it blocks the connection already.
+    - A time limit for `connection.close()` while the broker blocks the connection; `channel.close()` has one.
+    - Settings from the connection's URL. Settings of the environment are used.
+    - The speed of `qflow_client.aio_pika`: every confirm passes through aiormq's queues and tasks.
 
     Args:
-        target: an open `Connection`, `RobustConnection`, `Channel` or `RobustChannel` of aio-pika's.
+        target: an open `Connection`, `RobustConnection`, `Channel` or `RobustChannel` of aio-pika.
 
     Returns:
         The same object; a channel is a `qflow_client.aio_pika.Channel` or `RobustChannel` now.
 
     Raises:
-        TypeError: it is none of these, but of a class of somebody else's.
-        ValueError: it is not open, or messages were published on the channel that are not confirmed.
+        TypeError: it is none of these, but of another class.
+        ValueError: it is not open, or the channel has published messages that are not confirmed.
         RuntimeError: no event loop is running.
     """
     if isinstance(target, aio_pika.Connection):
