@@ -1,4 +1,4 @@
-"""kombu's channel for py-amqp, under flow control: who publishes waits, at most for a time."""
+"""kombu's channel for py-amqp, with flow control: a publish waits for a limited time."""
 
 from __future__ import annotations
 
@@ -29,29 +29,29 @@ from qflow_client.skin import DEFAULT
 
 __all__ = ["PIPELINED", "Channel"]
 
-#: What ``confirm_publish`` may be, besides true and false.
+#: A value of ``confirm_publish`` besides true and false.
 PIPELINED = "pipelined"
 
 _monotonic = time.monotonic
 
-# What needs no answer, and is written also while the broker does not read.
+# Methods that need no answer, and are also written while the broker does not read.
 _UNANSWERED = frozenset(
     (spec.Basic.Ack, spec.Basic.Nack, spec.Basic.Reject, spec.Basic.RecoverAsync, spec.Channel.CloseOk)
 )
-# Whoever says good-bye gets the errors of a lost connection, which kombu expects there.
+# A method that closes something raises the errors of a lost connection, which kombu expects there.
 _GOOD_BYES = frozenset((spec.Basic.Cancel, spec.Basic.CancelOk, spec.Channel.Close, spec.Channel.CloseOk))
 
 
 def refuse(cause: BaseException) -> NoReturn:
-    """Raise what kombu's users expect, and what its retries leave alone."""
+    """Raise the error that kombu's users expect, and that kombu does not retry."""
     raise OperationalError(str(cause)) from cause
 
 
 class Channel(pyamqp.Channel):
-    """kombu's `Channel` for py-amqp, which publishes nothing while the broker has stopped it.
+    """kombu's `Channel` for py-amqp. While the broker has stopped it, it publishes nothing.
 
-    ``Channel.Flow`` is answered, and has `basic_publish` wait, as ``Connection.Blocked``, a full window of unconfirmed
-    messages, a rate limit and a socket that takes no more bytes do; at most `max_producer_flow_control_wait` seconds.
+    ``Channel.Flow`` is answered, and `basic_publish` waits. It also waits for ``Connection.Blocked``, a full window of
+    unconfirmed messages, a rate limit and a full socket. It waits at most `max_producer_flow_control_wait` seconds.
     """
 
     # py-amqp's.
@@ -64,7 +64,7 @@ class Channel(pyamqp.Channel):
         # The flow of the channel while it is open.
         self._flow: ChannelFlow | None = None
         super().__init__(connection, channel_id, auto_decode, on_open)
-        # Where the connection is to confirm, py-amqp puts another method in its place.
+        # For a connection in confirm mode, py-amqp sets another method in its place.
         self.__dict__.pop("basic_publish", None)
 
     # Opening and closing.
@@ -98,10 +98,10 @@ class Channel(pyamqp.Channel):
     ) -> Any:
         """As py-amqp's, after the unconfirmed messages of pipelined confirms are settled.
 
-        A broker that blocks the connection hears of it when it reads again.
+        A broker that blocks the connection gets the close when it reads again.
 
         Raises:
-            OperationalError: as `wait_for_confirms`, after it is closed.
+            OperationalError: as `wait_for_confirms`, after the channel is closed.
         """
         connection = self.connection
         if self.is_open and connection is not None and connection.is_blocked:
@@ -114,25 +114,28 @@ class Channel(pyamqp.Channel):
             result = super().close(reply_code, reply_text, method_sig, argsig)
         finally:
             if self.connection is None:
-                # Also if the good-bye failed: py-amqp does not come back to it.
+                # Also if the close failed, because py-amqp does not try it again.
                 self._end_flow("the channel is closed")
         if error is not None:
             raise error
         return result
 
     def close_left(self) -> None:
-        """Close it, which the program has done while the broker would not have heard of it."""
+        """Close a channel that the program closed while the broker did not read."""
         self.is_open = True
         super().close()
 
     def settle(self) -> OperationalError | None:
-        """Wait for the confirms of pipelined messages, before a good-bye; what is not delivered, as an error."""
+        """Before a close, wait for the confirms of pipelined messages.
+
+        Return the error for messages that are not delivered.
+        """
         connection = self.connection
         flow = self._flow
         if not self.is_open or flow is None or connection is None or connection.confirm_publish != PIPELINED:
             return None
         if flow.has_given_up:
-            # Somebody has waited in vain already. kombu's pools close a connection on which anything was raised.
+            # An earlier call has waited without success. kombu's pools close a connection after any error.
             return None
         try:
             self.wait_for_confirms()
@@ -155,7 +158,7 @@ class Channel(pyamqp.Channel):
         callback: Any = None,
         returns_tuple: bool = False,
     ) -> Any:
-        """As py-amqp's; what a broker that blocks the connection would not read is held back, at most for a time."""
+        """As py-amqp's. If the broker blocks the connection and would not read the method, wait for a limited time."""
         connection = self.connection
         if sig not in _UNANSWERED and connection is not None:
             try:
@@ -169,7 +172,7 @@ class Channel(pyamqp.Channel):
         return super().send_method(sig, format, args, content, wait, callback, returns_tuple)
 
     def wait(self, method: Any, callback: Any = None, timeout: Any = None, returns_tuple: bool = False) -> Any:
-        """As py-amqp's; a broker that blocks the connection, and so may not have read the question, has a limit."""
+        """As py-amqp's. If the broker blocks the connection and may not have read the request, the wait is limited."""
         connection = self.connection
         if connection is None:
             raise RecoverableConnectionError("connection already closed")
@@ -177,7 +180,7 @@ class Channel(pyamqp.Channel):
             with connection.awaiting():
                 return super().wait(method, callback, timeout, returns_tuple)
         except Unanswered as error:
-            # A late answer would be taken for that to another method.
+            # A late answer would be taken for the answer to another method.
             connection.collect()
             if method in _GOOD_BYES:
                 raise
@@ -202,22 +205,21 @@ class Channel(pyamqp.Channel):
             msg: the message.
             exchange: where to publish.
             routing_key: with which key.
-            mandatory: have the broker return what no queue takes.
+            mandatory: let the broker return the message if no queue takes it.
             immediate: obsolete.
             timeout: seconds to wait while the channel is flowed, instead of `max_producer_flow_control_wait`.
-            confirm_timeout: seconds to wait for the confirm, likewise.
+            confirm_timeout: seconds to wait for the confirm, instead of `max_producer_flow_control_wait`.
             argsig: py-amqp's.
 
         Raises:
-            OperationalError: its ``__cause__`` says what became of the message.
-                FlowControlTimeout: still flowed when the time was up; it was not sent and never will be.
-                ProducerFlowed: flowed, and nobody may wait here; likewise.
-                ConfirmTimeout: it was written, in part at least, and its outcome is not known.
-                MessageNacked: with pipelined confirms, earlier messages; this one was not sent.
-            MessageNacked: with a confirm for each: the broker did not take the message.
+            OperationalError: its ``__cause__`` shows what happened to the message. FlowControlTimeout: still flowed
+                after the timeout; the message was not sent and never will be. ProducerFlowed: flowed, and waiting is
+                not allowed here; likewise. ConfirmTimeout: the message was written at least in part, and its outcome is
+                not known. MessageNacked: with pipelined confirms, earlier messages were nacked; this one was not sent.
+            MessageNacked: with one confirm per call: the broker did not take the message.
 
         Returns:
-            As py-amqp's: a promise that is kept already.
+            As py-amqp's: a promise that is already fulfilled.
         """
         connection = self.connection
         if not connection:
@@ -231,7 +233,7 @@ class Channel(pyamqp.Channel):
         return _kept()
 
     def basic_publish_confirm(self, *args: Any, **kwargs: Any) -> promise:
-        """As py-amqp's: as `basic_publish`, and always with a confirm."""
+        """As `basic_publish`, but always with a confirm, as py-amqp's."""
         confirm_timeout = kwargs.pop("confirm_timeout", None)
         connection = self.connection
         if not connection:
@@ -283,7 +285,7 @@ class Channel(pyamqp.Channel):
         protocol = flow.protocol
         encoded = flow.encode(message, exchange, routing_key, bits, argsig, connection.frame_max)
         if protocol.unwritten:
-            # What an earlier call could not wait for.
+            # Write output for which an earlier call could not wait.
             flow.write()
         if not is_writable or wire.unwritten:
             protocol.hold(HoldKind.TRANSPORT, _monotonic(), detail="the socket takes no more bytes")
@@ -300,7 +302,7 @@ class Channel(pyamqp.Channel):
     def _open_flow(self) -> ChannelFlow:
         flow = self._flow
         if flow is None or flow.protocol.closed is not None:
-            # py-amqp is to say why, where it knows.
+            # If py-amqp knows the reason, it raises it.
             self._raise_closed()
         return flow
 
@@ -345,7 +347,7 @@ class Channel(pyamqp.Channel):
         return receipt
 
     def _turn(self, flow: ChannelFlow, deadline: float) -> None:
-        """Let I/O go on, until something happens or a time comes."""
+        """Process I/O until something happens, or until a time."""
         protocol = flow.protocol
         flow.look()
         at = protocol.next_timer(_monotonic())
@@ -388,7 +390,7 @@ class Channel(pyamqp.Channel):
             self._turn(flow, deadline)
 
     def _confirm(self, receipt: Receipt, timeout: float | None) -> None:
-        """Wait for a message's confirm, and raise as py-amqp does."""
+        """Wait for a message's confirm, and raise the same errors as py-amqp."""
         connection = self.connection
         if not receipt.done:
             flow = self._open_flow()
@@ -400,7 +402,7 @@ class Channel(pyamqp.Channel):
                     waited = f"within {wait:.3g} s" if is_up else "yet"
                     flow.after()
                     refuse(ConfirmTimeout(f"no answer of the broker {waited} for {receipt.describe()}{flow.held}"))
-                # Nobody stands in line: whoever publishes waits here.
+                # No ticket is in line, because every publish waits here.
                 connection.turn(deadline, False)
                 if flow.protocol.closed is not None:
                     self._raise_closed()
@@ -408,7 +410,7 @@ class Channel(pyamqp.Channel):
         if receipt._outcome is Outcome.UNKNOWN:
             self._raise_closed()
         if connection.transport.has_news:
-            # That it was returned.
+            # Handle the return of the message.
             connection.hear()
         if receipt._outcome is Outcome.NACKED:
             if self._flow is not None:
@@ -422,16 +424,15 @@ class Channel(pyamqp.Channel):
         refuse(MessageNacked(f"{count} messages were not taken by the broker: {about}"))
 
     def wait_for_confirms(self, timeout: float | None = DEFAULT) -> None:
-        """Wait until all that was published is confirmed.
+        """Wait until all published messages are confirmed.
 
         Args:
-            timeout: seconds; ``None`` for ever; the setting `max_producer_flow_control_wait` unless given.
+            timeout: seconds; ``None`` for ever. The default is the setting `max_producer_flow_control_wait`.
 
         Raises:
-            OperationalError: its ``__cause__`` says why.
-                ConfirmTimeout: some is not confirmed; its outcome is not known yet.
-                MessageNacked: the broker did not take some.
-            TypeError, ValueError: `timeout` is no number.
+            OperationalError: its ``__cause__`` shows the reason. ConfirmTimeout: some messages are not confirmed; their
+                outcome is not known yet. MessageNacked: the broker did not take some messages.
+            TypeError, ValueError: `timeout` is not a number.
         """
         if timeout is DEFAULT:
             timeout = self._limit()
@@ -454,19 +455,20 @@ class Channel(pyamqp.Channel):
     # Flow.
 
     def on_flow(self, callback: Callable[[FlowEvent], object]) -> Callable[[], None]:
-        """Have a callback called with every flow event, in order, until the channel is closed.
+        """Call a callback with every flow event, in order, until the channel is closed.
 
         Args:
-            callback: is called where kombu reads or publishes, and may do neither. If it raises, that is logged.
+            callback: called where kombu reads or publishes; it must not read or publish itself. If it raises, the error
+                is logged.
 
         Returns:
-            What to call to have it called no more.
+            A function that ends the calls.
         """
         return self._open_flow().listen(callback)
 
     @property
     def flow_state(self) -> FlowState:
-        """Whether the channel is flowed, by what, since when and how often."""
+        """Whether the channel is flowed, by which holds, since when and how often."""
         flow = self._open_flow()
         self._look(flow)
         state = flow.protocol.flow_state(_monotonic())
@@ -484,16 +486,16 @@ class Channel(pyamqp.Channel):
             protocol.lift(HoldKind.TRANSPORT, _monotonic())
 
     def wait_unflowed(self, timeout: float | None = None) -> bool:
-        """Wait until no hold is left.
+        """Wait until there are no holds.
 
         Args:
             timeout: seconds; ``None`` for ever.
 
         Returns:
-            Whether none is.
+            True if there are no holds; False after the timeout.
 
         Raises:
-            TypeError, ValueError: `timeout` is no number.
+            TypeError, ValueError: `timeout` is not a number.
         """
         check_timeout(timeout)
         deadline = self._deadline(timeout)

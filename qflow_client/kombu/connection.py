@@ -1,4 +1,4 @@
-"""kombu's connection for py-amqp, under flow control."""
+"""kombu's connection for py-amqp, with flow control."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ __all__ = ["Connection"]
 
 _monotonic = time.monotonic
 
-# The most seconds between two looks at whether the broker is to hear from us.
+# The most seconds between two checks for a due heartbeat.
 _HEARTBEAT_LOOK = 1.0
 
-# Which process and thread an event loop of kombu's runs in.
+# The process and the thread in which an event loop of kombu runs.
 _loops = threading.local()
 
 
 class Connection(pyamqp.Connection):
-    """kombu's `Connection` for py-amqp, whose channels follow the flow.
+    """kombu's `Connection` for py-amqp, whose channels have flow control.
 
     Args:
         arguments: py-amqp's.
-        keywords: py-amqp's, and settings by the names of `ProducerSettings`, but for those that kombu's methods say.
-            ``confirm_publish`` may also be ``"pipelined"``.
+        keywords: py-amqp's, and settings by the names of `ProducerSettings`, except those that kombu's methods
+            determine. ``confirm_publish`` may also be ``"pipelined"``.
 
     Raises:
         SettingsError: a setting has a value that is not allowed.
-        TypeError: a setting that a connection of kombu's does not take.
+        TypeError: a setting that a connection of kombu does not accept.
     """
 
     Channel = Channel
@@ -61,15 +61,15 @@ class Connection(pyamqp.Connection):
         confirms = keywords.get("confirm_publish", False)
         if isinstance(confirms, str) and confirms != PIPELINED:
             raise SettingsError(f"confirm_publish={shown(confirms)}: it must be True, False or {PIPELINED!r}")
-        # Whether something waits for the answer to a method.
+        # How many calls wait for the answer to a method.
         self._awaits = 0
-        # When it was last looked at whether the broker is to hear from us.
+        # When a due heartbeat was last checked for.
         self._looked_at = 0.0
-        #: What tells a connection like it; set by who makes it.
+        #: A key that equal connections share; set by the transport.
         self.made_of = ""
-        #: The name that the certificate of the broker has to have; None for that of the host.
+        #: The name that the broker's certificate must have; ``None`` for that of the host.
         self.server_name: str | None = None
-        #: Channels that were closed while the broker blocked the connection, of which it has not heard.
+        #: Channels that were closed while the broker blocked the connection, and whose close the broker has not read.
         self.left: list[Any] = []
         super().__init__(*arguments, **keywords)
 
@@ -83,7 +83,7 @@ class Connection(pyamqp.Connection):
         socket_settings: Any = None,
         **kwargs: Any,
     ) -> Wire:
-        """As py-amqp's: the transport of a new connection."""
+        """Return the transport of a new connection, as py-amqp's."""
         wire = (TLSWire if ssl else PlainWire)(
             host,
             connect_timeout=connect_timeout,
@@ -108,7 +108,7 @@ class Connection(pyamqp.Connection):
 
     @property
     def is_blocked(self) -> bool:
-        """Whether the broker blocks the connection, as far as it has said."""
+        """Whether the broker blocks the connection, as far as it has reported."""
         wire = self._transport
         return wire is not None and wire.tap.is_blocked
 
@@ -125,21 +125,21 @@ class Connection(pyamqp.Connection):
     def close(
         self, reply_code: int = 0, reply_text: str = "", method_sig: tuple[int, int] = (0, 0), argsig: str = "BsBB"
     ) -> Any:
-        """As py-amqp's; while the broker blocks the connection, and so would not hear of it, it is cut."""
+        """As py-amqp's, but abort the connection while the broker blocks it, and so would not read the close."""
         if self.is_blocked:
             self.collect()
             return None
         for channel in tuple((self.channels or {}).values()):
             if channel is not self:
-                # What it has not delivered it has logged.
+                # Messages that are not delivered are logged.
                 channel.settle()
         return super().close(reply_code, reply_text, method_sig, argsig)
 
     @property
     def may_be_kept(self) -> bool:
-        """Whether the connection, which the program has closed, tells when the broker takes messages again.
+        """Return True if a connection that the program closed can show when the broker takes messages again.
 
-        It may not have consumers: what was delivered to them would be theirs.
+        It must not have consumers, because messages that are delivered to them would stay with them.
         """
         return (
             self.is_blocked
@@ -147,7 +147,7 @@ class Connection(pyamqp.Connection):
             and not any(getattr(each, "callbacks", ()) for each in self.channels.values())
         )
 
-    # What comes.
+    # Reading.
 
     def _received(self) -> None:
         self.bytes_recv += 1
@@ -157,12 +157,12 @@ class Connection(pyamqp.Connection):
             flow = getattr(channel, "_flow", None)
             if flow is not None:
                 if flow.protocol.unwritten:
-                    # What the broker has said of the flow is to be answered, and what it held may go.
+                    # The broker's flow frames must be answered, and released messages may be sent.
                     wire.flush()
                 flow.look()
 
     def blocking_read(self, timeout: float | None = None) -> Any:
-        """As py-amqp's; who waits for the answer to a method does not wait for ever if the broker does not read."""
+        """As py-amqp's. If the broker does not read, the wait for the answer to a method is limited."""
         wire: Wire = self.transport
         if timeout is not None or not self._awaits:
             frame = wire.next_frame(timeout)
@@ -189,7 +189,7 @@ class Connection(pyamqp.Connection):
 
     @contextmanager
     def awaiting(self) -> Iterator[None]:
-        """Within, reads are for the answer to a method."""
+        """Mark reads in this block as waits for the answer to a method."""
         self._awaits += 1
         try:
             yield
@@ -201,18 +201,18 @@ class Connection(pyamqp.Connection):
             return super().wait(method, callback, timeout, returns_tuple)
 
     def hear(self) -> None:
-        """Have py-amqp deal with what has come and is no delivery, up to the first delivery."""
+        """Let py-amqp handle the received frames up to the first delivery."""
         while self.connected and self._transport is not None and self._transport.has_news:
             with suppress(TimeoutError):
                 self.drain_events(timeout=0)
 
     def turn(self, deadline: float, wants_room: bool) -> bool:
-        """Let I/O go on, until something happens or a time comes; whether the socket takes bytes."""
+        """Process I/O until something happens, or until a time. Return True if the socket takes bytes."""
         wire: Wire = self.transport
         now = _monotonic()
         look = math.inf
         if self.heartbeat:
-            # py-amqp wants to be asked several times in an interval.
+            # py-amqp expects several checks in an interval.
             look = min(_HEARTBEAT_LOOK, self.heartbeat / 4)
             deadline = min(deadline, now + look)
         is_writable = wire.wait(max(0.0, deadline - now), writable=wants_room)
@@ -226,20 +226,20 @@ class Connection(pyamqp.Connection):
         return is_writable
 
     def heartbeat_tick(self, rate: int = 2) -> None:
-        """As py-amqp's, which counts what it writes itself."""
+        """As py-amqp's, which counts the bytes that it writes itself."""
         wire = self._transport
         if wire is not None:
             self.bytes_sent += wire.sent
             wire.sent = 0
         super().heartbeat_tick(rate)
 
-    # Who may wait.
+    # Waiting.
 
     @property
     def must_not_wait(self) -> bool:
-        """Whether the thread runs an event loop, and would keep all else from going on: that of a worker.
+        """Return True if the thread runs an event loop, as in a worker. A wait would stop everything else there.
 
-        A task that a worker runs in that thread may wait: it keeps all else from going on anyway.
+        A task that a worker runs in that thread may wait, because it stops everything else anyway.
         """
         if getattr(_loops, "pid", None) != os.getpid():
             return False
@@ -248,14 +248,14 @@ class Connection(pyamqp.Connection):
 
     @staticmethod
     def loop_runs_here() -> None:
-        """Take note that this thread runs an event loop."""
+        """Record that this thread runs an event loop."""
         _loops.pid = os.getpid()
 
     def await_unblocked(self) -> None:
-        """Wait while the broker blocks the connection, and so reads nothing.
+        """Wait while the broker blocks the connection, because it reads nothing then.
 
         Raises:
-            FlowControlTimeout: it still does after `max_producer_flow_control_wait`.
+            FlowControlTimeout: it still blocks the connection after `max_producer_flow_control_wait`.
         """
         wire: Wire = self.transport
         if not wire.tap.is_blocked:

@@ -1,4 +1,4 @@
-"""The flow of a channel of py-amqp's."""
+"""The flow of a channel of py-amqp."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from qflow_client.settings import ProducerSettings
 
 __all__ = ["KOMBU", "ChannelFlow"]
 
-#: The settings that a connection of kombu's takes among its transport options.
+#: The settings that a connection of kombu accepts as transport options.
 KOMBU = DropIn(
     "kombu",
     frozenset({"connect_timeout", "on_blocked"}),
@@ -45,7 +45,7 @@ _UNLIMITED = 1 << 62
 
 _monotonic = time.monotonic
 
-# The basic properties as py-amqp calls them and as we do, in the order of the wire.
+# The basic properties by their names in py-amqp and in this package, in the order of the wire.
 _NAMES = [(name, "headers" if name == "application_headers" else name) for name, _ in Message.PROPERTIES]
 _FLAGS = Struct(">H")
 _ALIKE = frozenset((str, bool, float, type(None)))
@@ -53,16 +53,16 @@ _ALIKE = frozenset((str, bool, float, type(None)))
 _FRAME = Struct(">BHI")
 _CONTENT = Struct(">HHQ")
 _PUBLISH = b"\0\x3c\0\x28"
-# Bytes of a frame besides its payload.
+# Bytes of a frame apart from its payload.
 _OVERHEAD = 8
 
 
 class _Protocol(EncodedProtocol):
-    """A publishing channel of py-amqp's, between the tap and what decides."""
+    """The protocol of a publishing channel of py-amqp, with its connection to the tap."""
 
-    # Set at once by who makes it.
+    # Set immediately by the code that makes the object.
     flow: ChannelFlow
-    #: How many messages were written before the broker began to count them; None while it does not confirm.
+    #: How many messages were written before confirm mode; ``None`` while the broker does not confirm.
     before: int | None
 
     def on_ack(self, tag: int, multiple: bool, now: float) -> None:
@@ -76,7 +76,7 @@ class _Protocol(EncodedProtocol):
                 for tag in range(first, first + (count or 1)):
                     self.flow.tell(spec.Basic.Ack, "Lb", (tag, count == 0))
         before = self.before or 0
-        # Tag 0 stands for all, see `on_ack`.
+        # Tag 0 means all messages, see `on_ack`.
         super().on_acks([(tag and tag + before, count) for tag, count in acks], now)
 
     def on_nack(self, tag: int, multiple: bool, now: float) -> None:
@@ -85,7 +85,7 @@ class _Protocol(EncodedProtocol):
         super().on_nack(tag and tag + (self.before or 0), multiple, now)
 
     def on_return(self, code: int, text: str, exchange: str, routing_key: str, header: bytes, body: bytes) -> None:
-        # Whose it is, py-amqp does not ask.
+        # py-amqp does not use the channel of the message.
         content = Message(frame_method=spec.Basic.Return)
         content.inbound_header(header)
         if body:
@@ -94,7 +94,7 @@ class _Protocol(EncodedProtocol):
 
     @step
     def advance(self, count: int, now: float) -> bool:
-        # An admitted message is written at once, so none is admitted before all bytes are written.
+        # An admitted message is written at once, so no message is admitted before all bytes are written.
         outbound = self.parts.unconfirmed.outbound
         outbound.advance(count)
         self.admission.unwritten -= count
@@ -111,18 +111,18 @@ class _Protocol(EncodedProtocol):
         super().on_flow(active, now)
 
     def channel_closed(self, code: int, text: str, method: tuple[int, int], now: float) -> None:
-        # py-amqp opens it anew, and that is another one.
+        # py-amqp opens it again, as another channel.
         self.end(f"the channel is closed: {code} {text}", now)
 
     def end(self, reason: str, now: float) -> None:
-        """Admit nothing any more, and settle what is there; that is no flow control."""
+        """Admit nothing any more, and settle all messages. This is not flow control."""
         if self.closed is None:
             self.close(reason, now)
             self.connection_lost(reason, now)
 
 
 class ChannelFlow(DropInFlow):
-    """The flow of one channel, from when it is opened until it is closed.
+    """The flow of one channel, from its opening to its end.
 
     Args:
         channel: py-amqp's.
@@ -134,16 +134,16 @@ class ChannelFlow(DropInFlow):
 
     def __init__(self, channel: Any, settings: ProducerSettings, wire: Wire) -> None:
         number = channel.channel_id
-        # What the socket takes is written at once, and while it takes nothing, nothing is admitted.
+        # Bytes that the socket takes are written at once. While it takes none, no message is admitted.
         super().__init__(settings, f"kombu channel {number}", protocol=_Protocol, max_unwritten_bytes=_UNLIMITED)
         #: The channel.
         self.channel = channel
-        #: Whether the last publish has waited in vain.
+        #: Whether the last publish has waited without success.
         self.has_given_up = False
         self._number = number
         self._wire = wire
         self._calls: deque[Callable[[], None]] = deque()
-        # By exchange, routing key and bits, how a message begins.
+        # The first bytes of a message, by exchange, routing key and bits.
         self._heads: dict[tuple[Any, ...], bytes] = {}
         now = _monotonic()
         self.protocol.flow = self
@@ -153,22 +153,25 @@ class ChannelFlow(DropInFlow):
         flow_manager.register(self)
 
     def end(self, reason: str) -> None:
-        """The channel is closed."""
+        """End the flow, because the channel is closed."""
         self._wire.tap.detach(self._number)
         flow_manager.unregister(self)
         self.protocol.end(reason, _monotonic())
         self.after()
 
     def confirms_begin(self) -> None:
-        """``Confirm.Select`` is to be sent: the next message has delivery tag 1, if it is the first of them."""
+        """Start confirm mode, because ``Confirm.Select`` will be sent.
+
+        If it is the first ``Confirm.Select``, the next message has delivery tag 1.
+        """
         if self.protocol.before is None:
-            # One that is half written comes before.
+            # A partly written message is completed first.
             self._wire.finish()
             self.protocol.before = self.protocol.written
 
     @property
     def tells_confirms(self) -> bool:
-        """Whether py-amqp is to hear of confirms."""
+        """Whether py-amqp has to receive confirms."""
         pending, events = self.channel._pending, self.channel.events
         return bool(
             (pending and (spec.Basic.Ack in pending or spec.Basic.Nack in pending))
@@ -176,18 +179,18 @@ class ChannelFlow(DropInFlow):
         )
 
     def tell(self, method: Any, format: str, arguments: tuple[Any, ...], content: Any = None) -> None:
-        """Have py-amqp hear of a method that the tap has taken, as if it had read it."""
+        """Pass a method that the tap has taken to py-amqp, as if py-amqp had read it."""
         payload = bytes(4) + dumps(format, arguments)
         self._wire.later.append(lambda: self.channel.dispatch_method(method, payload, content))
 
-    # What the manager of all producers says, on any thread.
+    # Calls of the manager of all producers, on any thread.
 
     def _call(self, function: Callable[[], None]) -> None:
         self._calls.append(function)
         self._wire.wake()
 
     def look(self) -> None:
-        """Do what other threads have asked for, and tell whom there is to tell."""
+        """Do what other threads have requested, and report events."""
         while self._calls:
             self._calls.popleft()()
         protocol = self.protocol
@@ -199,12 +202,12 @@ class ChannelFlow(DropInFlow):
     def encode(
         self, message: Any, exchange: str, routing_key: str, bits: tuple[Any, Any], argsig: str, frame_max: int
     ) -> EncodedMessage:
-        """The frames that py-amqp makes of a publish."""
+        """Return the frames of a publish, as py-amqp encodes them."""
         body = message.body
         if isinstance(body, str):
             body = body.encode(message.properties.setdefault("content_encoding", "utf-8"))
         elif type(body) is not bytes:
-            # Not what only looks like bytes to `bytes`, as a number does.
+            # `bytes` would also accept other values, such as a number.
             body = bytes(memoryview(body)) if len(body) else b""
         number = self._number
         key = (exchange, routing_key, bits, argsig)
@@ -225,14 +228,15 @@ class ChannelFlow(DropInFlow):
         return EncodedMessage(b"".join(pieces), body)
 
     def write(self) -> None:
-        """Give what may leave to the socket."""
+        """Pass the messages that may be sent to the socket."""
         self._wire.flush()
 
 
 def encode_properties(message: Any) -> bytes:
-    """The property flags and values of a message, to the byte as py-amqp encodes them.
+    """Return the property flags and values of a message, with the same bytes as py-amqp.
 
-    Ours takes a third of the time, and what it would encode in another way, or not at all, is left to py-amqp.
+    This package's encoder takes a third of the time. Values that it would encode in another way, or not at all, are
+    left to py-amqp.
     """
     given = message.properties
     if "timestamp" not in given and _is_alike(given.get("application_headers")):
@@ -247,7 +251,7 @@ def encode_properties(message: Any) -> bytes:
 
 
 def _is_alike(value: Any) -> bool:
-    """Whether a header is of a kind that py-amqp and we encode in the same way."""
+    """Return True if py-amqp and this package encode a header in the same way."""
     kind = type(value)
     if kind is dict:
         return all(map(_is_alike, value.values()))

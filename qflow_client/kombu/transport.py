@@ -1,4 +1,4 @@
-"""kombu's transport for py-amqp, under flow control."""
+"""kombu's transport for py-amqp, with flow control."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ __all__ = ["SSLTransport", "Transport"]
 
 
 class _Kept:
-    """Connections that were closed while the broker blocked them, by what they were made of.
+    """Connections that were closed while the broker blocked them, by the key of equal connections.
 
-    kombu's pools close a connection when anything is raised, and connect again for the next message. RabbitMQ tells no
-    new connection that it takes no messages, before one is sent on it; so each would send one, whose outcome nobody
-    knows. The old connection does know, and hears when that is over: who connects next gets it back.
+    kombu's pools close a connection after any error, and connect again for the next message. RabbitMQ does not report
+    to a new connection that it takes no messages, before a message is sent on it. So each new connection would send one
+    message with an unknown outcome. The old connection knows the state, and is informed when it ends. So the next
+    connect returns the old connection.
     """
 
     def __init__(self) -> None:
@@ -33,7 +34,7 @@ class _Kept:
             self._of.setdefault(connection.made_of, []).append(connection)
 
     def take(self, made_of: str) -> Connection | None:
-        """One that is still there."""
+        """Return a connection that is still open."""
         while True:
             with self._lock:
                 kept = self._of.get(made_of)
@@ -51,7 +52,7 @@ class _Kept:
             connection.collect()
 
     def cut(self) -> None:
-        """End them all."""
+        """Abort all of them."""
         with self._lock:
             kept, self._of = self._of, {}
         for connections in kept.values():
@@ -59,18 +60,18 @@ class _Kept:
                 connection.collect()
 
 
-#: Those of the process; for the package.
+#: The kept connections of the process; for the package.
 kept = _Kept()
 
 
 class Transport(pyamqp.Transport):
-    """kombu's transport for py-amqp, under flow control: ``qflow://``."""
+    """kombu's transport for py-amqp, with flow control: ``qflow://``."""
 
-    # The name that the certificate of the broker has to have; None for that of the host.
+    # The name that the broker's certificate must have; ``None`` for that of the host.
     _server_name: str | None = None
 
     def establish_connection(self) -> Any:
-        """As kombu's, which connects to 127.0.0.1 instead of localhost and forgets the name.
+        """As kombu's, which connects to 127.0.0.1 instead of localhost and discards the name.
 
         With TLS the name is kept, because the certificate may not be for 127.0.0.1.
 
@@ -92,7 +93,7 @@ class Transport(pyamqp.Transport):
                 client.hostname = self._server_name
 
     def Connection(self, **options: Any) -> Connection:  # type: ignore[override]  # as kombu calls it
-        """A connection, to be connected; for kombu."""
+        """Return a connection that is not connected yet; for kombu."""
         made_of = f"{os.getpid()} {sorted(options.items())!r}"
         connection = kept.take(made_of)
         if connection is None:
@@ -117,9 +118,9 @@ class Transport(pyamqp.Transport):
         super().register_with_event_loop(connection, loop)  # type: ignore[no-untyped-call]  # kombu's
 
     def on_readable(self, connection: Any, loop: Any) -> None:
-        """Deliver one event, as kombu's does. The bell brings the loop back if frames are left.
+        """Deliver one event, as kombu's does. If frames are left, the bell makes the loop call again.
 
-        kombu reads on by ``loop.call_soon``, and its loop may wait for sockets before it makes that call.
+        kombu continues to read by ``loop.call_soon``, but its loop may wait for sockets before it makes that call.
         """
         if not connection.connected:
             raise RecoverableConnectionError("Socket was disconnected")
@@ -132,13 +133,13 @@ class Transport(pyamqp.Transport):
                 connection.transport.has_left_frames()
 
     def _on_left(self, connection: Any, loop: Any, bell: int) -> None:
-        """Deliver what earlier reads have left."""
+        """Deliver frames that earlier reads have left."""
         if connection.connected:
             self.on_readable(connection, loop)
         else:
-            # The connection is closed, and the number of the descriptor may be another's by now.
+            # The connection is closed, and the number of the descriptor may have been reused.
             loop.remove_reader(bell)
 
 
 class SSLTransport(Transport, pyamqp.SSLTransport):
-    """The same with TLS: ``qflows://``."""
+    """The same transport with TLS: ``qflows://``."""

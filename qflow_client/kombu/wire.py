@@ -1,6 +1,6 @@
 """py-amqp's transports, with the tap at their socket.
 
-The socket never blocks: whoever waits, waits here, and says for how long.
+The socket never blocks. All waits are in this module, and have time limits.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _monotonic = time.monotonic
 
 _HEAD = Struct(">BHI")
 _DELIVER = b"\0\x3c\0\x3c"
-# Bytes that are asked of the socket at a time, and given to it.
+# The most bytes of one read or write of the socket.
 _READ = 1 << 16
 _WRITE = 1 << 18
 
@@ -41,11 +41,11 @@ _MUST_WAIT = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 
 
 class Unanswered(TimeoutError):
-    """The broker, which blocks the connection or takes no bytes, has not answered in time."""
+    """The broker blocks the connection or takes no bytes, and has not answered in time."""
 
 
 def _unpatched_poll() -> Any:
-    """A poll object of the system's, also where gevent has replaced them."""
+    """Return the system's poll object, also if gevent has replaced it."""
     monkey = sys.modules.get("gevent.monkey")
     return select.poll() if monkey is None else monkey.get_original("select", "poll")()
 
@@ -53,8 +53,8 @@ def _unpatched_poll() -> Any:
 class _Poll:
     """Waits for one socket, and for a call from another thread.
 
-    Where gevent has patched Python, waiting lets other greenlets run. Looking without waiting must not: gevent's own
-    poll would switch to another greenlet, and find nothing.
+    If gevent has patched Python, a wait lets other greenlets run. A check without waiting must not do that: gevent's
+    own poll would switch to another greenlet, and find nothing.
     """
 
     def __init__(self, sock: Any) -> None:
@@ -65,19 +65,19 @@ class _Poll:
         self._for_both.register(self._fd, select.POLLIN | select.POLLOUT)
         self._for_now = _unpatched_poll()
         self._for_now.register(self._fd, select.POLLIN | select.POLLOUT)
-        # What another thread writes to in order to end a wait; there once there was one.
+        # The pipe that another thread writes to in order to end a wait; made for the first wait.
         self._pipe: tuple[int, int] | None = None
 
     def now(self) -> int:
-        """What the socket is ready for."""
+        """Return the present state of the socket."""
         found = self._for_now.poll(0)
         return int(found[0][1]) if found else 0
 
     def wait(self, seconds: float, *, writable: bool) -> int:
-        """Wait for bytes, and for room if that is wanted; or for a call.
+        """Wait for bytes, for a call, and for room if that is wanted.
 
         Returns:
-            What the socket is ready for, of these.
+            Which of these states the socket has.
         """
         if self._pipe is None:
             self._pipe = _pipe()
@@ -94,7 +94,7 @@ class _Poll:
         return ready
 
     def wake(self) -> None:
-        """End the wait, from any thread."""
+        """End the wait. Any thread may call this."""
         if self._pipe is not None:
             with suppress(OSError):
                 os.write(self._pipe[1], b"\0")
@@ -116,13 +116,13 @@ def _pipe() -> tuple[int, int]:
 
 
 class _Bell:
-    """A file descriptor that is readable while it rings, for an event loop to watch."""
+    """A file descriptor for an event loop to watch. It is readable while the bell rings."""
 
     def __init__(self) -> None:
         self.fd, self._from = _pipe()
 
     def ring(self) -> None:
-        # A full pipe rings already.
+        # A full pipe is readable already.
         with suppress(BlockingIOError):
             os.write(self._from, b"\0")
 
@@ -132,21 +132,21 @@ class _Bell:
                 pass
 
     def close(self) -> None:
-        # A child process may have a copy of the descriptor, which an event loop would go on watching.
+        # A child process may have a copy of the descriptor, which an event loop would continue to watch.
         self.stop()
         os.close(self.fd)
         os.close(self._from)
 
 
 class Wire:
-    """What stands between a connection of py-amqp's and its socket; before one of its transports among the bases.
+    """The layer between a connection of py-amqp and its socket; a mixin that comes before one of its transports.
 
-    Inwards it reads all bytes that have come, where py-amqp reads a frame in three pieces, and keeps the frames for
-    py-amqp until py-amqp asks for them. An event loop that watches the socket cannot see frames that are kept. So it
-    watches a bell, too: `receive`, the only method that reads from the socket, rings the bell when it leaves frames,
-    and `has_left_frames` stops it when none are left.
+    Reading: it reads all available bytes at once, while py-amqp reads a frame in three pieces. It keeps the frames
+    until py-amqp asks for them. An event loop that watches the socket cannot see these frames, so it also watches a
+    bell. `receive`, the only method that reads from the socket, rings the bell when frames are left. `has_left_frames`
+    stops the bell when none are left.
 
-    Outwards it puts the channels' publishes and py-amqp's methods one after the other, at frame borders.
+    Writing: it writes the channels' publishes and py-amqp's methods one after the other, at frame borders.
     """
 
     # py-amqp's.
@@ -157,33 +157,33 @@ class Wire:
     write_timeout: float | None
     _quick_recv: Callable[[int], bytes]
 
-    #: Seconds that the broker may take to take bytes; None for ever.
+    #: Seconds that the broker may take to take bytes; ``None`` for no limit.
     limit: float | None = None
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
         self.tap = Tap()
-        #: What is to be told to py-amqp's channels, besides frames.
+        #: Calls for py-amqp's channels that wait to be made, besides frames.
         self.later: deque[Callable[[], object]] = deque()
-        #: Called after bytes have come.
+        #: Called after bytes were received.
         self.on_received: Callable[[], object] = _nothing
-        #: How often a publish was written, by which py-amqp tells whether there have to be heartbeats.
+        #: How many publishes were written. py-amqp uses this to decide about heartbeats.
         self.sent = 0
-        #: How many bytes have come.
+        #: How many bytes were received.
         self.bytes_received = 0
-        # Whole frames that py-amqp is to see, and how many bytes of them it has seen.
+        # Complete frames for py-amqp, and how many bytes of them it has read.
         self._frames = b""
         self._at = 0
         # Seconds that py-amqp's next read may take.
         self._patience: float | None = None
-        # Threads of a pool acknowledge on a connection that another one reads.
+        # Threads of a pool acknowledge on a connection that another thread reads.
         self._writing = threading.RLock()
-        # Whether a write began and it was not noted what became of it, which an exception of a signal handler does.
+        # Whether a write began and its result was not recorded, because of an exception of a signal handler.
         self._is_torn = False
-        # Whether a frame of py-amqp's has begun and not ended.
+        # Whether a frame of py-amqp is partly written.
         self._is_midway = False
         self._poll: _Poll | None = None
-        # Rings while frames are left, for an event loop; None while no event loop watches.
+        # Rings while frames are left; ``None`` while no event loop watches.
         self._bell: _Bell | None = None
 
     def _setup_transport(self) -> None:
@@ -195,8 +195,8 @@ class Wire:
     def _get_tcp_socket_defaults(self, sock: Any) -> dict[int, int]:
         found: dict[int, int] = super()._get_tcp_socket_defaults(sock)  # type: ignore[misc]  # py-amqp's
         if _TCP_USER_TIMEOUT is not None:
-            # py-amqp has Linux end a connection whose peer has not taken bytes for a second. To wait for that is what
-            # we are for, and what waits behind a message that is half written has as much time again.
+            # py-amqp lets Linux end a connection whose peer has taken no bytes for a second. This class has to wait
+            # longer, and a method behind a partly written message may wait the same time again.
             found[_TCP_USER_TIMEOUT] = 0 if self.limit is None else min(int(2000 * self.limit) + 1000, 1 << 30)
         return found
 
@@ -209,11 +209,11 @@ class Wire:
             bell.close()
 
     def wake(self) -> None:
-        """End a wait, from any thread."""
+        """End a wait. Any thread may call this."""
         if self._poll is not None:
             self._poll.wake()
 
-    # Inwards.
+    # Reading.
 
     @contextmanager
     def having_timeout(self, timeout: float | None) -> Iterator[Any]:
@@ -231,10 +231,10 @@ class Wire:
         return found
 
     def next_frame(self, timeout: float | None) -> tuple[int, int, bytes] | None:
-        """The next frame for py-amqp: its type, channel and payload; ``None`` if something of `later` comes first.
+        """Return the next frame for py-amqp: its type, channel and payload; ``None`` if a call of `later` comes first.
 
         Raises:
-            TimeoutError: none came in time.
+            TimeoutError: no frame came in time.
         """
         end: float | None = None
         while True:
@@ -259,11 +259,14 @@ class Wire:
 
     @property
     def has_frames(self) -> bool:
-        """Whether there is something for py-amqp."""
+        """Whether there are frames or calls for py-amqp."""
         return self._at < len(self._frames) or bool(self.later)
 
     def bell(self) -> int:
-        """The descriptor for an event loop to watch besides the socket: readable while frames are left for py-amqp."""
+        """Return the descriptor that an event loop watches besides the socket.
+
+        The descriptor is readable while frames are left for py-amqp.
+        """
         if self._bell is None:
             self._bell = _Bell()
         if self.has_frames:
@@ -271,24 +274,24 @@ class Wire:
         return self._bell.fd
 
     def has_left_frames(self) -> bool:
-        """Whether frames are left for py-amqp; the bell stops ringing if not."""
+        """Return True if frames are left for py-amqp; otherwise stop the bell."""
         if not self.has_frames and self._bell is not None:
             self._bell.stop()
-            # Another thread may have read from the socket meanwhile, and have rung.
+            # Another thread may have read from the socket meanwhile, and have started the bell.
             if self.has_frames:
                 self._bell.ring()
         return self.has_frames
 
     @property
     def has_news(self) -> bool:
-        """Whether there is something for py-amqp that is no delivery."""
+        """Whether there is a frame for py-amqp that is not a delivery."""
         if self.later:
             return True
         at, frames = self._at, self._frames
         return at < len(frames) and (frames[at] != METHOD_FRAME or frames[at + 7 : at + 11] != _DELIVER)
 
     def receive(self) -> bool:
-        """Take what has come, without waiting; whether anything had."""
+        """Read the available bytes without waiting. Return True if there were any."""
         sock = self.sock
         if sock is None:
             raise RecoverableConnectionError("connection already closed")
@@ -317,7 +320,7 @@ class Wire:
         return True
 
     def look(self) -> bool:
-        """Take all that has come, without waiting; whether the socket takes bytes."""
+        """Read all available bytes without waiting. Return True if the socket takes bytes."""
         poll = self._poll
         if poll is None or not self.connected:
             raise RecoverableConnectionError("connection already closed")
@@ -334,14 +337,14 @@ class Wire:
             received = self.bytes_received
 
     def _has_pending(self) -> bool:
-        """Whether bytes have come that the socket does not show."""
+        """Whether bytes have come that the state of the socket does not show."""
         return False
 
     def wait(self, seconds: float, *, writable: bool = False) -> bool:
-        """Wait until there are bytes, or another thread calls; also for room if there is something to write.
+        """Wait until there are bytes, or another thread calls; also for room if there is output.
 
         Returns:
-            Whether there is room; if that was not waited for, nobody knows.
+            Whether there is room; not meaningful if room was not waited for.
         """
         if self._poll is None:
             raise RecoverableConnectionError("connection already closed")
@@ -354,15 +357,15 @@ class Wire:
             self.flush()
         return is_writable
 
-    # Outwards.
+    # Writing.
 
     @property
     def unwritten(self) -> bool:
-        """Whether a frame of ours has begun and not ended."""
+        """Whether a frame of a producer is partly written."""
         return not self.tap.at_border
 
     def flush(self) -> None:
-        """Write what the channels have, as far as the socket takes it."""
+        """Write the channels' output, as far as the socket takes it."""
         tap = self.tap
         with self._writing:
             if self._is_midway:
@@ -387,7 +390,10 @@ class Wire:
             raise RecoverableConnectionError("a write was interrupted, and nobody knows how much of it is written")
 
     def finish(self) -> float:
-        """Write the rest of a frame of ours that has begun; when the time for it, and for one of py-amqp's, is up."""
+        """Write the rest of a partly written frame of a producer.
+
+        Return the deadline for this frame and for a frame of py-amqp.
+        """
         limit = self.limit if self.write_timeout is None else self.write_timeout
         with self._writing:
             end = math.inf if limit is None else _monotonic() + limit
@@ -403,7 +409,7 @@ class Wire:
             return end
 
     def _write_all(self, data: bytes) -> None:
-        """Write a frame of py-amqp's."""
+        """Write a frame of py-amqp."""
         with self._writing:
             end = self.finish()
             view = memoryview(data)
@@ -418,7 +424,7 @@ class Wire:
     def _await_room(self, end: float) -> None:
         left = end - _monotonic()
         if left <= 0:
-            # What is cut off in mid-frame cannot be gone on with.
+            # A connection with a partly written frame cannot be used any more.
             self.connected = False
             raise Unanswered("the broker takes no more bytes")
         poll = select.poll()
@@ -447,14 +453,14 @@ class TLSWire(Wire, SSLTransport):  # type: ignore[misc]  # py-amqp has no types
     # py-amqp's.
     host: str
 
-    #: The name that the broker's certificate has to have; None for the host that is connected to.
+    #: The name that the broker's certificate must have; ``None`` for the host that is connected to.
     server_name: str | None = None
 
     def _wrap_socket(self, sock: Any, context: Any = None, **options: Any) -> Any:
-        """As py-amqp's, but a certificate that is verified has to name the host unless the options say otherwise.
+        """As py-amqp's, but a verified certificate must name the host, unless the options say otherwise.
 
-        py-amqp compares the name only if ``server_hostname`` is given: otherwise every certificate of the authority
-        will do, whatever host it is for.
+        py-amqp compares the name only if ``server_hostname`` is given. Otherwise it accepts every certificate of the
+        authority, for any host.
         """
         if context:
             context = {"check_hostname": True, **context}
@@ -469,6 +475,6 @@ class TLSWire(Wire, SSLTransport):  # type: ignore[misc]  # py-amqp has no types
         return bool(self.sock.pending())
 
     def _shutdown_transport(self) -> None:
-        # Not for ever.
+        # A time limit for the TLS handshake.
         self.sock.settimeout(self.connect_timeout or 1.0)
         super()._shutdown_transport()
