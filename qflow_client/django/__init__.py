@@ -1,8 +1,10 @@
-"""The outbox in a Django application's own database: published if the transaction commits, and only then (E14).
+"""The outbox in a Django application's own database: messages of committed transactions are published (E14).
 
-With ``"qflow_client.django"`` in ``INSTALLED_APPS``, ``manage.py migrate`` makes the tables, and `add` writes a message
-in the current transaction. A relay of `qflow_client.sqlalchemy`, or ``qflow relay``, publishes it. A consumer remembers
-by `first_time` what it has handled. It needs the extra ``django``.
+Messages of other transactions are never published.
+
+With ``"qflow_client.django"`` in ``INSTALLED_APPS``, ``manage.py migrate`` creates the tables, and `add` writes a
+message in the current transaction. A relay of `qflow_client.sqlalchemy`, or ``qflow relay``, publishes it. A consumer
+uses `first_time` to remember handled messages. This needs the extra ``django``.
 """
 
 from __future__ import annotations
@@ -17,13 +19,13 @@ from qflow_client.sqlalchemy import Inbox, Outbox
 
 __all__ = ["add", "add_many", "first_time", "forget", "inbox", "outbox"]
 
-#: The outbox whose tables the migration makes; for `OutboxRelay(…, outbox=outbox)` and ``outbox.status``.
+#: The outbox whose tables the migration creates; for `OutboxRelay(…, outbox=outbox)` and ``outbox.status``.
 outbox = Outbox()
-#: The inbox whose table the migration makes.
+#: The inbox whose table the migration creates.
 inbox = Inbox()
 
 _COLUMNS = ("partition", "ordering_key", "exchange", "routing_key", "properties", "body")
-# The most rows of one statement: SQLite takes 32,766 values, and before 3.32 only 999.
+# The most rows of one statement: SQLite accepts 32,766 values, and before 3.32 only 999.
 _ROWS = 100
 
 
@@ -35,14 +37,14 @@ def add(
     ordering_key: str | None = None,
     using: str = "default",
 ) -> str:
-    """Add a message in the current transaction: published if that commits, and only then.
+    """Add a message in the current transaction. It is published if and only if the transaction commits.
 
     Args:
         message: the body, or a `Message` with properties.
-        exchange: where to publish. Unless given, it is that of a `RoutedMessage`, and otherwise ``""``.
-        routing_key: with which key; likewise.
+        exchange: where to publish. The default is the exchange of a `RoutedMessage`, or else ``""``.
+        routing_key: with which key; the default likewise.
         ordering_key: messages with the same key are published in the order in which they were added, by transactions
-            that wait for each other. ``None`` for a message that has no place in any order.
+            that wait for each other. ``None`` for a message without an order.
         using: the alias of the database.
 
     Returns:
@@ -50,7 +52,7 @@ def add(
 
     Raises:
         TypeError: the message is of another type.
-        ValueError: AMQP cannot carry it.
+        ValueError: AMQP cannot represent it.
     """
     (message_id,) = add_many(
         [message], exchange=exchange, routing_key=routing_key, ordering_key=ordering_key, using=using
@@ -66,7 +68,7 @@ def add_many(
     ordering_key: str | None = None,
     using: str = "default",
 ) -> list[str]:
-    """`add` every message, in order, with few statements: all of them or none.
+    """Add every message, in order, with few statements: all of them or none.
 
     Args:
         messages: as for `add`.
@@ -99,10 +101,10 @@ def add_many(
 
 
 def first_time(message_id: str, *, consumer: str = "", using: str = "default") -> bool:
-    """Remember a message in the current transaction, and tell whether it was not handled before.
+    """Remember a message in the current transaction. Return True if it was not handled before.
 
     If another transaction is handling a copy, this waits for its end. Call it in the transaction that handles the
-    message, and acknowledge the message after the commit, whatever the answer.
+    message. Acknowledge the message after the commit, whatever the result is.
 
     Args:
         message_id: of the message.
@@ -111,8 +113,8 @@ def first_time(message_id: str, *, consumer: str = "", using: str = "default") -
 
     Raises:
         ValueError: the message has no id.
-        django.db.transaction.TransactionManagementError: there is no transaction, so that handling the message and
-            remembering it would not be one.
+        django.db.transaction.TransactionManagementError: there is no transaction, so handling and remembering the
+            message would not be atomic.
     """
     if not message_id:
         raise ValueError("a message without a message id cannot be told from others")
@@ -131,11 +133,11 @@ def forget(older_than: float, *, using: str = "default") -> int:
     """Forget messages that were handled.
 
     Args:
-        older_than: seconds; more than a second copy can be late.
+        older_than: seconds; more than the delay of any second copy.
         using: the alias of the database.
 
     Returns:
-        How many there were.
+        How many were forgotten.
     """
     connection = connections[using]
     # The times were written by the clock of the database.

@@ -1,4 +1,4 @@
-"""Makes the tables that `qflow_client.sqlalchemy` defines, in migrations of Django."""
+"""Creates the tables that `qflow_client.sqlalchemy` defines, in migrations of Django."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def _dialect(editor: Any) -> Dialect:
 
 
 def create(metadata: MetaData) -> Callable[[Any, Any], None]:
-    """Return an operation of `RunPython` that makes tables.
+    """Return an operation of `RunPython` that creates tables.
 
     Args:
-        metadata: where they are defined.
+        metadata: the definitions of the tables.
     """
 
     def make(_apps: Any, editor: Any) -> None:
@@ -45,7 +45,7 @@ def drop(metadata: MetaData) -> Callable[[Any, Any], None]:
     """Return an operation of `RunPython` that drops tables.
 
     Args:
-        metadata: where they are defined.
+        metadata: the definitions of the tables.
     """
 
     def remove(_apps: Any, editor: Any) -> None:

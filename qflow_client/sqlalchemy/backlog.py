@@ -1,7 +1,7 @@
-"""How many rows wait in an outbox, and for how long.
+"""Measures how many rows wait in an outbox, and for how long.
 
-`measure` asks the database. `Backlog` is for readers that ask often, such as a reader of metrics. It asks the database
-at most every ten seconds, and for no more than a hundredth of the time, on a thread of its own. If the database does
+`measure` queries the database. `Backlog` is for readers that ask often, such as a reader of metrics. It queries the
+database at most every ten seconds, and for at most a hundredth of the time, on a separate thread. If the database does
 not answer, a reader waits for one second at most.
 """
 
@@ -19,10 +19,10 @@ from qflow_client.sqlalchemy.tables import Tables, dialect_of
 
 __all__ = ["Backlog", "measure"]
 
-# The least seconds between two questions, and how many times as long as an answer took.
+# The shortest time between two queries in seconds, and as a multiple of the duration of a query.
 _PERIOD = 10.0
 _RARITY = 100.0
-# Seconds for which a reader waits for an answer, and for which the database may work on it.
+# The time limit in seconds for a reader that waits, and for the query in the database.
 _PATIENCE = 1.0
 _LONGEST = 30
 
@@ -32,10 +32,10 @@ logger = logging.getLogger("qflow_client")
 
 
 def measure(connection: Connection | Session, tables: Tables) -> tuple[int, float]:
-    """Return how many rows wait, and for how many seconds the oldest has, by the clock of the database."""
+    """Return how many rows wait, and for how many seconds the oldest has waited, by the clock of the database."""
     rows = tables.rows
     depth = connection.execute(select(sql.count()).select_from(rows)).scalar_one()
-    # The time of a transaction's beginning is that of all its rows, and may be later than another's commit.
+    # All rows of a transaction have the time of its beginning, which may be later than the commit of another one.
     is_postgresql = dialect_of(connection, rows) == "postgresql"
     now = sql.clock_timestamp(type_=DateTime(timezone=True)) if is_postgresql else sql.now()
     oldest = connection.execute(select(rows.c.created_at, now).order_by(rows.c.id).limit(1)).first()
@@ -54,13 +54,13 @@ class Backlog:
         self._engine = engine
         self._tables = tables
         self._lock = threading.Lock()
-        # Asks the database; None while nothing is asked.
+        # The querying thread; ``None`` while there is no query.
         self._thread: threading.Thread | None = None
         self._next_at = 0.0
         self._found: tuple[int, float] | None = None
 
     def read(self) -> tuple[int, float] | None:
-        """Return what `measure` returned last; ``None`` if the database does not answer."""
+        """Return the last result of `measure`; ``None`` if the database does not answer."""
         with self._lock:
             if self._thread is None and _monotonic() >= self._next_at:
                 self._thread = threading.Thread(target=self._ask, name="qflow-outbox-backlog", daemon=True)
@@ -80,7 +80,7 @@ class Backlog:
                     connection.execute(text(f"SET LOCAL statement_timeout = '{_LONGEST}s'"))
                 found = measure(connection, self._tables)
         except Exception as error:
-            # Its words may repeat what is in a row. The relay logs what is wrong with the database.
+            # The error text may contain data of a row. The relay logs errors of the database.
             logger.debug("outbox relay: the backlog is not known: %s", type(error).__name__)
         finally:
             now = _monotonic()

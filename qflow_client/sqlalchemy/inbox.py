@@ -1,7 +1,7 @@
-"""`Inbox`: a consumer remembers what it has handled in its own database, in the transaction that handles it.
+"""`Inbox` lets a consumer record handled messages in its own database, in the transaction that handles them.
 
-So handling a message and remembering it are one: a process that dies in between has done neither. With a producer that
-loses no message, and marks or repeats its ids, each message is handled effectively once.
+So handling and recording are atomic: a process that dies in between has done neither. With a producer that loses no
+message, and that repeats its ids, each message is handled effectively once.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ class Inbox:
     """The ids of messages that a consumer has handled, in a table of its own database (E14).
 
     Args:
-        metadata: the application's, which gets the table; ``None`` for one of its own.
+        metadata: the application's, to which the table is added; ``None`` for a separate one.
         name: of the table.
-        schema: that the table is in; ``None`` for the connection's own.
+        schema: of the table; ``None`` for the connection's default.
     """
 
     def __init__(
         self, metadata: MetaData | None = None, *, name: str = "qflow_inbox", schema: str | None = None
     ) -> None:
-        #: Where the table is defined.
+        #: The metadata of the table.
         self.metadata = MetaData() if metadata is None else metadata
         #: The table.
         self.table = Table(
@@ -59,10 +59,10 @@ class Inbox:
     def first_time(
         self, session: Session | Connection | AsyncSession | AsyncConnection, message_id: str, *, consumer: str = ""
     ) -> bool | Awaitable[bool]:
-        """Remember a message in the caller's transaction, and tell whether it was not handled before.
+        """Remember a message in the caller's transaction. The result is True if it was not handled before.
 
-        If another transaction is handling a copy, this waits for its end: the message is handled here if that one is
-        rolled back. Acknowledge the message after the commit, whatever the answer.
+        If another transaction is handling a copy, this waits for its end. If that transaction is rolled back, the
+        message is handled here. Acknowledge the message after the commit, whatever the result is.
 
         Args:
             session: the caller's; with an asynchronous one, await the result.
@@ -77,7 +77,7 @@ class Inbox:
         dialect = dialect_of(session, self.table)
         if dialect not in _INSERTS:
             raise ValueError(f"database {dialect!r}: use PostgreSQL or SQLite")
-        # Only a row that is inserted is returned.
+        # Only an inserted row is returned.
         statement = _INSERTS[dialect](self.table).on_conflict_do_nothing().returning(self.table.c.message_id)
         values = {"consumer": consumer, "message_id": message_id}
         if isinstance(session, (AsyncSession, AsyncConnection)):
@@ -89,10 +89,10 @@ class Inbox:
 
         Args:
             connection: to the database.
-            older_than: seconds; more than a second copy can be late.
+            older_than: seconds; more than the delay of any second copy.
 
         Returns:
-            How many there were.
+            How many were forgotten.
         """
         before = datetime.now(UTC) - timedelta(seconds=older_than)
         gone: Any = connection.execute(delete(self.table).where(self.table.c.handled_at < before))

@@ -1,7 +1,7 @@
-"""`Outbox`: what the application uses of an outbox in its own database.
+"""`Outbox` is the application's interface to an outbox in its own database.
 
-A message is encoded when it is added, under a message id that is given then. So nothing that the application changes
-later changes what is published (E3), and every try to publish it bears the same id.
+A message is encoded when it is added, and gets its message id then. So later changes by the application do not change
+the published message (E3), and every try to publish it uses the same id.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ __all__ = ["FailedRow", "Outbox", "OutboxStatus"]
 
 @dataclass(frozen=True, slots=True)
 class OutboxStatus:
-    """What is in an outbox at one moment.
+    """The content of an outbox at one moment.
 
     Attributes:
         depth: rows that wait.
         oldest_age: seconds since the oldest of them was added, by the clock of the database; 0 if there is none.
         failed: rows that are set aside.
         relayed: rows that the broker has confirmed so far.
-        relays: relays that work now; ``None`` if that cannot be seen.
-        holds: for each relay that is held, what holds it, such as ``"channel_flow"``; as of a second ago.
+        relays: how many relays are working now; ``None`` if that is unknown.
+        holds: for each held relay, its holds, such as ``"channel_flow"``; up to one second old.
     """
 
     depth: int
@@ -50,13 +50,13 @@ class OutboxStatus:
 
 @dataclass(frozen=True, slots=True)
 class FailedRow:
-    """A message that was set aside, because the broker will not take it.
+    """A message that was set aside, because the broker will never take it.
 
     Attributes:
         id: its number in the outbox.
-        message: the message, and where it was to go; ``None`` if it is damaged.
-        ordering_key: with which it was added.
-        reply: why: the broker's words.
+        message: the message with its exchange and routing key; ``None`` if it is damaged.
+        ordering_key: the key with which it was added.
+        reply: the reason: the broker's reply text.
         failed_at: when it was set aside.
     """
 
@@ -68,17 +68,17 @@ class FailedRow:
 
 
 class Outbox:
-    """The tables of an outbox in the application's database, and the way into it.
+    """The tables of an outbox in the application's database, and methods to add messages to it.
 
-    ``metadata.create_all()`` makes the tables, or an Alembic migration that ``--autogenerate`` writes. There are no
+    ``metadata.create_all()`` creates the tables, or an Alembic migration that ``--autogenerate`` writes. There are no
     triggers and no functions.
 
     Args:
-        metadata: the application's, which gets the tables; ``None`` for one of its own.
-        name: of the table; two others are called ``<name>_failed`` and ``<name>_relay``.
-        schema: that the tables are in; ``None`` for the connection's own.
+        metadata: the application's, to which the tables are added; ``None`` for a separate one.
+        name: of the table; the other two are called ``<name>_failed`` and ``<name>_relay``.
+        schema: of the tables; ``None`` for the connection's default.
         notify: wake the relays with ``NOTIFY`` on PostgreSQL. PostgreSQL lets only one notifying transaction of a
-            database commit at a time; with ``False`` relays find rows at their next poll.
+            database commit at a time. With ``False`` relays find rows at their next poll.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class Outbox:
         schema: str | None = None,
         notify: bool = True,
     ) -> None:
-        #: Where the tables are defined.
+        #: The metadata of the tables.
         self.metadata = MetaData() if metadata is None else metadata
         #: The three tables.
         self.tables = Tables(self.metadata, name, schema)
@@ -126,22 +126,22 @@ class Outbox:
         routing_key: str | None = None,
         ordering_key: str | None = None,
     ) -> str | Awaitable[str]:
-        """Add a message in the caller's transaction: published if that commits, and only then.
+        """Add a message in the caller's transaction. It is published if and only if the transaction commits.
 
         Args:
             session: the caller's; with an asynchronous one, await the result.
             message: the body, or a `Message` with properties.
-            exchange: where to publish. Unless given, it is that of a `RoutedMessage`, and otherwise ``""``.
-            routing_key: with which key; likewise.
+            exchange: where to publish. The default is the exchange of a `RoutedMessage`, or else ``""``.
+            routing_key: with which key; the default likewise.
             ordering_key: messages with the same key are published in the order in which they were added, by
-                transactions that wait for each other. ``None`` for a message that has no place in any order.
+                transactions that wait for each other. ``None`` for a message without an order.
 
         Returns:
             The message id: the message's own, or a new one.
 
         Raises:
             TypeError: the message is of another type.
-            ValueError: AMQP cannot carry it.
+            ValueError: AMQP cannot represent it.
         """
         values, message_id = self.encode(message, exchange, routing_key, ordering_key)
         if isinstance(session, (AsyncSession, AsyncConnection)):
@@ -180,7 +180,7 @@ class Outbox:
         routing_key: str | None = None,
         ordering_key: str | None = None,
     ) -> list[str] | Awaitable[list[str]]:
-        """`add` every message, in order, with few statements.
+        """Add every message, in order, with few statements.
 
         Args:
             session: as for `add`.
@@ -211,8 +211,8 @@ class Outbox:
     def _insert(self, dialect: str) -> Insert:
         statement = insert(self.tables.rows)
         if dialect == "postgresql" and self._notify:
-            # In the same statement: no round trip more, and no trigger. It is sent with the commit, once.
-            # Rows get their ids in the order in which they are given.
+            # In the same statement, so there is no further round trip and no trigger. The notification is sent once,
+            # with the commit. Rows get their ids in the order of the values.
             woken = func.pg_notify(self.tables.channel, "")
             return statement.returning(woken, sort_by_parameter_order=True)
         return statement
@@ -220,7 +220,7 @@ class Outbox:
     def encode(
         self, given: bytes | str | Message, exchange: str | None, routing_key: str | None, ordering_key: str | None
     ) -> tuple[dict[str, Any], str]:
-        """Return a message as the values of a row, and its id; for those who insert rows in another way.
+        """Return a message as the values of a row, and its id. For programs that insert rows in another way.
 
         Args:
             given: as for `add`.
@@ -250,10 +250,10 @@ class Outbox:
         }
         return values, message_id
 
-    # For people.
+    # Administration.
 
     def status(self, connection: Connection | Session) -> OutboxStatus:
-        """Count what is in the outbox.
+        """Return the counts of an outbox.
 
         Args:
             connection: to its database.
@@ -292,8 +292,8 @@ class Outbox:
 
         Args:
             connection: to the outbox's database.
-            after: the `FailedRow.id` to begin behind.
-            limit: the most to return.
+            after: a `FailedRow.id`; only later rows are returned.
+            limit: how many at most.
         """
         table = self.tables.failed
         found = connection.execute(select(table).where(table.c.id > after).order_by(table.c.id).limit(limit))
@@ -309,14 +309,14 @@ class Outbox:
         ]
 
     def retry(self, connection: Connection | Session, ids: Sequence[int] | None = None) -> int:
-        """Put messages that were set aside back into the outbox, at its end, in the caller's transaction.
+        """Put messages that were set aside back at the end of the outbox, in the caller's transaction.
 
         Args:
             connection: to the outbox's database.
             ids: `FailedRow.id` of each; ``None`` for all.
 
         Returns:
-            How many there were.
+            How many messages were put back.
         """
         failed = self.tables.failed
         names = ("partition", "ordering_key", "exchange", "routing_key", "properties", "body")
@@ -332,14 +332,14 @@ class Outbox:
         return len(found)
 
     def forget(self, connection: Connection | Session, ids: Sequence[int]) -> int:
-        """Delete messages that were set aside, for good, in the caller's transaction.
+        """Delete messages that were set aside, in the caller's transaction.
 
         Args:
             connection: to the outbox's database.
             ids: `FailedRow.id` of each.
 
         Returns:
-            How many there were.
+            How many messages were deleted.
         """
         failed = self.tables.failed
         gone: Any = connection.execute(delete(failed).where(failed.c.id.in_(ids)))
@@ -354,5 +354,5 @@ def _message_of(row: Any) -> RoutedMessage | None:
 
 
 def _aware(at: datetime) -> datetime:
-    # SQLite's have no zone, and are in UTC.
+    # Times of SQLite have no time zone, and are in UTC.
     return at if at.tzinfo is not None else at.replace(tzinfo=UTC)

@@ -1,31 +1,32 @@
-"""A relay's session with PostgreSQL: which partitions it has, which rows it reads, and what it writes.
+"""A relay's session with PostgreSQL: its partitions, and how it reads and writes rows.
 
-**Partitions.** Each relay holds a shared advisory lock as its membership, and an exclusive one for each partition that
-it works on. Members are ordered by the number of their server process; partition ``p`` is for member ``p mod count``.
-A relay gives up what is another's and takes what is its own. While two relays see different members, a partition may
-have no relay for a moment; it never has two.
+**Partitions.** Each relay holds a shared advisory lock that shows its membership, and an exclusive one for each
+partition that it works on. Members are ordered by the number of their server process. Partition ``p`` belongs to member
+``p mod count``. A relay gives up partitions of other members and takes its own. While two relays see different members,
+a partition may have no relay for a moment. It never has two.
 
 The locks belong to the session, so they end with it: at once if the relay is killed, and after the lease if it is
-suspended, or cut off from the database. The server itself keeps that time (``idle_session_timeout``), so no clocks are
-compared, and a dead relay leaves nothing to be cleaned up.
+suspended or cut off from the database. The server itself measures that time (``idle_session_timeout``), so no clocks
+are compared, and a dead relay leaves nothing to clean up.
 
-**Reading.** A number in ``id`` is given before its transaction commits, so rows become visible in another order than
-that of their ids, and a reader that remembers the last id loses rows. Rows are therefore read in *sweeps*. A sweep is
-bound to a snapshot. It reads, in the order of ids, the rows that are visible in its snapshot and were not visible in
-that of the sweep before. A row is new to a snapshot if its transaction (the column ``xid``) began after the earlier
-snapshot, or was in progress in it; both are short ranges of an index. It follows:
+**Reading.** An ``id`` is assigned before its transaction commits. So rows do not become visible in the order of their
+ids, and a reader that only remembers the last id would lose rows. Rows are therefore read in *sweeps*. A sweep is bound
+to a snapshot. It reads, in the order of ids, the rows that are visible in its snapshot and were not visible in the
+snapshot of the sweep before. A row is new to a snapshot if its transaction (the column ``xid``) began after the earlier
+snapshot, or was in progress in it. Both are short ranges of an index. It follows:
 
-- Each row is in exactly one sweep, whenever its transaction commits. One that commits late is in a later sweep.
-- If a transaction adds a row after another has committed, no sweep reads the second row before the first: a snapshot
-  that shows the second shows the first, and inside a sweep ids decide. This is the order that an application can know.
-- A transaction that stays open holds up nothing but its own rows. Rows that were deleted and cannot be vacuumed because
-  of it are not visited again, because a page begins behind the last one.
+- Each row is in exactly one sweep, whenever its transaction commits. A row that commits late is in a later sweep.
+- If a transaction adds a row after another transaction has committed, no sweep reads the second row before the first. A
+  snapshot that shows the second row also shows the first, and inside a sweep ids define the order. This is the order
+  that an application can observe.
+- A transaction that stays open delays only its own rows. Deleted rows that cannot be vacuumed because of it are not
+  visited again, because a page begins after the last row of the page before.
 
-**Writing.** Rows are permitted by a commit that waits for the disk, and `AHEAD` of what is read, so at a low rate most
-pages need none. Deletes go with the next page, and do not wait for the disk.
+**Writing.** Rows are permitted by a commit that waits for the disk. It permits `AHEAD` more rows than were read, so at
+a low rate most pages need no such commit. Deletes are made with the next page, and do not wait for the disk.
 
-The first sweep of a session is *full*: there is no earlier snapshot. Another one is made once a minute, which costs one
-look at the table, and finds whatever this arithmetic cannot know, such as rows that were restored from a backup.
+The first sweep of a session is *full*: there is no earlier snapshot. Another full sweep is made once a minute. It costs
+one look at the table, and finds rows that snapshots do not show, such as rows that were restored from a backup.
 """
 
 from __future__ import annotations
@@ -43,14 +44,14 @@ from qflow_client.sqlalchemy.tables import PARTITIONS, Tables
 
 __all__ = ["AHEAD", "PostgresqlSession"]
 
-# Seconds between two full sweeps, of a relay that has nothing else to read.
+# Seconds between two full sweeps of a relay that has no other rows to read.
 _FULL_PERIOD = 60.0
-# No transaction is in progress. A driver may not know the type of an empty list.
+# No transaction is in progress. The list is not empty, because a driver may not know the type of an empty list.
 _NONE = [-1]
-# More than any number of a transaction.
+# Greater than any transaction number.
 _ALL = 1 << 62
-#: So many numbers behind the last row that was read are permitted with it. While they last, no row waits for a disk
-#: before it is published. After a crash up to so many more first copies are marked.
+#: How many numbers after the last row that was read are permitted with it. Rows within them do not wait for a disk
+#: before they are published. After a crash up to this many more first copies are marked.
 AHEAD = 1000
 
 _monotonic = time.monotonic
@@ -62,10 +63,10 @@ class PostgresqlSession:
     Args:
         engine: of SQLAlchemy, with the driver psycopg.
         tables: the outbox's.
-        lease: seconds without a word of the relay after which another one has its partitions; see `silence_of`.
+        lease: seconds without activity of the relay after which another relay gets its partitions; see `silence_of`.
 
     Raises:
-        RelayError: the driver or the server is not fit for it.
+        RelayError: the driver or the server is not suitable.
         sqlalchemy.exc.SQLAlchemyError: the database cannot be reached.
     """
 
@@ -83,19 +84,19 @@ class PostgresqlSession:
         quote = engine.dialect.identifier_preparer.format_table
         self._rows, self._failed, self._relay = quote(tables.rows), quote(tables.failed), quote(tables.relay)
         self._find_next = self._statement("%(last)s")
-        # First of all, the rows are found by the index on xid. With ORDER BY id, the planner might prefer to go through
-        # all ids, and those of rows that were deleted.
+        # First the rows are found by the index on xid. With ORDER BY id, the planner might prefer to visit all ids,
+        # including those of deleted rows.
         self._find_first = self._statement(
             f"(SELECT min(id) - 1 FROM (SELECT id FROM {self._rows}"
             " WHERE xid >= %(before_xmax)s OR xid = ANY(%(before_xip)s) OFFSET 0) fresh)"
         )
         self._mine: list[int] = []
-        # Whether the sweep reads what an earlier session, or this one before a failure, may have sent.
+        # Whether the sweep reads rows that an earlier session, or this one before a failure, may have sent.
         self.is_full = True
         self.has_more = False
         self._in_sweep = False
-        # The snapshot of the sweep, and of the one before: the first number that was not given to any transaction yet,
-        # and the transactions that were in progress.
+        # The snapshots of this sweep and of the sweep before. Each is the first unassigned transaction number, and the
+        # transactions that were in progress.
         self._xmax, self._xip = 0, _NONE
         self._before = 0, _NONE
         self._last = 0
@@ -104,9 +105,9 @@ class PostgresqlSession:
         self._is_noticed = False
         self._connection = engine.connect().execution_options(isolation_level="AUTOCOMMIT")
         self._driver = cast(Any, self._connection.connection.driver_connection)
-        # Bodies come as they are, not as text.
+        # Bodies are transferred in binary form, not as text.
         self._cursor = self._driver.cursor(binary=True)
-        # It is never given back to the pool: it has locks and settings of its own.
+        # The connection is never returned to the pool, because it has its own locks and settings.
         self._connection.detach()
         try:
             self._set_up(lease)
@@ -121,9 +122,9 @@ class PostgresqlSession:
         for setting in (
             f"idle_session_timeout = {milliseconds}",
             f"statement_timeout = {milliseconds}",
-            # Of a session that sends a page to a relay that reads no more, none of the two comes into force.
+            # The two settings above have no effect on a session that sends a page to a relay that has stopped reading.
             f"tcp_user_timeout = {milliseconds}",
-            # The statistics of a table that was empty a moment ago must not decide.
+            # Do not use a generic plan from statistics of a time when the table was empty.
             "plan_cache_mode = force_custom_plan",
             "enable_seqscan = off",
             "synchronous_commit = on",
@@ -131,7 +132,7 @@ class PostgresqlSession:
             self._run(f"SET {setting}")
         if self._driver.info.host and not self._driver.info.host.startswith("/"):
             self._set_socket(milliseconds)
-        # Those that come with the answer to a statement are given to the handler, and to nobody else.
+        # Notifications that arrive with the answer to a statement are passed only to the handler.
         self._driver.add_notify_handler(self._notice)
         self._run(f"LISTEN {self._tables.channel}")
         self._run(
@@ -140,7 +141,7 @@ class PostgresqlSession:
         )
 
     def _set_socket(self, milliseconds: int) -> None:
-        """Have a connection that nobody answers end within the lease."""
+        """Let a connection without answers end within the lease."""
         seconds = max(1, milliseconds // 3000)
         with socket.socket(fileno=socket.dup(self._driver.fileno())) as copy:
             copy.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -162,11 +163,11 @@ class PostgresqlSession:
     # Partitions.
 
     def join(self) -> None:
-        """Become a member, to which partitions are due."""
+        """Become a member, which partitions can belong to."""
         self._run("SELECT pg_advisory_lock_shared(:class, :member)", **{"class": self._class, "member": PARTITIONS})
 
     def due(self) -> set[int]:
-        """Return the partitions that are this relay's by the members that there are."""
+        """Return the partitions that belong to this relay, with the present members."""
         found = self._rows_of(
             "SELECT pid, pid = pg_backend_pid(), objid::int FROM pg_locks"
             " WHERE locktype = 'advisory' AND objsubid = 2 AND granted AND classid = :class"
@@ -184,10 +185,10 @@ class PostgresqlSession:
         return {partition for partition in range(PARTITIONS) if partition % len(members) == mine}
 
     def take(self, partitions: Iterable[int]) -> dict[int, int]:
-        """Take those partitions that no other relay has.
+        """Take those of the partitions that no other relay has.
 
         Returns:
-            Up to which row each partition's messages may have been sent.
+            For each partition, the row up to which messages may have been sent.
         """
         taken = {}
         for partition in sorted(partitions):
@@ -202,7 +203,7 @@ class PostgresqlSession:
         """Give up partitions.
 
         Args:
-            doubts: up to which row each partition's messages may have been sent, of those that are still there.
+            doubts: for each partition, the row up to which messages may have been sent, if they still exist.
         """
         statement = f"UPDATE {self._relay} SET permitted = :doubt WHERE partition = :partition"
         for partition, doubt in doubts.items():
@@ -214,20 +215,20 @@ class PostgresqlSession:
     # Reading.
 
     def start_over(self) -> None:
-        """Read from the beginning. Nothing that was read may be unsettled."""
+        """Read from the beginning. No row that was read may be unsettled."""
         self._in_sweep = False
         self._before = 0, _NONE
         self._next_full = 0.0
 
     def is_full_due(self) -> bool:
-        """Return True if the next sweep should be a full one, for which nothing may be unsettled."""
+        """Return True if the next sweep should be a full one. No row may be unsettled then."""
         return not self._in_sweep and _monotonic() >= self._next_full > 0
 
     def read(self, limit: int, gone: Sequence[int] = ()) -> list[Row]:
-        """Delete rows that are confirmed, and read and permit the next ones, in one commit.
+        """Delete confirmed rows, and read and permit the next ones, in one commit.
 
-        What is permitted is on disk when this returns, but for the deletes there is no wait: rows that come back if the
-        server crashes are sent again, and marked. `has_more` tells whether the sweep may have further rows.
+        Permissions are on disk when this returns. There is no wait for the deletes: if the server crashes, deleted rows
+        may come back, and are sent again and marked. `has_more` is True if the sweep may have further rows.
 
         Args:
             limit: the most rows to return.
@@ -237,12 +238,12 @@ class PostgresqlSession:
         xmax, xip = self._before
         if begins:
             self.is_full = xmax == 0
-            # Every row that the statement sees is in the snapshot of a sweep that begins with it.
+            # Every row that the statement sees is in the snapshot of a sweep that begins with the statement.
             self._last, self._xmax, self._xip = 0, _ALL, _NONE
             if self.is_full:
                 self._next_full = _monotonic() + _FULL_PERIOD
                 self._adopt_restored()
-        # The driver alone needs half of the time that SQLAlchemy and the driver need.
+        # The driver alone needs half of the time of SQLAlchemy with the driver.
         found = self._cursor.execute(
             self._find_first if begins and not self.is_full else self._find_next,
             {
@@ -261,7 +262,7 @@ class PostgresqlSession:
             _, first_unknown, in_progress = found[0][0].split(":")
             self._xmax = int(first_unknown)
             self._xip = [int(each) for each in in_progress.split(",")] if in_progress else _NONE
-        # Without a page there is the snapshot alone.
+        # Without rows, the result is the snapshot alone.
         total = found[0][2] or 0
         rows = [Row(*row[3:]) for row in found] if total else []
         self.has_more = total == limit or total > len(rows)
@@ -273,7 +274,7 @@ class PostgresqlSession:
         return rows
 
     def _adopt_restored(self) -> None:
-        """Give rows with transactions of another server one of this: those that are visible began before it."""
+        """Give rows with transaction numbers of another server a number of this one. Visible rows began before it."""
         self._run(
             f"UPDATE {self._rows} SET xid = 0"
             " WHERE xid >= (SELECT pg_snapshot_xmax(pg_current_snapshot())::text::bigint)"
@@ -283,12 +284,12 @@ class PostgresqlSession:
         """Return the statement of `read`.
 
         Args:
-            last: an expression, behind which row the page begins.
+            last: an expression for the row after which the page begins.
         """
         return (
             "WITH now AS (SELECT pg_current_snapshot() AS snapshot),"
             f" gone AS (DELETE FROM {self._rows} WHERE id = ANY(CAST(%(gone)s AS bigint[])) RETURNING partition),"
-            # Large bodies are stored beside the table, and are not touched before they are chosen.
+            # Large bodies are stored outside the table, and are not read before their rows are chosen.
             " page AS MATERIALIZED (SELECT * FROM ("
             "SELECT *, count(*) OVER () AS total, row_number() OVER (ORDER BY id) AS number,"
             " sum(octet_length(body)) OVER (ORDER BY id ROWS UNBOUNDED PRECEDING) - octet_length(body) AS size FROM ("
@@ -316,7 +317,7 @@ class PostgresqlSession:
     # Writing.
 
     def delete(self, gone: Sequence[int]) -> None:
-        """Delete rows that are confirmed."""
+        """Delete confirmed rows."""
         self._run(
             f"WITH gone AS (DELETE FROM {self._rows} WHERE id = ANY(CAST(:gone AS bigint[])) RETURNING partition),"
             " news AS (SELECT partition, count(*) AS relayed FROM gone GROUP BY partition)"
@@ -326,12 +327,12 @@ class PostgresqlSession:
         )
 
     def set_aside(self, rows: Sequence[Aside]) -> None:
-        """Move rows to the table of failed ones, with the broker's words."""
+        """Move rows to the table of failed ones, with the broker's reply."""
         statement = text(
             f"WITH gone AS (DELETE FROM {self._rows} WHERE id = :id RETURNING *)"
             f" INSERT INTO {self._failed}"
             " (id, partition, ordering_key, exchange, routing_key, properties, body, created_at, reply)"
-            # The number may be there, if the sequence has been set back.
+            # The number may exist already, if the sequence was reset.
             f" SELECT CASE WHEN EXISTS (SELECT FROM {self._failed} WHERE id = :id)"
             f" THEN (SELECT max(id) + 1 FROM {self._failed}) ELSE id END,"
             " partition, ordering_key, exchange, routing_key, properties, body, created_at, :reply FROM gone"
@@ -340,20 +341,20 @@ class PostgresqlSession:
             self._connection.execute(statement, {"id": number, "reply": reply})
 
     def ping(self) -> None:
-        """Prolong the lease."""
+        """Extend the lease."""
         self._run("SELECT 1")
 
     def say(self, holds: str) -> None:
-        """Have everyone who looks at the sessions see what holds the relay. It is not written to disk."""
+        """Show the holds of the relay to everyone who views the sessions. They are not written to disk."""
         self._run("SELECT set_config('application_name', :name, false)", name=self._tables.session_name + holds)
 
     # Waiting.
 
     def wait(self, wake: socket.socket, timeout: float) -> bool:
-        """Wait for a commit of the application, or a byte.
+        """Wait for a commit of the application, or for a byte.
 
         Args:
-            wake: where the byte comes.
+            wake: the socket that receives the byte.
             timeout: seconds.
 
         Returns:
@@ -369,7 +370,7 @@ class PostgresqlSession:
     def _take_notices(self) -> None:
         driver = self._driver.pgconn
         driver.consume_input()
-        # Several commits are one reason to read.
+        # Several commits need only one read.
         while driver.notifies() is not None:
             self._is_noticed = True
 
@@ -379,6 +380,6 @@ class PostgresqlSession:
     def close(self) -> None:
         """End the session, and with it the locks."""
         self._driver.close()
-        # It has nothing left to do, and says so.
+        # The connection may be broken, and there is nothing left to do.
         with suppress(Exception):
             self._connection.close()

@@ -1,6 +1,6 @@
-"""`OutboxRelay`: publishes what is committed to an outbox, in a thread. `tenure` has the theory.
+"""`OutboxRelay` publishes the committed messages of an outbox, in a thread. `tenure` explains how.
 
-An asyncio application has the same thread: `run` and ``async with`` start it, and wait for its end on the loop. The
+An asyncio application uses the same thread: `run` and ``async with`` start it, and wait for its end on the loop. The
 thread never calls into the loop, except to report its end.
 """
 
@@ -41,9 +41,9 @@ _SESSIONS: dict[str, type[PostgresqlSession] | type[SqliteSession]] = {
     "postgresql": PostgresqlSession,
     "sqlite": SqliteSession,
 }
-# The drivers that a relay uses, by the name of the database in a URL.
+# The drivers of a relay, by the name of the database in a URL.
 _DRIVERS = {"postgresql": "postgresql+psycopg", "postgres": "postgresql+psycopg", "sqlite": "sqlite"}
-# Seconds of the first pause after something went wrong, and of the longest.
+# The first and the longest pause after an error, in seconds.
 _FIRST_PAUSE = 0.1
 _LONGEST_PAUSE = 5.0
 
@@ -53,42 +53,43 @@ logger = logging.getLogger("qflow_client")
 
 
 def engine_of(url: str | URL) -> Engine:
-    """Make an engine for a relay, whatever driver the URL names.
+    """Make an engine for a relay, with the relay's driver in place of the driver in the URL.
 
     Args:
-        url: of the database, as SQLAlchemy has it.
+        url: of the database, in SQLAlchemy's form.
 
     Raises:
-        SettingsError: it is no such URL, or of a database that is not supported.
+        SettingsError: it is not such a URL, or the database is not supported.
     """
     try:
         made = make_url(url)
         name = made.get_backend_name() if made.drivername != "postgres" else "postgres"
-        # With an @ in the host, the password had one that was not encoded, and errors would show the rest of it.
+        # An @ in the host comes from a password that was not encoded, and errors would show a part of the password.
         if name in _DRIVERS and "@" not in (made.host or ""):
             return create_engine(made.set(drivername=_DRIVERS[name]))
     except (ArgumentError, ValueError):
-        # Its text repeats the URL.
+        # The error text contains the URL.
         pass
     raise SettingsError(f"database={shown(str(url))}: use postgresql://user@host/name or sqlite:///path")
 
 
 class OutboxRelay:
-    """Publishes what is committed to an outbox, in order for each ordering key, through a `Producer` of its own.
+    """Publishes the committed messages of an outbox, in order for each ordering key, through a `Producer` of its own.
 
-    Any number of relays may work on one outbox: on PostgreSQL they share the work, on SQLite one works and the others
-    wait. It works in a thread, from the beginning of a ``with`` or ``async with`` block to its end, or as a task that
-    awaits `run`. When it ends in order it leaves nothing in doubt.
+    Any number of relays may work on one outbox. On PostgreSQL they share the work. On SQLite one works and the others
+    wait. A relay works in a thread, from the beginning of a ``with`` or ``async with`` block to its end, or as a task
+    that awaits `run`. If it ends in order, no message is in doubt.
 
     Args:
         database: an engine of SQLAlchemy with the driver psycopg or for SQLite, or a URL.
         url: of the broker, or several; the setting ``url``.
-        outbox: with the names of the tables; ``None`` for the names of ``Outbox()``.
-        lease: seconds without a word of a relay after which another relay takes its partitions, if it is suspended or
-            cut off. A relay that is killed loses them at once. The setting ``liveness`` is a sixth of it unless given.
-        poll: the longest time in seconds between two looks for new rows, if no ``NOTIFY`` comes.
-        credentials: as of a `Producer`.
-        settings: as of a `Producer`; confirms are on, and there is no outbox file.
+        outbox: has the names of the tables; ``None`` for the names of ``Outbox()``.
+        lease: seconds without activity of a relay after which another relay takes its partitions, if it is suspended or
+            cut off. A relay that is killed loses them at once. The default of the setting ``liveness`` is a sixth of
+            it.
+        poll: the longest time in seconds between two checks for new rows, if no ``NOTIFY`` comes.
+        credentials: as for a `Producer`.
+        settings: as for a `Producer`; confirms are on, and there is no outbox file.
         keywords: single settings.
 
     Raises:
@@ -123,7 +124,7 @@ class OutboxRelay:
         if settings is not None and "name" not in keywords:
             given.pop("name")
         loaded = ProducerSettings.load(url, settings, **given, **forced)
-        # A broker that is cut off without a word is noticed in time for another relay to take over.
+        # A lost connection to the broker is detected early enough for another relay to take over.
         self._settings = loaded if loaded.liveness is not None else loaded.replace(liveness=lease / 6)
         if isinstance(database, AsyncEngine):
             raise SettingsError(
@@ -137,17 +138,17 @@ class OutboxRelay:
         self._tables = (outbox or Outbox()).tables
         self._lease = lease
         self._poll = poll
-        #: What it has done.
+        #: The metrics of its work.
         self._metrics = RelayMetrics(self._settings.name, Backlog(self._engine, self._tables).read)
         self.counts = RelayCounts(self._metrics)
-        #: What ended its last tenure; ``None`` while it works.
+        #: Why its last tenure ended; ``None`` while it works.
         self.error: Exception | None = None
         self._tenure: Tenure | None = None
         self._producer: Producer | None = None
         self._waker: Waker | None = None
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
-        # Done when the thread has nothing left to do.
+        # Done when the thread has finished.
         self._ended: Future[None] = Future()
 
     @property
@@ -158,18 +159,18 @@ class OutboxRelay:
 
     @property
     def is_ready(self) -> bool:
-        """Whether it has a database session and a producer, so that it works on what is due to it."""
+        """Whether it has a database session and a producer, so that it works on its partitions."""
         return self._tenure is not None and self.error is None
 
     @property
     def name(self) -> str:
-        """The setting ``name``, ``"relay"`` unless given."""
+        """The setting ``name``, by default ``"relay"``."""
         return self._settings.name
 
     def health(self) -> Health:
-        """Its health, ``"disconnected"`` without the database or the broker.
+        """Its health; ``"disconnected"`` without the database or the broker.
 
-        `qflow_client.health.asgi_readiness` takes a relay as it takes a producer.
+        `qflow_client.health.asgi_readiness` accepts a relay like a producer.
         """
         producer, error = self._producer, self.error
         if self._stopping.is_set() or self._thread is None:
@@ -180,10 +181,10 @@ class OutboxRelay:
         return producer.health()
 
     def start(self) -> None:
-        """Begin, in a thread.
+        """Start the thread.
 
         Raises:
-            RuntimeError: it has begun before.
+            RuntimeError: it was started before.
         """
         if self._thread is not None:
             raise RuntimeError("a relay can be started once; make another one")
@@ -193,7 +194,7 @@ class OutboxRelay:
         self._thread.start()
 
     def close(self, timeout: float | None = None) -> bool:
-        """End: publish nothing more, and wait for what is on its way, for half of the lease at the most.
+        """End: publish no more rows, and wait for unconfirmed ones, for at most half of the lease.
 
         Args:
             timeout: seconds to wait; ``None`` until it has ended.
@@ -213,23 +214,23 @@ class OutboxRelay:
             self._waker.wake()
 
     async def run(self) -> None:
-        """Begin, and work until the task is cancelled or `close` is called.
+        """Start, and work until the task is cancelled or `close` is called.
 
-        A task that is cancelled waits for the end as ``async with`` does. If it is cancelled again meanwhile, it does
-        not wait any longer, and the relay ends by itself.
+        A cancelled task waits for the end, as ``async with`` does. If it is cancelled again meanwhile, it stops
+        waiting, and the relay ends by itself.
 
         Raises:
-            RuntimeError: it has begun before.
+            RuntimeError: it was started before.
         """
         async with self:
             await self._wait_for_end(None)
 
     async def _wait_for_end(self, timeout: float | None) -> bool:
-        """Wait for the end of the thread without blocking the loop. Return whether it has ended."""
+        """Wait for the end of the thread without blocking the loop. Return True if it has ended."""
         loop, ended = asyncio.get_running_loop(), asyncio.Event()
 
         def report(_: Future[None]) -> None:
-            # The loop is closed if nothing waits any longer.
+            # The loop is closed if no task waits any longer.
             with suppress(RuntimeError):
                 loop.call_soon_threadsafe(ended.set)
 
@@ -257,7 +258,7 @@ class OutboxRelay:
         self._report_end(await self._wait_for_end(2 * self._lease))
 
     def _report_end(self, has_ended: bool) -> None:
-        # A database that is cut off may not answer for as long as the system takes its connection for alive.
+        # If the database is cut off, a call may last until the system ends its connection.
         if not has_ended:
             logger.warning("outbox relay: it has not ended after %g s, and is left behind", 2 * self._lease)
 
@@ -285,7 +286,7 @@ class OutboxRelay:
                 self._ended.set_result(None)
 
     def _work(self, waker: Waker) -> None:
-        """One tenure."""
+        """Run one tenure."""
         session: Session = _SESSIONS[self._engine.dialect.name](self._engine, self._tables, self._lease)
         tenure = Tenure(
             session,
@@ -308,7 +309,7 @@ class OutboxRelay:
 
 
 def _words(error: Exception) -> str:
-    """What may be logged of an error: of a database's, its own first line, and no statement or parameters."""
+    """Return the loggable text of an error; of a database error, its first line without statement or parameters."""
     if isinstance(error, QflowError):
         return str(error)
     origin = getattr(error, "orig", None) or error

@@ -1,4 +1,4 @@
-"""What a relay asks of a database, whichever it is."""
+"""The interface between a relay and a database."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from qflow_client.errors import QflowError
 
 __all__ = ["LOOK", "PAGE_BYTES", "Aside", "RelayError", "Row", "Session", "silence_of", "wait_readable"]
 
-#: Seconds between two looks of a relay at which partitions are due to it.
+#: Seconds between two checks of a relay for the partitions that belong to it.
 LOOK = 1.0
-#: A page of rows ends with the one whose body reaches so many bytes.
+#: A page of rows ends with the row whose body reaches this many bytes.
 PAGE_BYTES = 1 << 24
 
 
 class RelayError(QflowError):
-    """A relay cannot work with what it was given."""
+    """A relay cannot work with its database."""
 
 
 class Row(NamedTuple):
@@ -33,12 +33,12 @@ class Row(NamedTuple):
     body: bytes
 
 
-#: A row that the broker will not take, and why.
+#: The id of a row that the broker will never take, and the reason.
 Aside = tuple[int, str]
 
 
 class Session(Protocol):
-    """A session with a database. `postgresql` says what each method promises."""
+    """A session with a database. `postgresql` describes what each method guarantees."""
 
     is_notified: bool
     is_full: bool
@@ -60,18 +60,18 @@ class Session(Protocol):
 
 
 def silence_of(lease: float) -> float:
-    """Return the seconds without a word of a relay after which the server ends its session.
+    """Return the seconds without activity of a relay after which the server ends its session.
 
-    The rest of the lease is for another relay to see that, and to publish.
+    The rest of the lease is for another relay, which has to notice that and publish.
     """
     return max(lease / 2, lease - 2 * LOOK)
 
 
 def wait_readable(descriptors: Iterable[int], timeout: float) -> set[int]:
-    """Wait until one of some descriptors can be read, and return those that can.
+    """Wait until one of some descriptors is readable, and return the readable ones.
 
     Args:
-        descriptors: of any number, where `select.select` takes those below 1024 only.
+        descriptors: with any number; `select.select` accepts only numbers below 1024.
         timeout: seconds.
     """
     poll = select.poll()

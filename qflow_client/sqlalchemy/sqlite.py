@@ -1,10 +1,10 @@
 """A relay's session with SQLite.
 
-Writers of SQLite take turns, and a row gets its id in its writer's turn. So rows become visible in the order of their
-ids, and what is behind the last row that was read is exactly what is new.
+SQLite allows one writer at a time, and a row gets its id during its writer's turn. So rows become visible in the order
+of their ids. All rows after the last row that was read are new, and no others.
 
-One relay at a time works on a database: it holds a lock on the file ``<database>.relay``, which ends with its process.
-The file says what holds the relay.
+One relay at a time works on a database. It holds a lock on the file ``<database>.relay``, which ends with its process.
+The file contains the holds of the relay.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from qflow_client.sqlalchemy.tables import PARTITIONS, Tables
 __all__ = ["SqliteSession", "relay_of"]
 
 _PARTITIONS = frozenset(range(PARTITIONS))
-# The most values that any build of SQLite takes in one statement.
+# The most values that every build of SQLite accepts in one statement.
 _VALUES = 500
-# Bytes of the longest words that say what holds a relay.
+# The longest text about the holds of a relay, in bytes.
 _LONGEST = 1000
 
-# The descriptors of locks that this process holds. A process that is forked has them too, and would keep the locks of a
-# parent that is dead.
+# The descriptors of locks that this process holds. A forked child has them too, and would keep the locks of a dead
+# parent.
 _locks: set[int] = set()
 
 
@@ -47,14 +47,14 @@ after_fork_in_child(_close_locks_in_child)
 
 
 def relay_of(connection: Connection | orm.Session) -> tuple[int | None, tuple[str, ...]]:
-    """Return how many relays work on a database, ``None`` if that is not known, and what holds each that is held."""
+    """Return how many relays work on a database (``None`` if unknown), and the holds of each held relay."""
     path = connection.execute(text("PRAGMA database_list")).first()[2]  # type: ignore[index]
     try:
         descriptor = os.open(f"{path}.relay", os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
         return (0 if path else None), ()
     except OSError:
-        # It is another user's.
+        # The file belongs to another user.
         return None, ()
     _locks.add(descriptor)
     try:
@@ -74,7 +74,7 @@ class SqliteSession:
     Args:
         engine: of SQLAlchemy, with a synchronous driver.
         tables: the outbox's.
-        lease: is for databases that are reached through a network.
+        lease: not used; it is for databases on a network.
 
     Raises:
         RelayError: the driver is asynchronous, or the database is in memory.
@@ -177,7 +177,8 @@ class SqliteSession:
                 size += len(row.body)
                 if size >= PAGE_BYTES:
                     break
-        # Not in the transaction that reads: one that writes later may have to give way to another writer.
+        # Not in the reading transaction: a transaction that writes after reading may have to give way to another
+        # writer.
         if found or gone:
             with self._connection.begin():
                 self._delete(gone)

@@ -1,11 +1,12 @@
-"""The three tables of an outbox, and what their columns mean.
+"""The three tables of an outbox, and the meaning of their columns.
 
-``<name>``: one row for each message that waits. A row is never changed: it is inserted by the application and deleted
-by the relay, so no index has an entry that moves, and no row has a state. That it is there is its state.
+``<name>``: one row for each message that waits. The application inserts a row, and the relay deletes it. A row is never
+changed, so no index has an entry that moves, and no row has a state column.
 
-``<name>_failed``: messages that the broker will not take, with its reply. People look at them, and send them back.
+``<name>_failed``: messages that the broker will never take, with its reply. Operators look at them, and can send them
+back.
 
-``<name>_relay``: one row for each partition: up to which row its messages may have been sent.
+``<name>_relay``: one row for each partition, with the row up to which its messages may have been sent.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ from sqlalchemy.sql.expression import ColumnElement
 
 __all__ = ["PARTITIONS", "Tables", "dialect_of", "partition_of"]
 
-#: Into how many parts the ordering keys are divided. Applications of any release write it, so it never changes. It is
-#: also the most relays that can share the work.
+#: The number of partitions of the ordering keys. Applications of any release write it, so it never changes. It is also
+#: the most relays that can share the work.
 PARTITIONS = 16
 
 
@@ -48,7 +49,7 @@ def dialect_of(session: Any, table: Table) -> str:
     """Return the name of the database in which a session or connection has a table.
 
     Raises:
-        TypeError: it is neither.
+        TypeError: it is neither a session nor a connection.
     """
     if isinstance(session, AsyncSession):
         session = session.sync_session
@@ -60,7 +61,7 @@ def dialect_of(session: Any, table: Table) -> str:
 
 
 class _TransactionId(ColumnElement[int]):
-    """The number of the transaction that inserts; 0 in databases whose writers take turns."""
+    """The number of the transaction that inserts; 0 in databases that allow one writer at a time."""
 
     inherit_cache = True
     type = BigInteger()
@@ -73,7 +74,7 @@ def _compile_default(_element: _TransactionId, _compiler: Any, **_: Any) -> str:
 
 @compiles(_TransactionId, "postgresql")
 def _compile_postgresql(_element: _TransactionId, _compiler: Any, **_: Any) -> str:
-    # As a bigint: it has an operator class, compares with what snapshots say, and every driver can read it.
+    # As a bigint, which has an operator class, can be compared with snapshots, and can be read by every driver.
     return "(pg_current_xact_id()::text::bigint)"
 
 
@@ -81,9 +82,9 @@ class Tables:
     """The tables of one outbox.
 
     Args:
-        metadata: where they are defined.
+        metadata: their metadata.
         name: of the first; the others' names begin with it.
-        schema: that they are in.
+        schema: of the tables.
     """
 
     def __init__(self, metadata: MetaData, name: str, schema: str | None) -> None:
@@ -109,7 +110,7 @@ class Tables:
             *message(),
             Column("created_at", DateTime(timezone=True), nullable=False, server_default=now),
             schema=schema,
-            # An id must not be given twice: what may have been sent is known by it.
+            # An id must not be assigned twice, because it identifies the messages that may have been sent.
             sqlite_autoincrement=True,
         )
         Index(f"ix_{name}_xid", self.rows.c.xid)
@@ -127,7 +128,7 @@ class Tables:
             f"{name}_relay",
             metadata,
             Column("partition", SmallInteger, primary_key=True, autoincrement=False),
-            # No row with a larger id has been given to the broker by a relay that has not said so here before.
+            # A relay records a number here before it passes rows up to that number to the broker.
             Column("permitted", BigInteger, nullable=False),
             # Rows that the broker has confirmed.
             Column("relayed", BigInteger, nullable=False),
@@ -141,13 +142,13 @@ class Tables:
 
     @property
     def lock_class(self) -> int:
-        """The first number of the advisory locks, of 32 bits with a sign."""
+        """The first number of the advisory locks, a signed integer of 32 bits."""
         number = crc32(f"qflow {self.full_name}".encode())
         return number - (1 << 32) if number >= 1 << 31 else number
 
     @property
     def session_name(self) -> str:
-        """How the sessions of its relays are called in the database; what holds a relay follows."""
+        """The name of its relays' sessions in the database; the holds of a relay follow it."""
         return f"qflow relay {crc32(self.full_name.encode()):08x}: "
 
     @property

@@ -1,20 +1,21 @@
-"""A tenure: one database session and one producer, from the first row to the first thing that goes wrong.
+"""A tenure: the work of one database session and one producer, from the first row to the first error.
 
-There is one way to recover, whatever has happened: the tenure ends, and another one begins. The end closes the producer
-first, so that nothing of this tenure can still leave, and then the session, and with it the locks. The next tenure,
-here or in another relay, reads from the beginning. So what is true in a tenure has to hold for no longer than that:
+There is one way to recover from every error: the tenure ends, and another one begins. The end first closes the
+producer, so that no more messages of this tenure can be sent. Then it closes the session, and with it the locks. The
+next tenure, here or in another relay, reads from the beginning. So the following rules have to hold only within a
+tenure:
 
-- A row is *permitted* before it is published: the number up to which a partition's rows may have been sent is on disk
-  (`Session.read`) before the first of them is given to the producer. A tenure begins by reading that number, and marks
-  what it finds below it. Later rows cannot have been sent by an earlier tenure: they were not there.
+- A row is *permitted* before it is published. The number up to which a partition's rows may have been sent is on disk
+  (`Session.read`) before the first of them is passed to the producer. A tenure begins by reading that number, and marks
+  the rows that it finds below it. Later rows cannot have been sent by an earlier tenure, because they did not exist.
 - A row is deleted after the broker has confirmed it, by the statement that reads and permits further rows.
-- The rows of a partition are given to the producer in the order in which the session reads them, by one thread, and the
-  producer keeps that order, also across a lost connection of its own.
-- Before a row is given to the producer, the time of the last answer of the database is looked at. If it is longer ago
-  than the server waits (`silence_of`), another relay may have the partition, and the tenure is over.
+- One thread passes the rows of a partition to the producer in the order in which the session reads them. The producer
+  keeps that order, also across a lost connection of its own.
+- Before a row is passed to the producer, the time of the database's last answer is checked. If it is longer ago than
+  the server waits (`silence_of`), another relay may have the partition, and the tenure is over.
 
-What is read and not settled is never more than the producer's window. While anything but a full window holds the
-producer, nothing is read.
+The rows that are read and not settled are never more than the producer's window. While any hold except a full window
+stops the producer, no rows are read.
 """
 
 from __future__ import annotations
@@ -41,20 +42,20 @@ __all__ = ["RelayCounts", "Tenure", "Waker"]
 
 # The most rows of one page.
 _PAGE = 1000
-# The part of the window that has to be free before more is read, while there is more.
+# The part of the window that has to be free before more rows are read, while there are more.
 _ROOM = 0.25
 # Seconds for which confirmed rows wait to be deleted in the commit that reads the next ones.
 _LINGER = 0.02
-# Seconds between two looks at whether a producer that was held takes more, and for how long after an event.
+# Seconds between two checks whether a held producer takes more rows, and for how long these checks follow an event.
 _RETRY = 0.02
 _SOON = 0.2
-# The shortest pause between two polls where no commit wakes the relay, in seconds.
+# The shortest pause between two polls if no commit wakes the relay, in seconds.
 _SHORTEST_POLL = 0.01
-# The oldest holds that the session says; PostgreSQL takes 63 bytes.
+# How many of the oldest holds the session shows; PostgreSQL accepts 63 bytes.
 _SAID = 2
-# What does not keep a relay from reading: it reads what there is room for, as fast as its rate lets it send.
+# Holds during which a relay still reads, as far as there is room, and as fast as its rate allows.
 _HARMLESS = (HoldKind.CAPACITY, HoldKind.RATE, HoldKind.TRANSPORT)
-# The broker will not take these, however often they are sent.
+# The broker will never take a message with such an outcome.
 _POISON = (Outcome.RETURNED, Outcome.REJECTED)
 
 _monotonic = time.monotonic
@@ -63,12 +64,12 @@ logger = logging.getLogger("qflow_client")
 
 
 class RelayCounts:
-    """What a relay has done since it was made.
+    """The counts of a relay since it was made.
 
     Attributes:
         confirmed: rows that the broker has confirmed.
         marked: rows that were sent with the mark of a second copy.
-        set_aside: rows that the broker would not take.
+        set_aside: rows that the broker did not take.
         tenures: how often it began to work.
     """
 
@@ -99,13 +100,13 @@ class Waker:
         self._other.setblocking(False)
 
     def wake(self) -> None:
-        """Wake it, from any thread."""
-        # If there is no room for the byte, others are there.
+        """Wake the thread. Any thread may call this."""
+        # If there is no room for the byte, there are other bytes already.
         with suppress(OSError):
             self._other.send(b"\0")
 
     def clear(self) -> bool:
-        """Forget what has come. Return whether something has."""
+        """Discard the received bytes. Return True if there were any."""
         has_come = False
         with suppress(OSError):
             while self.socket.recv(4096):
@@ -124,10 +125,10 @@ class Tenure:
     Args:
         session: with the database, just opened.
         counts: of the relay.
-        metrics: likewise.
+        metrics: of the relay.
         waker: of its thread.
         lease: seconds.
-        poll: seconds between two looks for rows that nothing told of.
+        poll: seconds between two checks for rows that came without a notification.
         is_stopping: whether to end.
     """
 
@@ -151,31 +152,30 @@ class Tenure:
         self._is_stopping = is_stopping
         #: The partitions that this relay has.
         self.mine: set[int] = set()
-        # Partitions to give up and to take once nothing is unsettled; None if they stay as they are.
+        # Partitions to give up and to take when nothing is unsettled; ``None`` if they stay as they are.
         self._change: tuple[set[int], set[int]] | None = None
-        # By partition: up to which row messages may have been sent by an earlier tenure, until all of them have been
-        # read.
+        # By partition, the row up to which an earlier tenure may have sent messages, until all of them have been read.
         self._doubt: dict[int, int] = {}
-        # Rows that are permitted, and not given to the producer.
+        # Rows that are permitted, and not passed to the producer.
         self._pending: deque[Row] = deque()
         self._in_flight: dict[Receipt, Row] = {}
-        # Receipts that are settled, from the producer's callback thread.
+        # Settled receipts, from the producer's callback thread.
         self._settled: deque[Receipt] = deque()
         # When the thread was woken last.
         self._woken_at = 0.0
-        # So many settled receipts wake the thread.
+        # This many settled receipts wake the thread.
         self._wake_at = 1
         self._gone: list[int] = []
         self._oldest_gone_at = 0.0
         self._aside: list[Aside] = []
         # The first failure that ends the tenure.
         self._failure: str | None = None
-        # Whether all rows that were there have been read, and when to look again.
+        # Whether all existing rows have been read, and when to look again.
         self._is_dry = False
         self._pause = _SHORTEST_POLL
         self._read_at = 0.0
         self._look_at = 0.0
-        # What the session says of the holds.
+        # The holds that the session shows.
         self._said = ""
         self._answered_at = _monotonic()
         self._held_since: float | None = None
@@ -183,7 +183,7 @@ class Tenure:
     # Called by the producer.
 
     def settled(self, receipt: Receipt) -> None:
-        """Take a settled receipt, on the producer's callback thread."""
+        """Add a settled receipt. Called on the producer's callback thread."""
         self._settled.append(receipt)
         if len(self._settled) >= self._wake_at:
             self._waker.wake()
@@ -191,11 +191,11 @@ class Tenure:
     # The thread.
 
     def run(self, producer: Producer) -> None:
-        """Work until the relay stops or something goes wrong.
+        """Work until the relay stops or there is an error.
 
         Raises:
-            RelayError: something went wrong.
-            Exception: of the database, or of the producer.
+            RelayError: the tenure failed.
+            Exception: an error of the database, or of the producer.
         """
         self._session.say("")
         unsubscribe = producer.on_flow(lambda _event: self._waker.wake(), kinds=set(HoldKind) - {HoldKind.CAPACITY})
@@ -219,7 +219,7 @@ class Tenure:
             unsubscribe()
 
     def _collect(self) -> None:
-        """Sort what is settled into what is to be deleted, and what is to be set aside."""
+        """Sort settled messages into those to be deleted and those to be set aside."""
         settled = self._settled
         for _ in range(len(settled)):
             receipt = settled.popleft()
@@ -241,7 +241,7 @@ class Tenure:
             self._failure = f"row {row.id} was not confirmed, and is sent again: {receipt.describe()}"
 
     def _look_around(self, producer: Producer) -> None:
-        """Look at what changes by itself: the members, the producer's connection, the time."""
+        """Check for external changes: the members, the producer's connection, the time."""
         now = _monotonic()
         holds = {hold.kind: hold for hold in producer.flow_state.holds}
         if HoldKind.DISCONNECTED not in holds:
@@ -259,7 +259,7 @@ class Tenure:
                 if due != self.mine:
                     self._change = self.mine - due, due - self.mine
         if self._change is None and self._session.is_full_due():
-            # Nothing may be unsettled when it begins.
+            # No row may be unsettled when the full sweep begins.
             self._change = set(), set()
         if self._change is not None and not self._in_flight and not self._pending:
             self._change_partitions()
@@ -286,17 +286,17 @@ class Tenure:
             self._is_dry = False
 
     def _give_up(self, leaving: set[int]) -> None:
-        """Give up partitions of which nothing is unsettled.
+        """Give up partitions without unsettled messages.
 
-        What this tenure has sent is confirmed and deleted. What an earlier one may have sent is still in doubt, unless
-        a full sweep has come to its end since.
+        Messages that this tenure has sent are confirmed and deleted. Messages that an earlier tenure may have sent are
+        still in doubt, unless a full sweep has ended since.
         """
         self._session.give_up({partition: self._doubt.pop(partition, 0) for partition in leaving})
         self.mine -= leaving
         self._metrics.change_partitions(-len(leaving))
 
     def _next_read(self, producer: Producer) -> float | None:
-        """Return when to read; ``None`` as long as something else has to happen before."""
+        """Return when to read; ``None`` if another action has to come before."""
         if not self.mine or self._change is not None or self._pending or self._is_held(producer):
             return None
         room = self._room(producer)
@@ -314,7 +314,7 @@ class Tenure:
         return max(1, int(producer.capacity * _ROOM))
 
     def _read(self, producer: Producer) -> bool:
-        """Read a page, permit it, and give it to the producer. Return whether there was one."""
+        """Read a page, permit it, and pass it to the producer. Return True if there was one."""
         limit = self._room(producer)
         began = _monotonic()
         rows = self._session.read(limit, self._gone)
@@ -329,7 +329,7 @@ class Tenure:
         if not rows:
             return False
         if not self._session.is_full:
-            # All rows that were there when the partitions were taken have been read.
+            # All rows that existed when the partitions were taken have been read.
             self._doubt.clear()
         self._pending.extend(rows)
         self._send(producer)
@@ -366,7 +366,7 @@ class Tenure:
         self._counts.count(marked=marked)
 
     def _write(self) -> None:
-        """Delete and set aside what is settled."""
+        """Delete or set aside the settled rows."""
         began = _monotonic()
         if self._aside:
             self._session.set_aside(self._aside)
@@ -386,7 +386,7 @@ class Tenure:
             self._gone.clear()
 
     def _rest(self, producer: Producer) -> None:
-        """Wait for the next thing to do."""
+        """Wait for the next action."""
         now = _monotonic()
         if now - self._answered_at > self._lease / 4:
             self._session.ping()
@@ -400,7 +400,7 @@ class Tenure:
         if next_read is not None:
             until.append(next_read)
         is_held = self._is_held(producer)
-        # The producer's flow events come before it is unflowed. The rate and the socket tell nothing.
+        # The producer's flow events come before it is unflowed. The rate and the socket cause no events.
         if (is_held and now - self._woken_at < _SOON) or (self._pending and not is_held):
             until.append(now + _RETRY)
         needed = len(self._in_flight)
@@ -412,10 +412,10 @@ class Tenure:
         if self._session.wait(self._waker.socket, max(0.0, min(until) - now)):
             self._is_dry, self._read_at = False, 0.0
 
-    # The end.
+    # Ending.
 
     def _drain(self, producer: Producer) -> None:
-        """Wait for what is on its way, and leave nothing in doubt."""
+        """Wait for unconfirmed messages, and leave none in doubt."""
         self._pending.clear()
         until = _monotonic() + self._lease / 2
         while self._in_flight and _monotonic() < until:
@@ -430,7 +430,10 @@ class Tenure:
             self._give_up(set(self.mine))
 
     def end(self, producer: Producer | None) -> None:
-        """Close the producer, so that nothing leaves any more; then delete what it confirmed, and end the session."""
+        """Close the producer, so that no more messages are sent.
+
+        Then delete the rows that it confirmed, and end the session.
+        """
         try:
             if producer is not None:
                 with suppress(UndeliveredMessages):
@@ -439,7 +442,7 @@ class Tenure:
                     self._sort(receipt, row)
                 self._in_flight.clear()
                 if self._gone or self._aside:
-                    # A session that has failed cannot. Then they are sent again, and marked.
+                    # A failed session cannot do that. Then the rows are sent again, and marked.
                     with suppress(Exception):
                         self._write()
         finally:

@@ -1,4 +1,4 @@
-"""The three tables of the outbox, by the statements of `qflow_client.sqlalchemy`."""
+"""The three tables of the outbox, with the statements of `qflow_client.sqlalchemy`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from qflow_client.django.tables import create, drop
 
 
 class Migration(migrations.Migration):
-    """Makes the tables."""
+    """Creates the tables."""
 
     initial = True
     operations: ClassVar[list[Any]] = [migrations.RunPython(create(outbox.metadata), drop(outbox.metadata))]

@@ -1,4 +1,4 @@
-"""The table of the inbox, by the statements of `qflow_client.sqlalchemy`."""
+"""The table of the inbox, with the statements of `qflow_client.sqlalchemy`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from qflow_client.django.tables import create, drop
 
 
 class Migration(migrations.Migration):
-    """Makes the table."""
+    """Creates the table."""
 
     dependencies: ClassVar[list[Any]] = [("qflow_outbox", "0001_initial")]
     operations: ClassVar[list[Any]] = [migrations.RunPython(create(inbox.metadata), drop(inbox.metadata))]
