@@ -1,1 +1,1 @@
-"""Measurements; each module with a command line says how it is run: ``python -m benchmarks.publish --help``."""
+"""Benchmarks. Each module with a command line has its own help: ``python -m benchmarks.publish --help``."""

@@ -1,10 +1,10 @@
-"""Whether publishing is as fast as in another checkout, such as the commit before: both in one run, in turn.
+"""Compares the publish rate with another checkout, such as the previous commit. Both run alternately in one run.
 
     git worktree add ../before HEAD~1
     python -m benchmarks.against ../before
 
-Each peer runs in a process that has the modules of one checkout, its benchmarks included. Ratios are of rounds that
-followed one another.
+Each peer runs in a process with the modules of one checkout, including its benchmarks. Ratios compare consecutive
+rounds.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__ = ["main"]
 _ROOT: Final = Path(__file__).parents[1]
 _PEERS: Final = ("qflow", "qflow_8", "qflow_64", "qflow_async", "qflow_tasks")
 
-# What a process does: of two checkouts only this text is sure to be the same.
+# Source of the child process. It is the same for both checkouts, whatever their own code is.
 _SERVE: Final = """
 import json, os, sys
 from dataclasses import asdict
@@ -55,7 +55,7 @@ for line in sys.stdin:
 
 
 class _Checkout:
-    """The processes of one checkout; the one of a peer begins with its first run."""
+    """The processes of one checkout. The process of a peer starts with its first run."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -72,10 +72,10 @@ class _Checkout:
             process.communicate()
 
     def run(self, peer: str, job: Job) -> Timing:
-        """Have a peer do a job.
+        """Run a job with a peer.
 
         Raises:
-            RuntimeError: its process ended; why is on stderr.
+            RuntimeError: its process ended; the reason is on stderr.
         """
         if peer not in self._processes:
             self._processes[peer] = subprocess.Popen(
@@ -99,7 +99,7 @@ class _Checkout:
 
 
 class _Peer:
-    """A peer as one checkout has it."""
+    """A peer in the version of one checkout."""
 
     distribution = ""
     varies = True
@@ -109,7 +109,7 @@ class _Peer:
         self._checkout = checkout
 
     def run(self, job: Job) -> Timing:
-        """Run it."""
+        """Run a job."""
         return self._checkout.run(self.title, job)
 
 
@@ -133,7 +133,7 @@ def _row(measurements: Sequence[Measurement], name: str, size: int) -> tuple[str
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run it.
+    """Run the comparison.
 
     Returns:
         The exit code: 1 if messages were lost, or a rate is below ``--floor``.
@@ -168,7 +168,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             sample=97 if options.latency else 0,
         )
         measurements = []
-        # Those that are compared run one after the other, and who is second has it a little harder.
+        # Compared runs are consecutive. The second one has a small disadvantage, so the order alternates.
         for order in ("before", "after"), ("after", "before"):
             pairs = {f"{name} {which}": peers[f"{name} {which}"] for name in names for which in order}
             try:

@@ -1,14 +1,18 @@
-"""Attacks a broker that runs in a process of its own, while another client measures its round trips.
+"""Attacks a broker in its own process, while another client measures round trips.
 
-Each attack is a program in a process of its own. It first prepares what it needs, such as 20,000 queues. Then the
-broker's resident size is taken as its idle size, and the attack begins. While it goes on, and for a moment after it was
-killed, the resident size is sampled, one client declares a queue passively again and again, and bystanders hold their
-connections open. The bars: the peak is at most the idle size plus 1.2 times `memory_limit`, no round trip takes more
-than 100 ms, no other connection is lost, and without the token nothing but the health and the description is answered.
+Each attack is a program in its own process. First it prepares the broker, for example with 20,000 queues. The resident
+size of the broker is then its idle size, and the attack begins. During the attack, and for a moment after its end, the
+resident size is sampled. One client declares a queue passively again and again, and idle clients keep their connections
+open. The limits are:
 
-Without ``--url`` a `qflow broker` is started for each attack. A broker that is named by ``--url``, such as RabbitMQ,
-is attacked with what it has too; its size is known if it runs on this machine. Round trips depend on the machine: on a
-busy one look at those of the attack ``none``.
+- The peak is at most the idle size plus 1.2 times `memory_limit`.
+- No round trip takes more than 100 ms.
+- No other connection is lost.
+- Without the token only the health and the description are answered.
+
+Without ``--url`` a new `qflow broker` is started for each attack. Another broker, such as RabbitMQ, is given by
+``--url`` and is attacked with its own settings. Its size is known if it runs on this machine. Round trips depend on the
+machine: on a busy machine compare them with those of the attack ``none``.
 """
 
 from __future__ import annotations
@@ -39,12 +43,12 @@ from benchmarks.report import aligned
 __all__ = ["ATTACKS", "Result", "attack", "main"]
 
 LIMIT = 64 << 20
-#: How many times `memory_limit` the broker may take beyond its idle size.
+#: Factor of `memory_limit` that the broker may take beyond its idle size.
 FACTOR = 1.2
-#: Seconds that a round trip of another client may take.
+#: Maximum seconds of another client's round trip.
 ROUND_TRIP = 0.1
 TOKEN = "attack-token"
-#: Bytes of the log of a broker that was attacked.
+#: Maximum bytes of the log of an attacked broker.
 MOST_LOG = 1 << 20
 _BYSTANDERS = 5
 _PATIENCE = 60.0
@@ -53,17 +57,17 @@ _MIB = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What an attack has done.
+    """The result of an attack.
 
     Attributes:
-        attack: its name.
-        idle: the broker's resident bytes before; 0 if they are not known.
-        peak: the most resident bytes.
+        attack: name of the attack.
+        idle: resident bytes of the broker before the attack; 0 if unknown.
+        peak: maximum resident bytes.
         worst: seconds of the slowest round trip of another client.
-        median: seconds of half of the round trips.
-        lost: connections of others that were lost.
-        log: bytes of the broker's log; 0 if it is not known.
-        told: what a stranger could read.
+        median: seconds of the median round trip.
+        lost: lost connections of other clients.
+        log: bytes of the broker's log; 0 if unknown.
+        told: answers that a client without the token got.
     """
 
     attack: str
@@ -76,11 +80,11 @@ class Result:
     told: str
 
     def missed(self, *, factor: float = FACTOR, round_trip: float = ROUND_TRIP) -> list[str]:
-        """The bars that are missed.
+        """Return the missed limits.
 
         Args:
-            factor: how many times `LIMIT` the broker may take beyond its idle size.
-            round_trip: seconds that a round trip of another client may take.
+            factor: factor of `LIMIT` that the broker may take beyond its idle size.
+            round_trip: maximum seconds of another client's round trip.
         """
         bars = {
             "memory": self.peak > self.idle + LIMIT * factor,
@@ -92,11 +96,11 @@ class Result:
         return [name for name, is_missed in bars.items() if is_missed]
 
 
-# What attackers do.
+# Attackers.
 
 
 class _Peer:
-    """A connection without manners."""
+    """A connection that ignores the rules."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.reader = reader
@@ -127,7 +131,7 @@ class _Peer:
         await self.read()
 
     async def read(self) -> bytes:
-        """One frame, whatever it is."""
+        """Read one frame of any type."""
         head = await self.reader.readexactly(7)
         return head + await self.reader.readexactly(int.from_bytes(head[3:7], "big") + 1)
 
@@ -140,7 +144,7 @@ class _Peer:
         size: int | None = None,
         headers: dict[str, Any] | None = None,
     ) -> None:
-        """Publish, as far as the broker reads."""
+        """Publish as long as the broker reads."""
         self.send(
             1,
             commands.Basic.Publish(0, exchange, routing_key),
@@ -154,14 +158,14 @@ class _Peer:
 
 
 def _nulls(count: int) -> bytes:
-    """A field table with an array of nulls."""
+    """Return a field table with an array of nulls."""
     array = b"V" * count
     table = b"\1n" + b"A" + len(array).to_bytes(4, "big") + array
     return len(table).to_bytes(4, "big") + table
 
 
 class _Target:
-    """What is attacked."""
+    """The broker to attack."""
 
     def __init__(self, url: str, http_url: str, scale: float) -> None:
         self.url = url
@@ -169,7 +173,7 @@ class _Target:
         self.scale = scale
 
     def of(self, count: int) -> int:
-        """So many, or fewer in a short run."""
+        """Return the number, reduced for a short run."""
         return max(1, int(count * self.scale))
 
     async def peer(self, channels: int = 1) -> _Peer:
@@ -182,17 +186,17 @@ class _Target:
             return bytes(answer.read())
 
     def declare(self, count: int) -> None:
-        """So many queues."""
+        """Declare this number of queues."""
         names = [f"attack {number}" for number in range(count)]
         self.ask("POST", "/api/definitions", {"queues": [{"name": name} for name in names]})
 
 
-# An attack prepares, yields, and attacks until it is killed.
+# An attack first prepares, then yields, and then attacks until it is killed.
 Attack = Callable[[_Target], AsyncIterator[None]]
 
 
 async def _forever(steps: Callable[[], Awaitable[object]], peers: int = 1) -> None:
-    """The same again and again, by several peers; one that is cut comes again."""
+    """Repeat steps with several peers. A peer whose connection is closed connects again."""
 
     async def one() -> None:
         while True:
@@ -204,7 +208,7 @@ async def _forever(steps: Callable[[], Awaitable[object]], peers: int = 1) -> No
 
 
 async def none(target: _Target) -> AsyncIterator[None]:
-    """Nothing, to know the machine."""
+    """No attack, to measure the machine."""
     yield
     await asyncio.sleep(3600)
 
@@ -251,7 +255,7 @@ async def transactions(target: _Target) -> AsyncIterator[None]:
 
 
 async def through_blocked(target: _Target) -> AsyncIterator[None]:
-    """Publishing on through Connection.Blocked and Channel.Flow."""
+    """Publishes that ignore Connection.Blocked and Channel.Flow."""
     peer = await target.peer()
     await peer.call(1, commands.Queue.Declare(queue="attack"))
     yield
@@ -281,7 +285,7 @@ async def waiting_publishes(target: _Target) -> AsyncIterator[None]:
 
 
 async def fanout(target: _Target) -> AsyncIterator[None]:
-    """Empty messages to a fanout with 1,500 queues, by four publishers."""
+    """Empty messages from four publishers to a fanout with 1,500 queues."""
     peer = await target.peer()
     for number in range(target.of(1500)):
         await peer.call(1, commands.Queue.Declare(queue=f"attack {number}"))
@@ -297,7 +301,7 @@ async def fanout(target: _Target) -> AsyncIterator[None]:
 
 
 async def arrays_of_nulls(target: _Target) -> AsyncIterator[None]:
-    """Arrays of 128 KiB of nulls in headers and arguments, and smaller ones of strangers."""
+    """Arrays of 128 KiB of nulls in headers and arguments, and smaller ones before the login."""
     peer = await target.peer()
     await peer.call(1, commands.Queue.Declare(queue="attack"))
     properties = b"\x20\0" + _nulls(120_000)
@@ -326,7 +330,7 @@ async def arrays_of_nulls(target: _Target) -> AsyncIterator[None]:
 
 
 async def regular_expression(target: _Target) -> AsyncIterator[None]:
-    """A policy's pattern that takes exponential time in many engines, and names that show it."""
+    """A policy pattern that takes exponential time in many engines, and names that trigger this."""
     target.ask("PUT", "/api/policies/attack", {"pattern": "(a+)+$", "definition": {"policy": "reject", "maxCount": 5}})
     yield
 
@@ -340,7 +344,7 @@ async def regular_expression(target: _Target) -> AsyncIterator[None]:
 
 
 async def many_bindings(target: _Target) -> AsyncIterator[None]:
-    """Ever new routing keys to an exchange with 20,000 bindings."""
+    """New routing keys for each message, on an exchange with 20,000 bindings."""
     peer = await target.peer()
     await peer.call(1, commands.Queue.Declare(queue="attack"))
     for number in range(target.of(20_000)):
@@ -361,7 +365,7 @@ async def many_bindings(target: _Target) -> AsyncIterator[None]:
 
 
 async def http_strangers(target: _Target) -> AsyncIterator[None]:
-    """Strangers who ask for the description, the health and what they may not have, and many who only connect."""
+    """Requests without the token for the description, the health and forbidden pages, and many idle connections."""
     parts = urlsplit(target.http_url)
     paths = ("/api/openapi.json", "/api/health", "/api/queues", "/")
     asked = b"".join(f"GET {path} HTTP/1.1\r\nHost: {parts.netloc}\r\n\r\n".encode() for path in paths)
@@ -383,7 +387,7 @@ async def http_strangers(target: _Target) -> AsyncIterator[None]:
 
 
 async def metrics(target: _Target) -> AsyncIterator[None]:
-    """The metrics and lists of 20,000 queues, by the holder of the token."""
+    """Requests with the token for the metrics and the lists of 20,000 queues."""
     target.declare(target.of(20_000))
     yield
 
@@ -395,7 +399,7 @@ async def metrics(target: _Target) -> AsyncIterator[None]:
 
 
 async def event_streams(target: _Target) -> AsyncIterator[None]:
-    """A hundred listeners to a broker with 1,000 idle queues and one that changes."""
+    """A hundred event streams of a broker with 1,000 idle queues and one active queue."""
     target.declare(target.of(1000))
     parts = urlsplit(target.http_url)
     asked = (
@@ -420,7 +424,7 @@ async def event_streams(target: _Target) -> AsyncIterator[None]:
 
 
 async def descriptors(target: _Target) -> AsyncIterator[None]:
-    """More connections than the broker has descriptors."""
+    """More connections than the broker has file descriptors."""
     yield
     kept: list[Any] = []
 
@@ -432,7 +436,7 @@ async def descriptors(target: _Target) -> AsyncIterator[None]:
 
 
 async def unread_replies(target: _Target) -> AsyncIterator[None]:
-    """Requests whose replies are never read, by ten peers."""
+    """Requests of ten peers that never read the replies."""
     yield
     request = frame.marshal(commands.Queue.Declare(queue="attack"), 1) * 1000
 
@@ -459,7 +463,7 @@ _EVERYWHERE: tuple[Attack, ...] = (
     unread_replies,
 )
 _HERE: tuple[Attack, ...] = (waiting_publishes, regular_expression, http_strangers, metrics, event_streams)
-#: By name.
+#: Attacks by name.
 ATTACKS = {each.__name__: each for each in (*_EVERYWHERE, *_HERE)}
 
 
@@ -472,11 +476,11 @@ async def _child(name: str, target: _Target) -> None:
         pass
 
 
-# What others notice.
+# Effects on other clients.
 
 
 class _Others(threading.Thread):
-    """A client that measures round trips, and bystanders."""
+    """A client that measures round trips, and idle connections."""
 
     def __init__(self, url: str) -> None:
         super().__init__(daemon=True)
@@ -529,7 +533,7 @@ def _resident(pid: int) -> int:
 
 
 def _pid_of(url: str) -> int:
-    """The process of this machine that listens where a URL leads; 0 if there is none."""
+    """Return the process id on this machine that listens at a URL; 0 if there is none."""
     import psutil
 
     port = urlsplit(url).port or 5672
@@ -538,7 +542,7 @@ def _pid_of(url: str) -> int:
 
 
 def _told_to_strangers(http_url: str) -> str:
-    """What is answered without the token."""
+    """Return what is answered without the token."""
     told = []
     for path in ("/api/queues", "/api/connections", "/api/counters", "/api/events", "/api/definitions", "/metrics"):
         try:
@@ -552,7 +556,7 @@ def _told_to_strangers(http_url: str) -> str:
 
 @contextmanager
 def _broker(descriptor_limit: int = 0) -> Iterator[tuple[str, str, int, Path]]:
-    """A broker in a process of its own: its URLs, its process and its log."""
+    """Run a broker in its own process; yield its URLs, its process id and its log."""
     command = [sys.executable, "-m", "qflow_client.cli", "broker", "--port", "0", "--http-port", "0"]
     command += ["--memory-limit", str(LIMIT)]
     if descriptor_limit:
@@ -571,13 +575,13 @@ def _broker(descriptor_limit: int = 0) -> Iterator[tuple[str, str, int, Path]]:
 
 
 def attack(name: str, *, seconds: float, scale: float = 1.0, url: str = "") -> Result:
-    """One attack.
+    """Run one attack.
 
     Args:
-        name: of `ATTACKS`.
-        seconds: for how long.
-        scale: how much of the queues, bindings and peers there is to be, from 0 to 1.
-        url: of a broker that runs; empty for one of its own.
+        name: name in `ATTACKS`.
+        seconds: duration.
+        scale: part of the queues, bindings and peers to use, from 0 to 1.
+        url: URL of a running broker; empty to start one.
     """
     with ExitStack() as stack:
         if url:
@@ -624,7 +628,7 @@ def attack(name: str, *, seconds: float, scale: float = 1.0, url: str = "") -> R
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run it; the exit code is 1 if a bar is missed."""
+    """Run the attacks; the exit code is 1 if a limit is missed."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.attack", description=__doc__)
     parser.add_argument(
         "--url", default="", help="of a broker that runs, such as RabbitMQ; one is started unless given"

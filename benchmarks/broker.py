@@ -1,8 +1,8 @@
-"""What the broker of this repository can do, beside RabbitMQ, in one run: rates, latency, connections, policies.
+"""Compares this broker with RabbitMQ in one run: rates, latency, connections, policies.
 
-The clients are plain sockets whose frames were made before the clock started, the same for both brokers: what is
-measured is the broker. Messages are transient unless it says otherwise; those that are persistent are on the disk when
-they are confirmed, on both sides.
+The clients are plain sockets. Their frames are created before the clock starts, and are the same for both brokers. So
+the result measures only the broker. Messages are transient unless stated otherwise. Persistent messages are on disk
+when they are confirmed, on both brokers.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ BODY = b"x" * 100
 WINDOW = 1000
 OURS, RABBITMQ = "ours", "rabbitmq"
 
-#: What ``--check`` asks: the figure, in words, and whether it is so.
+#: Requirements of ``--check``: the value, its description, and the condition.
 BARS: tuple[tuple[str, str, Callable[[float], bool]], ...] = (
     ("published, of RabbitMQ's", ">= 3.5", lambda value: value >= 3.5),
     ("published and consumed, of RabbitMQ's", ">= 1.5", lambda value: value >= 1.5),
@@ -50,7 +50,7 @@ BARS: tuple[tuple[str, str, Callable[[float], bool]], ...] = (
     ("connections held", ">= 2000", lambda value: value >= 2000),
 )
 
-#: What a queue is given that is never full: what remains is what it costs to look.
+#: Arguments of queues that are never full, so that only the cost of the checks is measured.
 POLICIES: dict[str, dict[str, Any]] = {
     "none": {},
     "flow, by count": {"qpid.flow_stop_count": 10**9, "qpid.flow_resume_count": 10**9},
@@ -74,7 +74,7 @@ _PATIENCE = 60.0
 
 @contextmanager
 def broker_process(*options: str) -> Iterator[tuple[str, int]]:
-    """The URL and the process id of a `qflow broker` that runs until the block is left."""
+    """Run a `qflow broker` during the block; yield its URL and its process id."""
     command = [sys.executable, "-m", "qflow_client.cli", "broker", "--port", "0", "--quiet", *options]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -87,7 +87,7 @@ def broker_process(*options: str) -> Iterator[tuple[str, int]]:
 
 @contextmanager
 def fresh_queue(wire: Wire, arguments: Mapping[str, Any] | None = None, *, durable: bool = False) -> Iterator[str]:
-    """A queue that goes with the block, or with its connection."""
+    """Declare a queue that is deleted with the block, or with its connection."""
     queue = f"qflow-benchmark-{uuid4().hex[:12]}"
     wire.call(commands.Queue.Declare(queue=queue, durable=durable, arguments=dict(arguments or {})))
     try:
@@ -97,7 +97,7 @@ def fresh_queue(wire: Wire, arguments: Mapping[str, Any] | None = None, *, durab
 
 
 def published(url: str, count: int, arguments: Mapping[str, Any] | None = None, *, persistent: bool = False) -> float:
-    """Messages per second that are confirmed, a window of them under way; persistent ones in a durable queue."""
+    """Return confirmed messages per second with a full window; persistent ones go to a durable queue."""
     with Wire(url) as wire, fresh_queue(wire, arguments, durable=persistent) as queue:
         job = Job(url, queue, BODY, count, WINDOW, confirmed=True, persistent=persistent)
         rate = count / PlainSocket().run(job).seconds
@@ -107,16 +107,17 @@ def published(url: str, count: int, arguments: Mapping[str, Any] | None = None, 
 
 
 def consumed(url: str, count: int) -> float:
-    """Messages per second from a publisher with confirms to a consumer on another connection that acks each one.
+    """Return messages per second from a publisher with confirms to a consumer on another connection that acks each one.
 
-    From the first publish to the last ack being answered by the broker's close of the channel.
+    The time runs from the first publish until the broker has answered the close of the channel after the last ack.
     """
     with Wire(url) as wire, fresh_queue(wire) as queue, Wire(url) as publisher, Wire(url) as consumer:
         messages, length = publish_frames(queue, BODY, count, publisher.frame_max, persistent=False)
         publisher.call(commands.Confirm.Select())
         consumer.call(commands.Basic.Qos(prefetch_count=WINDOW))
         consumer.call(commands.Basic.Consume(queue=queue, consumer_tag="c"))
-        # Every delivery has the same length: that of a publish, less its reserved and mandatory bytes, and a tag.
+        # All deliveries have the same length: the length of a publish without its reserved and mandatory bytes, plus a
+        # tag.
         method = 4 + 2 + 8 + 1 + 1 + 1 + len(queue)
         delivery = length - (4 + 2 + 1 + 1 + len(queue) + 1) + method
         acks = b"".join(_ACK.pack(1, 1, 13, 60, 80, tag, 0, 0xCE) for tag in range(1, count + 1))
@@ -132,7 +133,7 @@ def _pump(
     acks: memoryview,
     count: int,
 ) -> float:
-    """Publish and ack, as fast as both sockets allow; the seconds that it took."""
+    """Publish and ack as fast as both sockets allow; return the seconds."""
     out, back = publisher.socket, consumer.socket
     ack = len(acks) // count
     window = AckWindow()
@@ -180,9 +181,9 @@ def _receive(sock: Any) -> bytes:
 
 
 def latency(url: str, rate: float, seconds: float) -> list[float]:
-    """Milliseconds from when a message is due until it is confirmed, at so many messages per second.
+    """Return the milliseconds from each message's scheduled time to its confirm, at this rate of messages per second.
 
-    Measured from when it is due, not from when it could be written: a broker that stands still cannot hide it.
+    The time counts from the schedule and not from the write, so that a blocked broker cannot hide its delay.
     """
     count = int(rate * seconds)
     with Wire(url) as wire, fresh_queue(wire) as queue, Wire(url) as publisher:
@@ -190,7 +191,7 @@ def latency(url: str, rate: float, seconds: float) -> list[float]:
         publisher.call(commands.Confirm.Select())
         sock, view, window = publisher.socket, memoryview(messages), AckWindow()
         sock.setblocking(False)
-        # The number of the last message of a batch, and when it was due.
+        # Number of the last message of a batch, and its scheduled time.
         due: deque[tuple[int, float]] = deque()
         found = []
         written = made = 0
@@ -202,7 +203,7 @@ def latency(url: str, rate: float, seconds: float) -> list[float]:
                 made = ready
                 due.append((made, began + made / rate))
             written += _send(sock, view[written : made * length])
-            # Half a millisecond, or until something comes.
+            # Wait half a millisecond, or until bytes arrive.
             if select.select([sock], [], [], 0.0005)[0]:
                 window.feed(_receive(sock))
             now = time.perf_counter()
@@ -219,7 +220,7 @@ def _resident(pid: int) -> int:
 
 
 def connections(count: int) -> dict[str, float]:
-    """Hold connections with a channel each to a broker of its own, and use every one of them at the end."""
+    """Open connections with one channel each to a new broker, and use each of them at the end."""
     with broker_process() as (url, pid), ExitStack() as stack:
         first = stack.enter_context(Wire(url))
         queue = stack.enter_context(fresh_queue(first))
@@ -236,7 +237,7 @@ def connections(count: int) -> dict[str, float]:
 
 
 def policies(url: str, count: int, rounds: int) -> dict[str, float]:
-    """What share of the rate without a policy remains with each; the median over rounds in which all run in turn."""
+    """Return the part of the rate without a policy that remains with each policy; the median of rounds."""
     rates: dict[str, list[float]] = {name: [] for name in POLICIES}
     for _ in range(rounds):
         for name, arguments in POLICIES.items():
@@ -257,18 +258,18 @@ def compare(
     rounds: int,
     say: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Both brokers in turn, round by round.
+    """Measure both brokers alternately, round by round.
 
     Args:
-        runs: what is done and measured, by name, with a URL and a number of messages.
-        url: of RabbitMQ.
-        ours: the URL of ours.
-        count: messages of a run.
-        rounds: after the one that warms up.
-        say: told how far it is.
+        runs: measurements by name; each takes a URL and a number of messages.
+        url: URL of RabbitMQ.
+        ours: URL of this broker.
+        count: messages per run.
+        rounds: rounds after the warm-up round.
+        say: called with the progress.
 
     Returns:
-        Rates by what was done and by broker, and the ratios of ours, each the median of the rounds'.
+        Rates by measurement and broker, and this broker's ratios; each is the median of the rounds.
     """
     found: dict[str, Any] = {}
     for name, run in runs.items():
@@ -276,7 +277,7 @@ def compare(
         for at in range(rounds + 1):
             for broker, where in ((RABBITMQ, url), (OURS, ours)):
                 say(f"{name}: round {at} of {rounds}, {broker}")
-                # Round 0 warms up.
+                # Round 0 is the warm-up.
                 rate = run(where, count if at else count // 10)
                 if at:
                     rates[broker].append(rate)
@@ -287,12 +288,12 @@ def compare(
 
 
 def percentile(values: Sequence[float], part: float) -> float:
-    """The value below which such a part of all values lies."""
+    """Return the value below which this part of all values lies."""
     return sorted(values)[min(len(values) - 1, int(part * len(values)))]
 
 
 def run(options: argparse.Namespace, say: Callable[[str], None]) -> dict[str, Any]:
-    """The parts that were asked for, by name."""
+    """Run the requested parts, and return the results by name."""
     count, rounds, seconds, number = (
         (2000, 1, 0.5, 50) if options.quick else (options.messages, options.rounds, 5.0, 2000)
     )
@@ -325,7 +326,7 @@ def run(options: argparse.Namespace, say: Callable[[str], None]) -> dict[str, An
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run it; the exit code is 1 if with ``--check`` a bar was missed."""
+    """Run the benchmark; the exit code is 1 if with ``--check`` a requirement is missed."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.broker", description=__doc__)
     parser.add_argument("--url", default=DEFAULT_URL, help="amqp:// URL of RabbitMQ (%(default)s)")
     parser.add_argument("--messages", type=int, default=100_000, help="of a run (%(default)s)")
@@ -337,7 +338,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--check", action="store_true", help=f"fail unless {'; '.join(f'{n} {w}' for n, w, _ in BARS)}")
     parser.add_argument("--quick", action="store_true", help="few messages: its figures mean nothing")
     options = parser.parse_args(arguments)
-    # A descriptor for each connection, here and in the broker, which inherits the limit.
+    # One file descriptor for each connection, in this process and in the broker, which inherits the limit.
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     found = run(options, lambda text: print(text, file=sys.stderr, flush=True))

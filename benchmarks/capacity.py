@@ -1,7 +1,7 @@
-"""What ``capacity="auto"`` is worth beside fixed windows: throughput, latency, and overshoot.
+"""Compares ``capacity="auto"`` with fixed windows: throughput, latency and overshoot.
 
-It is measured in three places: ``fast``, the broker as it is; ``far``, with a longer way to it; ``slow``, a queue with
-a consumer that takes fewer messages than the producer has, and a broker that holds confirms back beyond a mark.
+There are three setups. ``fast`` is the broker itself. ``far`` adds a network delay. ``slow`` is a queue whose consumer
+takes fewer messages than the producer sends, on a broker that holds confirms above a mark.
 """
 
 from __future__ import annotations
@@ -38,29 +38,29 @@ Capacity = int | Literal["auto"]
 
 FAST, SLOW, FAR = "fast", "slow", "far"
 PLACES = (FAST, SLOW, FAR)
-#: The marks of the queue in the slow place, in messages.
+#: Marks of the queue in the slow setup, in messages.
 STOP, RESUME = 1000, 700
-# The most messages that the other queues keep, so that neither memory nor their length has a part in the figures.
+# Maximum length of the other queues, so that neither memory nor their length influences the results.
 _KEEP = 20_000
-# Sends between two looks at the window.
+# Number of sends between two readings of the window.
 _LOOK = 50
-# The product names of brokers that hold confirms back.
+# Product names of brokers that hold confirms.
 _COMPLETES = ("qflow", "qpid")
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What to measure.
+    """The plan of the measurement.
 
     Attributes:
-        places: where.
-        capacities: of the producers.
-        warm_up: seconds before anything counts.
-        seconds: that count.
-        repeat: rounds; in each every capacity runs once in every place.
+        places: setups to measure.
+        capacities: capacities of the producers.
+        warm_up: seconds before the measurement.
+        seconds: seconds of the measurement.
+        repeat: number of rounds; in each round every capacity runs once in every setup.
         size: bytes of a body.
-        round_trip: seconds to the far broker and back.
-        consumed: messages per second that the slow place's consumer takes.
+        round_trip: seconds of a round trip to the far broker.
+        consumed: messages per second that the consumer of the slow setup takes.
     """
 
     places: tuple[str, ...]
@@ -78,14 +78,14 @@ class Measurement:
     """One run.
 
     Attributes:
-        place: where.
-        capacity: of the producer.
-        round: from 0.
-        rate: messages per second that were confirmed.
-        window: messages, the capacity that was in force, on average.
-        latencies: seconds from a send to its confirm, of every fiftieth message that was confirmed.
-        overshoot: the most messages beyond the stop threshold; ``None`` where there is none.
-        overshoot_later: the same for the time that counts, after the warm-up.
+        place: name of the setup.
+        capacity: capacity of the producer.
+        round: number of the round, from 0.
+        rate: confirmed messages per second.
+        window: average capacity in messages.
+        latencies: seconds from a send to its confirm, for every fiftieth confirmed message.
+        overshoot: maximum messages beyond the stop threshold; ``None`` without a threshold.
+        overshoot_later: the same after the warm-up.
     """
 
     place: str
@@ -100,20 +100,20 @@ class Measurement:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One capacity in one place; medians over the rounds unless it says otherwise.
+    """One capacity in one setup; values are medians over the rounds unless stated otherwise.
 
     Attributes:
-        place: where.
-        capacity: of the producer.
+        place: name of the setup.
+        capacity: capacity of the producer.
         rate: messages per second.
         slowest: messages per second in the worst round.
         fastest: messages per second in the best round.
-        to_best: its rate over that which the best fixed capacity had in the same round; ``None`` without a fixed one.
+        to_best: its rate divided by that of the best fixed capacity in the same round; ``None`` without a fixed one.
         window: messages.
-        latency: seconds; the median over the messages of all rounds, ``None`` if none was confirmed.
-        latency_p99: seconds, likewise.
-        overshoot: messages, in the worst round; ``None`` where there is no stop threshold.
-        overshoot_later: messages, likewise.
+        latency: median seconds over the messages of all rounds; ``None`` if none was confirmed.
+        latency_p99: 99th percentile of the same.
+        overshoot: messages in the worst round; ``None`` without a stop threshold.
+        overshoot_later: the same after the warm-up.
     """
 
     place: str
@@ -130,7 +130,7 @@ class Row:
 
 
 def measure(plan: Plan, url: str) -> list[Measurement]:
-    """Run every capacity in every place, in turn."""
+    """Run every capacity in every setup, alternately."""
     measurements = []
     with ExitStack() as stack:
         wire = stack.enter_context(Wire(url))
@@ -147,7 +147,7 @@ def measure(plan: Plan, url: str) -> list[Measurement]:
 
 
 def _run(plan: Plan, wire: Wire, url: str, place: str, capacity: Capacity, at: int) -> Measurement:
-    # The names that our broker and RabbitMQ have for the same thing; each ignores the other's.
+    # Names of the same argument for this broker and for RabbitMQ; each broker ignores the other name.
     kept = {"qpid.max_count": _KEEP, "qpid.policy_type": "ring", "x-max-length": _KEEP}
     with _fresh_queue(wire, kept) as queue, Producer(url, routing_key=queue, capacity=capacity) as producer:
         load = _Load(producer, plan.size)
@@ -178,7 +178,7 @@ def _give_up(producer: Producer) -> None:
     try:
         producer.close(timeout=0)
     except UndeliveredMessages:
-        # What the queue still held is of no interest.
+        # Messages that the queue still held do not matter.
         pass
 
 
@@ -188,11 +188,11 @@ class _Load:
     def __init__(self, producer: Producer, size: int) -> None:
         self._producer = producer
         self._body = b"x" * size
-        # The messages whose confirm is looked out for, each with the time at which it was sent.
+        # Messages whose confirm is timed, with the time of their send.
         self._watched: deque[tuple[float, Receipt]] = deque()
 
     def run(self, seconds: float) -> tuple[float, float, tuple[float, ...]]:
-        """Send for so long: messages per second that are confirmed, mean capacity, and latencies."""
+        """Send for this time; return confirmed messages per second, mean capacity, and latencies."""
         producer, body, watched, send = self._producer, self._body, self._watched, self._producer.send
         windows, latencies = [], []
         sent, before, began = 0, producer.unsettled, time.perf_counter()
@@ -221,14 +221,14 @@ def _fresh_queue(wire: Wire, arguments: dict[str, Any]) -> Iterator[str]:
 
 @contextmanager
 def _consumer(url: str, queue: str, rate: float) -> Iterator[Connection]:
-    """A process that takes messages at a rate. Asked, it tells the most that it saw in the queue since last time."""
+    """Run a process that consumes at a rate. On request it returns the maximum depth since the last request."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=_consume, args=(url, queue, rate, theirs), daemon=True)
     process.start()
     theirs.close()
     try:
-        # It is there.
+        # The consumer has started.
         ours.recv()
         yield ours
     finally:
@@ -262,7 +262,7 @@ def _peak(consumer: Connection) -> int:
 
 
 def summarize(measurements: Sequence[Measurement]) -> list[Row]:
-    """A row for each place and capacity, in the order in which they were measured."""
+    """Return a row for each setup and capacity, in the order of the measurement."""
     rows = []
     for place, capacity in dict.fromkeys((each.place, each.capacity) for each in measurements):
         own = [each for each in measurements if (each.place, each.capacity) == (place, capacity)]
@@ -290,7 +290,7 @@ def summarize(measurements: Sequence[Measurement]) -> list[Row]:
 
 
 def _best_fixed(measurements: Sequence[Measurement], place: str) -> dict[int, float]:
-    """The rates by round of the fixed capacity with the best median."""
+    """Return the rates by round of the fixed capacity with the best median."""
     rates: dict[Capacity, dict[int, float]] = {}
     for each in measurements:
         if each.place == place and each.capacity != "auto":
@@ -321,7 +321,7 @@ def _number(value: float | None, form: str) -> str:
 
 
 def table(title: str, rows: Sequence[Row]) -> str:
-    """The rows as text."""
+    """Return the rows as text."""
     lines = [_HEADINGS]
     lines += [
         (
@@ -344,7 +344,7 @@ def table(title: str, rows: Sequence[Row]) -> str:
 def document(
     plan: Plan, rows: Sequence[Row], measurements: Sequence[Measurement], server_properties: dict[str, Any]
 ) -> dict[str, Any]:
-    """All of it, for ``json.dumps``."""
+    """Return all results, for ``json.dumps``."""
     return {
         "benchmark": "capacity",
         "settings": asdict(plan) | {"stop": STOP, "resume": RESUME},
@@ -380,7 +380,7 @@ def _positive(text: str) -> float:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Return the parser of the command line."""
     made = argparse.ArgumentParser(prog="python -m benchmarks.capacity", description=__doc__)
     made.add_argument("--url", default=EMBEDDED, help=f"amqp:// URL of the broker, or {EMBEDDED}: ours (%(default)s)")
     made.add_argument("--json", action="store_true", help="print one JSON document instead of a table")
@@ -403,7 +403,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run it; the exit code is 0."""
+    """Run the benchmark; the exit code is 0."""
     options = parser().parse_args(arguments)
     with broker_url(options.url) as url:
         with Wire(url) as wire:
@@ -435,7 +435,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _say(text: str) -> None:
-    # One line that is written over, for who watches.
+    # One line that is overwritten.
     if sys.stderr.isatty():
         print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
 

@@ -1,4 +1,4 @@
-"""What a Celery application's ``apply_async`` costs on kombu's transport for py-amqp, and on ours."""
+"""Compares the cost of a Celery application's ``apply_async`` on kombu's py-amqp transport and on ours."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _take(number: int) -> None:
 
 
 def _loop(url: str, scheme: str, confirms: Any, count: int) -> float:
-    """Calls per second, until the last one is confirmed if it is to be."""
+    """Return calls per second, until the last one is confirmed if confirms are used."""
     app = Celery("benchmark", broker=url.replace("amqp", scheme, 1))
     app.conf.update(
         task_ignore_result=True,
@@ -35,7 +35,7 @@ def _loop(url: str, scheme: str, confirms: Any, count: int) -> float:
     )
     task = app.task(_take, name="take", shared=False)
     try:
-        # The queue, the connection, and what else is made on first use.
+        # Creates the queue, the connection and everything else for the first use.
         task.apply_async((0,), queue=_QUEUE)
         began = time.perf_counter()
         for number in range(count):
@@ -58,7 +58,7 @@ def _loop(url: str, scheme: str, confirms: Any, count: int) -> float:
     return count / seconds
 
 
-#: By name: the URL's scheme, and ``confirm_publish``.
+#: By name: the scheme of the URL, and ``confirm_publish``.
 LOOPS: dict[str, tuple[str, Any]] = {
     "pyamqp, unconfirmed": ("pyamqp", False),
     "qflow, unconfirmed": ("qflow", False),
@@ -67,7 +67,7 @@ LOOPS: dict[str, tuple[str, Any]] = {
     "qflow, pipelined": ("qflow", "pipelined"),
 }
 
-#: What is compared with what, and what it is to be at least.
+#: The compared pairs, and their minimum ratios.
 _RATIOS = {
     "unconfirmed": ("qflow, unconfirmed", "pyamqp, unconfirmed", 1.0),
     "confirm each": ("qflow, confirm each", "pyamqp, confirm each", 1.0),
@@ -76,7 +76,7 @@ _RATIOS = {
 
 
 def measure(url: str, count: int, rounds: int) -> list[dict[str, float]]:
-    """Calls per second of every loop, for each round, in which all run in turn."""
+    """Return calls per second of every loop for each round; all loops run alternately in a round."""
     found = []
     for _ in range(rounds):
         found.append({name: _loop(url, scheme, confirms, count) for name, (scheme, confirms) in LOOPS.items()})
@@ -84,12 +84,12 @@ def measure(url: str, count: int, rounds: int) -> list[dict[str, float]]:
 
 
 def ratios(rounds: Sequence[dict[str, float]]) -> dict[str, float]:
-    """The medians of the rounds' ratios: what disturbs a round disturbs both."""
+    """Return the medians of the rounds' ratios, because a disturbance of a round affects both loops."""
     return {name: median(rates[one] / rates[other] for rates in rounds) for name, (one, other, _) in _RATIOS.items()}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the rates and the ratios; 1 if one is lower than it is to be."""
+    """Print the rates and the ratios; return 1 if a ratio is below its minimum."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--url", default=DEFAULT_URL, help=f"or {EMBEDDED!r}")
     parser.add_argument("--messages", type=int, default=2000, help="per run")

@@ -1,4 +1,4 @@
-"""What an update of the broker's console costs the page's own thread, with many queues and producers at work."""
+"""Measures the main-thread time of the broker's console for an update, with many active queues and producers."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from qflow_client.broker import Broker
 __all__ = ["main", "measure"]
 
 CONNECTIONS = 20
-#: Milliseconds of work for an update at p95: a frame.
+#: Maximum milliseconds of work for an update at p95: one frame of the display.
 _FRAME = 16.0
-# Seconds that a broker, or a page, may take to come so far.
+# Maximum seconds that a broker or a page may take to be ready.
 _PATIENCE = 400.0
-# Milliseconds until the first picture is drawn, which is no update; and until the page has come to rest elsewhere.
+# Milliseconds until the first picture, which is not an update; and until the page is idle after a change.
 _FIRST, _NEXT = 5000, 2000
 _COUNT = "performance.getEntriesByName('qflow-update').length"
 _CATEGORIES = ["blink.user_timing", "disabled-by-default-devtools.timeline", "devtools.timeline"]
@@ -35,7 +35,7 @@ _CATEGORIES = ["blink.user_timing", "disabled-by-default-devtools.timeline", "de
 
 @contextmanager
 def _busy(broker: Broker, queues: int, producers: int) -> Iterator[None]:
-    """Queues that go ON and OFF, and producers that publish to them."""
+    """Run queues that turn ON and OFF, and producers that publish to them."""
     for number in range(queues):
         broker.declare_queue(f"queue {number}", arguments={"qpid.flow_stop_count": 3})
     over = threading.Event()
@@ -67,7 +67,7 @@ def _busy(broker: Broker, queues: int, producers: int) -> Iterator[None]:
 
 
 def _work_per_update(trace: list[dict[str, Any]]) -> list[float]:
-    """Milliseconds that the page's main thread worked from one update to the next, by its own clock."""
+    """Return the milliseconds of work of the page's main thread between two updates, by its own clock."""
     updates = sorted(
         (event for event in trace if event["name"] == "qflow-update" and event["ph"] == "b"),
         key=lambda each: each["ts"],
@@ -82,7 +82,7 @@ def _work_per_update(trace: list[dict[str, Any]]) -> list[float]:
     work = [0.0] * len(starts)
     for event in trace:
         if event["name"] == "RunTask" and "tdur" in event and (event["pid"], event["tid"]) == (pid, main_thread):
-            # An update is told of by a task that begins just before it.
+            # A task that begins just before an update marks the update.
             at = bisect_right(starts, event["ts"] + event["dur"]) - 1
             if at >= 0:
                 work[at] += event["tdur"] / 1000
@@ -90,24 +90,24 @@ def _work_per_update(trace: list[dict[str, Any]]) -> list[float]:
 
 
 def _traced_work(browser: Browser, page: Page, updates: int) -> list[float]:
-    """Milliseconds of work of some updates, the least first."""
+    """Return the milliseconds of work of several updates, sorted."""
     browser.start_tracing(page=page, categories=_CATEGORIES)
     begun = ended = page.evaluate(_COUNT)
     while ended < begun + updates:
-        # Asking the page is work too.
+        # Requests to the page are work too.
         page.wait_for_timeout(updates * 500)
         ended = page.evaluate(_COUNT)
     return sorted(_work_per_update(json.loads(browser.stop_tracing())["traceEvents"]))
 
 
 def measure(browser: Browser, queues: int, producers: int, updates: int) -> dict[str, list[float]]:
-    """Milliseconds of work of each update, the least first, by what the page shows.
+    """Return the milliseconds of work of each update, sorted, by what the page shows.
 
     Args:
-        browser: a Chromium.
-        queues: how many, that go ON and OFF.
-        producers: how many, that publish to them.
-        updates: how many are measured of each.
+        browser: a Chromium browser.
+        queues: number of queues that turn ON and OFF.
+        producers: number of producers that publish to them.
+        updates: number of measured updates for each view.
     """
     with Broker(http_port=0) as broker, _busy(broker, queues, producers):
         page = browser.new_page(viewport={"width": 1400, "height": 1000})
@@ -116,7 +116,7 @@ def measure(browser: Browser, queues: int, producers: int, updates: int) -> dict
         expect(page.locator("#producer-pages")).to_contain_text(f"{producers:,} producers", timeout=_PATIENCE * 1000)
         page.locator("#queue-rows button").first.click()
         page.wait_for_timeout(_FIRST)
-        # Where the click has gone to: the table, the series of a queue, and the thresholds.
+        # Views by click target: the table, the series of a queue, and the thresholds.
         found = {"a queue": _traced_work(browser, page, updates)}
         page.evaluate("scrollTo(0, 0)")
         page.wait_for_timeout(_NEXT)
@@ -126,7 +126,7 @@ def measure(browser: Browser, queues: int, producers: int, updates: int) -> dict
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run it; the exit code is 1 if with ``--check`` an update takes longer than a frame at p95."""
+    """Run the benchmark; the exit code is 1 if with ``--check`` an update takes longer than a frame at p95."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.console", description=__doc__)
     parser.add_argument("--queues", type=int, default=500, help="how many (%(default)s)")
     parser.add_argument("--producers", type=int, default=2000, help="how many (%(default)s)")
@@ -137,7 +137,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     path = os.environ.get("QFLOW_CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
     if path is None:
         parser.error("there is no Chromium: install it, or name it in QFLOW_CHROMIUM")
-    # pika's warnings about Channel.Flow are many.
+    # pika logs many warnings about Channel.Flow.
     logging.getLogger("pika").setLevel(logging.ERROR)
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox", "--disable-gpu"])

@@ -2,9 +2,13 @@
 
     python -m benchmarks.damage --flips 1000 --cuts 100 --seed 1
 
-A start has to end in one of three ways. Every message is there with the body that was published. Or messages are
-missing, and the broker reports at least as many damaged rows. Or it does not start, and its error says what to do.
-A body that was changed, a message that is missing without a word and any other error are failures.
+A start must end in one of three ways:
+
+- Every message is there with the published body.
+- Messages are missing, and the broker reports at least as many damaged rows.
+- The broker does not start, and its error says what to do.
+
+A changed body, a message that is missing without a report, and any other error are failures.
 """
 
 from __future__ import annotations
@@ -33,14 +37,14 @@ _LOGGER = "qflow_client"
 
 @dataclass
 class Verdict:
-    """How the starts ended.
+    """The results of the starts.
 
     Attributes:
-        places: how many copies were damaged.
+        places: number of damaged copies.
         whole: starts with every message.
-        reported: starts that reported what is missing.
-        refused: starts that were refused with a way out.
-        failures: what happened otherwise, by place.
+        reported: starts that reported the missing messages.
+        refused: starts that were refused with an instruction.
+        failures: other results, by place.
     """
 
     places: int = 0
@@ -75,7 +79,7 @@ def _reports() -> Iterator[_Reports]:
 
 
 def _fill(path: Path, chance: random.Random) -> dict[str, bytes]:
-    """Make a store with queues, an exchange and messages, and return the bodies by message id."""
+    """Create a store with queues, an exchange and messages; return the bodies by message id."""
     bodies = {}
     with Broker(store=path) as broker:
         broker.declare_exchange("shop", "topic", durable=True)
@@ -92,7 +96,7 @@ def _fill(path: Path, chance: random.Random) -> dict[str, bytes]:
 
 
 def _outcome(path: Path, bodies: dict[str, bytes]) -> str:
-    """How a start on a damaged store ends: ``whole``, ``reported``, ``refused``, or what is wrong."""
+    """Return the result of a start on a damaged store: ``whole``, ``reported``, ``refused``, or what is wrong."""
     try:
         with _reports() as reports, Broker(store=path) as broker:
             found = [each for queue in broker.queues() for each in broker.messages(queue.name)]
@@ -111,13 +115,13 @@ def _outcome(path: Path, bodies: dict[str, bytes]) -> str:
 
 
 def damage(folder: Path, *, flips: int, cuts: int, seed: int) -> Verdict:
-    """Flip single bits of a store and cut it, each on a fresh copy, and start a broker on each.
+    """Flip single bits of a store and truncate it, each on a new copy, and start a broker on each copy.
 
     Args:
-        folder: where the copies are made; it must be empty.
-        flips: how many bits.
-        cuts: how many truncations.
-        seed: of the places.
+        folder: folder for the copies; it must be empty.
+        flips: number of flipped bits.
+        cuts: number of truncations.
+        seed: seed of the places.
     """
     chance = random.Random(seed)
     path = folder / "store"
@@ -147,7 +151,7 @@ def _count(verdict: Verdict, place: str, path: Path, content: bytes, bodies: dic
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Damage a store, print how the starts ended, and return the exit code."""
+    """Damage a store, print the results of the starts, and return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.damage", description=__doc__.partition("\n")[0])
     parser.add_argument("--flips", type=int, default=1000, help="single bits to flip; 1000")
     parser.add_argument("--cuts", type=int, default=100, help="truncations; 100")

@@ -1,4 +1,4 @@
-"""A TCP proxy that makes a broker far away: every byte arrives later, in either direction, and nothing else changes."""
+"""A TCP proxy that simulates a distant broker: it delays every byte in both directions, and changes nothing else."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from urllib.parse import urlsplit, urlunsplit
 
 __all__ = ["delayed"]
 
-# Bytes on their way in one direction, beyond which nothing more is read: far more than any window that is measured, so
-# that the way is long, not narrow.
+# Maximum bytes on their way in one direction. It is far more than any measured window, so that the delay does not limit
+# the bandwidth.
 _ON_THE_WAY = 64 << 20
-# Seconds that the proxy may take to listen.
+# Maximum seconds until the proxy listens.
 _START = 30.0
 
 
 @contextmanager
 def delayed(url: str, seconds: float) -> Iterator[str]:
-    """Put a proxy in a process of its own before a broker.
+    """Run a proxy in its own process in front of a broker.
 
     Args:
-        url: of the broker.
-        seconds: that each byte is on the way, in each direction.
+        url: URL of the broker.
+        seconds: delay of each byte in each direction.
 
     Yields:
-        The URL of the broker behind the proxy.
+        The URL of the broker through the proxy.
     """
     parts = urlsplit(url)
     context = multiprocessing.get_context("spawn")
@@ -44,7 +44,7 @@ def delayed(url: str, seconds: float) -> Iterator[str]:
         login = f"{parts.netloc.rpartition('@')[0]}@" if "@" in parts.netloc else ""
         yield urlunsplit(parts._replace(netloc=f"{login}127.0.0.1:{ours.recv()}"))
     finally:
-        # It ends when nobody holds the other end any more.
+        # The process ends when the other end of its pipe is closed.
         ours.close()
         process.join()
 
@@ -65,17 +65,17 @@ async def _serve(host: str, port: int, seconds: float, parent: Connection) -> No
 
 
 class _End(asyncio.Protocol):
-    """One end of a connection: what it receives leaves at the other end, later."""
+    """One end of a connection. Bytes that it receives are sent by the other end after the delay."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
         self._transport: asyncio.Transport | None = None
         self.other: _End | None = None
-        # What was received, and when it is due at the other end; an empty piece is the end.
+        # Received bytes, with the time when the other end has to send them; an empty piece is the end.
         self._way: deque[tuple[float, bytes]] = deque()
         self._size = 0
         self._timer: asyncio.TimerHandle | None = None
-        # Whether nothing is read because too much is on the way, or because the other end takes no more.
+        # Whether reading is paused, because too many bytes are on their way or the other end accepts no more.
         self._reading = True
         self._is_full = False
 
@@ -100,7 +100,7 @@ class _End(asyncio.Protocol):
             self.other._look()
 
     def _look(self) -> None:
-        """Read, or stop reading, by what is on the way."""
+        """Start or stop reading, depending on the bytes on their way."""
         reading = self._size <= _ON_THE_WAY and self.other is not None and not self.other._is_full
         if reading != self._reading and self._transport is not None:
             self._reading = reading
@@ -132,7 +132,7 @@ class _End(asyncio.Protocol):
 
 
 class _Near(_End):
-    """The end that the producer connected to; it connects to the broker."""
+    """The end that the producer is connected to; it connects to the broker."""
 
     def __init__(self, host: str, port: int, seconds: float) -> None:
         super().__init__(seconds)
@@ -141,7 +141,7 @@ class _Near(_End):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
-        # There is no other end yet, so that what the producer says first waits in the socket.
+        # The other end does not exist yet, so the first bytes of the producer wait in the socket.
         self._look()
         self._connecting = asyncio.get_running_loop().create_task(self._connect())
 

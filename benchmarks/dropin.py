@@ -1,4 +1,4 @@
-"""What the drop-ins for pika and aio-pika cost or give: the same loop with the library and with its drop-in."""
+"""Compares the drop-ins for pika and aio-pika with the original libraries: the same loop with each."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["AIO_LOOPS", "LOOPS", "main", "measure", "ratios"]
 
 
 def _loop(module: Any, url: str, count: int, size: int, prepare: Callable[[Any], object], durable: bool) -> float:
-    """Messages per second of an unchanged loop, until the last one is confirmed if it is to be."""
+    """Return messages per second of an unchanged loop, until the last one is confirmed if confirms are used."""
     with module.BlockingConnection(module.URLParameters(url)) as connection:
         channel = connection.channel()
         queue = channel.queue_declare("", exclusive=not durable, durable=durable).method.queue
@@ -35,7 +35,7 @@ def _loop(module: Any, url: str, count: int, size: int, prepare: Callable[[Any],
         if getattr(channel, "_is_pipelined", False):
             channel.wait_for_confirms()
         seconds = time.perf_counter() - began
-        # Without confirms they may still be on their way; what the queue has then counts for the test of it.
+        # Without confirms messages may still be on their way. The count of the queue is then used for the check.
         end = time.monotonic() + 30
         while (depth := channel.queue_declare(queue, passive=True).method.message_count) != count:
             if time.monotonic() > end:
@@ -45,7 +45,7 @@ def _loop(module: Any, url: str, count: int, size: int, prepare: Callable[[Any],
     return count / seconds
 
 
-#: By name: the module, what turns confirms on, and whether messages and queue are durable.
+#: By name: the module, the function that turns confirms on, and whether messages and queue are durable.
 LOOPS: dict[str, tuple[Any, Callable[[Any], object], bool]] = {
     "pika, unconfirmed": (pika, lambda _channel: None, False),
     "drop-in, unconfirmed": (drop_in, lambda _channel: None, False),
@@ -62,7 +62,7 @@ async def _depth(channel: Any, queue: str) -> Any:
 
 
 async def _aio_loop(module: Any, url: str, count: int, size: int, tasks: int, confirms: bool) -> float:
-    """Messages per second of so many tasks, each of which publishes one message after the other."""
+    """Return messages per second of several tasks; each publishes one message after the other."""
     async with await module.connect(url) as connection:
         channel = await connection.channel(publisher_confirms=confirms)
         queue = await channel.declare_queue(exclusive=True)
@@ -85,14 +85,14 @@ async def _aio_loop(module: Any, url: str, count: int, size: int, tasks: int, co
     return total / seconds
 
 
-#: By name: the module, how many tasks, and whether with confirms.
+#: By name: the module, the number of tasks, and whether confirms are used.
 AIO_LOOPS: dict[str, tuple[Any, int, bool]] = {
     f"{library}, {what}": (module, tasks, confirms)
     for what, tasks, confirms in (("1 task", 1, True), ("1000 tasks", 1000, True), ("unconfirmed", 1, False))
     for library, module in (("aio-pika", aio_pika), ("drop-in", aio_drop_in))
 }
 
-#: What is compared with what, and what it is to be at least.
+#: The compared pairs, and their minimum ratios.
 _RATIOS = {
     "unconfirmed": ("drop-in, unconfirmed", "pika, unconfirmed", 0.95),
     "confirm each": ("drop-in, confirm each", "pika, confirm each", 0.95),
@@ -105,7 +105,7 @@ _AIO_RATIOS = {
 
 
 def measure(url: str, count: int, size: int, rounds: int, library: str = "pika") -> list[dict[str, float]]:
-    """Messages per second of every loop, for each round, in which all run in turn."""
+    """Return messages per second of every loop for each round; all loops run alternately in a round."""
     found = []
     for _ in range(rounds):
         rates = {}
@@ -116,7 +116,7 @@ def measure(url: str, count: int, size: int, rounds: int, library: str = "pika")
             found.append(rates)
             continue
         for name, (module, prepare, durable) in LOOPS.items():
-            # One by one is slower, and says as much with fewer.
+            # One message at a time is slower, so fewer messages are enough.
             number = max(1, count // (10 if "each" in name else 1))
             rates[name] = _loop(module, url, number, size, prepare, durable)
         found.append(rates)
@@ -124,13 +124,13 @@ def measure(url: str, count: int, size: int, rounds: int, library: str = "pika")
 
 
 def ratios(rounds: Sequence[dict[str, float]], library: str = "pika") -> dict[str, float]:
-    """The medians of the rounds' ratios: what disturbs a round disturbs both."""
+    """Return the medians of the rounds' ratios, because a disturbance of a round affects both loops."""
     compared = _RATIOS if library == "pika" else _AIO_RATIOS
     return {name: median(rates[one] / rates[other] for rates in rounds) for name, (one, other, _) in compared.items()}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the rates and the ratios; 1 if one is lower than it is to be."""
+    """Print the rates and the ratios; return 1 if a ratio is below its minimum."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--url", default=DEFAULT_URL, help=f"or {EMBEDDED!r}")
     parser.add_argument("--library", choices=["pika", "aio-pika"], default="pika", help="whose drop-in")

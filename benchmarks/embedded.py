@@ -1,4 +1,4 @@
-"""The broker of this repository, in a process of its own, to be measured like any other."""
+"""Runs this repository's broker in its own process, so that it can be measured like any other broker."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from contextlib import contextmanager
 __all__ = ["DEFAULT_URL", "EMBEDDED", "broker_url"]
 
 DEFAULT_URL = "amqp://guest:guest@localhost:5672/%2F"
-#: Given instead of a URL.
+#: Value to give instead of a URL.
 EMBEDDED = "embedded"
 
 
 @contextmanager
 def broker_url(url: str) -> Iterator[str]:
-    """The URL itself; for `EMBEDDED` that of a broker which runs until the block is left."""
+    """Yield the URL itself; for `EMBEDDED` run a broker during the block, and yield its URL."""
     if url != EMBEDDED:
         yield url
         return
@@ -28,7 +28,7 @@ def broker_url(url: str) -> Iterator[str]:
         try:
             yield process.stdout.readline().strip()
         finally:
-            # It runs until it has read to the end.
+            # The process runs until the end of its input.
             process.stdin.close()
             process.wait(10)
 

@@ -1,6 +1,6 @@
-"""How alike equal producers are served by a queue that flaps, and how far it overflows, with and without turns (F4).
+"""Measures how equally a queue that turns ON and OFF serves producers, and its overshoot, with and without turns (F4).
 
-Each producer is a `Producer` in a process of its own, which sends as fast as it may.
+Each producer is a `Producer` in its own process that sends as fast as it can.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from qflow_client.broker import Broker
 
 __all__ = ["flap", "main"]
 
-#: The most by which the most and the least served may differ, as a part of the most served; what ``--check`` asks.
+#: Requirement of ``--check``: maximum difference between the most and the least served producer, as a part of the
+#: former.
 MOST = 0.2
 STOP, RESUME, CAPACITY = 100, 50, 20
 _START = 60.0
@@ -35,12 +36,12 @@ def _feed(url: str, name: bytes) -> None:
 
 
 def flap(interval: float, producers: int, messages: int) -> dict[str, Any]:
-    """One run.
+    """Run one measurement.
 
     Args:
-        interval: seconds between two producers that the queue lets go; 0 for all at once.
-        producers: how many.
-        messages: taken out of the queue, one by one, as fast as that goes.
+        interval: seconds between two producers that the queue unblocks; 0 for all at once.
+        producers: number of producers.
+        messages: number of messages to consume, one by one, as fast as possible.
     """
     context = multiprocessing.get_context("spawn")
     with Broker(resume_interval=interval) as broker, ExitStack() as stack:
@@ -50,7 +51,7 @@ def flap(interval: float, producers: int, messages: int) -> dict[str, Any]:
             process.start()
             stack.callback(_end, process)
         broker.wait_until(lambda b: len([each for each in b.producers() if each.published]) == producers, _START)
-        # In the beginning nobody is flowed, and some were there before the others.
+        # At the start no producer is flowed, and some started before others.
         broker.wait_until(lambda b: len(b.queue("q").blocked) == producers or interval > 0, _START)
         broker.purge("q")
         times_on = broker.queue("q").flow_stopped_count
@@ -86,7 +87,7 @@ def _end(process: BaseProcess) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run it; the exit code is 1 if with ``--check`` some were served too differently."""
+    """Run the benchmark; the exit code is 1 if with ``--check`` the difference is too large."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.fairness", description=__doc__)
     parser.add_argument("--producers", type=int, default=10, help="how many (%(default)s)")
     parser.add_argument("--messages", type=int, default=30_000, help="of a run (%(default)s)")

@@ -1,4 +1,4 @@
-"""What flow control costs: an open gate, a resume, a deadline, and thousands that wait."""
+"""Measures the cost of flow control: an open gate, a resume, a deadline, and thousands of waiting senders."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from qflow_client.core.protocol import ProducerProtocol
 
 __all__ = ["BARS", "blocked_tasks", "blocked_threads", "deadlines", "main", "open_gate", "resume"]
 
-#: What ``--check`` asks: of which measurement which figure, in words, and whether it is so.
+#: Requirements of ``--check``: the measurement, its value, its description, and the condition.
 BARS: tuple[tuple[str, str, str, Callable[[Any], bool]], ...] = (
     ("open gate", "part", "<= 5 %", lambda value: value <= 0.05),
     ("deadline", "earliest_ms", ">= 0", lambda value: value >= 0),
@@ -45,23 +45,23 @@ BARS: tuple[tuple[str, str, str, Callable[[Any], bool]], ...] = (
 _FLOW = b"\1\0\1\0\0\0\5\0\x14\0\x14%b\xce"
 _FLOW_OK = b"\0\x14\0\x15"
 _PUBLISH = b"\0\x3c\0\x28"
-# The whole frame, for which a broker that has asked for none would close the connection. Messages are small here, so it
-# comes whole.
+# The whole frame. A broker without heartbeats would close the connection over it. Messages are small here, so the frame
+# arrives whole.
 _FLOW_OK_FRAME = re.compile(b"\1\0\1\0\0\0\5\0\x14\0\x15[\0\1]\xce")
 
 
 def percentile(values: Sequence[float], part: float) -> float:
-    """The value below which such a part of all values lies."""
+    """Return the value below which this part of all values lies."""
     return sorted(values)[min(len(values) - 1, int(part * len(values)))]
 
 
 def resident() -> int:
-    """Bytes of this process that are in memory."""
+    """Return the resident bytes of this process."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def open_gate(number: int = 200_000) -> dict[str, float]:
-    """Nanoseconds of the look at an open gate, and of a whole admission and its confirm without sockets."""
+    """Return nanoseconds of the check of an open gate, and of a whole admission with its confirm, without sockets."""
     settings = ProducerSettings(capacity=1000)
     protocol = ProducerProtocol(settings, id_prefix="0123456789abcdef-", now=0.0)
     protocol.channel_opened(1, 1 << 17, 0.0)
@@ -83,7 +83,7 @@ def open_gate(number: int = 200_000) -> dict[str, float]:
 
 
 class _Injector:
-    """Stands between a producer and a broker, stops and resumes its channel, and times what comes then."""
+    """Stands between a producer and a broker, stops and resumes its channel, and times the next publish."""
 
     def __init__(self, url: str, results: Connection) -> None:
         self._broker = urlsplit(url)
@@ -97,7 +97,7 @@ class _Injector:
         for each in (client, upstream):
             each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         threading.Thread(target=self._copy, args=(upstream, client), daemon=True).start()
-        # What the client sends is looked at by this thread alone.
+        # Only this thread reads the client's bytes.
         self._until(client, upstream, _PUBLISH)
         times = []
         for _ in range(rounds):
@@ -124,7 +124,7 @@ class _Injector:
             data = client.recv(1 << 17)
             if not data:
                 raise ConnectionError("the producer left")
-            # A pattern may be cut in two.
+            # A pattern may be split over two reads.
             seen = seen[-len(found) :] + data
             upstream.sendall(_FLOW_OK_FRAME.sub(b"", data))
 
@@ -144,7 +144,7 @@ def _echo(port: Connection) -> None:
 
 
 def round_trips(rounds: int) -> list[float]:
-    """Seconds of a round trip of one byte to another process on this machine and back."""
+    """Return seconds of round trips of one byte to another process on this machine."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=_echo, args=(theirs,))
@@ -186,7 +186,7 @@ def _send_by_task(url: str, results: Connection) -> list[float]:
 
             async def keep_sending() -> None:
                 while True:
-                    # To await what does not wait lets nobody else run.
+                    # An await that does not wait lets no other task run.
                     await producer.send(b"x" * 100, timeout=10)
                     await asyncio.sleep(0)
 
@@ -203,13 +203,13 @@ def _send_by_task(url: str, results: Connection) -> list[float]:
 def resume(
     url: str, rounds: int = 500, send: Callable[[str, Connection], list[float]] = _send_by_thread
 ) -> dict[str, float]:
-    """Milliseconds from the bytes of ``Channel.Flow(active=true)`` to the first publish, and of a round trip."""
+    """Return milliseconds from the bytes of ``Channel.Flow(active=true)`` to the first publish, and of a round trip."""
     trips = round_trips(rounds)
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=_inject, args=(url, theirs, rounds))
     process.start()
-    # Or nobody would learn that it has failed.
+    # Otherwise a failure would stay unnoticed.
     theirs.close()
     parts = urlsplit(url)
     through = parts._replace(netloc=f"{parts.netloc.rpartition('@')[0]}@127.0.0.1:{ours.recv()}").geturl()
@@ -227,7 +227,7 @@ def resume(
 
 
 def deadlines(threads: int = 8, rounds: int = 100, timeout: float = 0.05) -> dict[str, float]:
-    """Milliseconds by which `FlowControlTimeout` is late; it is never early."""
+    """Return the milliseconds by which `FlowControlTimeout` is late; it is never early."""
     late: list[float] = []
     with Broker() as broker:
         broker.declare_queue("benchmark")
@@ -257,14 +257,14 @@ def deadlines(threads: int = 8, rounds: int = 100, timeout: float = 0.05) -> dic
 
 
 def _rest(seconds: float) -> float:
-    """CPU seconds of this process per second, while nothing happens."""
+    """Return the CPU seconds of this process per second while it is idle."""
     began = time.process_time()
     time.sleep(seconds)
     return (time.process_time() - began) / seconds
 
 
 def blocked_threads(url: str, count: int = 1000, seconds: float = 5.0) -> dict[str, Any]:
-    """Threads that wait in `Producer.send`: what they cost, and whether they get out in order."""
+    """Measure threads that wait in `Producer.send`: their cost, and whether they continue in order."""
     numbers = [0] * count
     with Producer(url, routing_key="benchmark", mandatory=False, capacity=count) as producer:
         producer.pause("benchmark")
@@ -274,13 +274,13 @@ def blocked_threads(url: str, count: int = 1000, seconds: float = 5.0) -> dict[s
 
             def work(number: int = at) -> None:
                 receipt = producer.send(struct.pack(">I", number), timeout=None)
-                # In which place it was admitted.
+                # The position in which it was admitted.
                 numbers[number] = int(str(receipt.message_id)[-12:], 16)
 
             thread = threading.Thread(target=work)
             thread.start()
             threads.append(thread)
-            # Each stands in line before the next is started.
+            # Each thread is in the line before the next one starts.
             while producer._protocol.controller.waiting <= at:
                 time.sleep(0)
         memory, cpu = resident() - before, _rest(seconds)
@@ -301,7 +301,7 @@ def blocked_threads(url: str, count: int = 1000, seconds: float = 5.0) -> dict[s
 
 
 def blocked_tasks(url: str, count: int = 100_000, seconds: float = 5.0) -> dict[str, Any]:
-    """Tasks that wait in `AsyncProducer.send`, likewise."""
+    """Measure tasks that wait in `AsyncProducer.send`: their cost, and whether they continue in order."""
 
     async def run() -> dict[str, Any]:
         order: list[int] = []
@@ -337,7 +337,7 @@ def blocked_tasks(url: str, count: int = 100_000, seconds: float = 5.0) -> dict[
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run it; the exit code is 1 if with ``--check`` a bar was missed."""
+    """Run the benchmark; the exit code is 1 if with ``--check`` a requirement is missed."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.flow", description=__doc__)
     parser.add_argument("--url", default=EMBEDDED, help=f"amqp:// URL of the broker, or {EMBEDDED}: ours (%(default)s)")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
@@ -345,7 +345,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--check", action="store_true", help=f"fail unless {bars}".replace("%", "%%"))
     parser.add_argument("--quick", action="store_true", help="few rounds: its figures mean nothing")
     options = parser.parse_args(arguments)
-    # A notice of everyone who waits is not what is measured.
+    # The notices of all waiting senders are not part of the measurement.
     logging.getLogger("qflow_client").setLevel(logging.ERROR)
     with broker_url(options.url) as url:
         rounds, threads, tasks, rest = (20, 50, 1000, 0.2) if options.quick else (500, 1000, 100_000, 5.0)

@@ -1,8 +1,8 @@
-"""Reports on flow logs of many sizes: seconds, processor time and memory, by one process and by Spark.
+"""Measures reports on flow logs of several sizes: seconds, CPU time and memory, with one process and with Spark.
 
-The lines are those of simulated lives (tests/unit/simulation), written once, in files of 500,000: some 20,000 a second.
-``python -m benchmarks.flow_report --lines 20000000 --folder /var/tmp/flow`` takes as many files as it needs, and
-measures with a fortieth, a tenth and all of them, each in a process of its own.
+The lines come from simulations (tests/unit/simulation). They are written once, in files of 500,000 lines, at about
+20,000 lines per second. ``python -m benchmarks.flow_report --lines 20000000 --folder /var/tmp/flow`` uses as many files
+as it needs. It measures with a fortieth, a tenth and all of the lines, each in its own process.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from tests.unit.simulation.telemetry import lines_of
 
 __all__ = ["CHUNK", "generate", "main"]
 
-#: Lines of a file, and lives that they are from.
+#: Lines of a file, and simulations that they come from.
 CHUNK = 500_000
 _LIVES = 16
 
 
 def generate(folder: Path, number: int, chunk: int = CHUNK) -> None:
-    """Write one file, unless it is there."""
+    """Write one file, unless it exists."""
     path = folder / f"flow-{number:03}.jsonl"
     if path.exists():
         return
@@ -54,7 +54,7 @@ def _measure(engine: str, files: Sequence[str], slots: int) -> None:
         from qflow_client.spark import flow_report as spark_report
 
         with session(slots) as spark:
-            # The first job starts what all of them use.
+            # The first job starts what all jobs use.
             spark.range(10).count()
             before = processor_seconds()
             began = time.perf_counter()
@@ -75,7 +75,7 @@ def _measure(engine: str, files: Sequence[str], slots: int) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Generate what is missing, and measure."""
+    """Create missing files, and measure."""
     parser = argparse.ArgumentParser(prog="benchmarks.flow_report", description=__doc__)
     parser.add_argument("--lines", type=int, default=4 * CHUNK)
     parser.add_argument("--folder", type=Path, default=Path("/var/tmp/qflow-flow-log"))

@@ -1,4 +1,4 @@
-"""How long `import qflow_client` takes, beside `import pika`, each time in a fresh interpreter."""
+"""Compares the time of `import qflow_client` with that of `import pika`, each in a new interpreter."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from statistics import median
 
 __all__ = ["main", "measure"]
 
-#: What is imported, by name.
+#: The imports by name.
 IMPORTS = {
     "pika": "import pika",
     "qflow_client": "import qflow_client",
@@ -19,13 +19,13 @@ IMPORTS = {
     "aio_pika": "import aio_pika",
     "AsyncProducer": "from qflow_client import AsyncProducer",
 }
-# Milliseconds that ours may take beyond pika.
+# Maximum additional milliseconds compared with pika.
 _BEYOND = 20.0
 _TIMED = "import time\nbegan = time.perf_counter()\n{}\nprint(time.perf_counter() - began)"
 
 
 def measure(repeat: int) -> dict[str, list[float]]:
-    """Milliseconds, by what is imported, one of each in every round."""
+    """Return milliseconds by import; each round runs every import once."""
     found: dict[str, list[float]] = {name: [] for name in IMPORTS}
     for _ in range(repeat):
         for name, code in IMPORTS.items():
@@ -37,14 +37,14 @@ def measure(repeat: int) -> dict[str, list[float]]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run it; the exit code is 1 if with ``--check`` `import qflow_client` takes too long."""
+    """Run the benchmark; the exit code is 1 if with ``--check`` `import qflow_client` takes too long."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.imports", description=__doc__)
     parser.add_argument("--repeat", type=int, default=15, help="rounds, of which the median counts (%(default)s)")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     help_ = f"fail if import qflow_client takes longer than import pika and {_BEYOND:g} ms"
     parser.add_argument("--check", action="store_true", help=help_)
     options = parser.parse_args(arguments)
-    # What was not compiled yet is not what is measured.
+    # The first run compiles modules, which is not part of the measurement.
     measure(1)
     found = measure(options.repeat)
     medians = {name: median(times) for name, times in found.items()}

@@ -1,7 +1,7 @@
-"""Producers with an outbox that are killed with -9 at random moments: what is lost, out of order, or not marked.
+"""Kills producers with an outbox (kill -9) at random times: which messages are lost, out of order, or not marked.
 
-Each life of a producer sends numbered messages from several senders, and tells of each when `send` has returned. The
-next one goes on with the same outbox. At the end the queue is read back.
+Each life of a producer sends numbered messages from several senders, and reports each message when `send` has returned.
+The next life continues with the same outbox. At the end the queue is read.
 """
 
 from __future__ import annotations
@@ -30,13 +30,14 @@ __all__ = ["MARK", "Verdict", "audit", "print_verdict", "read_queue", "run"]
 
 _QUEUE = "qflow.kills"
 MARK = "x-qflow-republished"
-# Seconds after its start before which a producer is killed, unless told otherwise.
+# Default for the maximum seconds after its start at which a producer is killed.
 _LONGEST = 0.3
-# Seconds that anything may take.
+# Maximum seconds for any step.
 _PATIENCE = 60.0
 _SENDERS = 4
 
-# Forks once for each life, so that nobody waits for imports. The life and all that it does is drawn from its number.
+# It forks once for each life, so that no life waits for imports. The actions of a life are random, with its number as
+# the seed.
 _LIVES = f"""
 import asyncio, os, random, sys, threading
 from qflow_client import AsyncProducer, Producer
@@ -91,19 +92,19 @@ for line in sys.stdin:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What became of the messages.
+    """The results for the messages.
 
     Attributes:
-        kills: producers that were killed.
-        told: messages of which `send` had returned.
-        first_copies: messages in the queue, each counted once.
-        second_copies: how many more there were.
-        lost: messages of which `send` had returned, and that are not in the queue.
-        out_of_order: first copies that came after a later one of the same sender, or of a later life.
-        unmarked: second copies that do not say that they are.
+        kills: number of killed producers.
+        told: messages for which `send` had returned.
+        first_copies: messages in the queue without further copies.
+        second_copies: further copies in the queue.
+        lost: messages for which `send` had returned and that are not in the queue.
+        out_of_order: first copies that came after a later message of the same sender, or of a later life.
+        unmarked: second copies without the mark.
         left: messages in the outbox at the end.
-        left_behind: messages that the producers found in the outbox, all together.
-        seconds: what it took.
+        left_behind: total messages that the producers found in the outbox.
+        seconds: duration of the run.
     """
 
     kills: int
@@ -119,16 +120,16 @@ class Verdict:
 
     @property
     def is_good(self) -> bool:
-        """Whether nothing is lost, out of order, or not marked."""
+        """Whether no message is lost, out of order, or not marked."""
         return not (self.lost or self.out_of_order or self.unmarked or self.left)
 
 
 def audit(told: dict[tuple[int, int], int], queue: Iterable[tuple[bytes, bool]]) -> dict[str, int]:
-    """Compare what was sent with what is in the queue.
+    """Compare the sent messages with the queue.
 
     Args:
-        told: by life and sender, how many messages it sent at least.
-        queue: bodies in their order, and whether each is marked.
+        told: minimum number of sent messages by life and sender.
+        queue: bodies in order, and whether each is marked.
 
     Returns:
         The counts of a `Verdict`.
@@ -164,11 +165,11 @@ def run(folder: Path, *, kills: int = 200, url: str = EMBEDDED, seed: int = 1, l
     """Kill producers, one after the other.
 
     Args:
-        folder: where the outbox is.
-        kills: how many.
-        url: of the broker; `EMBEDDED` for ours.
-        seed: of the moments.
-        longest: seconds after its start before which each is killed.
+        folder: folder of the outbox.
+        kills: number of kills.
+        url: URL of the broker; `EMBEDDED` for this repository's broker.
+        seed: seed of the times.
+        longest: maximum seconds after its start at which each is killed.
     """
     began = time.monotonic()
     chance = random.Random(seed)
@@ -193,7 +194,7 @@ def run(folder: Path, *, kills: int = 200, url: str = EMBEDDED, seed: int = 1, l
                 told[life, sender] = number
             # Keeps the connection alive.
             connection.process_data_events(0)
-            # Killed before its tables were made, it has stored nothing.
+            # If it was killed before it created its tables, it has stored nothing.
             if path.exists() and path.stat().st_size:
                 left_behind += sum(1 for _ in _stored(path))
         with Producer(url, routing_key=_QUEUE, outbox=path) as producer:
@@ -211,15 +212,15 @@ def _stored(path: Path) -> Iterator[int]:
 
 
 def _one_life(lives: subprocess.Popen[str], life: int, seconds: float) -> Iterator[tuple[int, int]]:
-    """Kill a producer after so many seconds; what it told of its senders."""
+    """Kill a producer after this time; yield its reports about its senders."""
     assert lives.stdin is not None
     assert lives.stdout is not None
     print(life, file=lives.stdin, flush=True)
-    # What the child tells may come first.
+    # The reports of the child may come first.
     told = []
     while (words := lives.stdout.readline().split())[0] != "child":
         told.append(words)
-    # The moment is drawn by lot; nothing waits for it.
+    # A random time; nothing waits for it.
     time.sleep(seconds)
     os.kill(int(words[1]), signal.SIGKILL)
     while (words := lives.stdout.readline().split())[0] != "ended":
@@ -231,7 +232,7 @@ def _one_life(lives: subprocess.Popen[str], life: int, seconds: float) -> Iterat
 
 
 def read_queue(channel: pika.adapters.blocking_connection.BlockingChannel, queue: str) -> Iterator[tuple[bytes, bool]]:
-    """Take everything out of a queue: bodies in their order, and whether each is marked as a second copy."""
+    """Consume all messages of a queue: yield bodies in order, and whether each is marked as a second copy."""
     channel.basic_qos(prefetch_count=0)
     left = channel.queue_declare(queue, passive=True).method.message_count
     if not left:

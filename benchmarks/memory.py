@@ -1,4 +1,4 @@
-"""How much memory a producer takes over millions of messages, and over minutes in which it is flowed."""
+"""Measures the memory of a producer over millions of messages, and over minutes in which it is flowed."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from qflow_client import AsyncProducer, Producer
 __all__ = ["main", "publish", "publish_async", "stay_flowed"]
 
 _MIB = 1 << 20
-# By how much resident memory may go up or down.
+# Maximum change of the resident memory.
 _MOST_MIB = 5.0
 
 
 def _summary(samples: list[int]) -> dict[str, Any]:
-    # The first tenth warms caches and the allocator.
+    # The first tenth fills caches and the allocator.
     steady = samples[len(samples) // 10 :]
     return {
         "first_mib": round(steady[0] / _MIB, 2),
@@ -32,7 +32,7 @@ def _summary(samples: list[int]) -> dict[str, Any]:
 
 
 def publish(url: str, messages: int) -> dict[str, Any]:
-    """Confirmed messages by `Producer`."""
+    """Publish confirmed messages with `Producer`."""
     samples = []
     began = time.perf_counter()
     with Producer(url, routing_key="qflow-memory", mandatory=False) as producer:
@@ -46,7 +46,7 @@ def publish(url: str, messages: int) -> dict[str, Any]:
 
 
 def publish_async(url: str, messages: int) -> dict[str, Any]:
-    """Confirmed messages by `AsyncProducer`."""
+    """Publish confirmed messages with `AsyncProducer`."""
     samples = []
     began = time.perf_counter()
 
@@ -64,7 +64,7 @@ def publish_async(url: str, messages: int) -> dict[str, Any]:
 
 
 def stay_flowed(url: str, seconds: float) -> dict[str, Any]:
-    """A producer that is flowed all the time, while a program tries to send."""
+    """Keep a producer flowed while a program tries to send."""
     samples = []
     refused = 0
     with Producer(url, routing_key="qflow-memory", mandatory=False) as producer:
@@ -83,7 +83,7 @@ def stay_flowed(url: str, seconds: float) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run it; the exit code is 1 if with ``--check`` it grew or shrank too much."""
+    """Run the benchmark; the exit code is 1 if with ``--check`` the memory changed too much."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.memory", description=__doc__)
     parser.add_argument("--url", default=EMBEDDED, help=f"amqp:// URL of the broker, or {EMBEDDED}: ours (%(default)s)")
     parser.add_argument("--messages", type=int, default=5_000_000, help="for each producer (%(default)s)")
@@ -92,7 +92,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--check", action="store_true", help=f"fail unless it stays within {2 * _MOST_MIB:g} MiB")
     options = parser.parse_args(arguments)
     found = {}
-    # To a queue that is not there: what the broker keeps is none of the producer's memory, but slows the broker down.
+    # To a queue that does not exist. The broker's memory is not part of the measurement, but would slow the broker
+    # down.
     with broker_url(options.url) as url:
         for name, run in (
             ("Producer", lambda: publish(url, options.messages)),

@@ -1,8 +1,8 @@
-"""A broker of a few numbers, simulated: how it answers producers that publish as fast as their windows allow.
+"""Simulates a simple broker: how it answers producers that publish as fast as their windows allow.
 
-It has the parts that a window meets: the way there and back, a bottleneck that takes messages in batches, a store that
-commits in groups, and a queue that holds confirms back between two marks. Time is simulated, and chance is seeded, so
-a run is exact.
+It simulates the parts that matter for a window: the network delay, a bottleneck that takes messages in batches, a store
+that commits in groups, and a queue that holds confirms between two marks. Time is simulated and random values have a
+seed, so a run can be repeated exactly.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from qflow_client.flow import AdaptiveWindow, WindowLimiter
 
 __all__ = ["Conditions", "Simulation"]
 
-# Seconds for which the machine has one mood.
+# Seconds for which the speed of the machine is constant.
 _MOOD_LASTS = 0.05
 
 
 @dataclass(frozen=True, slots=True)
 class Conditions:
-    """What the broker and the way to it are like.
+    """The properties of the broker and the network.
 
     Attributes:
-        rate: messages per second that the bottleneck manages.
-        delay: seconds of the way there, and of the way back.
-        overhead: seconds that each batch costs beside its messages.
-        batch: the most messages that are taken, and answered, at once.
-        commit: seconds that a commit of all that waits for one takes, before it is answered; 0 for no commits.
-        mood: standard deviation of the logarithm of how long work takes, anew every 50 ms.
-        preempted: the part of the batches before which the broker waits for its turn on the machine.
-        turn: seconds that it then waits, on average.
-        stop: depth beyond which the queue holds confirms back (Qpid C++); 0 for never.
-        resume: depth below which it lets them go; until then only that of a message which is consumed.
-        consumed: messages per second that leave the queue; ``None`` if there is no queue to speak of.
+        rate: messages per second of the bottleneck.
+        delay: seconds of the network delay in each direction.
+        overhead: additional seconds of each batch.
+        batch: maximum messages that are taken and answered together.
+        commit: seconds of a commit of all waiting messages before they are answered; 0 for no commits.
+        mood: standard deviation of the logarithm of the duration of work; a new value every 50 ms.
+        preempted: part of the batches before which the broker waits for the CPU.
+        turn: average seconds of this wait.
+        stop: depth above which the queue holds confirms (Qpid C++); 0 for never.
+        resume: depth below which the queue releases them. Above it, only a consumed message is confirmed.
+        consumed: messages per second that leave the queue; ``None`` for no queue.
     """
 
     rate: float = 60_000.0
@@ -55,13 +55,13 @@ class Conditions:
 
 
 class Simulation:
-    """Producers with a window each, and the broker.
+    """Producers with one window each, and the broker.
 
     Args:
-        conditions: may be replaced while it runs.
-        windows: of the producers.
-        seed: of chance.
-        backlog: messages that each producer has to send from the beginning; without an end unless given.
+        conditions: the properties; may be replaced during the run.
+        windows: windows of the producers.
+        seed: seed of random values.
+        backlog: messages that each producer has to send from the start; unlimited by default.
     """
 
     def __init__(
@@ -69,23 +69,23 @@ class Simulation:
     ) -> None:
         self.conditions = conditions
         self.windows = windows
-        #: Seconds since the beginning.
+        #: Seconds since the start.
         self.now = 0.0
-        #: Confirmed messages, by producer, and messages that each still wants to send.
+        #: Confirmed messages by producer; and messages that each producer still has to send.
         self.confirmed = [0] * len(windows)
         self.backlog = [backlog] * len(windows)
-        #: The most messages that were in the queue since this was last set to 0.
+        #: Maximum messages in the queue since this was last set to 0.
         self.peak = 0
         self._random = Random(seed)
         self._mood = 1.0
         self._mood_ends = 0.0
-        # What is to happen, in order; the number breaks ties.
+        # Future events in order; the number decides between equal times.
         self._agenda: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._number = 0
-        # Runs of messages by producer: before the bottleneck, and before a commit.
+        # Groups of messages by producer: before the bottleneck, and before a commit.
         self._arrived: deque[tuple[int, int]] = deque()
         self._uncommitted: list[tuple[int, int]] = []
-        # The messages in the queue: whose each is, if its confirm is held back, and None if it is not.
+        # The messages in the queue: the producer if its confirm is held, otherwise None.
         self._queue: deque[int | None] = deque()
         self._busy = self._committing = self._consuming = self._on = False
         for producer in range(len(windows)):
@@ -93,14 +93,14 @@ class Simulation:
 
     @property
     def in_use(self) -> int:
-        """The windows' capacities, all together."""
+        """The total capacity of all windows."""
         return sum(window.capacity for window in self.windows)
 
     def run(self, seconds: float) -> int:
-        """Let so much time pass.
+        """Advance the time by these seconds.
 
         Returns:
-            The messages that were confirmed in it.
+            The number of messages that were confirmed in this time.
         """
         until = self.now + seconds
         before = sum(self.confirmed)
@@ -112,7 +112,7 @@ class Simulation:
         return sum(self.confirmed) - before
 
     def after(self, seconds: float, what: Callable[..., None], *arguments: Any) -> None:
-        """Have something happen."""
+        """Schedule an event."""
         self._number += 1
         heapq.heappush(self._agenda, (self.now + seconds, self._number, what, arguments))
 
@@ -197,7 +197,7 @@ class Simulation:
 
     def _consume(self) -> None:
         self._consuming = False
-        # A message that is dequeued itself is confirmed whatever the queue's state is (C5).
+        # A message that is dequeued is confirmed in every state of the queue (C5).
         settled = [self._queue.popleft()]
         if self._on and len(self._queue) < self.conditions.resume:
             self._on = False

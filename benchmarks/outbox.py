@@ -1,7 +1,7 @@
-"""What the outbox costs: a producer's throughput with one beside its throughput without, in the same run.
+"""Measures the cost of the outbox: a producer's throughput with and without it, in the same run.
 
-``python -m benchmarks.outbox`` runs it in the current folder's file system; see ``--help``. With ``--store``
-it measures the store alone: messages that are put, made durable and settled, each second.
+``python -m benchmarks.outbox`` uses the file system of the current folder; see ``--help``. With ``--store`` it measures
+only the store: messages per second that are put, made durable and settled.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ __all__ = ["WAYS", "Comparison", "compare", "run"]
 
 _QUEUE = "qflow.outbox.benchmark"
 
-# What the throughput with an outbox is to be of that without, of senders that share commits.
+# Minimum throughput with an outbox as a part of that without, for senders that share commits.
 _SHARE = 0.25
 
-# Messages between two settlings, as acks come.
+# Messages settled together, as with acks.
 _SETTLED_TOGETHER = 100
 
 
@@ -47,15 +47,15 @@ def run(
     """Put messages, wait until each is durable, and settle them.
 
     Args:
-        folder: where the outbox is.
-        messages: how many.
+        folder: folder of the outbox.
+        messages: number of messages.
         size: bytes of a body.
-        batch: how many are put before anybody waits.
-        threads: that put and wait.
-        synchronous: of the outbox.
+        batch: number of messages that are put before a thread waits.
+        threads: number of threads that put and wait.
+        synchronous: setting of the outbox.
 
     Returns:
-        Messages a second.
+        Messages per second.
     """
     body = bytes(size)
     with (
@@ -101,13 +101,13 @@ def _runs(messages: int) -> Iterator[dict[str, int | str]]:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """What the outbox costs one way of sending.
+    """The cost of the outbox for one way of sending.
 
     Attributes:
-        way: its name.
-        without: messages a second without an outbox, the median.
-        with_outbox: likewise with one.
-        share: the median of the rounds' ratios.
+        way: name of the way.
+        without: messages per second without an outbox; the median.
+        with_outbox: messages per second with an outbox; the median.
+        share: median of the rounds' ratios.
     """
 
     way: str
@@ -158,7 +158,7 @@ def _tasks(count: int) -> Callable[..., float]:
     return send
 
 
-#: Ways to send, and whether their senders share commits. One thread waits for a commit of its own each time.
+#: Ways to send, and whether their senders share commits. With one thread each message waits for its own commit.
 WAYS: dict[str, tuple[Callable[..., float], bool]] = {
     "1 thread": (_threads(1), False),
     "1 thread with send_many": (_threads(1, 100), True),
@@ -172,16 +172,16 @@ WAYS: dict[str, tuple[Callable[..., float], bool]] = {
 def compare(
     folder: Path, url: str, way: str, *, messages: int, size: int, rounds: int, synchronous: str = "normal"
 ) -> Comparison:
-    """Send with and without an outbox, in turn.
+    """Send with and without an outbox, alternately.
 
     Args:
-        folder: where the outbox is.
-        url: of the broker, which is to have the queue.
+        folder: folder of the outbox.
+        url: URL of the broker; the queue must exist there.
         way: one of `WAYS`.
-        messages: in each run.
+        messages: messages per run.
         size: bytes of a body.
-        rounds: of two runs each.
-        synchronous: of the outbox.
+        rounds: number of rounds with two runs each.
+        synchronous: setting of the outbox.
     """
     send, _ = WAYS[way]
     rates: list[tuple[float, float]] = []

@@ -1,7 +1,7 @@
-"""All publishers on RabbitMQ and on the broker of this repository: one table and one picture for the documentation.
+"""Measures all publishers on RabbitMQ and on this broker: one table and one picture for the documentation.
 
-It takes about an hour, on a machine that does nothing else; with ``--quick`` some minutes, to try it out. What was
-measured is kept as JSON, from which ``--redraw`` makes the table and the picture anew.
+It takes about an hour on an idle machine, and with ``--quick`` a few minutes for a trial. The results are kept as JSON.
+``--redraw`` makes the table and the picture again from the JSON.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ _DOCS = Path(__file__).parents[1] / "docs"
 _PAGE = _DOCS / "benchmarks.md"
 _PICTURE = _DOCS / "images" / "benchmarks.svg"
 _MEASURED = _DOCS / "images" / "benchmarks.json"
-# Between these lines of the page the tables are.
+# The lines of the page around the tables.
 _BEGIN, _END = "<!-- overview: made by benchmarks.overview -->", "<!-- end of overview -->"
 
 _SIZES = (100, 1024, 65_536, 1_048_576)
-# Every so many messages' confirm is timed, where latency is measured.
+# Interval of messages whose confirm is timed in latency measurements.
 _SAMPLE = 97
-# A picture has no room for all that the tables say.
+# Peers of the picture, which has no room for all.
 _SHOWN = "rabbitmq confirmed"
 
-# Beyond what all pictures have.
+# Style rules beside those of all pictures.
 _LIGHT = """\
 text { font-size: 12px }
 .small { font-size: 11px }
@@ -48,17 +48,17 @@ _DARK = ".ours { fill: #79c0ff } .theirs { fill: #7d8590 } .plain { fill: #d2992
 
 
 def run(url: str, broker: str, *, repeat: int, messages: int, sizes: Sequence[int]) -> dict[str, dict[str, Any]]:
-    """Measure on one broker.
+    """Measure with one broker.
 
     Args:
-        url: where it is.
-        broker: what it is called in the names of the series.
-        repeat: rounds of the confirmed series; the others take fewer.
-        messages: per run, for peers that are fast enough.
-        sizes: of bodies.
+        url: URL of the broker.
+        broker: name of the broker in the names of the series.
+        repeat: rounds of the confirmed series; the other series have fewer.
+        messages: messages per run for fast peers.
+        sizes: sizes of bodies.
 
     Returns:
-        By the name of the series, what `document` says of it.
+        The results of `document` by the name of the series.
     """
     peers = {name: peer for name in known.PEERS if (peer := known.load(name)) is not None}
     fewer = (repeat + 1) // 2
@@ -66,7 +66,7 @@ def run(url: str, broker: str, *, repeat: int, messages: int, sizes: Sequence[in
     plans = {
         f"{broker} confirmed": confirmed,
         f"{broker} unconfirmed": replace(confirmed, repeat=fewer, confirmed=False),
-        # By itself, because to time the confirms costs some of the rate.
+        # A separate run, because timing the confirms reduces the rate.
         f"{broker} latency": replace(confirmed, sizes=tuple(sizes[:1]), repeat=fewer, sample=_SAMPLE),
     }
     with Wire(url) as wire:
@@ -97,7 +97,7 @@ def _number(value: float | None, form: str) -> str:
 
 
 def _rows(series: Mapping[str, Any]) -> dict[str, dict[int, dict[str, Any]]]:
-    """By peer and size."""
+    """Return the rows by peer and size."""
     found: dict[str, dict[int, dict[str, Any]]] = {}
     for row in series["rows"]:
         found.setdefault(row["peer"], {})[row["size"]] = row
@@ -105,7 +105,7 @@ def _rows(series: Mapping[str, Any]) -> dict[str, dict[int, dict[str, Any]]]:
 
 
 def tables(measured: Mapping[str, Mapping[str, Any]]) -> str:
-    """The tables as Markdown, one for each series."""
+    """Return the tables as Markdown, one for each series."""
     parts = []
     for name, series in measured.items():
         broker, settings = series["broker"], series["settings"]
@@ -140,14 +140,14 @@ def tables(measured: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def draw(series: Mapping[str, Any]) -> str:
-    """The picture as SVG: a panel for each size of body, a bar for each publisher, as a part of the plain socket."""
+    """Return the picture as SVG: a panel for each body size, a bar for each publisher relative to the plain socket."""
     by_peer = {name: rows for name, rows in _rows(series).items() if next(iter(rows.values()))["installed"]}
     sizes = series["settings"]["sizes"]
     left, panel, gap, line, top = 310, 140, 66, 20, 46
     width = left + len(sizes) * (panel + gap)
     height = top + len(by_peer) * line + 40
     parts = []
-    # What is above the plain socket is noise, and must have room.
+    # Values above the plain socket are noise, but need space.
     most = max([1.0, *(row["to_plain"] or 0.0 for rows in by_peer.values() for row in rows.values())])
     for at, size in enumerate(sizes):
         x = left + at * (panel + gap)
@@ -175,10 +175,10 @@ def draw(series: Mapping[str, Any]) -> str:
 
 
 def write(measured: Mapping[str, Mapping[str, Any]], page: Path, picture: Path) -> None:
-    """Put the tables into the page, in the place of those that are there, and the picture beside it.
+    """Replace the tables in the page, and write the picture.
 
     Raises:
-        ValueError: the page does not say where.
+        ValueError: the page has no place for the tables.
     """
     text = page.read_text(encoding="utf-8")
     if text.count(_BEGIN) != 1 or text.count(_END) != 1:
@@ -192,7 +192,7 @@ def write(measured: Mapping[str, Mapping[str, Any]], page: Path, picture: Path) 
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Return the parser of the command line."""
     made = argparse.ArgumentParser(prog="python -m benchmarks.overview", description=__doc__)
     made.add_argument("--url", default=DEFAULT_URL, help="amqp:// URL of RabbitMQ (%(default)s)")
     made.add_argument("--repeat", type=int, default=7, help="rounds of the confirmed series (%(default)s)")
@@ -206,7 +206,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run it.
+    """Run the benchmark.
 
     Returns:
         The exit code: 1 if messages were lost.

@@ -1,4 +1,4 @@
-"""A PostgreSQL server of one's own: found on the machine, started in a temporary folder, killed at will."""
+"""A private PostgreSQL server: found on the machine, started in a temporary folder, killed as needed."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from typing import Any
 
 __all__ = ["NotInstalled", "PostgresqlServer", "server"]
 
-# Seconds that it may take to start, to stop or to recover.
+# Maximum seconds to start, to stop or to recover.
 _PATIENCE = 60.0
-# Debian keeps the programs of a server out of the path.
+# Debian does not put the server programs into the path.
 _FOLDERS = ("/usr/lib/postgresql/*/bin", "/usr/local/pgsql/bin", "/opt/homebrew/opt/postgresql*/bin")
-# It does not run as root.
+# The server refuses to run as root.
 _ACCOUNTS = ("postgres", "nobody")
 
 
@@ -51,11 +51,11 @@ class PostgresqlServer:
     """A server on 127.0.0.1.
 
     Args:
-        folder: for its data; its account must reach it.
-        options: settings, as on its command line.
+        folder: folder for its data; its user must have access.
+        options: settings as on its command line.
 
     Raises:
-        NotInstalled: there is none to run.
+        NotInstalled: this machine has no PostgreSQL.
     """
 
     def __init__(self, folder: Path, options: tuple[str, ...] = ()) -> None:
@@ -85,7 +85,7 @@ class PostgresqlServer:
 
     @property
     def url(self) -> str:
-        """As SQLAlchemy has it, with the driver psycopg."""
+        """The URL for SQLAlchemy with the driver psycopg."""
         return f"postgresql+psycopg://postgres@127.0.0.1:{self.port}/postgres"
 
     def start(self) -> None:
@@ -109,11 +109,11 @@ class PostgresqlServer:
             time.sleep(0.02)
 
     def stop_immediately(self) -> None:
-        """Have it abort all that it does, without a checkpoint, as if it had crashed."""
+        """Stop it at once without a checkpoint, like a crash."""
         self._stop("immediate")
 
     def stop(self) -> None:
-        """Have it end in order, and close all sessions."""
+        """Stop it cleanly, and close all sessions."""
         self._stop("fast")
 
     def _stop(self, mode: str) -> None:
@@ -131,13 +131,13 @@ class PostgresqlServer:
 
 @contextlib.contextmanager
 def server(*options: str) -> Iterator[PostgresqlServer]:
-    """A server in a temporary folder, for the time of a block.
+    """Run a server in a temporary folder during the block.
 
     Args:
-        options: settings, as on its command line.
+        options: settings as on its command line.
 
     Raises:
-        NotInstalled: there is none to run.
+        NotInstalled: this machine has no PostgreSQL.
     """
     with tempfile.TemporaryDirectory(prefix="qflow-postgresql-") as name:
         made = PostgresqlServer(Path(name), options)

@@ -1,6 +1,6 @@
-"""How many messages per second each publisher gets confirmed, all in one run.
+"""Measures the confirmed messages per second of each publisher, all in one run.
 
-Only the ratios of one run mean anything: the machine, the broker and their mood are in every figure.
+Only ratios within one run are meaningful, because each value also depends on the machine and the broker.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ from benchmarks.wire import Wire
 
 __all__ = ["BARS", "FLOOR", "VARYING_BARS", "main"]
 
-#: What ``--check floor`` asks, with confirms and against others of the same run: below that no change may bring it.
+#: Requirements of ``--check floor``, with confirms, relative to other peers of the same run. No change may go below
+#: them.
 FLOOR = (
     Bar("qflow", 100, "to_plain", 0.65),
     Bar("qflow", 100, "to_pika_select", 1.5),
     Bar("qflow", 1024, "to_plain", 0.65),
     Bar("qflow", 1024, "to_pika_select", 1.5),
 )
-#: What ``--check`` asks of the peers that run: all that was aimed at.
+#: Requirements of ``--check`` for the peers that run: all targets.
 BARS = (
     Bar("qflow", 100, "to_plain", 0.85),
     Bar("qflow", 100, "to_pika_select", 2.0),
@@ -45,12 +46,12 @@ VARYING_BARS = (
 )
 
 
-# RabbitMQ gets slower as a queue that nobody consumes from fills, and then it is the limit for everybody: in runs of
-# 2,000 messages a plain socket had 76,000 confirms per second, in runs of 50,000 it had 46,000. Up to 5,000 or so the
-# clients are what differs. Runs as short as that vary, so there are many.
+# RabbitMQ gets slower as a queue without consumers fills, and then limits all peers. In runs of 2,000 messages a plain
+# socket had 76,000 confirms per second, in runs of 50,000 it had 46,000. Up to about 5,000 messages the clients make
+# the difference. Such short runs vary, so there are many.
 _MESSAGES_HELP = "per run, of which a queue of its own is filled; slow peers get fewer (%(default)s)"
 
-# One message in so many is timed: a prime, or it would be the first of every batch.
+# Interval of timed messages. It is a prime, so that they are not always the first of a batch.
 _SAMPLE = 97
 
 
@@ -77,7 +78,7 @@ def _names(text: str) -> tuple[str, ...]:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Return the parser of the command line."""
     made = argparse.ArgumentParser(prog="python -m benchmarks.publish", description=__doc__)
     made.add_argument(
         "--url", default="amqp://guest:guest@localhost:5672/%2F", help=f"amqp:// URL of the broker, or {EMBEDDED}: ours"
@@ -110,10 +111,10 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run it.
+    """Run the benchmark.
 
     Returns:
-        The exit code: 1 if messages were lost, or with ``--check`` a bar was missed.
+        The exit code: 1 if messages were lost, or if with ``--check`` a requirement is missed.
     """
     options = parser().parse_args(arguments)
     if options.varying and options.check == "floor":
@@ -135,7 +136,7 @@ def _publish(options: argparse.Namespace, url: str) -> int:
     )
     found = {name: peer for name in options.peers if (peer := known.load(name)) is not None}
     if plan.varying:
-        # Left out by what is asked for, not for want of a library.
+        # Left out because of the options, and not because a library is missing.
         options.peers = tuple(name for name in options.peers if name not in found or found[name].varies)
         found = {name: peer for name, peer in found.items() if peer.varies}
     with Wire(plan.url) as wire:
@@ -164,7 +165,7 @@ def _publish(options: argparse.Namespace, url: str) -> int:
 
 
 def _say(text: str) -> None:
-    # One line that is written over, for who watches.
+    # One line that is overwritten.
     if sys.stderr.isatty():
         print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
 

@@ -1,6 +1,6 @@
-"""The relay of an outbox in PostgreSQL beside a naive loop and other relays: confirmed, durable rows a second.
+"""Compares the relay of an outbox in PostgreSQL with a naive loop and other relays: confirmed, durable rows per second.
 
-PostgreSQL is a private server with its default durability. ``--check`` fails below the bars.
+PostgreSQL is a private server with default durability. ``--check`` fails below the requirements.
 """
 
 from __future__ import annotations
@@ -30,38 +30,40 @@ __all__ = ["Result", "measure"]
 
 _QUEUE = "qflow.relay.benchmark"
 _KEYS = 100
-# Seconds that anything may take.
+# Maximum seconds for any step.
 _PATIENCE = 600.0
-# Rows of the loops that are slow, and of one round at a small depth.
+# Rows of the slow loops, and of one round at a small depth.
 _SLOW = 2000
 _SMALL = 1000
 _ROUNDS = 15
-# Commits a second, and how many, for the latency.
+# Commits per second and number of commits for the latency.
 _COMMITS = (500, 3000)
-#: Rows a second of the relay; its ratio to the naive loop; the ratio of its rates at the large and the small depth (two
-#: measurements of one depth differ by a tenth as well); milliseconds from commit to confirm, p99.
+#: Requirements: rows per second of the relay; its ratio to the naive loop; the ratio of its rates at the large and the
+#: small depth (two measurements of one depth also differ by a tenth); milliseconds from commit to confirm at p99.
 BARS = (5000.0, 10.0, 0.9, 20.0)
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What was measured.
+    """The results.
 
     Attributes:
-        relay: rows a second, from a full table.
-        naive: of a loop that selects a row, publishes it, waits for the confirm, deletes it and commits.
+        relay: rows per second from a full table.
+        naive: rows per second of a loop that selects a row, publishes it, waits for the confirm, deletes it and
+            commits.
         naive_100: the same with 100 rows in a transaction.
-        txoutbox: of txoutbox with its storage, and aio-pika to publish; ``None`` if it is not installed.
-        faststream_outbox: of faststream-outbox with FastStream's broker, which keeps no order; likewise.
-        django_reliable_outbox: of django-reliable-outbox, and pika to publish; likewise.
-        to_naive: the ratio of the first two.
-        small: median of the relay's rates at a depth of 1000.
-        large: its rate at the large depth, over as many rows as `relay`.
+        txoutbox: rows per second of txoutbox with its storage, and aio-pika; ``None`` if it is not installed.
+        faststream_outbox: rows per second of faststream-outbox with FastStream's broker, which keeps no order; ``None``
+            if it is not installed.
+        django_reliable_outbox: rows per second of django-reliable-outbox, and pika; ``None`` if it is not installed.
+        to_naive: ratio of the first two values.
+        small: median rate of the relay at a depth of 1000.
+        large: rate of the relay at the large depth, over as many rows as `relay`.
         depth: the large depth.
-        to_small: the ratio of these rates.
-        latency_p50: milliseconds from the return of a commit to the confirm.
-        latency_p99: likewise.
-        flowed_commits: transactions a second of a database whose relay is flowed, with rows waiting.
+        to_small: ratio of these rates.
+        latency_p50: milliseconds from the return of a commit to the confirm; the median.
+        latency_p99: the same at p99.
+        flowed_commits: transactions per second of a database with waiting rows whose relay is flowed.
     """
 
     relay: float
@@ -80,7 +82,7 @@ class Result:
     flowed_commits: float
 
     def missed(self) -> list[str]:
-        """Return the bars that it does not reach."""
+        """Return the missed requirements."""
         rate, ratio, depth, latency = BARS
         found = []
         if self.relay < rate:
@@ -113,7 +115,7 @@ class _Bench:
             channel.queue_purge(_QUEUE)
 
     def _copy(self, connection: Any, rows: int) -> None:
-        """Make rows as `Outbox.add` does, by copies of one for each key."""
+        """Create rows as `Outbox.add` does, by copying one row per key."""
         sample = Outbox(name="sample")
         sample.metadata.drop_all(connection)
         sample.metadata.create_all(connection)
@@ -135,7 +137,7 @@ class _Bench:
             time.sleep(0.001)
 
     def relay(self, rows: int, depth: int) -> float:
-        """Rows a second of the relay, over the first rows of a table, from the first confirm on."""
+        """Return rows per second of the relay over the first rows of a table, from the first confirm on."""
         self.fill(depth)
         with OutboxRelay(self.engine, self.url, outbox=self.outbox) as relay:
             self._until(lambda: relay.counts.confirmed > 0, "a confirm")
@@ -144,7 +146,7 @@ class _Bench:
             return (relay.counts.confirmed - first) / (time.perf_counter() - began)
 
     def small(self) -> float:
-        """Rows a second of a relay that runs, from commits of few rows to their last confirm."""
+        """Return rows per second of a running relay, from commits of a few rows to their last confirm."""
         self.fill(0)
         rates = []
         with _confirms() as confirmed, OutboxRelay(self.engine, self.url, outbox=self.outbox) as relay:
@@ -160,7 +162,7 @@ class _Bench:
         return median(rates)
 
     def naive(self, rows: int, batch: int) -> float:
-        """Rows a second of a loop as it is written at first."""
+        """Return rows per second of the usual first version of a loop."""
         self.fill(rows)
         query = text(
             "SELECT id, exchange, routing_key, body FROM qflow_outbox ORDER BY id LIMIT :batch FOR UPDATE SKIP LOCKED"
@@ -181,7 +183,7 @@ class _Bench:
             return rows / (time.perf_counter() - began)
 
     def latency(self) -> tuple[float, float]:
-        """Milliseconds from the return of a commit to the confirm: median and p99."""
+        """Return milliseconds from the return of a commit to the confirm: median and p99."""
         rate, count = _COMMITS
         self.fill(0)
         committed: dict[str, float] = {}
@@ -200,7 +202,7 @@ class _Bench:
         return median(taken), quantiles(taken, n=100)[98]
 
     def flowed(self) -> float:
-        """Transactions a second of the database, while the relay is flowed and rows wait."""
+        """Return transactions per second of the database while the relay is flowed and rows wait."""
         query = text("SELECT xact_commit FROM pg_stat_database WHERE datname = current_database()")
         with Broker() as broker, self.engine.connect() as connection:
             broker.declare_queue(_QUEUE)
@@ -221,7 +223,7 @@ class _Bench:
 
 @contextmanager
 def _confirms() -> Iterator[list[tuple[str, float]]]:
-    """The message ids that are confirmed, and when each was."""
+    """Yield a list that collects the confirmed message ids and their times."""
     settled = Tenure.settled
     confirmed: list[tuple[str, float]] = []
 
@@ -237,12 +239,12 @@ def _confirms() -> Iterator[list[tuple[str, float]]]:
 
 
 def measure(url: str, *, rows: int = 50_000, depth: int = 1_000_000) -> Result:
-    """Measure everything, in one run.
+    """Measure everything in one run.
 
     Args:
-        url: of the broker.
-        rows: of the fast ways.
-        depth: the large one.
+        url: URL of the broker.
+        rows: number of rows for the fast ways.
+        depth: the large depth.
     """
     with server() as database:
         engine = create_engine(database.url)

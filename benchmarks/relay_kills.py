@@ -1,8 +1,8 @@
-"""An application, two relays, PostgreSQL and the broker, one of which is killed at a random moment, again and again.
+"""Kills an application, two relays, PostgreSQL or the broker at random times, again and again.
 
-The application commits rows and messages in the same transactions, and rolls some back. At the end its table says what
-was committed, and the queue what was published. ``python -m benchmarks.relay_kills --broker rabbitmq`` kills a private
-RabbitMQ node; otherwise the broker is that of this repository, with its message store.
+The application commits rows and messages in the same transactions, and rolls some back. At the end its table has the
+committed messages, and the queue the published ones. ``python -m benchmarks.relay_kills --broker rabbitmq`` kills a
+private RabbitMQ node. The default broker is that of this repository, with its message store.
 """
 
 from __future__ import annotations
@@ -49,17 +49,17 @@ __all__ = [
     "wait_for",
 ]
 
-#: Where all messages go.
+#: Queue of all messages.
 QUEUE = "qflow.relay.kills"
 _ROOT = Path(__file__).parents[1]
-# Seconds that anything may take.
+# Maximum seconds for any step.
 PATIENCE = 120.0
-# Seconds after the last start before which the next victim is killed.
+# Maximum seconds after the last start until the next kill.
 _LONGEST = 0.5
-#: What is killed.
+#: The victims.
 VICTIMS = ("application", "relay", "postgresql", "broker")
 
-#: Numbers each key's messages in the table of the application, whose rows it locks, so that transactions with the same
+#: Numbers the messages of each key in a table of the application. The row is locked, so that transactions with the same
 #: key wait for each other.
 APPLICATION = """
 import random, sys, threading, time
@@ -98,7 +98,7 @@ for _ in range(3):
 sys.stdin.read()
 """
 
-#: Takes the URLs of the database and the broker, the capacity, and the lease in seconds.
+#: Arguments: the URLs of the database and the broker, the capacity, and the lease in seconds.
 RELAY = """
 import logging, sys
 from qflow_client.sqlalchemy import OutboxRelay
@@ -120,17 +120,17 @@ with Broker(port=int(sys.argv[1]), store=sys.argv[2]) as broker:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counts:
-    """What became of the messages.
+    """The results for the messages.
 
     Attributes:
-        committed: messages whose transaction has committed.
-        missing: those that have not arrived.
-        rolled_back_and_sent: messages that have arrived, and whose transaction has not committed.
-        second_copies: how many more arrived than messages.
-        unmarked: messages of which more than one copy has no mark.
-        out_of_order: first copies that came after a later one of the same key.
+        committed: messages of committed transactions.
+        missing: committed messages that have not arrived.
+        rolled_back_and_sent: arrived messages whose transaction was not committed.
+        second_copies: further copies that arrived.
+        unmarked: messages with more than one copy without a mark.
+        out_of_order: first copies that came after a later message of the same key.
         set_aside: rows that a relay has set aside.
-        seconds: what it took.
+        seconds: duration of the run.
     """
 
     committed: int
@@ -144,30 +144,30 @@ class Counts:
 
     @property
     def is_good(self) -> bool:
-        """Whether nothing is missing, too much, out of order or not marked."""
+        """Whether no message is missing, unexpected, out of order or not marked."""
         return not (self.missing or self.rolled_back_and_sent or self.unmarked or self.out_of_order or self.set_aside)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RelayVerdict(Counts):
-    """What became of the messages.
+    """The results for the messages.
 
     Attributes:
-        kills: how many, of all victims alike.
+        kills: number of kills, divided equally among the victims.
     """
 
     kills: int
 
 
 def audit(committed: Iterable[bytes], queue: Iterable[tuple[bytes, bool]]) -> dict[str, int]:
-    """Compare what was committed with what is in the queue.
+    """Compare the committed messages with the queue.
 
     Args:
-        committed: bodies: the key, the number among its messages, and something unique.
-        queue: bodies in their order, and whether each is marked.
+        committed: bodies: the key, the number among its messages, and a unique part.
+        queue: bodies in order, and whether each is marked.
 
     Returns:
-        The first six of `Counts`.
+        The first six values of `Counts`.
     """
     expected = set(committed)
     copies: Counter[bytes] = Counter()
@@ -195,9 +195,9 @@ class Program:
     """A process that runs until it is killed.
 
     Args:
-        program: its source.
-        arguments: of its command line.
-        answers: whether it prints ``ready`` when it is.
+        program: source code of the program.
+        arguments: arguments of its command line.
+        answers: whether it prints ``ready`` when it is ready.
     """
 
     def __init__(self, program: str, *arguments: str, answers: bool = False) -> None:
@@ -206,7 +206,7 @@ class Program:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """Start it, and wait until it is ready if it answers."""
+        """Start it. If it answers, wait until it is ready."""
         paths = os.pathsep.join([str(_ROOT), os.environ.get("PYTHONPATH", "")])
         self._process = subprocess.Popen(
             self._command,
@@ -233,10 +233,10 @@ class Program:
 
 
 def wait_for(condition: Callable[[], bool], what: str) -> None:
-    """Wait until something is true.
+    """Wait until a condition is true.
 
     Raises:
-        RuntimeError: it has not become true within two minutes.
+        RuntimeError: the condition did not become true within two minutes.
     """
     until = time.monotonic() + PATIENCE
     while not condition():
@@ -246,16 +246,16 @@ def wait_for(condition: Callable[[], bool], what: str) -> None:
 
 
 def run(*, kills: int = 200, broker: str = "embedded", seed: int = 1) -> RelayVerdict:
-    """Kill one after the other, each at a random moment after the last one was started again.
+    """Kill one victim after the other, each at a random time after the restart of the previous one.
 
     Args:
-        kills: how many.
+        kills: number of kills.
         broker: ``"embedded"`` or ``"rabbitmq"``.
-        seed: of the victims and the moments.
+        seed: seed of the victims and the times.
     """
     began = time.monotonic()
     chance = random.Random(seed)
-    # Each as often as the others, in any order.
+    # Each victim equally often, in random order.
     victims = [VICTIMS[number % len(VICTIMS)] for number in range(kills)]
     chance.shuffle(victims)
     with ExitStack() as stack:
@@ -291,7 +291,7 @@ def run(*, kills: int = 200, broker: str = "embedded", seed: int = 1) -> RelayVe
         for victim in victims:
             before = relayed()
             wait_for(lambda: relayed() > before, "a row relayed")  # noqa: B023  # called at once
-            # The moment is drawn by lot; nothing waits for it.
+            # A random time; nothing waits for it.
             threading.Event().wait(chance.uniform(0, _LONGEST))
             target: Any = {"application": application, "broker": node}.get(victim)
             if victim == "postgresql":
@@ -315,7 +315,7 @@ def run(*, kills: int = 200, broker: str = "embedded", seed: int = 1) -> RelayVe
 
 
 def make_tables(connection: Connection) -> None:
-    """Make the tables of the application: its keys, what it has committed, and when."""
+    """Create the tables of the application: its keys, its committed messages, and their times."""
     for statement in (
         "CREATE TABLE counters (key int PRIMARY KEY, last int NOT NULL)",
         "INSERT INTO counters SELECT key, 0 FROM generate_series(0, 9) key",
@@ -325,7 +325,7 @@ def make_tables(connection: Connection) -> None:
 
 
 def start_broker(stack: ExitStack, kind: str, folder: Path) -> tuple[str, Any]:
-    """Start ``"embedded"`` or ``"rabbitmq"`` for the time of a stack. Return its URL, and what can be killed."""
+    """Start ``"embedded"`` or ``"rabbitmq"`` until the stack is closed. Return its URL, and the object to kill."""
     if kind == "rabbitmq":
         node = stack.enter_context(RabbitMQNode())
         return node.url, node

@@ -1,8 +1,10 @@
-"""Two relays under load. One is suspended, then cut off from the database, then from the broker, for a minute each.
+"""Runs two relays under load.
 
-What is committed meanwhile has to arrive within the time of a lease, in order for each key, and no message twice
-without a mark. A cut is one without a word: packets are swallowed. ``--broker rabbitmq`` starts a private RabbitMQ
-node; otherwise the broker is that of this repository, with its message store.
+One is suspended, then cut off from the database, then from the broker, for a minute each.
+
+Messages that are committed in this time must arrive within the time of a lease, in order for each key, and no message
+twice without a mark. A cut swallows packets without closing the connection. ``--broker rabbitmq`` starts a private
+RabbitMQ node. The default broker is that of this repository, with its message store.
 """
 
 from __future__ import annotations
@@ -42,17 +44,17 @@ from qflow_client.testing.proxy import FaultProxy
 
 __all__ = ["OUTAGES", "OutageVerdict", "run"]
 
-#: What happens to one of the relays.
+#: The outages of one relay.
 OUTAGES = ("suspended", "cut off from the database", "cut off from the broker")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutageVerdict(Counts):
-    """What became of the messages. `is_good` does not look at `latest`.
+    """The results for the messages. `is_good` ignores `latest`.
 
     Attributes:
-        lease: of the relays, in seconds.
-        latest: by outage: the longest time in seconds from the addition of a message during it to its arrival.
+        lease: lease of the relays in seconds.
+        latest: maximum seconds from the addition of a message to its arrival, by the outage in which it was added.
     """
 
     lease: float
@@ -60,19 +62,19 @@ class OutageVerdict(Counts):
 
     @property
     def is_in_time(self) -> bool:
-        """Whether nothing came later than a lease."""
+        """Whether no message arrived later than a lease."""
         return max(self.latest.values()) <= self.lease
 
 
 class _Consumer(threading.Thread):
-    """Notes what arrives, and when."""
+    """Records the messages that arrive, with their times."""
 
     def __init__(self, url: str) -> None:
         super().__init__(name="consumer", daemon=True)
         self._connection = connected(url)
         self._is_ending = False
         self.copies: list[tuple[bytes, bool]] = []
-        #: When the first copy of each message came, in seconds since 1970.
+        #: Arrival time of the first copy of each message, in seconds since 1970.
         self.arrived: dict[bytes, float] = {}
 
     def run(self) -> None:
@@ -80,7 +82,7 @@ class _Consumer(threading.Thread):
         channel.basic_consume(QUEUE, self._take, auto_ack=True)
         while not self._is_ending:
             self._connection.process_data_events(time_limit=0.1)
-        # What was on its way has been taken; the rest is in the queue.
+        # Messages on their way have been taken; the rest is in the queue.
         self._connection.close()
 
     def _take(self, _channel: Any, _method: Any, properties: pika.BasicProperties, body: bytes) -> None:
@@ -93,11 +95,11 @@ class _Consumer(threading.Thread):
 
 
 def run(*, seconds: float = 60.0, lease: float = 30.0, broker: str = "embedded") -> OutageVerdict:
-    """Have each outage once.
+    """Run each outage once.
 
     Args:
-        seconds: how long each of them takes.
-        lease: of the relays, in seconds.
+        seconds: duration of each outage.
+        lease: lease of the relays in seconds.
         broker: ``"embedded"`` or ``"rabbitmq"``.
     """
     began = time.monotonic()
@@ -115,7 +117,7 @@ def run(*, seconds: float = 60.0, lease: float = 30.0, broker: str = "embedded")
         consumer = _Consumer(url)
         consumer.start()
         to_broker = stack.enter_context(FaultProxy(url))
-        # It passes any bytes on.
+        # The proxy passes on any bytes.
         to_database = stack.enter_context(FaultProxy(f"amqp://127.0.0.1:{database.port}"))
         far = engine.url.set(port=to_database.port).render_as_string(hide_password=False)
         victim = Program(RELAY, far, to_broker.url, "100", str(lease))
@@ -162,7 +164,7 @@ def run(*, seconds: float = 60.0, lease: float = 30.0, broker: str = "embedded")
 
 
 def _shared(engine: Engine, outbox: Outbox) -> int:
-    """Return how many relays have all partitions between them; 0 if one has no relay."""
+    """Return the number of relays that share all partitions; 0 if a partition has no relay."""
     query = text(
         "SELECT count(*), count(DISTINCT pid) FROM pg_locks"
         " WHERE locktype = 'advisory' AND granted AND classid = :class AND objid < :count"

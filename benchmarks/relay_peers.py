@@ -1,7 +1,7 @@
-"""Other relays beside ours, each with its own table, over the same PostgreSQL and broker. None has to be installed.
+"""Other relays for the comparison, each with its own table, with the same PostgreSQL and broker. All are optional.
 
-Each is set up as its documentation has it, with durable messages that the broker confirms, and with batches and workers
-that make it fast: rows are claimed by hundreds.
+Each is set up as in its documentation, with durable messages and confirms. Batches and workers are set for speed: rows
+are claimed by hundreds.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ __all__ = ["Peers"]
 
 _ROOT = Path(__file__).parents[1]
 _BATCH = 500
-# Of faststream-outbox and django-reliable-outbox. More of them are no faster on two cores.
+# Workers of faststream-outbox and django-reliable-outbox. More of them are not faster on two cores.
 _WORKERS = 8
 
-# Django's settings are a process's. The worker ends when the table is empty.
+# Django's settings are global for a process. The worker ends when the table is empty.
 _DJANGO = """
 import json, sys, threading, time
 from urllib.parse import urlsplit
@@ -88,13 +88,13 @@ print(rows / taken)
 
 @dataclass(frozen=True, slots=True)
 class Peers:
-    """What the others are measured with.
+    """The environment of the other relays.
 
     Attributes:
-        database: of a PostgreSQL server.
-        url: of the broker.
-        queue: where all messages go; it is there.
-        keys: ordering keys, for those that have such.
+        database: URL of a PostgreSQL database.
+        url: URL of the broker.
+        queue: queue of all messages; it must exist.
+        keys: ordering keys, for relays that support them.
     """
 
     database: URL
@@ -103,7 +103,7 @@ class Peers:
     keys: int
 
     def txoutbox(self, rows: int) -> float | None:
-        """Rows a second of txoutbox with its storage, which deletes rows, and aio-pika; ``None`` without it."""
+        """Return rows per second of txoutbox, whose storage deletes rows, with aio-pika; ``None`` without it."""
         if importlib.util.find_spec("txoutbox") is None:
             return None
         return asyncio.run(self._txoutbox(rows))
@@ -141,7 +141,7 @@ class Peers:
             return rows / taken
 
     def faststream_outbox(self, rows: int) -> float | None:
-        """Rows a second of faststream-outbox with FastStream's broker for RabbitMQ; ``None`` without it.
+        """Return rows per second of faststream-outbox with FastStream's broker for RabbitMQ; ``None`` without it.
 
         It has no ordering keys, and several workers keep no order.
         """
@@ -189,9 +189,10 @@ class Peers:
         return rows / taken
 
     def django_reliable_outbox(self, rows: int) -> float | None:
-        """Rows a second of django-reliable-outbox with pika, in order for each key; ``None`` without it.
+        """Return rows per second of django-reliable-outbox with pika, in order for each key; ``None`` without it.
 
-        It has no destination for RabbitMQ. This one publishes and waits for the confirm, as its own for Kafka does.
+        It has no destination for RabbitMQ. This one publishes and waits for the confirm, like its destination for
+        Kafka.
         """
         if importlib.util.find_spec("reliable_outbox") is None:
             return None

@@ -1,4 +1,4 @@
-"""What the measurements say, for people and for machines."""
+"""The results of the measurements, for people and as JSON."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ __all__ = [
     "versions",
 ]
 
-#: The peers that others are compared with.
+#: The peers to compare with.
 PLAIN = "plain"
 PIKA_SELECT = "pika_select"
 AIO_PIKA = "aiopika"
@@ -37,24 +37,26 @@ AIO_PIKA = "aiopika"
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One peer with one size of body; medians over the rounds.
+    """One peer with one body size; values are medians over the rounds.
 
     Attributes:
-        peer: its name.
-        title: for people.
+        peer: name of the peer.
+        title: title for people.
         size: bytes of a body.
-        installed: whether its library is; if not, the rest is ``None``.
+        installed: whether its library is installed; if not, the other values are ``None``.
         count: messages per run.
         rate: messages per second.
         slowest: messages per second in the worst round.
         fastest: messages per second in the best round.
-        to_plain: its rate over the plain socket's of the same round; ``None`` if that did not run.
-        to_pika_select: its rate over that of pika's `SelectConnection` of the same round, likewise.
-        to_aiopika: its rate over that of aio-pika with a full window of the same round, likewise.
+        to_plain: its rate divided by that of the plain socket in the same round; ``None`` if that did not run.
+        to_pika_select: its rate divided by that of pika's `SelectConnection` in the same round; ``None`` if that did
+            not run.
+        to_aiopika: its rate divided by that of aio-pika with a full window in the same round; ``None`` if that did not
+            run.
         cpu_per_100k: CPU seconds of the client process for 100,000 messages.
-        latency_p50: milliseconds from publish to confirm, of the messages of all rounds that were sampled.
-        latency_p99: likewise.
-        fairness: of several threads, what the one that was served least had got, as a part of the mean.
+        latency_p50: milliseconds from publish to confirm of the sampled messages of all rounds; the median.
+        latency_p99: the same at p99.
+        fairness: progress of the least served thread, as a part of the mean.
     """
 
     peer: str
@@ -76,13 +78,13 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """What a ratio must reach at least.
+    """A minimum for a ratio.
 
     Attributes:
-        peer: whose.
+        peer: name of the peer.
         size: bytes of a body.
         ratio: name of the ratio, an attribute of `Row`.
-        least: the bar.
+        least: the minimum.
     """
 
     peer: str
@@ -95,7 +97,7 @@ class Bar:
 
 
 def _ratio(ours: Sequence[float], theirs: Sequence[float]) -> float | None:
-    # Round by round: a disturbance that lasts for some rounds then falls out.
+    # Round by round, so that a disturbance of a few rounds has no effect.
     pairs = list(zip(ours, theirs, strict=False))
     return median(mine / other for mine, other in pairs) if pairs else None
 
@@ -106,7 +108,7 @@ def _percentile(measurements: Sequence[Measurement], part: float) -> float | Non
 
 
 def summarize(names: Sequence[str], peers: Mapping[str, Peer], measurements: Sequence[Measurement]) -> list[Row]:
-    """A row for each peer that was asked for, whether or not it is installed, and each size."""
+    """Return a row for each requested peer, installed or not, and each size."""
     rows = []
     for size in dict.fromkeys(each.size for each in measurements):
         plain, select, aiopika = (rates(measurements, each, size) for each in (PLAIN, PIKA_SELECT, AIO_PIKA))
@@ -142,7 +144,7 @@ def summarize(names: Sequence[str], peers: Mapping[str, Peer], measurements: Seq
 
 
 def missed(bars: Sequence[Bar], rows: Sequence[Row]) -> list[str]:
-    """The bars that were not reached, in words; one that was not measured is missed."""
+    """Return the missed minimums as text; a ratio that was not measured is missed."""
     found = {(row.peer, row.size): row for row in rows}
     words = []
     for bar in bars:
@@ -156,9 +158,9 @@ def missed(bars: Sequence[Bar], rows: Sequence[Row]) -> list[str]:
 
 
 def versions(peers: Mapping[str, Peer]) -> dict[str, str]:
-    """Of Python and everything that was measured."""
+    """Return the versions of Python and of all measured libraries."""
     found = {"python": platform.python_version(), "qflow_client": qflow_client.__version__}
-    # What ours stands on, whether or not it runs by itself.
+    # The libraries that this one uses, even if they are not measured.
     for name in dict.fromkeys(["pika", *(peer.distribution for peer in peers.values())]):
         if name:
             try:
@@ -169,7 +171,7 @@ def versions(peers: Mapping[str, Peer]) -> dict[str, str]:
 
 
 def broker_name(server_properties: Mapping[str, Any]) -> dict[str, str]:
-    """Product, version and platform as the broker states them."""
+    """Return product, version and platform from the broker's properties."""
     return {key: str(server_properties[key]) for key in ("product", "version", "platform") if key in server_properties}
 
 
@@ -180,7 +182,7 @@ def document(
     measurements: Sequence[Measurement],
     server_properties: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """All of it, for ``json.dumps``. The password of the URL is not in it."""
+    """Return all results, for ``json.dumps``, without the password of the URL."""
     settings = asdict(plan)
     del settings["url"]
     return {
@@ -221,7 +223,7 @@ def _number(value: float | None, form: str) -> str:
 
 
 def cells(row: Row) -> tuple[str, ...]:
-    """The row as words."""
+    """Return the row as text cells."""
     if not row.installed:
         return (row.title, str(row.size), "not installed", *[""] * (len(_HEADINGS) - 3))
     return (
@@ -240,7 +242,7 @@ def cells(row: Row) -> tuple[str, ...]:
 
 
 def print_table(title: str, rows: Sequence[Row], out: TextIO | None = None) -> None:
-    """With rich if it is installed, and otherwise as plain text."""
+    """Print with rich if it is installed, and otherwise as plain text."""
     out = out or sys.stdout
     try:
         from rich.console import Console
@@ -253,18 +255,18 @@ def print_table(title: str, rows: Sequence[Row], out: TextIO | None = None) -> N
         table.add_column(heading, justify="right" if at else "left")
     for at, row in enumerate(rows):
         table.add_row(*cells(row), end_section=at + 1 < len(rows) and rows[at + 1].size != row.size)
-    # Into a file or a pipe, 80 columns would break every row.
+    # In a file or a pipe, a width of 80 columns would break every row.
     console = Console(file=out)
     (console if console.is_terminal else Console(file=out, width=160)).print(table)
 
 
 def plain_table(title: str, rows: Sequence[Row]) -> str:
-    """The table without colours and lines."""
+    """Return the table without colours and lines."""
     return aligned(title, [_HEADINGS, *map(cells, rows)])
 
 
 def aligned(title: str, lines: Sequence[tuple[str, ...]]) -> str:
-    """Lines of as many cells each below a title, the first cells to the left and the others to the right."""
+    """Return lines of cells below a title; the first cells are left-aligned, all others right-aligned."""
     widths = [max(len(line[at]) for line in lines) for at in range(len(lines[0]))]
     return "\n".join(
         [

@@ -1,4 +1,4 @@
-"""Runs peers in turn, so that what disturbs the machine disturbs all of them, and checks that no message is lost."""
+"""Runs peers alternately, so that disturbances of the machine affect all, and checks that no message is lost."""
 
 from __future__ import annotations
 
@@ -16,35 +16,35 @@ from benchmarks.wire import Wire
 
 __all__ = ["Lost", "Measurement", "Plan", "measure", "rates", "slow_count", "within_bytes"]
 
-# Messages of the first try of a peer, which tells slow ones from fast ones.
+# Messages of a peer's first try, which separates slow peers from fast ones.
 _PROBE = 50
-# Seconds that one run of a slow peer is to take, and seconds beyond which a peer with all messages is slow. Far apart,
-# because a queue that fills up gets slower: peers that compete are to fill it alike.
+# Target seconds of a slow peer's run; and seconds above which a peer with all messages counts as slow. They differ
+# much, because a full queue is slower, and compared peers should fill it equally.
 _SLOW_RUN = 0.8
 _TOO_LONG = 4.0
-# Of bodies, in one run: a queue that is larger would set off the broker's memory alarm.
+# Maximum body bytes in one run. A larger queue would raise the broker's memory alarm.
 _MOST_BYTES = 1 << 28
-# Seconds that messages which the broker was not asked to confirm may take to be in the queue.
+# Maximum seconds until unconfirmed messages are in the queue.
 _ARRIVE = 10.0
 
 
 class Lost(Exception):
-    """The queue does not hold what was published."""
+    """The queue does not have the published messages."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What to measure.
+    """The plan of the measurement.
 
     Attributes:
-        url: of the broker.
-        messages: per run, for peers that are fast enough for it.
-        sizes: of the bodies, in bytes.
-        window: the most messages that are not confirmed.
-        repeat: rounds; in each every peer runs once.
-        confirmed: use publisher confirms.
-        varying: give every message headers and a timestamp of its own; peers that cannot are left out.
-        sample: measure how long the confirm of one message in so many takes; 0 for none.
+        url: URL of the broker.
+        messages: messages per run for fast peers.
+        sizes: sizes of bodies in bytes.
+        window: maximum number of unconfirmed messages.
+        repeat: number of rounds; every peer runs once in each.
+        confirmed: whether to use publisher confirms.
+        varying: whether each message has its own headers and timestamp; peers that do not support it are left out.
+        sample: interval of messages whose confirm is timed; 0 for none.
     """
 
     url: str
@@ -62,14 +62,14 @@ class Measurement:
     """One run of one peer.
 
     Attributes:
-        peer: its name.
+        peer: name of the peer.
         size: bytes of a body.
-        round: from 0.
-        count: messages that were published.
-        seconds: from the first publish to the last confirm.
-        cpu_seconds: of the client process in that time.
-        latencies: seconds from publish to confirm of the messages that were sampled.
-        fairness: as `Timing` has it.
+        round: number of the round, from 0.
+        count: number of published messages.
+        seconds: seconds from the first publish to the last confirm.
+        cpu_seconds: CPU seconds of the client process in that time.
+        latencies: seconds from publish to confirm of the sampled messages.
+        fairness: see `Timing`.
     """
 
     peer: str
@@ -83,7 +83,7 @@ class Measurement:
 
     @property
     def rate(self) -> float:
-        """Messages per second."""
+        """The messages per second."""
         return self.count / self.seconds
 
 
@@ -93,17 +93,17 @@ def measure(
     say: Callable[[str], None],
     failed: dict[tuple[str, int], Exception] | None = None,
 ) -> list[Measurement]:
-    """Run every peer `plan.repeat` times with every size, in turn.
+    """Run every peer `plan.repeat` times with every size, alternately.
 
     Args:
-        plan: what to do.
-        peers: by name, in the order of a round.
-        say: told of the progress, in words.
-        failed: is given the peers that raised something with a size at the first try, by name and size, which are left
-            out then; ``None`` to have that raised.
+        plan: the plan.
+        peers: peers by name, in the order of a round.
+        say: called with the progress as text.
+        failed: collects the errors of peers at the first try, by name and size; these are then left out. ``None`` to
+            raise the error.
 
     Raises:
-        Lost: a run left another number of messages in the queue than it published.
+        Lost: a run left a different number of messages in the queue than it published.
     """
     measurements = []
     with Wire(plan.url) as wire:
@@ -127,19 +127,19 @@ def measure(
 
 
 def slow_count(messages: int, rate: float) -> int:
-    """How many messages a peer of this rate is given: all, or as many as do not take too long."""
+    """Return the number of messages for a peer with this rate: all, or as many as do not take too long."""
     return messages if messages <= rate * _TOO_LONG else max(1, int(rate * _SLOW_RUN))
 
 
 def within_bytes(size: int) -> int:
-    """How many messages of this size the broker's memory, and ours, is good for."""
+    """Return the maximum number of messages of this size for the memory of the broker and of this process."""
     return max(1, _MOST_BYTES // max(1, size))
 
 
 def _warm_up(plan: Plan, wire: Wire, peer: Peer, size: int) -> int:
     count = min(_PROBE, plan.messages, within_bytes(size))
     rate = _run(plan, wire, "", peer, size, -1, count).rate
-    # A try that short says little of those who are fast.
+    # Such a short try is not meaningful for fast peers.
     if count < plan.messages <= rate * _TOO_LONG * 2:
         count = min(20 * count, plan.messages, within_bytes(size))
         rate = _run(plan, wire, "", peer, size, -1, count).rate
@@ -148,7 +148,7 @@ def _warm_up(plan: Plan, wire: Wire, peer: Peer, size: int) -> int:
 
 def _run(plan: Plan, wire: Wire, name: str, peer: Peer, size: int, at: int, count: int) -> Measurement:
     with _fresh_queue(wire) as queue:
-        # Nobody pays for what another left behind.
+        # So that no peer pays for the garbage of another.
         gc.collect()
         job = Job(plan.url, queue, b"x" * size, count, plan.window, plan.confirmed, plan.varying, plan.sample)
         timing = peer.run(job)
@@ -159,7 +159,7 @@ def _run(plan: Plan, wire: Wire, name: str, peer: Peer, size: int, at: int, coun
 @contextmanager
 def _fresh_queue(wire: Wire) -> Iterator[str]:
     queue = f"qflow-benchmark-{uuid4().hex[:12]}"
-    # Exclusive: it goes with this connection, however the benchmark ends.
+    # Exclusive, so that it is deleted with this connection however the benchmark ends.
     wire.call(commands.Queue.Declare(queue=queue, exclusive=True))
     try:
         yield queue
@@ -176,5 +176,5 @@ def _check(wire: Wire, queue: str, count: int, title: str, patience: float) -> N
 
 
 def rates(measurements: Sequence[Measurement], peer: str, size: int) -> list[float]:
-    """Messages per second of one peer, by round."""
+    """Return messages per second of one peer, by round."""
     return [each.rate for each in measurements if each.peer == peer and each.size == size]

@@ -1,10 +1,10 @@
-"""`qflow send --outbox` that is killed with -9 at random moments and started again: what is lost, or not marked (E13).
+"""Kills `qflow send --outbox` (kill -9) at random times and restarts it: which rows are lost, or not marked (E13).
 
-Every run is the same command over the same file. It goes on by itself where the one before was killed. In the end one
-run is left to finish, and the queue is read back.
+Every run is the same command with the same file. It continues where the previous run was killed. At the end one run may
+finish, and the queue is read.
 
-With refusals, the queue is unbound at some moment of every other run, so the broker returns what comes from there on.
-The run is killed soon after: before it has looked, while it ends, or after it has ended.
+With refusals, the queue is unbound at some time of every second run, so the broker returns all later messages. The run
+is killed soon afterwards: before it has noticed, while it ends, or after it has ended.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from qflow_client import Outbox
 __all__ = ["FORMATS", "Verdict", "audit", "run"]
 
 _QUEUE = _EXCHANGE = "qflow.send-kills"
-# Seconds after its start before which a run is killed.
+# Maximum seconds after its start at which a run is killed.
 _LONGEST = 0.6
-# The same after its queue was unbound.
+# Maximum seconds after the unbind at which a run is killed.
 _LONGEST_REFUSED = 0.15
-#: How the rows stand in the file.
+#: The format of the rows in the file.
 FORMATS = ("lines", "csv", "jsonl")
 
-# Forks once for each run, so that none has to import everything and make all commands.
+# It forks once for each run, so that no run has to import everything and create all commands.
 _RUNS = """
 import os, signal, sys
 from functools import cache
@@ -68,21 +68,21 @@ for line in sys.stdin:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What became of the rows.
+    """The results for the rows.
 
     Attributes:
-        rows: in the file.
-        kills: runs that were killed.
-        refused: runs after which refused rows were in the outbox, killed or not.
-        resumed: runs that found some of the rows sent.
+        rows: number of rows in the file.
+        kills: number of killed runs.
+        refused: runs that left refused rows in the outbox, killed or not.
+        resumed: runs that found some of the rows already sent.
         in_queue: messages in the queue.
-        lost: rows that are not there.
-        out_of_order: rows that were never in the outbox after such a run, and whose first copies came after that of a
-            later row that was not there either.
-        copies: messages of rows that came before.
-        unmarked: how many of these do not say so.
+        lost: rows that are not in the queue.
+        out_of_order: rows whose first copies came after that of a later row. Rows that were in the outbox after a run
+            with refusals do not count.
+        copies: further copies of rows.
+        unmarked: further copies without the mark.
         left: messages in the outbox at the end.
-        seconds: what it took.
+        seconds: duration of the run.
     """
 
     rows: int
@@ -99,7 +99,7 @@ class Verdict:
 
     @property
     def is_good(self) -> bool:
-        """Whether each row is there, those that were not refused in order, and copies are marked."""
+        """Whether all rows are there, those that were not refused are in order, and copies are marked."""
         return not (self.lost or self.unmarked or self.left or self.out_of_order)
 
 
@@ -107,9 +107,9 @@ def audit(rows: int, queue: Iterable[tuple[int, bool]], refused: Container[int] 
     """Compare the file with the queue.
 
     Args:
-        rows: how many there are, numbered from 1.
-        queue: the numbers in their order, and whether each is marked.
-        refused: the numbers of rows that may come in any order.
+        rows: number of rows, numbered from 1.
+        queue: row numbers in order, and whether each is marked.
+        refused: numbers of rows that may come in any order.
 
     Returns:
         The counts of a `Verdict`.
@@ -150,19 +150,19 @@ def run(
     """Kill runs, one after the other.
 
     Args:
-        folder: where file and outbox are.
-        kills: how many; fewer if the file is all sent before.
-        rows: in the file.
-        url: of the broker; `EMBEDDED` for ours.
-        seed: of the moments.
-        longest: seconds after its start before which each is killed; more if nothing has been sent by then.
-        format: how the rows stand in the file.
-        refusals: whether the broker refuses rows during every other run.
+        folder: folder of the file and the outbox.
+        kills: number of kills; fewer if the whole file is sent before.
+        rows: number of rows in the file.
+        url: URL of the broker; `EMBEDDED` for this repository's broker.
+        seed: seed of the times.
+        longest: maximum seconds after its start at which each is killed; more if nothing has been sent by then.
+        format: format of the rows in the file.
+        refusals: whether the broker refuses rows during every second run.
     """
     began = time.monotonic()
     chance = random.Random(seed)
     killed = refused = resumed = 0
-    # The rows that were in the outbox after a run with refusals.
+    # Rows that were in the outbox after a run with refusals.
     may_be_late: set[int] = set()
     with ExitStack() as stack:
         url = stack.enter_context(broker_url(url))
@@ -183,7 +183,7 @@ def run(
                 [sys.executable, "-c", _RUNS, *command],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                # Refused rows are told there.
+                # The run reports refused rows there.
                 stderr=subprocess.DEVNULL if refusals else None,
                 text=True,
                 env=os.environ | {"QFLOW_URL": url},
@@ -194,9 +194,9 @@ def run(
             sent = _sent(outbox, file)
             resumed += sent > 0
             if killed and not sent:
-                # A slow machine takes longer until there is something to lose.
+                # On a slow machine it takes longer until rows can be lost.
                 longest *= 1.5
-            # So slow that the file lasts for all the kills.
+            # Slow enough that the file lasts for all kills.
             rate = max(1.0, 2 * (rows - sent) / ((kills - killed) * longest))
             moment = chance.uniform(0, longest)
             if refusals and killed % 2:
@@ -236,7 +236,7 @@ def _write(file: Path, rows: int, format: str) -> None:
         for number in range(1, rows + 1):
             match format:
                 case "csv":
-                    # Some have a line end in them.
+                    # Some rows contain a line end.
                     print(f'{number},"a\n{number}"' if number % 7 == 0 else f"{number},a", file=out)
                 case "jsonl":
                     print(json.dumps({"number": number}), file=out)
@@ -250,7 +250,7 @@ def _number(body: bytes) -> int:
 
 
 def _is_made(outbox: Path) -> bool:
-    # Killed before its tables were made, a run has stored nothing.
+    # If a run was killed before it created its tables, it has stored nothing.
     return outbox.exists() and outbox.stat().st_size > 0
 
 
@@ -270,13 +270,13 @@ def _sent(outbox: Path, file: Path) -> int:
 
 
 def _one_run(runs: subprocess.Popen[str], options: str = "", wait: Callable[[], None] | None = None) -> int:
-    """Kill a run with more options after a wait, or let it finish; return how it ended."""
+    """Kill a run with more options after a wait, or let it finish; return its exit code."""
     assert runs.stdin is not None
     assert runs.stdout is not None
     print(options, file=runs.stdin, flush=True)
     runs.stdout.readline()
     if wait is not None:
-        # The moment is drawn by lot; nothing waits for it.
+        # A random time; nothing waits for it.
         wait()
     print("wait" if wait is None else "kill", file=runs.stdin, flush=True)
     return int(runs.stdout.readline())

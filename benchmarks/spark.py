@@ -1,9 +1,12 @@
-"""Rows from Spark into a queue: the sink beside what people write by hand; and how far a slow consumer's queue goes.
+"""Writes rows from Spark to a queue: compares the sink with hand-written code, and measures the depth of the queue.
 
-``rates``: the sink, `foreachPartition` with a pika that waits for each confirm, and plain sockets in as many processes,
-in turn. ``depth``: C6 for a job, with the broker of this repository, or a RabbitMQ whose queue has a maximum, and a
-consumer that is slower than the job.
-``scale``: the sink's rate, and the memory of its tasks, for jobs of very different sizes.
+There are three measurements.
+
+- ``rates``: the sink, `foreachPartition` with a pika that waits for each confirm, and plain sockets in as many
+  processes, alternately.
+- ``depth``: C6 for a job with a consumer that is slower than the job. The broker is that of this repository, or a
+  RabbitMQ whose queue has a maximum.
+- ``scale``: the sink's rate, and the memory of its tasks, for jobs of very different sizes.
 """
 
 from __future__ import annotations
@@ -44,7 +47,7 @@ __all__ = [
     "session",
 ]
 
-#: What ``rates --check`` asks for: of the rate of `foreachPartition`.
+#: Requirement of ``rates --check``, relative to the rate of `foreachPartition`.
 BAR = 8.0
 
 _WINDOW = 1000
@@ -52,7 +55,7 @@ _WINDOW = 1000
 
 @contextmanager
 def session(slots: int) -> Iterator[Any]:
-    """A Spark session in this process and a JVM beside it."""
+    """Run a Spark session in this process, with a JVM."""
     from pyspark.sql import SparkSession
 
     from qflow_client.spark import check_java, register
@@ -70,7 +73,7 @@ def session(slots: int) -> Iterator[Any]:
 
 
 def rows(spark: Any, count: int, size: int, partitions: int) -> Any:
-    """Bodies that begin with their number."""
+    """Return rows with bodies that begin with their number."""
     from pyspark.sql import functions as sf
 
     numbers = spark.range(count, numPartitions=partitions)
@@ -78,7 +81,7 @@ def rows(spark: Any, count: int, size: int, partitions: int) -> Any:
 
 
 def sink(frame: Any, url: str, queue: str, capacity: int, credit_queue: str | None = None) -> None:
-    """Write a DataFrame by the data source."""
+    """Write a DataFrame with the data source."""
     options = {"url": url, "routingKey": queue, "capacity": str(capacity)}
     if credit_queue is not None:
         options["creditQueue"] = credit_queue
@@ -86,7 +89,7 @@ def sink(frame: Any, url: str, queue: str, capacity: int, credit_queue: str | No
 
 
 def by_hand(frame: Any, url: str, queue: str) -> None:
-    """Write a DataFrame by what the tutorials say, with confirms."""
+    """Write a DataFrame as tutorials do, with confirms."""
 
     def publish(partition: Iterator[Any]) -> None:
         with pika.BlockingConnection(pika.URLParameters(url)) as connection:
@@ -104,8 +107,8 @@ def _plain(url: str, queue: str, size: int, count: int) -> None:
 
 
 def sockets(url: str, queue: str, size: int, count: int, processes: int) -> float:
-    """Seconds that plain sockets in processes of their own take, without the start of the processes."""
-    # A fork would take a copy of the gateway to the JVM along.
+    """Return the seconds of plain sockets in separate processes, without the start of the processes."""
+    # A forked process would inherit the connection to the JVM.
     with multiprocessing.get_context("spawn").Pool(processes) as pool:
         parts = [(url, queue, size, count // processes)] * processes
         pool.starmap(_plain, [(url, queue, size, 100)] * processes)
@@ -116,16 +119,16 @@ def sockets(url: str, queue: str, size: int, count: int, processes: int) -> floa
 
 @contextmanager
 def fresh_queue(url: str, most: int | None = None) -> Iterator[tuple[str, Callable[[], int]]]:
-    """A queue that goes with the block, and what tells how many messages are in it.
+    """Declare a queue during the block; yield its name, and a function that returns its number of messages.
 
     Args:
-        url: of the broker.
-        most: messages, of which the oldest are dropped for new ones; ``None`` for no maximum.
+        url: URL of the broker.
+        most: maximum number of messages, beyond which the oldest are dropped; ``None`` for no maximum.
     """
     name = f"qflow-benchmark-{uuid4().hex[:12]}"
     arguments: dict[str, Any] = {} if most is None else {"x-max-length": most, "x-overflow": "drop-head"}
     with Wire(url) as wire:
-        # As people have them who ask for confirms.
+        # Arguments as usual for users of confirms.
         wire.call(commands.Queue.Declare(queue=name, durable=True, arguments=arguments))
         try:
             yield name, lambda: wire.depth(name)
@@ -134,7 +137,7 @@ def fresh_queue(url: str, most: int | None = None) -> Iterator[tuple[str, Callab
 
 
 def rates(options: argparse.Namespace) -> int:
-    """Measure and print; the exit code."""
+    """Measure and print; return the exit code."""
     measured: dict[str, list[float]] = {"sink": [], "foreachPartition": [], "plain sockets": []}
     with broker_url(options.url) as url, session(options.partitions) as spark:
         few = max(options.partitions, options.rows // 100)
@@ -145,7 +148,7 @@ def rates(options: argparse.Namespace) -> int:
                 begin = time.monotonic()
                 seconds = write(queue) or time.monotonic() - begin
                 in_it = depth_of()
-                # The plain sockets' warm-up is in the queue, too.
+                # The messages of the plain sockets' warm-up are in the queue too.
                 if in_it < count:
                     raise SystemExit(f"error: {name} wrote {count} rows, and the queue holds {in_it}")
                 measured[name].append(count / seconds)
@@ -159,7 +162,7 @@ def rates(options: argparse.Namespace) -> int:
                 lambda queue: sockets(url, queue, options.size, options.rows, options.partitions),
             )
             if at == 0:
-                # Start-up: of the JVM's code, of the Python workers.
+                # Warm-up of the JVM's code and of the Python workers.
                 for rates_of in measured.values():
                     rates_of.clear()
     ratios = {
@@ -180,12 +183,12 @@ def rates(options: argparse.Namespace) -> int:
 
 
 class Consumer:
-    """Takes messages on a thread of its own, not faster than told, and ticks off their numbers."""
+    """Consumes messages at a limited rate on a separate thread, and records their numbers."""
 
     _PREFETCH = 400
 
     def __init__(self, url: str, queue: str, count: int, rate: float) -> None:
-        #: How often each number has come.
+        #: Number of copies of each message.
         self.times = bytearray(count)
         self.received = 0
         self._left = count
@@ -225,7 +228,7 @@ class Consumer:
 
 
 class Watch:
-    """The most messages that a queue was ever seen to have ready, for a broker that does not keep the peak itself."""
+    """Records the maximum number of ready messages of a queue, for a broker that does not record the peak."""
 
     _PERIOD = 0.02
 
@@ -244,14 +247,14 @@ class Watch:
                 self.looks += 1
 
     def stop(self) -> int:
-        """Look no more; the peak."""
+        """Stop, and return the peak."""
         self._stop.set()
         self._thread.join(60)
         return self.peak
 
 
 def _slowly_consumed(spark: Any, options: argparse.Namespace, url: str, partitions: int) -> tuple[float, bool]:
-    """Write to a queue that is consumed; how long writing took, and whether each row was consumed once."""
+    """Write to a queue that is consumed; return the seconds, and whether each row was consumed once."""
     consumer = Consumer(url, "rows", options.rows, options.rate)
     begin = time.monotonic()
     sink(rows(spark, options.rows, options.size, partitions), url, "rows", options.capacity, options.credit_queue)
@@ -270,7 +273,7 @@ def _depth_here(spark: Any, options: argparse.Namespace, partitions: int) -> tup
 
 
 def _depth_rabbitmq(spark: Any, options: argparse.Namespace, partitions: int) -> tuple[float, bool, int, str]:
-    """RabbitMQ knows no thresholds: it refuses what comes to a full queue, and the producers wait and send it again."""
+    """Measure with RabbitMQ. It has no thresholds, but refuses messages at a full queue; producers send them again."""
     with RabbitMQNode() as node:
         with Wire(node.url) as wire:
             full = {"x-max-length": options.stop, "x-overflow": "reject-publish"}
@@ -281,7 +284,7 @@ def _depth_rabbitmq(spark: Any, options: argparse.Namespace, partitions: int) ->
 
 
 def depth(options: argparse.Namespace) -> int:
-    """Measure and print; the exit code."""
+    """Measure and print; return the exit code."""
     failed = False
     measure = _depth_rabbitmq if options.broker == "rabbitmq" else _depth_here
     with session(max(2, options.slots)) as spark:
@@ -299,10 +302,10 @@ def depth(options: argparse.Namespace) -> int:
 
 
 def _descendants() -> Iterator[tuple[Path, bool]]:
-    """The folders in ``/proc`` of all that this process has started, and whether each has none of its own (Linux)."""
+    """Yield the ``/proc`` folders of all descendants of this process, and whether each has no children (Linux)."""
     children: dict[int, list[int]] = {}
     for folder in Path("/proc").glob("[0-9]*"):
-        # It may have ended meanwhile.
+        # The process may have ended.
         with suppress(OSError):
             parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
             children.setdefault(parent, []).append(int(folder.name))
@@ -315,7 +318,7 @@ def _descendants() -> Iterator[tuple[Path, bool]]:
 
 
 def largest_of_tasks() -> list[int]:
-    """The most memory that each Python worker of this process's Spark has had, in MiB."""
+    """Return the maximum memory of each Python worker of Spark, in MiB."""
     found = []
     for folder, is_worker in _descendants():
         with suppress(OSError):
@@ -326,7 +329,7 @@ def largest_of_tasks() -> list[int]:
 
 
 def processor_seconds() -> float:
-    """Those of all that this process has started, such as Spark's JVM and workers, and of all that they have."""
+    """Return the CPU seconds of all descendants of this process, such as Spark's JVM and workers."""
     ticks = 0
     for folder, _ in _descendants():
         with suppress(OSError):
@@ -335,13 +338,13 @@ def processor_seconds() -> float:
 
 
 def scale(options: argparse.Namespace) -> int:
-    """Measure and print; the exit code."""
+    """Measure and print; return the exit code."""
     with broker_url(options.url) as url, session(options.partitions) as spark:
         capacity = _WINDOW * options.partitions
         with fresh_queue(url, options.most) as (queue, _):
             sink(rows(spark, 20_000, options.size, options.partitions), url, queue, capacity)
         for count in options.rows:
-            # One after the other in the same workers: what a larger job needs more is seen.
+            # One after the other in the same workers, so that the additional memory of a larger job is visible.
             for _ in range(options.repeat):
                 with fresh_queue(url, options.most) as (queue, depth_of):
                     begin, before = time.monotonic(), processor_seconds()
@@ -354,14 +357,14 @@ def scale(options: argparse.Namespace) -> int:
                     "seconds": round(seconds, 2),
                     "rows_per_second": round(count / seconds),
                 }
-                # Spark's, and with `EMBEDDED` the broker's.
+                # CPU seconds of Spark; with `EMBEDDED` also of the broker.
                 told["processor_seconds"] = round(used, 1)
                 print(json.dumps(told | {"largest_memory_of_tasks_mib": largest_of_tasks()}), flush=True)
     return 0
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Return the parser of the command line."""
     made = argparse.ArgumentParser(prog="python -m benchmarks.spark", description=__doc__)
     kinds = made.add_subparsers(required=True)
     of_rates = kinds.add_parser("rates", help="rows per second, and ratios")
@@ -396,10 +399,10 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run it.
+    """Run the benchmark.
 
     Returns:
-        The exit code: 1 if rows were lost, the bound did not hold, or with ``--check`` the bar was missed.
+        The exit code: 1 if rows were lost, if the limit did not hold, or if with ``--check`` the requirement is missed.
     """
     options = parser().parse_args(arguments)
     result: int = options.run(options)

@@ -1,4 +1,4 @@
-"""What telemetry costs: the rate of `Producer.send` with no SDK, with metrics, and with spans, in turn in one run."""
+"""Measures the cost of telemetry: the rate of `Producer.send` without an SDK, with metrics and with spans, in turn."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from benchmarks.embedded import EMBEDDED, broker_url
 
 __all__ = ["KINDS", "main", "run"]
 
-#: What is measured, the one to compare with first.
+#: The variants, the reference first.
 KINDS = ("no SDK", "metrics", "metrics, tracing")
 
 
 def _install(kind: str) -> None:
-    # The SDK is there once for a process, so every measurement has a process of its own.
+    # The SDK is global for a process, so every measurement has its own process.
     if "metrics" in kind:
         from opentelemetry import metrics
         from opentelemetry.sdk.metrics import MeterProvider
@@ -43,7 +43,7 @@ def _measure(url: str, kind: str, count: int, size: int, result: Connection) -> 
     from qflow_client import Producer
 
     body = b"x" * size
-    # Dropped by the broker: a queue that fills would slow down whoever comes last.
+    # The broker drops the messages, because a full queue would slow down the later variants.
     with Producer(
         url, exchange="amq.fanout", routing_key="", mandatory=False, capacity=1000, tracing="tracing" in kind
     ) as producer:
@@ -60,13 +60,13 @@ def _measure(url: str, kind: str, count: int, size: int, result: Connection) -> 
 
 
 def run(url: str, *, count: int, size: int, repeat: int) -> dict[str, list[tuple[float, float]]]:
-    """Messages per second, and microseconds of this process for each message, of each kind by round."""
+    """Return messages per second, and microseconds of this process per message, of each variant by round."""
     context = multiprocessing.get_context("spawn")
     found: dict[str, list[tuple[float, float]]] = {kind: [] for kind in KINDS}
     for _ in range(repeat):
         for kind in KINDS:
             ours, theirs = context.Pipe()
-            # A span costs many sends.
+            # A span costs as much as many sends.
             number = count // 5 if "tracing" in kind else count
             process = context.Process(target=_measure, args=(url, kind, max(1, number), size, theirs))
             process.start()
@@ -77,7 +77,7 @@ def run(url: str, *, count: int, size: int, repeat: int) -> dict[str, list[tuple
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run it; the exit code is 0."""
+    """Run the benchmark; the exit code is 0."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.telemetry", description=__doc__)
     parser.add_argument("--url", default=EMBEDDED, help=f"amqp:// URL of the broker, or {EMBEDDED}: ours (%(default)s)")
     parser.add_argument("--messages", type=int, default=100_000, help="messages of a measurement (%(default)s)")
@@ -92,7 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         kind: {
             "rate": median(rate for rate, _ in each),
             "cpu_us": median(cpu for _, cpu in each),
-            # Of each round on its own, because a machine's pace changes.
+            # Computed within each round, because the speed of a machine changes.
             "rate_ratio": median(rate / first for (rate, _), (first, _) in zip(each, base, strict=True)),
             "cpu_ratio": median(cpu / first for (_, cpu), (_, first) in zip(each, base, strict=True)),
         }

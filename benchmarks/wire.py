@@ -1,6 +1,6 @@
-"""A bare AMQP 0-9-1 client on a blocking socket: enough to prepare a queue, to count what is in it, and to shake hands.
+"""A minimal AMQP 0-9-1 client on a blocking socket: it prepares queues, counts messages, and opens connections.
 
-It shares no code with what is measured.
+It shares no code with the measured libraries.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from pamqp.header import ProtocolHeader
 __all__ = ["FRAME_HEAD", "FRAME_OVERHEAD", "Wire", "frame"]
 
 FRAME_HEAD = Struct(">BHI")
-#: Bytes of a frame that are not payload.
+#: Bytes of a frame without its payload.
 FRAME_OVERHEAD = 8
 
-# Seconds without an answer after which something is wrong.
+# Maximum seconds to wait for an answer.
 _TIMEOUT = 30.0
 
 
 def frame(kind: int, channel: int, payload: bytes) -> bytes:
-    """One whole frame."""
+    """Return one whole frame."""
     return FRAME_HEAD.pack(kind, channel, len(payload)) + payload + b"\xce"
 
 
@@ -47,7 +47,7 @@ class Wire:
         self._buffer = b""
         self.socket.sendall(ProtocolHeader().marshal())
         start = self._expect(commands.Connection.Start)
-        #: What the broker says of itself.
+        #: The properties of the broker.
         self.server_properties: dict[str, Any] = dict(start.server_properties)
         self._send(
             commands.Connection.StartOk(
@@ -62,9 +62,9 @@ class Wire:
             0,
         )
         tune = self._expect(commands.Connection.Tune)
-        #: The largest frame, in bytes.
+        #: Maximum frame size in bytes.
         self.frame_max: int = tune.frame_max or 1 << 17
-        # No heartbeats: the connection rests while others are measured.
+        # No heartbeats, because the connection is idle while others are measured.
         self._send(commands.Connection.TuneOk(tune.channel_max, self.frame_max, 0), 0)
         self._send(commands.Connection.Open(unquote(parts.path[1:]) or "/"), 0)
         self._expect(commands.Connection.OpenOk)
@@ -80,26 +80,26 @@ class Wire:
         return self._expect(getattr(commands, request.name.split(".")[0]).__dict__[request.name.split(".")[1] + "Ok"])
 
     def depth(self, queue: str) -> int:
-        """Messages in a queue that are ready."""
+        """Return the number of ready messages in a queue."""
         return int(self.call(commands.Queue.Declare(queue=queue, passive=True)).message_count)
 
     def get(self, queue: str) -> int | None:
-        """Take a message out of a queue.
+        """Consume one message of a queue.
 
         Returns:
-            How many are left that are ready; ``None`` if there was none.
+            The number of remaining ready messages; ``None`` if there was no message.
         """
         self._send(commands.Basic.Get(queue=queue, no_ack=True), 1)
         answer = self._expect(commands.Basic.GetOk, commands.Basic.GetEmpty)
         return answer.message_count if isinstance(answer, commands.Basic.GetOk) else None
 
     def close(self) -> None:
-        """Say good-bye, and close the socket whatever comes of that."""
+        """Close the connection cleanly, and close the socket in any case."""
         try:
             self._send(commands.Connection.Close(200, "done", 0, 0), 0)
             self._expect(commands.Connection.CloseOk)
         except (OSError, ConnectionError):
-            # Nothing is lost with it.
+            # An error here loses nothing.
             pass
         finally:
             self.socket.close()

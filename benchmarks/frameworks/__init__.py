@@ -1,1 +1,1 @@
-"""Applications of four frameworks, and one under gevent, under an alarm and while their connections are cut."""
+"""Applications of four frameworks, and one with gevent, during an alarm and while their connections are cut."""

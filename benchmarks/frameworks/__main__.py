@@ -1,15 +1,15 @@
-"""Compares applications of frameworks with and without the drop-ins: under an alarm, and while connections are cut.
+"""Compares framework applications with and without the drop-ins: during an alarm, and while connections are cut.
 
     python -m benchmarks.frameworks --cuts 100 --json
     python -m benchmarks.frameworks --cuts 5 --applications taskiq dramatiq
 
-Each application publishes to one RabbitMQ, once as it is and once with the change that its page in the
-documentation shows. Under the memory alarm it publishes one message, and another one when the alarm is over. Then its
-connections are cut again and again while its senders publish numbered messages, and the queue is read.
+Each application publishes to one RabbitMQ: once unchanged, and once with the change that its page in the documentation
+shows. During the memory alarm it publishes one message, and after the alarm another one. Then its connections are cut
+repeatedly while its senders publish numbered messages. Finally the queue is read.
 
-It ends with 1 if an application that is changed hangs, loses a message that was published without an error, or sends
-the first copies of a sender's messages out of order. With aio-pika, where the option exists, no publish may raise, and
-each further copy has to be marked.
+The exit code is 1 if a changed application hangs, loses a message that was published without an error, or sends the
+first copies of a sender's messages out of order. With aio-pika, which has the option, no publish may raise, and each
+further copy must be marked.
 """
 
 from __future__ import annotations
@@ -34,38 +34,39 @@ from qflow_client.testing.rabbitmq import RabbitMQNode
 
 __all__ = ["Result", "faults_of", "main", "run"]
 
-# Those whose drop-in publishes again by itself.
+# Applications whose drop-in republishes by itself.
 _REPUBLISHING: Final = ("taskiq", "faststream")
-# Seconds after which a publish under an alarm counts as hanging, and that the changed ones wait at the most.
+# Seconds after which a publish during an alarm counts as hanging; and the maximum wait of the changed applications.
 _HANGS: Final = 10.0
 _WAIT: Final = 3.0
-# Seconds that the changed ones wait while connections are cut, and for an answer of the application.
+# Seconds that the changed applications wait while connections are cut; and seconds to wait for an answer of an
+# application.
 _LONG_WAIT: Final = 30.0
 _PATIENCE: Final = 60.0
-# Bytes that a connection carries before it is cut, so that messages are on their way.
+# Bytes after which a connection is cut, so that messages are on their way.
 _CUT_AFTER: Final = 12_000
 _TOKEN: Final = re.compile(rb"(\d+)-(\d+)")
 
 
 @dataclass
 class Result:
-    """What one application has shown.
+    """The results of one application.
 
     Attributes:
-        application: its name.
+        application: name of the application.
         kind: "original" or "changed".
-        alarm: what became of the first publish under the alarm, and seconds; "hangs" after so many. RabbitMQ says only
-            then that it blocks the connection.
-        alarm_next: what became of the second one.
-        after: what became of one when the alarm was over.
-        cuts: how often all connections were cut.
+        alarm: result of the first publish during the alarm, and its seconds; "hangs" after the limit. RabbitMQ blocks
+            the connection only on this publish.
+        alarm_next: result of the second publish.
+        after: result of a publish after the alarm.
+        cuts: number of times that all connections were cut.
         published: messages whose publish ended without an error.
-        errors: how many publishes raised, by what.
+        errors: number of failed publishes, by error.
         longest: seconds of the longest publish.
         missing: published messages that are not in the queue.
         copies: further copies.
-        unmarked: those without the mark.
-        disordered: first copies that came after a younger one of the same sender.
+        unmarked: further copies without the mark.
+        disordered: first copies that came after a later message of the same sender.
         stuck: senders that did not end.
     """
 
@@ -87,12 +88,12 @@ class Result:
 
 
 class _Application:
-    """A child process, and what it answers."""
+    """A child process, and its answers."""
 
     def __init__(self, name: str, kind: str, url: str, wait: float) -> None:
         query = ""
         if name in _REPUBLISHING:
-            # As long as aio-pika waits before it connects again.
+            # As long as aio-pika waits before it reconnects.
             query = "?reconnect_interval=0.1" + ("&on_disconnect=republish" if kind == "changed" else "")
         environment = {**os.environ, "QFLOW_MAX_PRODUCER_FLOW_CONTROL_WAIT": str(wait)}
         self._process = subprocess.Popen(
@@ -111,7 +112,7 @@ class _Application:
         self._process.stdin.flush()
 
     def expect(self, timeout: float = _PATIENCE) -> Any:
-        """The next answer; ``None`` if there is none in time."""
+        """Return the next answer; ``None`` if none comes in time."""
         assert self._process.stdout is not None
         if not select.select([self._process.stdout], [], [], timeout)[0]:
             return None
@@ -173,7 +174,7 @@ def _carries(proxy: FaultProxy) -> bool:
 
 
 def _read(result: Result, url: str, published: Sequence[int]) -> None:
-    """Read the queue, and compare it with what was published."""
+    """Read the queue, and compare it with the published messages."""
     first: dict[int, int] = {}
     seen: set[tuple[int, int]] = set()
     with pika.BlockingConnection(pika.URLParameters(url)) as connection:
@@ -209,7 +210,7 @@ def run(application: str, kind: str, cuts: int, node: RabbitMQNode) -> Result:
 
 
 def faults_of(result: Result) -> list[str]:
-    """What a changed application must not do, and did; empty for one that is not changed."""
+    """Return the faults of a changed application; empty for an unchanged one."""
     if result.kind == "original":
         return []
     found = {
@@ -229,7 +230,7 @@ def faults_of(result: Result) -> list[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the applications, print what they showed, and return 1 if a changed one has a fault."""
+    """Run the applications, print the results, and return 1 if a changed one has a fault."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--cuts", type=int, default=100, help="how often the connections are cut (%(default)s)")
     parser.add_argument("--applications", nargs="*", default=[*APPLICATIONS], choices=[*APPLICATIONS])

@@ -1,10 +1,10 @@
-"""One application that publishes with a framework, in a process of its own; `benchmarks.frameworks` starts it.
+"""One application that publishes with a framework, in its own process; `benchmarks.frameworks` starts it.
 
     python -m benchmarks.frameworks.application APPLICATION original|changed URL
 
-It prints one line of JSON for each line that it reads. `publish` publishes one message, and the answer says what became
-of it. `stream` makes every sender publish numbered messages, one after the other. A message whose publishing raises is
-published again, as a program does that must not lose any. `stop` ends that, and the answer says what was raised.
+For each input line it prints one line of JSON. `publish` publishes one message, and answers with the result. `stream`
+makes every sender publish numbered messages, one after the other. If a publish raises, the message is published again,
+as in a program that must not lose messages. `stop` ends this, and answers with the errors.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from contextlib import asynccontextmanager, contextmanager
 from importlib import import_module
 from typing import Any, Final
 
-#: The applications: how many senders each has, and its queue.
+#: The applications: number of senders, and queue.
 APPLICATIONS: Final = {
     "taskiq": (10, "taskiq"),
     "faststream": (10, "faststream"),
@@ -39,44 +39,44 @@ APPLICATIONS: Final = {
     "celery-django": (1, "celery"),
     "celery-gevent": (10, "celery"),
 }
-# Seconds until a failed message is published again, and that senders have to end.
+# Seconds until a failed message is published again; and seconds that senders have to end.
 _PAUSE: Final = 0.05
 _PATIENCE: Final = 20.0
 
 
 def _name(error: BaseException) -> str:
-    """The types of an error and of its first cause."""
+    """Return the types of an error and of its first cause."""
     cause = error.__cause__ or error.__context__
     return type(error).__name__ + (f" from {type(cause).__name__}" if cause is not None else "")
 
 
 class Senders:
-    """What the senders of one application have done.
+    """The results of the senders of one application.
 
     Args:
-        count: how many there are.
+        count: number of senders.
     """
 
     def __init__(self, count: int) -> None:
         self.errors: Counter[str] = Counter()
-        #: How many messages of each sender were published without an error.
+        #: Number of messages of each sender that were published without an error.
         self.published = [0] * count
-        #: Whether they go on.
+        #: Whether the senders continue.
         self.go_on = False
         #: The longest publish, in seconds.
         self.longest = 0.0
 
     def numbers(self, sender: int) -> Iterator[str]:
-        """The messages of a sender; each comes again until it is noted as published."""
+        """Yield the messages of a sender; each is repeated until it is recorded as published."""
         while self.go_on:
             yield f"{sender}-{self.published[sender]}"
 
     def failed(self, error: Exception) -> None:
-        """Note an error."""
+        """Record an error."""
         self.errors[_name(error)] += 1
 
     def report(self, stuck: int) -> dict[str, Any]:
-        """What the answer to `stop` says."""
+        """Return the answer to `stop`."""
         return {
             "errors": dict(self.errors),
             "published": self.published,
@@ -85,7 +85,7 @@ class Senders:
         }
 
 
-# Those that are asynchronous.
+# Asynchronous applications.
 
 
 @asynccontextmanager
@@ -109,7 +109,7 @@ async def _faststream(url: str, changed: bool) -> Any:
         import qflow_client.aio_pika
 
         module.connect_robust = qflow_client.aio_pika.connect_robust
-    # FastStream's own argument counts, whatever the URL says.
+    # FastStream uses its own argument and ignores the one in the URL.
     async with module.RabbitBroker(url, reconnect_interval=0.1) as app:
         await app.declare_queue(import_module("faststream.rabbit").RabbitQueue("faststream", durable=True))
         yield lambda token: app.publish(token, "faststream", persist=True)
@@ -164,11 +164,11 @@ async def _once_async(publish: Callable[[str], Awaitable[object]]) -> dict[str, 
     return {"outcome": "published", "seconds": time.monotonic() - began}
 
 
-# Those that are not.
+# Synchronous applications.
 
 
 def _task(token: str) -> None:
-    """Only its messages count."""
+    """# Only its messages matter."""
 
 
 @contextmanager
@@ -263,7 +263,7 @@ def _answer(what: Any) -> None:
 
 
 def main() -> None:
-    """Run the application that the command line names."""
+    """Run the application from the command line."""
     name, kind, url = sys.argv[1:]
     if name in ("taskiq", "faststream"):
         asyncio.run(_run_tasks(name, url, kind == "changed"))

@@ -1,4 +1,4 @@
-"""The publishers that are compared, one module per library; a library is imported only when its peer is asked for."""
+"""The compared publishers, one module per library. A library is imported only when its peer is used."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from benchmarks.peers.base import Job, Peer, Stopwatch, Timing
 
 __all__ = ["DEFAULT", "PEERS", "Job", "Peer", "Stopwatch", "Timing", "load"]
 
-#: Where each peer is, by the name that the command line knows it by, in the order of a round.
+#: The module of each peer, by its name on the command line, in the order of a round.
 PEERS = {
     "plain": "benchmarks.peers.plain:PlainSocket",
     "qflow": "benchmarks.peers.qflow:OneThread",
@@ -27,12 +27,12 @@ PEERS = {
     "amqpstorm": "benchmarks.peers.amqpstorm:Storm",
 }
 
-#: The peers that run unless others are named.
+#: The default peers.
 DEFAULT = ("plain", "qflow", "pika_select", "pika_blocking", "amqpstorm")
 
 
 def load(name: str) -> Peer | None:
-    """A peer, or ``None`` if its library is not installed.
+    """Return a peer, or ``None`` if its library is not installed.
 
     Raises:
         KeyError: no peer has this name.
@@ -41,7 +41,7 @@ def load(name: str) -> Peer | None:
     try:
         peer: Peer = getattr(import_module(module), attribute)()
     except ModuleNotFoundError as error:
-        # A mistake of ours must not pass for a library that is missing.
+        # An import error of this repository must not look like a missing library.
         if error.name is None or error.name.startswith(("benchmarks", "qflow_client")):
             raise
         return None

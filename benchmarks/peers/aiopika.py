@@ -1,4 +1,4 @@
-"""aio-pika, and aiormq beneath it, each with as many tasks as the window has places."""
+"""aio-pika, and aiormq, on which it is based; each with one task per place in the window."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ __all__ = ["AioPika", "Aiormq", "OneByOne"]
 
 
 async def share(job: Job, tasks: int, publish: Callable[[], Awaitable[Any]]) -> list[float]:
-    """Publish from so many tasks that each wait for the answer before the next.
+    """Publish from several tasks; each waits for the answer before its next message.
 
     Returns:
-        The seconds that the sampled ones took.
+        The seconds of the sampled messages.
     """
     clock = time.perf_counter
     latencies = []

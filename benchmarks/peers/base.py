@@ -1,4 +1,4 @@
-"""What a peer is asked to do, and what it answers."""
+"""The jobs for peers, and their results."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import Any, Protocol
 
 __all__ = ["MESSAGE_ID", "Job", "Peer", "Stopwatch", "Timing", "headers", "one_by_one", "timestamp"]
 
-#: Every message bears an id of this form, of 29 bytes as ours are, so that all peers send the same bytes.
+#: Every message has an id of this form with 29 bytes, as this library's ids, so that all peers send the same bytes.
 MESSAGE_ID = "0123456789abcdef-%012x"
 
 
 def headers(number: int) -> dict[str, Any]:
-    """The headers of a message, where they vary: always as long."""
+    """Return the headers of a message if they vary; their length is constant."""
     return {"number": number | 1 << 24, "carrier": "UA"}
 
 
 def timestamp(number: int) -> int:
-    """The timestamp of a message, where it varies."""
+    """Return the timestamp of a message if it varies."""
     return 1_700_000_000 + number
 
 
@@ -28,15 +28,15 @@ class Job:
     """One run.
 
     Attributes:
-        url: of the broker.
-        queue: published to through the default exchange, mandatory.
-        body: of every message.
-        count: messages to publish.
-        window: the most messages that are not confirmed, for peers that can have more than one.
-        confirmed: use publisher confirms; without, the run ends when the broker has answered an orderly close.
-        varying: give every message `headers` and a `timestamp` of its own. Only for peers that say they can.
-        sample: measure the time from publish to confirm of every message that is the first of so many; 0 for none.
-        persistent: the delivery mode. Only the plain socket knows another.
+        url: URL of the broker.
+        queue: queue to publish to through the default exchange, with mandatory.
+        body: body of every message.
+        count: number of messages to publish.
+        window: maximum unconfirmed messages, for peers that can have more than one.
+        confirmed: whether to use publisher confirms. Otherwise the run ends when the broker has answered the close.
+        varying: whether each message has its own `headers` and `timestamp`. Only for peers that support it.
+        sample: interval of messages whose time from publish to confirm is measured; 0 for none.
+        persistent: whether messages are persistent. Only the plain socket supports it.
     """
 
     url: str
@@ -52,14 +52,13 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """What one run took.
+    """The times of one run.
 
     Attributes:
-        seconds: by the clock, from the first publish to the last confirm.
-        cpu_seconds: of this process in that time.
-        latencies: seconds from publish to confirm of those messages that were sampled.
-        fairness: of several threads, what the one that was served least had got through when the first was done, as a
-            part of the mean.
+        seconds: wall-clock time from the first publish to the last confirm.
+        cpu_seconds: CPU time of this process in that time.
+        latencies: seconds from publish to confirm of the sampled messages.
+        fairness: progress of the least served thread when the first thread was done, as a part of the mean.
     """
 
     seconds: float
@@ -69,23 +68,23 @@ class Timing:
 
 
 class Stopwatch:
-    """Runs from its making on."""
+    """A stopwatch that starts on creation."""
 
     def __init__(self) -> None:
         self._cpu = time.process_time()
         self._began = time.perf_counter()
 
     def stop(self, latencies: list[float] | None = None, fairness: float | None = None) -> Timing:
-        """The time until now."""
+        """Return the time until now."""
         seconds, cpu_seconds = time.perf_counter() - self._began, time.process_time() - self._cpu
         return Timing(seconds, cpu_seconds, tuple(latencies or ()), fairness)
 
 
 def one_by_one(job: Job, publish: Callable[[], object]) -> list[float]:
-    """Call what publishes one message, and with confirms waits for its confirm, as often as the job says.
+    """Call a function that publishes one message, and with confirms waits for its confirm, for each message of the job.
 
     Returns:
-        The seconds that the sampled calls took.
+        The seconds of the sampled calls.
     """
     clock = time.perf_counter
     latencies = []
@@ -103,9 +102,9 @@ class Peer(Protocol):
     """One way to publish.
 
     Attributes:
-        title: for people.
-        distribution: the name under which its library is installed; empty for none.
-        varies: whether it can give each message properties of its own.
+        title: title for people.
+        distribution: distribution name of its library; empty for none.
+        varies: whether it supports separate properties for each message.
     """
 
     title: str
@@ -113,7 +112,7 @@ class Peer(Protocol):
     varies: bool
 
     def run(self, job: Job) -> Timing:
-        """Do it: connect, publish, wait for the last confirm, disconnect.
+        """Run a job: connect, publish, wait for the last confirm, disconnect.
 
         Raises:
             Exception: a message was not confirmed.

@@ -1,4 +1,4 @@
-"""pika, as its documentation has it."""
+"""pika, used as in its documentation."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from benchmarks.peers.base import MESSAGE_ID, Job, Stopwatch, Timing, headers, o
 
 __all__ = ["Blocking", "Select"]
 
-# One object for all messages: the cheapest use of pika, and the same bytes as the others'.
+# One object for all messages: the cheapest use of pika, with the same bytes as the other peers.
 _PROPERTIES = pika.BasicProperties(delivery_mode=2, message_id=MESSAGE_ID % 1)
 
 
@@ -47,7 +47,7 @@ class _SelectRun:
         self._job = job
         self._published = 0
         self._confirmed = 0
-        # Delivery tags whose confirm is timed, and when each was published.
+        # Delivery tags whose confirm is timed, with their publish times.
         self._sampled: deque[tuple[int, float]] = deque()
         self._latencies: list[float] = []
         self._channel: Any = None
@@ -107,7 +107,7 @@ class _SelectRun:
         self._published = max(self._published, until)
 
     def _next_lot(self) -> None:
-        # Unconfirmed, a window of messages for each turn of the loop, or pika would buffer all of them first.
+        # Without confirms, one window of messages per turn of the loop. Otherwise pika would buffer all messages first.
         self._confirmed = self._published
         self._fill()
         if self._published < self._job.count:
@@ -121,7 +121,7 @@ class _SelectRun:
             self.error = ConnectionError(f"the broker answered {method.NAME}")
             self._connection.close()
             return
-        # RabbitMQ acks the messages of one queue in order, so a single ack never is of a tag above an open one.
+        # RabbitMQ acks the messages of one queue in order. So a single ack never has a tag above an unconfirmed one.
         if method.multiple:
             self._confirmed = max(self._confirmed, method.delivery_tag)
         else:
@@ -144,7 +144,7 @@ class _SelectRun:
 
 
 class Select:
-    """`SelectConnection`, one thread, a window."""
+    """`SelectConnection` with one thread and a window."""
 
     title = "pika SelectConnection"
     distribution = "pika"

@@ -1,7 +1,7 @@
-"""pika's thread-safe `Connection`, which is new in 1.5.
+"""pika's thread-safe `Connection`, new in version 1.5.
 
-Two releases of one library do not fit into one process: where pika is older, `QFLOW_BENCH_PIKA_NEXT` names the Python
-of an environment that has the new one.
+One process cannot have two releases of a library. If the installed pika is older, `QFLOW_BENCH_PIKA_NEXT` has the path
+of a Python with the new one.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["ThreadSafe"]
 
 
 class ThreadSafe:
-    """`Channel.basic_publish` from one thread, a window kept by a semaphore that the confirms release."""
+    """`Channel.basic_publish` from one thread; a semaphore that confirms release limits the window."""
 
     title = "pika 1.5 Connection"
     distribution = "pika"
@@ -49,7 +49,7 @@ class ThreadSafe:
 
 def publish(job: Job) -> Timing:
     """Run the job in this process."""
-    # Not in the stubs, which are of a release before it.
+    # Not in the type stubs, which belong to an older release.
     connection_type: Any = pika.Connection  # type: ignore[attr-defined]
     connection = connection_type(pika.URLParameters(job.url))
     try:

@@ -1,4 +1,4 @@
-"""The reference: a socket, frames that were made before the clock started, and a sliding window."""
+"""The reference: a plain socket, frames that are created before the clock starts, and a sliding window."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["AckWindow", "PlainSocket", "publish_frames"]
 
 _ACK = bytes((0, 60, 0, 80))
 _TAG_AND_MULTIPLE = Struct(">QB")
-# A whole Basic.Ack frame: head, class and method id, delivery tag, bits, end.
+# A whole Basic.Ack frame: header, class and method id, delivery tag, bits, end.
 _ACK_FRAME = Struct(">7x4xQBx")
 _ACK_HEAD = FRAME_HEAD.pack(1, 1, 13) + _ACK
 _READ = 1 << 17
@@ -29,7 +29,7 @@ _WRITE = 1 << 17
 def publish_frames(
     queue: str, body: bytes, count: int, frame_max: int, *, varying: bool = False, persistent: bool = True
 ) -> tuple[bytes, int]:
-    """The frames of all messages in one piece, and the length of one message in bytes: all have the same."""
+    """Return the frames of all messages as one byte string, and the length of one message, the same for all."""
     key = queue.encode()
     method = frame(1, 1, b"\0\x3c\0\x28" + b"\0\0" + b"\0" + bytes((len(key),)) + key + b"\1")
     room = frame_max - FRAME_OVERHEAD
@@ -57,30 +57,30 @@ def _varying_header(body: bytes, number: int) -> bytes:
 
 
 class AckWindow:
-    """How many messages are confirmed, counted from acks as the broker sends them."""
+    """The number of confirmed messages, counted from the broker's acks."""
 
     def __init__(self) -> None:
-        # Every message up to this delivery tag is confirmed …
+        # All messages up to this delivery tag are confirmed …
         self.floor = 0
-        # … and these above it.
+        # … and also these, which are above it.
         self.above: set[int] = set()
         self._rest = b""
 
     @property
     def confirmed(self) -> int:
-        """Messages that are confirmed."""
+        """The number of confirmed messages."""
         return self.floor + len(self.above)
 
     def feed(self, data: bytes) -> None:
-        """Take what the socket received.
+        """Process received bytes.
 
         Raises:
-            ConnectionError: it is anything but an ack or a heartbeat.
+            ConnectionError: they are neither acks nor heartbeats.
         """
         data = self._rest + data if self._rest else data
         whole = len(data) - len(data) % _ACK_FRAME.size
-        # Nearly always there is nothing but acks. As many heads as there is room for, the first and the last of them in
-        # their places, leave no room for anything else.
+        # Shortcut for the usual case of only acks. If the bytes have the number of ack headers that fits their length,
+        # with the first and the last in their places, they contain nothing else.
         last = whole - _ACK_FRAME.size
         if (
             data.startswith(_ACK_HEAD)
@@ -130,7 +130,7 @@ class AckWindow:
 
 
 class PlainSocket:
-    """As fast as Python can: what is above it is what a library costs."""
+    """The fastest possible Python client. The difference to it is the cost of a library."""
 
     title = "plain socket"
     distribution = ""
@@ -156,7 +156,7 @@ class PlainSocket:
         acks = AckWindow()
         at, total = 0, len(messages)
         watching = 0
-        # Delivery tags whose confirm is timed, and when each was written.
+        # Delivery tags whose confirm is timed, with their write times.
         sampled: deque[tuple[int, float]] = deque()
         latencies: list[float] = []
         next_sample = 1 if job.sample else count + 1

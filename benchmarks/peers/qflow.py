@@ -1,4 +1,4 @@
-"""Ours, with its defaults: message ids and mandatory on."""
+"""This library with its defaults: message ids and mandatory are on."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["EightThreads", "OneTask", "OneThread", "SixtyFourThreads", "Tasks"]
 
 
 class _Sampler:
-    """Waits for the receipts of sampled messages on a thread of its own."""
+    """Waits for the receipts of sampled messages on a separate thread."""
 
     def __init__(self) -> None:
         self.latencies: list[float] = []
@@ -36,7 +36,7 @@ class _Sampler:
 
 
 class OneThread:
-    """`Producer.send` from one thread; a flush at the end raises if a message is not confirmed."""
+    """`Producer.send` from one thread. A flush at the end raises if a message is not confirmed."""
 
     title = "qflow_client.Producer"
     distribution = ""
@@ -49,10 +49,10 @@ class OneThread:
             send, body = producer.send, job.body
             sampler = _Sampler() if job.sample else None
             sent = [0] * self.threads
-            # What each thread had sent when the first one was done.
+            # Number of messages that each thread had sent when the first one was done.
             standings: list[list[int]] = []
 
-            # Who is started first is not served first.
+            # The thread that starts first is not always served first.
             ready = threading.Barrier(self.threads + 1)
 
             def work(thread: int, first: int, last: int) -> None:
@@ -106,7 +106,7 @@ class SixtyFourThreads(OneThread):
 
 
 class OneTask:
-    """`AsyncProducer.send` from one task; a flush at the end raises if a message is not confirmed."""
+    """`AsyncProducer.send` from one task. A flush at the end raises if a message is not confirmed."""
 
     title = "qflow_client.AsyncProducer"
     distribution = ""
@@ -151,7 +151,7 @@ class OneTask:
 
 
 class Tasks(OneTask):
-    """As many tasks as the window has places, each of which waits for its receipt."""
+    """One task per place in the window; each waits for its receipt."""
 
     title = "qflow_client.AsyncProducer, a window of tasks"
     varies = False

@@ -1,4 +1,4 @@
-"""A soak: producers publish while everything around them fails, and an audit holds what is left against what was said.
+"""A soak test: producers publish while everything around them fails, and an audit compares the queue with the reports.
 
 ``python -m benchmarks.soak`` runs it; see ``--help``.
 """

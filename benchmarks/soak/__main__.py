@@ -1,7 +1,7 @@
-"""Publish numbered persistent messages through a proxy while connections and the broker fail, and audit the queue.
+"""Publishes numbered persistent messages through a proxy while connections and the broker fail, and audits the queue.
 
-Progress goes to standard error, the audit to standard output. The exit code is 1 if anything was lost, copied without a
-mark, out of order, without an outcome, or late.
+Progress goes to standard error, the audit to standard output. The exit code is 1 if any message was lost, copied
+without a mark, out of order, without an outcome, or late.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from qflow_client.testing.proxy import FaultProxy
 __all__ = ["main"]
 
 _THREADS, _TASKS = 8, 200
-# Producers that the threads share, and the tasks.
+# Producers that the threads share, and that the tasks share.
 _PRODUCERS = 4
 
-# Seconds that all of a producer may take to be settled once everything works, and after which a process is taken for
-# hanging. A machine that is slow is not at fault.
+# Maximum seconds until a producer is settled after the last fault; and seconds after which a process counts as hanging.
+# They allow for slow machines.
 _PATIENCE = 120.0
 _HANGS = _PRODUCERS * _PATIENCE
 # Seconds between two lines of progress.
 _PROGRESS = 5.0
-# So many times as long as asked for may it take until enough has gone wrong.
+# Factor of the requested time that the run may take until enough faults have happened.
 _LONGEST = 3.0
 
 
@@ -55,7 +55,7 @@ class _Worker:
         self.process.start()
         theirs.close()
         self.confirmed = self.unsettled = 0
-        # What it found; None until it has ended.
+        # Its results; None until it has ended.
         self.found: Found | None = None
         self.trouble = ""
 
@@ -65,7 +65,7 @@ class _Worker:
         return self.process.pid
 
     def hear(self) -> None:
-        """Take what it says."""
+        """Read its reports."""
         try:
             while not self.trouble and self.pipe.poll():
                 said = self.pipe.recv()
@@ -79,7 +79,7 @@ class _Worker:
                 self.trouble = f"the process {self.process.name} ended with exit code {self.process.exitcode}"
 
     def await_end(self, until: float) -> None:
-        """Take what it says until it has told what it found, or it hangs."""
+        """Read its reports until it has sent its results, or hangs."""
         while self.found is None and not self.trouble:
             wait([self.pipe], max(0.0, min(1.0, until - time.monotonic())))
             self.hear()
@@ -89,7 +89,7 @@ class _Worker:
                 self.process.join(2.0)
 
     def end(self) -> None:
-        """See that it is gone."""
+        """Make sure that it has ended."""
         if self.process.is_alive():
             self.process.join(5.0 if self.found is not None else 0.0)
         if self.process.is_alive():
@@ -116,17 +116,18 @@ def _clock(seconds: float) -> str:
 
 
 def soak(broker: SoakBroker, options: argparse.Namespace) -> tuple[Soak, dict[str, Any]]:
-    """Publish for so long, end all faults, and read the queue back."""
+    """Publish for the requested time, end all faults, and read the queue."""
     seconds = 60.0 * options.minutes
     least_faults, least_kills = math.floor(10 * options.minutes), math.floor(options.minutes)
     with contextlib.ExitStack() as stack:
         proxies = [stack.enter_context(FaultProxy(url, seed=options.seed)) for url in broker.urls]
 
-        # Each process writes one of its own.
+        # Each process writes its own file.
         parts = [f"{options.history}.{part}" for part in range(3)] if options.history else []
 
         def job(part: int, first: int, senders: int) -> Job:
-            # What is half-open is found within about 15 seconds: both libraries wait for several heartbeats.
+            # Half-open connections are detected within about 15 seconds, because both libraries wait for several
+            # heartbeats.
             urls = tuple(f"{proxy.url}?heartbeat=3" for proxy in proxies)
             rate = options.rate / 2
             history = parts[part] if parts else None
@@ -137,7 +138,7 @@ def soak(broker: SoakBroker, options: argparse.Namespace) -> tuple[Soak, dict[st
         faults = Faults(broker, proxies, options.seed, history)
         with _working(workers):
             for worker in workers:
-                # Its first word.
+                # Its first report.
                 wait([worker.pipe], _HANGS)
             with LagWatch([worker.pid for worker in workers]) as lag:
                 began = time.monotonic()
@@ -206,7 +207,7 @@ def _overruns(found: Found | None) -> list[Overruns]:
 def _watch(
     workers: Sequence[_Worker], faults: Faults, began: float, seconds: float, least_faults: int, least_kills: int
 ) -> None:
-    """Show the progress until the time is up and enough has gone wrong, or something has that must not."""
+    """Show the progress until the time is over and enough faults have happened, or until a forbidden event."""
     shown = began
     while True:
         wait([worker.pipe for worker in workers], 0.5)
@@ -230,7 +231,7 @@ def _watch(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run it; the exit code."""
+    """Run the soak test, and return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.soak", description=__doc__)
     parser.add_argument("--minutes", type=float, default=10.0, help="longer if too little has gone wrong by then")
     parser.add_argument(

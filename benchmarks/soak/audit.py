@@ -1,4 +1,4 @@
-"""What has to be true at the end of a soak. No I/O: journals and the queue in, lines out."""
+"""The conditions at the end of a soak test. No I/O: it takes journals and the queue, and returns lines."""
 
 from __future__ import annotations
 
@@ -27,32 +27,32 @@ __all__ = [
     "to_json",
 ]
 
-#: What became of a call of `send`, by number, in `Journal.calls`; 0 if there was none.
+#: Results of a call of `send` in `Journal.calls`, by number; 0 for no call.
 REFUSED, ACCEPTED = 1, 2
-#: What became of a message, in `Journal.outcomes`: an index of these and 1; 0 if nobody was told.
+#: Outcomes of a message in `Journal.outcomes`: the index in this list plus 1; 0 for no outcome.
 OUTCOMES = tuple(Outcome)
 
-#: Seconds that a call may come back after its deadline, besides those in which its process was kept from running.
+#: Maximum seconds that a call may return after its deadline, beside the seconds in which its process could not run.
 MOST_OVERRUN = 1.0
 
-# Of many that are wrong the first are named.
+# Maximum number of wrong messages that are named.
 _NAMED = 5
 
 
 @dataclass(slots=True)
 class Overruns:
-    """Calls that came back after their deadline.
+    """Calls that returned after their deadline.
 
     Attributes:
-        deadlines: calls that had one.
-        late: when each that came late was due, and when it came, in monotonic seconds.
+        deadlines: number of calls with a deadline.
+        late: deadlines and return times of late calls, in monotonic seconds.
     """
 
     deadlines: int = 0
     late: list[tuple[float, float]] = field(default_factory=list)
 
     def note(self, due: float, back: float) -> None:
-        """A call with a deadline has come back."""
+        """Record the return of a call with a deadline."""
         self.deadlines += 1
         if back > due:
             self.late.append((due, back))
@@ -60,14 +60,14 @@ class Overruns:
 
 @dataclass(slots=True)
 class Journal:
-    """What one sender has noted, by number.
+    """The records of one sender, by message number.
 
     Attributes:
-        sender: its number.
-        calls: how each `send` ended.
-        outcomes: how each message ended.
-        told_again: numbers of which it was told more than once.
-        overruns: of its calls.
+        sender: number of the sender.
+        calls: result of each `send`.
+        outcomes: outcome of each message.
+        told_again: numbers with more than one outcome.
+        overruns: overruns of its calls.
     """
 
     sender: int
@@ -77,39 +77,40 @@ class Journal:
     overruns: Overruns = field(default_factory=Overruns)
 
     def begin(self, count: int = 1) -> int:
-        """The number of the next message, of so many."""
+        """Return the number of the first of the next `count` messages."""
         self.calls.extend(bytes(count))
         self.outcomes.extend(bytes(count))
         return len(self.calls) - count
 
     def called(self, number: int, how: int) -> None:
-        """`send` has come back."""
+        """Record the return of `send`."""
         self.calls[number] = how
 
     def told(self, number: int, outcome: Outcome) -> None:
-        """The message is settled."""
+        """Record the outcome of a message."""
         if self.outcomes[number]:
             self.told_again.append(number)
         self.outcomes[number] = OUTCOMES.index(outcome) + 1
 
     def outcome(self, number: int) -> Outcome | None:
-        """How a message ended."""
+        """Return the outcome of a message."""
         return OUTCOMES[self.outcomes[number] - 1] if self.outcomes[number] else None
 
 
 @dataclass(slots=True)
 class Soak:
-    """All that is known of one run.
+    """The results of one run.
 
     Attributes:
-        journals: of the senders.
-        queue: what was in the durable queue, in its order.
-        overruns: of each process, and how many seconds between two moments its threads were kept from running.
-        troubles: what happened that must not, such as an exception that is not documented.
-        connection_faults: how many connections were harmed on purpose.
-        least_connection_faults: how many have to be, or nothing was shown.
-        broker_kills: how often the broker was killed.
-        least_broker_kills: how often it has to be.
+        journals: journals of the senders.
+        queue: messages in the durable queue, in order.
+        overruns: overruns of each process, and a function for the seconds between two times in which its threads could
+            not run.
+        troubles: forbidden events, such as an undocumented exception.
+        connection_faults: number of connections with a fault.
+        least_connection_faults: required number; with fewer, the test proves nothing.
+        broker_kills: number of kills of the broker.
+        least_broker_kills: required number of kills.
     """
 
     journals: Sequence[Journal]
@@ -122,7 +123,7 @@ class Soak:
     least_broker_kills: int = 0
 
     def late(self) -> list[tuple[float, float]]:
-        """By how many seconds calls came late, in full and less those in which their process was kept from running."""
+        """Return the seconds by which calls were late: in total, and without the time when processes could not run."""
         return [
             (back - due, max(0.0, back - due - lag(due, back)))
             for overruns, lag in self.overruns
@@ -131,13 +132,13 @@ class Soak:
 
 
 def percentile(values: Iterable[float], part: float) -> float:
-    """The value that `part` of them do not exceed; 0 if there are none."""
+    """Return the value that `part` of the values do not exceed; 0 if there are none."""
     ordered = sorted(values)
     return ordered[max(0, math.ceil(part * len(ordered)) - 1)] if ordered else 0.0
 
 
 def audit(soak: Soak) -> list[AuditLine]:
-    """Hold a run against what it has to show."""
+    """Check a run against all conditions."""
     late = soak.late()
     by_library = [own for _, own in late]
     too_late = [f"{own:.2f} s" for own in by_library if own > MOST_OVERRUN]
@@ -161,9 +162,9 @@ def describe(line: AuditLine) -> str:
 
 
 def audit_messages(soak: Soak) -> list[AuditLine]:
-    """Hold what became of the messages of a run against what it has to show."""
+    """Check the messages of a run against the conditions."""
     journals = {journal.sender: journal for journal in soak.journals}
-    # The best that came of each message: how often it is there, and how often without a mark.
+    # The best outcome of each message: its number of copies, and of copies without a mark.
     copies = {sender: bytearray(len(journal.calls)) for sender, journal in journals.items()}
     highest = dict.fromkeys(journals, 0)
     unmarked: set[tuple[int, int]] = set()
@@ -228,7 +229,7 @@ def _enough(statement: str, found: int, least: int) -> AuditLine:
 
 
 def to_json(soak: Soak, lines: Sequence[AuditLine]) -> dict[str, Any]:
-    """The audit for machines."""
+    """Return the audit as JSON types."""
     late = soak.late()
     counts = {
         outcome.value: sum(journal.outcomes.count(at) for journal in soak.journals)

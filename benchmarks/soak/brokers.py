@@ -1,4 +1,4 @@
-"""The brokers of a soak: what can be done to each, and how its durable queue is read back."""
+"""The brokers of a soak test: the actions on each, and reading its durable queue."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ __all__ = ["BROKERS", "QUEUE", "Cluster", "Embedded", "RabbitMQ", "SoakBroker"]
 
 QUEUE = "qflow-soak"
 
-# Seconds within which a broker of millions of messages has to come back, and say something.
+# Maximum seconds for a broker with millions of messages to restart and to answer.
 _PATIENCE = 300.0
-# Seconds for which a broker is suspended, one of these.
+# Possible seconds of a suspension of the broker.
 _SUSPENDED = (0.2, 1.0, 3.0, 8.0)
 
 Wait = Callable[[float], object]
@@ -38,11 +38,11 @@ Action = Callable[[Random, Wait], object]
 
 
 class SoakBroker(Protocol):
-    """A broker under soak.
+    """A broker in a soak test.
 
     Attributes:
-        name: and version, for people.
-        actions: what is done to it, one at a time, by name; each ends with the broker as it was before.
+        name: name and version, for people.
+        actions: actions on it by name, one at a time; after each the broker is as before.
     """
 
     name: str
@@ -54,21 +54,21 @@ class SoakBroker(Protocol):
 
     @property
     def settings(self) -> Mapping[str, Any]:
-        """What its producers have set besides."""
+        """Return the additional settings of its producers."""
 
     def flow(self, proxy: FaultProxy, active: bool, connection: int) -> None:
-        """Say ``Channel.Flow`` to one connection's channel."""
+        """Send ``Channel.Flow`` to the channel of one connection."""
 
     def kill(self) -> None:
-        """End it with SIGKILL and start it again."""
+        """Kill it with SIGKILL and start it again."""
 
     def read(self) -> Sequence[Copy]:
-        """What is in the queue, in its order; it is emptied."""
+        """Return the messages in the queue, in order, and empty it."""
 
 
 @contextlib.contextmanager
 def _connected(url: str) -> Iterator[Any]:
-    """A channel of a connection that waits for a broker as long as that may take."""
+    """Open a channel; wait for the broker as long as it may take."""
     parameters = pika.URLParameters(f"{url}?heartbeat=0&blocked_connection_timeout={_PATIENCE}")
     connection = pika.BlockingConnection(parameters)
     try:
@@ -85,7 +85,7 @@ def _declare(url: str, **arguments: object) -> None:
 def _read_back(url: str) -> Sequence[Copy]:
     copies: list[Copy] = []
     with _connected(url) as channel:
-        # A queue of many messages takes its time after a crash.
+        # A queue with many messages takes a long time after a crash.
         channel.basic_qos(prefetch_count=1000)
         while True:
             left = channel.queue_declare(QUEUE, passive=True).method.message_count
@@ -104,7 +104,7 @@ def _read_back(url: str) -> Sequence[Copy]:
 
 
 class _OneNode:
-    """A broker of one node."""
+    """A broker with one node."""
 
     url: str
     settings: ClassVar[Mapping[str, Any]] = {}
@@ -115,7 +115,7 @@ class _OneNode:
 
 
 class RabbitMQ(_OneNode):
-    """A private node of the RabbitMQ that is installed."""
+    """A private node of the installed RabbitMQ."""
 
     def __init__(self) -> None:
         self._node = RabbitMQNode(start_timeout=_PATIENCE)
@@ -166,7 +166,7 @@ class RabbitMQ(_OneNode):
         self._node.start()
 
     def flow(self, proxy: FaultProxy, active: bool, connection: int) -> None:
-        # RabbitMQ never says it.
+        # RabbitMQ never sends it, so the proxy does.
         proxy.inject(commands.Channel.Flow(active), 1, connection=connection, answer=commands.Channel.FlowOk)
 
     def read(self) -> Sequence[Copy]:
@@ -174,13 +174,13 @@ class RabbitMQ(_OneNode):
 
 
 class Embedded(_OneNode):
-    """The broker of this repository, with a message store, in a process of its own."""
+    """This repository's broker, with a message store, in its own process."""
 
     def __init__(self) -> None:
         self._stack = contextlib.ExitStack()
         self._store = ""
         self._process: subprocess.Popen[str] | None = None
-        # One at a time talks to it, and nobody while it is not there.
+        # Only one thread at a time may use it, and none while it is down.
         self._lock = threading.Lock()
         self.url = ""
         self.name = "embedded"
@@ -275,13 +275,13 @@ class Embedded(_OneNode):
 
     def _stop(self, _chance: Random, wait: Wait) -> None:
         with self._lock:
-            # The end of its input is the end of it.
+            # It ends at the end of its input.
             self._end()
             wait(0.5)
             self._start()
 
     def flow(self, proxy: FaultProxy, active: bool, connection: int) -> None:
-        # It may be gone by now, or have another name since the broker was killed.
+        # The connection may be closed by now, or have another name since the last kill of the broker.
         for each in proxy.connections:
             if each.number == connection and each.name_at_broker:
                 self._tell("flow_one", active, each.name_at_broker)
@@ -291,7 +291,7 @@ class Embedded(_OneNode):
 
 
 class Cluster:
-    """Three nodes of the RabbitMQ that is installed, with a quorum queue."""
+    """Three nodes of the installed RabbitMQ, with a quorum queue."""
 
     settings: ClassVar[Mapping[str, Any]] = {"liveness": 2.0, "host_order": "shuffled"}
 
@@ -300,7 +300,7 @@ class Cluster:
         self.name = "RabbitMQ"
         self._turns = itertools.cycle(self._cluster.nodes)
         self.actions: dict[str, Action] = {
-            # It blocks the connections of all nodes.
+            # An alarm blocks the connections of all nodes.
             "memory alarm": self._alarm,
             "node suspended": self._suspend,
             "node stopped in order": self._stop,
@@ -353,7 +353,7 @@ class Cluster:
         node.start()
 
     def _cut_off(self, chance: Random, wait: Wait) -> None:
-        # Shorter than the others need to notice, or longer.
+        # Shorter or longer than the other nodes need to notice.
         with self._cluster.partition(chance.randrange(len(self.urls))):
             wait(chance.choice((1.0, 2.0 * NET_TICK_TIME)))
 

@@ -1,7 +1,7 @@
-"""The broker of this repository in a process of its own, with a message store, so that it can be killed.
+"""This repository's broker in its own process, with a message store, so that it can be killed.
 
-It says its URL, then answers each line of its standard input, a JSON list of a method and its arguments, when that is
-done. At the end of its input it stops in order.
+It prints its URL. Then it reads lines, each a JSON list of a method and its arguments, and answers when the call is
+done. At the end of its input it stops cleanly.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ __all__ = ["COMMANDS", "main"]
 def _flow_one(broker: Broker, active: bool, connection: str) -> None:
     for channel in broker.channels():
         if channel.connection == connection:
-            # It may go at any time.
+            # The connection may be closed at any time.
             with contextlib.suppress(LookupError):
                 broker.flow(active, channel.name)
 
 
-#: What it can be told.
+#: The allowed methods.
 COMMANDS: dict[str, Callable[..., Any]] = {
     "raise_alarm": Broker.raise_alarm,
     "clear_alarm": Broker.clear_alarm,
@@ -38,8 +38,8 @@ COMMANDS: dict[str, Callable[..., Any]] = {
 
 
 def main(store: str, port: str) -> None:
-    """Run it."""
-    # What a process that is killed has written is there: only the death of the machine would take more.
+    """Run the broker."""
+    # Written data survive the kill of a process; only a crash of the machine would lose them.
     with Broker(store=store, store_synchronous="normal", port=int(port)) as broker:
         print(broker.url, flush=True)
         for line in sys.stdin:

@@ -1,7 +1,7 @@
-"""What goes wrong in a soak, and when: all drawn from a seed.
+"""The faults of a soak test and their times, all random with a seed.
 
-Two threads do it, each by a lot of its own: one harms connections by the proxy, the other the broker itself, so that
-connections are harmed while the broker is under alarm, or starting.
+Two threads create faults, each with its own random generator. One of them uses the proxy for faults of connections, the
+other acts on the broker. So connections also fail while the broker has an alarm or restarts.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from qflow_client.testing.proxy import Direction, FaultProxy, ProxiedConnection
 
 __all__ = ["Faults"]
 
-# Seconds on average between two faults of connections; and between two of the broker, at the least and at the most.
+# Average seconds between two faults of connections; and minimum and maximum seconds between two faults of the broker.
 _BETWEEN = 1.0
 _BETWEEN_BROKER = (4.0, 10.0)
-# Of bytes in either direction, when a connection is cut in the middle of something.
+# Bytes in either direction after which a connection is cut in the middle of a frame.
 _FEW_BYTES = 2000
 
 _Undo = tuple[float, Callable[[], object]]
 
 
 class Faults:
-    """Has things go wrong until it is stopped; then everything is as it should be.
+    """Creates faults until it is stopped. Then it ends all faults.
 
     Args:
-        broker: that is harmed.
-        proxies: between it and its clients, one for each of its nodes.
-        seed: of what happens.
-        history: what happens is written into it.
+        broker: broker of the test.
+        proxies: proxies between the broker and its clients, one for each node.
+        seed: seed of the faults.
+        history: records the faults.
     """
 
     def __init__(self, broker: SoakBroker, proxies: Sequence[FaultProxy], seed: int, history: History) -> None:
@@ -47,31 +47,31 @@ class Faults:
         self._chance = Random(f"{seed} connections")
         self._broker_chance = Random(f"{seed} broker")
         self._stop = threading.Event()
-        # What ends faults that last, by when it is due.
+        # Functions that end lasting faults, by due time.
         self._undo: list[tuple[float, int, Callable[[], object]]] = []
         self._undone = 0
         self._threads = [
             threading.Thread(target=self._guarded, args=(self._harm_connections,), name="connection faults"),
             threading.Thread(target=self._guarded, args=(self._harm_broker,), name="broker faults"),
         ]
-        #: How often each thing happened.
+        #: Number of faults of each kind.
         self.counts: Counter[str] = Counter()
-        #: How many connections were ended on purpose, or made of no use.
+        #: Number of connections that were closed or made unusable.
         self.connection_faults = 0
-        #: How often the broker was killed.
+        #: Number of kills of the broker.
         self.kills = 0
-        #: What happens to the broker now; empty if nothing.
+        #: The current action on the broker; empty if there is none.
         self.now = ""
-        #: What went wrong that was not to.
+        #: Unexpected errors.
         self.troubles: list[str] = []
 
     def start(self) -> None:
-        """Begin."""
+        """Start creating faults."""
         for thread in self._threads:
             thread.start()
 
     def stop(self) -> None:
-        """End all faults, and come back when they have ended."""
+        """End all faults, and return when they have ended."""
         self._stop.set()
         for thread in self._threads:
             if thread.ident is not None:
@@ -88,7 +88,7 @@ class Faults:
         except Exception as error:
             self.troubles.append(f"{threading.current_thread().name}: {type(error).__name__}: {error}")
 
-    # Connections.
+    # Faults of connections.
 
     def _harm_connections(self) -> None:
         names = ("cut", "reset", "cut_inside", "black_hole", "stall", "slow", "chop", "refuse", "flow")
@@ -104,7 +104,7 @@ class Faults:
                 proxy = self._chance.choice(self._proxies)
                 there = proxy.connections
                 if there:
-                    # It may have gone since.
+                    # It may already be closed.
                     with contextlib.suppress(LookupError, StopIteration), self._harming(name.replace("_", " ")):
                         getattr(self, f"_{name}")(proxy, self._chance.choice(there))
             until = min(next_at, self._undo[0][0]) if self._undo else next_at
@@ -112,7 +112,7 @@ class Faults:
 
     @contextlib.contextmanager
     def _harming(self, name: str) -> Iterator[None]:
-        """Count a fault that is done inside. Some, such as a stall, last longer than it takes to do them."""
+        """Count a fault that is created inside the block. Some faults, such as a stall, last longer than the block."""
         with self._history.calling("fault", name=name):
             yield
         self.counts[name] += 1
@@ -122,12 +122,12 @@ class Faults:
         heapq.heappush(self._undo, (time.monotonic() + seconds, self._undone, undo))
 
     def _undo_now(self, undo: Callable[[], object]) -> None:
-        # The connection may have gone; so may the broker.
+        # The connection or the broker may already be gone.
         with contextlib.suppress(LookupError, StopIteration):
             undo()
 
     def _one_or_all(self, proxy: FaultProxy, connection: ProxiedConnection) -> int | None:
-        """Its number, or now and then None, for all of them, which count as connections that were harmed."""
+        """Return its number, or sometimes None for all connections, which then all count."""
         if self._chance.random() < 0.85:
             self.connection_faults += 1
             return connection.number
@@ -150,7 +150,7 @@ class Faults:
 
     def _black_hole(self, proxy: FaultProxy, connection: ProxiedConnection) -> None:
         direction = self._chance.choice((*Direction, None))
-        # Found by heartbeat.
+        # A heartbeat detects it.
         proxy.black_hole(direction, connection.number)
         self.connection_faults += 1
 
@@ -158,7 +158,7 @@ class Faults:
         direction = self._chance.choice((*Direction, None))
         number = connection.number
         proxy.stall(direction, number)
-        # Longer ones are found by heartbeat, and what was on the way arrives afterwards.
+        # A heartbeat detects longer ones. Bytes on their way arrive afterwards.
         self._later(self._chance.choice((0.1, 0.5, 2.0, 20.0)), lambda: proxy.heal(number))
 
     def _slow(self, proxy: FaultProxy, connection: ProxiedConnection) -> None:
@@ -185,7 +185,7 @@ class Faults:
         self._broker.flow(proxy, False, number)
         self._later(self._chance.uniform(0.1, 4.0), lambda: self._broker.flow(proxy, True, number))
 
-    # The broker.
+    # Faults of the broker.
 
     def _harm_broker(self) -> None:
         chance = self._broker_chance

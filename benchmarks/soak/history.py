@@ -41,10 +41,10 @@ _monotonic = time.monotonic
 
 @dataclass(slots=True)
 class Call:
-    """One call, which begins when this is made.
+    """One call; its time starts on creation.
 
     Args:
-        what: the kind of the line.
+        what: kind of the line.
         about: further keys of the line; more can be added until the call ends.
     """
 
@@ -54,10 +54,10 @@ class Call:
 
 
 class History:
-    """Writes lines into a file, from any thread. Without a path it writes nothing.
+    """Writes lines to a file, from any thread. Without a path it writes nothing.
 
     Args:
-        path: of the file; None for none.
+        path: path of the file; None for none.
     """
 
     def __init__(self, path: str | None) -> None:
@@ -72,7 +72,7 @@ class History:
 
     @contextlib.contextmanager
     def calling(self, what: str, **about: Any) -> Iterator[Call]:
-        """Write a line when a call has ended. An error of the call goes on."""
+        """Write a line when a call has ended. An error of the call is passed on."""
         call, name = Call(what, about), None
         try:
             yield call
@@ -83,18 +83,18 @@ class History:
             self.write(what, **call.about, begin=call.begin, end=_monotonic(), error=name)
 
     def close(self) -> None:
-        """Write what is left to the disk."""
+        """Write the remaining lines to disk."""
         if self._file is not None:
             self._file.close()
 
 
 def merge(parts: Sequence[str], queue: Iterable[Copy], path: str) -> None:
-    """Make one history of those of several processes, and remove these.
+    """Merge the histories of several processes, and delete their files.
 
     Args:
-        parts: the files of the processes.
-        queue: what was in the queue in the end.
-        path: of the file to make.
+        parts: files of the processes.
+        queue: messages in the queue at the end.
+        path: file to write.
     """
     lines = []
     for part in parts:
@@ -106,10 +106,10 @@ def merge(parts: Sequence[str], queue: Iterable[Copy], path: str) -> None:
 
 
 def read(lines: Iterable[str]) -> Soak:
-    """Return what a history says of the messages of a run.
+    """Return the run that a history describes.
 
     Raises:
-        ValueError: a line has no kind that is known, or contradicts another one.
+        ValueError: a line has an unknown kind, or contradicts another one.
     """
     journals: dict[int, Journal] = {}
     queue: list[Copy] = []
@@ -141,7 +141,7 @@ def _add_send(journal: Journal, *, first: int, count: int, admitted: int, **_: A
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Judge a history, and return the exit code."""
+    """Audit a history, and return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.soak.history", description="Judge a history.")
     parser.add_argument("path")
     options = parser.parse_args(arguments)

@@ -1,9 +1,9 @@
-"""How long a process was kept from running while it wanted to: what a busy machine adds to every deadline.
+"""Measures how long a process was ready but could not run: the part of a delay that a busy machine causes.
 
-A process of its own looks at other processes every few milliseconds. Linux counts, for each thread, how long it was
-ready to run and did not (``/proc/PID/task/TID/schedstat``). A thread that holds Python's lock keeps the others from
-running, so what befell one befell its process. That the watching process itself wakes late is counted, too: then the
-machine stood still. What a thread does while it runs is its own affair, and not counted.
+A separate process checks other processes every few milliseconds. For each thread Linux counts how long it was ready and
+did not run (``/proc/PID/task/TID/schedstat``). A thread that holds the GIL stops the others, so the value of one thread
+applies to its process. If the checking process itself wakes late, this is counted too, because the whole machine stood
+still. The running time of a thread is not counted.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from typing import Self
 
 __all__ = ["LagWatch", "Stretches"]
 
-# Seconds between two looks, and by which what is found may be out of place.
+# Seconds between two checks, which is also the possible error of a time.
 _PERIOD = 0.02
-# Less is how long any process sleeps too long.
+# Shorter times are normal for any sleep.
 _LEAST = 0.002
 
 _Stretch = tuple[float, float]
 
 
 class Stretches:
-    """Stretches of time in which something held.
+    """Periods of time.
 
     Args:
-        found: begin and end of each, in any order; they may overlap.
+        found: start and end of each period, in any order; they may overlap.
     """
 
     def __init__(self, found: Iterable[_Stretch]) -> None:
         self._begins: list[float] = []
         self._ends: list[float] = []
-        # Seconds of all before each.
+        # Total seconds of the periods before each one.
         self._before: list[float] = [0.0]
         for begin, end in sorted(found):
             if self._ends and begin <= self._ends[-1]:
@@ -55,25 +55,25 @@ class Stretches:
         return self._before[index] - max(0.0, self._ends[index - 1] - at) if index else 0.0
 
     def within(self, begin: float, end: float) -> float:
-        """How many seconds of a stretch of time it held."""
+        """Return the seconds of the periods within a time."""
         return max(0.0, self._until(end) - self._until(begin))
 
     @property
     def total(self) -> float:
-        """Seconds of all of them."""
+        """The total seconds of all periods."""
         return self._before[-1]
 
     @property
     def longest(self) -> float:
-        """Seconds of the longest."""
+        """The seconds of the longest period."""
         return max((end - begin for begin, end in zip(self._begins, self._ends, strict=True)), default=0.0)
 
 
 class LagWatch:
-    """Watches processes while the block lasts.
+    """Watches processes during the block.
 
     Args:
-        pids: of the processes.
+        pids: process ids.
     """
 
     def __init__(self, pids: Sequence[int]) -> None:
@@ -85,7 +85,7 @@ class LagWatch:
 
     def __enter__(self) -> Self:
         self._process.start()
-        # Its first look has been taken.
+        # Its first check is done.
         self._pipe.recv()
         return self
 
@@ -98,13 +98,13 @@ class LagWatch:
         self._process.join()
 
     def of(self, pid: int) -> Stretches:
-        """When one of the processes was kept from running; known at the end of the block."""
+        """Return the periods in which one process could not run; known at the end of the block."""
         return self._found.get(pid) or Stretches(())
 
     def within(self, pid: int) -> Callable[[float, float], float]:
-        """A function of begin and end: how many seconds of that time a process was kept from running."""
+        """Return a function of start and end: the seconds of that time in which a process could not run."""
         stretches = self.of(pid)
-        # What befell it last is seen at the next look.
+        # The last period is found at the next check.
         return lambda begin, end: min(end - begin, stretches.within(begin, end + _PERIOD))
 
 
@@ -115,7 +115,7 @@ def _watch(pipe: Connection, pids: Sequence[int]) -> None:
     before = time.monotonic()
     while first or not pipe.poll(_PERIOD):
         now = time.monotonic()
-        # It may have slept too long itself.
+        # This process itself may have slept too long.
         late = now - before - _PERIOD
         for pid in pids:
             longest = max(late, _longest_wait(pid, waited))
@@ -130,9 +130,9 @@ def _watch(pipe: Connection, pids: Sequence[int]) -> None:
 
 
 def _longest_wait(pid: int, waited: dict[Path, int]) -> float:
-    """Seconds that a thread of a process was ready and did not run since the last look, at the most."""
+    """Return the maximum seconds that a thread of a process was ready and did not run since the last check."""
     longest = 0
-    # It may have ended, as may any of its threads.
+    # The process or a thread may have ended.
     with contextlib.suppress(OSError):
         for task in Path(f"/proc/{pid}/task").iterdir():
             with contextlib.suppress(OSError):

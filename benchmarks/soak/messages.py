@@ -1,4 +1,4 @@
-"""The numbered messages of a soak, and what a message that comes back from the queue says of itself."""
+"""The numbered messages of a soak test, and reading them back from the queue."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from zlib import crc32
 
 __all__ = ["Copy", "body_of", "is_long", "read_copy", "whose"]
 
-# Sender, number, and the checksum of those two and of all that follows.
+# Sender, number, and a checksum of both and of the rest.
 _HEAD = Struct(">IQI")
 _WHO = Struct(">IQ")
-# Bytes that follow: short ones, and now and then one of several frames, in the middle of which a connection may end.
+# Length of the rest in bytes. Some messages have several frames, so that a connection may end in the middle of a
+# message.
 _SHORT, _LONG = 600, 300_000
 _LONG_EVERY = 1000
 
@@ -26,10 +27,10 @@ class Copy(NamedTuple):
     """One message of the queue.
 
     Attributes:
-        sender: who sent it; -1 if it cannot be read.
-        number: the sender's number for it.
-        marked: it says that it may be a second copy.
-        intact: it is as it was sent.
+        sender: number of the sender; -1 if it cannot be read.
+        number: the sender's number of the message.
+        marked: whether it has the mark of a possible second copy.
+        intact: whether it is unchanged.
     """
 
     sender: int
@@ -39,25 +40,25 @@ class Copy(NamedTuple):
 
 
 def is_long(sender: int, number: int) -> bool:
-    """Whether a message takes several frames."""
+    """Whether a message has several frames."""
     return (sender * 31 + number) % _LONG_EVERY == _LONG_EVERY - 1
 
 
 def body_of(sender: int, number: int) -> bytes:
-    """The body of a message."""
+    """Return the body of a message."""
     who = _WHO.pack(sender, number)
     filling = _FILLING[: _LONG if is_long(sender, number) else crc32(who) % _SHORT]
     return _HEAD.pack(sender, number, crc32(filling, crc32(who))) + filling
 
 
 def whose(body: bytes) -> tuple[int, int]:
-    """Sender and number of a body that has not travelled."""
+    """Return sender and number of a body that was not sent through the broker."""
     sender, number = _WHO.unpack_from(body)
     return sender, number
 
 
 def read_copy(body: bytes, headers: Mapping[str, object] | None) -> Copy:
-    """What a message from the queue says."""
+    """Read a message from the queue."""
     marked = bool((headers or {}).get(_MARK))
     if len(body) < _HEAD.size:
         return Copy(-1, 0, marked, False)

@@ -1,7 +1,8 @@
-"""The two processes that publish in a soak: threads with `Producer`, and tasks with `AsyncProducer`.
+"""The two publishing processes of a soak test: threads with `Producer`, and tasks with `AsyncProducer`.
 
-Each sender numbers its messages, and notes what became of each and when each call with a deadline came back. Threads
-and tasks do the same: a thread runs the coroutine of a task, which never waits there, because what it calls blocks.
+Each sender numbers its messages. It records the outcome of each message, and the return time of each call with a
+deadline. Threads and tasks run the same code: a thread runs the coroutine of a task, which never waits there, because
+its calls block.
 """
 
 from __future__ import annotations
@@ -37,12 +38,12 @@ __all__ = ["Found", "Job", "run_tasks", "run_threads"]
 
 # Seconds between two reports of a process.
 _REPORT = 0.5
-# Seconds that sends may wait, other calls likewise; None for ever.
+# Possible timeouts of sends, and of other calls, in seconds; None for no timeout.
 _TIMEOUTS = (0.02, 0.1, 0.3, 1.0, 3.0, None)
 _WAITS = (0.01, 0.1, 0.5)
-# Messages of one `send_many`.
+# Number of messages of one `send_many`.
 _MANY = 5
-# Receipts that a sender keeps before it waits for the oldest, and for how many seconds.
+# Maximum receipts that a sender keeps before it waits for the oldest, and the seconds of this wait.
 _KEPT = 2000
 _LONG_WAIT = 60.0
 
@@ -51,19 +52,19 @@ _monotonic = time.monotonic
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What one process does.
+    """The job of one process.
 
     Attributes:
-        urls: the broker's nodes, by way of their proxies.
-        routing_key: of all messages.
-        first_sender: the number of the first of its senders.
-        senders: how many threads or tasks there are.
-        producers: that they share.
-        rate: messages a second of all of them together, while nothing holds them.
-        seed: of what they do.
-        patience: seconds that all may take to be settled at the end.
-        more: settings that the broker asks for.
-        history: the file for the history of the process; None for none.
+        urls: URLs of the broker's nodes, through their proxies.
+        routing_key: routing key of all messages.
+        first_sender: number of its first sender.
+        senders: number of threads or tasks.
+        producers: number of producers that they share.
+        rate: total messages per second while nothing holds them.
+        seed: seed of their actions.
+        patience: maximum seconds until all messages are settled at the end.
+        more: additional settings for the broker.
+        history: history file of the process; None for none.
     """
 
     urls: tuple[str, ...]
@@ -78,7 +79,7 @@ class Job:
     history: str | None = None
 
     def settings(self, index: int) -> dict[str, Any]:
-        """Of one of the producers; no two of four are alike."""
+        """Return the settings of one producer; four consecutive producers all differ."""
         return {
             "routing_key": self.routing_key,
             "capacity": (10, 100, 1000, "auto")[index % 4],
@@ -91,13 +92,13 @@ class Job:
 
 @dataclass(slots=True)
 class Found:
-    """What one process has to tell at the end, and on the way.
+    """The results of one process.
 
     Attributes:
-        journals: of its senders.
-        overruns: of what no sender calls.
-        troubles: what must not have happened.
-        confirmed: messages, about; for the progress.
+        journals: journals of its senders.
+        overruns: overruns of calls outside of senders.
+        troubles: forbidden events.
+        confirmed: approximate number of confirmed messages, for the progress.
     """
 
     journals: list[Journal]
@@ -110,7 +111,7 @@ class Found:
         return cls([Journal(job.first_sender + index) for index in range(job.senders)])
 
     def told(self, receipt: Receipt) -> None:
-        """Note how a message ended."""
+        """Record the outcome of a message."""
         sender, number = whose(receipt.message.body)
         outcome = receipt.outcome
         assert outcome is not None
@@ -118,7 +119,7 @@ class Found:
         self.confirmed += receipt.delivered
 
     def teller(self, history: History) -> Callable[[Receipt], None]:
-        """Return a function that notes how a message ended, in the history as well."""
+        """Return a function that records the outcome of a message, also in the history."""
 
         def told(receipt: Receipt) -> None:
             at = _monotonic()
@@ -129,7 +130,7 @@ class Found:
         return told
 
     def trouble(self, who: str, error: BaseException) -> None:
-        """Note what must not have happened."""
+        """Record a forbidden event."""
         logging.getLogger(__name__).error("%s", who, exc_info=error)
         self.troubles.append(f"{who}: {type(error).__name__}: {error}")
 
@@ -138,12 +139,12 @@ class _Sender:
     """One thread or task.
 
     Args:
-        job: of its process.
-        found: likewise.
-        history: likewise.
-        index: of the sender in its process.
+        job: job of its process.
+        found: results of its process.
+        history: history of its process.
+        index: number of the sender in its process.
         producer: a `Producer` or an `AsyncProducer`.
-        rest: waits so many seconds, or until it is time to stop, and says whether it is.
+        rest: waits for some seconds, or until it is time to stop; returns whether it is.
     """
 
     def __init__(
@@ -158,11 +159,11 @@ class _Sender:
         self._rest = rest
         self._random = Random(f"{job.seed} {self._journal.sender}")
         self._pace = job.senders / job.rate
-        # Receipts that are looked at by hand; None if `on_delivery` is told of them.
+        # Receipts to check; None if `on_delivery` gets the outcomes.
         self._kept: deque[Any] | None = None if _is_told(index % job.producers) else deque()
 
     async def _come(self, result: Any) -> Any:
-        """The result of a producer's method, or of `rest`."""
+        """Return the result of a producer's method, or of `rest`."""
         return await result if self._waits else result
 
     async def run(self) -> None:
@@ -187,7 +188,7 @@ class _Sender:
             with self._sending(1, None) as (receipts, messages):
                 receipts.append(producer.send_nowait(messages[0]))
         elif what < 930:
-            # Each message has the whole time.
+            # Each message gets the whole time.
             with self._sending(_MANY, None) as (receipts, messages):
                 receipts += await self._come(producer.send_many(messages, timeout=timeout))
         elif what < 950:
@@ -218,7 +219,7 @@ class _Sender:
 
     @contextlib.contextmanager
     def _sending(self, count: int, timeout: float | None) -> Iterator[tuple[list[Receipt], list[bytes | Message]]]:
-        """A call that sends so many messages, and puts their receipts into the list."""
+        """Run a call that sends several messages, and collect their receipts."""
         journal = self._journal
         first = journal.begin(count)
         receipts: list[Receipt] = []
@@ -236,7 +237,7 @@ class _Sender:
                 finally:
                     call.about["admitted"] = len(receipts)
         except ProducerFlowed:
-            # What was admitted is noted.
+            # The admitted messages are recorded.
             pass
         finally:
             if due is not None:
@@ -248,40 +249,40 @@ class _Sender:
 
     @contextlib.contextmanager
     def _deadline(self, what: str, timeout: float) -> Iterator[None]:
-        """A call that waits for messages that were sent before."""
+        """Run a call that waits for earlier messages."""
         due = _monotonic() + timeout
         try:
             with self._history.calling(what, sender=self._journal.sender, timeout=timeout):
                 yield
         except (ConfirmTimeout, DeliveryError):
-            # How they end is noted when it is known.
+            # Their outcomes are recorded later.
             pass
         finally:
             self._journal.overruns.note(due, _monotonic())
 
     def harvest(self) -> None:
-        """Note how those ended of the receipts that are kept which are settled by now."""
+        """Record the outcomes of the kept receipts that are settled."""
         while self._kept and self._kept[0].done:
             self._told(self._kept.popleft())
 
 
 def _is_told(index: int) -> bool:
-    """Whether a producer of this index has an `on_delivery`."""
+    """Whether a producer with this index has an `on_delivery`."""
     return index % 2 == 1
 
 
 def _prepare() -> None:
-    # What holds a process up is asked for by its parent.
+    # The parent process sends this signal to get the stacks of a hanging process.
     faulthandler.register(signal.SIGUSR1, all_threads=True)
-    # Ctrl-C is for the parent.
+    # Only the parent handles Ctrl-C.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # That connections come and go is what all of this is about.
+    # Lost connections are expected here.
     for name in ("pika", "aio_pika", "aiormq", "qflow_client"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
 
 
 def _report(pipe: Connection, found: Found, producers: Sequence[Producer | AsyncProducer]) -> None:
-    """Tell the parent that all are publishing, and then how far they are, until it says to stop."""
+    """Report to the parent that all senders publish, and then their progress, until the parent says stop."""
     pipe.send(None)
     while not pipe.poll(_REPORT):
         pipe.send((found.confirmed, sum(producer.unsettled for producer in producers)))
@@ -290,7 +291,7 @@ def _report(pipe: Connection, found: Found, producers: Sequence[Producer | Async
 
 @contextlib.contextmanager
 def _closing(job: Job, found: Found, history: History, producer: Any) -> Iterator[float]:
-    """A call that closes a producer within so many seconds."""
+    """Run a call that closes a producer within a time."""
     due = _monotonic() + job.patience
     try:
         with history.calling("close", sender=job.first_sender, timeout=job.patience):
@@ -305,7 +306,7 @@ def _closing(job: Job, found: Found, history: History, producer: Any) -> Iterato
 
 
 def run_threads(pipe: Connection, job: Job) -> None:
-    """Publish from threads until the parent says to stop; then have everything settled, and tell all."""
+    """Publish from threads until the parent says stop. Then settle all messages, and send the results."""
     _prepare()
     found, history = Found.of(job), History(job.history)
     told = found.teller(history)
@@ -332,7 +333,7 @@ def run_threads(pipe: Connection, job: Job) -> None:
 
 
 def _drive(coroutine: Coroutine[Any, Any, None]) -> None:
-    """Run a coroutine that waits for nothing."""
+    """Run a coroutine that never waits."""
     with contextlib.suppress(StopIteration):
         coroutine.send(None)
 
@@ -341,7 +342,7 @@ def _drive(coroutine: Coroutine[Any, Any, None]) -> None:
 
 
 def run_tasks(pipe: Connection, job: Job) -> None:
-    """Publish from tasks until the parent says to stop; then have everything settled, and tell all."""
+    """Publish from tasks until the parent says stop. Then settle all messages, and send the results."""
     _prepare()
     found, history = Found.of(job), History(job.history)
     asyncio.run(_tasks(pipe, job, found, history))
