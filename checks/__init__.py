@@ -1,1 +1,1 @@
-"""What checks this repository: stages in lanes for a change, parts for the night, repeated suites, mutants."""
+"""Checks of this repository: stages in lanes for a change, nightly parts, repeated suites, mutants."""

@@ -1,7 +1,7 @@
-"""Everything that has to pass before a change is taken: what `.ci/run` runs, from a fresh clone.
+"""All checks that must pass before a change is accepted. `.ci/run` runs them from a fresh clone.
 
-Two lanes share the machine. `python` needs nothing but Python; `brokers` installs what else there is to test against,
-and waits more than it computes. A stage uses what an earlier stage of its lane has installed.
+Two lanes run at the same time. `python` needs only Python. `brokers` installs everything else that the tests need, and
+mostly waits. A stage uses what an earlier stage of its lane has installed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ROOT: Final = Path(__file__).parents[1]
 PYTHON: Final = "python"
 BROKERS: Final = "brokers"
 
-#: What a run must not leave out because the machine lacks it.
+#: Settings that forbid leaving out tests because of missing programs.
 _REQUIRED: Final = {
     "CI": "true",
     "QFLOW_REQUIRE_BROKERS": "1",
@@ -32,11 +32,11 @@ _REQUIRED: Final = {
     "PIP_DISABLE_PIP_VERSION_CHECK": "1",
     "PIP_NO_INPUT": "1",
     "PYTHONUNBUFFERED": "1",
-    # An interpreter that the machine lacks is not fetched: its stage is not run.
+    # uv must not download a missing interpreter; its stage is then not run.
     "UV_PYTHON_DOWNLOADS": "never",
 }
 
-# A command that has to be there, and the Debian package that has it.
+# A required command, and the Debian package that contains it.
 _PACKAGES: Final = {
     "rabbitmq-server": "rabbitmq-server",
     "javac": "default-jdk-headless",
@@ -65,7 +65,7 @@ def commands_of_readme(text: str) -> tuple[str, str]:
     """Return the two commands of README's first section: the demonstration, and the tests.
 
     Raises:
-        ValueError: if README no longer begins with two commands that install something
+        ValueError: README does not begin with two install commands
     """
     block = re.search(r"^```sh\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     lines = block[1].splitlines() if block else []
@@ -80,25 +80,25 @@ def claimed_pythons(pyproject: str) -> list[str]:
 
 
 def find_python(version: str) -> str | None:
-    """Return an interpreter of this version that runs, or None: one on the path, or one of pyenv's."""
+    """Return a working interpreter of this version, or None: one on the path, or one of pyenv's."""
     name = f"python{version}"
     pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"))
     candidates = [shutil.which(name), *map(str, sorted(pyenv.glob(f"versions/{version}.*/bin/{name}"), reverse=True))]
     for candidate in filter(None, candidates):
-        # One of pyenv's stubs may be there and not run.
+        # A stub of pyenv may exist without a working interpreter.
         if subprocess.run([candidate, "-c", ""], capture_output=True, check=False).returncode == 0:
             return candidate
     return None
 
 
 def first_on_path(python: str) -> dict[str, str]:
-    """Return the environment in which uv, which makes the environments of tox, finds this interpreter first."""
+    """Return an environment in which uv finds this interpreter first. uv creates the environments of tox."""
     return {"PATH": os.pathsep.join((str(Path(python).parent), os.environ.get("PATH", os.defpath)))}
 
 
 def missing_packages() -> list[str]:
-    """Return the Debian packages whose commands are not there."""
-    # Debian keeps the programs of a PostgreSQL server out of the path.
+    """Return the Debian packages whose commands are missing."""
+    # Debian does not put the PostgreSQL server programs into the path.
     folders = [os.environ.get("PATH", ""), "/usr/sbin", *map(str, Path("/usr/lib/postgresql").glob("*/bin"))]
     path = os.pathsep.join(folders)
     return [
@@ -113,13 +113,13 @@ def stages(folder: Path) -> Iterator[Stage]:
     """Return the stages of a run.
 
     Args:
-        folder: for what the stages make outside the repository
+        folder: folder for files of the stages outside the repository
     """
     demonstrate, test = commands_of_readme((ROOT / "README.md").read_text(encoding="utf-8"))
     oldest, *others = claimed_pythons((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     deciding = "tests/integration/aio tests/integration/producer"
     tox = folder / "tox" / "bin" / "tox"
-    # Two runs of tox at once must not share a folder.
+    # Two runs of tox at the same time must not share a folder.
     beside = f"{folder}/beside/bin/tox --workdir {folder}/brokers"
     python = f"{folder}/brokers/interop/bin/python"
 
@@ -148,7 +148,7 @@ def stages(folder: Path) -> Iterator[Stage]:
     if found := find_python(oldest):
         yield Stage(
             "lowest",
-            # Not tests/unit/core: what it tests imports nothing of others.
+            # Without tests/unit/core, whose code imports no dependencies.
             f"{tox} -e lowest -- tests/unit/aio {deciding}",
             PYTHON,
             ("tests",),
@@ -207,7 +207,7 @@ def stages(folder: Path) -> Iterator[Stage]:
         BROKERS,
         ("interop",),
     )
-    # A tenth of the queues for a second each; the bars are for a machine that other stages use as well.
+    # A tenth of the queues, for one second each. The limits allow for a machine that other stages use too.
     yield Stage("attacks", f"{python} -m benchmarks.attack --quick {_ATTACKS}", BROKERS, ("interop",))
     yield Stage("kills", f"{python} -m benchmarks.kills --folder {folder}", BROKERS, ("interop",))
     yield Stage("spark", f"{beside} -e spark", BROKERS, ("beside", "machine"))

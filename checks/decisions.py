@@ -1,9 +1,10 @@
-"""Makes the index of the decisions, `docs/decisions/index.md`, from their files.
+"""Creates the index of the decisions, `docs/decisions/index.md`, from their files.
 
     python -m checks.decisions
 
-A decision is a file `NNNN-title.md`: its number and title, then its status, date and topic, then context, decision and
-consequences. The index has a table for each topic; the line of a decision is the first sentence of its second part.
+A decision is a file `NNNN-title.md`. It has its number and title, then status, date and topic, then context, decision
+and consequences. The index has a table for each topic. The line of a decision is the first sentence of its section
+"Decision".
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ November 2026. `python -m checks.decisions` makes this page.
 
 @dataclass(frozen=True)
 class Decision:
-    """What the index says of a decision."""
+    """The data of a decision in the index."""
 
     file: str
     number: str
@@ -62,7 +63,7 @@ class Decision:
 
 
 def read(path: Path) -> Decision:
-    """Read a decision. Raises ValueError if the file has another shape, name or topic than a decision has."""
+    """Read a decision. Raise ValueError if the structure, the name or the topic of the file is wrong."""
     found = _SHAPE.fullmatch(path.read_text(encoding="utf-8"))
     if found is None or found["topic"] not in _TOPICS or not path.name.startswith(f"{found['number']}-"):
         raise ValueError(f"{path.name} has not the shape of a decision; see checks/decisions.py")
@@ -72,7 +73,7 @@ def read(path: Path) -> Decision:
 
 
 def index() -> str:
-    """Make the text of the index."""
+    """Return the text of the index."""
     decisions = [read(path) for path in sorted(FOLDER.glob("[0-9]*.md"))]
     text = _OPENING
     for topic in _TOPICS:

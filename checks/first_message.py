@@ -1,12 +1,12 @@
-"""From `git clone` to a confirmed message of one's own, by the commands that README shows and no others, with a clock.
+"""Measures the time from `git clone` to the first confirmed message, with only the commands that README shows.
 
     python -m checks.first_message
 
-It has to take less than 90 seconds by the clock. If the machine is busy before it begins, these are seconds of
-processor time, and it may take five times as long.
+The limit is 90 seconds of wall-clock time. If the machine is busy at the start, the limit applies to CPU time instead,
+and the wall-clock time may be five times as long.
 
-RabbitMQ is there before the clock starts. It is a node of its own, on a port of its own: `QFLOW_URL` says which to the
-commands, and the program's URL is replaced.
+RabbitMQ runs before the clock starts. It is a private node on its own port. The commands get it from `QFLOW_URL`, and
+the URL in the program is replaced.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Final
 from qflow_client.testing.rabbitmq import RabbitMQNode
 
 ROOT: Final = Path(__file__).parents[1]
-#: Seconds that all of it may take.
+#: Maximum seconds of all steps.
 LIMIT: Final = 90.0
 
 _URL: Final = "amqp://guest:guest@localhost:5672/%2F"
@@ -33,7 +33,7 @@ _ERRORS: Final = re.compile(r"error|warning|traceback", re.IGNORECASE)
 
 
 def commands_and_program(readme: str) -> tuple[str, str]:
-    """Return the commands that README shows for a first message, and the program that it shows behind them.
+    """Return the commands that README shows for a first message, and the program after them.
 
     Raises:
         ValueError: README does not show them
@@ -46,12 +46,12 @@ def commands_and_program(readme: str) -> tuple[str, str]:
 
 
 def run(script: str, cwd: Path, url: str) -> str:
-    """Run commands as a user's shell does, and return what they print.
+    """Run commands like a user's shell, and return their output.
 
     Raises:
-        RuntimeError: a command fails, or says something of an error
+        RuntimeError: a command fails, or its output contains an error
     """
-    # No settings and no virtual environment of the caller.
+    # Without the settings and the virtual environment of the caller.
     names = [name for name in os.environ if name.startswith(("QFLOW_", "PYTHON", "VIRTUAL_ENV"))]
     environment = {name: value for name, value in os.environ.items() if name not in names}
     ran = subprocess.run(
@@ -72,11 +72,11 @@ def run(script: str, cwd: Path, url: str) -> str:
 
 
 def main() -> int:
-    """Do it, and return the exit code."""
+    """Run the measurement, and return the exit code."""
     if shutil.which("git") is None:
         raise SystemExit("there is no git")
     commands, program = commands_and_program((ROOT / "README.md").read_text(encoding="utf-8"))
-    # What else runs makes the clock meaningless.
+    # Other processes make the wall-clock time meaningless.
     is_busy = os.getloadavg()[0] > (os.cpu_count() or 1)
     with RabbitMQNode() as node, tempfile.TemporaryDirectory() as name:
         clone = Path(name) / "clone"
@@ -87,7 +87,7 @@ def main() -> int:
         (clone / "first.py").write_text(program.replace(_URL, node.url), encoding="utf-8")
         confirmed = run(". .venv/bin/activate && python first.py", clone, node.url)
         took = time.monotonic() - begun
-        # Before the node ends, whose time would count.
+        # Read before the node ends, because its CPU time would be included.
         used = resource.getrusage(resource.RUSAGE_CHILDREN)
     processor = used.ru_utime + used.ru_stime - before.ru_utime - before.ru_stime
     print(f"A first message was confirmed {first:.1f} s after git clone began, one of a program after {took:.1f} s.")

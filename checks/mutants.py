@@ -1,11 +1,11 @@
-"""Plants faults in the parts that decide, one at a time, and counts how many the unit tests catch.
+"""Plants faults in the deciding modules, one at a time, and counts how many of them the unit tests catch.
 
     tox -e mutants -- --sample 300 --seed 1
     tox -e mutants -- --sample 300 --seed 1 --tests v1.0    # the same faults, with the tests of another commit
 
-cosmic-ray makes the faults: an operator, a comparison, a number or a keyword is replaced by another. Which ones are
-drawn depends on the seed and the source only, so two commits of the tests can be compared. Each fault is tried in a
-clone, so the work tree stays as it is. Annotations are left out, because nothing evaluates them.
+cosmic-ray creates the faults: it replaces an operator, a comparison, a number or a keyword by another. The selection
+depends only on the seed and the source, so the tests of two commits can be compared. Each fault is tested in a clone,
+so the work tree does not change. Annotations are left out, because they are not evaluated.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from typing import Final
 
 ROOT: Final = Path(__file__).parents[1]
 
-#: Source files, and the tests that have to catch what goes wrong in them.
+#: Source files, and the tests that must catch faults in them.
 TARGETS: Final = {
     "qflow_client/flow/*.py": ("tests/unit/flow",),
     "qflow_client/amqp/frames.py": ("tests/unit/frames",),
@@ -35,7 +35,7 @@ TARGETS: Final = {
     "qflow_client/amqp/coalescing.py": ("tests/unit/core/test_coalescing.py",),
     "qflow_client/amqp/tap.py": ("tests/unit/core/test_tap.py", "tests/unit/fuzz/test_client.py"),
 }
-# Seconds after which a run of the tests counts as a fault that is caught: it hangs.
+# Seconds after which a run of the tests hangs, and the fault counts as caught.
 _LIMIT: Final = 300.0
 
 
@@ -46,9 +46,9 @@ class Mutant:
     Args:
         path: the source file, relative to the root
         operator: cosmic-ray's name of the replacement
-        occurrence: the how manyth place of the file that it can be made in, from 0
-        line: of that place
-        tests: the paths of the tests for it
+        occurrence: number of the place in the file, from 0
+        line: line of the place
+        tests: paths of the tests for it
     """
 
     path: str
@@ -59,7 +59,7 @@ class Mutant:
 
 
 def all_mutants(root: Path) -> Iterator[Mutant]:
-    """Return every fault that can be planted in the targets, in an order that depends on the source only."""
+    """Yield every possible fault in the targets, in an order that depends only on the source."""
     from cosmic_ray import plugins
     from cosmic_ray.ast import ast_nodes, get_ast_from_path
 
@@ -79,7 +79,7 @@ def all_mutants(root: Path) -> Iterator[Mutant]:
 
 
 def find_annotations(source: str) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
-    """Return where the annotations of a module are: (line, column) of the first character, and behind the last."""
+    """Yield the places of a module's annotations: (line, column) of the first character, and after the last."""
     for node in ast.walk(ast.parse(source)):
         for each in (getattr(node, "annotation", None), getattr(node, "returns", None)):
             if each is not None:
@@ -87,7 +87,7 @@ def find_annotations(source: str) -> Iterator[tuple[tuple[int, int], tuple[int, 
 
 
 def try_mutant(mutant: Mutant, clone: Path) -> str:
-    """Return what became of a fault: ``killed``, ``survived`` or ``incompetent``."""
+    """Return the result of a fault: ``killed``, ``survived`` or ``incompetent``."""
     from cosmic_ray.mutating import mutate_and_test
     from cosmic_ray.work_item import MutationSpec
 
@@ -107,7 +107,7 @@ def try_mutant(mutant: Mutant, clone: Path) -> str:
 
 
 def _work(mutants: Sequence[Mutant], clone: Path, record: Path) -> None:
-    """Try faults in one clone, and write a line for each."""
+    """Test faults in one clone, and write a line for each."""
     for mutant in mutants:
         begun = time.monotonic()
         outcome = try_mutant(mutant, clone)
@@ -124,7 +124,7 @@ def _clone(folder: Path, tests: str | None) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Draw faults, try those that the record does not hold yet, and print how many were caught."""
+    """Select faults, test those that are not in the record yet, and print how many were caught."""
     parser = argparse.ArgumentParser(prog="tox -e mutants --", description=__doc__.partition("\n")[0])
     parser.add_argument("--sample", type=int, default=300, help="how many to draw (%(default)s)")
     parser.add_argument("--seed", type=int, default=1, help="of the draw (%(default)s)")

@@ -1,14 +1,14 @@
-"""Runs what needs time, in parts, and leaves a dated record of each part in `docs/nightly/`.
+"""Runs long checks in parts, and writes a dated record of each part to `docs/nightly/`.
 
     tox -e nightly                      # every part that has not passed on this code
     tox -e nightly -- soak spark        # these parts
     tox -e nightly -- --list            # which parts there are, and when each ran
 
 A part takes at most two hours and is a list of steps. A step that has passed is not repeated on the same code, so an
-interrupted part goes on where it was. The record of a part says when it ran, on which commit, and what each step
-printed last; `docs/nightly.md` is made of the records.
+interrupted part continues at the next step. The record of a part has the date, the commit, and the last output line of
+each step. `docs/nightly.md` is created from the records.
 
-Code is the same if nothing but `docs/` differs between two commits: a record may be committed without a new run.
+Code is the same if two commits differ only in `docs/`. So a record can be committed without a new run.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from checks.stages import PASSED, Stage, run_stage
 ROOT: Final = Path(__file__).parents[1]
 RECORDS: Final = ROOT / "docs" / "nightly"
 PAGE: Final = ROOT / "docs" / "nightly.md"
-#: What is kept of a part until it ends.
+#: Records of parts that have not ended.
 UNFINISHED: Final = ROOT / "build" / "nightly"
 
 _TOX: Final = f"{sys.executable} -m tox"
 _PYTHON: Final = ".tox/interop/bin/python"
 _HOUR: Final = 3600.0
-# A test at this effort takes longer than in CI.
+# A test with this effort takes longer than in CI.
 _NIGHTLY: Final = {"QFLOW_EFFORT": "nightly", "PYTEST_ADDOPTS": "-o timeout=3600"}
 _COMPATIBILITY: Final = {"QFLOW_COMPATIBILITY": "docs/compatibility.json"}
 _SUITES: Final = ("amqplib", "amqp091-go", "aio-pika", "py-amqp")
@@ -48,11 +48,11 @@ _REQUIRED: Final = {"CI": "true", "QFLOW_REQUIRE_BROKERS": "1", "QFLOW_REQUIRE_B
 
 @dataclass(frozen=True)
 class Part:
-    """What is run and recorded together.
+    """Steps that are run and recorded together.
 
     Args:
-        title: in the table of the page
-        steps: in this order; the first that fails ends the part
+        title: title in the table of the page
+        steps: steps in order; the first failure ends the part
     """
 
     title: str
@@ -64,7 +64,7 @@ def _step(name: str, script: str, environment: Mapping[str, str] | None = None, 
 
 
 def _pythons() -> Iterator[Stage]:
-    """Return a step for each Python that this machine has, and for one that Debian has in a container."""
+    """Yield a step for each Python on this machine, and for one in a Debian container."""
     for version in ("3.11", "3.12", "3.13", "3.14"):
         name = f"py{version.replace('.', '')}"
         if (found := find_python(version)) is not None:
@@ -188,14 +188,14 @@ PARTS: Final[Mapping[str, Part]] = {
 
 @dataclass
 class Record:
-    """What a part showed.
+    """The results of a part.
 
     Args:
-        part: its name
-        commit: what it ran on
-        date: when its last step ended, UTC
-        machine: on what
-        steps: name, script, outcome, seconds and last line of each
+        part: name of the part
+        commit: tested commit
+        date: UTC date of its last step
+        machine: description of the machine
+        steps: name, script, outcome, seconds and last line of each step
     """
 
     part: str
@@ -212,7 +212,7 @@ class Record:
 
 
 def is_same_code(commit: str) -> bool:
-    """Return True if nothing but `docs/` differs between a commit and the work tree."""
+    """Return True if a commit and the work tree differ only in `docs/`."""
     done = subprocess.run(
         ["git", "diff", "--quiet", commit, "--", ".", ":!docs"], cwd=ROOT, capture_output=True, check=False
     )
@@ -220,7 +220,7 @@ def is_same_code(commit: str) -> bool:
 
 
 def load(path: Path) -> Record | None:
-    """Return the record that a file holds, or None if there is no file."""
+    """Return the record in a file, or None if the file does not exist."""
     return Record(**json.loads(path.read_text(encoding="utf-8"))) if path.exists() else None
 
 
@@ -264,15 +264,15 @@ def run_part(name: str) -> Record:
 
 
 def last_line(text: str) -> str:
-    """Return the last line of a step's output that says something about its result."""
+    """Return the last line of a step's output that describes its result."""
     lines = [line.strip("= ") for line in text.splitlines() if line.strip("= ")]
-    # tox says last how long its environments took.
+    # The last lines of tox only have the durations of its environments.
     told = [line for line in lines if " passed" in line and " in " in line]
     return (told or lines or [""])[-1]
 
 
 def render(records: Mapping[str, Record | None]) -> str:
-    """Return the page of the records."""
+    """Return the text of the page from the records."""
     lines = [
         "# Nightly runs",
         "",

@@ -1,8 +1,8 @@
-"""Runs the programs of a README with the installed package, in a folder where the repository is not.
+"""Runs the programs of a README with the installed package, in a folder without the repository.
 
     python readme.py README.md
 
-It needs nothing but the installed package, pytest, and a README beside no source code.
+It needs only the installed package, pytest, and a README without source code beside it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def run(*command: str, cwd: Path) -> None:
 
 
 def main(readme: str) -> None:
-    """Run every Python block of a README, and the commands that it names."""
+    """Run every Python block of a README, and the commands that README names."""
     package = Path(qflow_client.__file__).parent
     if "site-packages" not in package.parts:
         raise SystemExit(f"{package} is not an installed package; run this where the source is not on the path")

@@ -1,11 +1,11 @@
-"""Repeats a suite while the cores are busy otherwise, and counts what failed.
+"""Repeats a suite while other processes keep the cores busy, and counts the failures.
 
     python -m checks.repeat default --times 50
     python -m checks.repeat interop --times 5
     python -m checks.repeat --totals
 
-Every run is a line of a file, so that an interrupted series goes on where it was: a run counts for the commit that it
-ran on. The suites run with the interpreter that runs this.
+Each run is one line of a file, so an interrupted series can continue. A run counts for its commit. The suites use the
+interpreter of this process.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ class Run:
     """One run of a suite.
 
     Args:
-        suite: its name
-        commit: what was checked out; with ``+`` if files were changed
-        begun: seconds since 1970
-        seconds: how long it took
-        load: processes that kept the cores busy meanwhile
-        outcome: ``passed``, or what went wrong
-        passed: tests that passed
-        failures: ids of tests that did not
+        suite: name of the suite
+        commit: commit of the work tree; with ``+`` if tracked files were changed
+        begun: start time in seconds since 1970
+        seconds: duration
+        load: number of processes that kept the cores busy
+        outcome: ``passed``, or the failure
+        passed: number of passed tests
+        failures: ids of failed tests
     """
 
     suite: str
@@ -65,11 +65,11 @@ class Run:
 
 
 def commit_of(root: Path, *, but: str = "") -> str:
-    """Return the short commit of a work tree, with ``+`` if a tracked file differs from it.
+    """Return the short commit of a work tree, with ``+`` if a tracked file was changed.
 
     Args:
         root: the work tree
-        but: a folder whose changes do not matter
+        but: folder whose changes do not matter
     """
 
     def git(*words: str) -> str:
@@ -83,7 +83,7 @@ def commit_of(root: Path, *, but: str = "") -> str:
 
 @contextmanager
 def busy(count: int) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Keep `count` processes computing meanwhile, and return them."""
+    """Keep `count` processes busy during the block, and yield them."""
     processes = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
     try:
         yield processes
@@ -94,21 +94,21 @@ def busy(count: int) -> Iterator[list[subprocess.Popen[bytes]]]:
 
 
 def run_once(suite: str, command: str, *, load: int, limit: float, log: Path, root: Path = ROOT) -> Run:
-    """Run a suite once under load; what it prints is in the file `log`.
+    """Run a suite once under load; its output goes to the file `log`.
 
     Args:
-        suite: its name
-        command: for bash
-        load: processes that keep the cores busy meanwhile
-        limit: seconds that it may take
-        log: the file
+        suite: name of the suite
+        command: command for bash
+        load: number of processes that keep the cores busy
+        limit: maximum seconds
+        log: file for the output
         root: the work tree
     """
     commit, begun = commit_of(root), time.time()
     with busy(load):
         ended = run_stage(Stage(suite, command, limit=limit), root, log)
     text = log.read_text(encoding="utf-8", errors="replace")
-    # The counts stand in the last line of pytest's output.
+    # The counts are in the last line of pytest's output.
     counts = {what: int(count) for count, what in _COUNT.findall(text.rstrip().rpartition("\n")[2])}
     return Run(
         suite,
@@ -123,14 +123,14 @@ def run_once(suite: str, command: str, *, load: int, limit: float, log: Path, ro
 
 
 def load_runs(record: Path) -> list[Run]:
-    """Return the runs that a file holds."""
+    """Return the runs in a file."""
     if not record.exists():
         return []
     return [Run(**json.loads(line)) for line in record.read_text(encoding="utf-8").splitlines()]
 
 
 def totals(runs: Sequence[Run]) -> str:
-    """Return a line for each suite and commit: how often it ran, how often it failed, and by what."""
+    """Return a line for each suite and commit: the number of runs, the number of failures, and the failed tests."""
     lines = []
     for suite, commit in dict.fromkeys((run.suite, run.commit) for run in runs):
         those = [run for run in runs if (run.suite, run.commit) == (suite, commit)]
@@ -143,7 +143,7 @@ def totals(runs: Sequence[Run]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Repeat a suite as the command line says, and return the exit code."""
+    """Repeat a suite as the command line defines, and return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m checks.repeat", description=__doc__.partition("\n")[0])
     parser.add_argument("suite", nargs="?", choices=SUITES, help="what to repeat")
     parser.add_argument("--times", type=int, default=10, help="runs of this commit in all, earlier ones included")
@@ -170,7 +170,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 f"{len(before) + 1} of {options.times}: {run.outcome}, {run.seconds:.0f} s", *run.failures, flush=True
             )
             if run.outcome != "passed":
-                # The next run writes a log of its own.
+                # The next run writes a new log.
                 log.rename(record.with_suffix(f".{options.suite}.{run.begun:.0f}.log"))
     runs = load_runs(record)
     print(totals(runs) or f"{record} holds no run")

@@ -1,6 +1,6 @@
-"""Searches the built documentation as its readers do: `mkdocs build`, then `python -m checks.search`.
+"""Searches the built documentation as its readers do: run `mkdocs build`, then `python -m checks.search`.
 
-The site's own index is searched by lunr, as the search field of the site does it, with the same weights.
+lunr searches the site's own index, with the same weights as the search field of the site.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 ROOT: Final = Path(__file__).parents[1]
-#: What readers look for, and a page that has to be among the first pages that are found.
+#: Search terms of readers, and a page that must be among the first results.
 WANTED: Final = {
     "fastapi": "production/",
     "django": "outbox-django/",
@@ -32,21 +32,21 @@ WANTED: Final = {
     "QFLOW_CAPACITY": "quickstart/",
     "FlowControlTimeout": "reference/qflow_client/",
 }
-#: How many pages a reader looks at.
+#: Number of results that a reader looks at.
 FIRST: Final = 5
 _TAG: Final = re.compile(r"<[^>]+>")
-# As Material for MkDocs has them.
+# As in Material for MkDocs.
 _FIELDS: Final = ({"field_name": "title", "boost": 1000}, "text")
 
 
 def pages(sections: list[dict[str, Any]], found: list[dict[str, Any]]) -> list[str]:
-    """Return the pages of sections that were found, the best first, each once."""
+    """Return the pages of the found sections, the best first, each once."""
     known = {section["location"] for section in sections}
     return list(dict.fromkeys(each["ref"].partition("#")[0] for each in found if each["ref"] in known))
 
 
 def main() -> int:
-    """Print for each search what is found, and return the exit code."""
+    """Print the results of each search, and return the exit code."""
     from lunr import lunr
 
     documents = json.loads((ROOT / "site" / "search" / "search_index.json").read_text(encoding="utf-8"))["docs"]
@@ -60,7 +60,7 @@ def main() -> int:
     index = lunr(ref="location", fields=_FIELDS, documents=weighted)
     missing = 0
     for words, page in WANTED.items():
-        # All words, as the site asks.
+        # All words are required, as on the site.
         found = pages(documents, index.search(" ".join(f"+{word}" for word in words.split())))[:FIRST]
         missing += page not in found
         print(f"{words}: {', '.join(found) or 'nothing'}{'' if page in found else f'; {page} IS NOT AMONG THEM'}")

@@ -1,10 +1,10 @@
-"""Draws sentences by lot, for a reader who marks those that have to be read twice.
+"""Draws random sentences, for a reader who marks those that must be read twice.
 
     python -m checks.sentences --seed 7
     python -m checks.sentences --seed 7 --docstrings
 
-They come from README and the documentation, or from the docstrings of the package. Code, tables and what is made by
-programs is left out. The same seed draws the same sentences from the same text.
+The sentences come from README and the documentation, or from the docstrings of the package. Code, tables and generated
+texts are left out. The same seed draws the same sentences from the same text.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 ROOT: Final = Path(__file__).parents[1]
-#: Pages that programs make, or that tell history.
+#: Pages that are generated, or that describe the history.
 _LEFT_OUT: Final = ("changelog.md", "compatibility.md", "nightly.md", "decisions/")
 
 _NO_PROSE: Final = re.compile(r"^(```|~~~).*?^\1|^---\n.*?^---$|^\|.*?$|^:::.*?(?=^\S|\Z)|^#.*?$", re.M | re.S)
@@ -27,12 +27,12 @@ _LINK: Final = re.compile(r"!?\[([^]]*)\]\([^)]*\)")
 _ITEM: Final = re.compile(r"^\s*(?:[-*]|\d+\.)\s+", re.MULTILINE)
 _ARGUMENT: Final = re.compile(r"^\s*(?:\w+: |Args:|Raises:|Returns:|Yields:|Attributes:)", re.MULTILINE)
 _END: Final = re.compile(r"(?<=[.!?])[)\"”]?\s+(?=[`A-Z\"(])")
-# A shorter one is a heading or a label.
+# A shorter sentence is a heading or a label.
 _SHORTEST: Final = 4
 
 
 class Sentence(NamedTuple):
-    """A sentence, and where it stands."""
+    """A sentence and its place."""
 
     place: str
     text: str
@@ -68,7 +68,7 @@ def of_docstrings() -> Iterator[Sentence]:
 
 
 def draw(found: list[Sentence], count: int, seed: int) -> list[Sentence]:
-    """Return so many of them, by lot, in the order in which they stand."""
+    """Return `count` random sentences, in the order of the text."""
     chosen = random.Random(seed).sample(range(len(found)), min(count, len(found)))
     return [found[at] for at in sorted(chosen)]
 

@@ -1,11 +1,11 @@
-"""Runs commands in lanes, and says how long each took and which failed.
+"""Runs commands in lanes, and reports the duration and result of each.
 
-A stage is a command. The stages of a lane run one after the other; lanes run beside each other. A stage starts when
-the stages that it needs have passed, and is left out if one of them has not. What a stage prints goes into a file, and
-is printed as a whole when the stage ends, so the output of two lanes is never mixed.
+A stage is a command. The stages of a lane run one after the other; lanes run at the same time. A stage starts when all
+stages that it needs have passed. If one of them has not passed, the stage is left out. The output of a stage goes to a
+file, and is printed at the end of the stage. So the output of two lanes is never mixed.
 
-A stage runs in a process group of its own. When its time is over, or when this process is interrupted, the whole group
-is killed: no stage outlives the run.
+A stage runs in its own process group. If its time is over, or if this process is interrupted, the whole group is
+killed. So no stage outlives the run.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ LEFT_OUT: Final = "left out"
 
 @dataclass(frozen=True)
 class Stage:
-    """A command, and when it may run.
+    """A command, and its conditions.
 
     Args:
-        name: in the output; other stages need it by this name
-        script: for bash, with `set -euo pipefail`
+        name: name in the output and in `needs` of other stages
+        script: script for bash, with `set -euo pipefail`
         lane: stages of one lane never run at the same time
         needs: names of stages that must have passed before
-        limit: seconds after which it is killed, and has failed
+        limit: seconds after which it is killed and has failed
         environment: variables to add to those of this process
     """
 
@@ -50,12 +50,12 @@ class Stage:
 
 @dataclass(frozen=True)
 class Ended:
-    """What became of a stage.
+    """The result of a stage.
 
     Args:
         stage: the stage
-        outcome: `PASSED`, `LEFT_OUT`, or what went wrong
-        seconds: how long it ran
+        outcome: `PASSED`, `LEFT_OUT`, or the failure
+        seconds: duration
     """
 
     stage: Stage
@@ -64,7 +64,7 @@ class Ended:
 
 
 class _Groups:
-    """The process groups that run now, so that all of them can be killed at once."""
+    """The running process groups, so that all of them can be killed together."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -88,7 +88,7 @@ class _Groups:
         return process
 
     def kill(self, process: subprocess.Popen[bytes]) -> None:
-        """Kill what is left of a group, also if its leader has ended."""
+        """Kill the rest of a group, even if its leader has ended."""
         with self._lock:
             self._running.discard(process.pid)
         _kill(process.pid)
@@ -110,7 +110,7 @@ def _kill(group: int) -> None:
 
 
 def run_stage(stage: Stage, cwd: Path, log: Path, groups: _Groups | None = None) -> Ended:
-    """Run one stage; its output goes into the file `log`."""
+    """Run one stage; its output goes to the file `log`."""
     groups = groups or _Groups()
     begun = time.monotonic()
     with log.open("w", encoding="utf-8") as output:
@@ -126,16 +126,16 @@ def run_stage(stage: Stage, cwd: Path, log: Path, groups: _Groups | None = None)
 
 
 def run(stages: Sequence[Stage], cwd: Path, logs: Path, out: TextIO | None = None) -> list[Ended]:
-    """Run stages in their lanes, and return what became of each, in the order in which they are given.
+    """Run stages in their lanes, and return the results in the order of the stages.
 
     Args:
-        stages: a stage comes after those that it needs
-        cwd: the folder to run them in
-        logs: the folder for their output
-        out: where to print it; standard output if None
+        stages: the stages; each must come after those that it needs
+        cwd: folder to run them in
+        logs: folder for their output
+        out: file to print to; standard output if None
 
     Raises:
-        ValueError: if a name is used twice, or a stage needs one that does not come before it
+        ValueError: a name is used twice, or a stage needs one that does not come before it
     """
     check(stages)
     out = out or sys.stdout
@@ -176,11 +176,11 @@ def run(stages: Sequence[Stage], cwd: Path, logs: Path, out: TextIO | None = Non
         for thread in threads:
             thread.start()
         for thread in threads:
-            # A signal that arrives just before a wait begins is handled only after that wait, so each is short.
+            # A signal that arrives just before a wait is handled only after the wait, so each wait is short.
             while thread.is_alive():
                 thread.join(1.0)
     except BaseException:
-        # A thread that starts after this starts no stage.
+        # A lane that continues after this starts no more stages.
         groups.kill_all()
         for thread in threads:
             if thread.is_alive():
@@ -202,11 +202,11 @@ def check(stages: Sequence[Stage]) -> None:
 
 
 def summary(ended: Iterable[Ended], seconds: float) -> str:
-    """Return a table of the stages, and one line that says what failed.
+    """Return a table of the stages, and one line with the failures.
 
     Args:
-        ended: what became of the stages
-        seconds: how long all of them took
+        ended: results of the stages
+        seconds: duration of the whole run
     """
     ended = list(ended)
     width = max(len(each.stage.name) for each in ended)

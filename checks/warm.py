@@ -1,10 +1,10 @@
-"""Compiles what the tests import, before several processes of pytest would all compile it at the same time.
+"""Compiles the test files in advance, so that several processes of pytest do not all compile them at the same time.
 
     python -m checks.warm PATH...
 
-pytest compiles each test file with its assertions rewritten, and keeps the result. In a fresh clone that takes longer
-than to collect the tests, and every process of pytest-xdist does all of it. Here the files are shared out between as
-many processes as there are cores. If few files are new, there is nothing to do.
+pytest compiles each test file with rewritten assertions, and caches the result. In a fresh clone this takes longer than
+the collection of the tests, and every process of pytest-xdist does all of it. This program divides the files among as
+many processes as there are cores. If only a few files are new, it does nothing.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
 
-#: Fewer new files than this are compiled sooner than processes start.
+#: For fewer new files than this, the start of processes takes longer than the compilation.
 _FEW: Final = 50
 
 
@@ -28,7 +28,7 @@ def cold(paths: Iterable[Path]) -> list[Path]:
 
 
 def main(arguments: Iterable[str]) -> int:
-    """Compile what is new under the given paths, and return 0: what cannot be collected, pytest itself reports."""
+    """Compile the new files under the given paths, and return 0. pytest itself reports files with errors."""
     paths = [Path(argument) for argument in arguments if not argument.startswith("-")]
     files = [file for file in cold(paths) if not {"browser", "interop", "spark"} & set(file.parts)]
     if len(files) >= _FEW:
