@@ -62,6 +62,14 @@ def spread(count: int) -> list[str]:
     return [add.delay(number, number).id for number in range(count)]
 
 
+@app.task(name=f"{NAME}.note")
+def note(count: int) -> None:
+    """Publishes from within a task, and notes what is confirmed."""
+    with (FOLDER / "confirmed").open("a", buffering=1) as confirmed:
+        for number in range(count):
+            confirmed.write(f"{add.delay(number, number).id}\n")
+
+
 @app.task(name=f"{NAME}.tick", ignore_result=True)
 def tick() -> None:
     with (FOLDER / "ticks").open("a") as ticks:

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 import pytest
 
 from qflow_client.broker import Broker
 from tests.integration.kombu.scenarios import SCENARIOS, a_chord, application, ends_when_told
+from tests.integration.producer.tools import Stopwatch, eventually
+
+PATIENCE = 30.0
+# Seconds that a publish waits for the broker, and that a worker may take to end.
+WAIT = "1"
+LIMIT = 10.0
 
 
 @pytest.mark.parametrize("scheme", ["pyamqp", "qflow"])
@@ -31,3 +38,34 @@ def test_chords_in_every_kind_of_worker(tmp_path: Path) -> None:
             with application(url, folder, f"file://{folder}", "-P", pool, "-c", "2", *alone) as of:
                 a_chord(of)
                 ends_when_told(of)
+
+
+def test_a_worker_that_receives_sigterm_under_an_alarm_ends_in_time_and_loses_nothing_confirmed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("QFLOW_MAX_PRODUCER_FLOW_CONTROL_WAIT", WAIT)
+    noted, results = tmp_path / "confirmed", tmp_path / "results"
+    results.mkdir()
+    options = ("-P", "prefork", "-c", "1", "--without-gossip", "--without-mingle")
+    with Broker() as broker:
+        url = broker.url.replace("amqp://", "qflow://")
+        with application(url, tmp_path, f"file://{results}", *options) as of:
+            of.task("note").delay(100_000)
+            eventually(lambda: noted.exists() and len(noted.read_text().splitlines()) > 100)
+            broker.block("no memory")
+            # The alarm stays. So the task waits in a publish until that gives up.
+            of.process.send_signal(signal.SIGTERM)
+            with Stopwatch() as watch:
+                assert of.process.wait(PATIENCE) == 0
+            assert watch.seconds < LIMIT
+            log = of.log.read_text()
+            assert "Warm shutdown" in log, log
+            assert "was not sent within 1 s" in log, log
+            confirmed = set(noted.read_text().split())
+            done = {path.name.removeprefix("celery-task-meta-") for path in results.iterdir()}
+
+            def ready() -> set[str]:
+                return {str((message.properties.headers or {})["id"]) for message in broker.messages(of.name)}
+
+            # Some were with the worker, and go back to the queue.
+            eventually(lambda: confirmed <= done | ready(), "a confirmed task is done or in the queue")
