@@ -24,7 +24,7 @@ class Credentials:
     """A user name and a password, or a token instead of the password.
 
     Attributes:
-        username: with OAuth 2 RabbitMQ takes the name from the token, and ignores this one.
+        username: the user name. With OAuth 2 RabbitMQ takes the name from the token, and ignores this one.
         password: the password or the token; not shown by its `repr`.
         expires_in: seconds from now on for which the broker accepts the password; ``None`` for no end.
 

@@ -43,7 +43,7 @@ class Database:
     """One connection to one file, in WAL mode. Only one thread at a time may use it.
 
     Args:
-        path: of the file, which is created if it does not exist.
+        path: the path of the file, which is created if it does not exist.
         application_id: identifies the file.
         version: of its tables.
         tables: the statements that create them.
@@ -192,10 +192,10 @@ class LockFile:
     """A lock for one process at a time. The system releases it when the process ends for any reason.
 
     Args:
-        path: of the file that the lock protects.
+        path: the path of the file that the lock protects.
         error: the class of the error if the lock file cannot be used.
         in_use: the class of the error if another process has the lock.
-        told: for that error: a description of the other process, and advice.
+        told: the text of that error: a description of the other process, and advice.
 
     Raises:
         QflowError: of the class `error` or `in_use`.

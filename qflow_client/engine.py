@@ -112,7 +112,7 @@ class BaseEngine(ABC):
         """Begin to close, and return at once. Messages that are not delivered in the end are logged.
 
         Args:
-            deadline: until when messages may be settled, in seconds.
+            deadline: the end of the wait for unsettled messages, in seconds.
         """
 
     @property
@@ -138,8 +138,8 @@ class BaseEngine(ABC):
 
         Args:
             payload: the message.
-            exchange: where to publish.
-            routing_key: with which key.
+            exchange: the exchange.
+            routing_key: the routing key.
             deadline: as for `Guard.try_take`.
             spills: whether it may be put into the outbox while the producer is flowed, if the settings allow that. The
                 message of a callback always may, because other senders may be waiting for the callback to return.

@@ -53,9 +53,9 @@ class ProducerClosed(QflowError):
 
     Attributes:
         message: the message that was not sent; ``None`` if there was none.
-        exchange: its exchange; ``None`` likewise.
-        routing_key: its routing key; ``None`` likewise.
-        receipts: of the messages that the same `send_many` had admitted before.
+        exchange: its exchange; ``None`` if there was no message.
+        routing_key: its routing key; ``None`` if there was no message.
+        receipts: the receipts of the messages that the same `send_many` had admitted before.
     """
 
     receipts: Sequence[Receipt] = ()
@@ -77,8 +77,8 @@ class ProducerFlowed(QflowError):
         waited: seconds that the call was blocked.
         message: the message that was not sent, as it was passed.
         exchange: its exchange; ``None`` if there was no message.
-        routing_key: its routing key; ``None`` likewise.
-        receipts: of the messages that the same `send_many` had admitted before.
+        routing_key: its routing key; ``None`` if there was no message.
+        receipts: the receipts of the messages that the same `send_many` had admitted before.
     """
 
     receipts: Sequence[Receipt] = ()
@@ -212,7 +212,7 @@ class UndeliveredMessages(QflowError):
     """Admitted messages were not delivered, and the application has not looked at their receipts.
 
     Attributes:
-        receipts: of all of them, in the order of admission. Receipts of messages in the outbox may be missing.
+        receipts: their receipts, in the order of admission. Receipts of messages in the outbox may be missing.
         stored: how many stay in the outbox. The next producer on it sends them, so the application must not send them.
         dropped: how many more failed before. Their receipts were dropped, because failed messages used more than
             ``max_failed_bytes``.

@@ -80,7 +80,7 @@ def make_private(path: Path) -> None:
     """Create an empty file for its owner alone, if it does not exist.
 
     Args:
-        path: of the file; a symbolic link is followed, also to a file that does not exist yet.
+        path: the path of the file. A symbolic link is followed, also to a file that does not exist yet.
 
     Raises:
         OSError: it cannot be created.

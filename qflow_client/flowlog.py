@@ -50,8 +50,8 @@ class ProducerLines:
 
     Args:
         producer: its name.
-        queue: where it publishes to.
-        write: called with each line.
+        queue: its destination: the routing key, or the exchange and the routing key.
+        write: the function that is called with each line.
         at: since when it is watched, in microseconds.
         connection: the name of its connection; by default the producer's.
     """

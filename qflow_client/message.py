@@ -114,7 +114,7 @@ def _own(value: Any, depth: int) -> Any:
 
     Args:
         value: the value.
-        depth: of the table or array that contains it.
+        depth: the depth of the table or array that contains the value.
 
     Raises:
         ValueError: it is nested too deeply to be encoded.
@@ -148,9 +148,9 @@ class Message:
             ``float``, ``Decimal`` of 32 bits, bytes, ``datetime`` (a naive one is local time), ``None``, and lists,
             tuples and mappings of them. The table is copied, and the copy cannot be changed. So a program may reuse its
             own table.
-        delivery_mode: by default 2, persistent.
+        delivery_mode: the delivery mode, by default 2, persistent.
         priority: 0 to 9 by the standard; brokers accept up to 255.
-        correlation_id: of the request that this message answers.
+        correlation_id: the id of the request that this message answers.
         reply_to: the queue for answers.
         expiration: milliseconds after which the broker may drop it, as a string of digits.
         message_id: if ``None``, the producer assigns one.
@@ -262,8 +262,8 @@ class RoutedMessage(Message):
 
     Args:
         body: as for `Message`.
-        exchange: where to publish; ``""`` is the default exchange.
-        routing_key: with which key.
+        exchange: the exchange; ``""`` is the default exchange.
+        routing_key: the routing key.
         properties: as for `Message`.
 
     Raises:
@@ -296,8 +296,8 @@ class RoutedMessage(Message):
 
         Args:
             message: the message.
-            exchange: where to publish.
-            routing_key: with which key.
+            exchange: the exchange.
+            routing_key: the routing key.
         """
         made = object.__new__(cls)
         given = made.__dict__

@@ -45,7 +45,7 @@ def resolve(
     Args:
         message: the message that the application passed.
         exchange: the exchange of the call; ``None`` for that of a `RoutedMessage`, if the message is one.
-        routing_key: likewise.
+        routing_key: the routing key of the call; ``None`` for that of a `RoutedMessage`, if the message is one.
 
     Returns:
         The payload, the exchange and the routing key. The latter two are ``None`` if the settings decide.
@@ -181,7 +181,7 @@ class BaseProducer(ABC):
 
         Raises:
             SettingsError: there is no outbox.
-            TypeError: it is of another type.
+            TypeError: the value is of another type.
         """
         if not isinstance(position, Position):
             raise TypeError(f"position must be a Position, not {type(position).__name__}: {shown(position)}")
@@ -362,7 +362,7 @@ class BaseProducer(ABC):
         """Hold the producer until `resume`. Admitted messages are still sent (D5).
 
         Args:
-            reason: for people; it is the detail of the hold.
+            reason: a text for people, which becomes the detail of the hold.
         """
         self.hold(HoldKind.PAUSED, source="", detail=reason)
 
@@ -376,7 +376,7 @@ class BaseProducer(ABC):
         Args:
             kind: the reason, as one word.
             source: the owner of the hold.
-            detail: for people to read.
+            detail: a text for people.
         """
         self._engine.ask(lambda protocol: protocol.hold(kind, _monotonic(), source=source, detail=detail))
 

@@ -204,7 +204,7 @@ class Reconnection:
         """Handle a channel that the broker closed on a connection that is still open.
 
         Args:
-            settled: how many messages were settled so far.
+            settled: the number of messages that were settled so far.
             now: seconds.
 
         Returns:
@@ -262,7 +262,7 @@ class Watch:
 
     Args:
         settings: the producer's.
-        hosts: how many hosts it has.
+        hosts: the number of its hosts.
     """
 
     def __init__(self, settings: ProducerSettings, hosts: int) -> None:
@@ -298,7 +298,7 @@ class Watch:
             heard_at: when the broker last sent anything.
             is_due: whether confirms are due.
             is_blocked: whether the broker blocks the connection.
-            settled: how many messages were settled so far.
+            settled: the number of messages that were settled so far.
 
         Returns:
             ``None`` to keep it, ``""`` to keep it and send a probe, otherwise the reason to end it.
@@ -338,7 +338,7 @@ class Return:
 
     Args:
         settings: the producer's.
-        hosts: how many hosts it has.
+        hosts: the number of its hosts.
     """
 
     def __init__(self, settings: ProducerSettings, hosts: int) -> None:

@@ -30,7 +30,7 @@ class Failure(NamedTuple):
     """No credentials could be obtained.
 
     Attributes:
-        why: for people; without the secret.
+        why: a text for people, without the secret.
     """
 
     why: str

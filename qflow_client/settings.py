@@ -560,7 +560,7 @@ class ProducerSettings:
         """Collect the settings from all places, each from the first place that has it.
 
         Args:
-            url: as the setting; ``None`` if not given.
+            url: the URL, as in the setting; ``None`` if not given.
             settings: settings for all that the keywords do not give.
             environ: the environment; by default that of the process.
             keywords: settings by name.

@@ -213,7 +213,7 @@ class Losses:
         name: the producer's.
         limit: the most events that may wait for the reader.
         why: why events are dropped, for people.
-        arguments: of `why`; they are formatted when the log is written.
+        arguments: the arguments of `why`; they are formatted when the log is written.
     """
 
     __slots__ = ("_arguments", "_count", "_limit", "_next", "_text", "_told")

@@ -200,7 +200,7 @@ class Observer:
         """Record receipts that were settled together.
 
         Args:
-            receipts: in the order of admission.
+            receipts: the receipts, in the order of admission.
             now: seconds.
         """
         forget = self.began.pop

@@ -150,11 +150,11 @@ class Binding:
     """A binding of a queue, or of an exchange, to an exchange (AMQP 0-9-1, ``Queue.Bind``).
 
     Attributes:
-        exchange: the exchange from which messages come.
-        queue: the queue to which they go.
-        routing_key: which messages go there.
-        arguments: as for a headers exchange.
-        to_exchange: instead of `queue`, the exchange to which they go (``Exchange.Bind``, of RabbitMQ).
+        exchange: the exchange that sends messages.
+        queue: the queue that receives messages.
+        routing_key: the routing key of the binding.
+        arguments: such as those of a headers exchange.
+        to_exchange: the exchange that receives messages, instead of `queue` (``Exchange.Bind``, of RabbitMQ).
 
     Raises:
         SettingsError: a value is not allowed.
@@ -227,7 +227,7 @@ class Topology:
         """Return the topology for the argument ``declare`` of a producer. A name means a queue.
 
         Raises:
-            SettingsError: it is of another type.
+            SettingsError: the argument is of another type.
         """
         if declare is None or isinstance(declare, Topology):
             return declare

@@ -143,7 +143,7 @@ class TapTransport(asyncio.Transport):
 
     Args:
         tap: the tap.
-        protocol: is asked to pause the library, and receives failures.
+        protocol: the protocol, which can pause the library, and receives failures.
         raw: asyncio's transport for the socket.
         transport: asyncio's transport for the connection; with TLS another one than `raw`.
         loop: the loop.
@@ -439,7 +439,7 @@ class TapTransportFactory(TransportFactory):
     """Makes the reader and writer of a connection of aiormq, with a tap at them.
 
     Args:
-        made: called with each new transport.
+        made: the function that is called with each new transport.
         is_open: whether the library has opened the connection.
         order_addresses: returns the order in which the addresses of a name are tried, and the seconds that each may
             take; ``None`` for the resolver's order without a limit.

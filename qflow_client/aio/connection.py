@@ -149,7 +149,7 @@ async def connect_async(
         robust: return aio-pika's `RobustConnection`, which reconnects and restores consumers. Producers on it continue
             after a reconnect. On any other connection, they end with it.
         timeout: seconds that connecting may take; ``None`` for aio-pika's limits only.
-        ssl_context: for TLS; by default made from the URL's parameters.
+        ssl_context: the TLS context; by default made from the URL's parameters.
         client_properties: properties that the connection announces, such as ``connection_name``.
         parameters: more parameters of the URL's query, such as ``heartbeat``.
 

@@ -299,10 +299,10 @@ class Engine(BaseEngine):
 
         Args:
             receipt: of the message.
-            deadline: until when to wait, in seconds.
+            deadline: the end of the wait, in seconds.
 
         Raises:
-            NotDurable: it is not on disk by then, or the disk failed.
+            NotDurable: the message is not on disk at the deadline, or the disk failed.
         """
         if self.storage is not None:
             assert self._commits is not None
@@ -359,7 +359,7 @@ class Engine(BaseEngine):
         """Close the producer; a second call waits for the end of the first.
 
         Args:
-            deadline: until when messages may be settled, in seconds.
+            deadline: the end of the wait for unsettled messages, in seconds.
             waits_for_holds: False to wait only while the broker continues to answer.
 
         Returns:

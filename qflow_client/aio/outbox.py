@@ -69,11 +69,11 @@ class Commits:
         """Return when all messages that were put until now are on disk.
 
         Args:
-            receipt: of the last of them.
-            deadline: of the caller, in seconds of `time.monotonic`.
+            receipt: the receipt of the last of these messages.
+            deadline: the caller's deadline, in seconds of `time.monotonic`.
 
         Raises:
-            NotDurable: it could not be written, or the deadline has passed by more than `GRACE` seconds.
+            NotDurable: the message could not be written, or the deadline has passed by more than `GRACE` seconds.
         """
         outbox = self._storage.outbox
         sequence = outbox.last

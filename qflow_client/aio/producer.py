@@ -129,7 +129,8 @@ class AsyncProducer(BaseProducer):
 
         Raises:
             ConnectionFailed: no host could be connected to. The producer is closed then.
-            OutboxInUse, OutboxError: the outbox is used by another producer, or cannot be used; likewise.
+            OutboxInUse, OutboxError: the outbox is used by another producer, or cannot be used. The producer is closed
+                then.
             ProducerClosed: the producer was closed before.
             QflowError: the method was called before.
         """
@@ -163,8 +164,8 @@ class AsyncProducer(BaseProducer):
 
         Args:
             message: the body, or a `Message` with properties.
-            exchange: where to publish. The default is the exchange of a `RoutedMessage`, or else the setting.
-            routing_key: with which key; the default likewise.
+            exchange: the exchange. The default is the exchange of a `RoutedMessage`, or else the setting.
+            routing_key: the routing key; the same default.
             timeout: seconds that it may stay blocked; ``None`` for ever, 0 not at all. The default is the setting
                 `max_producer_flow_control_wait`.
             source: the source of the message, for a `WeightedLine`.
@@ -176,14 +177,14 @@ class AsyncProducer(BaseProducer):
 
         Raises:
             FlowControlTimeout: still flowed after `timeout`; the message was not sent and never will be.
-            ProducerFlowed: flowed, and `when_flowed` is ``"raise"``; likewise.
+            ProducerFlowed: flowed, and `when_flowed` is ``"raise"``; the message was not sent.
             ProducerClosed: the producer was closed, or lost its connection, or never had one, or its loop is closed;
-                likewise.
-            OutboxFull: the outbox has no room; likewise.
+                the message was not sent.
+            OutboxFull: the outbox has no room; the message was not sent.
             NotDurable: the message is admitted, but is not on disk after `timeout`, or the disk failed.
             SettingsError: there is a position, but no outbox; the message was not sent.
             TypeError: the message is of another type, or `timeout` is not a number.
-            ValueError: it cannot be encoded, or `timeout` is NaN.
+            ValueError: the message cannot be encoded, or `timeout` is NaN.
         """
         if timeout is not DEFAULT and timeout != 0:
             check_timeout(timeout)
@@ -272,8 +273,8 @@ class AsyncProducer(BaseProducer):
 
         Args:
             message: the body, or a `Message` with properties.
-            exchange: where to publish. The default is the exchange of a `RoutedMessage`, or else the setting.
-            routing_key: with which key; the default likewise.
+            exchange: the exchange. The default is the exchange of a `RoutedMessage`, or else the setting.
+            routing_key: the routing key; the same default.
             source: as for `send`; it has no effect, because the message does not wait for a turn.
             position: as for `send`.
 
@@ -332,9 +333,9 @@ class AsyncProducer(BaseProducer):
         of the message itself, which was admitted, too. No further message was taken from the iterable.
 
         Args:
-            messages: as for `send`; or pairs of a message and its position.
-            exchange: where to publish, as for `send`.
-            routing_key: with which key, as for `send`.
+            messages: messages as for `send`, or pairs of a message and its position.
+            exchange: the exchange, as for `send`.
+            routing_key: the routing key, as for `send`.
             timeout: seconds that each may stay blocked, as for `send`.
             source: the source of the messages, for a `WeightedLine`.
 

@@ -28,7 +28,7 @@ def wake_at(loop: asyncio.AbstractEventLoop, deadline: float, waiter: asyncio.Fu
     Args:
         loop: the loop.
         deadline: seconds of `time.monotonic`.
-        waiter: is set at that time, if it is not done before.
+        waiter: the future to set at that time, if it is not done before.
 
     Returns:
         The timer; it does nothing when `waiter` is done, whether the timer is cancelled or not.
@@ -122,8 +122,8 @@ class Turns:
 
         Args:
             payload: the message.
-            exchange: where to publish.
-            routing_key: with which key.
+            exchange: the exchange.
+            routing_key: the routing key.
             timeout: seconds; ``None`` for ever.
             source: the source of the message, for a `WeightedLine`.
 

@@ -279,8 +279,8 @@ class ChannelFlow(DropInFlow):
         Args:
             channel: aiormq's.
             body: the content.
-            exchange: where to publish.
-            routing_key: with which key.
+            exchange: the exchange.
+            routing_key: the routing key.
             properties: of the message.
             mandatory: let the broker return the message if no queue takes it.
             immediate: as aiormq's.
@@ -290,7 +290,7 @@ class ChannelFlow(DropInFlow):
 
         Raises:
             FlowControlTimeout: no byte of the message was written in time, and none ever will be.
-            ProducerFlowed: flowed, and `when_flowed` is ``"raise"``; likewise.
+            ProducerFlowed: flowed, and `when_flowed` is ``"raise"``; the message was not sent.
             ConfirmTimeout: the message was written at least in part. The broker did not confirm it, or did not take the
                 rest, in time. Its outcome is not known.
             DeliveryError, PublishError, ChannelInvalidStateError, …: as aiormq's.

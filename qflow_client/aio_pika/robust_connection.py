@@ -20,7 +20,7 @@ class RobustConnection(Connection, TappedRobustConnection):
     """aio-pika's `RobustConnection`, whose channels have flow control.
 
     Args:
-        url: as aio-pika's; the query may also contain settings of flow control.
+        url: aio-pika's argument; the query may also contain settings of flow control.
         loop: as aio-pika's.
         kwargs: aio-pika's, and settings by the names of `ProducerSettings`.
 
@@ -44,7 +44,7 @@ async def connect_robust(url: Any = None, *, connection_class: Any = RobustConne
     """As aio-pika's; the URL's query and the keywords may also contain settings of flow control.
 
     Args:
-        url: as aio-pika's, and for example ``?max_producer_flow_control_wait=10&capacity=500``.
+        url: aio-pika's argument, for example with ``?max_producer_flow_control_wait=10&capacity=500``.
         connection_class: as aio-pika's. A class of your own has flow control if its base is `RobustConnection` of this
             module.
         keywords: aio-pika's, and settings by the names of `ProducerSettings`, except those that aio-pika's methods

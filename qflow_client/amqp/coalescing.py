@@ -22,7 +22,7 @@ def delay(size: int, in_flight: int) -> float:
     """Return how long the next answers may wait, on a connection of one producer.
 
     Args:
-        size: of the answers that were read, in bytes.
+        size: the size of the answers that were read, in bytes.
         in_flight: messages that are written, or being written, and not settled.
 
     Returns:

@@ -174,7 +174,7 @@ def _value(value: object, depth: int) -> bytes:
 
     Args:
         value: the value.
-        depth: of the table or array that contains it.
+        depth: the depth of the table or array that contains the value.
     """
     if isinstance(value, str):
         try:

@@ -380,7 +380,7 @@ class PublishEncoder:
 
         Args:
             route: from `route`.
-            length: of its body, at most `max_body` bytes.
+            length: the length of its body, at most `max_body` bytes.
             number: the number in the message id, below 2**48.
 
         Returns:
@@ -493,7 +493,7 @@ def plain_content_header(length: int, message_id: bytes) -> bytes:
 
     Args:
         length: of its body.
-        message_id: as a short string.
+        message_id: the id, as a short string.
     """
     return b"%b\2%b" % (_HEADER_HEAD.pack(_BASIC, 0, length, _DELIVERY_MODE | _MESSAGE_ID), message_id)
 
@@ -512,7 +512,7 @@ def add_header(header: bytes, name: str, value: Any) -> bytes:
 
     Args:
         header: the payload.
-        name: of the header; an existing header of that name is replaced.
+        name: the name of the header; an existing header of that name is replaced.
         value: of the header.
 
     Raises:

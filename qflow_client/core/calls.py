@@ -68,7 +68,7 @@ def send(
 
     Args:
         line: of the producer.
-        ticket: of the message; its waiter is set when the ticket is decided.
+        ticket: the ticket of the message; its waiter is set when the ticket is decided.
         now: seconds.
         cannot_wait: the error for the message of a callback that may not wait. The ticket has a timeout of 0 then, and
             is at the front of the line for a moment.
@@ -79,8 +79,7 @@ def send(
         The receipt.
 
     Raises:
-        FlowControlTimeout, ProducerFlowed: the message was not sent and never will be.
-        ProducerClosed: likewise.
+        FlowControlTimeout, ProducerFlowed, ProducerClosed: the message was not sent and never will be.
     """
     line.stand_in_line(ticket, now)
     try:
@@ -101,8 +100,8 @@ def flush(protocol: ProducerProtocol, waiter: object, deadline: float) -> Call[b
 
     Args:
         protocol: the producer's state.
-        waiter: is set when they are settled.
-        deadline: until when to wait, in seconds.
+        waiter: the waiter to set when the messages are settled.
+        deadline: the end of the wait, in seconds.
 
     Returns:
         Whether all of them are settled.
@@ -119,8 +118,8 @@ def wait_unflowed(
 
     Args:
         protocol: the producer's state.
-        waiter: is set when the producer is unflowed.
-        deadline: until when to wait, in seconds.
+        waiter: the waiter to set when the producer is unflowed.
+        deadline: the end of the wait, in seconds.
         now: seconds.
         in_callback: as for `Waiters.when_unflowed`.
 
@@ -146,8 +145,8 @@ def close(
 
     Args:
         protocol: the producer's state.
-        waiter: is set when they are settled.
-        deadline: until when to wait, in seconds.
+        waiter: the waiter to set when the messages are settled.
+        deadline: the end of the wait, in seconds.
         now: seconds.
         reason: why nothing is admitted.
         waits_for_holds: False to wait only while the broker continues to answer.
@@ -164,8 +163,8 @@ def drain(protocol: ProducerProtocol, waiter: object, deadline: float, now: floa
 
     Args:
         protocol: the producer's state.
-        waiter: is set when the state must be checked again.
-        deadline: until when to wait, in seconds.
+        waiter: the waiter to set when the state must be checked again.
+        deadline: the end of the wait, in seconds.
         now: seconds.
     """
     before = -1

@@ -44,7 +44,7 @@ class Channel:
         settings: the producer's settings.
         id_prefix: the prefix of message ids that the producer assigns; ``None`` if it assigns none.
         encoder: makes the encoder of each channel.
-        admission: has the messages that were never written.
+        admission: the admission, which has the messages that were never written.
         reports: collects the producer's news.
         unconfirmed: the messages on the wire.
         resending: the messages to be sent again.
@@ -309,7 +309,7 @@ class Channel:
         """Settle messages as they are, and do not send them. There may be no frames that are encoded and not begun.
 
         Args:
-            receipts: of unsettled messages, in the order of admission.
+            receipts: the receipts of unsettled messages, in the order of admission.
             reason: for people.
             now: seconds.
         """

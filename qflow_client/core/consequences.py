@@ -165,7 +165,7 @@ class Consequences:
         """Settle messages as they are, and do not send them.
 
         Args:
-            receipts: of unsettled messages, in the order of admission.
+            receipts: the receipts of unsettled messages, in the order of admission.
             reason: for people.
             now: seconds.
         """

@@ -371,8 +371,8 @@ class ProducerProtocol:
         Args:
             code: the reply code.
             text: the reply text.
-            exchange: where it was published.
-            routing_key: with which key.
+            exchange: the exchange of the message.
+            routing_key: the routing key.
             header: the payload of the content header frame.
             body: the content.
         """

@@ -36,9 +36,9 @@ class SendLine:
 
     Args:
         admission: admits them.
-        controller: has the order of the line.
+        controller: the flow controller, which has the order of the line.
         reports: collects the waiters to wake.
-        waiters: for an open gate.
+        waiters: the waiters for an open gate.
         steps: whether the last step was completed.
         notice_period: seconds between two notices about waiting sends.
     """
@@ -96,11 +96,11 @@ class SendLine:
 
         Args:
             payload: the message.
-            exchange: where to publish.
-            routing_key: with which key.
+            exchange: the exchange.
+            routing_key: the routing key.
             now: seconds.
             timeout: seconds that it may wait; ``None`` for ever.
-            waiter: is in `Reports.wake` when the ticket is decided.
+            waiter: the waiter to put into `Reports.wake` when the ticket is decided.
             source: the source of the message, for a `WeightedLine`.
             first: used by callbacks. Other senders may be waiting for the callback to return, so it waits for none of
                 them.
@@ -227,7 +227,7 @@ class SendLine:
         """Let all senders stop waiting at once, so that no sender is admitted because another one leaves.
 
         Args:
-            reason: for their error, a `ProducerClosed`.
+            reason: the text of their error, a `ProducerClosed`.
             now: seconds.
         """
         self.close(reason)

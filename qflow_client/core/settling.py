@@ -30,7 +30,7 @@ class Settling:
     """Matches the broker's answers with messages, and settles them.
 
     Args:
-        admission: has the unwritten bytes, the store and the observer.
+        admission: the admission, which has the unwritten bytes, the store and the observer.
         limits: receive the room of settled messages.
         reports: collects the producer's news.
         returns: finds the messages that a return names.
@@ -90,10 +90,10 @@ class Settling:
         """Settle admitted messages. Afterwards the caller removes them from the collection that contains them.
 
         Args:
-            receipts: of the messages, in the order of admission.
+            receipts: the receipts of the messages, in the order of admission.
             outcome: one for all, or one for each. ``CONFIRMED`` becomes ``RETURNED`` for a returned message.
             now: seconds.
-            reply: for receipts that have none.
+            reply: the reply for receipts that have none.
         """
         self._batch, self._stage = (list(receipts), outcome, reply, now), 0
         self._finish()
@@ -242,9 +242,9 @@ class Settling:
 
         Args:
             reply: of the broker.
-            message: as it came back.
-            exchange: where it was published.
-            routing_key: with which key.
+            message: the message, as it came back.
+            exchange: the exchange of the message.
+            routing_key: the routing key.
         """
         reports = self._reports
         receipt = self._returns.take(message.message_id, exchange, routing_key)

@@ -34,8 +34,8 @@ class Store(Protocol):
 
         Args:
             payload: the message.
-            exchange: where to publish.
-            routing_key: with which key.
+            exchange: the exchange.
+            routing_key: the routing key.
 
         Raises:
             OutboxFull: there is no room. It is not raised for a message that can wait for room.

@@ -124,7 +124,7 @@ class PoisonDetector:
 
         Args:
             in_flight: the messages that may have arrived and have no answer.
-            settled: how many messages were settled so far.
+            settled: the number of messages that were settled so far.
             text: why the connection was lost.
             now: seconds.
 

@@ -57,7 +57,7 @@ class Unconfirmed:
         """Forget all messages, and begin with delivery tag 1.
 
         Args:
-            encoder: of the new channel.
+            encoder: the encoder of the new channel.
         """
         # The new values are made first. The assignments call nothing, so an interrupt leaves all or none of them.
         flight: dict[int, Receipt] = {}

@@ -21,7 +21,7 @@ class Untold:
     """Counts the receipts of one producer of which the application is not informed yet.
 
     Args:
-        reports: has the settled receipts.
+        reports: the reports, which have the settled receipts.
         limits: of admission.
     """
 

@@ -18,8 +18,8 @@ class Waiters:
 
     Args:
         reports: of the producer.
-        limits: of admission, with the gate.
-        admission: has the number of the next message.
+        limits: the limits of admission, with the gate.
+        admission: the admission, which has the number of the next message.
         steps: whether the last step was completed.
     """
 
@@ -72,7 +72,7 @@ class Waiters:
         """Wake a waiter when the producer is unflowed.
 
         Args:
-            waiter: is added to `Reports.wake`.
+            waiter: the waiter to put into `Reports.wake`.
             now: seconds.
             in_callback: used by callbacks. Senders may be held until the callback returns, so it does not wait for that
                 hold.

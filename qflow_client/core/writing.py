@@ -20,7 +20,7 @@ class Writing:
     """Makes the bytes that one producer writes.
 
     Args:
-        admission: has the messages that were never written.
+        admission: the admission, which has the messages that were never written.
         unconfirmed: the messages on the wire.
         resending: the messages to be sent again.
         channel: the producer's.

@@ -41,8 +41,8 @@ def add(
 
     Args:
         message: the body, or a `Message` with properties.
-        exchange: where to publish. The default is the exchange of a `RoutedMessage`, or else ``""``.
-        routing_key: with which key; the default likewise.
+        exchange: the exchange. The default is the exchange of a `RoutedMessage`, or else ``""``.
+        routing_key: the routing key; the same default.
         ordering_key: messages with the same key are published in the order in which they were added, by transactions
             that wait for each other. ``None`` for a message without an order.
         using: the alias of the database.

@@ -208,7 +208,7 @@ class AdaptiveWindow(WindowLimiter):
         """Record that elements are about to leave. Change the capacity if that ends an epoch.
 
         Args:
-            count: how many, at least 1.
+            count: the number of elements, at least 1.
             now: seconds.
         """
         if now > self._instant:

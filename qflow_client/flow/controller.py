@@ -36,7 +36,7 @@ class Ticket:
     """A place in the line of a controller.
 
     Args:
-        size: of the element that waits.
+        size: the size of the element that waits.
         source: the source of the element; only a `WeightedLine` uses it.
     """
 
@@ -210,7 +210,7 @@ class FlowSource:
     unblocked after it.
 
     Args:
-        name: for people; need not be unique.
+        name: a name for people, which need not be unique.
     """
 
     __slots__ = ("_reserved", "blocked_by", "name")
@@ -293,7 +293,7 @@ class FlowController:
         gate: has the other reasons to admit no element; by default a new gate. Holds with the limiter's kinds and no
             source belong to the controller. Other code must use other kinds, or name a source.
         line: the order in which waiting tickets are served; by default first come, first served (F4).
-        name: for people; need not be unique.
+        name: a name for people, which need not be unique.
     """
 
     __slots__ = ("_blocked", "_front", "_ignored", "_limited", "_line", "gate", "limiter", "name", "waiting")
@@ -483,11 +483,11 @@ class FlowController:
         """Record that elements have left, and unblock the sources that may continue (J6).
 
         Args:
-            size: of all of them together.
-            count: how many they are.
+            size: the total size of the elements.
+            count: the number of elements.
 
         Raises:
-            ValueError: there is less inside.
+            ValueError: less than that is inside.
         """
         self.limiter.remove(size, count)
         if self._blocked:
@@ -601,8 +601,8 @@ class FlowController:
         """`release`, one atomic step at a time.
 
         Args:
-            size: of all elements together.
-            count: how many they are.
+            size: the total size of the elements.
+            count: the number of elements.
 
         Yields:
             The name of the finished step.

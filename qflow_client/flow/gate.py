@@ -76,7 +76,7 @@ class Gate:
             kind: the reason, as one word.
             now: seconds.
             source: the owner; only the same source can lift the hold.
-            detail: for people to read.
+            detail: a text for people.
 
         Returns:
             True if it is new.

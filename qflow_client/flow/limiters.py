@@ -73,11 +73,11 @@ class Limiter(ABC):
         """Give back the room of elements.
 
         Args:
-            size: of all of them together.
-            count: how many they are.
+            size: the total size of the elements.
+            count: the number of elements.
 
         Raises:
-            ValueError: there is less inside.
+            ValueError: less than that is inside.
         """
 
     @property
@@ -174,7 +174,7 @@ class SizeLimiter(Limiter):
     """Limits the total size of the elements inside to `capacity`. A larger element enters alone (F2 C6).
 
     Args:
-        capacity: in the unit of the sizes, at least 1.
+        capacity: the limit in the unit of the sizes, at least 1.
         kind: the kind of the hold for a full limiter.
 
     Raises:

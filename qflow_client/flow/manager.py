@@ -27,7 +27,7 @@ class FlowResource(Protocol):
         Args:
             kind: the reason, as one word.
             source: the owner of the hold.
-            detail: for people to read.
+            detail: a text for people.
         """
 
     def lift(self, kind: str, *, source: str) -> None:
@@ -102,7 +102,7 @@ class FlowManager:
         """Stop all producers (D5): raise a hold on every resource, also on those that register later.
 
         Args:
-            reason: for people; it is the detail of the hold.
+            reason: a text for people, which becomes the detail of the hold.
 
         Returns:
             How many resources there are.

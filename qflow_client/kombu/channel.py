@@ -203,8 +203,8 @@ class Channel(pyamqp.Channel):
 
         Args:
             msg: the message.
-            exchange: where to publish.
-            routing_key: with which key.
+            exchange: the exchange.
+            routing_key: the routing key.
             mandatory: let the broker return the message if no queue takes it.
             immediate: obsolete.
             timeout: seconds to wait while the channel is flowed, instead of `max_producer_flow_control_wait`.
@@ -214,8 +214,9 @@ class Channel(pyamqp.Channel):
         Raises:
             OperationalError: its ``__cause__`` shows what happened to the message. FlowControlTimeout: still flowed
                 after the timeout; the message was not sent and never will be. ProducerFlowed: flowed, and waiting is
-                not allowed here; likewise. ConfirmTimeout: the message was written at least in part, and its outcome is
-                not known. MessageNacked: with pipelined confirms, earlier messages were nacked; this one was not sent.
+                not allowed here; the message was not sent. ConfirmTimeout: the message was written at least in part,
+                and its outcome is not known. MessageNacked: with pipelined confirms, earlier messages were nacked;
+                this one was not sent.
             MessageNacked: with one confirm per call: the broker did not take the message.
 
         Returns:

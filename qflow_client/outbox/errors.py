@@ -19,8 +19,8 @@ class OutboxError(QflowError):
     `send` always raises one of two subclasses: `OutboxFull` if the message was not sent, `NotDurable` if it was.
 
     Attributes:
-        receipt: of a message that was admitted, see `NotDurable`; ``None`` if none was.
-        receipts: of all messages that the same `send_many` has admitted, including `receipt`.
+        receipt: the receipt of a message that was admitted, see `NotDurable`; ``None`` if none was.
+        receipts: the receipts of all messages that the same `send_many` has admitted, including `receipt`.
     """
 
     receipt: Receipt | None = None
@@ -36,8 +36,8 @@ class OutboxFull(OutboxError):
 
     Attributes:
         message: the rejected message, as it was passed; ``None`` if the call only asked for room of a given size.
-        exchange: its exchange; ``None`` likewise.
-        routing_key: its routing key; ``None`` likewise.
+        exchange: its exchange; ``None`` if there was no message.
+        routing_key: its routing key; ``None`` if there was no message.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class NotDurable(OutboxError):
     lost only if the process dies before that, and before the broker confirms it.
 
     Attributes:
-        receipt: of the message, with its outcome.
+        receipt: the receipt of the message, with its outcome.
     """
 
     receipt: Receipt

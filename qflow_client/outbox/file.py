@@ -68,7 +68,7 @@ class StoredMessage:
         at: when it was put, in seconds since 1970.
         exchange: its exchange.
         routing_key: its routing key.
-        message: with its message id.
+        message: the message, with its message id.
         size: the bytes that it uses of the outbox.
         may_be_second_copy: whether it may have been written to a broker before.
     """
@@ -252,7 +252,7 @@ def read(
     Args:
         file: the file.
         after: a sequence; only later messages are read.
-        limit: how many at most.
+        limit: the most messages to return.
         written: the sequence up to which messages may have been written to a broker, and the same for held messages.
         only: a condition in SQL that selects messages; empty for all.
     """

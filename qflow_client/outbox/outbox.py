@@ -70,7 +70,7 @@ class Outbox:
     """Messages on disk, in a file of SQLite. Any number of threads of one process may use it.
 
     Args:
-        path: of the file, which is created if it does not exist. The lock is a file beside it, which stays.
+        path: the path of the file, which is created if it does not exist. The lock is a file beside it, which stays.
         max_bytes: limit of the messages, including properties and 64 bytes for each; the file itself may be larger.
         synchronous: ``"normal"`` survives the death of the process, whatever its cause. ``"full"`` also survives the
             death of the machine, and waits for the disk with each commit.
@@ -204,7 +204,7 @@ class Outbox:
             payload: the body, or a message with properties. If it has a message id, that id is used.
             exchange: its exchange.
             routing_key: its routing key.
-            message_id: for a message without an id.
+            message_id: the id for a message without an id.
             permit: whether it may be written to a broker from now on; otherwise it is held until `permit` is called.
             overdraw: put it even if there is no room, because the caller has checked `has_room`.
             position: how far its source has been read, written in the same commit; ``None`` for none.
@@ -236,7 +236,7 @@ class Outbox:
         """Allow held messages up to a sequence to be written to a broker, after the next commit.
 
         Args:
-            sequence: of the last of them.
+            sequence: the sequence of the last of them.
         """
         self._noted.permit(sequence)
 
@@ -366,7 +366,7 @@ class Outbox:
 
         Args:
             after: a sequence; only later messages are returned.
-            limit: how many at most.
+            limit: the most messages to return.
             max_bytes: how many bytes at most, but at least one message; ``None`` for no limit.
 
         Raises:
@@ -500,7 +500,7 @@ class Outbox:
         Args:
             path: of the file.
             after: a sequence; only later messages are returned.
-            limit: how many at most.
+            limit: the most messages to return.
 
         Raises:
             OutboxError: there is no outbox, or it cannot be read.

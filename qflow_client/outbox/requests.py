@@ -24,7 +24,7 @@ class Requests:
     """The next tasks of the writer. The state and the writer only assign attributes, so there is no lock.
 
     Args:
-        reports: of the producer. The producer wakes the writer like any other waiter.
+        reports: the producer's reports. The producer wakes the writer like any other waiter.
     """
 
     __slots__ = ("_reports", "commit", "read", "writer")

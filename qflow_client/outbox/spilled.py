@@ -31,7 +31,7 @@ class Spilled(Receipt):
 
         Args:
             path: of the outbox.
-            sequence: of the message in it.
+            sequence: the sequence of the message.
             own_id: the message id that the application assigned; ``None`` if the producer assigns one.
         """
         self._path = path

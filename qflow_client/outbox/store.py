@@ -76,7 +76,7 @@ class OutboxStore:
         protocol: the producer's state, to which it attaches itself. No message may have been admitted yet.
         outbox: keeps the messages.
         spilled_type: the class of receipts for messages that wait on disk.
-        writer: is woken when there is a request.
+        writer: the writer, which is woken when there is a request.
         now: seconds.
     """
 
@@ -130,8 +130,8 @@ class OutboxStore:
 
         Args:
             payload: the message.
-            exchange: where to publish.
-            routing_key: with which key.
+            exchange: the exchange.
+            routing_key: the routing key.
             now: seconds.
             spills: whether it may be put into the outbox while the producer is flowed.
 

@@ -49,7 +49,7 @@ class URLParameters(pika.URLParameters):
     """pika's `URLParameters`; the query may also contain settings of flow control.
 
     Args:
-        url: as pika's, and for example ``?max_producer_flow_control_wait=10&capacity=500``.
+        url: pika's argument, for example with ``?max_producer_flow_control_wait=10&capacity=500``.
 
     Raises:
         SettingsError: a setting has a value that is not allowed.

@@ -61,7 +61,7 @@ class Publish(RepeatableMessage):
     Args:
         frames: all its frames.
         arguments: exchange, routing key and ``mandatory``.
-        basic_properties: as they were passed.
+        basic_properties: the properties, as they were passed.
         body: the content.
     """
 

@@ -58,7 +58,7 @@ def mirror(name: str, theirs: ModuleType) -> None:
     """Let a module of the drop-in take the place of a module of pika. Called at its end.
 
     Args:
-        name: of the drop-in's module; its ``__all__`` has the names that only the drop-in has.
+        name: the name of the drop-in's module. Its ``__all__`` has the names that only the drop-in has.
         theirs: pika's module.
     """
     ours = sys.modules[name]
@@ -73,7 +73,7 @@ def alias(name: str, theirs: ModuleType) -> None:
     """Make pika's submodules without a counterpart importable by the drop-in's names, too.
 
     Args:
-        name: of the drop-in's package.
+        name: the name of the drop-in's package.
         theirs: pika's package.
     """
     package = sys.modules[name]

@@ -29,7 +29,7 @@ class Inbox:
     Args:
         metadata: the application's, to which the table is added; ``None`` for a separate one.
         name: of the table.
-        schema: of the table; ``None`` for the connection's default.
+        schema: the schema of the table; ``None`` for the connection's default.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class Inbox:
         """Forget messages, in the caller's transaction.
 
         Args:
-            connection: to the database.
+            connection: a connection to the database.
             older_than: seconds; more than the delay of any second copy.
 
         Returns:

@@ -75,8 +75,8 @@ class Outbox:
 
     Args:
         metadata: the application's, to which the tables are added; ``None`` for a separate one.
-        name: of the table; the other two are called ``<name>_failed`` and ``<name>_relay``.
-        schema: of the tables; ``None`` for the connection's default.
+        name: the name of the table; the other two are called ``<name>_failed`` and ``<name>_relay``.
+        schema: the schema of the tables; ``None`` for the connection's default.
         notify: wake the relays with ``NOTIFY`` on PostgreSQL. PostgreSQL lets only one notifying transaction of a
             database commit at a time. With ``False`` relays find rows at their next poll.
     """
@@ -131,8 +131,8 @@ class Outbox:
         Args:
             session: the caller's; with an asynchronous one, await the result.
             message: the body, or a `Message` with properties.
-            exchange: where to publish. The default is the exchange of a `RoutedMessage`, or else ``""``.
-            routing_key: with which key; the default likewise.
+            exchange: the exchange. The default is the exchange of a `RoutedMessage`, or else ``""``.
+            routing_key: the routing key; the same default.
             ordering_key: messages with the same key are published in the order in which they were added, by
                 transactions that wait for each other. ``None`` for a message without an order.
 
@@ -256,7 +256,7 @@ class Outbox:
         """Return the counts of an outbox.
 
         Args:
-            connection: to its database.
+            connection: a connection to the outbox's database.
         """
         failed, relay = self.tables.failed, self.tables.relay
         depth, oldest_age = measure(connection, self.tables)
@@ -291,9 +291,9 @@ class Outbox:
         """Return messages that were set aside, the oldest first.
 
         Args:
-            connection: to the outbox's database.
+            connection: a connection to the outbox's database.
             after: a `FailedRow.id`; only later rows are returned.
-            limit: how many at most.
+            limit: the most messages to return.
         """
         table = self.tables.failed
         found = connection.execute(select(table).where(table.c.id > after).order_by(table.c.id).limit(limit))
@@ -312,7 +312,7 @@ class Outbox:
         """Put messages that were set aside back at the end of the outbox, in the caller's transaction.
 
         Args:
-            connection: to the outbox's database.
+            connection: a connection to the outbox's database.
             ids: `FailedRow.id` of each; ``None`` for all.
 
         Returns:
@@ -335,7 +335,7 @@ class Outbox:
         """Delete messages that were set aside, in the caller's transaction.
 
         Args:
-            connection: to the outbox's database.
+            connection: a connection to the outbox's database.
             ids: `FailedRow.id` of each.
 
         Returns:

@@ -61,7 +61,7 @@ class PostgresqlSession:
     """One session.
 
     Args:
-        engine: of SQLAlchemy, with the driver psycopg.
+        engine: an engine of SQLAlchemy, with the driver psycopg.
         tables: the outbox's.
         lease: seconds without activity of the relay after which another relay gets its partitions; see `silence_of`.
 
@@ -203,7 +203,7 @@ class PostgresqlSession:
         """Give up partitions.
 
         Args:
-            doubts: for each partition, the row up to which messages may have been sent, if they still exist.
+            doubts: by partition, the row up to which messages may have been sent, if they still exist.
         """
         statement = f"UPDATE {self._relay} SET permitted = :doubt WHERE partition = :partition"
         for partition, doubt in doubts.items():

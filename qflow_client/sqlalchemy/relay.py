@@ -56,7 +56,7 @@ def engine_of(url: str | URL) -> Engine:
     """Make an engine for a relay, with the relay's driver in place of the driver in the URL.
 
     Args:
-        url: of the database, in SQLAlchemy's form.
+        url: the URL of the database, in SQLAlchemy's form.
 
     Raises:
         SettingsError: it is not such a URL, or the database is not supported.
@@ -82,8 +82,8 @@ class OutboxRelay:
 
     Args:
         database: an engine of SQLAlchemy with the driver psycopg or for SQLite, or a URL.
-        url: of the broker, or several; the setting ``url``.
-        outbox: has the names of the tables; ``None`` for the names of ``Outbox()``.
+        url: the URL of the broker, or several; the setting ``url``.
+        outbox: the outbox with the names of the tables; ``None`` for the names of ``Outbox()``.
         lease: seconds without activity of a relay after which another relay takes its partitions, if it is suspended or
             cut off. A relay that is killed loses them at once. The default of the setting ``liveness`` is a sixth of
             it.
@@ -184,7 +184,7 @@ class OutboxRelay:
         """Start the thread.
 
         Raises:
-            RuntimeError: it was started before.
+            RuntimeError: the relay was started before.
         """
         if self._thread is not None:
             raise RuntimeError("a relay can be started once; make another one")
@@ -220,7 +220,7 @@ class OutboxRelay:
         waiting, and the relay ends by itself.
 
         Raises:
-            RuntimeError: it was started before.
+            RuntimeError: the relay was started before.
         """
         async with self:
             await self._wait_for_end(None)

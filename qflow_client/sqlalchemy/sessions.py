@@ -71,7 +71,7 @@ def wait_readable(descriptors: Iterable[int], timeout: float) -> set[int]:
     """Wait until one of some descriptors is readable, and return the readable ones.
 
     Args:
-        descriptors: with any number; `select.select` accepts only numbers below 1024.
+        descriptors: descriptors with any number; `select.select` accepts only numbers below 1024.
         timeout: seconds.
     """
     poll = select.poll()

@@ -72,7 +72,7 @@ class SqliteSession:
     """One session.
 
     Args:
-        engine: of SQLAlchemy, with a synchronous driver.
+        engine: an engine of SQLAlchemy, with a synchronous driver.
         tables: the outbox's.
         lease: not used; it is for databases on a network.
 

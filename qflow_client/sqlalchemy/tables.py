@@ -83,7 +83,7 @@ class Tables:
 
     Args:
         metadata: their metadata.
-        name: of the first; the others' names begin with it.
+        name: the name of the first table; the others' names begin with it.
         schema: of the tables.
     """
 

@@ -123,7 +123,7 @@ class Tenure:
     """One tenure.
 
     Args:
-        session: with the database, just opened.
+        session: the session with the database, just opened.
         counts: of the relay.
         metrics: of the relay.
         waker: of its thread.

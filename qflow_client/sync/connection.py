@@ -142,8 +142,8 @@ class Carrier:
 
         Args:
             sock: the socket.
-            ssl_context: for TLS; ``None`` for none.
-            server_hostname: likewise.
+            ssl_context: the TLS context; ``None`` for no TLS.
+            server_hostname: for TLS; ``None`` for none.
             on_done: called on the I/O thread with an error, or with ``None`` when the transfer runs.
 
         Returns:

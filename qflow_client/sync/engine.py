@@ -267,8 +267,8 @@ class Engine(BaseEngine):
         Args:
             call: the call.
             waiter: its waiter.
-            deadline: until when it may wait, in seconds.
-            ticket: of a send. After an error it is given up. Without a ticket, `waiter` is forgotten.
+            deadline: the end of the wait, in seconds.
+            ticket: the ticket of a send. After an error it is given up. Without a ticket, `waiter` is forgotten.
 
         Raises:
             NestedCall: a step could not be taken, and nothing has changed.
@@ -344,7 +344,7 @@ class Engine(BaseEngine):
         """Close the producer; a second call waits for the end of the first.
 
         Args:
-            deadline: until when messages may be settled, in seconds.
+            deadline: the end of the wait for unsettled messages, in seconds.
             waits_for_holds: False to wait only while the broker continues to answer.
 
         Returns:
@@ -407,7 +407,7 @@ class Engine(BaseEngine):
 
         Args:
             patience: seconds that each may take.
-            deadline: until when `on_delivery` may be called; ``None`` for `patience`.
+            deadline: the end of the calls of `on_delivery`, in seconds; ``None`` for `patience`.
 
         Returns:
             The error for messages that were not delivered.

@@ -148,8 +148,8 @@ class Producer(BaseProducer):
 
         Args:
             message: the body, or a `Message` with properties.
-            exchange: where to publish. The default is the exchange of a `RoutedMessage`, or else the setting.
-            routing_key: with which key; the default likewise.
+            exchange: the exchange. The default is the exchange of a `RoutedMessage`, or else the setting.
+            routing_key: the routing key; the same default.
             timeout: seconds that it may stay blocked; ``None`` for ever, 0 not at all. The default is the setting
                 `max_producer_flow_control_wait`.
             source: the source of the message, for a `WeightedLine`.
@@ -161,13 +161,13 @@ class Producer(BaseProducer):
 
         Raises:
             FlowControlTimeout: still flowed after `timeout`; the message was not sent and never will be.
-            ProducerFlowed: flowed, and `when_flowed` is ``"raise"``; likewise.
-            ProducerClosed: the producer was closed, or lost its connection; likewise.
-            OutboxFull: the outbox has no room; likewise.
+            ProducerFlowed: flowed, and `when_flowed` is ``"raise"``; the message was not sent.
+            ProducerClosed: the producer was closed, or lost its connection; the message was not sent.
+            OutboxFull: the outbox has no room; the message was not sent.
             NotDurable: the message is admitted, but is not on disk after `timeout`, or the disk failed.
             SettingsError: there is a position, but no outbox; the message was not sent.
             TypeError: the message is of another type, or `timeout` is not a number.
-            ValueError: it cannot be encoded, or `timeout` is NaN.
+            ValueError: the message cannot be encoded, or `timeout` is NaN.
         """
         if timeout is not DEFAULT and timeout != 0:
             check_timeout(timeout)
@@ -248,8 +248,8 @@ class Producer(BaseProducer):
 
         Args:
             message: the body, or a `Message` with properties.
-            exchange: where to publish. The default is the exchange of a `RoutedMessage`, or else the setting.
-            routing_key: with which key; the default likewise.
+            exchange: the exchange. The default is the exchange of a `RoutedMessage`, or else the setting.
+            routing_key: the routing key; the same default.
             source: as for `send`; it has no effect, because the message does not wait for a turn.
             position: as for `send`.
 
@@ -258,9 +258,9 @@ class Producer(BaseProducer):
 
         Raises:
             ProducerFlowed: flowed; the message was not sent and never will be.
-            ProducerClosed: the producer was closed, or lost its connection; likewise.
+            ProducerClosed: the producer was closed, or lost its connection; the message was not sent.
             TypeError: the message is of another type.
-            ValueError: it cannot be encoded.
+            ValueError: the message cannot be encoded.
         """
         payload: Any = message
         if type(message) is not bytes:
@@ -311,9 +311,9 @@ class Producer(BaseProducer):
         message itself, which was admitted, too. No further message was taken from the iterable.
 
         Args:
-            messages: as for `send`; or pairs of a message and its position.
-            exchange: where to publish, as for `send`.
-            routing_key: with which key, as for `send`.
+            messages: messages as for `send`, or pairs of a message and its position.
+            exchange: the exchange, as for `send`.
+            routing_key: the routing key, as for `send`.
             timeout: seconds that each may stay blocked, as for `send`.
             source: the source of the messages, for a `WeightedLine`.
 

@@ -411,7 +411,7 @@ class BlockingChannel(_pika.BlockingChannel):
         Raises:
             FlowControlTimeout: still flowed after `max_producer_flow_control_wait`; the message was not sent and never
                 will be.
-            ProducerFlowed: flowed, and `when_flowed` is ``"raise"``; likewise.
+            ProducerFlowed: flowed, and `when_flowed` is ``"raise"``; the message was not sent.
             ConfirmTimeout: the message was written at least in part. The broker did not confirm it, or did not take the
                 rest, within `max_producer_flow_control_wait`. Its outcome is not known.
             UnroutableError, NackError: as pika's. With pipelined confirms they are about earlier messages, and the

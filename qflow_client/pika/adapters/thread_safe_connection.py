@@ -250,7 +250,8 @@ class Channel(_pika.Channel):  # type: ignore[misc]  # of no known type
         Raises:
             FlowControlTimeout: still flowed after `max_producer_flow_control_wait`; the message was not sent and never
                 will be.
-            ProducerFlowed: flowed, and `when_flowed` is ``"raise"``, or this is the IOLoop's thread; likewise.
+            ProducerFlowed: flowed, and `when_flowed` is ``"raise"``, or this is the IOLoop's thread; the message was
+                not sent.
             ChannelWrongStateError, ChannelClosed, …: the channel is not open. pika only logs that.
         """
         if on_publish is not None:
