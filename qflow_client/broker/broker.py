@@ -50,7 +50,7 @@ __all__ = ["Broker"]
 
 
 def _names(source: FlowSource) -> tuple[str, str]:
-    """Return the name that the client gave itself, or else the connection's name; and the connection's name."""
+    """Return two names: the client's own name or, without it, the connection's name; and the connection's name."""
     assert isinstance(source, ChannelFlow)
     session = source.session
     return session.handshake.client_name or session.name, session.name
@@ -132,7 +132,7 @@ class Broker(CoreBroker):
         """Declare everything, or nothing. Objects that exist with the same settings stay as they are.
 
         Args:
-            definitions: what to declare.
+            definitions: the objects to declare.
 
         Raises:
             DefinitionError: a definition is refused; the text says which and why.

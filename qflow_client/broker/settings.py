@@ -1,4 +1,4 @@
-"""All settings of a broker: those of the core, and those of policies, the store and HTTP."""
+"""All settings of a broker: for the core, the policies, the store and HTTP."""
 
 from __future__ import annotations
 

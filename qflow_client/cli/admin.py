@@ -215,7 +215,7 @@ def _thresholds(queue: dict[str, Any]) -> str:
 
 @admin.command()
 def queues(context: typer.Context, as_json: AsJson = False) -> None:
-    """Queues, their depths, marks (stop/resume) and flow states."""
+    """List the queues with their depths, marks (stop/resume) and flow states."""
     _list(
         context,
         "/api/queues",
@@ -236,7 +236,7 @@ def queues(context: typer.Context, as_json: AsJson = False) -> None:
 
 @admin.command()
 def producers(context: typer.Context, as_json: AsJson = False) -> None:
-    """Producers, whether they are flowed, by what and for how long."""
+    """List the producers: whether each is flowed, by which queues, and for how long."""
     _list(
         context,
         "/api/producers",
@@ -266,7 +266,7 @@ def _about(policy: dict[str, Any]) -> str:
 
 @admin.command()
 def policies(context: typer.Context, as_json: AsJson = False) -> None:
-    """Policies, what they are about and what they set."""
+    """List the policies with the objects that they apply to, and with their settings."""
     _list(
         context,
         "/api/policies",
@@ -282,7 +282,7 @@ def policies(context: typer.Context, as_json: AsJson = False) -> None:
 
 @admin.command()
 def rates(context: typer.Context, as_json: AsJson = False) -> None:
-    """Rate limits of exchanges, queues and users."""
+    """List the rate limits of exchanges, queues and users."""
 
     def rate(limit: dict[str, Any], name: str) -> str:
         return "-" if limit[name] is None else f"{limit[name]:,g}"
@@ -306,7 +306,7 @@ def watch(
     period: Annotated[float, typer.Option(metavar="SECONDS", min=0.1, max=60, help="Between two looks.")] = 0.5,
     as_json: AsJson = False,
 ) -> None:
-    """One line for every flow state that changes, until Ctrl-C."""
+    """Print a line for every change of a flow state, until Ctrl-C."""
     with Stopping() as stopping:
         try:
             with stopping.breakable(), _broker(context).open("GET", f"/api/events?period={period}") as response:
@@ -495,7 +495,7 @@ def _camel(name: str) -> str:
 
 @_delete.command("policy")
 def _delete_policy(context: typer.Context, name: _Name, as_json: AsJson = False) -> None:
-    """Delete a policy; each queue then follows what else applies to it."""
+    """Delete a policy; each queue then follows its other policies and arguments."""
     _steer(context, as_json, "DELETE", f"/api/policies/{quote(name, safe='')}")
 
 
@@ -563,7 +563,7 @@ def _rate_path(scope: str, name: str) -> str:
 
 @admin.command("export")
 def _export(context: typer.Context, _as_json: AsJson = False) -> None:
-    """Queues, exchanges and bindings, as JSON with or without --json."""
+    """Print the queues, exchanges and bindings as JSON, with or without --json."""
     print_json(_broker(context).ask("GET", "/api/definitions"), indent=2)
 
 
@@ -573,7 +573,7 @@ def _import(
     file: Annotated[typer.FileText, typer.Argument(metavar="FILE", help="As exported; - for standard input.")],
     as_json: AsJson = False,
 ) -> None:
-    """Declare what `export` or RabbitMQ has exported: all of it, or nothing."""
+    """Declare the objects that `export` or RabbitMQ has exported: all of them, or none."""
     try:
         document = json.load(file)
     except ValueError as error:

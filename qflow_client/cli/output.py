@@ -22,7 +22,7 @@ def print_json(value: Any, *, indent: int | None = None, file: TextIO | None = N
     The output is ASCII. A terminal or a pipe may have any encoding, and a name may contain control characters.
 
     Args:
-        value: what to print.
+        value: the value to print.
         indent: spaces for each level; ``None`` for one line.
         file: where to print; ``None`` for standard output.
     """

@@ -27,9 +27,9 @@ class Controls:
         "withhold_confirms",
     )
 
-    #: Name of the controller that blocks a channel or a connection for the operator, as a queue's controller does.
+    #: Name of the controller that blocks channels and connections for the operator.
     OPERATOR = "operator"
-    #: Name of the same for an alarm.
+    #: Name of the controller that blocks channels and connections during an alarm.
     ALARM = "alarm"
 
     def __init__(self, *, watches_publishes: bool = False) -> None:
@@ -44,7 +44,8 @@ class Controls:
         self.withhold_confirms = False
         # Whether every publish is refused.
         self.nack_publishes = False
-        # Whether every publish takes the slower way with checks, whatever its queues need; and the two reasons for it.
+        # Whether every publish takes the slower way with checks, even if its queues do not need it; and the two reasons
+        # for it.
         self.watches_publishes = watches_publishes
         self._watches_always = watches_publishes
         self._has_rates = False

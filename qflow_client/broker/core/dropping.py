@@ -21,7 +21,7 @@ class Dropping:
     Args:
         contents: contents of the queue.
         died: called with a message to dead-letter and the reason; ``None`` if the queue does not dead-letter.
-        wake: called when more entries have to leave soon: the caller then has to call `let_leave`.
+        wake: called when more entries have to leave soon. The caller then has to call `let_leave`.
     """
 
     __slots__ = ("_contents", "_died", "_wake", "expiry", "has_letters")
@@ -91,7 +91,7 @@ class Dropping:
             self._contents.left(entry, DropReason.DAMAGED)
 
     def end(self) -> None:
-        """End with the queue, which is deleted and whose entries have all left."""
+        """End with the queue. The queue is deleted, and all its entries have left."""
         self._died = self.expiry = None
         self._wake = _nothing
 
@@ -104,4 +104,4 @@ class Dropping:
 
 
 def _nothing() -> None:
-    """Do nothing; called in place of a deleted queue."""
+    """Do nothing; used for the queue after its deletion."""

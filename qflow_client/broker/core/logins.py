@@ -115,7 +115,7 @@ class Logins:
         """Find out for how many seconds the user and password of a login are valid. Count a failed login.
 
         Args:
-            login: what the client sent.
+            login: the data of the login.
             address: address of the client.
             now: monotonic seconds.
             done: called with the seconds, at once or later; 0 if the login is wrong.
@@ -172,7 +172,7 @@ def login_refusal(login: Login, loopback_users: Collection[str], address: str, *
     """Return the reason why a login is refused; ``None`` if it is accepted.
 
     Args:
-        login: what the client sent.
+        login: the data of the login.
         loopback_users: users that may log in only from this machine.
         address: address of the client; empty if it has none, for example on a Unix socket.
         is_right: whether user and password are right.

@@ -21,7 +21,7 @@ class Quota:
     Args:
         setting: name of the setting with the limit.
         limit: maximum number of objects.
-        things: what the objects are called, in the plural.
+        things: name of the kind of objects, in the plural.
         count: counts the objects.
     """
 

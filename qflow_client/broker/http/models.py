@@ -130,13 +130,13 @@ class Health(_Answer):
 
 
 class Removed(_Answer):
-    """How much went."""
+    """The number of removed messages."""
 
     messages: int = Field(description="how many messages were ready, and are gone")
 
 
 class Counters(_Answer):
-    """Sums over what there is now; what has gone is not in them."""
+    """Counters of the broker. Queues, channels and connections that no longer exist are not counted."""
 
     connections: int = Field(description="connections")
     channels: int = Field(description="open channels")
@@ -163,7 +163,7 @@ class Counters(_Answer):
 
 
 class QueueFlowState(_Answer):
-    """What a queue's flow state is, and what comes of it."""
+    """The flow state of a queue, and the channels that it blocks."""
 
     name: str = Field(description="of the queue")
     flow_state: bool = Field(description="whether it is ON (C7)")
@@ -189,7 +189,7 @@ class ChannelFlowState(_Answer):
 
 
 class FlowStates(_Answer):
-    """Queues, and the channels that they hold."""
+    """The flow states of all queues, and of the channels that are blocked."""
 
     producers_stopped: bool = Field(description="whether an operator has stopped all producers (D5)")
     queues: list[QueueFlowState] = Field(description="all queues")
@@ -197,7 +197,7 @@ class FlowStates(_Answer):
 
 
 class QueueRequest(_Request):
-    """A queue to be; see `Queue.Declare`."""
+    """The settings of a new queue; see `Queue.Declare`."""
 
     durable: bool = Field(default=False, description="as in `Queue.Declare`")
     auto_delete: bool = Field(default=False, description="whether it goes with its last consumer")
@@ -205,7 +205,7 @@ class QueueRequest(_Request):
 
 
 class ExchangeRequest(_Request):
-    """An exchange to be; see `Exchange.Declare`."""
+    """The settings of a new exchange; see `Exchange.Declare`."""
 
     type: Literal["direct", "fanout", "topic", "headers"] = Field(default="direct", description="of the exchange")
     durable: bool = Field(default=False, description="as in `Exchange.Declare`")
@@ -215,7 +215,7 @@ class ExchangeRequest(_Request):
 
 
 class BindingRequest(_Request):
-    """A binding to be; see `Queue.Bind`."""
+    """The settings of a new binding; see `Queue.Bind`."""
 
     source: Name = Field(description="the exchange")
     destination: Name = Field(description="the queue, or the exchange")
@@ -245,7 +245,7 @@ def _thresholds_request() -> type[BaseModel]:
 ThresholdsRequest = _thresholds_request()
 
 
-# Newer releases of RabbitMQ export more fields than are known here.
+# Newer releases of RabbitMQ export more fields than this broker knows.
 for _kind in (QueueDefinition, ExchangeDefinition, BindingDefinition):
     with_config(ConfigDict(extra="ignore"))(_kind)
 
@@ -283,7 +283,7 @@ PolicyDefinitionModel, PolicyRequest, PolicyAnswer = _policy_parts()
 
 
 class RateLimitRequest(_Request):
-    """How much may be published in a time."""
+    """The settings of a rate limit."""
 
     messages: float | None = Field(default=None, description="per second; null for any number")
     bytes: float | None = Field(default=None, description="body bytes per second; null for any number")
@@ -301,7 +301,7 @@ class RateLimitAnswer(_Answer):
 
 
 class DefinitionsDocument(BaseModel):
-    """Queues, exchanges and bindings, as RabbitMQ's definitions have them; what else is in them is not looked at."""
+    """Queues, exchanges and bindings in the format of RabbitMQ's definitions. Other parts are ignored."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -327,7 +327,7 @@ class DefinitionsDocument(BaseModel):
 
 
 class Loaded(_Answer):
-    """What became of definitions."""
+    """The result of loading definitions."""
 
     exchanges: int = Field(description="how many exchanges were declared")
     queues: int = Field(description="how many queues were declared")

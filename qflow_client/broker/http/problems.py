@@ -24,7 +24,7 @@ _STATUS_OF = {
 
 
 class FieldProblem(BaseModel):
-    """One thing that is wrong with what was sent."""
+    """A field of the request that is wrong, and the reason."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -33,7 +33,7 @@ class FieldProblem(BaseModel):
 
 
 class ProblemDetails(BaseModel):
-    """Why a request was not done (RFC 9457)."""
+    """The error of a request (RFC 9457)."""
 
     model_config = ConfigDict(extra="forbid")
 

@@ -73,7 +73,7 @@ SINGLE_ACTIVE_CONSUMER = "x-single-active-consumer"
 
 
 class XOverflow(StrEnum):
-    """What a queue does at its RabbitMQ maximum (``x-overflow``)."""
+    """The behaviour of a queue at its RabbitMQ maximum (``x-overflow``)."""
 
     #: Drop the oldest ready message.
     DROP_HEAD = "drop-head"

@@ -32,7 +32,7 @@ _Choice = TypeVar("_Choice", bound=Enum)
 
 
 class QueuePolicy(StrEnum):
-    """What a full queue does; the least strict first."""
+    """The behaviour of a full queue; the least strict first."""
 
     #: Accept every message; the thresholds hold back the producers.
     FLOW = "flow"
@@ -95,7 +95,7 @@ class PolicyDefinition:
     """The values that a policy sets; ``None`` for a value that it does not set.
 
     Attributes:
-        policy: what a full queue does.
+        policy: behaviour of the full queue.
         max_count: maximum number of messages; 0 for no maximum. With `flow_to_disk` it limits only the messages in
             memory.
         max_size: maximum body bytes; otherwise the same as `max_count`.

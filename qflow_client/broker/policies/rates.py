@@ -20,7 +20,7 @@ __all__ = ["RateLimit", "RateScope", "Rates"]
 
 
 class RateScope(StrEnum):
-    """What a rate limit applies to."""
+    """The kind of object that a rate limit applies to."""
 
     #: Publishes to an exchange.
     EXCHANGE = "exchange"
@@ -35,7 +35,7 @@ class RateLimit:
     """A limit for publishes per second. A channel that exceeds it is flowed (blocked) until the rate has caught up.
 
     Attributes:
-        apply_to: what the name belongs to.
+        apply_to: kind of the object with this name.
         name: name of the exchange, the queue or the user; it need not exist yet.
         messages: messages per second; ``None`` for no limit.
         bytes: body bytes per second; ``None`` for no limit.

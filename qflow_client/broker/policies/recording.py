@@ -29,8 +29,8 @@ class _Record:
 
     def __init__(self, depth: int, size: int) -> None:
         self.arrived = self.arrived_bytes = self.left = self.left_bytes = 0
-        # Messages that arrived, by publisher. `arrivals` are not yet added to the other two. `pending` are for the next
-        # line. `filled_by` are all since the queue last turned OFF.
+        # Messages that arrived, by publisher. `pending` counts messages for the next line, `filled_by` all messages
+        # since the queue last turned OFF. `arrivals` counts messages that are not yet added to these two.
         self.arrivals: dict[str, int] = {}
         self.pending: dict[str, int] = {}
         self.filled_by: dict[str, int] = {}
@@ -136,7 +136,7 @@ class FlowRecorder:
         self._write(self._line(at, "on", queue.name) | {"depth": queue.depth, "bytes": queue.size})
 
     def turned_off(self, queue: QueueView) -> None:
-        """Note that the queue's flow state has turned OFF: the queue holds nothing any more."""
+        """Note that the queue's flow state has turned OFF. The queue then holds no confirms."""
         self.lets_confirms_go(queue)
         record = self._record(queue)
         since, record.on_since = record.on_since, None

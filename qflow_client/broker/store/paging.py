@@ -52,30 +52,30 @@ class Pager:
         return len(self._lent) + len(self._fresh) + len(self._ahead)
 
     def add(self, entry: QueueEntry) -> None:
-        """An entry was added."""
+        """Note that an entry was added."""
         self._fresh[entry] = None
         self.size += entry.message.size
 
     def came(self, entry: QueueEntry) -> None:
-        """The body of a ready entry is in memory again."""
+        """Note that the body of a ready entry is in memory again."""
         if entry not in self._ahead and entry not in self._fresh:
             self._ahead[entry] = None
             self.size += entry.message.size
 
     def lend(self, entry: QueueEntry) -> None:
-        """An entry was delivered to a consumer; its body is in memory."""
+        """Note that an entry was delivered to a consumer; its body is in memory."""
         self.forget(entry)
         self._lent[entry] = None
         self.size += entry.message.size
 
     def take_back(self, entry: QueueEntry) -> None:
-        """An entry is ready again."""
+        """Note that an entry is ready again."""
         self.forget(entry)
         if entry.message.body is not None:
             self.came(entry)
 
     def forget(self, entry: QueueEntry) -> None:
-        """An entry has left the queue."""
+        """Note that an entry has left the queue."""
         for each in (self._lent, self._ahead, self._fresh):
             if entry in each:
                 del each[entry]
@@ -111,18 +111,18 @@ class Droppable:
         return len(self._entries)
 
     def add(self, entry: QueueEntry) -> None:
-        """An entry was added at the end. An entry with a persistent message is ignored."""
+        """Note that an entry was added at the end. An entry with a persistent message is ignored."""
         if not entry.message.is_persistent:
             self._entries[entry] = None
             bring_back(entry.message)
 
     def take_back(self, entry: QueueEntry) -> None:
-        """An entry is ready again, or has to be checked again."""
+        """Note that an entry is ready again, or has to be checked again."""
         self._is_in_order = False
         self.add(entry)
 
     def forget(self, entry: QueueEntry) -> None:
-        """An entry has left the queue, or was delivered to a consumer."""
+        """Note that an entry has left the queue, or was delivered to a consumer."""
         self._entries.pop(entry, None)
 
     def oldest_first(self) -> Iterator[QueueEntry]:
@@ -198,7 +198,7 @@ def relieve(account: Account, queues: Iterable[QueueView]) -> None:
 
 
 def _evict(account: Account, queues: Iterable[QueueView]) -> None:
-    """Evict bodies to disk, in equal parts."""
+    """Evict bodies to disk in equal parts."""
     pagers = [queue.pager for queue in queues if queue.pager is not None]
     while (excess := account.held - account.evict_above) > 0:
         sizes = [pager.size for pager in pagers]
