@@ -1,6 +1,6 @@
 """J5: every order in which publishers and consumers can come in between each other around a mark, step by step.
 
-Publishers and consumers run as the atomic steps of `FlowController.offer_steps` and `release_steps`. Every order of
+Publishers and consumers run as the atomic steps of a `Stepwise` controller. Every order of
 these steps is walked: from every state that can be reached, each of them that is not done goes next once. What happens
 from a state on depends neither on how it was reached nor on which of the like publishers or consumers is which, so such
 states are walked on from once only, however many orders lead to them.
@@ -14,16 +14,52 @@ from itertools import product
 
 from qflow_client.flow import Capacity, FlowController, FlowSource, StopResume, ThresholdLimiter, Thresholds
 
-__all__ = ["DEPTHS", "MARKS", "SIZE", "Make", "Scenario", "World", "assert_nobody_is_blocked_for_nothing", "made_of"]
+__all__ = [
+    "DEPTHS",
+    "MARKS",
+    "SIZE",
+    "Make",
+    "Scenario",
+    "Stepwise",
+    "World",
+    "assert_nobody_is_blocked_for_nothing",
+    "made_of",
+]
+
+
+class Stepwise(FlowController):
+    """A controller whose `offer` and `release` can be done one atomic step at a time.
+
+    Each yield is a point at which another thread may come in between. Its value is the name of the step that was done.
+    """
+
+    __slots__ = ()
+
+    def offer_steps(self, source: FlowSource, size: int, now: float) -> Iterator[str]:
+        if self.limiter.add(size, now) or self._is_held:
+            yield "taken"
+            self._block(source, now)
+            yield "blocked"
+            super()._look_again(source, now)
+
+    def _look_again(self, source: FlowSource, now: float | None) -> None:
+        """Do nothing, because the second look is a step of its own."""
+
+    def release_steps(self, size: int) -> Iterator[str]:
+        self.limiter.remove(size)
+        if self._blocked:
+            yield "removed"
+            self.resume()
+
 
 #: Makes the controller of a queue with these marks, in which there are so many messages of so many bytes.
-Make = Callable[[Thresholds, int, int], FlowController]
+Make = Callable[[Thresholds, int, int], Stepwise]
 
 #: The body bytes of every message.
 SIZE = 10
 
 
-def made_of(controller_type: type[FlowController]) -> Make:
+def made_of(controller_type: type[Stepwise]) -> Make:
     """Makes controllers of a type that is handed its limiter."""
     return lambda thresholds, count, size: controller_type(ThresholdLimiter(thresholds, count=count, size=size))
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Protocol
 
@@ -570,48 +570,18 @@ class FlowController:
             True if this controller blocks the source now.
         """
         if self.limiter.add(size, now) or (not self.gate.is_open and self._is_held):
-            for _ in self._block_steps(source, now):
-                pass
+            self._block(source, now)
         return source in self._blocked
 
-    def offer_steps(self, source: FlowSource, size: int, now: float) -> Iterator[str]:
-        """`offer`, one atomic step at a time. Another thread may run at each yield.
-
-        Args:
-            source: the source of the element.
-            size: of the element.
-            now: seconds.
-
-        Yields:
-            The name of the finished step.
-        """
-        if self.limiter.add(size, now) or self._is_held:
-            yield "taken"
-            yield from self._block_steps(source, now)
-
-    def _block_steps(self, source: FlowSource, now: float | None) -> Iterator[str]:
+    def _block(self, source: FlowSource, now: float | None) -> None:
         self._blocked.setdefault(source)
         source.block(self)
-        yield "blocked"
-        # A release between the two steps did not see that this source is blocked (J5).
+        self._look_again(source, now)
+
+    def _look_again(self, source: FlowSource, now: float | None) -> None:
+        """Unblock a source for which room was made after it overflowed and before it was blocked (J5)."""
         if self._may_go_on(now):
             self._unblock(source)
-
-    def release_steps(self, size: int, count: int = 1) -> Iterator[str]:
-        """`release`, one atomic step at a time.
-
-        Args:
-            size: the total size of the elements.
-            count: the number of elements.
-
-        Yields:
-            The name of the finished step.
-        """
-        self.limiter.remove(size, count)
-        if not self._blocked:
-            return
-        yield "removed"
-        self.resume()
 
     def resume(self, now: float | None = None) -> None:
         """Unblock the sources that may continue, the oldest first.
@@ -639,8 +609,7 @@ class FlowController:
             now: seconds; ``None`` if the time is not known, as for `resume`.
         """
         if not self._may_go_on(now):
-            for _ in self._block_steps(source, now):
-                pass
+            self._block(source, now)
 
     def forget(self, source: FlowSource) -> None:
         """Drop a source that is gone. This controller does not block it any more."""

@@ -117,11 +117,6 @@ class Purse:
         """The number of messages that may be unsettled before another one is sent."""
         return self.units - self._due_units
 
-    @property
-    def is_giving_back(self) -> bool:
-        """Whether credits have to be returned once their messages are settled."""
-        return self._due > 0
-
     def grant(self, tag: int, units: int, sent: int) -> None:
         """Add a credit.
 

@@ -32,8 +32,6 @@ _GROUP = ("table", *_KEYS, "bucket")
 _SUMS = ("count", "total", *_MORE)
 _MOSTS = ("most", "most_2")
 _FACTS = (*_GROUP, *_SUMS, *_MOSTS)
-# Tables whose bucket is a time.
-_SERIES = ("depth", "held")
 
 _TYPES = {"text": "string", "number": "bigint", "counts": "map<string,bigint>"}
 _EVENTS = ", ".join(f"`{name}` {_TYPES[kind]}" for name, kind in COLUMNS)

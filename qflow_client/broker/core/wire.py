@@ -28,7 +28,6 @@ from qflow_client.amqp.frames import (
 from qflow_client.broker.core.errors import ChannelException, ConnectionException, ReplyCode
 
 __all__ = [
-    "CONTENT_HEADER",
     "DELIVERY_MODE_FLAG",
     "EXPIRATION_FLAG",
     "HAS_EXPIRATION",
@@ -60,8 +59,6 @@ __all__ = [
 ]
 
 _HEAD = Struct(">BHI")
-#: Class id, weight, body size, property flags.
-CONTENT_HEADER = Struct(">HHQH")
 _QUEUE_OK = Struct(">II")
 _TAG_BIT = Struct(">QB")
 _SIZES = {"octet": 1, "short": 2, "long": 4, "longlong": 8, "timestamp": 8}

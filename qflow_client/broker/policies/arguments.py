@@ -20,7 +20,7 @@ from qflow_client.broker.policies.overflow import DropHead, RejectPublish, make_
 from qflow_client.broker.policies.policy import PolicyDefinition, QueuePolicy, choose
 from qflow_client.flow import Capacity, StopResume
 
-__all__ = ["QueueArguments", "XOverflow", "limits_from_arguments", "read_options", "resolve_limits"]
+__all__ = ["QueueArguments", "XOverflow", "read_options", "resolve_limits"]
 
 FLOW_STOP_COUNT = "qpid.flow_stop_count"
 FLOW_RESUME_COUNT = "qpid.flow_resume_count"
@@ -177,16 +177,6 @@ def read_options(queue: str, arguments: Mapping[str, object]) -> QueueOptions:
         dead_letter_routing_key=routing_key,
         single_active_consumer=reader.flag(SINGLE_ACTIVE_CONSUMER),
     )
-
-
-def limits_from_arguments(queue: str, arguments: Mapping[str, object], settings: Settings) -> QueueLimits:
-    """Return the limits that a queue's arguments set without policies.
-
-    Raises:
-        ChannelException: 406, see `QueueArguments.read`.
-    """
-    found = QueueArguments.read(queue, arguments)
-    return resolve_limits(queue, found.definition, settings, overflow=found.overflow)
 
 
 def resolve_limits(

@@ -6,7 +6,7 @@ from qflow_client.broker.core.entries import StoredMessage
 from qflow_client.broker.core.exchange import Target
 from qflow_client.broker.core.queue import Queue
 from qflow_client.broker.core.wire import encode_header
-from qflow_client.broker.policies.arguments import limits_from_arguments, read_options
+from qflow_client.broker.policies.arguments import QueueArguments, read_options, resolve_limits
 from qflow_client.broker.settings import BrokerSettings
 from qflow_client.flow import FlowSource
 
@@ -17,9 +17,14 @@ def message(size=1):
     return StoredMessage(TARGET, encode_header(size, None), b"x" * size)
 
 
+def limits_of(arguments, **settings):
+    """What comes of the arguments of queue `q` without policies."""
+    found = QueueArguments.read("q", arguments)
+    return resolve_limits("q", found.definition, BrokerSettings(**settings), overflow=found.overflow)
+
+
 def make_queue(arguments=None, **settings):
-    limits = limits_from_arguments("q", arguments or {}, BrokerSettings(**settings))
-    return Queue("q", limits, Alone(), options=read_options("q", arguments or {}))
+    return Queue("q", limits_of(arguments or {}, **settings), Alone(), options=read_options("q", arguments or {}))
 
 
 class Alone:

@@ -8,15 +8,24 @@ from collections.abc import Iterator
 import pytest
 
 from qflow_client.flow import Capacity, FlowController, FlowSource
-from tests.interleavings import DEPTHS, MARKS, SIZE, Scenario, World, assert_nobody_is_blocked_for_nothing, made_of
+from tests.interleavings import (
+    DEPTHS,
+    MARKS,
+    SIZE,
+    Scenario,
+    Stepwise,
+    World,
+    assert_nobody_is_blocked_for_nothing,
+    made_of,
+)
 
 
 @pytest.mark.parametrize("marks", MARKS)
 def test_J5_no_order_of_publishers_and_consumers_leaves_one_blocked_for_nothing(marks: str) -> None:
-    assert_nobody_is_blocked_for_nothing(marks, [(1, 1), (1, 3), (2, 2), (3, 1), (3, 3)], made_of(FlowController))
+    assert_nobody_is_blocked_for_nothing(marks, [(1, 1), (1, 3), (2, 2), (3, 1), (3, 3)], made_of(Stepwise))
 
 
-class WithoutSecondLook(FlowController):
+class WithoutSecondLook(Stepwise):
     """The race guard is gone: what left between the overflow and the block does not unblock."""
 
     def offer_steps(self, source: FlowSource, size: int, now: float) -> Iterator[str]:
@@ -26,7 +35,7 @@ class WithoutSecondLook(FlowController):
                 return
 
 
-class LooksBeforeItBlocks(FlowController):
+class LooksBeforeItBlocks(Stepwise):
     """The race guard is in the wrong place."""
 
     def offer_steps(self, source: FlowSource, size: int, now: float) -> Iterator[str]:
@@ -41,17 +50,17 @@ class LooksBeforeItBlocks(FlowController):
         yield "blocked"
 
 
-class ReleasesWithoutLooking(FlowController):
+class ReleasesWithoutLooking(Stepwise):
     """What leaves unblocks nobody."""
 
-    def release_steps(self, size: int, count: int = 1) -> Iterator[str]:
-        self.limiter.remove(size, count)
+    def release_steps(self, size: int) -> Iterator[str]:
+        self.limiter.remove(size)
         yield "removed"
 
 
 @pytest.mark.parametrize("marks", MARKS)
 @pytest.mark.parametrize("mutant", [WithoutSecondLook, LooksBeforeItBlocks, ReleasesWithoutLooking])
-def test_J5_the_same_walk_catches_one_without_the_second_look(marks: str, mutant: type[FlowController]) -> None:
+def test_J5_the_same_walk_catches_one_without_the_second_look(marks: str, mutant: type[Stepwise]) -> None:
     for publishers in (1, 2):
         with pytest.raises(AssertionError, match="goes wrong in"):
             assert_nobody_is_blocked_for_nothing(marks, [(publishers, 3)], made_of(mutant))
@@ -64,11 +73,11 @@ def test_J5_without_the_second_look_it_takes_one_to_come_in_between(marks: str) 
     assert 0 < wrong < orders
     for order in examples:
         assert scenario.run(made_of(WithoutSecondLook), order).is_wrong()
-        assert not scenario.run(made_of(FlowController), order).is_wrong()
+        assert not scenario.run(made_of(Stepwise), order).is_wrong()
 
 
-@pytest.mark.parametrize(("marks", "mutant"), [("count, gap", WithoutSecondLook), ("capacity", FlowController)])
-def test_J5_the_walk_leaves_no_order_out(marks: str, mutant: type[FlowController]) -> None:
+@pytest.mark.parametrize(("marks", "mutant"), [("count, gap", WithoutSecondLook), ("capacity", Stepwise)])
+def test_J5_the_walk_leaves_no_order_out(marks: str, mutant: type[Stepwise]) -> None:
     scenario = Scenario(MARKS[marks], 3, 2, 2)
     walked = itertools.count()
     wrong = itertools.count()
@@ -98,7 +107,7 @@ def test_J5_whoever_publishes_while_a_hold_is_lifted_is_not_left_blocked_by_it(d
     ends: set[tuple[bool, ...]] = set()
 
     def every_order(order: tuple[int, ...]) -> None:
-        world = World(made_of(FlowController), Capacity(30), depth, publishers, 0)
+        world = World(made_of(Stepwise), Capacity(30), depth, publishers, 0)
         world.controller.gate.hold("paused", now=0.0)
         world.running[publishers] = lift(world.controller)
         world.steps_done[publishers] = 0
@@ -119,7 +128,7 @@ def test_J6_whoever_is_still_blocked_at_the_end_is_unblocked_when_the_queue_is_d
     scenario = Scenario(MARKS[marks], 3, 2, 1)
     # In these orders nobody comes in between.
     for order in itertools.permutations(range(3)):
-        world = scenario.run(made_of(FlowController), ())
+        world = scenario.run(made_of(Stepwise), ())
         for who in order:
             while who in world.running:
                 world.step(who)

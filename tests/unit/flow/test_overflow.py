@@ -20,6 +20,7 @@ from qflow_client.flow import (
     Ticket,
     WindowLimiter,
 )
+from tests.interleavings import Stepwise
 
 
 class Source(FlowSource):
@@ -324,7 +325,7 @@ def test_F3_what_is_offered_while_the_gate_is_closed_is_taken_and_its_source_blo
 
 
 def test_J5_with_a_closed_gate_the_steps_are_those_of_an_overflow() -> None:
-    controller, source = FlowController(WindowLimiter(5)), Source()
+    controller, source = Stepwise(WindowLimiter(5)), Source()
     assert list(controller.offer_steps(source, 1, 0.0)) == []
     controller.gate.hold("paused", now=0.0)
     assert list(controller.offer_steps(source, 1, 0.0)) == ["taken", "blocked"]

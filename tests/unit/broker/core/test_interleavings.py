@@ -8,14 +8,18 @@ import pytest
 
 from qflow_client.broker.core.queueflow import CountedSource, QueueFlow, Turns
 from qflow_client.flow import FlowSource, Thresholds
-from tests.interleavings import MARKS, SIZE, Make, World, assert_nobody_is_blocked_for_nothing
+from tests.interleavings import MARKS, SIZE, Make, Stepwise, World, assert_nobody_is_blocked_for_nothing
 
 
-def of_a_queue(flow_type: type[QueueFlow], turns: Turns | None = None) -> Make:
+class StepwiseQueueFlow(Stepwise, QueueFlow):
+    pass
+
+
+def of_a_queue(flow_type: type[StepwiseQueueFlow], turns: Turns | None = None) -> Make:
     return lambda thresholds, count, size: flow_type(thresholds, "q", count, size, turns)
 
 
-class WithoutSecondLook(QueueFlow):
+class WithoutSecondLook(StepwiseQueueFlow):
     """What left between the overflow and the block does not unblock."""
 
     def offer_steps(self, source: FlowSource, size: int, now: float) -> Iterator[str]:
@@ -27,7 +31,7 @@ class WithoutSecondLook(QueueFlow):
 
 @pytest.mark.parametrize("marks", MARKS)
 def test_J5_no_order_leaves_a_publisher_of_a_queue_blocked_for_nothing(marks: str) -> None:
-    assert_nobody_is_blocked_for_nothing(marks, [(1, 3), (2, 2), (3, 3)], of_a_queue(QueueFlow))
+    assert_nobody_is_blocked_for_nothing(marks, [(1, 3), (2, 2), (3, 3)], of_a_queue(StepwiseQueueFlow))
 
 
 @pytest.mark.parametrize("marks", MARKS)
@@ -51,7 +55,7 @@ class Timed(World):
 
     def __init__(self, make: Make, thresholds: Thresholds, depth: int, publishers: int, consumers: int) -> None:
         self.clock = Clock()
-        super().__init__(of_a_queue(QueueFlow, self.clock.turns), thresholds, depth, publishers, consumers)
+        super().__init__(of_a_queue(StepwiseQueueFlow, self.clock.turns), thresholds, depth, publishers, consumers)
 
     def state(self) -> tuple[object, ...]:
         return (*super().state(), self.clock.turns._next_at, bool(self.clock.alarms))
@@ -73,12 +77,12 @@ class Timed(World):
 
 @pytest.mark.parametrize("marks", MARKS)
 def test_J5_whose_turn_comes_later_is_not_left_blocked_either(marks: str) -> None:
-    assert_nobody_is_blocked_for_nothing(marks, [(1, 3), (2, 3), (3, 2)], of_a_queue(QueueFlow), Timed)
+    assert_nobody_is_blocked_for_nothing(marks, [(1, 3), (2, 3), (3, 2)], of_a_queue(StepwiseQueueFlow), Timed)
 
 
 @pytest.mark.parametrize("marks", MARKS)
 def test_F4_publishers_that_a_queue_lets_go_are_told_one_after_the_other(marks: str) -> None:
-    timed = Timed(of_a_queue(QueueFlow), MARKS[marks], 4, 3, 0)
+    timed = Timed(of_a_queue(StepwiseQueueFlow), MARKS[marks], 4, 3, 0)
     while timed.running:
         timed.step(next(iter(timed.running)))
     assert all(source.is_blocked for source in timed.sources)

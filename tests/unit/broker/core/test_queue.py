@@ -7,6 +7,7 @@ import pytest
 from qflow_client.broker.core.entries import Completion
 from qflow_client.broker.core.queue import Queue
 from qflow_client.broker.core.queueflow import QueueFlow
+from tests.interleavings import Stepwise
 
 from ..tools import Publisher, make_queue, message
 
@@ -280,7 +281,7 @@ def test_J6_every_way_a_queue_shrinks_unflows(shrink, arguments):
     "arguments", [{"qpid.flow_stop_count": 2, "qpid.flow_resume_count": 2}, {"x-qpid-capacity": 2}]
 )
 def test_J5_who_is_about_to_be_flowed_while_the_queue_shrinks_is_not_flowed_for_ever(arguments, step, taken):
-    class Interrupted(QueueFlow):
+    class Interrupted(Stepwise, QueueFlow):
         """Messages leave between two steps of blocking who published."""
 
         def offer(self, source, size, now):

@@ -4,18 +4,16 @@ import pytest
 
 from qflow_client.broker.core.errors import ChannelException
 from qflow_client.broker.core.settings import Enforcement
-from qflow_client.broker.policies.arguments import limits_from_arguments, read_options
+from qflow_client.broker.policies.arguments import read_options
 from qflow_client.broker.policies.overflow import DropHead, RejectPublish, Ring
 from qflow_client.broker.settings import BrokerSettings
 from qflow_client.flow import Capacity, StopResume
 
-
-def limits(arguments, **settings):
-    return limits_from_arguments("q", arguments, BrokerSettings(**settings))
+from ..tools import limits_of
 
 
 def test_C3_thresholds_are_queue_arguments():
-    found = limits(
+    found = limits_of(
         {
             "qpid.flow_stop_count": 100,
             "qpid.flow_resume_count": 50,
@@ -29,52 +27,52 @@ def test_C3_thresholds_are_queue_arguments():
 
 @pytest.mark.parametrize(("stop", "resume"), [(1, 1), (8, 7), (100, 87)])
 def test_C3_a_stop_without_a_resume_takes_seven_eighths(stop, resume):
-    assert limits({"qpid.flow_stop_count": stop}).stop_resume == StopResume(stop, resume)
-    assert limits({"qpid.flow_stop_size": stop}).stop_resume == StopResume(0, 0, stop, resume)
+    assert limits_of({"qpid.flow_stop_count": stop}).stop_resume == StopResume(stop, resume)
+    assert limits_of({"qpid.flow_stop_size": stop}).stop_resume == StopResume(0, 0, stop, resume)
 
 
 @pytest.mark.parametrize(
     ("maximum", "stop", "resume"), [(1, 1, 1), (2, 1, 1), (9, 7, 6), (10, 8, 7), (1000, 800, 700), (999, 799, 699)]
 )
 def test_C4_a_maximum_without_a_stop_gives_80_and_70_percent_rounded_down(maximum, stop, resume):
-    assert limits({"qpid.max_count": maximum}).stop_resume == StopResume(stop, resume)
-    assert limits({"qpid.max_size": maximum}).stop_resume == StopResume(0, 0, stop, resume)
+    assert limits_of({"qpid.max_count": maximum}).stop_resume == StopResume(stop, resume)
+    assert limits_of({"qpid.max_size": maximum}).stop_resume == StopResume(0, 0, stop, resume)
 
 
 def test_C4_the_percentages_are_settings_and_both_0_sets_none():
     both = {"qpid.max_count": 1000, "qpid.max_size": 10_000}
-    found = limits(both, default_flow_stop_threshold=90, default_flow_resume_threshold=75)
+    found = limits_of(both, default_flow_stop_threshold=90, default_flow_resume_threshold=75)
     assert found.stop_resume == StopResume(900, 750, 9000, 7500)
-    found = limits(both, default_flow_stop_threshold=0, default_flow_resume_threshold=0)
-    assert found.thresholds == ()
-    found = limits({**both, "qpid.flow_stop_count": 10}, default_flow_stop_threshold=0, default_flow_resume_threshold=0)
+    none = {"default_flow_stop_threshold": 0, "default_flow_resume_threshold": 0}
+    assert limits_of(both, **none).thresholds == ()
+    found = limits_of({**both, "qpid.flow_stop_count": 10}, **none)
     assert found.stop_resume.stop_count == 10
 
 
 def test_C4_both_stops_0_turn_it_off_for_the_queue():
-    assert limits({"qpid.max_count": 10, "qpid.flow_stop_count": 0, "qpid.flow_stop_size": 0}).thresholds == ()
-    assert limits({"qpid.max_count": 10, "qpid.flow_stop_count": 0}).thresholds == ()
+    assert limits_of({"qpid.max_count": 10, "qpid.flow_stop_count": 0, "qpid.flow_stop_size": 0}).thresholds == ()
+    assert limits_of({"qpid.max_count": 10, "qpid.flow_stop_count": 0}).thresholds == ()
 
 
 def test_C4_one_stop_given_leaves_the_other_dimension_without():
-    found = limits({"qpid.max_count": 10, "qpid.max_size": 1000, "qpid.flow_stop_count": 5})
+    found = limits_of({"qpid.max_count": 10, "qpid.max_size": 1000, "qpid.flow_stop_count": 5})
     assert found.stop_resume == StopResume(5, 4)
 
 
 @pytest.mark.parametrize("policy", ["ring", "ring_strict"])
 def test_C4_ring_queues_have_no_thresholds_unless_given(policy):
     ring = {"qpid.policy_type": policy, "qpid.max_count": 10}
-    assert limits(ring).thresholds == ()
-    assert limits({**ring, "qpid.flow_stop_count": 5}).stop_resume == StopResume(5, 4)
+    assert limits_of(ring).thresholds == ()
+    assert limits_of({**ring, "qpid.flow_stop_count": 5}).stop_resume == StopResume(5, 4)
 
 
 def test_J2_capacities_are_queue_arguments_with_the_virtual_hosts_defaults():
-    assert limits({"x-qpid-capacity": 100}).capacity == Capacity(100, 100)
-    assert limits({"x-qpid-capacity": 100, "x-qpid-flow-resume-capacity": 60}).capacity == Capacity(100, 60)
-    assert limits({}, capacity=100, flow_resume_capacity=60).capacity == Capacity(100, 60)
-    assert limits({"x-qpid-flow-resume-capacity": 10}, capacity=100).capacity == Capacity(100, 10)
-    assert limits({"x-qpid-capacity": 50}, capacity=100, flow_resume_capacity=60).capacity == Capacity(50, 50)
-    assert limits({"x-qpid-capacity": 0}, capacity=100).thresholds == ()
+    assert limits_of({"x-qpid-capacity": 100}).capacity == Capacity(100, 100)
+    assert limits_of({"x-qpid-capacity": 100, "x-qpid-flow-resume-capacity": 60}).capacity == Capacity(100, 60)
+    assert limits_of({}, capacity=100, flow_resume_capacity=60).capacity == Capacity(100, 60)
+    assert limits_of({"x-qpid-flow-resume-capacity": 10}, capacity=100).capacity == Capacity(100, 10)
+    assert limits_of({"x-qpid-capacity": 50}, capacity=100, flow_resume_capacity=60).capacity == Capacity(50, 50)
+    assert limits_of({"x-qpid-capacity": 0}, capacity=100).thresholds == ()
 
 
 @pytest.mark.parametrize(
@@ -92,11 +90,11 @@ def test_J2_capacities_are_queue_arguments_with_the_virtual_hosts_defaults():
     ],
 )
 def test_C2_J2_marks_that_just_do_not_contradict_each_other_are_taken(arguments):
-    limits(arguments)
+    limits_of(arguments)
 
 
 def test_a_queue_may_have_both_families():
-    found = limits({"x-qpid-capacity": 100, "qpid.flow_stop_count": 5})
+    found = limits_of({"x-qpid-capacity": 100, "qpid.flow_stop_count": 5})
     assert found.thresholds == (StopResume(5, 4), Capacity(100, 100))
 
 
@@ -134,7 +132,7 @@ def test_a_queue_may_have_both_families():
 )
 def test_C2_J2_what_contradicts_itself_or_has_the_wrong_type_is_refused_with_406(arguments, words):
     with pytest.raises(ChannelException) as caught:
-        limits(arguments)
+        limits_of(arguments)
     assert caught.value.code == 406
     for word in words:
         assert word in caught.value.text
@@ -171,17 +169,17 @@ def test_a_dead_letter_routing_key_may_be_as_long_as_any():
 
 
 def test_RabbitMQs_maximum_brings_no_thresholds_and_arguments_of_others_are_left_alone():
-    assert limits({"x-max-length": 10, "x-queue-mode": "lazy", "qpid": 1, "x-max-priority": 5}).thresholds == ()
-    assert limits({"x-max-length": 0}).overflow == DropHead(0, None)
-    assert limits({"x-max-length-bytes": 9, "x-overflow": "reject-publish"}).overflow == RejectPublish(None, 9)
-    assert limits({"x-overflow": "reject-publish"}).overflow is None
+    assert limits_of({"x-max-length": 10, "x-queue-mode": "lazy", "qpid": 1, "x-max-priority": 5}).thresholds == ()
+    assert limits_of({"x-max-length": 0}).overflow == DropHead(0, None)
+    assert limits_of({"x-max-length-bytes": 9, "x-overflow": "reject-publish"}).overflow == RejectPublish(None, 9)
+    assert limits_of({"x-overflow": "reject-publish"}).overflow is None
 
 
 def test_enforcement_is_the_brokers_unless_the_queue_says_otherwise():
-    assert limits({}).enforcement is Enforcement.BOTH
-    assert limits({}, enforcement="completion").enforcement is Enforcement.COMPLETION
-    assert limits({"x-qflow-enforcement": "channel_flow"}, enforcement="completion").enforcement.flows_channels
-    assert limits({"qpid.policy_type": "ring", "qpid.max_count": 2}).overflow == Ring(2)
+    assert limits_of({}).enforcement is Enforcement.BOTH
+    assert limits_of({}, enforcement="completion").enforcement is Enforcement.COMPLETION
+    assert limits_of({"x-qflow-enforcement": "channel_flow"}, enforcement="completion").enforcement.flows_channels
+    assert limits_of({"qpid.policy_type": "ring", "qpid.max_count": 2}).overflow == Ring(2)
 
 
 @pytest.mark.parametrize(

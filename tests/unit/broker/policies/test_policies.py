@@ -8,7 +8,7 @@ from pamqp import commands
 
 from qflow_client.broker.core.errors import ChannelException
 from qflow_client.broker.core.settings import Enforcement
-from qflow_client.broker.policies.arguments import QueueArguments, limits_from_arguments, resolve_limits
+from qflow_client.broker.policies.arguments import QueueArguments, resolve_limits
 from qflow_client.broker.policies.overflow import Conflate, Reject, Ring, Wait
 from qflow_client.broker.policies.policy import ApplyTo, Policy, PolicyDefinition, QueuePolicy
 from qflow_client.broker.settings import BrokerSettings
@@ -149,7 +149,7 @@ def test_C4_only_policies_that_refuse_or_flow_bring_thresholds_with_their_maximu
     assert (found.overflow, found.stop_resume) == (overflow, stop_resume)
     assert found.policy == (policy or "reject")
     arguments: dict[str, object] = {"qpid.max_count": 10} | ({"x-qflow-policy": policy} if policy else {})
-    assert limits_from_arguments("q", arguments, BrokerSettings()) == found
+    assert limits(Definition(), arguments) == found
 
 
 def test_a_policy_for_queues_goes_before_arguments_and_leaves_what_it_does_not_set():

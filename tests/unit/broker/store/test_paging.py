@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from pamqp import commands
 
 from qflow_client.broker.core.errors import ChannelException
-from qflow_client.broker.policies.arguments import limits_from_arguments
 from qflow_client.broker.policies.policy import Policy, PolicyDefinition
 from qflow_client.broker.settings import BrokerSettings
 from qflow_client.broker.store.journal import Journal
@@ -18,6 +17,7 @@ from qflow_client.broker.store.paging import level
 from tests.effort import rounds
 
 from ..conftest import Disk, World
+from ..tools import limits_of
 
 TO_DISK = {"x-qflow-policy": "flow_to_disk"}
 
@@ -263,8 +263,7 @@ def test_A2_without_a_store_nothing_flows_to_disk(world):
     with pytest.raises(ValueError, match="'p' has policy=flow_to_disk: set a store too"):
         BrokerSettings(policies=(Policy("p", PolicyDefinition.from_mapping({"policy": "flow_to_disk"})),))
     assert world.host.queues == {}
-    limits = limits_from_arguments("q", TO_DISK, BrokerSettings())
-    assert limits.policy == "flow_to_disk"
+    assert limits_of(TO_DISK).policy == "flow_to_disk"
 
 
 @pytest.mark.parametrize("seed", range(rounds(30)))
