@@ -185,12 +185,37 @@ def _is_name(value: Any) -> bool:
         return False
 
 
-_BOOL: tuple[Callable[[str], Any], str, Callable[[Any], bool]] = (
-    _boolean,
-    "True or False",
-    lambda v: isinstance(v, bool),
-)
-_NAME: tuple[Callable[[str], Any], str, Callable[[Any], bool]] = (str, "a str of at most 255 bytes", _is_name)
+# How a text is parsed, what is allowed in words, and whether a value is.
+_Rule = tuple[Callable[[str], Any], str, Callable[[Any], bool]]
+
+
+def _whole(unit: str, none: str = "") -> _Rule:
+    """A whole number from 1 on, or ``None`` if there are words for it."""
+
+    def is_allowed(value: Any) -> bool:
+        return (value is None and none != "") or (_is_int(value) and value >= 1)
+
+    allowed = f"a whole number of {unit}, at least 1"
+    return (_optional_int, f"{none} or {allowed}", is_allowed) if none else (int, allowed, is_allowed)
+
+
+def _number(unit: str, none: str = "", *, or_0: bool = False) -> _Rule:
+    """A number above 0, or from 0 on, or ``None`` if there are words for it."""
+
+    def is_allowed(value: Any) -> bool:
+        return (value is None and none != "") or (_is_number(value) and (value > 0 or (or_0 and value == 0)))
+
+    allowed = f"{unit}, {'at least' if or_0 else 'more than'} 0"
+    return (_seconds, f"{none} or {allowed}", is_allowed) if none else (float, allowed, is_allowed)
+
+
+def _member_of(kind: type[StrEnum]) -> _Rule:
+    *others, last = (f"'{member}'" for member in kind)
+    return str, f"{', '.join(others)} or {last}", lambda v: isinstance(v, str) and v in list(kind)
+
+
+_BOOL: _Rule = (_boolean, "True or False", lambda v: isinstance(v, bool))
+_NAME: _Rule = (str, "a str of at most 255 bytes", _is_name)
 
 
 class SettingsKeywords(TypedDict, total=False):
@@ -340,19 +365,10 @@ class ProducerSettings:
         "a whole number of messages, at least 1, or 'auto'",
         lambda v: v == "auto" if isinstance(v, str) else _is_int(v) and v >= 1,
     )
-    capacity_max: int = _setting(10_000, int, "a whole number of messages, at least 1", lambda v: _is_int(v) and v >= 1)
-    capacity_bytes: int | None = _setting(
-        None,
-        _optional_int,
-        "None or a whole number of bytes, at least 1",
-        lambda v: v is None or (_is_int(v) and v >= 1),
-    )
-    max_producer_flow_control_wait: float | None = _setting(
-        60.0, _seconds, "None (for ever) or seconds, at least 0", lambda v: v is None or (_is_number(v) and v >= 0)
-    )
-    when_flowed: WhenFlowed = _setting(
-        WhenFlowed.BLOCK, str, "'block', 'raise' or 'spill'", lambda v: v in list(WhenFlowed) and isinstance(v, str)
-    )
+    capacity_max: int = _setting(10_000, *_whole("messages"))
+    capacity_bytes: int | None = _setting(None, *_whole("bytes", "None"))
+    max_producer_flow_control_wait: float | None = _setting(60.0, *_number("seconds", "None (for ever)", or_0=True))
+    when_flowed: WhenFlowed = _setting(WhenFlowed.BLOCK, *_member_of(WhenFlowed))
     confirms: bool = _setting(True, *_BOOL)
     mandatory: bool | None = _setting(
         None,
@@ -361,79 +377,37 @@ class ProducerSettings:
         lambda v: v is None or isinstance(v, bool),
     )
     message_ids: bool = _setting(True, *_BOOL)
-    rate: float | None = _setting(
-        None, _seconds, "None or messages per second, more than 0", lambda v: v is None or (_is_number(v) and v > 0)
-    )
+    rate: float | None = _setting(None, *_number("messages per second", "None"))
     rate_burst: int | None = _setting(
         None, int, "a whole number of messages, at least 1", lambda v: v is None or (_is_int(v) and v >= 1)
     )
-    max_unwritten_bytes: int = _setting(
-        1 << 20, int, "a whole number of bytes, at least 1", lambda v: _is_int(v) and v >= 1
-    )
-    max_failed_bytes: int = _setting(
-        1 << 24, int, "a whole number of bytes, at least 1", lambda v: _is_int(v) and v >= 1
-    )
-    max_flow_events: int = _setting(
-        10_000, int, "a whole number of events, at least 1", lambda v: _is_int(v) and v >= 1
-    )
-    flow_control_wait_notify_period: float = _setting(
-        5.0, float, "seconds, more than 0", lambda v: _is_number(v) and v > 0
-    )
-    connect_timeout: float = _setting(15.0, float, "seconds, more than 0", lambda v: _is_number(v) and v > 0)
+    max_unwritten_bytes: int = _setting(1 << 20, *_whole("bytes"))
+    max_failed_bytes: int = _setting(1 << 24, *_whole("bytes"))
+    max_flow_events: int = _setting(10_000, *_whole("events"))
+    flow_control_wait_notify_period: float = _setting(5.0, *_number("seconds"))
+    connect_timeout: float = _setting(15.0, *_number("seconds"))
     connect_in_background: bool = _setting(False, *_BOOL)
-    close_timeout: float | None = _setting(
-        20.0, _seconds, "None (for ever) or seconds, at least 0", lambda v: v is None or (_is_number(v) and v >= 0)
-    )
-    on_disconnect: OnDisconnect = _setting(
-        OnDisconnect.REPUBLISH, str, "'republish' or 'fail'", lambda v: v in list(OnDisconnect) and isinstance(v, str)
-    )
-    reconnect_timeout: float | None = _setting(
-        None, _seconds, "None (for ever) or seconds, at least 0", lambda v: v is None or (_is_number(v) and v >= 0)
-    )
-    reconnect_delay: float = _setting(0.1, float, "seconds, more than 0", lambda v: _is_number(v) and v > 0)
-    reconnect_delay_max: float = _setting(5.0, float, "seconds, more than 0", lambda v: _is_number(v) and v > 0)
-    reconnect_jitter: float = _setting(0.5, float, "a number, at least 0", lambda v: _is_number(v) and v >= 0)
-    host_order: HostOrder = _setting(
-        HostOrder.GIVEN, str, "'given' or 'shuffled'", lambda v: v in list(HostOrder) and isinstance(v, str)
-    )
-    on_blocked: OnBlocked = _setting(
-        OnBlocked.WAIT, str, "'wait' or 'failover'", lambda v: v in list(OnBlocked) and isinstance(v, str)
-    )
-    failover_delay: float = _setting(5.0, float, "seconds, more than 0", lambda v: _is_number(v) and v > 0)
-    return_to_first: float | None = _setting(
-        None, _seconds, "None (never) or seconds, more than 0", lambda v: v is None or (_is_number(v) and v > 0)
-    )
-    liveness: float | None = _setting(
-        None, _seconds, "None (never) or seconds, more than 0", lambda v: v is None or (_is_number(v) and v > 0)
-    )
-    on_refused: OnRefused = _setting(
-        OnRefused.RETRY, str, "'retry' or 'fail'", lambda v: v in list(OnRefused) and isinstance(v, str)
-    )
-    retry_for: float = _setting(60.0, float, "seconds, at least 0", lambda v: _is_number(v) and v >= 0)
-    delivery_timeout: float | None = _setting(
-        None, _seconds, "None (for never) or seconds, more than 0", lambda v: v is None or (_is_number(v) and v > 0)
-    )
-    retry_delay: float = _setting(0.1, float, "seconds, more than 0", lambda v: _is_number(v) and v > 0)
-    retry_delay_max: float = _setting(5.0, float, "seconds, more than 0", lambda v: _is_number(v) and v > 0)
+    close_timeout: float | None = _setting(20.0, *_number("seconds", "None (for ever)", or_0=True))
+    on_disconnect: OnDisconnect = _setting(OnDisconnect.REPUBLISH, *_member_of(OnDisconnect))
+    reconnect_timeout: float | None = _setting(None, *_number("seconds", "None (for ever)", or_0=True))
+    reconnect_delay: float = _setting(0.1, *_number("seconds"))
+    reconnect_delay_max: float = _setting(5.0, *_number("seconds"))
+    reconnect_jitter: float = _setting(0.5, *_number("a number", or_0=True))
+    host_order: HostOrder = _setting(HostOrder.GIVEN, *_member_of(HostOrder))
+    on_blocked: OnBlocked = _setting(OnBlocked.WAIT, *_member_of(OnBlocked))
+    failover_delay: float = _setting(5.0, *_number("seconds"))
+    return_to_first: float | None = _setting(None, *_number("seconds", "None (never)"))
+    liveness: float | None = _setting(None, *_number("seconds", "None (never)"))
+    on_refused: OnRefused = _setting(OnRefused.RETRY, *_member_of(OnRefused))
+    retry_for: float = _setting(60.0, *_number("seconds", or_0=True))
+    delivery_timeout: float | None = _setting(None, *_number("seconds", "None (for never)"))
+    retry_delay: float = _setting(0.1, *_number("seconds"))
+    retry_delay_max: float = _setting(5.0, *_number("seconds"))
     outbox: str | os.PathLike[str] | None = _setting(None, _optional_path, "None or the path of a file", _is_path)
-    outbox_max_bytes: int = _setting(
-        1 << 30, int, "a whole number of bytes, at least 1", lambda v: _is_int(v) and v >= 1
-    )
-    outbox_max_age: float | None = _setting(
-        None, _seconds, "None (for ever) or seconds, more than 0", lambda v: v is None or (_is_number(v) and v > 0)
-    )
-    outbox_full: OnOutboxFull = _setting(
-        OnOutboxFull.BLOCK,
-        str,
-        "'block' or 'raise'",
-        lambda v: v in list(OnOutboxFull) and isinstance(v, str),
-    )
-    outbox_synchronous: OutboxSynchronous = _setting(
-        OutboxSynchronous.NORMAL,
-        str,
-        "'normal' or 'full'",
-        lambda v: v in list(OutboxSynchronous) and isinstance(v, str),
-    )
+    outbox_max_bytes: int = _setting(1 << 30, *_whole("bytes"))
+    outbox_max_age: float | None = _setting(None, *_number("seconds", "None (for ever)"))
+    outbox_full: OnOutboxFull = _setting(OnOutboxFull.BLOCK, *_member_of(OnOutboxFull))
+    outbox_synchronous: OutboxSynchronous = _setting(OutboxSynchronous.NORMAL, *_member_of(OutboxSynchronous))
     outbox_keep_undelivered: bool = _setting(False, *_BOOL)
     tracing: bool = _setting(False, *_BOOL)
     name: str = _setting("producer", *_NAME)
@@ -453,17 +427,13 @@ class ProducerSettings:
         found = _query_settings(self.url)
         for name, setting in _SETTINGS.items():
             if name in self._given:
-                check_setting(name, getattr(self, name))
+                check_setting(name, value := getattr(self, name))
             else:
-                object.__setattr__(self, name, found.get(name, setting.default))
+                value = found.get(name, setting.default)
+            if isinstance(setting.default, StrEnum):
+                value = type(setting.default)(value)
+            object.__setattr__(self, name, value)
         object.__setattr__(self, "url", self.url if isinstance(self.url, str) else tuple(self.url))
-        object.__setattr__(self, "when_flowed", WhenFlowed(self.when_flowed))
-        object.__setattr__(self, "on_disconnect", OnDisconnect(self.on_disconnect))
-        object.__setattr__(self, "host_order", HostOrder(self.host_order))
-        object.__setattr__(self, "on_blocked", OnBlocked(self.on_blocked))
-        object.__setattr__(self, "on_refused", OnRefused(self.on_refused))
-        object.__setattr__(self, "outbox_full", OnOutboxFull(self.outbox_full))
-        object.__setattr__(self, "outbox_synchronous", OutboxSynchronous(self.outbox_synchronous))
         object.__setattr__(self, "outbox", None if self.outbox is None else os.fspath(self.outbox))
         # Resolved once, here, because the process may change its working directory. `outbox` stays as it was given.
         path = None if self.outbox is None else os.path.abspath(self.outbox)  # noqa: PTH100  # keeps links
