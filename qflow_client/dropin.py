@@ -235,7 +235,7 @@ class RepeatableMessage(EncodedMessage):
 
     def _second_copy(self) -> RepeatableMessage:
         method, header, at = self._parts()
-        # Channel number 0, so that they are made anew for every other channel.
+        # Channel number 0, so that they are made again for every other channel.
         head = frame(METHOD_FRAME, 0, method) + frame(HEADER_FRAME, 0, add_header(header, REPUBLISHED, True))
         copy = object.__new__(type(self))
         copy.__dict__.update(self.__dict__, frames=head + self.frames[at:])

@@ -93,7 +93,7 @@ class BaseEngine(ABC):
 
     @abstractmethod
     def try_step(self, step: Callable[[ProducerProtocol], _T], deadline: float = 0.0) -> _T:
-        """As `step`, for a call of the application, which may hold a lock that another step waits for.
+        """Same as `step`, for a call of the application, which may hold a lock that another step waits for.
 
         Args:
             step: the step.

@@ -70,7 +70,7 @@ class FlowEvent:
         seconds: how long the hold or the wait has lasted.
         waiting: for a notice, how many sends wait; otherwise 0.
         admitted: how many messages the producer has admitted so far.
-        unsettled: how many of them are unsettled.
+        unsettled: how many admitted messages are unsettled.
         capacity: the limit of unsettled messages.
     """
 

@@ -259,7 +259,7 @@ class Losses:
 class Subscription:
     """The flow events that wait for one callback.
 
-    One call of the callback is due for each event. Only one thread at a time may put or take.
+    One call of the callback is due for each event. Only one thread at a time may call `put` or `take`.
 
     Args:
         callback: the application's.

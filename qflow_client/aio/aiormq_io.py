@@ -417,21 +417,21 @@ class TapTransport(asyncio.Transport):
         return self._closing or self._transport.is_closing()
 
     def get_extra_info(self, name: str, default: Any = None) -> Any:
-        """As asyncio's."""
+        """Same as asyncio's method."""
         return self._transport.get_extra_info(name, default)
 
     def pause_reading(self) -> None:
-        """As asyncio's."""
+        """Same as asyncio's method."""
         self._library_reads = False
         self._watch_reads()
 
     def resume_reading(self) -> None:
-        """As asyncio's."""
+        """Same as asyncio's method."""
         self._library_reads = True
         self._watch_reads()
 
     def is_reading(self) -> bool:
-        """As asyncio's."""
+        """Same as asyncio's method."""
         return self._library_reads and not self.is_closing()
 
 
@@ -490,7 +490,7 @@ class TapTransportFactory(TransportFactory):
 async def _connected(
     loop: asyncio.AbstractEventLoop, host: str, port: int, order_addresses: OrderAddresses | None
 ) -> socket.socket:
-    """Return a connected socket. Addresses are tried one by one, as the loop does. A fork always finds the socket."""
+    """Return a connected socket. Addresses are tried one by one. A forked child can always close its copy."""
     failures: list[OSError] = []
     found, limit = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM), math.inf
     if order_addresses is not None and len(found) > 1:

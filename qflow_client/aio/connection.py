@@ -172,7 +172,7 @@ async def open_connection(connection: TappedConnection, url: str, timeout: float
     Args:
         connection: a connection that is not connected yet.
         url: its URL, for people.
-        timeout: seconds that it may take; ``None`` for aio-pika's limits only.
+        timeout: the time limit in seconds; ``None`` for aio-pika's limits only.
 
     Raises:
         ConnectionFailed: connecting failed; the text gives the reason.

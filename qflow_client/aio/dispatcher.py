@@ -46,7 +46,7 @@ class Dispatcher:
         self._loop.call_soon(self._run, callback, lambda: argument)
 
     def call_with_next(self, callback: Callable[[Any], object], take: Callable[[], Any]) -> None:
-        """As `call`, but ``take()`` returns the argument when the callback is next."""
+        """Same as `call`, but ``take()`` returns the argument when the callback is next."""
         self._loop.call_soon(self._run, callback, take)
 
     async def stop(self) -> None:

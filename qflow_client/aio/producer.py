@@ -53,7 +53,7 @@ _LOOP_CLOSED = "its event loop is closed; make a producer in the loop that runs 
 
 
 class AsyncProducer(BaseProducer):
-    """Publishes to an AMQP 0-9-1 broker, never faster than the broker allows. Any number of tasks may use one.
+    """Publishes to an AMQP 0-9-1 broker, never faster than the broker allows. Tasks can share a producer.
 
     It connects when ``async with`` is entered, or by `connect`, once. It belongs to the loop in which it connects.
     Other threads may only call `pause`, `resume` and the manager. Leaving the ``async with`` block closes it. A
@@ -164,7 +164,7 @@ class AsyncProducer(BaseProducer):
 
         Args:
             message: the body, or a `Message` with properties.
-            exchange: the exchange. The default is the exchange of a `RoutedMessage`, or else the setting.
+            exchange: the exchange; by default that of a `RoutedMessage`, for other messages the setting.
             routing_key: the routing key; the same default.
             timeout: seconds that it may stay blocked; ``None`` for ever, 0 not at all. The default is the setting
                 `max_producer_flow_control_wait`.
@@ -267,13 +267,13 @@ class AsyncProducer(BaseProducer):
         source: str = "",
         position: Position | None = None,
     ) -> AsyncReceipt:
-        """As `send`, but never wait. Do not await this method.
+        """Same as `send`, but never wait. Do not await this method.
 
         With an outbox it blocks the loop until the message is on disk.
 
         Args:
             message: the body, or a `Message` with properties.
-            exchange: the exchange. The default is the exchange of a `RoutedMessage`, or else the setting.
+            exchange: the exchange; by default that of a `RoutedMessage`, for other messages the setting.
             routing_key: the routing key; the same default.
             source: as for `send`; it has no effect, because the message does not wait for a turn.
             position: as for `send`.
@@ -329,8 +329,8 @@ class AsyncProducer(BaseProducer):
         """Call `send` for every message, in order.
 
         Every exception, also one of the iterable or a cancel, has an attribute ``receipts`` with the receipts of the
-        messages before it. These messages were admitted and will be sent. After `NotDurable` the last receipt is that
-        of the message itself, which was admitted, too. No further message was taken from the iterable.
+        messages that were admitted before. These messages will be sent. After `NotDurable` the last receipt is that of
+        the message itself, which was admitted, too. No further message was taken from the iterable.
 
         Args:
             messages: messages as for `send`, or pairs of a message and its position.

@@ -48,7 +48,7 @@ class Channel(_aio_pika.Channel):
 
     def _make_flow(self) -> None:
         connection = self._connection
-        #: The channel's flow; for the package.
+        #: The channel's flow (internal).
         self.flow_control = ChannelFlow(
             connection.flow_settings,
             confirms=self.publisher_confirms,
@@ -58,7 +58,7 @@ class Channel(_aio_pika.Channel):
         connection.flows.add(self.flow_control)
 
     def adopt(self) -> None:
-        """Start flow control on an open channel; for the package."""
+        """Start flow control on an open channel (internal)."""
         self._make_flow()
         self._follow()
 
@@ -73,7 +73,7 @@ class Channel(_aio_pika.Channel):
             self.flow_control.restored()
 
     async def close(self, exc: Any = None) -> None:
-        """As aio-pika's. Tasks that wait to publish get the error that ends the channel.
+        """Same as aio-pika's method. Tasks that wait to publish get the error that ends the channel.
 
         A broker that does not read, for example because it blocks the connection, gets `max_producer_flow_control_wait`
         seconds to answer. If an exception leaves the channel's block, it gets almost no time.

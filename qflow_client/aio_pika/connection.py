@@ -80,7 +80,7 @@ class Connection(TappedConnection):
         **kwargs: Any,
     ) -> None:
         self.flow_settings, url, kwargs = settings_of(self._drop_in, URL(url), kwargs)
-        #: The flows of its channels, including closed ones; for the package.
+        #: The flows of its channels, including closed ones (internal).
         self.flows: weakref.WeakSet[ChannelFlow] = weakref.WeakSet()
         super().__init__(url, loop=loop, ssl_context=ssl_context, client_properties=client_properties, **kwargs)
 
@@ -89,11 +89,11 @@ class Connection(TappedConnection):
         super()._made(tapped)
 
     def carrier_of(self, _channel: Any) -> TapTransport | None:
-        """Return the object that transfers the frames of an open channel of aiormq; for the package."""
+        """Return the object that transfers the frames of an open channel of aiormq (internal)."""
         return self.tapped
 
     async def close(self, exc: Any = ConnectionClosed) -> None:
-        """As aio-pika's. Tasks that wait to publish get the error that ends the connection."""
+        """Same as aio-pika's method. Tasks that wait to publish get the error that ends the connection."""
         flows = tuple(self.flows)
         for flow in flows:
             flow.left = True
@@ -105,7 +105,7 @@ class Connection(TappedConnection):
 
 
 async def connect(url: Any = None, *, connection_class: Any = Connection, **keywords: Any) -> Any:
-    """As aio-pika's; the URL's query and the keywords may also contain settings of flow control.
+    """Same as aio-pika's function; the URL's query and the keywords may also contain settings of flow control.
 
     Args:
         url: aio-pika's argument, for example with ``?max_producer_flow_control_wait=10&capacity=500``.

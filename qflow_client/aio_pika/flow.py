@@ -274,7 +274,7 @@ class ChannelFlow(DropInFlow):
         timeout: float | None = None,
         wait: bool = True,
     ) -> spec.Basic.Ack | DeliveredMessage | None:
-        """As aiormq's, after waiting while the channel is flowed (J7 A4).
+        """Same as aiormq's method, after waiting while the channel is flowed (J7 A4).
 
         Args:
             channel: aiormq's.

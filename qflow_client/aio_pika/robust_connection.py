@@ -36,12 +36,12 @@ class RobustConnection(Connection, TappedRobustConnection):
         super().__init__(url, loop=loop, **kwargs)
 
     async def close(self, exc: Any = asyncio.CancelledError) -> None:
-        """As aio-pika's. Tasks that wait to publish get the error that ends the connection."""
+        """Same as aio-pika's method. Tasks that wait to publish get the error that ends the connection."""
         await super().close(exc)
 
 
 async def connect_robust(url: Any = None, *, connection_class: Any = RobustConnection, **keywords: Any) -> Any:
-    """As aio-pika's; the URL's query and the keywords may also contain settings of flow control.
+    """Same as aio-pika's function; the URL's query and the keywords may also contain settings of flow control.
 
     Args:
         url: aio-pika's argument, for example with ``?max_producer_flow_control_wait=10&capacity=500``.

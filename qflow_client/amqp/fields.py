@@ -62,7 +62,7 @@ def encode_short_string(text: str, name: str) -> bytes:
 
     Args:
         text: the text.
-        name: what the text is, for the error.
+        name: the name of the text in error texts.
 
     Raises:
         TypeError: it is not a text.
@@ -91,7 +91,7 @@ def encode_timestamp(value: datetime | int, name: str) -> bytes:
 
     Args:
         value: a naive ``datetime`` is local time.
-        name: what the timestamp is, for the error.
+        name: the name of the timestamp in error texts.
 
     Raises:
         ValueError: it is before 1970 or, in UTC, after 9999.
@@ -114,7 +114,7 @@ def encode_table(table: Mapping[str, Any], name: str) -> bytes:
     Args:
         table: values are ``str``, ``bool``, ``int``, ``float``, ``Decimal``, bytes, ``datetime`` (a naive one is local
             time), ``None``, and lists, tuples and mappings of them.
-        name: what the table is, for the error. The error text has the keys that lead to the invalid value.
+        name: the name of the table in error texts. The error text has the keys that lead to the invalid value.
 
     Raises:
         TypeError: a key or value of another type.

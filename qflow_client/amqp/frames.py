@@ -256,7 +256,7 @@ def properties(given: Mapping[str, Any], message_id: bytes = b"") -> tuple[int, 
 
 
 def _split_properties(given: Mapping[str, Any]) -> tuple[int, bytes, bytes]:
-    """As `properties`, but return the values before and after the position of a new message id separately."""
+    """Same as `properties`, but return the values before and after the position of a new message id separately."""
     flags = 0
     values = []
     # How many values come before the message id.
@@ -489,7 +489,7 @@ def content_header(message: Content, message_id: bytes = b"") -> bytes:
 
 
 def plain_content_header(length: int, message_id: bytes) -> bytes:
-    """As `content_header`, for a persistent message whose only other property is its message id.
+    """Same as `content_header`, for a persistent message whose only other property is its message id.
 
     Args:
         length: of its body.

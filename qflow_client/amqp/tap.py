@@ -122,8 +122,9 @@ class TapChannel(Protocol):
         """The ``Basic.Ack`` frames of one read, in order.
 
         Args:
-            acks: pairs of a delivery tag and a count. A count above 0 means that many acks of one message each, with
-                consecutive tags. A count of 0 means one ack of all messages up to the tag (``multiple``).
+            acks: pairs of a delivery tag and a count. If the count is above 0, the pair stands for this number of acks
+                of one message each, with consecutive tags. If the count is 0, the pair stands for one ack of all
+                messages up to the tag (``multiple``).
             now: seconds.
         """
 

@@ -111,12 +111,12 @@ class Consequences:
             self.lift(HoldKind.TRANSPORT, now)
 
     def hold_untold(self, now: float) -> None:
-        """Hold senders if the application has too many receipts still to be informed of."""
+        """Hold senders if too many receipts are not reported to the application yet."""
         if self._parts.admission.closed is None:
             self._untold.hold_if_many(now)
 
     def lift_untold(self, count: int, now: float) -> None:
-        """Record that the application was informed of `count` more receipts."""
+        """Record that `count` more receipts were reported to the application."""
         if self._untold.note_told(count):
             self.lift(HoldKind.CAPACITY, now, ON_DELIVERY)
 

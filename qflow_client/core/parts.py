@@ -1,7 +1,7 @@
 """Makes the parts of one producer's protocol and connects them.
 
-A part receives the parts that it uses when it is made, so it cannot use a part that is made later. Code that needs all
-parts is in `consequences`.
+The constructor of each part receives the parts that it uses. So a part cannot use another part that is made later. Code
+that needs all parts is in `consequences`.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Parts:
             max_failed_bytes=settings.max_failed_bytes,
             max_events=settings.max_flow_events,
         )
-        #: Settled receipts of which the application is not informed yet.
+        #: Settled receipts that are not reported to the application yet.
         self.untold = Untold(self.reports, self.limits)
         #: The messages on the wire.
         self.unconfirmed = Unconfirmed()

@@ -193,14 +193,14 @@ class ProducerProtocol:
 
     @step
     def take_settled(self, now: float) -> list[Receipt]:
-        """Return the settled receipts. The skin informs the application of each, and then calls `told`."""
+        """Return the settled receipts. The skin reports each to the application, and then calls `told`."""
         self.consequences.hold_untold(now)
         # This comes last, so no interrupt comes between it and the return to the caller.
         return self._untold.take()
 
     @step
     def told(self, count: int, now: float) -> None:
-        """Record that the application was informed of `count` receipts of `take_settled`."""
+        """Record that `count` receipts of `take_settled` were reported to the application."""
         self.consequences.lift_untold(count, now)
 
     @step
@@ -438,7 +438,7 @@ class ProducerProtocol:
 
     @step
     def end_writing(self) -> bool:
-        """Let no further message begin to be written. Return True if no message is partly written."""
+        """Stop: no further message begins to be written. Return True if no message is partly written."""
         self._writing.has_ended = True
         self._writing.take_back()
         return self._unconfirmed.outbound.stop()

@@ -129,7 +129,7 @@ class Reports:
         self._reported: set[Hold] = set()
         #: Log entries, for `qflow_client.logs`.
         self.logs: list[LogEntry] = []
-        #: Failed receipts of which the application is not informed yet, in the order of their failures.
+        #: Failed receipts that are not reported to the application yet, in the order of their failures.
         self.failures: deque[Receipt] = deque()
         #: How many failed receipts were dropped since `take_dropped` before the application looked at them.
         self.dropped = 0
@@ -214,7 +214,7 @@ class Reports:
             self.dropped += is_lost
 
     def take_failures(self) -> list[Receipt]:
-        """Return and forget the failures of which the application is not informed yet, in the order of admission."""
+        """Return and forget the failures that are not reported to the application yet, in the order of admission."""
         failures = sorted(self._unseen(), key=lambda receipt: receipt._number)
         self.forget_failures()
         return failures
@@ -225,7 +225,7 @@ class Reports:
         return dropped
 
     def forget_failures(self) -> None:
-        """Forget the failures, because the application is informed of them in another way."""
+        """Forget the failures, because they are reported to the application in another way."""
         nothing: deque[Receipt] = deque()
         self.failures, self._failed_bytes = nothing, 0
 

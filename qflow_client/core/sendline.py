@@ -235,7 +235,7 @@ class SendLine:
         self.grant(now)
 
     def close(self, reason: str) -> None:
-        """As `give_up_all`, but inside a step, and when nothing is admitted any more."""
+        """Same as `give_up_all`, but inside a step, and when nothing is admitted any more."""
         for ticket in self.tickets:
             ticket.error = ticket.closed_error(reason)
         self._leave()

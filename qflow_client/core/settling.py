@@ -100,7 +100,7 @@ class Settling:
         self._limits.release(receipts, now)
 
     def settle_silently(self, receipt: Receipt, outcome: Outcome, now: float) -> None:
-        """As `settle`, but without reports: only the caller knows the outcome."""
+        """Same as `settle`, but without reports: only the caller knows the outcome."""
         receipt._outcome = outcome
         self._batch, self._stage = ([receipt], outcome, None, now), 2
         self._finish()

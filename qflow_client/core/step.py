@@ -7,7 +7,7 @@ step in the middle. The changes so far are not undone. The step leaves a mark, a
 first repairs the state (`Consequences._heal`). Two rules make that possible:
 
 1. A step first adds a change to its target, then removes it from the source. A repetition does no harm.
-2. All counts (the used window, unwritten bytes, the tickets in line) are counted anew. A value that is added to such a
+2. All counts (the used window, unwritten bytes, the tickets in line) are recalculated. A value that is added to such a
    count is computed before the addition, because other threads may admit messages during a function call.
 
 A step never calls another step. It calls the plain methods that the other step consists of.

@@ -1,4 +1,4 @@
-"""Settled receipts of which the application is not informed yet, and the hold that limits their number.
+"""Settled receipts that are not reported to the application yet, and the hold that limits their number.
 
 If `on_delivery` callbacks are slower than the broker's confirms, settled receipts pile up. Then senders are held, so
 the number of these receipts is at most about twice the capacity.
@@ -18,7 +18,7 @@ ON_DELIVERY = "on_delivery"
 
 
 class Untold:
-    """Counts the receipts of one producer of which the application is not informed yet.
+    """Counts the receipts of one producer that are not reported to the application yet.
 
     Args:
         reports: the reports, which have the settled receipts.
@@ -30,11 +30,11 @@ class Untold:
     def __init__(self, reports: Reports, limits: Limits) -> None:
         self._reports = reports
         self._limits = limits
-        #: Settled receipts that the skin has taken, and of which the application is not informed yet.
+        #: Settled receipts that the skin has taken, and that are not reported to the application yet.
         self.count = 0
 
     def take(self) -> list[Receipt]:
-        """Return the settled receipts. The skin informs the application of them."""
+        """Return the settled receipts. The skin reports them to the application."""
         settled, nothing = self._reports.settled, list[Receipt]()
         assert settled is not None
         count = self.count + len(settled)
@@ -43,13 +43,13 @@ class Untold:
         return settled
 
     def hold_if_many(self, now: float) -> None:
-        """Hold senders if the application has too many receipts still to be informed of."""
+        """Hold senders if too many receipts are not reported to the application yet."""
         if self.count + len(self._reports.settled or ()) > self._limits.max_capacity:
             detail = "callbacks are slower than confirms"
             self._limits.controller.gate.hold(HoldKind.CAPACITY, now=now, source=ON_DELIVERY, detail=detail)
 
     def note_told(self, count: int) -> bool:
-        """Record that the application was informed of `count` receipts.
+        """Record that `count` receipts were reported to the application.
 
         Returns:
             Whether the hold ends.

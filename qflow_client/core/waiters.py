@@ -61,7 +61,7 @@ class Waiters:
         return self.add_settled(waiter)
 
     def add_settled(self, waiter: Any) -> bool:
-        """As `when_settled`, but inside a step."""
+        """Same as `when_settled`, but inside a step."""
         if not self._limits.window.used:
             return False
         self.settled.append((self._admission.admitted, waiter))

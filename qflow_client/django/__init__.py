@@ -41,7 +41,7 @@ def add(
 
     Args:
         message: the body, or a `Message` with properties.
-        exchange: the exchange. The default is the exchange of a `RoutedMessage`, or else ``""``.
+        exchange: the exchange; by default that of a `RoutedMessage`, for other messages ``""``.
         routing_key: the routing key; the same default.
         ordering_key: messages with the same key are published in the order in which they were added, by transactions
             that wait for each other. ``None`` for a message without an order.

@@ -216,7 +216,7 @@ class FlowSource:
     __slots__ = ("_reserved", "blocked_by", "name")
 
     def __init__(self, name: str) -> None:
-        #: For people; need not be unique.
+        #: A name for people, which need not be unique.
         self.name = name
         #: The controllers that block this source, as keys, the oldest first.
         self.blocked_by: dict[FlowController, None] = {}
@@ -303,7 +303,7 @@ class FlowController:
         self.limiter = limiter
         #: Has all other holds. Code that lifts such a hold calls `grant` and `resume` afterwards.
         self.gate = gate if gate is not None else Gate()
-        #: For people; need not be unique.
+        #: A name for people, which need not be unique.
         self.name = name
         self._line: Line = line if line is not None else FifoLine()
         # The ticket in front of the line, and the source of the holds that it ignores.

@@ -234,8 +234,8 @@ class RateLimiter(Limiter):
     Args:
         rate: elements per second, or size per second if `by_size`; more than 0.
         burst: how much may pass at once after a rest, in elements or, if `by_size`, in size; at least 1.
-        by_size: True if an element costs its size instead of one. An element that costs more than `burst` passes when
-            the bucket is full, and its cost is a debt then.
+        by_size: True if the cost of an element is its size, False if it is 1. An element that costs more than `burst`
+            passes when the bucket is full, and its cost is a debt then.
         kind: the kind of the hold for an empty bucket.
 
     Raises:
@@ -245,7 +245,7 @@ class RateLimiter(Limiter):
     __slots__ = ("_at", "_burst", "_full_at", "_rate", "by_size", "kind")
 
     def __init__(self, rate: float, *, burst: float = 1, by_size: bool = False, kind: str = "rate") -> None:
-        #: Whether an element costs its size instead of one.
+        #: Whether the cost of an element is its size instead of 1.
         self.by_size = by_size
         #: The kind of the hold for an empty bucket.
         self.kind = kind

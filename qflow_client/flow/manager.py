@@ -19,7 +19,7 @@ class FlowResource(Protocol):
 
     @property
     def name(self) -> str:
-        """For people; need not be unique."""
+        """A name for people, which need not be unique."""
 
     def hold(self, kind: str, *, source: str, detail: str) -> None:
         """Raise a hold on the resource's gate.

@@ -96,7 +96,7 @@ class Channel(pyamqp.Channel):
     def close(
         self, reply_code: int = 0, reply_text: str = "", method_sig: tuple[int, int] = (0, 0), argsig: str = "BsBB"
     ) -> Any:
-        """As py-amqp's, after the unconfirmed messages of pipelined confirms are settled.
+        """Same as py-amqp's method, after the unconfirmed messages of pipelined confirms are settled.
 
         A broker that blocks the connection gets the close when it reads again.
 
@@ -158,7 +158,7 @@ class Channel(pyamqp.Channel):
         callback: Any = None,
         returns_tuple: bool = False,
     ) -> Any:
-        """As py-amqp's. If the broker blocks the connection and would not read the method, wait for a limited time."""
+        """Same as py-amqp's method, but wait for a limited time while the broker blocks the connection."""
         connection = self.connection
         if sig not in _UNANSWERED and connection is not None:
             try:
@@ -172,7 +172,7 @@ class Channel(pyamqp.Channel):
         return super().send_method(sig, format, args, content, wait, callback, returns_tuple)
 
     def wait(self, method: Any, callback: Any = None, timeout: Any = None, returns_tuple: bool = False) -> Any:
-        """As py-amqp's. If the broker blocks the connection and may not have read the request, the wait is limited."""
+        """Same as py-amqp's method, but limit the wait for an answer while the broker blocks the connection."""
         connection = self.connection
         if connection is None:
             raise RecoverableConnectionError("connection already closed")
@@ -199,7 +199,7 @@ class Channel(pyamqp.Channel):
         confirm_timeout: float | None = None,
         argsig: str = "Bssbb",
     ) -> promise:
-        """As py-amqp's, after waiting while the channel is flowed (J7 A4).
+        """Same as py-amqp's method, after waiting while the channel is flowed (J7 A4).
 
         Args:
             msg: the message.
@@ -215,8 +215,8 @@ class Channel(pyamqp.Channel):
             OperationalError: its ``__cause__`` shows what happened to the message. FlowControlTimeout: still flowed
                 after the timeout; the message was not sent and never will be. ProducerFlowed: flowed, and waiting is
                 not allowed here; the message was not sent. ConfirmTimeout: the message was written at least in part,
-                and its outcome is not known. MessageNacked: with pipelined confirms, earlier messages were nacked;
-                this one was not sent.
+                and its outcome is not known. MessageNacked: with pipelined confirms, earlier messages were nacked; this
+                one was not sent.
             MessageNacked: with one confirm per call: the broker did not take the message.
 
         Returns:
@@ -234,7 +234,7 @@ class Channel(pyamqp.Channel):
         return _kept()
 
     def basic_publish_confirm(self, *args: Any, **kwargs: Any) -> promise:
-        """As `basic_publish`, but always with a confirm, as py-amqp's."""
+        """Same as `basic_publish`, but always with a confirm."""
         confirm_timeout = kwargs.pop("confirm_timeout", None)
         connection = self.connection
         if not connection:

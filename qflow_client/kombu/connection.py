@@ -125,7 +125,7 @@ class Connection(pyamqp.Connection):
     def close(
         self, reply_code: int = 0, reply_text: str = "", method_sig: tuple[int, int] = (0, 0), argsig: str = "BsBB"
     ) -> Any:
-        """As py-amqp's, but abort the connection while the broker blocks it, and so would not read the close."""
+        """Same as py-amqp's method, but abort a connection that the broker blocks: it would not read the close."""
         if self.is_blocked:
             self.collect()
             return None
@@ -162,7 +162,7 @@ class Connection(pyamqp.Connection):
                 flow.look()
 
     def blocking_read(self, timeout: float | None = None) -> Any:
-        """As py-amqp's. If the broker does not read, the wait for the answer to a method is limited."""
+        """Same as py-amqp's method. If the broker does not read, the wait for the answer to a method is limited."""
         wire: Wire = self.transport
         if timeout is not None or not self._awaits:
             frame = wire.next_frame(timeout)
@@ -226,7 +226,7 @@ class Connection(pyamqp.Connection):
         return is_writable
 
     def heartbeat_tick(self, rate: int = 2) -> None:
-        """As py-amqp's, which counts the bytes that it writes itself."""
+        """Same as py-amqp's method, which counts the bytes that it writes itself."""
         wire = self._transport
         if wire is not None:
             self.bytes_sent += wire.sent

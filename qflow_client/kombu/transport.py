@@ -60,7 +60,7 @@ class _Kept:
                 connection.collect()
 
 
-#: The kept connections of the process; for the package.
+#: The kept connections of the process (internal).
 kept = _Kept()
 
 
@@ -71,7 +71,7 @@ class Transport(pyamqp.Transport):
     _server_name: str | None = None
 
     def establish_connection(self) -> Any:
-        """As kombu's, which connects to 127.0.0.1 instead of localhost and discards the name.
+        """Same as kombu's method, which connects to 127.0.0.1 instead of localhost and discards the name.
 
         With TLS the name is kept, because the certificate may not be for 127.0.0.1.
 
@@ -103,7 +103,7 @@ class Transport(pyamqp.Transport):
         return connection
 
     def close_connection(self, connection: Any) -> None:
-        """As kombu's."""
+        """Same as kombu's method."""
         if connection.may_be_kept:
             connection.client = None
             kept.put(connection)
@@ -111,7 +111,10 @@ class Transport(pyamqp.Transport):
             super().close_connection(connection)  # type: ignore[no-untyped-call]  # kombu's
 
     def register_with_event_loop(self, connection: Any, loop: Any) -> None:
-        """As kombu's. A publish in this thread does not wait while its channel is flowed: the loop would wait, too."""
+        """Same as kombu's method.
+
+        A publish in this thread does not wait while its channel is flowed, because the loop would wait, too.
+        """
         connection.loop_runs_here()
         bell = connection.transport.bell()
         loop.add_reader(bell, self._on_left, connection, loop, bell)

@@ -217,7 +217,7 @@ class Wire:
 
     @contextmanager
     def having_timeout(self, timeout: float | None) -> Iterator[Any]:
-        """As py-amqp's, for reads."""
+        """Same as py-amqp's method, for reads."""
         before, self._patience = self._patience, timeout
         try:
             yield self.sock
@@ -225,7 +225,7 @@ class Wire:
             self._patience = before
 
     def read_frame(self, unpack: Any = None) -> tuple[int, int, bytes]:
-        """As py-amqp's."""
+        """Same as py-amqp's method."""
         while (found := self.next_frame(self._patience)) is None:
             self.later.popleft()()
         return found
@@ -457,7 +457,7 @@ class TLSWire(Wire, SSLTransport):  # type: ignore[misc]  # py-amqp has no types
     server_name: str | None = None
 
     def _wrap_socket(self, sock: Any, context: Any = None, **options: Any) -> Any:
-        """As py-amqp's, but a verified certificate must name the host, unless the options say otherwise.
+        """Same as py-amqp's method, but a verified certificate must name the host, unless the options say otherwise.
 
         py-amqp compares the name only if ``server_hostname`` is given. Otherwise it accepts every certificate of the
         authority, for any host.

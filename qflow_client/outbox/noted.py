@@ -6,7 +6,7 @@ interrupt and to repeat:
 1. A write first moves the noted changes into lists of its own, and empties these only after the transaction. If a write
    fails or is interrupted, the lists stay, and the next write takes them again. To insert or to delete a row a second
    time changes nothing.
-2. The counts (messages, bytes) are computed anew by the first write after any failure.
+2. The counts (messages, bytes) are recalculated by the first write after any failure.
 
 A position belongs to the message with which it was put (E13). It is valid if and only if that message is noted, and is
 written in the same transaction. If several messages of a source have positions, the last one is valid. If a message is

@@ -49,7 +49,7 @@ class Spilled(Receipt):
 
     @property
     def message(self) -> RoutedMessage:
-        """As `Receipt.message`; it is read from the outbox until the message is sent.
+        """Same as `Receipt.message`; it is read from the outbox until the message is sent.
 
         Raises:
             OutboxError: it cannot be read, or another producer has removed it.

@@ -53,17 +53,17 @@ class Channel(pika.channel.Channel):
         self.adopt()
 
     def adopt(self) -> None:
-        """Start flow control; for the package."""
+        """Start flow control (internal)."""
         # The frames of a message without properties, by exchange, routing key and mandatory: up to the size of its
         # body, and the rest of the header frame.
         self._heads: dict[tuple[str, str, bool], tuple[bytes, bytes]] = {}
-        #: The channel's flow; for the package.
+        #: The channel's flow (internal).
         self.flow_control = ChannelFlow(self)
 
     def encode(
         self, exchange: str, routing_key: str, body: Any, properties: spec.BasicProperties | None, mandatory: bool
     ) -> Publish:
-        """Return a message as pika's `basic_publish` encodes it, without sending it; for the package."""
+        """Return a message as pika's `basic_publish` encodes it, without sending it (internal)."""
         if properties is None and type(body) is bytes and 0 < len(body) <= self.connection._body_max_length:
             # All bytes except the body and its size are the same as in an earlier message that pika encoded.
             arguments = (exchange, routing_key, mandatory)
@@ -116,7 +116,7 @@ class Channel(pika.channel.Channel):
         properties: spec.BasicProperties | None = None,
         mandatory: bool = False,
     ) -> None:
-        """As pika's, if the channel is not flowed.
+        """Same as pika's method, if the channel is not flowed.
 
         Raises:
             ProducerFlowed: the channel is flowed; the message was not sent and never will be. A callback of `on_flow`
@@ -127,7 +127,7 @@ class Channel(pika.channel.Channel):
     def confirm_delivery(
         self, ack_nack_callback: Callable[[Any], object], callback: Callable[[Any], object] | None = None
     ) -> None:
-        """As pika's. From then on the window applies: at most `capacity` messages are unconfirmed."""
+        """Same as pika's method. From then on the window applies: at most `capacity` messages are unconfirmed."""
         told = ack_nack_callback
         if callable(ack_nack_callback):
             # The gate is updated first, so that the callback may publish into the room that it makes.
@@ -138,7 +138,7 @@ class Channel(pika.channel.Channel):
         super().confirm_delivery(told, callback)
 
     def close(self, reply_code: int = 0, reply_text: str = "Normal shutdown") -> None:
-        """As pika's. Threads that wait in `basic_publish` get an error."""
+        """Same as pika's method. Threads that wait in `basic_publish` get an error."""
         super().close(reply_code, reply_text)
         self.flow_control.give_up_all()
 

@@ -84,7 +84,7 @@ class FlowedConnection:
 
 
 def follow(connection: Any) -> None:
-    """Add flow control to the channels of a connection that pika itself has just made; for the package."""
+    """Add flow control to the channels of a connection that pika itself has just made (internal)."""
     ConnectionFlow.of(connection)
     connection._create_channel = partial(Channel, connection)
 

@@ -144,7 +144,7 @@ class ChannelFlow(DropInFlow):
         #: Whether messages that are unconfirmed at the end of the connection stay unconfirmed, for `take_over` by
         #: another channel.
         self.keeps_unconfirmed = False
-        #: The channel that the application uses, if that is another object; for the package.
+        #: The channel that the application uses, if that is another object (internal).
         self.owner: Any = None
         #: Messages that were returned and not raised yet.
         self.returned: list[ReturnedMessage] = []

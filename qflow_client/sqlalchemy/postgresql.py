@@ -274,7 +274,7 @@ class PostgresqlSession:
         return rows
 
     def _adopt_restored(self) -> None:
-        """Give rows with transaction numbers of another server a number of this one. Visible rows began before it."""
+        """Replace transaction numbers of another server by one of this server. Visible rows began before it."""
         self._run(
             f"UPDATE {self._rows} SET xid = 0"
             " WHERE xid >= (SELECT pg_snapshot_xmax(pg_current_snapshot())::text::bigint)"

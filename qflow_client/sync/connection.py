@@ -83,7 +83,7 @@ class _SocketServices(TapIOServices):
         return super().received(data)
 
     def remove_writer(self, fd: int) -> bool:
-        """As pika's. pika's transport calls this when it has written all its data."""
+        """Same as pika's method. pika's transport calls this when it has written all its data."""
         had = super().remove_writer(fd)
         self._drained()
         return had
@@ -371,7 +371,7 @@ class _PikaServices(SelectorIOServicesAdapter):
         ssl_context: ssl.SSLContext | None = None,
         server_hostname: str | None = None,
     ) -> Any:
-        """As pika's, with a carrier between pika and the socket."""
+        """Same as pika's method, with a carrier between pika and the socket."""
         link_up = super().create_streaming_connection
         carrier = self.carrier = Carrier(self._url)
         establishing = _Establishing()
@@ -398,7 +398,7 @@ class _Establishing:
     step: Any = None
 
     def cancel(self) -> bool:
-        """As pika's."""
+        """Same as pika's method."""
         if self.step is not None:
             return bool(self.step and self.step.cancel())
         self.step = False
@@ -415,7 +415,7 @@ class _Maker:
         self._url = url
 
     def create_connection(self, connection_configs: Any, on_done: Any, custom_ioloop: Any = None) -> Any:
-        """As pika's `SelectConnection.create_connection`."""
+        """Same as pika's `SelectConnection.create_connection`."""
         services = self.services = _PikaServices(custom_ioloop or IOLoop(), self._url)
         start: Any = pika.SelectConnection._start_connection_workflow  # type: ignore[attr-defined]  # made for this
         return start(
@@ -435,7 +435,7 @@ class TappedConnection(pika.BlockingConnection):
     def __init__(self, parameters: pika.connection.Parameters, url: str) -> None:
         maker = _Maker(url)
         super().__init__(parameters, maker)  # type: ignore[arg-type]  # it stands for a class
-        #: Transfers its bytes; for the package.
+        #: Transfers its bytes (internal).
         self.carrier = maker.services.carrier
 
 
@@ -531,7 +531,7 @@ class SharedLink(ChannelIO):
         """Open the channel.
 
         Args:
-            timeout: seconds that it may take.
+            timeout: the time limit in seconds.
 
         Raises:
             ConnectionFailed: opening failed; the text gives the reason.

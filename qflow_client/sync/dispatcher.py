@@ -65,7 +65,7 @@ class Dispatcher:
         self._calls.put((callback, lambda: argument))
 
     def call_with_next(self, callback: Callable[[Any], object], take: Callable[[], Any]) -> None:
-        """As `call`, but ``take()`` returns the argument when the callback is next."""
+        """Same as `call`, but ``take()`` returns the argument when the callback is next."""
         self._calls.put((callback, take))
 
     @property

@@ -302,7 +302,7 @@ class Engine(BaseEngine):
     # After a step, without the lock.
 
     def after(self, take: Callable[[Callable[[], _News]], _News] | None = None) -> None:
-        """As `BaseEngine.after`.
+        """Same as `BaseEngine.after`.
 
         Args:
             take: how to take the necessary step; by default, wait for the lock without limit.

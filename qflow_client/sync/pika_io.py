@@ -241,7 +241,7 @@ class TapIOServices(SelectorIOServicesAdapter):
         self.awake = False
 
     def add_callback_threadsafe(self, callback: Callable[[], object]) -> None:
-        """As pika's. It may be called at any time, also in a signal handler or a finalizer."""
+        """Same as pika's method. It may be called at any time, also in a signal handler or a finalizer."""
         self._calls.append(callback)
         # The socket is full of bytes that will wake the loop anyway, or is closed.
         with suppress(OSError):
@@ -255,7 +255,7 @@ class TapIOServices(SelectorIOServicesAdapter):
             self._calls.popleft()()
 
     def close(self) -> None:
-        """As pika's."""
+        """Same as pika's method."""
         super().close()
         self._waker.close()
         self._woken.close()
@@ -330,7 +330,7 @@ class TapIOServices(SelectorIOServicesAdapter):
     # pika's interface.
 
     def getaddrinfo(self, host: Any, port: Any, on_done: Callable[[Any], None], *args: Any, **keywords: Any) -> Any:
-        """As pika's, in the link's order of addresses."""
+        """Same as pika's method, in the link's order of addresses."""
 
         def done(found: Any) -> None:
             if found and isinstance(found, list) and self.order_addresses is not None:
@@ -340,7 +340,7 @@ class TapIOServices(SelectorIOServicesAdapter):
         return super().getaddrinfo(host, port, done, *args, **keywords)
 
     def connect_socket(self, sock: socket.socket, resolved_addr: Any, on_done: Any) -> Any:
-        """As pika's. After this call a forked child finds the socket."""
+        """Same as pika's method. From now on a forked child can close its copy of the socket."""
         self._connecting = sock
         return super().connect_socket(sock, resolved_addr, on_done)
 
@@ -352,7 +352,7 @@ class TapIOServices(SelectorIOServicesAdapter):
         ssl_context: ssl.SSLContext | None = None,
         server_hostname: str | None = None,
     ) -> Any:
-        """As pika's, with the tap at the socket."""
+        """Same as pika's method, with the tap at the socket."""
         tapped = sock
         if ssl_context is not None:
             ssl_context = _TapContext(ssl_context, self)
@@ -374,7 +374,7 @@ class TapIOServices(SelectorIOServicesAdapter):
             return self.call_later(0.0, partial(on_done, error))
 
     def set_writer(self, fd: int, on_writable: Callable[[], None]) -> None:
-        """As pika's; the tapped socket has two writers."""
+        """Same as pika's method; the tapped socket has two writers."""
         if self.tapped is None or fd != self.tapped.fileno():
             super().set_writer(fd, on_writable)
             return
@@ -382,7 +382,7 @@ class TapIOServices(SelectorIOServicesAdapter):
         self._watch(fd)
 
     def remove_writer(self, fd: int) -> bool:
-        """As pika's."""
+        """Same as pika's method."""
         if self.tapped is None or fd != self.tapped.fileno():
             return bool(super().remove_writer(fd))
         had = self._library_writer is not None

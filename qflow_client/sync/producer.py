@@ -49,7 +49,7 @@ _monotonic = time.monotonic
 
 
 class Producer(BaseProducer):
-    """Publishes to an AMQP 0-9-1 broker, never faster than the broker allows. Any number of threads may use one.
+    """Publishes to an AMQP 0-9-1 broker, never faster than the broker allows. Threads can share a producer.
 
     It connects when it is made. It has a connection and an I/O thread of its own, unless it gets a connection of
     `connect`. Leaving a ``with`` block closes it. A producer that is dropped without being closed issues a
@@ -148,7 +148,7 @@ class Producer(BaseProducer):
 
         Args:
             message: the body, or a `Message` with properties.
-            exchange: the exchange. The default is the exchange of a `RoutedMessage`, or else the setting.
+            exchange: the exchange; by default that of a `RoutedMessage`, for other messages the setting.
             routing_key: the routing key; the same default.
             timeout: seconds that it may stay blocked; ``None`` for ever, 0 not at all. The default is the setting
                 `max_producer_flow_control_wait`.
@@ -244,11 +244,11 @@ class Producer(BaseProducer):
         source: str = "",
         position: Position | None = None,
     ) -> SyncReceipt:
-        """As `send`, but never wait.
+        """Same as `send`, but never wait.
 
         Args:
             message: the body, or a `Message` with properties.
-            exchange: the exchange. The default is the exchange of a `RoutedMessage`, or else the setting.
+            exchange: the exchange; by default that of a `RoutedMessage`, for other messages the setting.
             routing_key: the routing key; the same default.
             source: as for `send`; it has no effect, because the message does not wait for a turn.
             position: as for `send`.
@@ -306,9 +306,9 @@ class Producer(BaseProducer):
     ) -> list[SyncReceipt]:
         """Call `send` for every message, in order.
 
-        Every exception, also one of the iterable, has an attribute ``receipts`` with the receipts of the messages
-        before it. These messages were admitted and will be sent. After `NotDurable` the last receipt is that of the
-        message itself, which was admitted, too. No further message was taken from the iterable.
+        Every exception, also one of the iterable, has an attribute ``receipts`` with the receipts of the messages that
+        were admitted before. These messages will be sent. After `NotDurable` the last receipt is that of the message
+        itself, which was admitted, too. No further message was taken from the iterable.
 
         Args:
             messages: messages as for `send`, or pairs of a message and its position.

@@ -264,12 +264,12 @@ class BlockingConnection(_pika.BlockingConnection):
         super()._flush_output(*waiters)  # type: ignore[misc]  # private
 
     def channel(self, channel_number: int | None = None) -> BlockingChannel:
-        """As pika's, with flow control."""
+        """Same as pika's method, with flow control."""
         channel: BlockingChannel = adopt(super().channel(channel_number))
         return channel
 
     def close(self, reply_code: int = 200, reply_text: str = "Normal shutdown") -> None:
-        """As pika's, after the unconfirmed messages of channels with pipelined confirms are settled.
+        """Same as pika's method, after the unconfirmed messages of channels with pipelined confirms are settled.
 
         A broker that does not read, for example because it blocks the connection, gets `max_producer_flow_control_wait`
         seconds. Then the connection is aborted.
@@ -406,7 +406,7 @@ class BlockingChannel(_pika.BlockingChannel):
         properties: spec.BasicProperties | None = None,
         mandatory: bool = False,
     ) -> None:
-        """As pika's, after waiting while the channel is flowed (J7 A4).
+        """Same as pika's method, after waiting while the channel is flowed (J7 A4).
 
         Raises:
             FlowControlTimeout: still flowed after `max_producer_flow_control_wait`; the message was not sent and never
@@ -567,7 +567,7 @@ class BlockingChannel(_pika.BlockingChannel):
     # Confirms.
 
     def confirm_delivery(self, pipelined: bool = False, republish: BlockingChannel | None = None) -> None:
-        """As pika's.
+        """Same as pika's method.
 
         Args:
             pipelined: `basic_publish` returns as soon as the message is written, and at most `capacity` messages are
@@ -687,7 +687,7 @@ class BlockingChannel(_pika.BlockingChannel):
         self._is_pipelined = False
 
     def close(self, reply_code: int = 0, reply_text: str = "Normal shutdown") -> None:
-        """As pika's, after the unconfirmed messages of pipelined confirms are settled.
+        """Same as pika's method, after the unconfirmed messages of pipelined confirms are settled.
 
         Raises:
             UnroutableError, NackError, ConfirmTimeout: as `wait_for_confirms`, after the channel is closed.
@@ -763,7 +763,7 @@ def _is_of(returned: ReturnedMessage, publish: Publish) -> bool:
 
 
 def adopt(channel: Any) -> Any:
-    """Add flow control to a channel of pika that is open and not in confirm mode; for the package."""
+    """Add flow control to a channel of pika that is open and not in confirm mode (internal)."""
     if not isinstance(channel._impl, Channel):
         channel._impl.__class__ = Channel
         channel._impl.adopt()

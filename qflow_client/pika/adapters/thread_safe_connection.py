@@ -214,14 +214,14 @@ class Channel(_pika.Channel):  # type: ignore[misc]  # of no known type
     rate limit and a transport with more than `max_unwritten_bytes` stop publishing, too.
     """
 
-    #: The connection; for the package.
+    #: The connection (internal).
     connection: Connection
-    #: Messages that were accepted and have not begun, see `_Publishing.accept`; for the package.
+    #: Messages that were accepted and have not begun, see `_Publishing.accept` (internal).
     accepted: deque[_Publishing]
 
     @property
     def flow_control(self) -> ChannelFlow:
-        """The channel's flow; for the package."""
+        """The channel's flow (internal)."""
         flow: ChannelFlow = self._channel.flow_control
         return flow
 
@@ -234,7 +234,7 @@ class Channel(_pika.Channel):  # type: ignore[misc]  # of no known type
         mandatory: bool = False,
         on_publish: Any = None,
     ) -> None:
-        """As pika's, after waiting while the channel is flowed (J7 A4).
+        """Same as pika's method, after waiting while the channel is flowed (J7 A4).
 
         In a callback of a consumer it waits at most half of ``work_queue_put_timeout``, because pika reads nothing
         while its queue of callbacks is full.
@@ -271,11 +271,11 @@ class Channel(_pika.Channel):  # type: ignore[misc]  # of no known type
 
     @property
     def closing_error(self) -> BaseException:
-        """Return the error for a channel that is not open; for the package."""
+        """Return the error for a channel that is not open (internal)."""
         return self.flow_control.closing_reason or exceptions.ChannelWrongStateError("Channel is closed.")
 
     def published(self, receipt: Receipt, on_publish: Any) -> None:
-        """Call pika's `on_publish` for a message that has just been written; for the package."""
+        """Call pika's `on_publish` for a message that has just been written (internal)."""
         tag = self.flow_control.delivery_tag(receipt._number)
         if on_publish is not None and tag is not None:
             try:
@@ -289,7 +289,7 @@ class Channel(_pika.Channel):  # type: ignore[misc]  # of no known type
 
     @property
     def next_publish_seq_no(self) -> int | None:
-        """As pika's."""
+        """Same as pika's method."""
         flow = self.flow_control
         return flow.delivery_tag(flow.protocol.admission.next_number)
 
@@ -322,7 +322,7 @@ class Connection(_pika.Connection):  # type: ignore[misc]  # of no known type
         super()._on_connection_open(connection)
 
     def channel(self, timeout: float | None = _pika.DEFAULT_RPC_TIMEOUT) -> Channel:
-        """As pika's, with flow control."""
+        """Same as pika's method, with flow control."""
         channel: Any = super().channel(timeout)
         channel.__class__ = Channel
         channel.connection, channel.accepted = self, deque()
@@ -332,11 +332,11 @@ class Connection(_pika.Connection):  # type: ignore[misc]  # of no known type
 
     @property
     def is_ioloop_thread(self) -> bool:
-        """Return True on the IOLoop's thread; for the package."""
+        """Return True on the IOLoop's thread (internal)."""
         return self._ioloop_ident == get_ident()
 
     def limit(self, settings: Any) -> float | None:
-        """Return for how many seconds this thread may wait; ``None`` for no limit; for the package."""
+        """Return for how many seconds this thread may wait; ``None`` for no limit (internal)."""
         wait: float | None = settings.max_producer_flow_control_wait
         if self._is_pool_worker_thread():
             half: float = self._work_queue_put_timeout / 2
@@ -344,7 +344,7 @@ class Connection(_pika.Connection):  # type: ignore[misc]  # of no known type
         return wait
 
     def run(self, function: Callable[[], Any]) -> Any:
-        """Call a function on the IOLoop's thread, and return its result; for the package."""
+        """Call a function on the IOLoop's thread, and return its result (internal)."""
         if self.is_ioloop_thread or self.is_closed:
             return function()
         future: Future[Any] = Future()

@@ -25,20 +25,20 @@ class TwistedChannel(_pika.TwistedChannel):
     def basic_publish(
         self, exchange: str, routing_key: str, body: Any, properties: Any = None, mandatory: bool = False
     ) -> Any:
-        """As pika's; the `Deferred` fails with `ProducerFlowed` if the channel is flowed."""
+        """Same as pika's method; the `Deferred` fails with `ProducerFlowed` if the channel is flowed."""
         try:
             return super().basic_publish(exchange, routing_key, body, properties, mandatory)
         except ProducerFlowed:
             return defer.fail()
 
     def on_flow(self, callback: Callable[[FlowEvent], object]) -> Callable[[], None]:
-        """As `Channel.on_flow`."""
+        """Same as `Channel.on_flow`."""
         stop: Callable[[], None] = self._channel.on_flow(callback)
         return stop
 
     @property
     def flow_state(self) -> FlowState:
-        """As `Channel.flow_state`."""
+        """Same as `Channel.flow_state`."""
         state: FlowState = self._channel.flow_state
         return state
 
@@ -55,7 +55,7 @@ class TwistedProtocolConnection(_pika.TwistedProtocolConnection):
         follow(self._impl)
 
     def channel(self, channel_number: int | None = None) -> Any:
-        """As pika's, with flow control."""
+        """Same as pika's method, with flow control."""
         return super().channel(channel_number).addCallback(_adopt)
 
 
