@@ -255,7 +255,7 @@ def drop(
 ) -> None:
     """Remove messages from an outbox for good, damaged or not. No producer may be using it.
 
-    Exit codes: 0, they are removed. 1, one does not exist, or the answer was no; then none is removed.
+    Exit codes: 0, the messages are removed. 1, a message does not exist, or the user answered no; nothing is removed.
     """
     # This fails if the file does not exist; an outbox must not be created here.
     damaged = Outbox.look_damaged(path)

@@ -36,7 +36,7 @@ class Reached:
     Attributes:
         format: format of its records.
         place: end of the last record that need not be sent again.
-        sent: number of the last record that was sent at all. Records up to this number may be in the broker, so they
+        sent: number of the last record that was sent. Records up to this number may be in the broker, so they
             are marked if they are sent again.
     """
 

@@ -171,9 +171,9 @@ def advise(
 ) -> Advice:
     """Find the thresholds and capacities under which publishers would have been held least.
 
-    All tested settings keep the stop threshold plus all capacities within the maximum. They also keep this sum within
-    what the consumers take in the allowed delay. So the limits hold whatever the publishers do, and not only in the
-    replay.
+    In all tested settings, the sum of the stop threshold and all capacities is at most the maximum. The sum is also at
+    most the number of messages that the consumers take in the allowed delay. So the queue keeps the limits for every
+    behaviour of the publishers, not only in the replay.
 
     Args:
         name: name of the queue.

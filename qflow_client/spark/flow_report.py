@@ -220,8 +220,8 @@ def flow_report(
     Args:
         spark: the session.
         paths: as for `flow_events`.
-        maximum: maximum number of messages in a queue (C6); the report has advice how to keep it, for each queue.
-        delay: maximum seconds that a message may be in a queue; the report has advice how to keep it, for each queue.
+        maximum: maximum number of messages in a queue (C6). The report advises settings for each queue that keep it.
+        delay: maximum seconds of a message in a queue. The report advises settings for each queue that keep it.
         queues: queues for the advice; ``None`` for all queues with recorded depth.
         round_trip: seconds from a publish to its confirm, for the replays.
 

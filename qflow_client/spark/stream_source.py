@@ -56,7 +56,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
         Raises:
             SpoolError: the offset is not from this spool. No messages are added in this case, because the next attempt
-                would take them for those of the checkpoint.
+                would treat them as the messages of the checkpoint.
         """
         options = self._options
         assert options.most is not None

@@ -139,7 +139,7 @@ class Borders:
         return at
 
     def skip(self, data: bytes) -> None:
-        """Go to the end of the data."""
+        """Process all of the data, without returning the borders of frames."""
         at, end = 0, len(data)
         if not self.at_border:
             at = self.step(data, 0)

@@ -24,9 +24,9 @@ The other files are not on this path.
   did.
 - Of a channel: `confirms.py`; `consuming.py` for deliveries; `transaction.py`; `methods.py` for the topology methods of
   clients.
-- Of a queue: `dispatcher.py` gives messages to consumers, `dropping.py` and `expiry.py` remove messages that no
+- For a queue, `dispatcher.py` gives messages to consumers, `dropping.py` and `expiry.py` remove messages that no
   consumer acked, `storage.py` connects the queue to the journal.
-- Of the virtual host (`virtualhost.py`): `topology.py` declares exchanges and bindings, `timers.py` calls back at due
+- For the virtual host (`virtualhost.py`), `topology.py` declares exchanges and bindings, `timers.py` calls back at due
   times.
 
 All of this happens on the event loop of `server.py`. There are three places for extensions. An overflow policy plugs

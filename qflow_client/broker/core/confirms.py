@@ -1,8 +1,8 @@
 """Confirm mode of a channel: which publishes wait for their acks, and how to ack the others with few frames.
 
 Tags count publishes from 1. A tag is held or due. A tag is held by queues, by the disk, or because the publish waits
-for room. A flush acks all due tags below the lowest held tag with one frame. It acks each other due tag with a frame of
-its own.
+for room. A flush acks all due tags below the lowest held tag with one frame. It acks every other due tag with a
+separate frame.
 """
 
 from __future__ import annotations

@@ -260,7 +260,7 @@ class Output:
         return data
 
     def taken(self) -> None:
-        """Note that the transport has the bytes of `take`. Deliver more messages if the socket accepts more."""
+        """Note that the transport has the bytes of `take`. Deliver more messages if the socket accepts them."""
         if not self.takes_deliveries and self._is_writable:
             self._take_deliveries_again()
 

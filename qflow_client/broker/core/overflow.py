@@ -60,7 +60,7 @@ class Overflow:
         return False
 
     def last_values(self) -> LastValueMap | None:
-        """Return a new map of each key's last entry if the queue keeps only these; ``None`` if it keeps all."""
+        """Return a new map of the last entry for each key, for a queue that keeps only these entries; else ``None``."""
         return None
 
     def refusal(self, queue: QueueView, size: int, count: int, largest: int) -> str | None:

@@ -16,8 +16,8 @@ The queue calls its plug-ins. The overflow policy is asked before a message ente
 
 `Queue.is_watched` is False if a queue has none of these and refuses no messages. So the common case pays for nothing.
 
-A large number of entries leaves in slices, see `contents.py`. In each tick one such slice of entries expires. The queue
-delivers nothing until all due entries have expired.
+If many entries have to leave, they leave in slices, see `contents.py`. Each call of `Queue.tick` lets one slice of due
+entries expire. The queue delivers nothing until all due entries have expired.
 """
 
 from __future__ import annotations

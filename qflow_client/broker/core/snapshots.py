@@ -129,7 +129,7 @@ class QueueSnapshot:
         dropped: messages so far that left without an ack, or that were refused without informing their senders.
         drops: number of dropped messages by reason: ``rejected``, ``expired``, ``maxlen``, ``conflated``, ``memory``,
             ``damaged``, ``cycle`` or ``refused``. The reason ``copy`` is counted in addition. It means that a message
-            was not dead-lettered because another copy was.
+            was not dead-lettered, because another copy of it had gone to the same target.
         consumers: number of consumers.
         blocked: names of the channels that it flows (blocks), the oldest first (J4).
         thresholds: current marks.

@@ -1,7 +1,7 @@
 """The virtual host, sans-I/O: the state that all connections share, and the lifetime of queues.
 
 Exchanges and bindings are in `topology.py`, routing is in `routing.py`, and timers are in `timers.py`. Rules compute
-the limits of a queue; `VirtualHost.apply_rules` asks them again.
+the limits of a queue; `VirtualHost.apply_rules` computes the limits of all queues again.
 """
 
 from __future__ import annotations
@@ -306,7 +306,7 @@ class VirtualHost:
         body: bytes,
         properties: pamqp.commands.Basic.Properties | None = None,
     ) -> int:
-        """Publish a message without a channel, so that no flow state blocks anything for it.
+        """Publish a message without a channel. No flow state blocks this publish.
 
         Returns:
             The number of queues that the message is in.

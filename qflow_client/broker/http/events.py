@@ -1,9 +1,9 @@
 """The changes of a broker as server-sent events.
 
-All streams share one `Watch`. When a stream asks and the last look is old enough, the `Watch` looks at the broker
-again, in slices between other work. Every object has the number of the look that found its last change, and the newest
-changes come last. So a stream costs only the changes since its previous event. An idle object costs one comparison in
-each look. Looks take at most `Watch.SHARE` of the time, however many objects there are.
+All streams share one `Watch`. When a stream asks for changes and the last look is old enough, the `Watch` looks at the
+broker again, in slices between other work. Every object has the number of the look that found its last change. The
+newest changes come last. So the work for a stream depends only on the number of changes since its previous event. An
+idle object needs one comparison in each look. Looks take at most `Watch.SHARE` of the time, for any number of objects.
 """
 
 from __future__ import annotations

@@ -470,7 +470,7 @@ class Policies:
 
     @property
     def are_inherited(self) -> bool:
-        """Whether any policy reaches queues through their bindings."""
+        """Whether any policy applies to queues through their bindings."""
         return any(policy.apply_to in (ApplyTo.ROUTING_KEYS, ApplyTo.EXCHANGES) for policy in self)
 
     def set(self, policy: Policy) -> None:
