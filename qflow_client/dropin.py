@@ -1,8 +1,8 @@
 """The common code of the drop-ins for other client libraries: their settings, and the flow of one of their channels.
 
 The library still manages connections, topology, consumers and the encoding of messages. `ProducerProtocol` makes the
-decisions about publishing, as for every producer. This module does no I/O and does not wait, because libraries do that
-in different ways.
+decisions about publishing, as for every producer. This module does no I/O and does not wait, because libraries do I/O
+and wait in different ways.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class DropIn:
         """Separate the settings from the library's parameters.
 
         Raises:
-            TypeError: a setting that has no meaning here.
+            TypeError: a setting has no meaning here.
         """
         ours: dict[str, _Value] = {}
         theirs: list[tuple[str, _Value]] = []
@@ -154,7 +154,7 @@ class DropIn:
             keywords: settings by name.
 
         Raises:
-            SettingsError: a value that is not allowed.
+            SettingsError: a value is not allowed.
         """
         return ProducerSettings.load(f"{_URL}?{urlencode(query or {})}", environ=self._environ(), **(keywords | _FIXED))
 
@@ -162,8 +162,8 @@ class DropIn:
         """Return the settings of a connection, and the URL without them.
 
         Raises:
-            SettingsError: a value that is not allowed.
-            TypeError: a setting that has no meaning here.
+            SettingsError: a value is not allowed.
+            TypeError: a setting has no meaning here.
         """
         parts = urlsplit(url)
         ours: list[tuple[str, str]] = []
@@ -277,7 +277,10 @@ class EncodedProtocol(ProducerProtocol):
 
     @step
     def channel_ended(self, reason: str, now: float) -> None:
-        """Settle all unsettled messages as they are, because the channel has ended. Another channel may follow."""
+        """Settle all messages with the outcomes that are known now, because the channel has ended.
+
+        Another channel may follow.
+        """
         self.channel.disconnect(reason, now)
         self.channel.settle_all(reason, now)
         self.consequences.update(now)

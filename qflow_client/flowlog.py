@@ -185,7 +185,7 @@ class FlowLog:
         max_lines: the most lines that wait to be written.
 
     Raises:
-        ValueError: a value that is not allowed.
+        ValueError: a value is not allowed.
         OSError: the folder cannot be created or written to.
     """
 

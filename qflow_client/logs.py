@@ -138,7 +138,7 @@ def log(level: int, text: str, *arguments: object, error: BaseException | None =
         level: of `logging`.
         text: a format string.
         arguments: its arguments, which must not change later.
-        error: its traceback is logged.
+        error: the exception whose traceback is logged.
     """
     _put(log_entry(level, text, *arguments, depth=2), error)
 

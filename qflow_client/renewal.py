@@ -88,11 +88,11 @@ class Renewer:
     Args:
         asker: asks the application.
         settings: the producer's.
-        call_later: calls a function there after a number of seconds.
-        post: calls a function there, from any thread.
+        call_later: calls a function on that thread or loop after a number of seconds.
+        post: calls a function on that thread or loop; any thread may use it.
         update: sends a secret to the broker, and calls a function there when the broker has answered. Returns False if
             nothing can be sent now.
-        leave: ends the connection, for a reason. The producer connects again.
+        leave: ends the connection, with a reason as its argument. The producer connects again.
         clock: returns the time in seconds.
     """
 

@@ -61,9 +61,9 @@ class Returner:
     Args:
         reconnection: has the hosts.
         settings: the producer's.
-        call_later: calls a function there after a number of seconds.
-        post: calls a function there, from any thread.
-        leave: ends the connection, for a reason. The producer connects again.
+        call_later: calls a function on that thread or loop after a number of seconds.
+        post: calls a function on that thread or loop; any thread may use it.
+        leave: ends the connection, with a reason as its argument. The producer connects again.
     """
 
     def __init__(

@@ -351,7 +351,7 @@ class ProducerSettings:
         name: the name in flow events, in logs and in the broker's management.
 
     Raises:
-        SettingsError: a value that is not allowed.
+        SettingsError: a value is not allowed.
     """
 
     url: str | Sequence[str] = _setting(
@@ -481,8 +481,8 @@ class ProducerSettings:
             changes: settings by name.
 
         Raises:
-            SettingsError: a value that is not allowed.
-            TypeError: a name that is not a setting.
+            SettingsError: a value is not allowed.
+            TypeError: a name is not a setting.
         """
         return type(self)(**({name: getattr(self, name) for name in self._given} | changes))
 
@@ -536,7 +536,7 @@ class ProducerSettings:
             keywords: settings by name.
 
         Raises:
-            SettingsError: a value that is not allowed, or a name that is not a setting.
+            SettingsError: a value is not allowed, or a name is not a setting.
             TypeError: `settings` is of another type.
         """
         check_argument(

@@ -69,7 +69,7 @@ class Queue:
         durable: whether it survives a restart of the broker.
         exclusive: whether it is only for this connection, and deleted with it.
         auto_delete: whether it is deleted when its last consumer leaves.
-        arguments: such as ``{"x-queue-type": "quorum"}``.
+        arguments: the arguments, such as ``{"x-queue-type": "quorum"}``.
         if_missing: whether an existing queue of that name is accepted, whatever its properties are.
 
     Raises:
@@ -112,7 +112,7 @@ class Exchange:
         durable: whether it survives a restart of the broker.
         auto_delete: whether it is deleted when its last binding is removed.
         internal: whether only other exchanges may publish to it.
-        arguments: such as ``{"alternate-exchange": "unrouted"}``.
+        arguments: the arguments, such as ``{"alternate-exchange": "unrouted"}``.
 
     Raises:
         SettingsError: a value is not allowed.
@@ -153,7 +153,7 @@ class Binding:
         exchange: the exchange that sends messages.
         queue: the queue that receives messages.
         routing_key: the routing key of the binding.
-        arguments: such as those of a headers exchange.
+        arguments: the arguments, such as those of a headers exchange.
         to_exchange: the exchange that receives messages, instead of `queue` (``Exchange.Bind``, of RabbitMQ).
 
     Raises:

@@ -331,7 +331,7 @@ class TapTransport(asyncio.Transport):
         return sent < len(data) or (self._is_tls and self._raw.get_write_buffer_size() > 0)
 
     def _send(self, data: bytes) -> int:
-        """Return how many bytes are sent, or cannot be taken back."""
+        """Return how many bytes are sent, including bytes that cannot be taken back."""
         if self._is_tls:
             # A failed transport accepts all data and writes nothing.
             if self._raw.is_closing() or self._transport.is_closing():

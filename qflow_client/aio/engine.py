@@ -61,7 +61,7 @@ _DISK_PATIENCE = 0.6
 
 
 async def _wait_until_done(task: asyncio.Task[None]) -> asyncio.CancelledError | None:
-    """Wait until a task is done, however often the caller is cancelled meanwhile. The first cancel cancels the task.
+    """Wait until a task is done, also if the caller is cancelled several times. The first cancel cancels the task.
 
     Returns:
         The first cancel, for the caller to raise; ``None`` if there was none.

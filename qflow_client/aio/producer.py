@@ -55,10 +55,10 @@ _LOOP_CLOSED = "its event loop is closed; make a producer in the loop that runs 
 class AsyncProducer(BaseProducer):
     """Publishes to an AMQP 0-9-1 broker, never faster than the broker allows. Tasks can share a producer.
 
-    It connects when ``async with`` is entered, or by `connect`, once. It belongs to the loop in which it connects.
-    Other threads may only call `pause`, `resume` and the manager. Leaving the ``async with`` block closes it. A
-    connected producer that is dropped without being closed issues a `ResourceWarning`, delivers the admitted messages,
-    and then ends its connection.
+    It connects once, when ``async with`` is entered or `connect` is called. It belongs to the loop in which it
+    connects. Other threads may only call `pause`, `resume` and the manager. Leaving the ``async with`` block closes it.
+    A connected producer that is dropped without being closed issues a `ResourceWarning`, delivers the admitted
+    messages, and then ends its connection.
 
     If an exception leaves the ``async with`` block, that exception is raised, and closing does not wait for holds.
     Under ``channel_flow`` and ``connection_blocked`` it does not wait at all. Under ``capacity`` and ``transport`` it
@@ -76,9 +76,9 @@ class AsyncProducer(BaseProducer):
             name declares a durable queue if there is no queue of that name. ``None`` declares nothing.
         credentials: returns the `Credentials` for the login. It is called before each connect, and again before the
             credentials expire; then the broker gets the new ones (``Connection.UpdateSecret``). A coroutine function is
-            awaited in the loop. Any other function is called on a separate thread, and may return an awaitable. Its
-            time is part of `connect_timeout`. If it raises, the try to connect has failed. ``None`` uses the
-            credentials of the URL.
+            awaited in the loop. Any other function is called on a separate thread, and may return an awaitable. The
+            duration of the call is part of `connect_timeout`. If it raises, the try to connect has failed. ``None``
+            uses the credentials of the URL.
         settings: settings for all that the keywords do not give.
         line: the order in which waiting sends are served; by default first come, first served (F4). A `WeightedLine`
             distinguishes them by the `source` of `send`.

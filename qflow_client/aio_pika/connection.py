@@ -36,8 +36,8 @@ def settings_of(drop_in: DropIn, url: URL, keywords: dict[str, Any]) -> tuple[Pr
         keywords: its keywords.
 
     Raises:
-        SettingsError: a value that is not allowed.
-        TypeError: a setting that has no meaning here.
+        SettingsError: a value is not allowed.
+        TypeError: a setting has no meaning here.
     """
     query, rest = drop_in.split(url.query.items())
     ours, theirs = drop_in.split(keywords.items())
@@ -60,7 +60,7 @@ class Connection(TappedConnection):
 
     Raises:
         SettingsError: a setting has a value that is not allowed.
-        TypeError: a setting that a connection of aio-pika does not accept.
+        TypeError: a connection of aio-pika does not accept one of the settings.
     """
 
     CHANNEL_CLASS = Channel
@@ -116,7 +116,7 @@ async def connect(url: Any = None, *, connection_class: Any = Connection, **keyw
 
     Raises:
         SettingsError: a setting has a value that is not allowed.
-        TypeError: a setting that a connection of aio-pika does not accept.
+        TypeError: a connection of aio-pika does not accept one of the settings.
     """
     return await checked(_aio_pika.connect, url, connection_class=connection_class, **keywords)
 
@@ -132,7 +132,7 @@ async def checked(connect: Callable[..., Awaitable[Any]], url: Any, *, connectio
 
     Raises:
         SettingsError: a setting has a value that is not allowed.
-        TypeError: a setting that a connection of aio-pika does not accept.
+        TypeError: a connection of aio-pika does not accept one of the settings.
     """
     # aio-pika puts the keywords into the URL, and its errors would repeat them.
     drop_in = getattr(connection_class, "_drop_in", AIO_PIKA)

@@ -26,7 +26,7 @@ class RobustConnection(Connection, TappedRobustConnection):
 
     Raises:
         SettingsError: a setting has a value that is not allowed.
-        TypeError: a setting that a connection of aio-pika does not accept.
+        TypeError: a connection of aio-pika does not accept one of the settings.
     """
 
     CHANNEL_CLASS = RobustChannel
@@ -52,7 +52,7 @@ async def connect_robust(url: Any = None, *, connection_class: Any = RobustConne
 
     Raises:
         SettingsError: a setting has a value that is not allowed.
-        TypeError: a setting that a connection of aio-pika does not accept.
+        TypeError: a connection of aio-pika does not accept one of the settings.
     """
     return await checked(_aio_pika.connect_robust, url, connection_class=connection_class, **keywords)
 

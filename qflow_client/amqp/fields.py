@@ -235,7 +235,7 @@ def decode_octet(data: bytes, at: int) -> tuple[int, int]:
     """Return the octet at an offset, and the offset after it.
 
     Raises:
-        IndexError: there is none.
+        IndexError: there is no valid value.
     """
     return data[at], at + 1
 
@@ -244,7 +244,7 @@ def decode_short_string(data: bytes, at: int) -> tuple[str, int]:
     """Return the short string at an offset, and the offset after it.
 
     Raises:
-        IndexError, ValueError: there is none.
+        IndexError, ValueError: there is no valid value.
     """
     start = at + 1
     stop = start + data[at]
@@ -260,7 +260,7 @@ def decode_timestamp(data: bytes, at: int) -> tuple[datetime | int, int]:
         A time in UTC; seconds since 1970 if it is after 9999.
 
     Raises:
-        struct.error: there is none.
+        struct.error: there is no valid value.
     """
     (value,) = _LONGLONG.unpack_from(data, at)
     try:
@@ -273,7 +273,7 @@ def decode_table(data: bytes, at: int) -> tuple[dict[str, Any], int]:
     """Return the field table at an offset, and the offset after it.
 
     Raises:
-        IndexError, ValueError, struct.error: there is none.
+        IndexError, ValueError, struct.error: there is no valid value.
     """
     return _read_table(data, at, 1)
 

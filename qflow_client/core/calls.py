@@ -53,7 +53,7 @@ def resume(call: Call[_T], now: float | None) -> tuple[float | None, _T | None]:
         now: seconds; ``None`` to begin.
 
     Returns:
-        The time until which to wait and ``None``, or ``None`` and the result.
+        The time until which to wait, and ``None``. At the end, ``None`` and the result.
     """
     try:
         return call.send(now), None  # type: ignore[arg-type]  # that is how a generator begins

@@ -287,7 +287,7 @@ class Channel:
     def settle_all(
         self, reason: str, now: float, culprits: Collection[Receipt] = (), reply: Reply | None = None
     ) -> None:
-        """Settle every message as it is.
+        """Settle every message with the outcome that is known now.
 
         Args:
             reason: for people.
@@ -306,7 +306,9 @@ class Channel:
         self._admission.unwritten = 0
 
     def abandon(self, receipts: Sequence[Receipt], reason: str, now: float) -> None:
-        """Settle messages as they are, and do not send them. There may be no frames that are encoded and not begun.
+        """Settle messages with the outcomes that are known now, and do not send them.
+
+        There must be no frames that are encoded and not begun.
 
         Args:
             receipts: the receipts of unsettled messages, in the order of admission.

@@ -162,7 +162,7 @@ class Consequences:
             parts.expiry.forget(before)
 
     def abandon(self, receipts: Sequence[Receipt], reason: str, now: float) -> None:
-        """Settle messages as they are, and do not send them.
+        """Settle messages with the outcomes that are known now, and do not send them.
 
         Args:
             receipts: the receipts of unsettled messages, in the order of admission.

@@ -428,7 +428,7 @@ class ProducerProtocol:
 
     @property
     def is_stopped(self) -> bool:
-        """Whether no message may begin to be written."""
+        """Whether the writing of further messages is stopped."""
         return self._unconfirmed.outbound.stopped
 
     @property

@@ -185,7 +185,7 @@ class Reports:
     def _sweep(self) -> None:
         """Forget the receipts that the application has seen. Otherwise a producer that never flushes would keep them.
 
-        The next sweep is after as many more failures as are kept now, so the cost of a failure does not grow with their
+        The next sweep comes when the number of failures has doubled, so the cost of a failure does not grow with their
         number.
         """
         kept = deque(self._unseen())

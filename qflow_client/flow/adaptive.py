@@ -9,11 +9,11 @@ Four rules change the window:
 1. *Is the last part of the window useful?* Every other epoch runs without the last 30 %. If throughput stays the same,
    the window shrinks. If throughput falls, the window grows. While the window is far too small, it doubles.
 2. *Is there a queue?* The lowest latency of the recent past is the latency without a queue. If even the fastest trip of
-   an epoch takes longer by a quarter and 10 ms, there are two possible causes. Either there is a standing queue, or the
-   broker commits in groups (an element that just misses a commit waits for the next one). In both cases the last part
-   has to bring more throughput to be kept, and the window grows only if throughput grows in proportion. If a trip takes
-   more than twice as long as without a queue, the window shrinks in any case. The test of rule 1 is not useful then: if
-   others wait in the same queue, a larger window always brings some throughput.
+   an epoch takes more than a quarter and 10 ms longer than that, there are two possible causes. Either there is a
+   standing queue, or the broker commits in groups (an element that just misses a commit waits for the next one). In
+   both cases the last part has to bring more throughput to be kept, and the window grows only if throughput grows in
+   proportion. If a trip takes more than twice as long as without a queue, the window shrinks in any case. The test of
+   rule 1 is not useful then: if others wait in the same queue, a larger window always brings some throughput.
 3. *Are answers delayed?* If answers come only after many times the latency, the window is halved before another element
    enters.
 4. *Was the window the limit?* If the application was the limit of an epoch, the epoch changes nothing.

@@ -42,7 +42,7 @@ class Connection(pyamqp.Connection):
 
     Raises:
         SettingsError: a setting has a value that is not allowed.
-        TypeError: a setting that a connection of kombu does not accept.
+        TypeError: a connection of kombu does not accept one of the settings.
     """
 
     Channel = Channel

@@ -19,8 +19,8 @@ __all__ = ["SSLTransport", "Transport"]
 class _Kept:
     """Connections that were closed while the broker blocked them, by the key of equal connections.
 
-    kombu's pools close a connection after any error, and connect again for the next message. RabbitMQ does not report
-    to a new connection that it takes no messages, before a message is sent on it. So each new connection would send one
+    kombu's pools close a connection after any error, and connect again for the next message. On a new connection,
+    RabbitMQ reports that it takes no messages only after a message was sent. So each new connection would send one
     message with an unknown outcome. The old connection knows the state, and is informed when it ends. So the next
     connect returns the old connection.
     """

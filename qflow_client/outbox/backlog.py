@@ -249,7 +249,7 @@ class Backlog:
     # Messages that are not sent.
 
     def _oldest_sent(self, now: float) -> float:
-        """Return the time, in seconds since 1970, before which messages were put that are too old to be sent."""
+        """Return the age limit: messages that were put before this time (seconds since 1970) are too old."""
         return -1.0 if self._max_age is None else self._outbox.wall_time(now) - self._max_age
 
     def _expire(self, stored: StoredMessage) -> None:

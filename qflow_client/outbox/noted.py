@@ -101,7 +101,7 @@ class Noted:
         )
 
     def put(self, size: int, max_bytes: int | None, row: outboxfile.Content, position: Position | None = None) -> int:
-        """Note a message.
+        """Record a message.
 
         Args:
             size: the bytes that it uses.
@@ -134,18 +134,18 @@ class Noted:
             raise
 
     def permit(self, sequence: int) -> None:
-        """Note that held messages up to a sequence may be written to a broker."""
+        """Record that held messages up to a sequence may be written to a broker."""
         with self.lock:
             self._permitted = max(self._permitted, sequence)
 
     def withdraw(self, first: int, last: int) -> None:
-        """Note that a range of messages was put by mistake. They are deleted with their positions."""
+        """Record that a range of messages was put by mistake. They are deleted with their positions."""
         with self.lock:
             # One change, so that Ctrl-C leaves all of it or nothing.
             self._withdrawn.append((first, last))
 
     def settle(self, first: int, last: int) -> None:
-        """Note that a range of messages is settled."""
+        """Record that a range of messages is settled."""
         with self.lock:
             runs = self._settled
             if runs and runs[-1][1] == first - 1:

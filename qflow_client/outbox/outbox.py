@@ -198,7 +198,7 @@ class Outbox:
         overdraw: bool = False,
         position: Position | None = None,
     ) -> int:
-        """Note a message; it is durable after the next commit.
+        """Record a message; it is durable after the next commit.
 
         Args:
             payload: the body, or a message with properties. If it has a message id, that id is used.
@@ -241,7 +241,7 @@ class Outbox:
         self._noted.permit(sequence)
 
     def settle(self, first: int, last: int | None = None) -> None:
-        """Note that messages are settled. The next commit deletes them from the file.
+        """Record that messages are settled. The next commit deletes them from the file.
 
         Args:
             first: the first sequence.
@@ -250,7 +250,7 @@ class Outbox:
         self._noted.settle(first, first if last is None else last)
 
     def withdraw(self, first: int, last: int) -> None:
-        """Note that messages were put by mistake. They are deleted from the file, and their positions are withdrawn.
+        """Record that messages were put by mistake. They are deleted from the file, and their positions are withdrawn.
 
         Args:
             first: the first sequence.

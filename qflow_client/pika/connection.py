@@ -28,7 +28,7 @@ class ConnectionParameters(pika.ConnectionParameters):
 
     Raises:
         SettingsError: a setting has a value that is not allowed.
-        TypeError: a setting that a connection of pika does not accept.
+        TypeError: a connection of pika does not accept one of the settings.
     """
 
     __slots__ = ("flow_settings",)
@@ -53,7 +53,7 @@ class URLParameters(pika.URLParameters):
 
     Raises:
         SettingsError: a setting has a value that is not allowed.
-        TypeError: a setting that a connection of pika does not accept.
+        TypeError: a connection of pika does not accept one of the settings.
     """
 
     __slots__ = ("flow_settings",)

@@ -55,7 +55,7 @@ class _Mirror(ModuleType):
 
 
 def mirror(name: str, theirs: ModuleType) -> None:
-    """Let a module of the drop-in take the place of a module of pika. Called at its end.
+    """Let a module of the drop-in take the place of a module of pika. The module calls this at its end.
 
     Args:
         name: the name of the drop-in's module. Its ``__all__`` has the names that only the drop-in has.

@@ -93,7 +93,7 @@ class OutboxRelay:
         keywords: single settings.
 
     Raises:
-        SettingsError: a setting that is not allowed, or a database that is not supported.
+        SettingsError: a setting is not allowed, or the database is not supported.
     """
 
     def __init__(

@@ -93,7 +93,7 @@ class Carrier:
     """Transfers the bytes of one connection between pika and the socket, on a thread of its own.
 
     Args:
-        url: the broker's, for people.
+        url: the broker's URL, for people.
     """
 
     def __init__(self, url: str) -> None:
@@ -353,7 +353,7 @@ class _PikaServices(SelectorIOServicesAdapter):
 
     Args:
         loop: pika's.
-        url: the broker's, for people.
+        url: the broker's URL, for people.
     """
 
     # The carrier of the last socket; set when there is one.

@@ -106,7 +106,7 @@ class _TapSocket:
         """Send data of a producer.
 
         Returns:
-            How many bytes are sent, or cannot be taken back; `full` is False if more can be sent.
+            How many bytes are sent, including bytes that cannot be taken back; `full` is False if more can be sent.
         """
         try:
             sent: int = self._sock.send(data)

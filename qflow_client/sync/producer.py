@@ -72,8 +72,8 @@ class Producer(BaseProducer):
             name declares a durable queue if there is no queue of that name. ``None`` declares nothing.
         credentials: returns the `Credentials` for the login. It is called before each connect, and again before the
             credentials expire; then the broker gets the new ones (``Connection.UpdateSecret``). It is called on a
-            separate thread, and its time is part of `connect_timeout`. If it raises, the try to connect has failed.
-            ``None`` uses the credentials of the URL.
+            separate thread, and the duration of the call is part of `connect_timeout`. If it raises, the try to connect
+            has failed. ``None`` uses the credentials of the URL.
         settings: settings for all that the keywords do not give.
         line: the order in which waiting sends are served; by default first come, first served (F4). A `WeightedLine`
             distinguishes them by the `source` of `send`.

@@ -332,7 +332,7 @@ class Connection(_pika.Connection):  # type: ignore[misc]  # of no known type
 
     @property
     def is_ioloop_thread(self) -> bool:
-        """Return True on the IOLoop's thread (internal)."""
+        """Return True if this is the IOLoop's thread (internal)."""
         return self._ioloop_ident == get_ident()
 
     def limit(self, settings: Any) -> float | None:
