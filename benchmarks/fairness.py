@@ -23,7 +23,7 @@ from qflow_client.broker import Broker
 __all__ = ["flap", "main"]
 
 #: Requirement of ``--check``: maximum difference between the most and the least served producer, as a part of the
-#: former.
+#: messages of the most served producer.
 MOST = 0.2
 STOP, RESUME, CAPACITY = 100, 50, 20
 _START = 60.0

@@ -45,8 +45,8 @@ BARS: tuple[tuple[str, str, str, Callable[[Any], bool]], ...] = (
 _FLOW = b"\1\0\1\0\0\0\5\0\x14\0\x14%b\xce"
 _FLOW_OK = b"\0\x14\0\x15"
 _PUBLISH = b"\0\x3c\0\x28"
-# The whole frame. A broker without heartbeats would close the connection over it. Messages are small here, so the frame
-# arrives whole.
+# The whole frame. A broker that has sent no Channel.Flow would close the connection after a Channel.FlowOk.
+# Messages are small here, so the frame arrives whole.
 _FLOW_OK_FRAME = re.compile(b"\1\0\1\0\0\0\5\0\x14\0\x15[\0\1]\xce")
 
 

@@ -92,8 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--check", action="store_true", help=f"fail unless it stays within {2 * _MOST_MIB:g} MiB")
     options = parser.parse_args(arguments)
     found = {}
-    # To a queue that does not exist. The broker's memory is not part of the measurement, but would slow the broker
-    # down.
+    # Publish to a queue that does not exist. The broker's memory is not measured, but it would slow the broker down.
     with broker_url(options.url) as url:
         for name, run in (
             ("Producer", lambda: publish(url, options.messages)),

@@ -19,7 +19,7 @@ from qflow_client.flow import AdaptiveWindow, WindowLimiter
 
 __all__ = ["Conditions", "Simulation"]
 
-# Seconds for which the speed of the machine is constant.
+# The speed of the machine stays constant for this number of seconds.
 _MOOD_LASTS = 0.05
 
 
@@ -79,7 +79,7 @@ class Simulation:
         self._random = Random(seed)
         self._mood = 1.0
         self._mood_ends = 0.0
-        # Future events in order; the number decides between equal times.
+        # Future events in order. The number decides the order of events with equal times.
         self._agenda: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._number = 0
         # Groups of messages by producer: before the bottleneck, and before a commit.

@@ -28,7 +28,7 @@ __all__ = ["WAYS", "Comparison", "compare", "run"]
 
 _QUEUE = "qflow.outbox.benchmark"
 
-# Minimum throughput with an outbox as a part of that without, for senders that share commits.
+# Minimum throughput with an outbox, as a part of the throughput without an outbox, for senders that share commits.
 _SHARE = 0.25
 
 # Messages settled together, as with acks.

@@ -66,7 +66,7 @@ def run(url: str, broker: str, *, repeat: int, messages: int, sizes: Sequence[in
     plans = {
         f"{broker} confirmed": confirmed,
         f"{broker} unconfirmed": replace(confirmed, repeat=fewer, confirmed=False),
-        # A separate run, because timing the confirms reduces the rate.
+        # The latency has a separate run, because timing the confirms reduces the rate.
         f"{broker} latency": replace(confirmed, sizes=tuple(sizes[:1]), repeat=fewer, sample=_SAMPLE),
     }
     with Wire(url) as wire:

@@ -136,7 +136,7 @@ def _publish(options: argparse.Namespace, url: str) -> int:
     )
     found = {name: peer for name in options.peers if (peer := known.load(name)) is not None}
     if plan.varying:
-        # Left out because of the options, and not because a library is missing.
+        # The options left these peers out; their libraries are not missing.
         options.peers = tuple(name for name in options.peers if name not in found or found[name].varies)
         found = {name: peer for name, peer in found.items() if peer.varies}
     with Wire(plan.url) as wire:

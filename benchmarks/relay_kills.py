@@ -255,7 +255,7 @@ def run(*, kills: int = 200, broker: str = "embedded", seed: int = 1) -> RelayVe
     """
     began = time.monotonic()
     chance = random.Random(seed)
-    # Each victim equally often, in random order.
+    # Kill each victim equally often, in random order.
     victims = [VICTIMS[number % len(VICTIMS)] for number in range(kills)]
     chance.shuffle(victims)
     with ExitStack() as stack:

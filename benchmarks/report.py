@@ -97,7 +97,7 @@ class Bar:
 
 
 def _ratio(ours: Sequence[float], theirs: Sequence[float]) -> float | None:
-    # Round by round, so that a disturbance of a few rounds has no effect.
+    # The ratio is computed for each round, so that a disturbance of a few rounds has no effect.
     pairs = list(zip(ours, theirs, strict=False))
     return median(mine / other for mine, other in pairs) if pairs else None
 
@@ -160,7 +160,7 @@ def missed(bars: Sequence[Bar], rows: Sequence[Row]) -> list[str]:
 def versions(peers: Mapping[str, Peer]) -> dict[str, str]:
     """Return the versions of Python and of all measured libraries."""
     found = {"python": platform.python_version(), "qflow_client": qflow_client.__version__}
-    # The libraries that this one uses, even if they are not measured.
+    # The libraries that this library uses, even if they are not measured.
     for name in dict.fromkeys(["pika", *(peer.distribution for peer in peers.values())]):
         if name:
             try:

@@ -16,7 +16,7 @@ from benchmarks.wire import Wire
 
 __all__ = ["Lost", "Measurement", "Plan", "measure", "rates", "slow_count", "within_bytes"]
 
-# Messages of a peer's first try, which separates slow peers from fast ones.
+# Number of messages of a peer's first try. The first try separates slow peers from fast peers.
 _PROBE = 50
 # Target seconds of a slow peer's run; and seconds above which a peer with all messages counts as slow. They differ
 # much, because a full queue is slower, and compared peers should fill it equally.
@@ -148,7 +148,7 @@ def _warm_up(plan: Plan, wire: Wire, peer: Peer, size: int) -> int:
 
 def _run(plan: Plan, wire: Wire, name: str, peer: Peer, size: int, at: int, count: int) -> Measurement:
     with _fresh_queue(wire) as queue:
-        # So that no peer pays for the garbage of another.
+        # Collect the garbage first, so that no peer pays for the garbage of another.
         gc.collect()
         job = Job(plan.url, queue, b"x" * size, count, plan.window, plan.confirmed, plan.varying, plan.sample)
         timing = peer.run(job)
@@ -159,7 +159,7 @@ def _run(plan: Plan, wire: Wire, name: str, peer: Peer, size: int, at: int, coun
 @contextmanager
 def _fresh_queue(wire: Wire) -> Iterator[str]:
     queue = f"qflow-benchmark-{uuid4().hex[:12]}"
-    # Exclusive, so that it is deleted with this connection however the benchmark ends.
+    # The queue is exclusive, so that it is deleted with this connection, however the benchmark ends.
     wire.call(commands.Queue.Declare(queue=queue, exclusive=True))
     try:
         yield queue

@@ -194,9 +194,9 @@ def run(
             sent = _sent(outbox, file)
             resumed += sent > 0
             if killed and not sent:
-                # On a slow machine it takes longer until rows can be lost.
+                # On a slow machine, it takes longer until rows can be lost.
                 longest *= 1.5
-            # Slow enough that the file lasts for all kills.
+            # The rate is so slow that the file lasts for all kills.
             rate = max(1.0, 2 * (rows - sent) / ((kills - killed) * longest))
             moment = chance.uniform(0, longest)
             if refusals and killed % 2:

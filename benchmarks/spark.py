@@ -344,7 +344,8 @@ def scale(options: argparse.Namespace) -> int:
         with fresh_queue(url, options.most) as (queue, _):
             sink(rows(spark, 20_000, options.size, options.partitions), url, queue, capacity)
         for count in options.rows:
-            # One after the other in the same workers, so that the additional memory of a larger job is visible.
+            # The jobs run one after the other in the same workers, so that the additional memory of a larger job is
+            # visible.
             for _ in range(options.repeat):
                 with fresh_queue(url, options.most) as (queue, depth_of):
                     begin, before = time.monotonic(), processor_seconds()

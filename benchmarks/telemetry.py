@@ -92,7 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         kind: {
             "rate": median(rate for rate, _ in each),
             "cpu_us": median(cpu for _, cpu in each),
-            # Computed within each round, because the speed of a machine changes.
+            # The ratio is computed within each round, because the speed of a machine changes.
             "rate_ratio": median(rate / first for (rate, _), (first, _) in zip(each, base, strict=True)),
             "cpu_ratio": median(cpu / first for (_, cpu), (_, first) in zip(each, base, strict=True)),
         }

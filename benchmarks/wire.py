@@ -64,7 +64,7 @@ class Wire:
         tune = self._expect(commands.Connection.Tune)
         #: Maximum frame size in bytes.
         self.frame_max: int = tune.frame_max or 1 << 17
-        # No heartbeats, because the connection is idle while others are measured.
+        # The connection has no heartbeats, because it is idle while other peers are measured.
         self._send(commands.Connection.TuneOk(tune.channel_max, self.frame_max, 0), 0)
         self._send(commands.Connection.Open(unquote(parts.path[1:]) or "/"), 0)
         self._expect(commands.Connection.OpenOk)

@@ -148,7 +148,7 @@ def stages(folder: Path) -> Iterator[Stage]:
     if found := find_python(oldest):
         yield Stage(
             "lowest",
-            # Without tests/unit/core, whose code imports no dependencies.
+            # This pass leaves out tests/unit/core, whose code imports no dependencies.
             f"{tox} -e lowest -- tests/unit/aio {deciding}",
             PYTHON,
             ("tests",),
@@ -207,7 +207,7 @@ def stages(folder: Path) -> Iterator[Stage]:
         BROKERS,
         ("interop",),
     )
-    # A tenth of the queues, for one second each. The limits allow for a machine that other stages use too.
+    # The run has a tenth of the queues, for one second each. The limits allow for a machine that other stages use too.
     yield Stage("attacks", f"{python} -m benchmarks.attack --quick {_ATTACKS}", BROKERS, ("interop",))
     yield Stage("kills", f"{python} -m benchmarks.kills --folder {folder}", BROKERS, ("interop",))
     yield Stage("spark", f"{beside} -e spark", BROKERS, ("beside", "machine"))

@@ -51,7 +51,7 @@ def run(script: str, cwd: Path, url: str) -> str:
     Raises:
         RuntimeError: a command fails, or its output contains an error
     """
-    # Without the settings and the virtual environment of the caller.
+    # The environment has neither the settings nor the virtual environment of the caller.
     names = [name for name in os.environ if name.startswith(("QFLOW_", "PYTHON", "VIRTUAL_ENV"))]
     environment = {name: value for name, value in os.environ.items() if name not in names}
     ran = subprocess.run(
@@ -87,7 +87,7 @@ def main() -> int:
         (clone / "first.py").write_text(program.replace(_URL, node.url), encoding="utf-8")
         confirmed = run(". .venv/bin/activate && python first.py", clone, node.url)
         took = time.monotonic() - begun
-        # Read before the node ends, because its CPU time would be included.
+        # The time is read before the node ends, because the node's CPU time would be included.
         used = resource.getrusage(resource.RUSAGE_CHILDREN)
     processor = used.ru_utime + used.ru_stime - before.ru_utime - before.ru_stime
     print(f"A first message was confirmed {first:.1f} s after git clone began, one of a program after {took:.1f} s.")

@@ -93,7 +93,7 @@ class _Application:
     def __init__(self, name: str, kind: str, url: str, wait: float) -> None:
         query = ""
         if name in _REPUBLISHING:
-            # As long as aio-pika waits before it reconnects.
+            # The time that aio-pika waits before it reconnects.
             query = "?reconnect_interval=0.1" + ("&on_disconnect=republish" if kind == "changed" else "")
         environment = {**os.environ, "QFLOW_MAX_PRODUCER_FLOW_CONTROL_WAIT": str(wait)}
         self._process = subprocess.Popen(

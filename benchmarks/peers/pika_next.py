@@ -49,7 +49,7 @@ class ThreadSafe:
 
 def publish(job: Job) -> Timing:
     """Run the job in this process."""
-    # Not in the type stubs, which belong to an older release.
+    # The type stubs belong to an older release and do not have it.
     connection_type: Any = pika.Connection  # type: ignore[attr-defined]
     connection = connection_type(pika.URLParameters(job.url))
     try:

@@ -353,7 +353,7 @@ class Cluster:
         node.start()
 
     def _cut_off(self, chance: Random, wait: Wait) -> None:
-        # Shorter or longer than the other nodes need to notice.
+        # The partition may be shorter or longer than the time that the other nodes need to notice it.
         with self._cluster.partition(chance.randrange(len(self.urls))):
             wait(chance.choice((1.0, 2.0 * NET_TICK_TIME)))
 

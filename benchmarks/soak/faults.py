@@ -158,7 +158,7 @@ class Faults:
         direction = self._chance.choice((*Direction, None))
         number = connection.number
         proxy.stall(direction, number)
-        # A heartbeat detects longer ones. Bytes on their way arrive afterwards.
+        # A heartbeat detects longer stalls. Bytes on their way arrive afterwards.
         self._later(self._chance.choice((0.1, 0.5, 2.0, 20.0)), lambda: proxy.heal(number))
 
     def _slow(self, proxy: FaultProxy, connection: ProxiedConnection) -> None:

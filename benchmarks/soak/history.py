@@ -120,7 +120,7 @@ def read(lines: Iterable[str]) -> Soak:
         if what == "send":
             _add_send(journals.setdefault(entry["sender"], Journal(entry["sender"])), **entry)
         elif what == "settled":
-            # It may come before the end of the call that sent it.
+            # The outcome may come before the end of the call that sent the message.
             settled.append((entry["sender"], entry["number"], Outcome(entry["outcome"])))
         elif what == "in queue":
             queue.append(Copy(**entry))

@@ -53,7 +53,7 @@ except ImportError:
 
 __all__ = ["broker", "hash_password", "queue_table", "seldom_collected"]
 
-# File descriptors beside AMQP connections: for the HTTP API, and for everything else.
+# File descriptors in addition to AMQP connections: for the HTTP API, and for everything else.
 _HTTP_CONNECTIONS = 1000
 _OTHER_FILES = 100
 

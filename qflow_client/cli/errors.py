@@ -14,7 +14,7 @@ class ExitCode(IntEnum):
     FAILED = 1
     #: Typer's code for a command line that it cannot parse; also for a setting that is not allowed.
     USAGE = 2
-    #: Flowed for longer than the allowed wait; messages that were not sent can be sent later.
+    #: The producer was flowed for longer than the allowed wait. Messages that were not sent can be sent later.
     FLOWED = 3
 
 

@@ -143,7 +143,7 @@ def status(
     if seconds:
         before = now.relayed
         threading.Event().wait(seconds)
-        # In a new transaction: SQLite would show the same state again in the old one.
+        # Use a new transaction: in the old transaction, SQLite would show the same state again.
         with _connection(database) as connection:
             now = outbox.status(connection)
         rate = (now.relayed - before) / seconds

@@ -120,7 +120,7 @@ def _print(console: Console, title: str, rows: Sequence[dict[str, Any]], columns
         is_text = isinstance(rows[0][column], str)
         table.add_column(column.replace("_", "\n"), justify="left" if is_text else "right", no_wrap=True)
     for row in rows[:_ROWS]:
-        # As Text, so that square brackets are not interpreted as markup.
+        # The name is a Text, so that square brackets are not interpreted as markup.
         table.add_row(*(Text(_cell(row[column])) for column in columns))
     console.print(table)
     if len(rows) > _ROWS:

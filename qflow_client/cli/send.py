@@ -37,7 +37,7 @@ from qflow_client.redaction import printable
 __all__ = ["send"]
 
 
-# The columns of a file's name. The bar and the largest size fit beside them into 80.
+# Width of a file's name in columns. With the bar and the largest size, a line then fits into 80 columns.
 _NAME = 40
 
 
@@ -216,8 +216,9 @@ def send(
     wrong. 3, a record was not sent because the producer was flowed for longer than --max-producer-flow-control-wait.
     130 and 143, interrupted.
     """
-    # Only the given options; all others come from elsewhere. The command always waits for the broker, whatever the
-    # user's settings are. A record that is not delivered stays in the outbox, so that a kill at any time loses none.
+    # Only the given options are passed; all others come from elsewhere. The command always waits for the broker,
+    # whatever the user's settings are. A record that is not delivered stays in the outbox, so that a kill at any time
+    # loses no record.
     given: dict[str, Any] = {
         "when_flowed": WhenFlowed.BLOCK,
         "outbox_keep_undelivered": True,
@@ -276,7 +277,8 @@ def send(
             assert stopping.signal is not None
             failure = CommandError(f"interrupted by {stopping.signal.name}", stopping.exit_code)
         finally:
-            # Count before the close. After the close a record may stay in the outbox without having been refused.
+            # Count the records before the close. After the close a record may stay in the outbox without having been
+            # refused.
             sending.account()
             sending.close()
         sending.account()

@@ -22,7 +22,7 @@ __all__ = ["MANY_QUEUES", "Binding", "DirectExchange", "Exchange", "ExchangeType
 
 Headers = Mapping[str, object]
 
-#: Number of queues above which a publish takes so long that the connection gives way to others.
+#: With more queues than this, a publish takes so long that the connection gives way to others.
 MANY_QUEUES = 500
 
 

@@ -22,7 +22,7 @@ __all__ = ["encode", "encoded", "read_definitions"]
 def encoded(value: Any) -> bytes:
     """Return a value as JSON in one piece; a snapshot is converted with its `to_json`."""
     told = value.to_json() if hasattr(value, "to_json") else value
-    # JSON has no infinity and no "not a number", but clients may have put them into tables.
+    # JSON has neither infinity nor "not a number", but clients may have put these values into tables.
     return to_json(told, by_alias=True, inf_nan_mode="null")
 
 
@@ -31,7 +31,7 @@ async def encode(value: Any, turns: Turns) -> bytes | bytearray:
 
     It may be an iterator or a list of any length, or a dictionary that contains such values.
     """
-    # Appended piece by piece, because one join of a large number of parts would block the loop.
+    # The parts are appended one by one, because one join of a large number of parts would block the loop.
     text = bytearray()
     await _encode(value, turns, text)
     return text

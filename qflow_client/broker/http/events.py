@@ -27,7 +27,7 @@ _KEEP_ALIVE = 15.0
 # Bytes of an event that are written at once.
 _PIECE = 64 * 1024
 
-# The fields of a channel that make it changed. The growing time of being flowed does not.
+# The fields of a channel whose change is reported. The growing time of being flowed is not one of them.
 _channel_key: Callable[[ChannelSnapshot], tuple[object, ...]] = attrgetter(
     *(field.name for field in fields(ChannelSnapshot) if field.name != "flowed_seconds")
 )

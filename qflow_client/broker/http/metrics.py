@@ -147,7 +147,7 @@ async def metrics_text(broker: Broker, turns: Turns, media_type: str = PROMETHEU
         ("qflow_producers_flowed", "Producers that are flowed (blocked)", flowed),
         ("qflow_producers_stopped", "Whether an operator has stopped all", broker.producers_stopped),
     )
-    # Appended family by family, because one join of a large number of lines would block the loop.
+    # The text is appended for each family, because one join of a large number of lines would block the loop.
     text = bytearray(_build(head).encode())
     async for family in turns.each(families):
         text += family

@@ -308,7 +308,7 @@ class DefinitionsDocument(BaseModel):
     exchanges: list[ExchangeDefinition] = []
     queues: list[QueueDefinition] = []
     bindings: list[BindingDefinition] = []
-    # RabbitMQ's own policies are called policies, and set other values.
+    # The key is not `policies`, because that key holds RabbitMQ's own policies, which set other values.
     queue_policies: list[dict[str, JsonValue]] = Field(default=[], description="this broker's policies")
 
     def definitions(self) -> Definitions:

@@ -155,7 +155,7 @@ class Operation:
         assert self.body is not None
         self.check_content_type(content_type)
         try:
-            # pydantic would accept infinity and "not a number", which JSON does not have.
+            # pydantic would accept infinity and "not a number", but JSON does not have these values.
             from_json(raw, allow_inf_nan=False)
             return self.body.validate_json(raw, strict=True)
         except ValidationError as error:

@@ -18,7 +18,7 @@ __all__ = ["BACKLOG", "Discipline"]
 
 _log = get_logger(__name__)
 
-#: Name of the controller that blocks the channels of a connection for its backlog, as a queue's controller does.
+#: Name of the controller that blocks the channels of a connection because of its backlog.
 BACKLOG = "backlog"
 
 

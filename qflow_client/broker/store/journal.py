@@ -134,7 +134,7 @@ class Journal:
     SMALL_HEADER = 128
     #: Bytes that it takes in each queue except the first.
     ENTRY = 160
-    #: Body bytes that may wait to be written. Above it, publishers are not read.
+    #: Body bytes that may wait to be written. Above this number, publishing connections are not read.
     MAX_BACKLOG = 8 << 20
     #: Maximum bytes of bodies that a queue reads ahead.
     MAX_WINDOW = 1 << 20
@@ -257,7 +257,7 @@ class Journal:
         else:
             self.memory -= self.ENTRY
             if record.aside:
-                # Maybe all of the remaining queues allow the message to be dropped.
+                # The remaining queues may all allow the message to be dropped.
                 bring_back(message)
         if not record.number:
             return

@@ -211,7 +211,7 @@ def _perform(
 
 
 def demo(
-    # Enough messages to block both producers before the consumer starts.
+    # These messages are enough to block both producers before the consumer starts.
     messages: Annotated[
         int, typer.Option("--messages", "-n", min=200, max=FLIGHTS, help="How many flights.")
     ] = FLIGHTS,

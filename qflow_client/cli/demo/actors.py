@@ -87,7 +87,7 @@ class _Feeder(threading.Thread):
             # A confirmed message does not mean that the producer is unflowed. The consumer has to make room first.
             self._producer.wait_unflowed(_PATIENCE)
         except Exception as error:
-            # Raised later where the process ends, not in this thread.
+            # The error is raised later where the process ends, not in this thread.
             self.error = error
 
     def report(self) -> ProducerTally:
@@ -158,7 +158,7 @@ class Ledger:
     """
 
     def __init__(self, messages: int) -> None:
-        # How often each number has arrived; more than twice counts as twice.
+        # How often each number has arrived; more than two arrivals count as two.
         self._times = bytearray(messages + 1)
         self._consumed = 0
         self._repeated = 0
