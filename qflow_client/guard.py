@@ -3,8 +3,8 @@
 While a thread takes a step, Python may run foreign code on the thread between any two instructions. This may be a
 signal handler, or a finalizer that logs, and whose log handler sends. If that code waited for the step's lock, it would
 wait for itself. If it took the lock of another producer, two threads could wait for each other. So a thread is marked
-before it waits for a lock, until after it has released the lock. If code on a marked thread needs a step, it gets an
-error, or the step is passed to the I/O thread. A send while there is room needs no step (`send_at_once`).
+from before it waits for a lock until after it has released the lock. If code on a marked thread needs a step, it gets
+an error, or the step is passed to the I/O thread. A send while there is room needs no step (`send_at_once`).
 
 Foreign code inside a step may also wait for a lock of the application, such as that of a log handler. The thread that
 holds that lock may be in a call that waits for the step. So a call of the application waits for a step only until its

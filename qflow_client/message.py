@@ -359,7 +359,7 @@ def copy_position(source: bytes | Message, target: Message) -> None:
 
 
 def give_back(error: BaseException) -> None:
-    """Put the message that the application passed into an error, in place of the one that was made for its position."""
+    """Let an error contain the message that the application passed, not the object that was made for its position."""
     message = getattr(error, "message", None)
     if isinstance(message, Message) and position_of(message) is not None:
         error.message = message.__dict__[_STORED_WITH].given  # type: ignore[attr-defined]  # it has one, see above

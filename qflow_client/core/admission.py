@@ -289,7 +289,7 @@ class Admission:
 
     @property
     def is_nearly_written(self) -> bool:
-        """Whether at most half of the allowed unwritten bytes is left."""
+        """Whether at most half of the allowed unwritten bytes are unwritten."""
         return self.unwritten <= self._max_unwritten // 2
 
     def count_unwritten(

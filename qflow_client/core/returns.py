@@ -17,7 +17,7 @@ __all__ = ["Returns"]
 
 
 class Returns:
-    """The unsettled mandatory messages, by the data of a return.
+    """Finds unsettled mandatory messages by the data of a return.
 
     Args:
         is_mandatory: whether messages can be returned at all.

@@ -158,7 +158,7 @@ class AdaptiveWindow(WindowLimiter):
         self._before = 0
         # When the last elements left. One reading of the socket brings many answers at the same time.
         self._instant = -inf
-        # When an element was first refused since then; ``None`` if none was.
+        # When an element was first refused after that; ``None`` if none was.
         self._refused_at: float | None = None
 
         self._epoch = _Epoch.GROWTH

@@ -326,7 +326,7 @@ class FlowController:
     # Sources that wait.
 
     def try_acquire(self, size: int, now: float) -> bool:
-        """Enter at once, or not at all. An element never passes one that waits already (F4).
+        """Enter at once, or not at all. A new element never enters before a waiting one (F4).
 
         Args:
             size: of the element.

@@ -6,8 +6,8 @@ the `Backlog`. A sequence is the outbox's number of a message; the state has its
 of the wire.
 
 A message with a position (E13) is written to the broker only when it is on disk. Otherwise the broker could have a
-message that is after the position on disk. Then its source would be read again from that position, and the message sent
-again without a mark.
+message that is after the position on disk. Then the source would be read again from that position, and the message
+would be sent again without a mark.
 """
 
 from __future__ import annotations
@@ -379,7 +379,8 @@ class OutboxStore:
 
         Their receipts have the outcome *stored*, because the outbox is closed after the last channel. A message that
         was admitted may have been written to the broker. A message that was spilled, or that has a position, was not
-        written. It is safe to send such a message again, unless a thread may still be writing it to the outbox.
+        written. Such a message can be sent again safely. There is one exception: a thread may still be writing it to
+        the outbox.
 
         Returns:
             How many there were.

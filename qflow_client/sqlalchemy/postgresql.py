@@ -5,7 +5,7 @@ partition that it works on. Members are ordered by the number of their server pr
 ``p mod count``. A relay gives up partitions of other members and takes its own. While two relays see different members,
 a partition may have no relay for a moment. It never has two.
 
-The locks belong to the session, so they end with it: at once if the relay is killed, and after the lease if it is
+The locks belong to the session, so they end with it: at once if the relay is killed, and within the lease if it is
 suspended or cut off from the database. The server itself measures that time (``idle_session_timeout``), so no clocks
 are compared, and a dead relay leaves nothing to clean up.
 
