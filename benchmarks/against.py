@@ -31,7 +31,7 @@ __all__ = ["main"]
 _ROOT: Final = Path(__file__).parents[1]
 _PEERS: Final = ("qflow", "qflow_8", "qflow_64", "qflow_async", "qflow_tasks")
 
-# Source of the child process. It is the same for both checkouts, whatever their own code is.
+# Source of the child process. The source is the same for both checkouts.
 _SERVE: Final = """
 import json, os, sys
 from dataclasses import asdict

@@ -542,7 +542,7 @@ def _pid_of(url: str) -> int:
 
 
 def _told_to_strangers(http_url: str) -> str:
-    """Return what is answered without the token."""
+    """Return the answers that a client without the token gets."""
     told = []
     for path in ("/api/queues", "/api/connections", "/api/counters", "/api/events", "/api/definitions", "/metrics"):
         try:

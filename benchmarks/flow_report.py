@@ -29,7 +29,7 @@ _LIVES = 16
 
 
 def generate(folder: Path, number: int, chunk: int = CHUNK) -> None:
-    """Write one file, unless it exists."""
+    """Write one file, if it does not exist."""
     path = folder / f"flow-{number:03}.jsonl"
     if path.exists():
         return

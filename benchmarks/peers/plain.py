@@ -79,8 +79,8 @@ class AckWindow:
         """
         data = self._rest + data if self._rest else data
         whole = len(data) - len(data) % _ACK_FRAME.size
-        # Shortcut for the usual case of only acks. If the bytes have the number of ack headers that fits their length,
-        # with the first and the last in their places, they contain nothing else.
+        # Shortcut for the usual case of only acks. It computes how many acks fit into the bytes. If there are so many
+        # ack headers, the first and the last at their places, the bytes contain only acks.
         last = whole - _ACK_FRAME.size
         if (
             data.startswith(_ACK_HEAD)

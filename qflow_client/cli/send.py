@@ -299,7 +299,7 @@ def _summarise(
     as_json: bool,
     quiet: bool,
 ) -> None:
-    """Print what was sent.
+    """Print the result of a run.
 
     Args:
         tally: result of the run.

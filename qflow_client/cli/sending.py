@@ -142,7 +142,7 @@ class Sending:
         producer: the producer; `close` closes it.
         skip: number of records to leave out at the start.
         source: name of the file's position in the outbox; ``None`` if no position is stored.
-        begins_anew: whether to start with the first record after `skip`, whatever the stored position is.
+        begins_anew: whether to start with the first record after `skip`, for any stored position.
     """
 
     def __init__(

@@ -70,7 +70,7 @@ _DEPENDENCY = """\
 
 
 class BrokerJError(RuntimeError):
-    """A broker did not do what was requested."""
+    """A broker did not do the requested action."""
 
 
 class BrokerJNotInstalled(BrokerJError):

@@ -41,7 +41,7 @@ class Node(ABC):
         start_timeout: maximum seconds that `start` waits until it is ready.
     """
 
-    #: The exception to raise if it does not do what was requested.
+    #: The exception to raise if it does not do the requested action.
     _error: type[Exception] = RuntimeError
 
     def __init__(

@@ -40,7 +40,7 @@ _POLL_INTERVAL = 0.05
 
 
 class RabbitMQError(RuntimeError):
-    """A node did not do what was requested."""
+    """A node did not do the requested action."""
 
 
 class RabbitMQNotInstalled(RabbitMQError):

@@ -163,7 +163,7 @@ class Way:
         self.source: End | None = None
         self.target: End | None = None
         self.rules = rules
-        # Whether no more bytes will be passed on, whatever the rules are.
+        # Whether no more bytes will be passed on, for any rules.
         self.is_dead = False
         # Numbers of bytes.
         self.passed = self.swallowed = 0

@@ -66,7 +66,7 @@ class LastValueMap(EntryObserver, ABC):
 
     @abstractmethod
     def restore(self, entry: QueueEntry) -> bool:
-        """Make a requeued entry the last of its key, unless there is a later one.
+        """Make a requeued entry the last entry of its key, if there is no later one.
 
         Returns:
             Whether there is a later entry with the same key.
@@ -199,7 +199,7 @@ class Contents:
         self.drops[reason] = self.drops.get(reason, 0) + 1
 
     def left(self, entry: QueueEntry, reason: DropReason | None = None) -> None:
-        """Record that an entry, which has been taken out, has left the queue for whatever reason (J6).
+        """Record that an entry, which has been taken out, has left the queue for any reason (J6).
 
         Args:
             entry: the entry.

@@ -100,7 +100,10 @@ class Dispatcher:
     # Deliveries.
 
     def pause(self, change: int) -> None:
-        """Change the pause counter by 1 or -1; nothing is delivered unless it is 0. Call `dispatch` when it is."""
+        """Change the pause counter by 1 or -1.
+
+        Nothing is delivered while the counter is not 0. Call `dispatch` when it is 0.
+        """
         self._pauses += change
 
     def dispatch(self) -> None:

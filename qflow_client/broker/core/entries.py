@@ -338,7 +338,7 @@ class QueueDispatcher(Protocol):
         """Put delivered entries back at their places."""
 
     def pause(self, change: int) -> None:
-        """Change the pause counter by 1 or -1; nothing is delivered unless it is 0."""
+        """Change the pause counter by 1 or -1. Nothing is delivered while the counter is not 0."""
 
     def dispatch(self) -> None:
         """Deliver as many messages as the consumers take."""

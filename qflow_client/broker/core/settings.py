@@ -270,7 +270,7 @@ class Settings:
 
     @property
     def watches_publishes(self) -> bool:
-        """Whether every publish takes the slower way with checks, whatever its queues need."""
+        """Whether every publish takes the slower way with checks, even if its queues do not need it."""
         return self.has_discipline or self.dialect.on_alarm is OnAlarm.CHANNEL_CLOSE
 
     @property

@@ -144,7 +144,7 @@ def _commit(channel: TransactionChannel, method: commands.Tx.Commit) -> None:
     with channel.host.dead_letters:
         _commit_whole(channel, transaction)
     if channel.host.journal is not None:
-        # The whole transaction is one batch, whatever its size.
+        # The whole transaction is one batch of any size.
         channel.host.journal.divide()
 
 

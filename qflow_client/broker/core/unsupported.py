@@ -59,7 +59,7 @@ def check_copies(header: bytes) -> None:
     Raises:
         ChannelException: 406 if it has a header ``CC`` or ``BCC``.
     """
-    # Most headers contain neither, and need not be decoded.
+    # Most messages have neither of these headers, and need not be decoded.
     if b"\x02CC" not in header and b"\x03BCC" not in header:
         return
     headers = decode_headers(header)

@@ -188,7 +188,7 @@ def check_properties(header: bytes) -> str | None:
         header: the payload of a content header frame.
 
     Returns:
-        The property ``user_id``, the only property that the broker itself uses.
+        The property ``user_id``, which the caller compares with the login; ``None`` if it is absent.
 
     Raises:
         ChannelException: 406 if its ``expiration`` is not a number of milliseconds.

@@ -85,7 +85,7 @@ class XOverflow(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class QueueArguments:
-    """The arguments that define when a queue is full, and what it does then.
+    """The arguments that define when a queue is full, and its behaviour when it is full.
 
     Attributes:
         definition: the values that policies can set too.
@@ -104,9 +104,8 @@ class QueueArguments:
             arguments: as in ``Queue.Declare``.
 
         Raises:
-            ChannelException: 406 if a value has the wrong type (the text names argument and value), if two values
-                contradict each other (the text names both), or if an argument is misspelt (the text names the most
-                similar one).
+            ChannelException: 406 if a value has the wrong type, if two values contradict each other, or if an argument
+                is misspelt. The text names the argument and the value, or both values, or the most similar argument.
         """
         reader = _Reader(queue, arguments)
         reader.check_names()

@@ -98,7 +98,7 @@ class PolicyDefinition:
         policy: behaviour of the full queue.
         max_count: maximum number of messages; 0 for no maximum. With `flow_to_disk` it limits only the messages in
             memory.
-        max_size: maximum body bytes; otherwise the same as `max_count`.
+        max_size: the same as `max_count` in body bytes.
         flow_stop_count: messages; above this number the flow state turns ON (C1); 0 for no mark.
         flow_resume_count: messages; below this number the flow state turns OFF. The default is 7/8 of the stop mark.
         flow_stop_size: the same as `flow_stop_count` in body bytes.

@@ -37,7 +37,7 @@ class Failed(Exception):
 
 
 def _run(reports: Connection, body: Callable[[], None]) -> None:
-    # Ctrl-C goes to the whole process group. The foreground process decides what it means for the others.
+    # Ctrl-C goes to the whole process group. The foreground process decides how the other processes react.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         body()
