@@ -20,7 +20,7 @@ Until a message is settled, it is in exactly one of three places:
   arrived, or one queue refused it and another queue took it.
 
 A message moves from `unsent` or `again` to `flight` when the socket takes more bytes (`data_to_write`). It moves back
-when the broker stops the channel before the first byte of the message is written, when the channel ends, and when the
+in three cases: the broker stops the channel before the first byte of the message is written; the channel ends; the
 broker refuses the message because it has no room. `settling` removes it for good. `unsent` and `again` are always in
 the order of admission, and `again` goes first. So first copies are always sent in the order of admission.
 

@@ -8,10 +8,10 @@ A `FlowController` controls the entrance of one resource. It serves two kinds of
   blocked instead.
 
 This module uses no threads, tasks or clocks. The caller guards the controller against concurrent calls and passes the
-time. The caller also has to call the controller when there may be room again: after a release, at the time that
-`ready_at` returns, after a hold of the gate was lifted, and after a capacity, a rate or thresholds were changed. Then
-the caller calls `grant` until it returns no more tickets, for the sources in line, and `resume`, for the blocked
-sources. A release calls `resume` itself.
+time. The caller also has to call the controller when there may be room again. There may be room after a release, at the
+time that `ready_at` returns, after a hold of the gate was lifted, and after a change of a capacity, a rate or
+thresholds. Then the caller calls `grant` until it returns no more tickets, for the sources in line, and `resume`, for
+the blocked sources. A release calls `resume` itself.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ class Noted:
         self.lock = threading.Lock()
         #: The sequence of the last message that was put, and the sequence up to which held messages may be written.
         self.last, self._permitted = outboxfile.state(file)
-        # The value of the latter on disk.
+        # The sequence on disk up to which held messages may be written.
         self.permitted_durable = self._permitted
         #: Messages that are put and not on disk, in order; and the part of them that a write has taken.
         self.rows: list[outboxfile.Row] = []
