@@ -1,7 +1,7 @@
 """The virtual host, sans-I/O: the state that all connections share, and the lifetime of queues.
 
 Exchanges and bindings are in `topology.py`, routing is in `routing.py`, and timers are in `timers.py`. Rules compute
-the limits of a queue; `VirtualHost.apply_rules` computes the limits of all queues again.
+the limits of a queue; `VirtualHost.apply_rules` computes them again.
 """
 
 from __future__ import annotations

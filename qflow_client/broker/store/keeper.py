@@ -47,8 +47,8 @@ class Keeper:
         host: the virtual host.
         journal: journal of the virtual host.
         on_done: called on the loop after records were written or bodies were read.
-        on_trouble: called on the loop with the name of an alarm and its reason, when the store cannot be written or the
-            disk is nearly full; with ``None`` as the reason when this is over.
+        on_trouble: called on the loop when the store cannot be written or the disk is nearly full. It gets the name of
+            an alarm and the reason; ``None`` as the reason when the problem is over.
     """
 
     #: Maximum number of damaged rows that are named in the log.
