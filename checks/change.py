@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Final
 
@@ -79,6 +80,7 @@ def claimed_pythons(pyproject: str) -> list[str]:
     return re.findall(r'"Programming Language :: Python :: (3\.\d+)"', pyproject)
 
 
+@cache
 def find_python(version: str) -> str | None:
     """Return a working interpreter of this version, or None: one on the path, or one of pyenv's."""
     name = f"python{version}"

@@ -173,7 +173,7 @@ def test_it_waits_while_the_new_channel_may_not_send(broker: Broker, connect: Co
 def test_a_message_that_was_written_in_part_leaves_as_a_whole(broker: Broker, connect: Connect, proxy: Proxy) -> None:
     first = pipelined(connect, url=proxy.url(broker), max_producer_flow_control_wait=0.2)
     proxy.stop_reading()
-    body = bytes(50_000_000)
+    body = bytes(16_000_000)
     with pytest.raises(ConfirmTimeout):
         first.basic_publish("", "q", body)
     proxy.cut()
@@ -190,7 +190,7 @@ def test_a_publish_that_meets_the_loss_after_its_message_was_taken_does_not_rais
 ) -> None:
     first = pipelined(connect, url=proxy.url(broker), max_producer_flow_control_wait=PATIENCE)
     proxy.stop_reading()
-    job = start(first.basic_publish, "", "q", bytes(50_000_000))
+    job = start(first.basic_publish, "", "q", bytes(16_000_000))
     eventually(lambda: first.unconfirmed)
     proxy.cut()
     job.result()

@@ -20,7 +20,7 @@ from tests.interrupting import interrupted
 pytestmark = pytest.mark.timeout(600)
 PATIENCE = 20.0
 # A quick run interrupts every fifth line only.
-EVERY = 13 if EFFORT == "quick" else 1
+EVERY = 29 if EFFORT == "quick" else 1
 # Where the producers and their outboxes are made.
 MAKERS = (
     "producer.py",

@@ -16,6 +16,7 @@ import pytest
 import qflow_client
 from qflow_client import AsyncProducer, NestedCall, Producer, ProducerClosed, ProducerFlowed
 from qflow_client.broker import Broker
+from tests.effort import rounds
 from tests.interrupting import EVERY, interrupted
 
 from .tools import PATIENCE, PATIENCE_WITH_JOBS
@@ -27,6 +28,9 @@ def pause(producer: Producer | AsyncProducer) -> None:
 
 
 # What may be called at any moment, besides to send.
+#: How long garbage is made.
+SECONDS = rounds(20, least=5) / 10
+
 CALLS: dict[str, Callable[[Producer], object]] = {
     "flush": lambda producer: producer.flush(timeout=PATIENCE),
     "wait_unflowed": lambda producer: producer.wait_unflowed(timeout=0.01),
@@ -161,7 +165,7 @@ def test_E2_finalizers_on_any_thread_may_call_anything(two: tuple[Producer, Prod
 
     def run() -> None:
         own: list[Any] = []
-        until = time.monotonic() + 2.0
+        until = time.monotonic() + SECONDS
         while time.monotonic() < until:
             for producer in two:
                 Garbage(finalize)
@@ -338,7 +342,7 @@ def test_E2_finalizers_on_the_loop_s_thread_may_call_anything(broker: Broker) ->
                     failures.append(error)
 
             own: list[Any] = []
-            until = time.monotonic() + 2.0
+            until = time.monotonic() + SECONDS
             while time.monotonic() < until:
                 for producer in two:
                     Garbage(finalize)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import islice
+
 from checks.sentences import draw, of_docstrings, of_documentation, sentences
 
 PAGE = """# A title that is no sentence.
@@ -36,4 +38,5 @@ def test_the_same_seed_draws_the_same_sentences() -> None:
     drawn = draw(found, 100, 1)
     assert len(set(drawn)) == 100
     assert drawn == draw(found, 100, 1) != draw(found, 100, 2)
-    assert len(list(of_docstrings())) > 1000
+    # The first modules have so many; all of them take two seconds.
+    assert len(list(islice(of_docstrings(), 1000))) == 1000

@@ -411,7 +411,7 @@ def test_E2_an_interrupt_leaves_no_hold_of_callbacks_that_have_come_to_their_end
 
 @pytest.mark.parametrize("lose", [_lose, lambda life: life.protocol.channel_closed(541, "ERROR", (0, 0), 1.0)])
 def test_E2_an_interrupt_leaves_no_hold_of_a_channel_that_has_ended(lose: Callable[[Life], object]) -> None:
-    for at in range(1, 1000):
+    for at in range(1, 1000, EVERY):
         life = Life(told=False)
         protocol = life.protocol
         protocol.on_flow(False, 1.0)
@@ -459,7 +459,7 @@ def test_E2_the_time_for_retries_does_not_jump_when_a_step_is_repaired() -> None
 
 
 def test_E2_an_interrupted_refusal_leaves_no_message_behind() -> None:
-    for at in range(1, 1000):
+    for at in range(1, 1000, EVERY):
         protocol = make(retries=Backoff(1.0, 8.0, 0.0), retry_for=1e9)
         receipts = [send(protocol) for _ in range(3)]
         drain(protocol)
@@ -481,7 +481,7 @@ def test_E2_an_interrupted_refusal_leaves_no_message_behind() -> None:
 
 
 def test_E2_an_end_that_is_interrupted_settles_all() -> None:
-    for at in range(1, 2000):
+    for at in range(1, 2000, EVERY):
         life = Life(told=False)
         protocol = life.protocol
         come = interrupted(lambda: protocol.connection_lost("closed", 1.0), at)  # noqa: B023  # called at once

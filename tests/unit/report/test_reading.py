@@ -6,6 +6,7 @@ import gzip
 import json
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -17,7 +18,10 @@ from qflow_client.report import reading as reading_module
 from qflow_client.report.reading import line_of, parts_of, raws
 from tests.unit.simulation.telemetry import lines_of
 
-LINES = list(lines_of(range(4), 2000))
+
+@pytest.fixture(scope="module", name="lines")
+def _lines() -> list[dict[str, Any]]:
+    return list(lines_of(range(4), 2000))
 
 
 def _write(path: Path, lines, *, end: str = "") -> None:
@@ -25,31 +29,35 @@ def _write(path: Path, lines, *, end: str = "") -> None:
     path.write_bytes(gzip.compress(text.encode()) if path.suffix == ".gz" else text.encode())
 
 
-def test_a_folder_is_read_with_its_unfinished_and_its_compressed_files(tmp_path: Path) -> None:
+def test_a_folder_is_read_with_its_unfinished_and_its_compressed_files(
+    tmp_path: Path, lines: list[dict[str, Any]]
+) -> None:
     whole = tmp_path / "whole.jsonl"
-    _write(whole, LINES)
+    _write(whole, lines)
     folder = tmp_path / "logs"
     folder.mkdir()
-    _write(folder / "flow-1.jsonl.gz", LINES[:700])
-    _write(folder / "flow-2.jsonl", LINES[700:1500])
-    _write(folder / "_flow-3.jsonl", LINES[1500:])
+    _write(folder / "flow-1.jsonl.gz", lines[:700])
+    _write(folder / "flow-2.jsonl", lines[700:1500])
+    _write(folder / "_flow-3.jsonl", lines[1500:])
     (folder / "notes.txt").write_text("not a log")
     assert flow_report(folder) == flow_report(whole)
     assert flow_report([folder / "flow-1.jsonl.gz", folder / "flow-2.jsonl", folder / "_flow-3.jsonl"]) == flow_report(
         whole
     )
     logs = FlowLogs([folder])
-    assert logs.span() == FlowLogs([whole]).span() == (LINES[0]["at"], LINES[-1]["at"])
-    assert [line["kind"] for line in logs.lines("off")] == [line["kind"] for line in LINES if line["kind"] == "off"]
+    assert logs.span() == FlowLogs([whole]).span() == (lines[0]["at"], lines[-1]["at"])
+    assert [line["kind"] for line in logs.lines("off")] == [line["kind"] for line in lines if line["kind"] == "off"]
 
 
-def test_a_line_that_a_killed_process_left_half_written_is_counted_and_passed_over(tmp_path: Path) -> None:
+def test_a_line_that_a_killed_process_left_half_written_is_counted_and_passed_over(
+    tmp_path: Path, lines: list[dict[str, Any]]
+) -> None:
     path = tmp_path / "torn.jsonl"
-    _write(path, LINES, end='{"at":17900000')
+    _write(path, lines, end='{"at":17900000')
     report = flow_report(path)
     assert report.unreadable == 1
-    assert sum(report.lines.values()) == len(LINES)
-    _write(path, LINES, end='[1]\n{"kind":"raised"}\n')
+    assert sum(report.lines.values()) == len(lines)
+    _write(path, lines, end='[1]\n{"kind":"raised"}\n')
     assert flow_report(path).unreadable == 2
 
 
