@@ -7,5 +7,5 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def _all_that_is_logged(caplog: pytest.LogCaptureFixture) -> None:
-    """A protocol has to say what somebody wants to read."""
+    """Enable all log levels, so that the protocol makes all entries."""
     caplog.set_level(logging.DEBUG, "qflow_client")

@@ -1,4 +1,4 @@
-"""A producer without a socket, and the broker's view of what it writes."""
+"""A producer without a socket, and the broker's view of its output."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from qflow_client.flow import Line
 
 FRAME_MAX = 4096
 PREFIX = "p-"
-#: What one body frame carries at most.
+#: The most bytes of one body frame.
 MAX_BODY = FRAME_MAX - 8
 CHANNEL = 1
 
@@ -32,7 +32,7 @@ def make(
     retries: Pauses | None = None,
     **settings: Any,
 ) -> ProducerProtocol:
-    """A producer, with an open channel unless told otherwise."""
+    """Return a producer, by default with an open channel."""
     settings.setdefault("routing_key", "q")
     protocol = ProducerProtocol(
         ProducerSettings(**settings), id_prefix=PREFIX, now=now, wall_offset=wall_offset, line=line, retries=retries
@@ -43,20 +43,20 @@ def make(
 
 
 def send(protocol: ProducerProtocol, payload: bytes | Message = b"x", now: float = 0.0, key: str = "q") -> Receipt:
-    """Send what must be admitted at once."""
+    """Send a message that must be admitted at once."""
     receipt = protocol.admission.send(payload, "", key, now)
     assert receipt is not None
     return receipt
 
 
 def wait(protocol: ProducerProtocol, payload: bytes | Message = b"x", now: float = 0.0, **more: Any) -> SendTicket:
-    """Have a message wait that is not admitted at once."""
+    """Let a message wait that is not admitted at once."""
     assert protocol.admission.send(payload, "", "q", now) is None
     return place(protocol, payload, now, **more)
 
 
 def place(protocol: ProducerProtocol, payload: bytes | Message, now: float, **more: Any) -> SendTicket:
-    """Have a message stand in line, and give up if that is interrupted, as all drivers do."""
+    """Put a message in line, and give it up after an interrupt, as all drivers do."""
     ticket = protocol.line.make_ticket(payload, "", "q", now, **more)
     try:
         protocol.line.stand_in_line(ticket, now)
@@ -67,7 +67,7 @@ def place(protocol: ProducerProtocol, payload: bytes | Message, now: float, **mo
 
 
 def drain(protocol: ProducerProtocol, now: float = 0.0) -> bytes:
-    """Write all that may be written."""
+    """Write everything that may be written."""
     written = b""
     while data := protocol.data_to_write(1 << 20):
         protocol.advance(len(data), now)
@@ -76,7 +76,7 @@ def drain(protocol: ProducerProtocol, now: float = 0.0) -> bytes:
 
 
 def write(protocol: ProducerProtocol, count: int, now: float = 0.0) -> bytes:
-    """Write so many bytes."""
+    """Write `count` bytes."""
     written = b""
     while len(written) < count:
         data = protocol.data_to_write(1 << 20)[: count - len(written)]
@@ -87,7 +87,7 @@ def write(protocol: ProducerProtocol, count: int, now: float = 0.0) -> bytes:
 
 
 def check_order(protocol: ProducerProtocol) -> None:
-    """All that is not on the wire stands in the order of admission, and what is on it in that of the tags."""
+    """Check that messages not on the wire are in the order of admission, and those on the wire in the order of tags."""
     numbers = [receipt._number for receipt in (*protocol.parts.resending.again, *protocol.admission.unsent)]
     assert numbers == sorted(set(numbers))
     unconfirmed = protocol.parts.unconfirmed
@@ -99,12 +99,12 @@ def check_order(protocol: ProducerProtocol) -> None:
 
 
 def holds(protocol: ProducerProtocol) -> list[str]:
-    """The kinds of the holds on a producer, the oldest first."""
+    """Return the kinds of the holds on a producer, the oldest first."""
     return [hold.kind for hold in protocol.gate.holds]
 
 
 def logged(protocol: ProducerProtocol) -> list[str]:
-    """What it has to log: levels and words."""
+    """Return its log entries: levels and texts."""
     return [f"{logging.getLevelName(level)} {text % arguments}" for level, text, arguments, *_ in protocol.reports.logs]
 
 
@@ -117,7 +117,7 @@ def returned(
     key: str = "q",
     code: int = 312,
 ) -> None:
-    """The broker returns a message."""
+    """Let the broker return a message."""
     properties = pamqp.commands.Basic.Properties(delivery_mode=2, message_id=message_id)
     header = pamqp.header.ContentHeader(body_size=len(body), properties=properties).marshal()
     protocol.on_return(code, "NO_ROUTE", exchange, key, header, body)
@@ -138,17 +138,17 @@ class Published:
 
 @dataclass
 class Wire:
-    """Bytes as the broker reads them: messages and answers to `Channel.Flow`, in order."""
+    """Bytes as read by the broker: messages and answers to `Channel.Flow`, in order."""
 
     seen: list[Published | bool] = field(default_factory=list)
-    #: A beginning of a frame.
+    #: The first part of a frame.
     rest: bytes = b""
     #: Whether content of the last message is still to come.
     in_message: bool = False
     _method: pamqp.commands.Basic.Publish | None = None
 
     def read(self, data: bytes, channel: int = CHANNEL) -> Wire:
-        """Read on; what comes must be what AMQP allows."""
+        """Read more bytes, which must be valid AMQP."""
         data = self.rest + data
         while len(data) >= 7 and len(data) >= (size := int.from_bytes(data[3:7], "big") + 8):
             used, number, frame = pamqp.frame.unmarshal(data[:size])
@@ -182,17 +182,17 @@ class Wire:
 
     @property
     def short(self) -> list[bytes | bool]:
-        """Bodies and answers."""
+        """Return bodies and answers."""
         return [each.body if isinstance(each, Published) else each for each in self.seen]
 
     @property
     def messages(self) -> list[Published]:
-        """The messages alone."""
+        """Return the messages alone."""
         return [each for each in self.seen if isinstance(each, Published)]
 
 
 def wire(data: bytes) -> Wire:
-    """What the broker reads, which must be whole."""
+    """Return the content of bytes as read by the broker; they must be complete."""
     read = Wire().read(data)
     assert not read.rest
     assert not read.in_message

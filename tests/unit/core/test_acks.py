@@ -1,4 +1,4 @@
-"""Acks that come in runs are told in runs, and that changes nothing but the time it takes."""
+"""Acks that come in runs are reported in runs. This changes only the time that they take."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def flow(*, active: bool) -> bytes:
 
 
 class Told:
-    """A channel that writes down its acks as they are told."""
+    """A channel that records its acks."""
 
     unfinished = b""
 
@@ -77,7 +77,7 @@ def test_runs_are_seen_wherever_the_stream_is_cut() -> None:
         for at in range(0, len(stream), size):
             assert tap.received(stream[at : at + size], 0.0) == b""
         assert sum(count for _, count in channel.acks) == 200
-        # The ack at each cut is told by itself.
+        # The ack at each cut is reported separately.
         assert len(channel.acks) <= 2 * (len(stream) // size) + 1
 
 
@@ -155,7 +155,7 @@ def test_the_acks_of_one_read_settle_in_the_order_in_which_the_broker_sent_them(
     protocol.reports.settled = settled
     receipts = [send(protocol) for _ in range(12)]
     drain(protocol)
-    # All up to 2, 3 and 4, all up to 6; then 9 and 10 before 7 and 8; and all that are left.
+    # All up to 2; 3 and 4; all up to 6; then 9 and 10 before 7 and 8; and all others.
     protocol.on_acks([(2, 0), (3, 2), (6, 0), (9, 2), (8, 0), (0, 0)], 0.0)
     assert [receipts.index(receipt) + 1 for receipt in settled] == [1, 2, 3, 4, 5, 6, 9, 10, 7, 8, 11, 12]
 
@@ -170,7 +170,7 @@ def test_of_a_run_beyond_what_is_written_only_the_written_is_settled() -> None:
     assert [arguments[1] for _, _, arguments, *_ in protocol.reports.logs] == [0, 3, 4]
 
 
-# What both ways leave behind.
+# The state after both ways.
 
 
 def warnings(protocol: ProducerProtocol) -> list[str]:
@@ -178,7 +178,7 @@ def warnings(protocol: ProducerProtocol) -> list[str]:
 
 
 def busy(sizes: list[int], share: float, settings: dict[str, Any], *, wants_all: bool) -> ProducerProtocol:
-    """A producer in the middle of its work: ids of its own, returns, flushes, and sends and readers that wait."""
+    """Return a producer with much state: own ids, returns, flushes, and waiting sends and readers."""
     protocol = make(**settings)
     if wants_all:
         protocol.reports.settled = []

@@ -1,4 +1,4 @@
-"""A producer whose window finds its own size; how it does is proved in `tests/unit/flow/test_adaptive.py`."""
+"""A producer whose window adapts its size; the algorithm is tested in `tests/unit/flow/test_adaptive.py`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def fill(protocol: ProducerProtocol, now: float) -> None:
 
 
 def rounds(protocol: ProducerProtocol, count: int, now: float, seconds: float) -> float:
-    """Have all that the window takes confirmed at once, so many times; returns when the last was."""
+    """Confirm all messages of the window at once, `count` times. Return the time of the last confirm."""
     for _ in range(count):
         fill(protocol, now)
         now += seconds

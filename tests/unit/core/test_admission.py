@@ -1,4 +1,4 @@
-"""Admission: the window, the line, the rate, and how waiting ends."""
+"""Admission: the window, the line, the rate, and the end of waits."""
 
 from __future__ import annotations
 
@@ -368,7 +368,7 @@ def test_of_many_who_wait_one_notice_comes_every_period_and_tells_how_many_and_t
     assert at == [15.0] * 100, "they all look again when the next is due"
     assert [(event.waiting, event.seconds) for event in protocol.reports.events] == [(100, 3.0)]
     assert logged(protocol) == ["WARNING producer: 100 sends have been waiting, the longest for 3.0 s: capacity"]
-    # Whose turn it was is not told of any more, nor who gave up.
+    # Notices do not count a message that is next to be admitted, or one that was given up.
     protocol.set_capacity(2, 14.0)
     protocol.line.give_up(tickets[1], 14.0)
     protocol.reports.events.clear()
@@ -401,7 +401,7 @@ def test_one_who_asks_for_all_who_wait_gets_the_notices_of_all() -> None:
     assert protocol.line.notice(11.9) == 12.0
     assert logged(protocol) == []
     assert protocol.line.notice(12.0) == 14.0
-    # That its time is up is for the one to hear who looks at it.
+    # The caller that looks at the ticket gets the timeout.
     assert protocol.line.notice(14.0) == 16.0
     assert not first.decided
     protocol.line.give_up(first, 14.5)
@@ -432,11 +432,11 @@ def test_a_notice_for_one_who_only_waits_for_others_has_no_hold() -> None:
     assert protocol.reports.events[0].hold is None
 
 
-# Receipts that are told by callbacks.
+# Receipts that are reported by callbacks.
 
 
 def behind(capacity: int = 4, **settings: Any) -> ProducerProtocol:
-    """A producer that is held because its callbacks are slower than the confirms."""
+    """Return a producer that is held because its callbacks are slower than the confirms."""
     protocol = make(capacity=capacity, **settings)
     protocol.reports.settled = []
     for turn in range(2):
@@ -476,7 +476,7 @@ def test_the_send_of_a_callback_waits_neither_for_callbacks_nor_for_those_who_do
         assert place(protocol, b"x", 1.0, waiter="callback", first=True).receipt is not None
     assert protocol.reports.wake == ["callback"] * 4
     assert other.receipt is None
-    # Not beyond what may be unsettled (C6).
+    # Not above the limit of unsettled messages (C6).
     fifth = place(protocol, b"x", 1.0, waiter="fifth", first=True)
     assert fifth.receipt is None
     protocol.told(8, 2.0)
@@ -584,7 +584,7 @@ def test_a_callback_that_waits_for_the_producer_does_not_wait_for_itself() -> No
     assert protocol.reports.wake == ["callback", "other"]
 
 
-# What cannot be encoded.
+# Messages that cannot be encoded.
 
 
 def test_a_name_that_cannot_be_encoded_is_refused_and_takes_no_room() -> None:
@@ -626,7 +626,7 @@ def test_a_header_too_large_for_the_broker_s_frames_is_the_ticket_s_error_and_th
 
 
 class Fickle(PublishEncoder):
-    """Fails to encode messages as long as it is told to: they are too large, or Ctrl-C comes."""
+    """Fails to encode messages while an error is set: they are too large, or Ctrl-C comes."""
 
     def __init__(self, error: type[BaseException] = ZeroDivisionError) -> None:
         super().__init__(CHANNEL, FRAME_MAX, id_prefix=PREFIX)
@@ -866,7 +866,7 @@ def test_nobody_is_kept_waiting_for_a_closed_producer_to_be_unflowed() -> None:
     assert not protocol.waiters.when_unflowed("me", 2.0)
 
 
-# Waiting for the gate, and for everything to be settled.
+# Waiting for an open gate, and for settled messages.
 
 
 def test_who_waits_for_an_open_gate_is_woken_by_the_last_hold_that_goes() -> None:

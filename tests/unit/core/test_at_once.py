@@ -1,4 +1,4 @@
-"""E2: what is admitted without a step, at any moment and from any thread."""
+"""E2: messages that are admitted without a step, at any moment and from any thread."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ def test_it_may_come_inside_any_step(step: str) -> None:
         size = protocol.unwritten
         for number in range(4, 6):
             send(protocol, b"%d" % number)
-        # Four are written, and the next has begun.
+        # Four messages are written, and the next has begun.
         write(protocol, size + 10)
         receipts: list[Receipt | None] = []
 
@@ -204,7 +204,7 @@ def test_it_may_come_inside_any_step(step: str) -> None:
 
 
 class CountingAdmission(Admission):
-    """Admits a message whenever the bytes of one are counted, as often as it is told to."""
+    """Admits a message whenever the bytes of a message are counted, a given number of times."""
 
     __slots__ = ()
     costs = 0
@@ -218,7 +218,7 @@ class CountingAdmission(Admission):
 
 
 class CountingChannel(Channel):
-    """Admits a message whenever all unsettled messages are counted, as often as it is told to."""
+    """Admits a message whenever all unsettled messages are counted, a given number of times."""
 
     __slots__ = ()
     times = 0
@@ -236,7 +236,7 @@ def test_what_is_admitted_while_all_is_counted_anew_is_counted(times: int, costs
     protocol = make()
     protocol.admission.__class__, protocol.channel.__class__ = CountingAdmission, CountingChannel
     send(protocol)
-    # One with an id of its own, which is noted and then not admitted.
+    # A message with an id of its own, which is recorded and then not admitted.
     protocol.parts.returns.by_id = {"own": [Receipt(b"", protocol.admission._last[2], None)]}
     CountingChannel.times, CountingAdmission.costs = times, costs
     protocol.steps.heal()

@@ -1,4 +1,4 @@
-"""When answers are read, by what is in flight and how much has come."""
+"""When answers are read, depending on the messages in flight and the size of the answers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from qflow_client.amqp import coalescing
 
-# Of an ack, in bytes.
+# The size of an ack, in bytes.
 _SIZE = 21
 # Seconds. Loops round up to whole milliseconds.
 _TICK = 0.001

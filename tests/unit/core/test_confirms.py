@@ -1,4 +1,4 @@
-"""What the broker's answers settle: acks, nacks and returns, and nothing else."""
+"""Which messages the broker's answers settle: acks, nacks and returns."""
 
 from __future__ import annotations
 
@@ -222,7 +222,7 @@ def test_what_is_not_all_written_cannot_have_come_back(message_id: str | None) -
     returned(protocol, second.message_id)
     drain(protocol)
     protocol.on_ack(2, True, 0.0)
-    # The first return of two messages with one id is the first's.
+    # If two messages have the same id, the first return belongs to the first message.
     assert first.outcome is (Outcome.RETURNED if message_id else Outcome.CONFIRMED)
     assert second.outcome is Outcome.CONFIRMED
     assert not protocol.parts.returns.by_id
@@ -318,7 +318,7 @@ def test_without_confirms_a_return_is_not_told_as_a_second_receipt_of_its_messag
     assert "WARNING producer: message p-000000000001 to ''/'q': returned (312 NO_ROUTE)" in logged(protocol)
     for number in range(2000):
         returned(protocol, "p-000000000001", body=b"%d" % number)
-    # Programs that are told of receipts may never flush.
+    # Programs that get receipts by a callback may never flush.
     assert protocol.reports.take_dropped() == 1000, "one was looked at"
     assert [receipt.message.body for receipt in protocol.reports.take_failures()] == [
         b"%d" % n for n in range(1000, 2000)
@@ -424,7 +424,7 @@ def test_a_message_with_every_property_arrives_with_every_property() -> None:
         assert (int(found.timestamp()) if name == "timestamp" else found) == value, name
 
 
-# Failures that nobody has looked at.
+# Failures that the application has not seen.
 
 
 def test_a_failure_that_nobody_looked_at_is_kept_until_it_is_taken() -> None:
@@ -511,7 +511,7 @@ def test_E6_a_confirm_that_does_not_come_keeps_nothing_but_its_own_message() -> 
     assert first.outcome is Outcome.CONFIRMED
 
 
-# The bound of failures that nobody asks for.
+# The limit of failures that the application never asks for.
 
 
 def nack(protocol: ProducerProtocol, body: bytes) -> Receipt:

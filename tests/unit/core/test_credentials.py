@@ -1,4 +1,4 @@
-"""Credentials that expire, in simulated time: when they are replaced, and what happens if they cannot be."""
+"""Credentials that expire, in simulated time: when they are replaced, and what happens if they cannot be replaced."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_without_a_thread_there_is_a_failure(monkeypatch: pytest.MonkeyPatch) ->
 
 
 class World:
-    """A producer, its broker and what issues tokens, in simulated time."""
+    """A producer, its broker and the issuer of tokens, in simulated time."""
 
     def __init__(self, life: float = 30.0, latency: float = 0.02) -> None:
         self.now = 0.0
@@ -124,9 +124,9 @@ class World:
         self._cancelled: set[int] = set()
         self.issued: list[str] = []
         self.user = "ann"
-        # While these are set, no token can be had, and nothing is answered by the issuer or by the broker.
+        # While one of these is set, no token can be obtained, or the issuer or the broker does not answer.
         self.fails = self.hangs = self.is_mute = self.has_no_channel = False
-        # Until when the token is valid that the broker knows; None without a connection.
+        # Until when the token is valid that the broker has; None without a connection.
         self.valid_until: float | None = None
         self.dropped: list[float] = []
         self.left: list[tuple[float, str]] = []
@@ -244,7 +244,7 @@ def test_a_connection_is_left_before_the_broker_drops_it_if_nothing_comes_until_
     assert why.startswith(f"its credentials have expired, and there are no others: {words}")
     assert world.dropped == []
     setattr(world, how, False)
-    # A call that hangs is waited for by each try until its time is up; the link ends those.
+    # Each try waits for the hanging call until its own timeout; the link ends the tries.
     if how == "hangs":
         world.connect()
     world.run(600.0)

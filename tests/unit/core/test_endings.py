@@ -1,4 +1,4 @@
-"""The end of a channel or a connection: every receipt is settled once, and says what is known and no more."""
+"""The end of a channel or a connection: every receipt is settled once, with the outcome that is known and no other."""
 
 from __future__ import annotations
 
@@ -210,7 +210,7 @@ def test_without_confirms_nobody_knows_the_culprit() -> None:
     protocol.channel_closed(404, "NOT_FOUND", PUBLISH, 1.0)
     assert [written.outcome, half.outcome] == [Outcome.SENT, None]
     assert any("without confirms it is not known" in line for line in logged(protocol))
-    # Alone on its channel it can only be that one.
+    # It is alone on its channel, so it must be the cause.
     protocol.channel_opened(1, FRAME_MAX, 2.0)
     write(protocol, protocol.unwritten - 1)
     protocol.channel_closed(404, "NOT_FOUND", PUBLISH, 3.0)

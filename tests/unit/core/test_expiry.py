@@ -1,4 +1,4 @@
-"""E16: after `delivery_timeout` a message is settled, and is not published stale."""
+"""E16: after `delivery_timeout` a message is settled, and is not sent any more."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_E16_messages_are_settled_by_what_became_of_them() -> None:
     assert outcomes(receipts) == [Outcome.UNKNOWN, Outcome.RETURNED, Outcome.UNKNOWN, Outcome.FAILED]
     assert "delivery_timeout=10 s has passed" in receipts[0].describe()
     assert (protocol.unsettled, protocol.in_flight, protocol.window.used) == (0, 0, 0)
-    # The message that has begun ends, then comes the answer, then nothing.
+    # The partly written message is completed, then comes the answer, then nothing.
     protocol.on_flow(True, 11.0)
     seen = Wire().read(begun + drain(protocol, 11.0))
     assert [each if isinstance(each, bool) else each.body for each in seen.seen] == [b"begun", False, True]

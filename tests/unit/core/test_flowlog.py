@@ -1,4 +1,4 @@
-"""`FlowLog`: files of lines, written off the threads that publish."""
+"""`FlowLog` writes files of lines, on another thread than those that publish."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ A, B = Hold("capacity", 10.0), Hold("paused", 12.0, "manager", "for lunch")
 
 
 class Fake:
-    """As much of a producer as is asked."""
+    """The parts of a producer that the log uses."""
 
     def __init__(self, *holds: Hold) -> None:
         self.settings = SimpleNamespace(name="p", exchange="", routing_key="orders")

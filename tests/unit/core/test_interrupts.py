@@ -1,4 +1,4 @@
-"""Ctrl-C raises KeyboardInterrupt at any point of a main thread that sends: a message is admitted as a whole or not."""
+"""Ctrl-C raises KeyboardInterrupt at any point of a main thread that sends. A message is admitted completely or not."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PAYLOADS = {
 
 
 def started() -> tuple[ProducerProtocol, Wire]:
-    """A producer of which one message is written, one has begun and one has not."""
+    """Return a producer with one written message, one that has begun, and one that has not."""
     protocol = make(capacity_bytes=1 << 20)
     protocol.reports.settled = []
     send(protocol, Message(b"1", message_id="own"))
@@ -38,7 +38,7 @@ def started() -> tuple[ProducerProtocol, Wire]:
 
 
 def interrupts(payload: bytes | Message, key: str) -> Iterator[tuple[ProducerProtocol, Wire]]:
-    """A producer for every line in which sending this can be interrupted, after it was."""
+    """Yield a producer for every line at which sending this can be interrupted, after the interrupt."""
     for at in range(1, 1000):
         protocol, read = started()
         if not interrupted(lambda: protocol.admission.send(payload, "", key, 0.0), at):  # noqa: B023  # called at once
@@ -91,7 +91,7 @@ def test_of_an_interrupted_message_with_an_id_of_its_own_no_return_is_expected_u
 
 
 def consistent(protocol: ProducerProtocol) -> bool:
-    """Whether what the protocol counts is what it has."""
+    """Return True if the protocol's counts match its messages."""
     check_order(protocol)
     costs = sum(map(protocol.admission.cost, (*protocol.parts.resending.again, *protocol.admission.unsent)))
     return protocol.unwritten == protocol.parts.unconfirmed.outbound.size + costs
@@ -116,7 +116,7 @@ def test_a_second_interrupt_while_the_first_one_is_put_right_changes_nothing(pay
 
 
 class Watch:
-    """An observer that only keeps when messages began."""
+    """An observer that only stores when messages began."""
 
     def __init__(self) -> None:
         self.began: dict[int, float] = {}
@@ -143,7 +143,7 @@ def test_an_observer_keeps_nothing_of_an_interrupted_message_unless_it_is_admitt
     assert False in kept
 
 
-# What an interrupted step may not do to others: those who wait stay in their order, are admitted once, and are woken.
+# The effects of an interrupted step on other senders: they stay in order, are admitted once, and are woken.
 
 
 def fifo() -> Line:
@@ -155,12 +155,12 @@ def weighted() -> Line:
 
 
 LINES = [fifo, weighted]
-#: Every two of: which line, who goes first, and whether there is room that nobody has noticed.
+#: The line, whether a callback is first, and whether there is unnoticed room: all pairs of values.
 PAIRS = [(fifo, False, False), (fifo, True, True), (weighted, False, True), (weighted, True, False)]
 
 
 def crowd(line: Line, *, first: bool = False, **settings: Any) -> tuple[ProducerProtocol, list[SendTicket]]:
-    """A producer whose window is full, and who waits."""
+    """Return a producer with a full window, and the tickets of waiting messages."""
     protocol = make(line=line, **{"capacity": 2, "capacity_bytes": 1000} | settings)
     send(protocol, b"1")
     send(protocol, b"2")
@@ -177,7 +177,7 @@ def bodies_of(tickets: list[SendTicket]) -> list[bytes]:
 
 
 def all_get_out(protocol: ProducerProtocol, tickets: list[SendTicket]) -> list[bytes]:
-    """Confirm until nobody waits.
+    """Confirm until no message waits.
 
     Returns:
         The bodies that the broker got, in order.
@@ -197,7 +197,7 @@ def all_get_out(protocol: ProducerProtocol, tickets: list[SendTicket]) -> list[b
     return [message.body for message in seen.messages]
 
 
-# One is let in, some are, and all.
+# One message is admitted, some are, and all are.
 @pytest.mark.parametrize(
     ("line", "first", "capacity"),
     [
@@ -233,7 +233,7 @@ def test_a_send_that_is_interrupted_as_it_stands_in_line_leaves_nothing_behind(
     for at in range(1, 3000, EVERY):
         protocol, tickets = crowd(line())
         if room:
-            # There is, and nobody has noticed.
+            # There is room, which no step has noticed yet.
             protocol.window.capacity = 9
         come = interrupted(
             lambda: place(protocol, b"own", 1.0, waiter="own", first=first),  # noqa: B023  # at once
@@ -242,7 +242,7 @@ def test_a_send_that_is_interrupted_as_it_stands_in_line_leaves_nothing_behind(
         own = sum(receipt.message.body == b"own" for receipt in protocol.unsettled_receipts)
         bodies = all_get_out(protocol, tickets)
         if come:
-            # Admitted before it was interrupted, or never.
+            # It was admitted before the interrupt, or never.
             assert bodies.count(b"own") == own
             bodies = [body for body in bodies if body != b"own"]
         else:
@@ -336,7 +336,7 @@ def test_a_limit_that_is_met_or_left_and_interrupted_at_any_line_leaves_no_hold(
             drain(protocol, now)
             if come:
                 break
-            # Not the first, so that one kind of hold follows another.
+            # Not the first time, so that one kind of hold follows another.
             if now > 10.0:
                 protocol.on_ack(0, True, now)
         protocol.on_ack(0, True, 30.0)
@@ -349,11 +349,11 @@ def test_a_limit_that_is_met_or_left_and_interrupted_at_any_line_leaves_no_hold(
             return
 
 
-# The same where it is certain to come.
+# The same, but the interrupt always comes.
 
 
 class Pressed(FifoLine):
-    """A line at one end of which Ctrl-C is pressed, once."""
+    """A line at one end of which an interrupt comes, once."""
 
     __slots__ = ("at",)
 
@@ -441,7 +441,7 @@ def test_what_was_admitted_as_ctrl_c_came_is_admitted_once_and_told() -> None:
     assert protocol.unsettled_receipts == (ticket.receipt,)
     assert protocol.reports.wake == ["ticket"]
     assert not after.decided
-    # Its own too, which nobody has a ticket of.
+    # Also for the interrupted message, whose ticket is not in the test's list.
     protocol.window.capacity = 9
     protocol.line.give_up(after, 2.0)
     Admitted.pressed = True
@@ -489,7 +489,7 @@ def test_a_resume_that_is_interrupted_at_any_line_is_made_good_for_who_waits() -
         come = interrupted(lambda: protocol.lift("paused", 1.0), at)  # noqa: B023  # called at once
         protocol.on_timer(1.0)
         if protocol.gate.holds:
-            # Interrupted before it had begun.
+            # The interrupt came before the step had begun.
             protocol.lift("paused", 2.0)
         assert ticket.receipt is not None
         assert set(protocol.reports.wake) == {"ticket", "unflowed"}
@@ -517,7 +517,7 @@ def test_an_interrupted_send_never_gives_another_message_s_id() -> None:
             return
 
 
-# What is on the wire has its delivery tag, and what is not has none.
+# A message has a delivery tag if and only if it is on the wire.
 
 BODIES = (b"1", b"2" * 2 * MAX_BODY, b"3", b"4", b"5" * 3 * MAX_BODY, b"6")
 
@@ -577,7 +577,7 @@ def test_a_step_that_runs_out_of_memory_is_made_good(
     protocol.channel_opened(CHANNEL, FRAME_MAX, 0.0)
     for body in BODIES[4:]:
         send(protocol, body)
-    # On the wire are two second copies, of which one has begun.
+    # On the wire are two second copies. One of them has begun.
     read = Wire().read(write(protocol, 10))
     step = getattr(kind, name)
     failed: list[str] = []

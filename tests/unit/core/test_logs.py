@@ -1,4 +1,4 @@
-"""A log of the application's own, which may be slow, stuck or broken."""
+"""A log handler of the application, which may be slow, stuck or broken."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .support import make
 
 @pytest.fixture
 def handle() -> Iterator[Callable[[Callable[[logging.LogRecord], object]], None]]:
-    """Has every record handled by a function."""
+    """Handle every record with a function."""
     handlers: list[logging.Handler] = []
 
     def add(function: Callable[[logging.LogRecord], object]) -> None:
@@ -62,7 +62,7 @@ def test_nothing_that_is_logged_waits_for_the_lock_of_logging(where: str) -> Non
     log = logs.log if where == "a skin" else make().reports.log
     thread = threading.Thread(target=log, args=(logging.DEBUG, "here"))
     logger = logs.logger.manager.root
-    # As while another thread sets a level: no logger knows any more what it takes.
+    # As while another thread sets a level: the loggers' caches are empty.
     with logging._lock:  # type: ignore[attr-defined]
         logger.setLevel(logger.level)
         thread.start()
@@ -161,7 +161,7 @@ def test_a_handler_that_flushes_does_not_wait_for_itself_from_the_first_record_o
     class Quick(threading.Thread):
         def start(self) -> None:
             super().start()
-            # Its first record is handled before its maker goes on.
+            # The first record is handled before its maker continues.
             assert handled.wait(20)
 
     def flush(_record: logging.LogRecord) -> None:

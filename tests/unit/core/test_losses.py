@@ -1,4 +1,4 @@
-"""Flow events that a slow reader loses, and what the log says of them."""
+"""Flow events that a slow reader loses, and the warnings in the log."""
 
 from __future__ import annotations
 

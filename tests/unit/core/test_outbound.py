@@ -1,4 +1,4 @@
-"""Batches of messages: what has begun, what is finished, what can be taken back, and where an answer goes."""
+"""Batches of messages: begun and finished messages, messages that are taken back, and the place of an answer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MESSAGES = st.lists(st.lists(st.binary(min_size=1, max_size=5), min_size=1, max_
 
 
 def put(outbound: Outbound, messages: list[list[bytes]], limit: int = 1 << 20) -> None:
-    """Put a batch; of a last message that is larger than the limit, only a part."""
+    """Put a batch. If its last message is larger than the limit, put only a part of it."""
     *whole, last = messages
     first, *rest = last
     parts = [*(frame for frames in whole for frame in frames), first]

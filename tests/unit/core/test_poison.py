@@ -1,4 +1,4 @@
-"""A message over which the broker closes the channel harms only itself."""
+"""A message that lets the broker close the channel affects no other message."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PUBLISH = (60, 40)
 
 
 def reopen(protocol: ProducerProtocol, frame_max: int = FRAME_MAX) -> list[bytes]:
-    """What leaves at once on the next channel."""
+    """Return the messages that are sent at once on the next channel."""
     protocol.channel_opened(CHANNEL, frame_max, 2.0)
     return left(protocol)
 
@@ -49,7 +49,7 @@ def test_suspects_leave_one_at_a_time_with_nothing_else_in_flight_and_in_order()
         assert (waiting.receipt is None) == (number < 4)
         assert left(protocol) == [b"%d" % (number + 1)]
     protocol.on_ack(5, False, 3.0)
-    # The last that was in flight has its answer: the rest may go together.
+    # The last message in flight is answered, so the others may be sent together.
     assert left(protocol) == [b"6", b"7"]
     assert holds(protocol) == []
     protocol.on_ack(7, True, 4.0)
@@ -211,7 +211,7 @@ def test_whom_the_broker_s_words_name(text: str, expected: list[int]) -> None:
 
 @given(st.lists(st.sampled_from(["send", "poison", "part", "work", "lose", "wait"]), max_size=60), st.booleans())
 def test_exactly_the_poison_is_rejected_whatever_else_happens(steps: list[str], tells: bool) -> None:
-    """A broker that reads message by message and closes the channel over each that is poison."""
+    """The broker reads message by message, and closes the channel at each poisonous one."""
     protocol = make(capacity=6)
     receipts: list[Receipt] = []
     poison: set[str] = set()
@@ -272,7 +272,7 @@ def test_exactly_the_poison_is_rejected_whatever_else_happens(steps: list[str], 
     assert holds(protocol) == []
 
 
-# A message over which the whole connection is lost names itself even less.
+# A message that causes the loss of the whole connection is even harder to find.
 
 PROVES = 5.0
 
@@ -289,7 +289,7 @@ class Lossy:
         self.held: list[float] = []
 
     def connection(self, *, hears: bool = True) -> None:
-        """One connection, to its end: by the poison, or after an hour."""
+        """Run one connection to its end: by the poison, or after an hour."""
         protocol = self.protocol
         protocol.channel_opened(CHANNEL, FRAME_MAX, self.now)
         opened, tag = self.now, 0
@@ -326,7 +326,7 @@ def test_a_message_over_which_the_connection_is_lost_every_time_is_given_back_an
     assert receipts[2].outcome is Outcome.UNKNOWN
     assert "connections hold without it, and are lost as soon as it is sent" in str(receipts[2].error())
     assert "dropped" in str(receipts[2].error())
-    # It went alone, on connections that had held without it.
+    # It was sent alone, on connections that had held without it.
     assert broker.alone[-6:] == [True] * 6
     assert broker.held[-5:] == pytest.approx([PROVES] * 5)
     broker.connection()
@@ -345,7 +345,7 @@ def test_connections_that_do_not_hold_say_nothing_about_what_was_to_be_sent() ->
         now = 10.0 * at
         protocol.channel_opened(CHANNEL, FRAME_MAX, now)
         drain(protocol)
-        # Only at first it is sent at once.
+        # Only the first times it is sent at once.
         assert protocol.in_flight == (at < 3)
         assert protocol.next_timer(now) == (None if at < 3 else now + PROVES)
         protocol.on_timer(now + 4.9)

@@ -1,4 +1,4 @@
-"""When and where a lost connection is tried again, and when that is given up."""
+"""When and where a lost connection is tried again, and when the producer gives up."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_E15_after_each_failed_try_the_next_address_of_a_name_comes_first() -> N
         seen.append("".join(tries.addresses(["a", "b", "c"])[0]))
         tries.failed("silent", False, 1.0)
     assert seen == ["abc", "bca", "cab", "abc"]
-    # The one that takes the producer in the end is also the first after that.
+    # The address that accepts the producer is also the first one after that.
     tries.opened(2.0)
     tries.lost("cut", 3.0)
     assert tries.addresses(["a", "b", "c"]) == (["b", "c", "a"], 2.0)
@@ -149,7 +149,7 @@ def test_refusals_are_retried_unless_the_settings_say_otherwise_or_nothing_is_co
     assert retries(ProducerSettings(confirms=False)) is None
 
 
-# Which hosts, and when to leave one (E15).
+# The choice of hosts, and when to leave a host (E15).
 
 
 def watch(hosts: int = 2, **settings: object) -> Watch:
@@ -217,7 +217,7 @@ def test_E15_a_connection_that_stays_blocked_is_left_and_ever_later_if_all_hosts
             now += hosts.period or 0
         left.append(now - began)
     assert left == [4.0, 4.0, 8.0, 8.0, 16.0, 16.0, 32.0]
-    # A host that takes messages ends that.
+    # A host that takes messages ends the growth of the delay.
     hosts.opened(now)
     assert look(hosts, now, settled=1) is None
     assert look(hosts, now + 1.0, blocked=True, settled=1) is None
@@ -238,7 +238,7 @@ def test_E15_without_another_host_or_the_setting_a_blocked_connection_is_kept(
     assert look(one, 3e6) is None
 
 
-# Back to the first host (E15).
+# Returning to the first host (E15).
 
 
 def returning(hosts: int = 2, **settings: object) -> Return:
@@ -246,7 +246,7 @@ def returning(hosts: int = 2, **settings: object) -> Return:
 
 
 def returns(rule: Return, begin: float, end: float, down: tuple[float, float] = (0.0, 0.0)) -> float | None:
-    """When the producer returns that is connected to another host from `begin` on; None if it has not by `end`."""
+    """Return when a producer that is connected to another host from `begin` on returns; None if not before `end`."""
     assert rule.period is not None
     rule.opened(1, begin)
     now = begin

@@ -1,4 +1,4 @@
-"""Recovery costs nothing while nothing fails: a message takes the same calls with it and without it."""
+"""Recovery costs nothing while nothing fails: a message needs the same calls with it and without it."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from qflow_client.recovery import retries
 from .support import drain, make, send
 
 MESSAGES = 50
-# All that producers do about failures, and nothing of it.
+# All settings for the handling of failures, and none of them.
 ALL: dict[str, Any] = {"on_disconnect": "republish", "on_refused": "retry"}
 NOTHING: dict[str, Any] = {"on_disconnect": "fail", "on_refused": "fail"}
 
 
 def calls(payload: bytes | Message, acks: str, settings: dict[str, Any], *, came_back: bool = False) -> Counter[str]:
-    """The calls, of Python's functions and of built-in ones, that messages take from `send` to their acks."""
+    """Count the calls, of Python's functions and of built-in ones, for messages from `send` to their acks."""
     pauses = retries(ProducerSettings(**settings))
     assert (pauses is None) == (settings is NOTHING)
     protocol = make(retries=pauses, capacity=1000, **settings)
     if came_back:
-        # A connection that was lost before, and what was unsettled then, are done with.
+        # An earlier loss of the connection, and the messages that were unsettled then, are over.
         send(protocol)
         drain(protocol)
         protocol.connection_lost("cut", 0.0, reconnects=True)
         protocol.channel_opened(1, 4096, 0.0)
-    # What is made once for a channel is no cost of a message.
+    # Work that is done once for a channel does not count.
     assert protocol.admission.send(payload, "", "q", 0.0) is not None
     drain(protocol)
     protocol.on_ack(0, True, 0.0)
@@ -45,7 +45,7 @@ def calls(payload: bytes | Message, acks: str, settings: dict[str, Any], *, came
         elif event == "c_call":
             made[argument.__qualname__] += 1
 
-    # Whoever watches the collection of garbage would be counted, too.
+    # Callbacks of the garbage collector would be counted, too.
     gc.disable()
     sys.setprofile(profile)
     try:
@@ -70,10 +70,10 @@ def calls(payload: bytes | Message, acks: str, settings: dict[str, Any], *, came
 @pytest.mark.parametrize("acks", ["multiple", "a run", "one by one"])
 @pytest.mark.parametrize("payload", [b"x", Message(b"x", headers={"k": 1})], ids=["bytes", "Message"])
 def test_recovery_costs_no_call_while_nothing_fails(payload: bytes | Message, acks: str) -> None:
-    # The first run fills what is kept for the process.
+    # The first run fills the caches of the process.
     calls(payload, acks, NOTHING)
     without = calls(payload, acks, NOTHING)
     assert sum(without.values()) > MESSAGES
     assert calls(payload, acks, ALL) == without
-    # Nor does a connection that was lost once.
+    # An earlier loss of the connection costs nothing either.
     assert calls(payload, acks, ALL, came_back=True) == without

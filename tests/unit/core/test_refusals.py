@@ -1,4 +1,4 @@
-"""A message that the broker has no room for leaves again, for a while."""
+"""A message for which the broker has no room is sent again, for a while."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ PUBLISH = (60, 40)
 
 
 def patient(**settings: Any) -> ProducerProtocol:
-    """A producer that waits 1, 2, 4, 8, 8, … s."""
+    """Return a producer that waits 1, 2, 4, 8, 8, … s."""
     return make(retries=Backoff(1.0, 8.0, 0.0), **settings)
 
 
 def lines(call: Callable[[], object]) -> int:
-    """How many lines of Python a call takes."""
+    """Return how many lines of Python a call executes."""
     taken = 0
 
     def trace(*_: Any) -> Any:
@@ -85,7 +85,7 @@ def test_a_refused_message_holds_the_producer_and_a_probe_of_one_comes_first() -
     (probe,) = wire(drain(protocol)).messages
     assert (probe.body, probe.properties.headers) == (b"1", {REPUBLISHED: True})
     assert probe.properties.message_id == receipts[0].message_id
-    # The others are given up in time, whatever becomes of the probe.
+    # The others are given up in time, whatever happens to the probe.
     assert protocol.next_timer(11.0) == 10.0 + protocol.settings.retry_for
     protocol.on_ack(4, False, 11.1)
     assert left(protocol) == [b"2", b"3"]
@@ -134,7 +134,7 @@ def test_after_retry_for_it_is_settled_whether_it_waits_or_is_refused_once_more(
     protocol.on_timer(1.0)
     assert left(protocol) == [b"1"]
     protocol.on_nack(4, False, 1.5)
-    # Not 3.5: nothing is tried for longer than it may.
+    # Not 3.5, because no message is tried after its time limit.
     assert protocol.next_timer(1.5) == 2.5
     protocol.on_timer(2.5)
     assert [receipt.outcome for receipt in receipts] == [Outcome.NACKED] * 3
@@ -231,7 +231,7 @@ def test_a_channel_that_is_closed_for_want_of_room_is_a_refusal_and_no_poison() 
     assert left(protocol) == [b"2", b"3", b"4"]
     assert holds(protocol) == []
     protocol.channel_closed(406, text, PUBLISH, 21.0)
-    # The first refusal of these was long ago. The broker does not say over which of them it closed the channel.
+    # Their first refusal was long ago. The broker does not say which of them was the cause of the close.
     assert [receipt.outcome for receipt in receipts] == [Outcome.CONFIRMED, Outcome.UNKNOWN, Outcome.UNKNOWN]
     assert not late.done
 
@@ -290,7 +290,7 @@ def test_E1_what_was_refused_goes_before_younger_messages_that_were_lost_with_th
     assert left(protocol) == bodies[:1]
     protocol.on_ack(1, False, 1.0)
     assert left(protocol) == bodies[1:]
-    # The flush waits for all that was admitted before it, in the new order too.
+    # The flush waits for all messages that were admitted before it, also in the new order.
     protocol.on_ack(9, True, 1.0)
     assert protocol.reports.wake == []
     protocol.on_ack(10, False, 1.0)
@@ -370,7 +370,8 @@ def test_whatever_happens_every_message_ends_once_and_the_window_is_right(steps:
 
     def write() -> list[int]:
         seen[0].read(drain(protocol, now))
-        # Only what is refused on a channel leaves on it once more, behind younger messages that were in flight (E1).
+        # Only a message that was refused on a channel is sent again on it after younger messages that were in flight
+        # (E1).
         first_copies = list(dict.fromkeys(str(message.properties.message_id) for message in seen[0].messages))
         assert first_copies == sorted(first_copies)
         return [tag for tag in range(1, len(seen[0].messages) + 1) if tag not in answered]
@@ -429,7 +430,7 @@ def test_a_multiple_nack_passes_over_what_is_settled() -> None:
 
 
 def test_nothing_new_overtakes_suspects_that_wait_when_there_is_room_again() -> None:
-    """It would have the delivery tags of those that wait, and be confirmed by their answers."""
+    """Otherwise it would have the delivery tags of the waiting messages, and be confirmed by their answers."""
     protocol = patient(capacity=10)
     receipts = three(protocol)
     protocol.channel_closed(404, "NOT_FOUND", PUBLISH, 1.0)
@@ -516,7 +517,7 @@ def test_E7_to_flush_what_leaves_again_behind_younger_messages_costs_each_the_sa
         for _ in range(2 * count):
             send(protocol, b"x")
         drain(protocol)
-        # The older half leaves again: first one as a probe, then the others.
+        # The older half is sent again: first one message as a probe, then the others.
         protocol.on_nack(count, True, 0.0)
         protocol.on_timer(1.0)
         drain(protocol, 1.0)
@@ -544,7 +545,7 @@ def test_E6_what_is_settled_behind_the_oldest_while_somebody_flushes_is_let_go()
     protocol.on_timer(1.0)
     drain(protocol, 1.0)
     protocol.on_ack(4, False, 1.0)
-    # Behind the younger one, and never answered.
+    # It is after the younger message, and never answered.
     assert left(protocol, 1.0) == [b"2"]
     assert protocol.waiters.when_flushed("flush")
     for tag in range(6, 1000):
@@ -675,7 +676,7 @@ def test_a_refused_message_whose_second_copy_never_began_is_nacked(end: str) -> 
     drain(protocol)
     protocol.on_nack(1, False, 0.0)
     protocol.on_timer(1.0)
-    # Its frames are made, and the socket takes none.
+    # Its frames are made, but the socket takes none.
     assert protocol.data_to_write(1 << 20)
     protocol.connection_lost("gone", 1.1, reconnects=True)
     if end == "closed":
@@ -713,7 +714,7 @@ def test_a_refused_message_that_does_not_fit_the_next_channel_is_nacked() -> Non
 def test_a_probe_that_is_refused_and_too_large_for_the_mark_does_not_mean_that_there_is_room() -> None:
     protocol = patient(retry_for=0.5)
     send(protocol, b"refused")
-    # As in the test of one that is nacked alone.
+    # As in the test of a message that is nacked alone.
     large = send(protocol, Message(b"x", headers={"k": "x" * (FRAME_MAX - 8 - 12 - 2 - 1 - 15 - 4 - 2 - 5)}))
     send(protocol, b"other")
     write(protocol, 1)

@@ -1,4 +1,4 @@
-"""What leaves again on a new channel after a connection was lost."""
+"""Messages that are sent again on a new channel after a connection was lost."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def lose(protocol: ProducerProtocol, now: float = 1.0) -> None:
 
 
 def reopen(protocol: ProducerProtocol, now: float = 2.0, frame_max: int = FRAME_MAX) -> list[Published]:
-    """What the broker reads on the new channel."""
+    """Return the messages that the broker reads on the new channel."""
     protocol.channel_opened(CHANNEL, frame_max, now)
     return wire(drain(protocol, now)).messages
 
@@ -306,7 +306,7 @@ def test_every_message_ends_once_and_first_copies_stay_in_order(steps: list[str]
         elif step == "write":
             written()
         elif step == "lose":
-            # Of a connection that is shared nobody is suspected, however often it is lost.
+            # On a shared connection no message becomes a suspect, however often the connection is lost.
             protocol.connection_lost("lost", 0.0, reconnects=True, shared=True)
             protocol.channel_opened(CHANNEL, FRAME_MAX, 0.0)
             tags.clear()

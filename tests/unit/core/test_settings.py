@@ -1,4 +1,4 @@
-"""Settings: where a value comes from, what is refused and in which words, and what is never shown."""
+"""Settings: the sources of a value, rejected values and their errors, and values that are never shown."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from qflow_client.settings import SettingsKeywords, hide_password
 
 URL = "amqp://guest:guest@localhost:5672/%2F"
 
-# Of every setting but the URL: text for it in a URL or the environment, and the value that it stands for.
+# For every setting except the URL, a text in a URL or the environment, and the value that it means.
 TEXTS: list[tuple[str, str, Any]] = [
     ("exchange", "orders", "orders"),
     ("routing_key", "new", "new"),
@@ -88,7 +88,7 @@ def test_type_checkers_know_every_setting_with_its_type() -> None:
     keywords = SettingsKeywords.__annotations__
     assert list(keywords) == list(settings)
     for name, known in keywords.items():
-        # A keyword may also be the text that stands for a member of an enumeration.
+        # A keyword may also be the text of a member of an enumeration.
         assert known.__forward_arg__.split(" | Literal")[0] == str(settings[name]).split(" | Literal")[0]
 
 
@@ -122,7 +122,7 @@ def test_the_defaults() -> None:
 def test_a_setting_comes_from_the_first_place_that_has_it(name: str, text: str, value: Any) -> None:
     environ = {f"QFLOW_{name.upper()}": text}
     url = f"{URL}?{name}={text}"
-    # A value of each kind that is none of the others.
+    # Another value of the same kind.
     other: Any = None if isinstance(value, (bool, StrEnum)) else "k" if isinstance(value, str) else value + 1
     assert getattr(load(environ={}), name) == default(name)
     assert getattr(load(environ=environ), name) == value
@@ -130,7 +130,7 @@ def test_a_setting_comes_from_the_first_place_that_has_it(name: str, text: str, 
     assert getattr(load(settings=ProducerSettings(**{name: value})), name) == value
     assert getattr(load(**{name: value}), name) == value
     if other is None:
-        # Of two values, one is the default; it wins where it is said.
+        # One of the two values is the default. It wins if it is given.
         other = default(name)
         assert getattr(load(f"{URL}?{name}={str(other).lower()}", environ=environ), name) == other
         assert getattr(load(url, environ=environ, **{name: other}), name) == other
@@ -303,7 +303,7 @@ def test_a_refused_value_is_named_with_its_setting_and_what_is_allowed(name: str
     with pytest.raises(SettingsError) as caught:
         ProducerSettings(**{name: value})
     assert str(caught.value) == f"{name}={hide_password(repr(value))}: it must be {allowed}"
-    # By keyword `None` is no URL at all.
+    # As a keyword, `None` means that no URL is given.
     with pytest.raises(SettingsError) as loaded:
         load(**{name: value})
     assert str(loaded.value) == str(caught.value)

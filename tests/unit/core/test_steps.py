@@ -1,4 +1,4 @@
-"""E2: every step can be interrupted at every point. The next one repairs what it has left."""
+"""E2: every step can be interrupted at every point. The next step repairs the state."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Store:
     """Keeps messages in memory, and has no backlog.
 
     Args:
-        protocol: whose store it becomes.
+        protocol: the state to which it is attached.
     """
 
     def __init__(self, protocol: ProducerProtocol) -> None:
@@ -90,12 +90,13 @@ class Watch:
 
 
 class Life:
-    """A producer in the middle of its life, and what the broker gets of it.
+    """A producer with much state, and the messages that the broker gets from it.
 
-    Four messages are written, of which the third is returned. The next has begun, and one has not. Two senders wait.
+    Four messages are written, of which the third is returned. The next has begun, and another one has not. Two senders
+    wait.
 
     Args:
-        told: whether every receipt is told; else only failures are kept.
+        told: True if every receipt is reported, False if only failures are kept.
         settings: of the producer.
     """
 
@@ -117,7 +118,7 @@ class Life:
         returned(protocol, "own")
 
     def end(self) -> None:
-        """Have the broker confirm everything, on another channel if this one has ended."""
+        """Let the broker confirm everything, on another channel if this one has ended."""
         protocol = self.protocol
         for _ in range(20):
             self.now += 10.0
@@ -133,12 +134,12 @@ class Life:
         self.take_wire()
 
     def take_wire(self) -> None:
-        """Note what the broker has got on a channel."""
+        """Record the messages that the broker has got on a channel."""
         self.bodies += [message.body for message in self.wire.messages if len(message.body) == message.body_size]
         self.wire = Wire()
 
     def check(self) -> None:
-        """All is settled and told once, no room is taken, and first copies have left in the order of admission."""
+        """Check that all messages are settled and reported once, in order of first copies, and that no room is used."""
         protocol = self.protocol
         receipts = self.receipts + [ticket.receipt for ticket in self.tickets if ticket.receipt is not None]
         assert all(ticket.decided for ticket in self.tickets)
@@ -160,7 +161,7 @@ class Life:
         assert firsts == sorted(firsts)
 
     def reported_holds(self) -> set[str]:
-        """The kinds of the holds that are left after all flow events, each of which was raised and lifted in turn."""
+        """Return the kinds of the holds that are left after all flow events. Each must be raised and lifted in turn."""
         held = {hold.kind for hold in self.holds}
         for event in self.protocol.reports.events or ():
             assert event.hold is not None
@@ -255,12 +256,12 @@ def test_E2_every_message_is_settled_and_told_once_whichever_step_is_interrupted
     step, settings = STEPS[name]
     for at in range(0, 5000, EVERY):
         life = Life(told, **settings)
-        # First it comes to its end.
+        # First let it come to its end.
         come = interrupted(lambda: step(life), at) if at else step(life) is not life  # noqa: B023  # called at once
         life.protocol.lift("paused", 1.0)
         life.end()
         if name == "withdraw" and life.receipts[-1]._outcome is Outcome.FAILED:
-            # Only its caller is told.
+            # Its outcome is reported only to its caller.
             del life.receipts[-1]
         life.check()
         if not come:
@@ -284,7 +285,7 @@ def test_E2_whatever_step_follows_brings_an_unfinished_one_to_its_end(
         raise KeyboardInterrupt
 
     life = Life(told=False)
-    # The window is set, and nothing has followed from that.
+    # The window is set, but nothing that should follow has been done.
     with monkeypatch.context() as patched:
         patched.setattr(SendLine, "grant", interrupt)
         with pytest.raises(KeyboardInterrupt):
@@ -530,7 +531,7 @@ def test_no_timer_is_due_while_the_probe_waits_for_the_disk() -> None:
     refused = send(protocol)
     drain(protocol)
     protocol.on_nack(1, False, 0.0)
-    # As messages do that were on their way to the disk.
+    # As for messages that were on their way to the disk.
     protocol.lift("refused", 0.0)
     send(protocol)
     protocol.on_timer(2.0)

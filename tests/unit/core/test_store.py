@@ -1,4 +1,4 @@
-"""A store that is attached to the state of a producer: what it is asked, and when."""
+"""A store that is attached to a producer's state: which methods are called, and when."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class NoRoom(Exception):
 
 
 class Store:
-    """Keeps numbers in memory, and has a backlog of waiters if it is told to.
+    """Keeps numbers in memory. Waiters for its backlog can be added.
 
     Args:
-        room: messages that it takes; ``None`` for any number.
-        max_size: of a body in bytes.
+        room: how many messages it accepts; ``None`` for any number.
+        max_size: the most bytes of a body.
     """
 
     def __init__(self, room: int | None = None, max_size: int = 100) -> None:

@@ -1,4 +1,4 @@
-"""The tap: what the library sees, what the channels see, and whose turn it is to write."""
+"""The tap: which frames the library and the channels get, and who writes next."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ Basic, Channel, Connection = pamqp.commands.Basic, pamqp.commands.Channel, pamqp
 
 
 def decode(data: bytes) -> list[Any]:
-    """The methods of whole frames."""
+    """Return the methods of complete frames."""
     found = []
     while data:
         size, _, method = pamqp.frame.unmarshal(data)
@@ -49,7 +49,7 @@ def decode(data: bytes) -> list[Any]:
 
 
 class Recorder:
-    """A channel that writes down what it is told."""
+    """A channel that records its calls."""
 
     def __init__(self) -> None:
         self.told: list[tuple[Any, ...]] = []
@@ -117,7 +117,7 @@ CLOSE = encode(Channel.Close(406, "PRECONDITION_FAILED", 60, 40))
 RETURN_METHOD = Basic.Return(312, "NO_ROUTE", "an exchange", "a key")
 
 
-# Inwards.
+# Reading.
 
 
 def start(properties: dict[str, Any]) -> bytes:
@@ -125,7 +125,7 @@ def start(properties: dict[str, Any]) -> bytes:
 
 
 def started(data: bytes) -> pamqp.commands.Connection.Start:
-    """The `Connection.Start` that the library sees, which must be nothing else."""
+    """Return the `Connection.Start` that the library gets. There must be nothing else."""
     used, number, method = pamqp.frame.unmarshal(data)
     assert (used, number) == (len(data), 0)
     assert isinstance(method, Connection.Start)
@@ -167,7 +167,7 @@ def test_a_broker_that_lists_capabilities_is_taken_at_its_word(properties: dict[
     "properties", [CONFIRMS | {"qpid.confirmed_publish_supported": "false"}, {"product": "qpid"}, {}], ids=str
 )
 def test_a_broker_that_lists_none_and_tells_of_none_is_said_to_have_none(properties: dict[str, Any]) -> None:
-    """As WSO2's; aiormq looks into the table, and fails where there is none."""
+    """WSO2's broker, for example. aiormq looks into the table, and fails without one."""
     seen = started(Tap().received(start(properties), 0.0))
     assert seen.server_properties == properties | {"capabilities": {}}
 
@@ -185,7 +185,7 @@ def test_a_connection_start_that_comes_late_stays_where_it_is() -> None:
 
 @st.composite
 def frames(draw: st.DrawFn) -> tuple[bytes, bytes, list[tuple[Any, ...]]]:
-    """One thing a broker can send: its bytes, those that the library must see, and what channel 1 must be told."""
+    """Draw something that a broker can send: its bytes, the bytes for the library, and the calls of channel 1."""
     tag, bit = draw(st.integers(0, (1 << 63) - 1)), draw(st.booleans())
     body = draw(st.binary(max_size=12))
     text = draw(st.text(max_size=20))
@@ -211,7 +211,7 @@ def frames(draw: st.DrawFn) -> tuple[bytes, bytes, list[tuple[Any, ...]]]:
         return data, data, []
     if kind == "beat":
         return HEARTBEAT, HEARTBEAT, []
-    # What is ours on our channel is the library's on another.
+    # On another channel, frames for a publishing channel belong to the library.
     data = draw(
         st.sampled_from(
             [
@@ -578,7 +578,7 @@ def test_of_a_channel_that_the_library_does_not_know_it_sees_nothing_until_its_n
     close = encode(Channel.Close(406, "PRECONDITION_FAILED", 60, 40), 7)
     assert tap.received(encode(Basic.Ack(1), 7) + close, 0.0) == b""
     assert channel.told == [("ack", 1, False), ("closed", 406, "PRECONDITION_FAILED", (60, 40))]
-    # What the channel is told by itself is for nobody else.
+    # Methods that the channel gets by a call are not passed to others.
     assert told == [opened[7:-1], close[7:-1]]
     tap.disown(7)
     assert tap.received(opened, 0.0) == opened
@@ -598,7 +598,7 @@ def test_a_new_secret_is_sent_in_the_broker_s_words_and_its_answer_is_not_for_th
     assert told == ["first"]
     assert tap.received(answer, 0.0) == b""
     assert told == ["first", "second"]
-    # That of the library's own.
+    # The answer to a method of the library.
     assert tap.received(answer, 0.0) == answer
 
 
@@ -631,7 +631,7 @@ def test_a_library_from_which_all_is_withheld_hears_something_every_half_interva
         if what == "ours":
             fed = tap.received(ours, now)
         else:
-            # A frame of the library's that comes in pieces.
+            # A frame for the library that comes in pieces.
             fed = tap.received(theirs[:9], now)
         if now - heard >= 1.0:
             assert fed == HEARTBEAT
@@ -649,11 +649,11 @@ def test_without_heartbeats_none_is_made_up() -> None:
         assert tap.received(encode(Basic.Ack(1)), float(now)) == b""
 
 
-# Outwards.
+# Writing.
 
 
 def one(tap: Tap, count: int, limit: int = 1 << 20) -> bytes:
-    """Write so many bytes of what is offered."""
+    """Write `count` bytes of the output."""
     data = tap.data_to_write(limit)[:count]
     tap.advance(len(data), 0.0)
     return data
@@ -742,7 +742,7 @@ def test_between_the_frames_of_a_message_other_channels_may_write_and_its_own_ch
     while stream:
         size = int.from_bytes(stream[3:7], "big") + 8
         number = int.from_bytes(stream[1:3], "big")
-        # `Wire` fails on a channel that breaks into its own message.
+        # `Wire` fails if a channel writes inside its own message.
         wires[number].read(stream[:size], number)
         stream = stream[size:]
     assert {number: read.short for number, read in wires.items()} == bodies
@@ -837,7 +837,7 @@ def test_behind_the_librarys_close_of_a_channel_no_message_comes_but_answers_are
     for each in channel, other:
         each.outbound.add(b"one")
         each.outbound.add(b"two")
-    # The first of the channel has begun; it is brought to its end, and the library may write then.
+    # The first message of the channel has begun. It is completed, and then the library may write.
     assert tap.data_to_write(3) == b"one"
     tap.advance(2, 0.0)
     tap.closes(1)
@@ -849,7 +849,7 @@ def test_behind_the_librarys_close_of_a_channel_no_message_comes_but_answers_are
     assert tap.data_to_write(100) == b""
     tap.received(encode(Basic.Ack(1, False)), 0.0)
     assert channel.told == [("ack", 1, False)]
-    # A number that is none of ours.
+    # A number that no publishing channel has.
     tap.closes(9)
     # The next channel of that number may write.
     tap.received(encode(Channel.CloseOk()), 0.0)
@@ -869,12 +869,12 @@ def test_an_answer_to_the_message_that_ends_behind_the_librarys_close_of_its_cha
     size = protocol.unwritten
     send(protocol, b"never begun")
     data = tap.data_to_write(1 << 20)
-    # Up to its last frame, in which it stops.
+    # Up to its last frame; the write stops inside it.
     written = size - 10
     tap.advance(written, 0.0)
     tap.closes(1)
     assert not tap.at_border
-    # In two parts: the socket takes what it takes.
+    # In two parts, because the socket takes only a part.
     rest = tap.data_to_write(1 << 20)
     assert rest == tap.unfinished == data[written:size]
     tap.advance(4, 0.0)
@@ -899,7 +899,7 @@ def test_a_channel_that_goes_in_the_middle_of_its_last_frame_has_that_ended_all_
     assert tap.received(CLOSE, 0.0) == CLOSE
     assert tap.data_to_write(100) == b"ast"
     tap.advance(3, 0.0)
-    # Alone, the other writes as much as it may.
+    # If it is the only channel, it writes as much as it may.
     other.outbound.add(b"more")
     assert tap.data_to_write(100) == b"othermore"
     tap.advance(2, 0.0)

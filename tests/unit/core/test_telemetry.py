@@ -1,4 +1,4 @@
-"""What the protocol tells of its messages, and what an observer makes of it; on a simulated clock, without an SDK."""
+"""The messages that the protocol reports, and the results of an observer; with a simulated clock, without an SDK."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_durations_are_recorded_at_most_a_hundred_times_a_second_and_the_longest
         observer.tell(now=1.0 + at / 1000)
     assert len(recorded) == 10
     assert max(seconds(recorded)) == 5.0
-    # Whoever collects gets the rest.
+    # A collection gets the rest.
     observer.tell()
     assert len(recorded) == 11
     observer.tell()
@@ -179,10 +179,10 @@ def test_what_a_connection_takes_with_it_is_told(recorded: Recorded) -> None:
     send(protocol)
     protocol.connection_lost("gone", 2.0)
     assert observer.counts == {("q", Outcome.UNKNOWN): 1, ("q", Outcome.FAILED): 1}
-    # What was never written was not sent.
+    # A message that was never written was not sent.
     (sent,) = telemetry._sent(observer)
     assert (sent[0], sent[1]["error.type"]) == (1, "unknown")
-    # And a connection that takes nothing with it tells nothing.
+    # A connection that takes no message reports nothing.
     empty = make()
     assert observe(empty, recorded).counts == {}
     empty.connection_lost("gone", 2.0)
@@ -212,7 +212,7 @@ def test_a_refusal_is_counted_by_the_oldest_hold_or_by_the_line() -> None:
 
 def test_what_a_producer_that_is_collected_as_garbage_has_counted_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     class Producer:
-        """Something that can be referred to weakly."""
+        """An object that supports weak references."""
 
     monkeypatch.setattr(telemetry, "_metrics", None)
     producer = Producer()

@@ -1,4 +1,4 @@
-"""What a topology may be."""
+"""The allowed and rejected values of a topology."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from qflow_client import Binding, Exchange, Queue, SettingsError, Topology
 
-# Of no known type.
+# Typed as Any, because no element has the right type.
 ANY: list[Any] = [b"q", {1: 2}, [Exchange("e")], ["q"]]
 
 

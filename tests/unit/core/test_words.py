@@ -1,4 +1,4 @@
-"""Receipts, errors, events and the package's face: what they say."""
+"""The texts of receipts, errors, events and the package."""
 
 from __future__ import annotations
 

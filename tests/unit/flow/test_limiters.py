@@ -1,4 +1,4 @@
-"""Limiters (F2): what may be inside at once, and what may pass in a time."""
+"""Limiters (F2): how much may be inside at once, and how much may pass per second."""
 
 from __future__ import annotations
 
@@ -358,7 +358,7 @@ def test_nothing_limits_when_there_are_no_parts() -> None:
     nothing.remove(1)
 
 
-# Refusal and add in one.
+# `refusal` and `add` in one call.
 
 
 def test_F2_a_composite_that_refuses_has_spent_nothing_of_any_part() -> None:
@@ -376,7 +376,7 @@ def test_F2_a_composite_that_refuses_has_spent_nothing_of_any_part() -> None:
 
 def test_a_limiter_of_ones_own_needs_no_more_than_the_rule() -> None:
     class Even(Limiter):
-        """One that lets in by twos."""
+        """A limiter that admits only elements of even size."""
 
         def __init__(self) -> None:
             self.used = 0
@@ -450,7 +450,7 @@ SIZES = st.integers(0, 12)
 
 
 class InsideMachine(RuleBasedStateMachine):
-    """A window and a size limiter, alone and together, beside a list of what is inside."""
+    """A window and a size limiter, alone and together, and a list of the elements inside."""
 
     def __init__(self) -> None:
         super().__init__()

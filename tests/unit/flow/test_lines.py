@@ -1,4 +1,4 @@
-"""Whose turn it is (F4): first come first served, and fair shares by weight."""
+"""The order of tickets (F4): first come, first served, and fair shares by weight."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from qflow_client.flow import FifoLine, Line, Ticket, WeightedLine
 
 
 class WatchedTicket(Ticket):
-    """One of which it can be seen whether anything still refers to it."""
+    """A ticket that supports weak references, to check whether it is still referred to."""
 
 
 def serve(line: Line) -> Ticket | None:
@@ -27,7 +27,7 @@ def serve(line: Line) -> Ticket | None:
 
 
 def served_sources(line: Line, count: int) -> str:
-    """The sources of the next tickets, as letters."""
+    """Return the sources of the next tickets, as letters."""
     return "".join(ticket.source for _ in range(count) if (ticket := serve(line)) is not None)
 
 
@@ -78,7 +78,7 @@ def test_F4_a_line_swept_of_cancelled_tickets_keeps_its_order() -> None:
     tickets = [Ticket(1) for _ in range(300)]
     for at, ticket in enumerate(tickets):
         line.push(ticket)
-        # Two of three give up at once, so that it is swept several times on the way.
+        # Two of three are given up at once, so that the line is swept several times.
         ticket.cancelled = at % 3 != 0
     assert [serve(line) for _ in range(100)] == tickets[::3]
 
@@ -188,7 +188,7 @@ def test_F4_new_weights_count_for_the_turns_that_come() -> None:
 
 
 class Name(str):
-    """The name of a source of which it can be seen whether anything still refers to it."""
+    """The name of a source, which supports weak references to check whether it is still referred to."""
 
 
 def test_F4_sources_that_are_gone_are_forgotten_although_somebody_always_waits() -> None:
@@ -214,7 +214,7 @@ def test_F4_who_has_had_a_long_turn_is_not_forgotten_before_it_is_over() -> None
     for _ in range(200):
         line.push(Ticket(1, "patient"))
     assert served_sources(line, 2) == "lightpatient"
-    # So many pass meanwhile that the line sweeps out what it remembers.
+    # Enough turns for the line to sweep its remembered sources.
     turns = 1
     for number in range(100):
         line.push(Ticket(1, f"passing {number}"))
@@ -228,7 +228,7 @@ def test_F4_who_has_had_a_long_turn_is_not_forgotten_before_it_is_over() -> None
     assert turns >= 128
 
 
-# Powers of two: virtual times are exact, and so are the bounds.
+# Powers of two, so that virtual times and bounds are exact.
 WEIGHTS = {"a": 1.0, "b": 2.0, "c": 0.5, "d": 8.0}
 SOURCES = ["a", "b", "c", "d", "e"]
 
@@ -238,7 +238,7 @@ def weight(source: str) -> float:
 
 
 class FifoMachine(RuleBasedStateMachine):
-    """A first-come-first-served line beside a list."""
+    """A first-come-first-served line, and a list."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -260,7 +260,7 @@ class FifoMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.waiting)
     @rule(data=st.data())
     def cancel(self, data: st.DataObject) -> None:
-        # A run of them, so that most of a long line can go.
+        # A run of tickets, so that most of a long line can leave.
         start = data.draw(st.integers(0, len(self.waiting) - 1))
         for ticket in self.waiting[start : start + 40]:
             ticket.cancelled = True
@@ -275,13 +275,13 @@ TestFifoMachine = FifoMachine.TestCase
 
 
 class FairMachine(RuleBasedStateMachine):
-    """A weighted line, and for everyone who waits a count of the turns that others have had meanwhile."""
+    """A weighted line, and for every waiting source the number of turns that others have had meanwhile."""
 
     def __init__(self) -> None:
         super().__init__()
         self.line = WeightedLine(WEIGHTS)
         self.waiting: dict[str, list[Ticket]] = {}
-        # By source that waits, the turns of others since its last turn, or since it began to wait.
+        # By waiting source, the turns of others since its last turn, or since it began to wait.
         self.passed_by: dict[str, Counter[str]] = {}
 
     @rule(source=st.sampled_from(SOURCES), count=st.integers(1, 10))
@@ -331,7 +331,8 @@ class FairMachine(RuleBasedStateMachine):
 
     @invariant()
     def nobody_starves(self) -> None:
-        # A source of weight w has a turn every 1/w of virtual time, in which one of weight v starts v/w turns and one.
+        # A source of weight w has a turn every 1/w of virtual time. In that time a source of weight v starts at most
+        # v/w + 1 turns.
         for source, turns in self.passed_by.items():
             for other, count in turns.items():
                 assert count <= math.floor(weight(other) / weight(source)) + 1
@@ -361,7 +362,7 @@ def test_F4_shares_follow_the_weights_at_every_moment(sources: list[str], turns:
     for ticket in tickets:
         line.push(ticket)
     had: Counter[str] = Counter()
-    # As long as nobody has run out.
+    # While no source has run out of tickets.
     for _ in range(turns):
         had[served_sources(line, 1)] += 1
         for one in sources:

@@ -1,4 +1,4 @@
-"""The registry of what flows (F1): seen as a whole, stopped and started as a whole (D5)."""
+"""The registry of flow resources (F1): inspected, stopped and started as a whole (D5)."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import pytest
 
 from qflow_client.flow import FlowManager, Gate
 
-#: Seconds after which a thread that should have ended long ago is taken for stuck.
+#: Seconds after which a thread is considered stuck.
 STUCK = 10.0
 
 
 class Resource:
-    """A gate with a lock, as a producer is."""
+    """A gate with a lock, like a producer."""
 
     def __init__(self, name: str = "resource") -> None:
         self.name = name
@@ -37,7 +37,7 @@ class Resource:
 
 
 def run_together(*jobs: Callable[[], object]) -> None:
-    """Run each in a thread of its own, all at once, and raise what one of them raised."""
+    """Run each function in a separate thread, all at once, and raise the error of one of them."""
     barrier = threading.Barrier(len(jobs))
     errors: list[BaseException] = []
 
@@ -130,7 +130,7 @@ def test_F5_the_manager_lists_what_is_registered() -> None:
 
 
 class Broken(Resource):
-    """One that cannot be stopped or started, for a reason of its own."""
+    """A resource that cannot be stopped or started."""
 
     def hold(self, kind: str, *, source: str, detail: str) -> None:
         raise OSError("no hold")
@@ -197,7 +197,7 @@ def test_D5_what_another_ends_while_all_are_being_stopped_is_not_held_afterwards
     manager = FlowManager()
 
     class Selfish(Resource):
-        """One that ends the other when it is stopped itself."""
+        """A resource that ends another one when it is stopped itself."""
 
         other: Selfish | None = None
 
@@ -240,7 +240,7 @@ def test_a_resource_may_be_finalized_while_the_manager_is_at_work() -> None:
             finalized.set()
 
     class Trigger(Resource):
-        """One in whose `hold` the collector happens to run."""
+        """A resource in whose `hold` the garbage collector runs."""
 
         def hold(self, kind: str, *, source: str, detail: str) -> None:
             super().hold(kind, source=source, detail=detail)
@@ -277,7 +277,7 @@ def test_D5_a_resource_that_registers_while_all_are_being_stopped_is_not_forgott
 
 
 class NoticedLock:
-    """A lock that says when a second thread has come to it and must wait."""
+    """A lock that reports when a second thread must wait for it."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
@@ -302,7 +302,8 @@ def test_D5_a_resource_that_registers_while_all_are_being_started_does_not_stay_
     class Slow(Resource):
         def hold(self, kind: str, *, source: str, detail: str) -> None:
             registering.set()
-            # The other thread has come as far as it can: it waits for this one, or is through, which is the mistake.
+            # The other thread has come as far as it can: it waits for this one, or has passed, which would be the
+            # mistake.
             assert started.wait(STUCK)
             super().hold(kind, source=source, detail=detail)
 
@@ -331,7 +332,7 @@ def test_D5_with_many_threads_a_resource_is_stopped_exactly_if_the_manager_is() 
                     manager.unregister(resource)
                 elif number % 3 == 1:
                     mine.append(resource)
-                # The rest is collected while others look at the registry.
+                # The others are collected while threads look at the registry.
 
         return job
 

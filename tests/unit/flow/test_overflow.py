@@ -1,4 +1,4 @@
-"""Those who cannot wait (F3): what overflows is taken at once, and its source is blocked (J3 J4 J6)."""
+"""Sources that cannot wait (F3): an overflow is taken at once, and its source is blocked (J3 J4 J6)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.interleavings import Stepwise
 
 
 class Source(FlowSource):
-    """One that keeps a record of what it was told."""
+    """A source that records its calls."""
 
     def __init__(self, name: str = "source") -> None:
         super().__init__(name)
@@ -171,7 +171,7 @@ def test_D12_a_source_that_makes_room_when_it_is_blocked_is_let_go() -> None:
     controller = FlowController(WindowLimiter(1))
 
     class Yielding(Source):
-        """One that takes back what it has in there when it is blocked."""
+        """A source that takes its elements back when it is blocked."""
 
         def on_blocked(self) -> None:
             super().on_blocked()
@@ -303,7 +303,7 @@ def test_ready_at_is_for_whoever_can_go_on_first_in_line_or_blocked() -> None:
     assert controller.grant(2.0) is ticket
 
 
-# Gates: what else holds.
+# Gates: other holds.
 
 
 def test_F3_what_is_offered_while_the_gate_is_closed_is_taken_and_its_source_blocked() -> None:
@@ -379,7 +379,7 @@ def test_J6_unblocking_stops_at_the_source_that_fills_it_again() -> None:
     controller = FlowController(WindowLimiter(1))
 
     class Eager(Source):
-        """One that goes on the moment it may."""
+        """A source that continues as soon as it may."""
 
         def on_unblocked(self) -> None:
             super().on_unblocked()
@@ -432,7 +432,7 @@ def test_F3_all_that_a_source_passes_on_while_it_is_blocked_is_reserved_and_give
     above, below, source = FlowController(upstream), FlowController(SizeLimiter(1)), Source()
     for size in (2, 3, 4):
         above.try_acquire(size, 0.0)
-    # A source that hears of it late goes on meanwhile.
+    # A source that is informed late continues meanwhile.
     for size in (2, 3, 4):
         assert source.forward(size, below, 0.0, held=above)
     assert upstream.used == 9
@@ -468,7 +468,7 @@ def test_F3_a_chain_pushes_back_to_its_beginning_and_is_freed_from_its_end() -> 
     limiters = [WindowLimiter(1) for _ in range(3)]
     chain = [FlowController(limiter) for limiter in limiters]
     outside, *sources = [Source(name) for name in ("outside", "first", "second")]
-    # One element goes through to the end, then each stage overflows the next.
+    # One element passes all stages, then each stage overflows the next.
     chain[2].offer(sources[1], 1, 0.0)
     chain[1].offer(sources[0], 1, 0.0)
     assert sources[1].forward(1, chain[2], 0.0, held=chain[1])
@@ -502,7 +502,7 @@ def test_F3_the_overshoot_is_at_most_one_element_of_each_source(
 
 
 class Stage(Source):
-    """A resource that passes on what it has whenever it may, even from inside a notice."""
+    """A resource that passes its elements on whenever it may, even inside a callback."""
 
     def __init__(self, name: str, limiter: SizeLimiter | WindowLimiter, after: Stage | None) -> None:
         super().__init__(name)
@@ -518,14 +518,14 @@ class Stage(Source):
     def pump(self) -> None:
         while self.after is not None and self.inside and not self.is_blocked:
             element = self.inside.pop(0)
-            # First into the list, because a notice may come before `forward` returns.
+            # First into the list, because a callback may come before `forward` returns.
             self.after.inside.append(element)
             self.forward(element[2], self.after.controller, 0.0, held=self.controller)
             self.after.pump()
 
 
 class Client(Source):
-    """One that has many elements, and sends them whenever it may."""
+    """A source that has many elements, and sends them whenever it may."""
 
     def __init__(self, name: str, sizes: list[int], into: Stage) -> None:
         super().__init__(name)
@@ -581,20 +581,20 @@ SIZES = st.integers(0, 8)
 
 
 class NetworkMachine(RuleBasedStateMachine):
-    """Five resources beside lists of what is in each.
+    """Five resources, and lists of the elements in each.
 
-    The rule of F3 is written down a second time as a fixed point: as long as a resource is within its capacity, it
-    blocks nobody, and nothing is reserved on its account.
+    The rule of F3 is formulated a second time as a fixed point: while a resource is within its capacity, it blocks no
+    source, and nothing is reserved because of it.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.limiters = {name: SizeLimiter(1) for name in NAMES}
         self.controllers = {name: FlowController(self.limiters[name], name=name) for name in NAMES}
-        # Each resource is the source of what leaves it; clients are where elements come from.
+        # Each resource is the source of the elements that leave it. Clients create elements.
         self.sources = {name: Source(name) for name in (*NAMES, "client 1", "client 2")}
         self.inside: dict[str, list[int]] = {name: [] for name in NAMES}
-        # Elements that are in one resource already and are still accounted for in the one before: (before, in, size).
+        # Elements that are in one resource and still count in the one before: (before, in, size).
         self.reserved: list[tuple[str, str, int]] = []
         self.blocked: set[tuple[str, str]] = set()
         self.notices: dict[str, int] = dict.fromkeys(self.sources, 0)
@@ -697,7 +697,7 @@ class NetworkMachine(RuleBasedStateMachine):
             assert not (controller.blocked and controller.limiter.resumable)
 
     def teardown(self) -> None:
-        # Drained from its end, all of it comes out, and nothing stays reserved or blocked.
+        # If it is drained from its end, all elements come out, and nothing stays reserved or blocked.
         while any(self.inside.values()):
             for name in NAMES:
                 for into in NEXT[name][:1]:
@@ -718,15 +718,16 @@ TestNetworkMachine = NetworkMachine.TestCase
 
 
 class ToldMachine(RuleBasedStateMachine):
-    """Sources at one entrance, which a limiter, time and an operator hold, beside the rule of who is to be blocked.
+    """Sources at one entrance with a limiter, time and an operator as reasons to hold, and the rule for blocked
+    sources.
 
-    After whatever a controller cannot know of by itself it is told to grant and to resume, as its user must.
+    After each change that a controller cannot notice, the test calls `grant` and `resume`, as its user must.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.now = 0.0
-        # Either is None if the flavour does not limit it.
+        # Both are None if the variant does not limit.
         self.capacity: int | None = None
         self.rate: float | None = None
         self.burst = 3
@@ -803,7 +804,7 @@ class ToldMachine(RuleBasedStateMachine):
 
     @rule()
     def find_no_room(self) -> None:
-        # One who can wait comes by and closes the gate, or finds room after all.
+        # A source that can wait closes the gate, or finds room after all.
         if self.controller.try_acquire(1, self.now):
             self.inside += 1
             self.level -= 1
@@ -827,7 +828,7 @@ class ToldMachine(RuleBasedStateMachine):
         self.controller.resume(at - 1 / 1024)
         self.they_are_blocked_exactly_while_something_holds()
         self.wait(int((at - self.now) * 16))
-        # What was waited for may have been the hold of one who can wait.
+        # The reason for the wait may have been the hold of a source that can wait.
         assert self.controller.ready_at(self.now) != at
 
     @invariant()

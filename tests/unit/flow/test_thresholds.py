@@ -1,4 +1,4 @@
-"""The marks of a queue: Qpid C++'s stop and resume thresholds (C1-C4), and Qpid Java's capacities (J1 J2)."""
+"""The thresholds of a queue: Qpid C++'s stop and resume thresholds (C1-C4), and Qpid Java's capacities (J1 J2)."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from qflow_client.flow import Capacity, StopResume, ThresholdLimiter, Thresholds
 
 
 def depth(thresholds: Thresholds, count: int, size: int = 0) -> ThresholdLimiter:
-    """A queue that got that deep, and no deeper."""
+    """Return a queue of this depth that never was deeper."""
     return ThresholdLimiter(thresholds, count=count, size=size)
 
 
 def on_at(thresholds: Thresholds, count: int, size: int = 0) -> ThresholdLimiter:
-    """A queue of that depth whose state is ON, because it was deeper before."""
+    """Return a queue of this depth whose state is ON, because it was deeper before."""
     more, bigger = 1_000_000, 1_000_000_000
     limiter = ThresholdLimiter(thresholds, count=count + more, size=size + bigger)
     assert limiter.on
@@ -81,7 +81,7 @@ def test_C1_the_worked_example_of_900_and_500_messages() -> None:
     assert queue.peak_count == 901
 
 
-# C2: either stops, both resume.
+# C2: one dimension is enough to stop, both must allow to resume.
 
 EXAMPLE = StopResume(stop_count=4000, resume_count=3000, stop_size=8 * 1024, resume_size=6 * 1024)
 """The worked example with 4000 messages and 8K bytes, 3000 messages and 6K bytes."""
@@ -168,7 +168,7 @@ def test_C1_equal_thresholds_still_leave_a_gap_of_one() -> None:
     assert not queue.on
 
 
-# C3: what is not given, and what is off.
+# C3: missing values, and values that switch off.
 
 
 @pytest.mark.parametrize(("stop", "resume"), [(1, 1), (2, 1), (7, 6), (8, 7), (9, 7), (15, 13), (16, 14), (1000, 875)])
@@ -313,7 +313,7 @@ def test_J2_with_a_resume_capacity_of_0_only_an_empty_queue_resumes() -> None:
     assert not queue.on
 
 
-# Who is held.
+# Which publisher is held.
 
 
 def test_C1_whoever_publishes_while_the_state_is_on_is_held() -> None:
@@ -329,7 +329,7 @@ def test_J3_only_who_publishes_past_the_capacity_is_held() -> None:
     assert queue.on
 
 
-# The limiter between the marks.
+# The limiter between the thresholds.
 
 
 def test_a_queue_never_refuses() -> None:
@@ -384,7 +384,7 @@ def test_D4_new_marks_are_in_force_at_once() -> None:
 
 @st.composite
 def marks(draw: st.DrawFn) -> Thresholds:
-    """Marks that are low, so that small depths cross them often."""
+    """Draw low thresholds, so that small depths cross them often."""
     if draw(st.booleans()):
         capacity = draw(st.integers(0, 20))
         return Capacity(capacity, draw(st.none() | st.integers(0, capacity)))
@@ -400,7 +400,7 @@ def test_no_depth_both_stops_and_resumes(thresholds: Thresholds, count: int, siz
 
 
 class HysteresisMachine(RuleBasedStateMachine):
-    """A queue beside a list of the messages in it, and the words of the two sources written down once more."""
+    """A queue, a list of the messages in it, and a second formulation of the two sources' rules."""
 
     def __init__(self) -> None:
         super().__init__()
