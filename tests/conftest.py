@@ -53,3 +53,11 @@ def one_connection(monkeypatch: pytest.MonkeyPatch) -> None:
 def no_retries(monkeypatch: pytest.MonkeyPatch) -> None:
     """Producers settle what the broker refuses, unless a test sets it otherwise."""
     monkeypatch.setenv("QFLOW_ON_REFUSED", "fail")
+
+
+@pytest.fixture
+def no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Remove the settings that the environment has."""
+    for name in os.environ:
+        if name.startswith("QFLOW_"):
+            monkeypatch.delenv(name)

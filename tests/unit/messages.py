@@ -32,3 +32,21 @@ class Messages(Outbound):
                 ends.append(size)
             self.put(parts, ends, ends)
         return super().data(limit)
+
+
+class WritingChannel:
+    """The channel of a tap, with messages to write."""
+
+    def __init__(self) -> None:
+        self.outbound = Messages()
+
+    @property
+    def unfinished(self) -> bytes:
+        return self.outbound.unfinished
+
+    def data_to_write(self, limit: int) -> bytes:
+        return self.outbound.data(limit)
+
+    def advance(self, count: int, now: float) -> bool:
+        self.outbound.advance(count)
+        return not self.outbound.mid_frame

@@ -8,6 +8,11 @@ import tests.integration.cli.commands  # noqa: F401  # makes them once
 from qflow_client.broker import Broker
 
 
+@pytest.fixture(autouse=True)
+def _no_settings(no_settings_from_outside: None) -> None:
+    """Tests and their other fixtures set the settings that they need."""
+
+
 @pytest.fixture
 def broker() -> Iterator[Broker]:
     with Broker() as broker:

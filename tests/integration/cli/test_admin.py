@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -21,13 +20,6 @@ from qflow_client.cli.admin import _flow_lines
 from tests.integration.forked import Forked
 
 Run = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture(autouse=True)
-def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in os.environ:
-        if name.startswith("QFLOW_"):
-            monkeypatch.delenv(name)
 
 
 @pytest.fixture(name="broker")

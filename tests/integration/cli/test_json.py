@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -23,13 +22,6 @@ from qflow_client.sqlalchemy import Outbox as DatabaseOutbox
 from tests.integration.forked import Forked
 
 Capture = pytest.CaptureFixture[str]
-
-
-@pytest.fixture(autouse=True)
-def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in os.environ:
-        if name.startswith("QFLOW_"):
-            monkeypatch.delenv(name)
 
 
 @pytest.fixture

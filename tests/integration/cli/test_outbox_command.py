@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import signal
 import sqlite3
 import subprocess
@@ -21,13 +20,6 @@ from tests.integration.cli.commands import BRIEF
 from tests.integration.forked import Forked
 
 Capture = pytest.CaptureFixture[str]
-
-
-@pytest.fixture(autouse=True)
-def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in os.environ:
-        if name.startswith("QFLOW_"):
-            monkeypatch.delenv(name)
 
 
 @pytest.fixture

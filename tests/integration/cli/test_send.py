@@ -49,13 +49,6 @@ sys.exit(main())
 """
 
 
-@pytest.fixture(autouse=True)
-def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in os.environ:
-        if name.startswith("QFLOW_"):
-            monkeypatch.delenv(name)
-
-
 @pytest.fixture
 def stdin(monkeypatch: pytest.MonkeyPatch) -> Callable[[bytes], None]:
     def give(content: bytes) -> None:

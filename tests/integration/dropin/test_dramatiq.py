@@ -11,7 +11,7 @@ import pytest
 import qflow_client.pika
 from qflow_client import FlowControlTimeout
 from qflow_client.broker import Broker
-from tests.integration.producer.tools import Stopwatch, bodies, eventually, start
+from tests.integration.producer.tools import Stopwatch, bodies, eventually, go_on, start, stop
 
 dramatiq = pytest.importorskip("dramatiq")
 rabbitmq = pytest.importorskip("dramatiq.brokers.rabbitmq")
@@ -36,20 +36,6 @@ def application(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cal
     broker.flow(True)
     for each in made:
         each.close()
-
-
-def stop(broker: Broker, how: str) -> None:
-    if how == "alarm":
-        broker.block("no memory")
-    else:
-        broker.flow(False)
-
-
-def go_on(broker: Broker, how: str) -> None:
-    if how == "alarm":
-        broker.unblock()
-    else:
-        broker.flow(True)
 
 
 @pytest.mark.parametrize("how", ["alarm", "flow"])

@@ -16,6 +16,7 @@ from kombu import Connection
 
 from qflow_client import SettingsError
 from qflow_client.broker import Broker
+from tests.integration.producer.tools import go_on, stop
 
 from .scenarios import a_chord, application, ends_when_told
 
@@ -55,20 +56,6 @@ def greenlets(broker: Broker) -> Iterator[Greenlets]:
     yield found
     found.process.communicate()
     assert found.process.returncode == 0
-
-
-def stop(broker: Broker, how: str) -> None:
-    if how == "alarm":
-        broker.block("no memory")
-    else:
-        broker.flow(False)
-
-
-def go_on(broker: Broker, how: str) -> None:
-    if how == "alarm":
-        broker.unblock()
-    else:
-        broker.flow(True)
 
 
 @pytest.mark.parametrize("how", ["alarm", "flow"])

@@ -15,9 +15,8 @@ from qflow_client import ConnectionFailed, FlowControlTimeout, Producer, Produce
 from qflow_client.broker import Broker
 from qflow_client.testing.proxy import FaultProxy
 
-from .tools import Stopwatch, bodies, holds, wait_held
+from .tools import DEADLINE, bodies, holds, in_time, wait_held
 
-DEADLINE = 0.05
 # More than the sockets hold between here and the broker.
 BODY = bytes(100_000)
 
@@ -58,17 +57,6 @@ ONCE: dict[str, Fault] = {
 @pytest.fixture
 def faulty(broker: Broker, stack: ExitStack) -> FaultProxy:
     return stack.enter_context(FaultProxy(broker.url))
-
-
-def in_time(call: Callable[[], Any], deadline: float = DEADLINE) -> Any:
-    """What a call returned or raised, which it did in time, and which is one of our own errors."""
-    with Stopwatch() as watch:
-        try:
-            result = call()
-        except QflowError as error:
-            result = error
-    assert watch.within(deadline + 1.0)
-    return result
 
 
 @pytest.mark.parametrize("fault", [*LASTING, *ENDING])

@@ -18,23 +18,12 @@ from qflow_client.testing import relay
 from qflow_client.testing.proxy import Direction, FaultProxy
 from tests.effort import rounds
 
-from .tools import Stopwatch
+from .tools import DEADLINE, in_time
 
-DEADLINE = 0.05
 CHANGES = rounds(40, least=8)
 # About what a broker says until a channel is open.
 OPENING = 650
 METHODS = sorted(pamqp.commands.INDEX_MAPPING)
-
-
-def in_time(call: Callable[[], Any], deadline: float = DEADLINE) -> Any:
-    with Stopwatch() as watch:
-        try:
-            result = call()
-        except QflowError as error:
-            result = error
-    assert watch.within(deadline + 1.0)
-    return result
 
 
 def use(producer: Producer) -> None:

@@ -13,13 +13,15 @@ from typing import Any, Self
 
 import pika
 
-from qflow_client import FlowControlTimeout, FlowEvent, FlowEventKind, Producer
+from qflow_client import FlowControlTimeout, FlowEvent, FlowEventKind, Producer, QflowError
 from qflow_client.broker import Broker
 
 # Far more than anything takes on a busy machine, and less than a test may take.
 PATIENCE = 20.0
 # The same for a job that sends thousands of messages, each from one thread to another.
 PATIENCE_WITH_JOBS = 100.0
+# A deadline of calls, in seconds.
+DEADLINE = 0.05
 
 
 def eventually(condition: Callable[[], object], what: str = "", *, timeout: float = PATIENCE) -> None:
@@ -81,6 +83,22 @@ def message_ids(broker: Broker, queue: str = "q") -> list[str]:
     return [str(message.properties.message_id) for message in broker.messages(queue)]
 
 
+def stop(broker: Broker, how: str) -> None:
+    """Stop all publishers, by an ``alarm`` or by ``flow``."""
+    if how == "alarm":
+        broker.block("no memory")
+    else:
+        broker.flow(False)
+
+
+def go_on(broker: Broker, how: str) -> None:
+    """Take `stop` back."""
+    if how == "alarm":
+        broker.unblock()
+    else:
+        broker.flow(True)
+
+
 class Stopwatch:
     """Seconds that a block takes; judged as a deadline: never early, and less than a second late.
 
@@ -126,6 +144,17 @@ class Stopwatch:
     def within(self, limit: float) -> bool:
         """Whether it took less than that, but for the machine's lateness."""
         return self.seconds < limit + self.late
+
+
+def in_time(call: Callable[[], Any], deadline: float = DEADLINE) -> Any:
+    """What a call returned or raised, which it did in time, and which is one of our own errors."""
+    with Stopwatch() as watch:
+        try:
+            result = call()
+        except QflowError as error:
+            result = error
+    assert watch.within(deadline + 1.0)
+    return result
 
 
 class Job(threading.Thread):

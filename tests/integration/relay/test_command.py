@@ -26,12 +26,7 @@ from .support import FAST, PATIENCE, add, bodies, eventually, permitted
 ROOT = Path(__file__).parents[3]
 Capture = pytest.CaptureFixture[str]
 
-
-@pytest.fixture(autouse=True)
-def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in os.environ:
-        if name.startswith("QFLOW_"):
-            monkeypatch.delenv(name)
+pytestmark = pytest.mark.usefixtures("no_settings_from_outside")
 
 
 @pytest.fixture

@@ -10,7 +10,6 @@ are compared one by one (`tests/integration/dropin/test_parity.py`).
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +18,7 @@ from typing import Final, NamedTuple
 from urllib.parse import urlsplit
 
 from qflow_client.testing.rabbitmq import RabbitMQNode
-from tests.interop.suites.run import HERE, Outcomes, fetch_aio_pika, fetch_sdist, run_pytest
+from tests.interop.suites.run import HERE, Outcomes, fetch_aio_pika, fetch_sdist, parse_arguments, run_pytest
 
 _ROOT: Final = HERE.parents[2]
 # What the library here needs.
@@ -99,16 +98,11 @@ def differences(name: str, original: Outcomes, ours: Outcomes) -> list[str]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run suites, print what each shows, and return the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("suites", nargs="*", metavar="SUITE", help=", ".join(SUITES))
-    parser.add_argument("--json", action="store_true", help="print the outcome of each test, too")
-    options = parser.parse_args(arguments)
-    if unknown := set(options.suites) - set(SUITES):
-        parser.error(f"unknown suite {', '.join(sorted(unknown))}; there are {', '.join(SUITES)}")
+    names, as_json = parse_arguments(__doc__, SUITES, arguments)
     wrong: list[str] = []
-    for name in options.suites or SUITES:
+    for name in names:
         original, ours = run(SUITES[name], replaced=False), run(SUITES[name], replaced=True)
-        if options.json:
+        if as_json:
             print(json.dumps({"original": original, "drop-in": ours}, indent=1))
         passed = [test for test, has_passed in original.items() if has_passed]
         both = sum(ours.get(test, False) for test in passed)

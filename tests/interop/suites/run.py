@@ -19,7 +19,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -287,22 +287,30 @@ def differences(name: str, rabbitmq: Outcomes, ours: Outcomes) -> list[str]:
     return found
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run suites, print what each shows, and return the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("suites", nargs="*", metavar="SUITE", help=", ".join(SUITES))
+def parse_arguments(
+    description: str, suites: Iterable[str], arguments: Sequence[str] | None
+) -> tuple[Sequence[str], bool]:
+    """Return the suites to run, and whether to print the outcome of each test."""
+    parser = argparse.ArgumentParser(description=description.partition("\n")[0])
+    parser.add_argument("suites", nargs="*", metavar="SUITE", help=", ".join(suites))
     parser.add_argument("--json", action="store_true", help="print the outcome of each test, too")
     options = parser.parse_args(arguments)
-    if unknown := set(options.suites) - set(SUITES):
-        parser.error(f"unknown suite {', '.join(sorted(unknown))}; there are {', '.join(SUITES)}")
+    if unknown := set(options.suites) - set(suites):
+        parser.error(f"unknown suite {', '.join(sorted(unknown))}; there are {', '.join(suites)}")
+    return options.suites or list(suites), options.json
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run suites, print what each shows, and return the exit code."""
+    names, as_json = parse_arguments(__doc__, SUITES, arguments)
     wrong: list[str] = []
     with RabbitMQNode() as node, _qflow_broker() as port:
-        for name in options.suites or SUITES:
+        for name in names:
             suite = SUITES[name]
             folder = suite.fetch()
             rabbitmq = suite.run(folder, urlsplit(node.url).port or 5672)
             ours = suite.run(folder, port)
-            if options.json:
+            if as_json:
                 print(json.dumps({"rabbitmq": rabbitmq, "qflow": ours}, indent=1))
             passed = [test for test, has_passed in rabbitmq.items() if has_passed]
             found = differences(name, rabbitmq, ours)

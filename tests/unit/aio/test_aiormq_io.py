@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from qflow_client.aio.aiormq_io import TapTransport, _TapProtocol
 from qflow_client.amqp.tap import Tap
 from tests.interrupting import interrupted
-from tests.unit.messages import Messages
+from tests.unit.messages import WritingChannel
 
 
 class _Loop:
@@ -78,30 +78,12 @@ class _Reader(asyncio.StreamReaderProtocol):
         """Nothing was opened."""
 
 
-class _Channel:
-    """A publishing channel whose frames are letters in brackets."""
-
-    def __init__(self) -> None:
-        self.outbound = Messages()
-
-    @property
-    def unfinished(self) -> bytes:
-        return self.outbound.unfinished
-
-    def data_to_write(self, limit: int) -> bytes:
-        return self.outbound.data(limit)
-
-    def advance(self, count: int, now: float) -> bool:
-        self.outbound.advance(count)
-        return not self.outbound.mid_frame
-
-
 @contextmanager
-def parts(takes: list[int]) -> Iterator[tuple[TapTransport, _Channel, bytearray, _Reader]]:
+def parts(takes: list[int]) -> Iterator[tuple[TapTransport, WritingChannel, bytearray, _Reader]]:
     """A transport whose socket takes so many bytes at each of its turns, and then all."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        written, reader, channel = bytearray(), _Reader(), _Channel()
+        written, reader, channel = bytearray(), _Reader(), WritingChannel()
         tap = Tap()
         tap.attach(1, channel, 0.0)  # type: ignore[arg-type]  # it is asked for nothing else
         raw = _Raw(ours)

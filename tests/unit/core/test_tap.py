@@ -31,7 +31,7 @@ from qflow_client.amqp.frames import (
 from qflow_client.amqp.tap import Tap
 from tests.effort import rounds
 from tests.interrupting import interrupted
-from tests.unit.messages import Messages
+from tests.unit.messages import WritingChannel
 
 from .support import Wire, drain, holds, make, place, send, wire
 
@@ -48,23 +48,12 @@ def decode(data: bytes) -> list[Any]:
     return found
 
 
-class Recorder:
+class Recorder(WritingChannel):
     """A channel that records its calls."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.told: list[tuple[Any, ...]] = []
-        self.outbound = Messages()
-
-    @property
-    def unfinished(self) -> bytes:
-        return self.outbound.unfinished
-
-    def data_to_write(self, limit: int) -> bytes:
-        return self.outbound.data(limit)
-
-    def advance(self, count: int, now: float) -> bool:
-        self.outbound.advance(count)
-        return not self.outbound.mid_frame
 
     def on_ack(self, tag: int, multiple: bool, now: float) -> None:
         self.told.append(("ack", tag, multiple))

@@ -70,13 +70,11 @@ def test_there_are_pages_with_snippets() -> None:
     assert len(snippets(ROOT / "docs" / "quickstart.md")) > 5
 
 
+@pytest.mark.usefixtures("no_settings_from_outside")
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_the_python_blocks_of_a_page_run_and_print_what_it_says(
     page: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in os.environ:
-        if name.startswith("QFLOW_"):
-            monkeypatch.delenv(name)
     with Broker() as broker:
         if page.name != "README.md":
             # Its first program runs as it stands on an empty broker.
