@@ -1,4 +1,4 @@
-"""What a channel that is no producer's has to write."""
+"""The output of a channel without a producer."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from qflow_client.amqp.outbound import Outbound
 
 
 class Messages(Outbound):
-    """Messages of one frame each, put one by one, that are made to batches when they are asked for."""
+    """Messages of one frame each. They are put one by one, and form batches when they are requested."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What is done with all producers of a process: at its end, and in a child of it."""
+"""Actions on all producers of a process: at its end, and in a forked child."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from qflow_client.settings import ProducerSettings
 
 
 class Engine:
-    """Fails, if it is to, and says that it was called."""
+    """Records its calls, and raises an error if that is wanted."""
 
     def __init__(self, name: str, error: BaseException | None) -> None:
         self.settings = ProducerSettings(name=name)

@@ -1,4 +1,4 @@
-"""What a producer sends."""
+"""The messages of a producer."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_messages_without_headers_can_be_in_a_set() -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Order(Message):
-    """A user's kind of message."""
+    """A message class of an application."""
 
     customer: str = ""
 
@@ -304,7 +304,7 @@ def test_E3_a_copy_of_headers_is_for_its_owner_to_change(copied: Any) -> None:
 
 
 def _changeable(own: Any, given: Any) -> list[Any]:
-    """The values that can be changed, or that the caller has too and can change."""
+    """Return the values that can be changed, or that the caller also has and can change."""
     found = [own] if own is given and isinstance(own, (dict, list, bytearray, memoryview, MappingProxyType)) else []
     if isinstance(own, dict):
         for change in (

@@ -1,4 +1,4 @@
-"""On a system that is not POSIX, such as Windows, what needs no files works, and the rest is refused by name."""
+"""On a system that is not POSIX, such as Windows, functions without files work. The others raise a clear error."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-# What Python has on POSIX systems only, as far as the library uses it.
+# The functions of Python that only POSIX systems have, as far as the library uses them.
 PROGRAM = """
 import importlib, os, sys
 for module in ("fcntl", "resource", "termios", "pwd", "grp"):

@@ -1,4 +1,4 @@
-"""aio-pika's connection classes with our additions."""
+"""aio-pika's connection classes with the additions of this package."""
 
 from __future__ import annotations
 

@@ -36,11 +36,11 @@ def make(request, tmp_path: Path):
 
 
 class Lost(Exception):
-    """The handler of a message fails."""
+    """The handler of a message failed."""
 
 
 def handle(deduplicator: Deduplicator, message_id: str | None, *, fails: bool = False, look_up: bool = True) -> bool:
-    """Whether it was handled, to the end or not."""
+    """Return True if the message was handled, successfully or not."""
     is_first = False
     try:
         with deduplicator.first_time(message_id, look_up=look_up) as is_first:
@@ -111,7 +111,7 @@ def copy_while_handling(deduplicator: Deduplicator, *, fails: bool) -> bool:
         with deduplicator.first_time("a") as first:
             assert first
             other.start()
-            # It waits: nothing else tells that it has come so far.
+            # It waits. There is no other sign that it has come so far.
             while not deduplicator._handling["a"].waiters:
                 other.join(0.001)
                 assert other.is_alive()
@@ -142,7 +142,7 @@ def test_coroutines_wait_without_holding_up_their_loop(make: Callable[..., Dedup
         is_first = False
         try:
             async with deduplicator.first_time("a") as is_first:
-                # The others come, and wait.
+                # The other copies come, and wait.
                 await asyncio.sleep(0)
                 if is_first and fails:
                     raise Lost
@@ -172,7 +172,7 @@ def test_a_coroutine_waits_for_a_thread(make: Callable[..., Deduplicator]) -> No
 
     async def main() -> bool:
         copy = asyncio.create_task(coroutine())
-        # Its first step ends where it waits.
+        # Its first step ends at the wait.
         await asyncio.sleep(0)
         assert deduplicator._handling["a"].waiters
         may_end.set()
@@ -310,7 +310,7 @@ def test_a_file_that_cannot_be_written_is_an_error_and_the_message_comes_again(t
 
 
 class Model(RuleBasedStateMachine):
-    """A deduplicator remembers what an ordered list of ids and times would, with the same bounds."""
+    """A deduplicator remembers the same ids as an ordered list of ids and times with the same limits."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""E2: what the drop-in for aio-pika passes on after a change, and an interrupt in the middle."""
+"""E2: the reports that the drop-in for aio-pika passes on after a change, with an interrupt in the middle."""
 
 from __future__ import annotations
 

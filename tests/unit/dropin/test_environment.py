@@ -1,4 +1,4 @@
-"""The environment of a process is for all of its producers; a drop-in takes what it knows of it."""
+"""The environment of a process applies to all of its producers. A drop-in takes the settings that it supports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which class of a drop-in is derived from which is as in its library."""
+"""The classes of a drop-in have the same hierarchy as those of its library."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ import qflow_client.kombu
 import qflow_client.pika
 from tests.integration.parity import until_release
 
-# The newest releases that are known.
+# The newest tested releases.
 KNOWN = {"aio-pika": "10.2.1", "amqp": "5.4.2", "kombu": "5.7.0", "pika": "1.5.0rc1"}
 
 Classes = dict[str, tuple[type, type]]
 
 
 def modules(library: ModuleType, drop_in: ModuleType) -> list[tuple[ModuleType, ModuleType]]:
-    """The public modules of a library beside those of its drop-in, as far as they can be imported here."""
+    """Return the public modules of a library with those of its drop-in, if they can be imported here."""
     found = [(library, drop_in)]
     for each in pkgutil.walk_packages(library.__path__, f"{library.__name__}."):
         name = each.name.removeprefix(f"{library.__name__}.")
@@ -34,7 +34,7 @@ def modules(library: ModuleType, drop_in: ModuleType) -> list[tuple[ModuleType, 
         try:
             theirs = import_module(each.name)
         except ImportError:
-            # An adapter to something that is not installed.
+            # An adapter for a library that is not installed.
             continue
         found.append((theirs, _module(drop_in, name)))
     return found
@@ -44,7 +44,7 @@ def _module(drop_in: ModuleType, name: str) -> ModuleType:
     try:
         return import_module(f"{drop_in.__name__}.{name}")
     except ImportError:
-        # It can be reached as an attribute, as every name of the library.
+        # It is an attribute, like every name of the library.
         found: ModuleType = drop_in
         for part in name.split("."):
             found = getattr(found, part)
@@ -52,16 +52,16 @@ def _module(drop_in: ModuleType, name: str) -> ModuleType:
 
 
 def classes(pairs: list[tuple[ModuleType, ModuleType]]) -> Classes:
-    """The public classes of modules, theirs and ours.
+    """Return the public classes of the library's and the drop-in's modules.
 
-    A module of the library that the drop-in hands on as it is counts with the classes that it defines: what it imports
-    for itself is the library's own.
+    If the drop-in uses a module of the library unchanged, only the classes that the module defines are included. Its
+    imports are the library's own.
     """
     return {
         f"{theirs.__name__}.{name}": (kind, getattr(ours, name))
         for theirs, ours in pairs
         for name, kind in inspect.getmembers(theirs, inspect.isclass)
-        # Protocols and typed dictionaries refuse the question.
+        # Protocols and typed dictionaries do not support `issubclass`.
         if not name.startswith("_") and not getattr(kind, "_is_protocol", False) and not is_typeddict(kind)
         if ours is not theirs or kind.__module__ == theirs.__name__
     }

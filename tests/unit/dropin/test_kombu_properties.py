@@ -1,4 +1,4 @@
-"""A message's properties leave as py-amqp encodes them, by whom ever they are encoded."""
+"""A message's properties have the same bytes as with py-amqp's encoder."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from qflow_client.kombu.flow import encode_properties
 
 TEXTS = st.text(max_size=300)
-# What Celery sends, and what it does not.
+# Values that Celery sends, and others.
 SCALARS = st.one_of(
     st.none(),
     st.booleans(),
@@ -48,7 +48,7 @@ def outcome(encode: Any, properties: dict[str, Any]) -> Any:
 
 @given(PROPERTIES, st.randoms(use_true_random=False))
 def test_they_are_py_amqps_to_the_byte_or_raise_as_there(properties: dict[str, Any], random: Any) -> None:
-    # In whatever order they are given.
+    # In any order.
     items = list(properties.items())
     random.shuffle(items)
     given = dict(items)

@@ -1,4 +1,4 @@
-"""What the modules of the drop-in for pika hand on."""
+"""The names that the modules of the drop-in for pika take from pika."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import qflow_client.pika.adapters.select_connection as ours
 
 theirs = pika.adapters.select_connection
 
-# For libraries that need not be installed.
+# Adapters for libraries that need not be installed.
 OPTIONAL = {"gevent_connection", "tornado_connection", "twisted_connection"}
 MODULES = [name for _, name, _ in walk_packages(pika.__path__, "pika.") if name.rsplit(".", 1)[1] not in OPTIONAL]
 
@@ -40,7 +40,7 @@ def test_E11_a_star_has_every_name_of_pikas(name: str) -> None:
     found: dict[str, object] = {}
     exec(f"from {name} import *", original)
     exec(f"from qflow_client.{name} import *", found)
-    # Without __all__ a star has the modules that happen to be imported.
+    # Without __all__ a star import gets the modules that were imported before.
     assert original.keys() - OPTIONAL <= found.keys()
 
 

@@ -1,4 +1,4 @@
-"""A name that a library has means in its drop-in what it means in the library."""
+"""A name has the same meaning in a library and in its drop-in."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from qflow_client.kombu.flow import KOMBU
 from qflow_client.pika.flow import PIKA
 from tests.integration.parity import until_release
 
-# The newest releases that are known.
+# The newest tested releases.
 KNOWN = {
     "aio-pika": "10.2.1",
     "aiormq": "7.2.4",
@@ -54,14 +54,14 @@ def parameters(*functions: Callable[..., Any]) -> set[str]:
 
 
 def quoted(pattern: str, *sources: Any) -> set[str]:
-    """The names that a library's code looks up by name, as ``query.get("name")``."""
+    """Return the names that a library's code looks up as text, as in ``query.get("name")``."""
     found = {name for source in sources for name in re.findall(pattern, inspect.getsource(source))}
     assert found, f"nothing is looked up by {pattern} any more"
     return found
 
 
 def of_pika() -> set[str]:
-    """All names of pika's connection parameters, as keywords, as attributes and in a URL's query."""
+    """Return all names of pika's connection parameters, as keywords, as attributes and in a URL's query."""
     setters = {name for name in dir(pika.URLParameters) if name.startswith("_set_url_")}
     return (
         parameters(pika.ConnectionParameters)
@@ -71,17 +71,17 @@ def of_pika() -> set[str]:
 
 
 def of_aio_pika() -> set[str]:
-    """All names that aio-pika and aiormq take, as keywords and in a URL's query."""
+    """Return all names that aio-pika and aiormq accept, as keywords and in a URL's query."""
     kinds = aio_pika.Connection, aio_pika.RobustConnection
     names = parameters(aio_pika.connect, aio_pika.connect_robust, aio_pika.connection.make_url, aiormq.connect, *kinds)
     names |= {parameter.name for kind in kinds for parameter in kind.PARAMETERS}
     names |= quoted(r"query\.get\(\s*[\"'](\w+)", aiormq.connection)
-    # The first argument of all of them, which the drop-in has, too: as a keyword it is never taken for the setting.
+    # The first argument of all functions, also in the drop-in. As a keyword it never means the setting.
     return names - {"url"}
 
 
 def of_kombu() -> set[str]:
-    """All names of transport options, and of what kombu and Celery hand to the transport besides."""
+    """Return all names of transport options, and the other names that kombu and Celery pass to the transport."""
     names = parameters(kombu.Connection, amqp.Connection, amqp.transport.TCPTransport, amqp.transport.SSLTransport)
     names |= parameters(celery.Celery.connection)
     return names | quoted(r"transport_opts\[[\"'](\w+)", kombu.connection)

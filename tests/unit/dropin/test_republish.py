@@ -1,4 +1,4 @@
-"""Messages that a library has encoded, on another channel and once more."""
+"""Messages that a library has encoded are sent on another channel, and again."""
 
 from __future__ import annotations
 

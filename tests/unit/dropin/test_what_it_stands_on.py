@@ -1,4 +1,4 @@
-"""What the drop-in uses of pika that pika does not promise: seen in 1.3.2, 1.4.4 and 1.5.0rc1."""
+"""Internals of pika that the drop-in depends on, as found in 1.3.2, 1.4.4 and 1.5.0rc1."""
 
 from __future__ import annotations
 

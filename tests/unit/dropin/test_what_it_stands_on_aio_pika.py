@@ -1,4 +1,4 @@
-"""What the drop-in uses of aio-pika and aiormq that they do not promise: seen in 10.2.0 and 10.2.1, 7.2.4."""
+"""Internals of aio-pika and aiormq that the drop-in depends on, as found in 10.2.0 and 10.2.1, 7.2.4."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_aiormqs_channel_has_what_is_used_of_it() -> None:
 
 
 def test_aiormq_tells_who_publishes_in_a_consumer_why_the_channel_was_closed() -> None:
-    # Not in every release; where it does, it does so for what is cancelled in it.
+    # Not every release has it. It handles calls that are cancelled inside it.
     translate = getattr(aiormq.Channel, "_raise_on_channel_close", None)
     if translate is not None:
         assert list(inspect.signature(translate).parameters) == ["self"]

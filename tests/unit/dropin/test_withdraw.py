@@ -1,4 +1,4 @@
-"""Messages that are taken back before a byte of them is written."""
+"""Messages that are withdrawn before a byte of them is written."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def send(protocol: EncodedProtocol, frames: bytes) -> Receipt:
     return receipt
 
 
-# What happens next: a message, so many bytes written, an ack of the so-many-th of what is written, or one taken back.
+# The next action: a message, a number of written bytes, an ack of a written message by its index, or a withdrawal.
 _STEPS = st.one_of(
     st.tuples(st.just("send"), st.integers(1, 4)),
     st.tuples(st.just("write"), st.integers(1, 10)),

@@ -8,7 +8,7 @@ import pytest
 
 @pytest.fixture
 def new_york(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A machine whose local time is not UTC and has a summer."""
+    """Set a local time zone that is not UTC and has daylight saving time."""
     monkeypatch.setenv("TZ", "America/New_York")
     time.tzset()
     yield

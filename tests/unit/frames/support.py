@@ -1,4 +1,4 @@
-"""Whole frames and whole messages, as two other decoders read them."""
+"""Complete frames and messages, as two other decoders read them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Whole = tuple[int, int, bytes]
 
 
 def split(chunks: list[bytes], frame_max: int = 0) -> tuple[list[Whole], str | None]:
-    """All frames of a stream up to its first error, and that error."""
+    """Return all frames of a stream up to its first error, and that error."""
     splitter = FrameSplitter(frame_max)
     found: list[Whole] = []
     fed = 0
@@ -49,7 +49,7 @@ def split(chunks: list[bytes], frame_max: int = 0) -> tuple[list[Whole], str | N
 
 
 class Sent:
-    """A published message as somebody else reads it."""
+    """A published message as another library reads it."""
 
     def __init__(self) -> None:
         self.channels: set[int] = set()
@@ -95,7 +95,7 @@ def read_with_pamqp(data: bytes) -> Sent:
             sent.body_size = decoded.body_size
             for name in PROPERTIES:
                 value = getattr(decoded.properties, "message_type" if name == "type" else name)
-                # Its own default for this one is the empty string.
+                # pamqp's default for this property is the empty string.
                 if value is not None and not (name == "cluster_id" and value == ""):
                     sent.properties[name] = value
         else:
@@ -129,7 +129,7 @@ def read_with_pika(data: bytes) -> Sent:
 
 
 def asked(message: Message) -> dict[str, Any]:
-    """The properties that a message has."""
+    """Return the properties that a message has."""
     values = {name: getattr(message, name) for name in PROPERTIES if getattr(message, name) is not None}
     if values.get("cluster_id") == "":
         del values["cluster_id"]
@@ -146,7 +146,7 @@ HEADER_VALUES = st.recursive(
     | st.decimals(-1_000_000, 1_000_000, places=3)
     | st.text(st.characters(codec="utf-8"), max_size=20)
     | st.binary(max_size=20)
-    # pamqp takes anything later for milliseconds.
+    # pamqp reads any later time as milliseconds.
     | st.integers(0, (1 << 32) - 1).map(lambda seconds: datetime.fromtimestamp(seconds, UTC)),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=3),
     max_leaves=6,
@@ -154,13 +154,13 @@ HEADER_VALUES = st.recursive(
 HEADERS = st.dictionaries(KEYS, HEADER_VALUES, max_size=4)
 
 
-# What is wrong in the oldest releases that are admitted.
+# Faults of the oldest supported releases.
 OLD_PIKA = pika.__version__.startswith("1.3.")
 OLD_PAMQP = pamqp.decode.decimal(b"\0\xff\xff\xff\xff")[1] != -1
 
 
 def as_pika_reads(value: Any) -> Any:
-    """What pika makes of what was asked: of every float, an int."""
+    """Return a value as pika reads it: it reads every float as an int."""
     if isinstance(value, dict):
         return {key: as_pika_reads(each) for key, each in value.items()}
     if isinstance(value, list):
@@ -173,7 +173,7 @@ def as_pika_reads(value: Any) -> Any:
 
 
 def as_pamqp_reads(value: Any) -> Any:
-    """What pamqp makes of what was asked."""
+    """Return a value as pamqp reads it."""
     if isinstance(value, dict):
         return {key: as_pamqp_reads(each) for key, each in value.items()}
     if isinstance(value, list):
@@ -223,7 +223,7 @@ ALL_PROPERTIES = Message(
 
 
 def pieces_of(encoder: PublishEncoder, route: Route, message: Message, number: int | None) -> list[bytes]:
-    """The frames of a message; without a number it is given no id."""
+    """Return the frames of a message; without a number it gets no id."""
     prepared = encoder.prepare(message, has_id=number is not None)
     pieces = encoder.frames(route, message.body, prepared, number or 0)
     assert sum(map(len, pieces)) == encoder.cost(route, len(message.body), prepared)
@@ -231,7 +231,7 @@ def pieces_of(encoder: PublishEncoder, route: Route, message: Message, number: i
 
 
 def plain(encoder: PublishEncoder, route: Route, body: bytes, number: int) -> bytes:
-    """The frames of a persistent message that has an id and no further property."""
+    """Return the frames of a persistent message with an id and no other property."""
     head, tail = encoder.plain(route, len(body), number)
     data = b"".join((head, LAST_DIGITS[number & 255], tail, body, b"\xce"))
     assert len(data) == (route.cost + len(body) if body else route.cost - FRAME_OVERHEAD)

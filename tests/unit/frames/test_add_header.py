@@ -1,4 +1,4 @@
-"""One more header in a content header that is encoded already."""
+"""Adding a header to a content header that is already encoded."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_it_is_there_and_all_else_is_as_it_was(message: Message, name: str, valu
 
 
 def test_what_is_there_stays_as_it_is_encoded() -> None:
-    # A short integer ("s"), which this library reads and does not write.
+    # A short integer ("s"). This library reads the type but does not write it.
     table = b"\0\0\0\5\1as\0\7"
     header = content_header(Message(b"", delivery_mode=None))[:-2] + (1 << 13).to_bytes(2, "big") + table
     assert add_header(header, "b", True)[14:] == b"\0\0\0\x09\1as\0\7\1bt\1"

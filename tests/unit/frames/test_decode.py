@@ -1,4 +1,4 @@
-"""A content header becomes a message again."""
+"""Decoding a content header to a message."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ def test_the_stored_content_header_of_a_plain_body_has_its_id_and_is_persistent(
     [
         (0, datetime(1970, 1, 1, tzinfo=UTC)),
         ((1 << 32) - 1, datetime(2106, 2, 7, 6, 28, 15, tzinfo=UTC)),
-        # pamqp would take this one for milliseconds.
+        # pamqp would read this value as milliseconds.
         (1 << 32, datetime(2106, 2, 7, 6, 28, 16, tzinfo=UTC)),
         (253_402_300_799, datetime(9999, 12, 31, 23, 59, 59, tzinfo=UTC)),
-        # No datetime is that late.
+        # Later than any datetime.
         (253_402_300_800, 253_402_300_800),
         ((1 << 63) - 1, (1 << 63) - 1),
     ],
@@ -95,7 +95,7 @@ def test_a_header_with_what_no_message_can_have_is_a_frame_error() -> None:
 
 
 def nested_header(depth: int) -> bytes:
-    """A content header whose headers are tables in tables."""
+    """Return a content header whose headers are nested tables."""
     table = bytes(4)
     for _ in range(depth):
         table = (3 + len(table)).to_bytes(4, "big") + b"\x01kF" + table

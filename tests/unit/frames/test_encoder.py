@@ -1,4 +1,4 @@
-"""What is encoded says what was asked, to two other decoders."""
+"""Two other decoders read the same values that were encoded."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ from .support import (
 def test_two_other_decoders_read_what_was_asked(
     message: Message, exchange: str, routing_key: str, mandatory: bool, channel: int, frame_max: int
 ) -> None:
-    # Properties need one frame; only the body is cut into small ones.
+    # Properties need one frame. Only the body is divided into small frames.
     encoder = PublishEncoder(channel, 0, mandatory=mandatory)
     _, before, after, _ = encoder.prepare(message, has_id=False)
     encoder.max_body = max(frame_max - FRAME_OVERHEAD, 14 + len(before) + len(after))

@@ -1,4 +1,4 @@
-"""Field tables say what was asked, to two other decoders and to our own; what they cannot say is named by its keys."""
+"""Two other decoders, and that of this package, read the same field tables. Errors name the keys of invalid values."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Size(enum.IntEnum):
 
 
 class Fraction(float):
-    """A float as numpy's are: of a type of its own."""
+    """A float of another type, as in numpy."""
 
 
 @pytest.mark.parametrize(
@@ -151,7 +151,7 @@ def test_ever_new_keys_do_not_eat_memory(monkeypatch: pytest.MonkeyPatch) -> Non
         assert len(fields._keys) <= 3
 
 
-# What cannot be encoded.
+# Values that cannot be encoded.
 
 WEST = timezone(timedelta(hours=-12))
 
@@ -194,7 +194,7 @@ WEST = timezone(timedelta(hours=-12))
 def test_what_cannot_be_encoded_is_named_by_its_keys_with_the_way_out(
     headers: Any, error: type[Exception], text: str
 ) -> None:
-    # Twice, because keys are remembered.
+    # Twice, because keys are cached.
     for _ in range(2):
         with pytest.raises(error) as caught:
             encode(headers)
@@ -204,7 +204,7 @@ def test_what_cannot_be_encoded_is_named_by_its_keys_with_the_way_out(
 
 
 def nested(depth: int, *, lists: bool = False) -> dict[str, Any]:
-    """As many tables, or a table and lists, in one another."""
+    """Return nested tables, or a table with nested lists."""
     value: Any = [] if lists else {}
     for _ in range(depth - 2):
         value = [value] if lists else {"k": value}

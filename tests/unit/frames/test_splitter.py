@@ -1,4 +1,4 @@
-"""Frames are found in a stream of bytes, cut anywhere."""
+"""Finding frames in a stream of bytes that is cut anywhere."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .support import Whole, split
 
 
 def feed(splitter: FrameSplitter, data: bytes) -> list[Whole]:
-    """The frames that end in this data, as type, channel and payload."""
+    """Return the frames that end in this data, as type, channel and payload."""
     found = []
     for kind, channel, start, stop in splitter.feed(data):
         assert splitter.data[start - 7 : stop + 1] == frame(kind, channel, splitter.data[start:stop])
@@ -118,7 +118,7 @@ def test_a_frame_max_can_be_set_when_it_is_negotiated() -> None:
 
 @pytest.mark.timeout(30)
 def test_a_huge_frame_in_many_small_reads_takes_time_in_proportion_to_its_size() -> None:
-    # Put together anew at each read, it would be two terabytes to copy.
+    # If it were joined again at each read, two terabytes would be copied.
     huge = frame(BODY_FRAME, 1, bytes(16_000_000))
     *reads, last = (huge[at : at + 64] for at in range(0, len(huge), 64))
     splitter = FrameSplitter()
@@ -132,13 +132,13 @@ def test_a_huge_frame_in_many_small_reads_takes_time_in_proportion_to_its_size()
 @given(
     st.one_of(
         st.binary(max_size=200),
-        # What begins well and goes wrong.
+        # Data with a valid beginning and an invalid rest.
         st.builds(
             lambda frames, rest: b"".join(frame(*each) for each in frames) + rest,
             st.lists(FRAMES, max_size=4),
             st.binary(max_size=20),
         ),
-        # Frames with a byte that is another.
+        # Frames with one changed byte.
         st.builds(
             lambda frames, at, byte: (
                 (stream := b"".join(frame(*each) for each in frames))[: at % len(stream)]

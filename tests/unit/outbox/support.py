@@ -26,7 +26,7 @@ class SpilledReceipt(Spilled, Receipt):
 
 
 class Kept:
-    """A producer, whose writer does its work in `turn`.
+    """A producer whose writer works in `turn`.
 
     Args:
         path: of the outbox.
@@ -41,15 +41,15 @@ class Kept:
         self.outbox = Outbox(path, max_bytes=found.outbox_max_bytes)
         offset = time.time() - self.now
         self.protocol = ProducerProtocol(found, id_prefix=prefix, now=self.now, wall_offset=offset)
-        #: What was said of commits.
+        #: The reported commits.
         self.committed: list[tuple[int, Exception | None]] = []
         self.writer = Writer(self.outbox, found, self.step, lambda *said: self.committed.append(said))
         self.store = OutboxStore(self.protocol, self.outbox, SpilledReceipt, self.writer, self.now)
         self.writer.store = self.store
         self.backlog = self.store.backlog
-        # Whether the writer is to try again what it could not commit.
+        # Whether the writer should repeat a failed commit.
         self._again = False
-        #: The waiters that were woken besides the writer.
+        #: The waiters that were woken, without the writer.
         self.woken: list[Any] = []
         if opened:
             self.protocol.channel_opened(1, FRAME_MAX, self.now)
@@ -59,7 +59,7 @@ class Kept:
         step(self.now)
 
     def turn(self) -> None:
-        """Have the writer do what there is to do, and take its results; what fails it tries in the next turn."""
+        """Let the writer do its tasks, and take its results. A failed task is repeated in the next turn."""
         rung, self._again = self._again, False
         while self.protocol.reports.wake or rung:
             wake, self.protocol.reports.wake = self.protocol.reports.wake, []
@@ -69,14 +69,14 @@ class Kept:
             rung = False
 
     def send(self, payload: bytes | Message, key: str = "q", *, spills: bool = False) -> Receipt | None:
-        """As the skins do until the message is on disk."""
+        """Send a message as the skins do, until it is on disk."""
         receipt: Receipt | None = self.store.send(payload, "", key, self.now, spills=spills)
         if receipt is not None:
             self.outbox.wait_durable(self.outbox.last)
         return receipt
 
     def write(self) -> bytes:
-        """All that may be written."""
+        """Return all bytes that may be written."""
         written = b""
         while data := self.protocol.data_to_write(1 << 20):
             self.protocol.advance(len(data), self.now)
@@ -84,23 +84,23 @@ class Kept:
         return written
 
     def crash(self) -> None:
-        """What the death of its process does: nothing that was only noted reaches the disk, and the lock is gone."""
+        """Simulate the death of the process: changes that were only noted are lost, and the lock is released."""
         crash(self.outbox)
 
 
 def crash(outbox: Outbox) -> None:
-    """What the death of its process does: nothing that was only noted reaches the disk, and the lock is gone."""
+    """Simulate the death of the process: changes that were only noted are lost, and the lock is released."""
     outbox._file.close()
     outbox._lock_file.release()
 
 
 def leave(path: Path, *bodies: bytes, permit: bool = False) -> list[int]:
-    """Have messages wait in an outbox; their sequences."""
+    """Let messages wait in an outbox. Return their sequences."""
     with Outbox(path) as outbox:
         return [outbox.put(body, "", "q", f"left-{body.decode():.20}", permit=permit) for body in bodies]
 
 
 def change(path: Path, statement: str) -> None:
-    """Do something to the file that no outbox does."""
+    """Change the file in a way that no outbox does."""
     with closing(sqlite3.connect(path)) as file, file:
         file.execute(statement)

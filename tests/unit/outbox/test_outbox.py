@@ -26,7 +26,7 @@ from tests.effort import rounds
 from .support import change, crash
 
 PATIENCE = 20.0
-# Less than the seconds that an outbox waits for another process if it is given no timeout.
+# Less than the default time in seconds that an outbox waits for another process.
 SOON = 6.0
 
 
@@ -112,7 +112,7 @@ def test_what_may_have_been_written_is_marked_after_a_crash_and_what_was_not_per
     waiting = put(outbox, b"taken up", b"spilled", permit=False)
     outbox.permit(waiting[0])
     outbox.commit()
-    # Here, nothing of it is a second copy.
+    # No message is a second copy in this process.
     assert not any(stored.may_be_second_copy for stored in outbox.read())
     crash(outbox)
     with Outbox(path) as outbox:
@@ -210,7 +210,7 @@ def test_of_many_threads_one_commits_for_all(path: Path) -> None:
         def count(**options: bool) -> None:
             nonlocal commits
             commits += 1
-            # The disk takes its time, in which all the others come.
+            # The disk is slow, and all the others come meanwhile.
             end = time.monotonic() + PATIENCE
             while outbox.last < 16:
                 assert time.monotonic() < end
@@ -303,7 +303,7 @@ def test_a_commit_that_ctrl_c_breaks_off_when_it_is_done_can_be_repeated(path: P
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Another connection has begun to write to the file, and does not end."""
+    """Another connection has begun to write to the file, and does not end its transaction."""
     with closing(sqlite3.connect(path, isolation_level=None)) as file:
         file.execute("BEGIN IMMEDIATE")
         yield
@@ -395,7 +395,7 @@ def test_full_synchronous_is_what_it_says(path: Path) -> None:
         assert outbox._file.one("PRAGMA journal_mode") == "wal"
 
 
-# One at a time.
+# One process at a time.
 
 
 def test_a_second_outbox_on_a_file_in_the_same_process_is_refused(path: Path) -> None:
@@ -469,7 +469,7 @@ def test_a_child_that_releases_the_lock_before_its_fork_handlers_run_leaves_it_t
         return LockFile(path, error=OutboxError, in_use=OutboxInUse, told=("a test", "wait"))
 
     child = lock()
-    # What the parent has of it; and what a fork does not change.
+    # The parent's descriptors, and those that a fork does not change.
     parents = os.dup(child._descriptor)
     child._pid += 1
     child.release()
@@ -479,7 +479,7 @@ def test_a_child_that_releases_the_lock_before_its_fork_handlers_run_leaves_it_t
     lock().release()
 
 
-# Files that are none.
+# Files that are not outboxes.
 
 
 def test_what_is_no_outbox_is_left_alone(path: Path, tmp_path: Path) -> None:
@@ -501,7 +501,7 @@ def test_what_is_no_outbox_is_left_alone(path: Path, tmp_path: Path) -> None:
 
 
 def test_an_outbox_of_the_first_commit_that_had_one_still_opens(path: Path) -> None:
-    # What commit a766ba8 wrote: one message that was sent, one that was held, and the state.
+    # As written by commit a766ba8: one message that was sent, one that was held, and the state.
     with closing(sqlite3.connect(path)) as file, file:
         file.executescript(
             """
@@ -560,7 +560,7 @@ def test_a_damaged_message_is_set_aside_and_hides_no_other(path: Path, damage: s
     with Outbox(path) as outbox:
         put(outbox, b"1", b"2", b"3")
     change(path, f"UPDATE message SET {column} WHERE sequence = 2")
-    # Who only looks changes nothing.
+    # `look` changes nothing.
     assert [stored.sequence for stored in Outbox.look(path)] == [1, 3]
     assert [stored.sequence for stored in Outbox.look(path, 1, 1)] == [3]
     with pytest.raises(OutboxError, match="message 2 is damaged: "):
@@ -606,7 +606,7 @@ def test_what_was_set_aside_stays_so_also_if_it_can_be_read_again(path: Path) ->
 def test_any_message_can_be_dropped(path: Path) -> None:
     with Outbox(path) as outbox:
         put(outbox, b"1", b"2", b"3")
-        # Also one that is only noted.
+        # Also a message that is only noted.
         outbox.drop(2)
         assert bodies(outbox) == [b"1", b"3"]
         with pytest.raises(OutboxError, match="message 2 is not in it any more"):
@@ -628,7 +628,7 @@ def test_one_can_look_at_it_while_it_is_used(path: Path) -> None:
 
 def test_an_outbox_whose_making_was_killed_is_read_as_empty(tmp_path: Path) -> None:
     beginning = sqlite3.connect(tmp_path / "beginning", isolation_level=None)
-    # Pages go to the file, and their old content to the journal, before the commit.
+    # Pages are written to the file, and their old content to the journal, before the commit.
     beginning.executescript("PRAGMA cache_size = 1; BEGIN IMMEDIATE; CREATE TABLE other (content);")
     beginning.execute("INSERT INTO other VALUES (zeroblob(1000000))")
     for suffix in ("", "-journal"):
@@ -640,13 +640,14 @@ def test_an_outbox_whose_making_was_killed_is_read_as_empty(tmp_path: Path) -> N
 
 
 class Model(RuleBasedStateMachine):
-    """An outbox that is put, settled, committed, closed and crashed holds what a dict would."""
+    """An outbox has the same content as a dict, after puts, settles, commits, closes and crashes."""
 
     def __init__(self) -> None:
         super().__init__()
         self.folder = tempfile.TemporaryDirectory()
         self.path = Path(self.folder.name) / "outbox"
-        # By sequence, what is noted and what is on disk; those that are held; up to where they are let go, likewise.
+        # By sequence, the messages that are noted and those on disk; the held ones; and the permitted sequences,
+        # likewise.
         self.noted: dict[int, bytes] = {}
         self.on_disk: dict[int, bytes] = {}
         self.held: set[int] = set()
@@ -664,7 +665,7 @@ class Model(RuleBasedStateMachine):
         sequence = self.outbox.put(body, "e", "k", "id", permit=permit)
         assert sequence > max(self.noted, default=0)
         self.noted[sequence] = body
-        # One that a crash took may be given again.
+        # A sequence that was lost in a crash may be assigned again.
         self.held.discard(sequence)
         if not permit:
             self.held.add(sequence)
@@ -687,7 +688,7 @@ class Model(RuleBasedStateMachine):
     @precondition(lambda self: self.noted)
     @rule(data=st.data())
     def wait(self, data: st.DataObject) -> None:
-        # What is put is durable then; what else is noted may be.
+        # All messages up to this one are durable then; other noted ones may be.
         sequence = data.draw(st.sampled_from(sorted(self.noted)))
         was_durable = self.outbox.durable >= sequence
         self.outbox.wait_durable(sequence)

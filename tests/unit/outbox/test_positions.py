@@ -1,4 +1,4 @@
-"""Positions of sources in an outbox: stored with their messages, and gone with those that are withdrawn (E13)."""
+"""Positions of sources in an outbox: stored with their messages, and removed with withdrawn messages (E13)."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_E13_of_several_messages_of_a_commit_the_last_one_of_each_source_counts(
     outbox.commit()
     crash(outbox)
     with Outbox(path) as outbox:
-        # By the order in which they were put: what is lower may be later.
+        # By the order in which they were put: a later position may be lower.
         assert (outbox.position("a"), outbox.position("b")) == (2, 20)
 
 
@@ -166,7 +166,7 @@ def test_E13_a_message_that_is_withdrawn_takes_its_position_along(path: Path, wh
         outbox.commit()
     outbox.withdraw(withdrawn, withdrawn)
     assert outbox.position(ROWS) == 1
-    # A commit that is asked for messages alone.
+    # A commit of messages alone.
     outbox.wait_durable(outbox.put(b"other", "", "q", "id-other"))
     assert outbox.position(ROWS) == 1
     crash(outbox)
@@ -219,7 +219,7 @@ def test_E13_a_position_can_be_set_and_forgotten_without_a_message(path: Path) -
 def test_E13_an_outbox_of_an_earlier_release_gets_positions_when_it_needs_them(path: Path) -> None:
     with Outbox(path) as outbox:
         outbox.put(b"left", "", "q", "id")
-    # As an earlier release made it, and as one without positions still makes it.
+    # The tables of an earlier release, and of an outbox without positions.
     assert tables(path) == {"message", "state"}
     with Outbox(path) as outbox:
         assert outbox.position(ROWS) is None
@@ -250,7 +250,7 @@ def test_E13_a_damaged_source_is_an_error(path: Path) -> None:
         Outbox(path)
 
 
-# Messages that bring a position along.
+# Messages with positions.
 
 
 @pytest.mark.parametrize(
@@ -281,7 +281,7 @@ def _fields(message: Message) -> dict[str, Any]:
 
 
 def send(kept: Kept, value: int, **options: Any) -> Any:
-    """As the skins do until the wait for the disk."""
+    """Send a message as the skins do, until the wait for the disk."""
     return kept.store.send(
         with_position(b"%d" % value, Position(ROWS, value)), "", "q", kept.now, **({"spills": False} | options)
     )
@@ -317,12 +317,12 @@ def test_E13_the_io_is_not_woken_for_what_waits_for_the_disk(path: Path) -> None
     kept.store.look_again(kept.now)
     has_output.append(kept.protocol.has_output)
     assert has_output == [False, False, False, False, True]
-    # What is before it can be written, so the I/O is woken.
+    # The message before it can be written, so the I/O is woken.
     send(kept, 2)
     assert kept.protocol.has_output
     assert bodies(kept.write()) == [b"1", b"behind"]
     kept.outbox.commit()
-    # The I/O may find it before its sender says that it is on disk. Then what follows wakes the I/O by itself.
+    # The I/O may find it before its sender reports that it is on disk. Then the follow-up wakes the I/O.
     send(kept, 3)
     kept.outbox.commit()
     assert bodies(kept.write()) == [b"2", b"3"]
@@ -332,7 +332,7 @@ def test_E13_the_io_is_not_woken_for_what_waits_for_the_disk(path: Path) -> None
 
 
 def test_E13_what_is_settled_before_it_is_on_disk_keeps_nothing_back(path: Path) -> None:
-    # The disk does not answer, and the time of the first message is over.
+    # The disk does not answer, and the time limit of the first message is over.
     kept = Kept(path, delivery_timeout=5.0)
     late = send(kept, 1)
     assert kept.store.send(b"behind", "", "q", kept.now, spills=False) is not None
@@ -463,7 +463,7 @@ def _commit_by_another(kept: Kept) -> None:
 
 
 def _go_on(kept: Kept) -> None:
-    # As a producer does after what was interrupted.
+    # As a producer does after an interrupt.
     kept.protocol.on_timer(kept.now)
     kept.turn()
     kept.outbox.commit()

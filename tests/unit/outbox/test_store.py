@@ -1,4 +1,4 @@
-"""Producers with an outbox, without threads and sockets: what waits on disk, and what becomes of it."""
+"""Producers with an outbox, without threads and sockets: messages that wait on disk, and their outcomes."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def bodies(written: bytes) -> list[bytes]:
 def test_a_backlog_that_is_too_old_as_a_whole_holds_no_sender(path: Path) -> None:
     leave(path, b"1", b"2", b"3")
     kept = Kept(path, opened=False, outbox_max_age=60.0)
-    # They are a day older than this one.
+    # They are a day older than the present message.
     kept.now += DAY
     kept.protocol.channel_opened(1, 1 << 17, kept.now)
     assert [hold.kind for hold in kept.protocol.gate.holds] == ["outbox"]
@@ -75,7 +75,7 @@ def test_a_message_of_an_earlier_process_whose_clock_was_ahead_ages_from_the_sta
 
 
 def read_and_held(path: Path) -> Kept:
-    """A producer that has read what was left and was paused before that could leave."""
+    """Return a producer that has read the remaining messages and was paused before they could be sent."""
     kept = Kept(path, outbox_max_age=60.0)
     kept.protocol.hold("paused", kept.now)
     kept.turn()
@@ -123,7 +123,7 @@ def test_the_receipt_of_a_spilled_message_says_that_it_became_too_old_in_memory(
     kept.turn()
     assert len(kept.backlog.ready) == 1
     kept.now += DAY
-    # There is room for it, a day too late.
+    # Room becomes free a day too late.
     kept.write()
     kept.protocol.on_ack(1, False, kept.now)
     kept.turn()
@@ -148,7 +148,7 @@ def test_what_is_spilled_and_read_when_the_producer_ends_stays_on_disk_and_each_
     kept.protocol.close("closed by hand", kept.now)
     kept.protocol.connection_lost("closed by hand", kept.now)
     assert [receipt and receipt.outcome for receipt in receipts] == [Outcome.STORED] * 8
-    # Nor does anything that comes later take it up.
+    # Later steps do not send it either.
     kept.protocol.on_timer(kept.now)
     kept.turn()
     assert kept.protocol.unsettled == 0
@@ -187,7 +187,7 @@ def test_E13_a_message_that_is_not_delivered_stays_and_the_next_producer_sends_i
     assert (receipt.outcome, receipt.is_stored) == (Outcome.STORED, True)
     assert words in str(receipt.error())
     assert kept.protocol.unsettled == 0
-    # What is sent after it is not held by it, nor is it read again.
+    # Later messages are not held because of it, and it is not read again.
     assert kept.send(b"two") is not None
     assert bodies(kept.write()) == [b"two"]
     kept.protocol.on_ack(2, False, kept.now)
@@ -253,7 +253,7 @@ def test_a_damaged_message_is_set_aside_and_all_others_leave_in_order(
     assert [f"message {number} is damaged" in record.message for number, record in zip(which, told, strict=True)]
     kept.outbox.close()
 
-    # The next producer knows, and does not say it again.
+    # The next producer has the error already, and does not log it again.
     caplog.clear()
     kept = Kept(path)
     kept.turn()
@@ -315,7 +315,7 @@ def test_a_read_that_fails_is_tried_again_and_fails_no_wait_for_a_commit(
     kept.turn()
     assert kept.committed == [(2, None)]
     assert kept.store.has_backlog
-    # Commits go on meanwhile, and the same plan is not tried again by them.
+    # Commits continue meanwhile, and do not repeat the same request.
     assert kept.outbox.put(b"3", "", "q", "id") == 3
     assert kept.writer.work()
     assert kept.committed == [(2, None), (3, None)]

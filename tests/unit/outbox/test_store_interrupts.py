@@ -1,4 +1,4 @@
-"""Ctrl-C at every line of what a main thread does with an outbox: each message is admitted as a whole or not at all."""
+"""Ctrl-C at every line of a main thread that uses an outbox: each message is admitted completely or not at all."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.unit.core.support import Wire, place
 from .support import Kept, leave
 
 DAY = 86_400.0
-# What is new with an outbox, and what calls it; the rest is interrupted in tests/unit/core.
+# The modules of an outbox, and their callers. The other modules are interrupted in tests/unit/core.
 MODULES = (
     "access.py",
     "backlog.py",
@@ -47,14 +47,14 @@ def _an_interrupted_turn_is_found_soon(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def all_gets_out(kept: Kept) -> list[bytes]:
-    """Have the producer send and the broker confirm until nothing is left.
+    """Let the producer send and the broker confirm until nothing is left.
 
     Returns:
-        What the broker got, in order.
+        The messages that the broker got, in order.
     """
     seen = Wire()
     protocol = kept.protocol
-    # As a producer does after what was interrupted.
+    # As a producer does after an interrupt.
     protocol.on_timer(kept.now)
     protocol.lift("paused", kept.now)
     for _ in range(30):
@@ -68,7 +68,7 @@ def all_gets_out(kept: Kept) -> list[bytes]:
     assert not protocol.gate.holds
     assert not kept.store._sequences
     kept.outbox.commit()
-    # Nothing stays that nobody would ever take out, nor does its room.
+    # No message, and no room of a message, stays that would never be removed.
     assert (len(kept.outbox), kept.outbox.left, kept.outbox.size) == (0, 0, 0)
     assert Outbox.look(kept.outbox.path) == []
     return [message.body for message in seen.messages]
@@ -77,7 +77,9 @@ def all_gets_out(kept: Kept) -> list[bytes]:
 def every_line(
     path: Path, begin: Callable[[Kept], Any], call: Callable[[Kept], Any], least: int, **settings: Any
 ) -> Iterator[tuple[Kept, int]]:
-    """A producer for every line at which a call is interrupted, after it was; and at last one where it was not."""
+    """Yield a producer for every line at which a call is interrupted, after the interrupt; and last, one without an
+    interrupt.
+    """
     for at in range(1, 2000, EVERY):
         kept = Kept(path, f"{at}-", **settings)
         try:
@@ -146,7 +148,7 @@ def test_what_waits_on_disk_is_taken_up_once_and_in_order(path: Path, way: str) 
         for number in range(3):
             assert kept.send(b"%d" % number, spills=True) is not None
         kept.turn()
-        # As far as it is read, which is as far as it could leave.
+        # Messages are read as far as they could be sent.
         assert len(kept.backlog.ready) == (0 if way == "resume" else 3)
 
     def call(kept: Kept) -> None:
@@ -188,7 +190,7 @@ def test_waiting_senders_are_spilled_once_and_in_order(path: Path) -> None:
         kept.write()
         kept.protocol.hold("paused", kept.now)
         tickets[:] = [place(kept.protocol, b"%d" % number * 300, kept.now, waiter=number) for number in range(3)]
-        # There is room for the others, and nobody has noticed.
+        # There is room for the others, which no step has noticed yet.
         kept.protocol.on_ack(1, False, kept.now)
         kept.outbox.commit()
         assert not any(ticket.decided for ticket in tickets)
@@ -231,7 +233,7 @@ def test_a_message_that_is_too_old_when_it_would_be_admitted_is_settled_and_repo
         outbox_max_age=60.0,
     ):
         assert all_gets_out(kept) == []
-        # In this order: who looks at an outcome has been told.
+        # In this order, because looking at an outcome marks it as seen.
         found = kept.protocol.reports.take_failures() if not told else kept.protocol.reports.settled or []
         assert [receipt.message.body for receipt in found] == [b"0", b"1"]
         assert [receipt and receipt.outcome for receipt in receipts] == [Outcome.FAILED] * 2
@@ -258,7 +260,7 @@ def test_a_read_can_be_interrupted_and_begun_anew(path: Path) -> None:
 
 
 def test_a_crash_after_an_interrupt_leaves_what_was_stored_before(path: Path) -> None:
-    # Whatever state memory is in, the file says what was admitted.
+    # In any state of the memory, the file has the admitted messages.
     leave(path, b"left", permit=True)
     kept = Kept(path)
     kept.turn()
@@ -297,7 +299,7 @@ def test_E2_an_interrupt_while_messages_are_settled_leaves_none_of_them_in_the_o
         while data := kept.protocol.data_to_write(1 << 20):
             kept.protocol.advance(len(data), kept.now)
         come = interrupted(lambda: kept.protocol.on_ack(3, True, kept.now), at)  # noqa: B023  # called at once
-        # A later ack settles what the interrupted one did not.
+        # A later ack settles the messages that the interrupted one did not.
         kept.protocol.on_ack(0, True, kept.now)
         kept.outbox.close()
         assert not Outbox.look(path)

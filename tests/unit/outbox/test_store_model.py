@@ -1,8 +1,8 @@
-"""A producer with an outbox, a broker, and a process that dies at any point, against what has to be true of them.
+"""A producer with an outbox, a broker, and a process that dies at any point, with the rules that must hold.
 
-`OutboxStore`, `Backlog`, `Outbox` and the work of `Writer` are the real ones, on a real file; the broker, the producer
-and the clock are the test's. What `OutboxStore.send` admits counts once it is on disk, as for a `send` that has
-returned.
+`OutboxStore`, `Backlog`, `Outbox` and the work of `Writer` are the real ones, on a real file. The broker, the producer
+and the clock are simulated. A message that `OutboxStore.send` admits counts as admitted when it is on disk, as after
+the return of `send`.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from .support import FRAME_MAX, MARK, Kept
 
 T = TypeVar("T")
 
-# What a message takes besides its own bytes; the bound counts that, too.
+# The bytes that a message uses in addition to its own; they count against the limit.
 ROW = 64
 MAX_BYTES = 1500
-# More steps than any run needs until everything is settled.
+# More steps than any run needs to settle all messages.
 ENOUGH = 200
 
 
@@ -43,7 +43,7 @@ class Dies(BaseException):
 
 
 class Disk:
-    """Has something happen at the so many-th statement on a file from now."""
+    """Lets an event happen at a given statement on a file."""
 
     def __init__(self, outbox: Outbox) -> None:
         self._file = outbox._file
@@ -57,11 +57,11 @@ class Disk:
         self._file.execute_many = self._guarded(self._execute_many)  # type: ignore[method-assign]
 
     def plan(self, what: type[BaseException], after: int, *, before: bool) -> None:
-        """Have something raised."""
+        """Plan to raise an exception."""
         self._what, self._left, self._before = what, after, before
 
     def heal(self) -> None:
-        """Nothing is to happen any more."""
+        """Cancel the planned event."""
         self._left = 0
 
     def _guarded(self, execute: Callable[..., T]) -> Callable[..., T]:
@@ -79,7 +79,7 @@ class Disk:
 
 
 class Session:
-    """What the broker sees of one channel."""
+    """The broker's view of one channel."""
 
     def __init__(self) -> None:
         self.wire = Wire()
@@ -88,7 +88,7 @@ class Session:
 
 
 class OutboxStores(RuleBasedStateMachine):
-    """Nothing that was admitted is lost, nothing overtakes, and second copies bear the mark."""
+    """No admitted message is lost, no message overtakes another, and second copies are marked."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -96,14 +96,15 @@ class OutboxStores(RuleBasedStateMachine):
         self.path = Path(self.folder.name) / "outbox"
         self.processes = 0
         self.sent = 0
-        # Numbers of messages that are admitted and on disk, as far as the sender knows; and those the broker answered.
+        # Numbers of messages that are admitted and, as far as the sender knows, on disk; and those that the broker
+        # answered.
         self.admitted: set[int] = set()
         self.answered: set[int] = set()
-        # What the broker has, in its order: numbers, and whether they are marked.
+        # The broker's messages, in its order: numbers, and whether they are marked.
         self.queue: list[tuple[int, bool]] = []
-        # Who stands in line, by number.
+        # Tickets in line, by number.
         self.waiting: dict[int, SendTicket] = {}
-        # The receipts that the application has of this process, by number.
+        # The application's receipts of this process, by number.
         self.receipts: dict[int, Receipt] = {}
 
     @initialize(
@@ -121,7 +122,7 @@ class OutboxStores(RuleBasedStateMachine):
         self.open()
 
     def open(self) -> None:
-        """A process begins."""
+        """Start a process."""
         self.processes += 1
         self.kept = Kept(self.path, f"{self.processes}-", opened=False, **self.settings)
         self.disk = Disk(self.kept.outbox)
@@ -130,34 +131,34 @@ class OutboxStores(RuleBasedStateMachine):
         self.receipts.clear()
 
     def dies(self) -> None:
-        """The process is killed, and the next one begins."""
+        """Kill the process, and start the next one."""
         self.kept.crash()
-        # As the sender knows it: what is admitted and has no answer is in the file.
+        # By the sender's knowledge, every admitted message without an answer is in the file.
         left = {int(stored.message.body[:6]) for stored in Outbox.look(self.path, limit=10_000)}
         assert self.admitted - self.answered <= left
         self.open()
 
     @contextmanager
     def mortal(self) -> Any:
-        """In which the process may die."""
+        """Run a block in which the process may die."""
         try:
             yield
         except Dies:
             self.dies()
 
     def took(self, number: int, receipt: Receipt) -> None:
-        """A message is admitted; `send` returns once it is on disk."""
+        """Record an admitted message; `send` returns when it is on disk."""
         self.receipts[number] = receipt
         try:
             self.kept.outbox.wait_durable(self.kept.outbox.last)
         except OutboxError:
-            # It is admitted all the same, and nobody was told that it is on disk.
+            # It is admitted, although the sender was not informed that it is on disk.
             return
         assert receipt.message.body.startswith(b"%06d" % number)
         assert any(stored.message.body.startswith(b"%06d" % number) for stored in Outbox.look(self.path, limit=10_000))
         self.admitted.add(number)
 
-    # What the application does.
+    # Actions of the application.
 
     @rule(size=st.sampled_from([0, 10, 300, 600]), own_id=st.booleans(), waits=st.booleans())
     def send(self, size: int, own_id: bool, waits: bool) -> None:
@@ -184,11 +185,11 @@ class OutboxStores(RuleBasedStateMachine):
                 self.not_sent(number)
 
     def to_send(self, number: int, payload: bytes | Message) -> bytes | Message:
-        """What is sent for a message."""
+        """Return the payload that is sent for a message."""
         return payload
 
     def not_sent(self, number: int) -> None:
-        """A message was not admitted, and the sender knows."""
+        """Record that a message was not admitted, as the sender knows."""
 
     def look_at_line(self) -> None:
         for number, ticket in list(self.waiting.items()):
@@ -219,7 +220,7 @@ class OutboxStores(RuleBasedStateMachine):
                 self.kept.protocol.lift("paused", self.kept.now)
             self.look_at_line()
 
-    # What the writer does.
+    # Actions of the writer.
 
     @rule()
     def work(self) -> None:
@@ -229,7 +230,7 @@ class OutboxStores(RuleBasedStateMachine):
 
     @rule()
     def tries_again(self) -> None:
-        # As the writer does after a read that has failed, in a second.
+        # As the writer does after a failed read, a second later.
         with self.mortal():
             if self.kept.writer._retry_at is not None:
                 self.kept.writer._retry_at = None
@@ -243,7 +244,7 @@ class OutboxStores(RuleBasedStateMachine):
             self.kept.protocol.on_timer(self.kept.now)
             self.look_at_line()
 
-    # What happens to the connection.
+    # Events of the connection.
 
     @precondition(lambda self: self.session is None)
     @rule()
@@ -268,7 +269,7 @@ class OutboxStores(RuleBasedStateMachine):
         assert session is not None
         data = self.kept.protocol.data_to_write(1 << 20)[:size]
         with self.mortal():
-            # The kernel has it, whatever becomes of the process.
+            # The kernel has it, whatever happens to the process.
             before = len(session.wire.messages) - session.wire.in_message
             session.wire.read(data)
             for message in session.wire.messages[before : len(session.wire.messages) - session.wire.in_message]:
@@ -292,7 +293,7 @@ class OutboxStores(RuleBasedStateMachine):
             self.kept.protocol.on_ack(tag, multiple, self.kept.now)
             self.look_at_line()
 
-    # What happens to the process and its disk.
+    # Events of the process and its disk.
 
     @rule(after=st.integers(1, 12), before=st.booleans())
     def will_die(self, after: int, before: bool) -> None:
@@ -313,7 +314,7 @@ class OutboxStores(RuleBasedStateMachine):
             self.open()
 
     def ends(self) -> None:
-        """The producer is closed, and every receipt of it says what became of its message."""
+        """Close the producer. Every receipt must have the outcome of its message."""
         protocol = self.kept.protocol
         protocol.close("closed by hand", self.kept.now)
         protocol.connection_lost("closed by hand", self.kept.now)
@@ -323,13 +324,13 @@ class OutboxStores(RuleBasedStateMachine):
         for number, receipt in self.receipts.items():
             assert receipt.outcome == (Outcome.STORED if number in left else Outcome.CONFIRMED), number
 
-    # What is always true.
+    # Invariants.
 
     @invariant()
     def the_bound_holds(self) -> None:
         if not hasattr(self, "kept"):
             return
-        # By bodies, as `Outbox.has_room` says: properties may go beyond.
+        # Only bodies count, see `Outbox.has_room`: properties may exceed the limit.
         stored = Outbox.look(self.path, limit=10_000)
         assert sum(len(each.message.body) + ROW for each in stored) <= MAX_BYTES
 
@@ -351,7 +352,7 @@ class OutboxStores(RuleBasedStateMachine):
         if hasattr(self, "kept"):
             try:
                 self.all_gets_out()
-                # The rules alone seldom end a producer that has more than its window takes.
+                # The rules alone rarely end with a producer that has more messages than its window takes.
                 self.is_busy()
                 self.is_closed()
                 self.all_gets_out()
@@ -360,13 +361,13 @@ class OutboxStores(RuleBasedStateMachine):
         self.folder.cleanup()
 
     def is_busy(self) -> None:
-        """More is sent than the window takes, and the writer has read of what is spilled."""
+        """Send more messages than the window takes, and let the writer read some of the spilled ones."""
         for _ in range(6):
             self.send(0, False, False)
         self.work()
 
     def all_gets_out(self) -> None:
-        """Once nothing fails any more, everything arrives."""
+        """When nothing fails any more, all messages arrive."""
         self.disk.heal()
         for number in list(self.waiting):
             self.kept.protocol.line.give_up(self.waiting.pop(number), self.kept.now)
@@ -393,7 +394,7 @@ class OutboxStores(RuleBasedStateMachine):
 
 
 class Sources(OutboxStores):
-    """The rows of a source come each once without a mark, although the program only asks how far it has come (E13)."""
+    """Each row of a source comes once without a mark, although the program only asks for the last position (E13)."""
 
     def open(self) -> None:
         super().open()
@@ -427,7 +428,7 @@ class Sources(OutboxStores):
         return with_position(payload, Position("rows", number))
 
     def not_sent(self, number: int) -> None:
-        # It is the next one again.
+        # It is the next row again.
         self.sent = number - 1
 
     @invariant()
@@ -440,5 +441,5 @@ TestOutboxStores = OutboxStores.TestCase
 TestSources = Sources.TestCase
 for each in (TestOutboxStores, TestSources):
     each.settings = settings(max_examples=rounds(30), stateful_step_count=40)
-    # However busy the machine is.
+    # Also on a busy machine.
     each.pytestmark = [pytest.mark.timeout(600)]  # type: ignore[attr-defined]  # pytest looks for it

@@ -1,4 +1,4 @@
-"""What `Outbox.add` writes, on SQLite in memory."""
+"""The rows that `Outbox.add` writes, on SQLite in memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`Backlog`: how often a database is asked what waits in it, and how long a reader waits for that."""
+"""`Backlog`: how often a database is queried, and how long a reader waits for the result."""
 
 from __future__ import annotations
 

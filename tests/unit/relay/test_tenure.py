@@ -1,4 +1,4 @@
-"""`Tenure` in simulated time, with a session and a producer that do what a test says."""
+"""`Tenure` in simulated time, with a simulated session and producer."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ class Database:
         self.shares = [EVERY]
         self.rows: list[Row] = []
         self.reads = 0
-        #: When the producer is flowed at the latest.
+        #: The latest time when the producer is flowed.
         self.flows_at = math.inf
-        #: When the producer tells of its flow, and how.
+        #: When the producer reports its flow, and the reported event.
         self.tells_at = math.inf
         self.tell: Callable[[Any], None] = lambda _event: None
         #: When each wait began.
@@ -78,7 +78,7 @@ class Database:
 
 
 class Flowed:
-    """A producer that takes nothing, and says so once it has been asked, or from a moment on."""
+    """A producer that takes nothing, and reports that when it has been asked, or from a given time on."""
 
     capacity = available = 100
 
@@ -109,7 +109,7 @@ def database(monkeypatch: pytest.MonkeyPatch) -> Database:
 
 
 def work(database: Database, seconds: float) -> None:
-    """Relay for so many simulated seconds, with a producer that takes nothing."""
+    """Relay for a number of simulated seconds, with a producer that takes nothing."""
     metrics = RelayMetrics("relay", lambda: None)
     waker = Waker()
     end = database.now + seconds
@@ -139,7 +139,7 @@ def test_E14_a_flowed_relay_rests_while_a_row_that_is_permitted_waits(database: 
 
 def test_E14_a_flowed_relay_rests_while_partitions_are_to_change(database: Database) -> None:
     database.rows = [Row(1, 0, "", "q", HEADER, b"")]
-    # Another relay joins, and waits for the row that is on its way.
+    # Another relay joins, and waits for the unconfirmed row.
     database.shares = [EVERY, EVERY, set(range(0, PARTITIONS, 2))]
     work(database, 10.0)
     assert len(database.waits) < 30

@@ -22,7 +22,7 @@ def services() -> Iterator[TapIOServices]:
 
 
 def is_due(services: TapIOServices) -> bool:
-    """Whether the I/O thread is woken, and will write."""
+    """Return True if the I/O thread is woken, and will write."""
     return bool(services._calls) and bool(select.select([services._woken], [], [], 0)[0])
 
 
