@@ -1,4 +1,4 @@
-"""What is written at a socket that takes as much as it likes."""
+"""The output at a socket that takes any number of bytes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.unit.messages import WritingChannel
 
 
 class _Loop:
-    """As much of a loop as it needs."""
+    """The parts of a loop that the transport uses."""
 
     def __init__(self) -> None:
         self.writers: dict[int, Any] = {}
@@ -63,7 +63,7 @@ class _Raw(asyncio.Transport):
 
 
 class _Reader(asyncio.StreamReaderProtocol):
-    """The library's, which counts how often it was asked to wait."""
+    """The library's protocol, which counts how often it was asked to wait."""
 
     def __init__(self) -> None:
         self.pauses = 0
@@ -75,12 +75,12 @@ class _Reader(asyncio.StreamReaderProtocol):
         self.pauses -= 1
 
     def __del__(self) -> None:
-        """Nothing was opened."""
+        """Do nothing, because nothing was opened."""
 
 
 @contextmanager
 def parts(takes: list[int]) -> Iterator[tuple[TapTransport, WritingChannel, bytearray, _Reader]]:
-    """A transport whose socket takes so many bytes at each of its turns, and then all."""
+    """Yield a transport whose socket takes the given numbers of bytes in turn, and then all."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
         written, reader, channel = bytearray(), _Reader(), WritingChannel()
@@ -100,7 +100,7 @@ def parts(takes: list[int]) -> Iterator[tuple[TapTransport, WritingChannel, byte
 
 
 def test_the_library_gets_the_next_border_even_if_every_write_ends_in_mid_frame() -> None:
-    # 100 bytes a frame, and 33 at a time: only the hundredth write would end at a border by itself.
+    # 100 bytes in each frame, and 33 in each write: only the hundredth write would end at a border by itself.
     with parts([33] * 90) as (tapped, channel, written, _):
         for _ in range(200):
             channel.outbound.add(b"[" + b"x" * 98 + b"]")
@@ -199,7 +199,7 @@ def test_nothing_is_read_while_answers_gather_or_the_library_has_enough(pauses: 
         delays = [0.0, 0.25, 0.125]
         tapped.delay = lambda _size: delays.pop(0)
         tapped.received(21, for_library=False)
-        # What is for the library says nothing of how long the next may wait.
+        # Data for the library does not delay the next read.
         tapped.received(21, for_library=True)
         assert raw.reads
         assert not loop.later
@@ -207,11 +207,11 @@ def test_nothing_is_read_while_answers_gather_or_the_library_has_enough(pauses: 
             tapped.pause_reading()
         tapped.received(21, for_library=False)
         assert not raw.reads
-        # The library knows nothing of that.
+        # The library is not informed of that.
         assert tapped.is_reading() is (pauses != "before")
         if pauses != "before":
             tapped.pause_reading()
-        # More that was read already changes nothing.
+        # Further data that was read already changes nothing.
         tapped.received(21, for_library=False)
         [(delay, over)] = loop.later
         assert delay == 0.25
@@ -240,10 +240,10 @@ def test_E2_a_read_that_is_interrupted_ends_the_connection_because_answers_may_b
         reader = asyncio.StreamReader(loop=loop)
         protocol, transport = _TapProtocol(reader, loop, bool), Transport()
         protocol.connection_made(transport)  # type: ignore[arg-type]  # it is only aborted
-        # A heartbeat, which is the library's.
+        # A heartbeat, which is for the library.
         come = interrupted(lambda: protocol.data_received(b"\x08" + bytes(6) + b"\xce"), at)  # noqa: B023  # called at once
         is_read = reader._buffer == b"\x08" + bytes(6) + b"\xce"  # type: ignore[attr-defined]  # asyncio's own
-        # A second time it comes to the call that ends the connection itself, or before that.
+        # The repeated call reaches the call that ends the connection, or the interrupt came before that.
         assert is_read or transport.aborted or at == 1
         aborted += transport.aborted
         if not come:
