@@ -11,9 +11,10 @@ from pika.adapters import blocking_connection as original_blocking
 from pika.adapters.asyncio_connection import AsyncioConnection as OriginalAsyncioConnection
 
 import qflow_client.pika as drop_in
+from qflow_client.broker import Broker
 from tests.integration.parity import members, parameters, public, until_release
 
-from .scenarios import all_scenarios, members_of, outcome, recorder, until
+from .scenarios import all_scenarios, members_of, outcome_on_its_own, recorder, until
 
 # The newest release that is known.
 KNOWN = {"pika": "1.5.0rc1"}
@@ -71,9 +72,9 @@ def test_every_public_member_has_a_scenario(name: str) -> None:
 
 
 @all_scenarios
-def test_the_same_result_exception_and_order_of_callbacks(broker: Any, name: str) -> None:
-    broker.delete_queue("q")
-    assert outcome(drop_in, broker.url, name) == outcome(original, broker.url, name)
+def test_the_same_result_exception_and_order_of_callbacks(name: str) -> None:
+    with Broker() as ours, Broker() as theirs:
+        assert outcome_on_its_own(drop_in, ours.url, name) == outcome_on_its_own(original, theirs.url, name)
 
 
 @pytest.mark.parametrize("module", [original, drop_in], ids=["pika", "drop-in"])

@@ -70,6 +70,21 @@ def normal(value: Any) -> Any:
 
 async def outcome(module: Any, url: str, name: str, *, robust: bool) -> Any:
     """Run a scenario, and clean up behind it."""
+    found = await outcome_on_its_own(module, url, name, robust=robust)
+    again = await original.connect(url)
+    async with again:
+        channel = await again.channel()
+        deletes = [("queue_delete", name) for name in QUEUES] + [("exchange_delete", name) for name in EXCHANGES]
+        for delete, each in deletes:
+            try:
+                await getattr(channel, delete)(each)
+            except original.exceptions.ChannelClosed:
+                channel = await again.channel()
+    return found
+
+
+async def outcome_on_its_own(module: Any, url: str, name: str, *, robust: bool) -> Any:
+    """Run a scenario on a broker that is there for nothing else."""
     log: list[Any] = []
     connection = await (module.connect_robust if robust else module.connect)(url)
     channel = await connection.channel()
@@ -89,15 +104,6 @@ async def outcome(module: Any, url: str, name: str, *, robust: bool) -> Any:
     state = [channel.is_initialized, channel.is_closed, connection.is_closed, connection.close_called]
     if not connection.is_closed:
         await connection.close()
-    again = await original.connect(url)
-    async with again:
-        channel = await again.channel()
-        deletes = [("queue_delete", name) for name in QUEUES] + [("exchange_delete", name) for name in EXCHANGES]
-        for delete, each in deletes:
-            try:
-                await getattr(channel, delete)(each)
-            except original.exceptions.ChannelClosed:
-                channel = await again.channel()
     return [result, noted, state]
 
 

@@ -14,11 +14,12 @@ import pytest
 
 import qflow_client.aio_pika as drop_in
 from qflow_client.aio_pika.flow import ChannelFlow
+from qflow_client.broker import Broker
 from tests.effort import EFFORT
 from tests.integration.parity import members, parameters, until_release
 from tests.integration.producer.tools import PATIENCE
 
-from .scenarios import SCENARIOS, of, outcome
+from .scenarios import SCENARIOS, of, outcome_on_its_own
 
 Run = Callable[..., Any]
 
@@ -111,12 +112,13 @@ def test_every_public_method_has_a_scenario(kind: str) -> None:
         if robust or name.startswith(("Connection__", "Channel__", "Exchange__publish"))
     ],
 )
-def test_the_same_result_exception_and_order_of_callbacks(broker: Any, name: str, robust: bool, run: Run) -> None:
-    ours = run(outcome(drop_in, broker.url, name, robust=robust))
+def test_the_same_result_exception_and_order_of_callbacks(name: str, robust: bool, run: Run) -> None:
+    with Broker() as broker:
+        ours = run(outcome_on_its_own(drop_in, broker.url, name, robust=robust))
     # Not with `run`: older releases leave futures behind of which nobody asks the exception.
-    with asyncio.Runner() as runner:
+    with Broker() as broker, asyncio.Runner() as runner:
         runner.get_loop().set_exception_handler(lambda _loop, _context: None)
-        assert ours == runner.run(outcome(original, broker.url, name, robust=robust))
+        assert ours == runner.run(outcome_on_its_own(original, broker.url, name, robust=robust))
 
 
 class Wrapped:
@@ -145,11 +147,12 @@ _WRAPPED = [name for name in SCENARIOS if name.startswith(("Channel__", "Exchang
         for robust in ((False, True) if EFFORT == "nightly" else (bool(number % 2),))
     ],
 )
-def test_a_wrapped_connection_does_the_same_too(broker: Any, name: str, robust: bool, run: Run) -> None:
-    ours = run(outcome(Wrapped(), broker.url, name, robust=robust))
-    with asyncio.Runner() as runner:
+def test_a_wrapped_connection_does_the_same_too(name: str, robust: bool, run: Run) -> None:
+    with Broker() as broker:
+        ours = run(outcome_on_its_own(Wrapped(), broker.url, name, robust=robust))
+    with Broker() as broker, asyncio.Runner() as runner:
         runner.get_loop().set_exception_handler(lambda _loop, _context: None)
-        assert ours == runner.run(outcome(original, broker.url, name, robust=robust))
+        assert ours == runner.run(outcome_on_its_own(original, broker.url, name, robust=robust))
 
 
 async def callbacks(module: Any, url: str, *, robust: bool) -> list[int]:

@@ -62,6 +62,18 @@ def normal(value: Any) -> Any:
 
 def outcome(url: str, scheme: str, name: str, *, confirms: bool) -> Any:
     """Run a scenario, and clean up behind it."""
+    found = outcome_on_its_own(url, scheme, name, confirms=confirms)
+    with kombu.Connection(url.replace("amqp", "pyamqp", 1)) as again:
+        cleaner = again.channel()
+        for queue in QUEUES:
+            cleaner.queue_delete(queue)
+        for exchange in EXCHANGES:
+            cleaner.exchange_delete(exchange)
+    return found
+
+
+def outcome_on_its_own(url: str, scheme: str, name: str, *, confirms: bool) -> Any:
+    """Run a scenario on a broker that is there for nothing else."""
     log: list[Any] = []
     connection = kombu.Connection(url.replace("amqp", scheme, 1), transport_options={"confirm_publish": confirms})
     channel = connection.connect().channel()
@@ -72,12 +84,6 @@ def outcome(url: str, scheme: str, name: str, *, confirms: bool) -> Any:
         result = ["raised", normal(error)]
     state = [channel.is_open, connection.connected]
     connection.release()
-    with kombu.Connection(url.replace("amqp", "pyamqp", 1)) as again:
-        cleaner = again.channel()
-        for queue in QUEUES:
-            cleaner.queue_delete(queue)
-        for exchange in EXCHANGES:
-            cleaner.exchange_delete(exchange)
     return [result, normal(log), state]
 
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any
 
 import pytest
 from kombu.transport import pyamqp
 
 from qflow_client import kombu as ours
+from qflow_client.broker import Broker
 from tests.integration.parity import members, parameters, public, until_release
 
-from .parity import SCENARIOS, all_scenarios, outcome
+from .parity import SCENARIOS, all_scenarios, outcome_on_its_own
 
 # The newest releases that are known.
 KNOWN = {"amqp": "5.4.2", "kombu": "5.7.0"}
@@ -36,7 +36,7 @@ def test_every_public_member_of_the_channel_has_a_scenario() -> None:
 
 @all_scenarios
 @pytest.mark.parametrize("confirms", [False, True], ids=["unconfirmed", "confirmed"])
-def test_the_same_result_exception_and_order_of_callbacks(broker: Any, name: str, confirms: bool) -> None:
-    broker.delete_queue("q")
-    expected = outcome(broker.url, "pyamqp", name, confirms=confirms)
-    assert outcome(broker.url, "qflow", name, confirms=confirms) == expected
+def test_the_same_result_exception_and_order_of_callbacks(name: str, confirms: bool) -> None:
+    with Broker() as one, Broker() as other:
+        expected = outcome_on_its_own(one.url, "pyamqp", name, confirms=confirms)
+        assert outcome_on_its_own(other.url, "qflow", name, confirms=confirms) == expected
