@@ -15,6 +15,7 @@ def test_what_is_new_is_compiled_once(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
     monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
     monkeypatch.setattr(warm, "_FEW", 3)
+    monkeypatch.setattr(warm, "_CHARACTERS", f"open({str(tmp_path / 'characters')!r}, 'w')")
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
     files = [tmp_path / f"test_{number}.py" for number in range(3)]
     for file in files:
@@ -22,6 +23,7 @@ def test_what_is_new_is_compiled_once(tmp_path: Path, monkeypatch: pytest.Monkey
     assert warm.cold([tmp_path]) == warm.cold(files) == files
     assert warm.main([str(tmp_path)]) == 0
     assert warm.cold([tmp_path]) == []
+    assert (tmp_path / "characters").exists()
 
 
 def test_few_files_are_left_to_pytest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

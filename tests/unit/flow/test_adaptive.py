@@ -49,8 +49,10 @@ def adapted(conditions: Conditions, seconds: float, *, producers: int = 1) -> Si
 # What it finds.
 
 
+# A quick run takes the ends of each range, and CI also what lies between them.
 @pytest.mark.parametrize(
-    ("round_trip", "bottleneck"), [(0.0001, 60_000), (0.001, 30_000), (0.02, 30_000), (0.2, 20_000)]
+    ("round_trip", "bottleneck"),
+    [(0.0001, 60_000), *([] if EFFORT == "quick" else [(0.001, 30_000), (0.02, 30_000)]), (0.2, 20_000)],
 )
 def test_it_finds_what_is_under_way_on_paths_of_any_length_and_little_more(
     round_trip: float, bottleneck: float
@@ -119,7 +121,7 @@ def test_it_shrinks_when_a_queue_fills_and_holds_the_confirms_back() -> None:
     assert sum(simulation.confirmed) - consumed == pytest.approx(20 * 500, rel=0.05), "the consumer never waits"
 
 
-@pytest.mark.parametrize("producers", [1, 2, 8])
+@pytest.mark.parametrize("producers", [1, 8] if EFFORT == "quick" else [1, 2, 8])
 def test_overshoot_is_a_fraction_of_that_of_a_fixed_window(producers: int) -> None:
     fixed = Simulation(QUEUE, [WindowLimiter(1000) for _ in range(producers)])
     adaptive = Simulation(QUEUE, [AdaptiveWindow(MAXIMUM) for _ in range(producers)])
@@ -156,7 +158,9 @@ def test_it_shrinks_within_two_seconds_when_the_broker_becomes_slower() -> None:
     assert simulation.run(2.0) >= 0.95 * 2000
 
 
-@pytest.mark.parametrize(("before", "after"), [(0.001, 0.05), (0.05, 0.001), (0.02, 0.04)])
+@pytest.mark.parametrize(
+    ("before", "after"), [(0.001, 0.05), (0.05, 0.001), *([] if EFFORT == "quick" else [(0.02, 0.04)])]
+)
 def test_it_survives_that_the_way_becomes_another_one(before: float, after: float) -> None:
     conditions = Conditions(delay=before / 2, rate=8000)
     simulation = adapted(conditions, 3.0)
