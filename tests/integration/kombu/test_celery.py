@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from pathlib import Path
 
@@ -60,7 +61,8 @@ def test_a_worker_that_receives_sigterm_under_an_alarm_ends_in_time_and_loses_no
             assert watch.seconds < LIMIT
             log = of.log.read_text()
             assert "Warm shutdown" in log, log
-            assert "was not sent within 1 s" in log, log
+            # A busy machine may be some hundredths late.
+            assert re.search(r"was not sent within 1(\.\d+)? s,", log), log
             confirmed = set(noted.read_text().split())
             done = {path.name.removeprefix("celery-task-meta-") for path in results.iterdir()}
 
