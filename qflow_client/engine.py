@@ -14,6 +14,7 @@ import os
 import time
 import warnings
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -22,6 +23,7 @@ from qflow_client.core.protocol import ProducerProtocol
 from qflow_client.core.reporting import LogEntry
 from qflow_client.errors import NestedCall, UndeliveredMessages
 from qflow_client.flow import FlowManager
+from qflow_client.guard import NOT_TAKEN, Guard, NotTaken, is_inside
 from qflow_client.logs import log
 from qflow_client.message import Message
 from qflow_client.receipt import Receipt
@@ -54,6 +56,8 @@ class BaseEngine(ABC):
 
     #: The state. It is changed only by steps.
     protocol: ProducerProtocol
+    #: Held for each step.
+    lock: Guard
 
     def __init__(
         self,
@@ -84,28 +88,74 @@ class BaseEngine(ABC):
         #: Whether this process is a fork of the process that made the producer.
         self.is_copy = False
         self._pid = os.getpid()
+        # Steps that could not be taken, in the order in which they were asked for.
+        self._put_off: deque[Callable[[ProducerProtocol], object]] = deque()
 
     # Steps.
 
-    @abstractmethod
     def step(self, step: Callable[[ProducerProtocol], _T]) -> _T:
         """Take a step of the protocol, and do what follows."""
+        try:
+            result = self.lock.take(lambda: step(self.protocol))
+            self.kick()
+            return result
+        except BaseException:
+            if not is_inside():
+                self.recheck()
+            raise
 
-    @abstractmethod
-    def try_step(self, step: Callable[[ProducerProtocol], _T], deadline: float = 0.0) -> _T:
+    def try_step(self, step: Callable[[ProducerProtocol], _T], deadline: float = 0.0) -> _T | NotTaken:
         """Same as `step`, for a call of the application, which may hold a lock that another step waits for.
 
         Args:
             step: the step.
             deadline: as for `Guard.try_take`.
 
-        Raises:
-            NestedCall: the step could not be taken.
+        Returns:
+            As `Guard.try_take`.
         """
+        try:
+            result = self.lock.try_take(lambda: step(self.protocol), deadline)
+            if result is not NOT_TAKEN:
+                self.kick()
+            return result
+        except BaseException:
+            self.recheck()
+            raise
+
+    def ask(self, step: Callable[[ProducerProtocol], object]) -> None:
+        """Take a step without waiting for its result. If it cannot be taken now, it is taken later, in order."""
+        if self._put_off or not self.may_step or self.try_step(step) is NOT_TAKEN:
+            self.put_off(step)
+
+    def put_off(self, step: Callable[[ProducerProtocol], object]) -> None:
+        """Take a step later, on the I/O thread or in the loop."""
+        self._put_off.append(step)
+        self.call_later(self._take_put_off)
+
+    def _take_put_off(self) -> None:
+        def take(protocol: ProducerProtocol) -> None:
+            while self._put_off:
+                self._put_off.popleft()(protocol)
+
+        self.step(take)
+
+    @property
+    @abstractmethod
+    def may_step(self) -> bool:
+        """Whether this thread may take steps at all."""
 
     @abstractmethod
-    def ask(self, step: Callable[[ProducerProtocol], object]) -> None:
-        """Take a step without waiting for its result. If it cannot be taken now, it is taken later."""
+    def call_later(self, function: Callable[[], object]) -> None:
+        """Call a function on the I/O thread or in the loop."""
+
+    @abstractmethod
+    def kick(self) -> None:
+        """Have the output written, and the protocol's reports passed on."""
+
+    @abstractmethod
+    def recheck(self) -> None:
+        """Have a step taken, because an exception may have come before the follow-up of a step."""
 
     @abstractmethod
     def close_later(self, deadline: float) -> None:
@@ -151,18 +201,20 @@ class BaseEngine(ABC):
             NestedCall: the step could not be taken.
         """
         storage = self.storage
-        try:
-            if storage is None:
-                return self.try_step(
-                    lambda protocol: protocol.admission.send(payload, exchange, routing_key, _monotonic()), deadline
-                )
+        receipt: Receipt | NotTaken | None
+        if storage is None:
+            receipt = self.try_step(
+                lambda protocol: protocol.admission.send(payload, exchange, routing_key, _monotonic()), deadline
+            )
+        else:
             spills = spills and (self.settings.when_flowed is WhenFlowed.SPILL or self.is_in_callback)
-            return self.try_step(
+            receipt = self.try_step(
                 lambda _protocol: storage.store.send(payload, exchange, routing_key, _monotonic(), spills=spills),
                 deadline,
             )
-        except NestedCall:
-            raise NestedCall("a send", payload, exchange=exchange, routing_key=routing_key) from None
+        if receipt is NOT_TAKEN:
+            raise NestedCall("a send", payload, exchange=exchange, routing_key=routing_key)
+        return receipt
 
     # After a step.
 

@@ -8,7 +8,7 @@ an error, or the step is passed to the I/O thread. A send while there is room ne
 
 Foreign code inside a step may also wait for a lock of the application, such as that of a log handler. The thread that
 holds that lock may be in a call that waits for the step. So a call of the application waits for a step only until its
-deadline, or for `PATIENCE`, see `Guard.try_take`. After that it gets an error, or the step is passed to the I/O thread.
+deadline, see `Guard.try_take`. After that it gets an error, or the step is passed to the I/O thread.
 """
 
 from __future__ import annotations
@@ -16,20 +16,34 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from threading import TIMEOUT_MAX, get_ident
+from enum import Enum
+from threading import get_ident
 from types import TracebackType
-from typing import TypeVar
+from typing import Final, TypeVar
 
 from qflow_client.errors import NestedCall
 from qflow_client.forks import after_fork_in_child
 
-__all__ = ["LOOPS", "PATIENCE", "Guard", "check_can_wait", "is_inside", "serve", "take"]
+__all__ = ["LOOPS", "NOT_TAKEN", "Guard", "NotTaken", "check_can_wait", "is_inside", "serve", "take"]
 
 _T = TypeVar("_T")
 
 #: The shortest time in seconds that a call of the application waits for the step of another thread. A step takes far
 #: less.
 PATIENCE = 1.0
+# The longest.
+_LONGEST = 60.0
+# A wait has at least so many pieces. A process that is suspended meanwhile loses one of them.
+_PIECES = 10
+
+
+class NotTaken(Enum):
+    """The result of a step that could not be taken; nothing has changed. An exception might be a signal handler's."""
+
+    NOT_TAKEN = "not taken"
+
+
+NOT_TAKEN: Final = NotTaken.NOT_TAKEN
 
 # The threads that are inside a step, and the threads that connections depend on.
 _inside: set[int] = set()
@@ -86,6 +100,20 @@ def serve(run: Callable[[], None]) -> None:
         _serving.discard(me)
 
 
+def _wait(lock: threading.Lock, held: list[bool], deadline: float) -> None:
+    """Wait for a lock.
+
+    Args:
+        lock: the lock.
+        held: its last element is True once this thread has the lock.
+        deadline: as for `Guard.try_take`.
+    """
+    begun = time.monotonic()
+    until = max(begun + PATIENCE, min(deadline, begun + _LONGEST))
+    while not held[-1] and (len(held) <= _PIECES or time.monotonic() < until):
+        held.extend(map(lock.acquire, (True,), (PATIENCE / _PIECES,)))
+
+
 class Guard:
     """The lock for a state whose steps several threads take."""
 
@@ -110,39 +138,34 @@ class Guard:
         finally:
             _inside.discard(me)
 
-    def try_take(self, step: Callable[[], _T], deadline: float = 0.0) -> _T:
+    def try_take(self, step: Callable[[], _T], deadline: float = 0.0) -> _T | NotTaken:
         """Take a step for a call of the application, on any thread.
 
         Args:
             step: the step.
             deadline: until when to wait for the step of another thread, in seconds of `time.monotonic`; at least for
-                `PATIENCE`.
+                `PATIENCE`, at most for `_LONGEST`.
 
-        Raises:
-            NestedCall: this thread is inside a step, or the step of another thread has not ended in time.
+        Returns:
+            The result of the step. `NOT_TAKEN` if this thread is inside a step, or another thread's has not ended.
         """
         me = get_ident()
         if me in _inside:
-            raise NestedCall("a call")
+            return NOT_TAKEN
+        lock = self._lock
+        held: list[bool] = []
         try:
             _inside.add(me)
-            if _inside == {me}:
-                # No other thread holds the lock, and CPython runs no other thread before this one has it: a comparison
-                # of sets is not a call.
-                with self._lock:
-                    return step()
-            held: list[bool] = []
             try:
-                patience = min(max(PATIENCE, deadline - time.monotonic()), TIMEOUT_MAX)
                 # One call into C, so no interrupt comes between taking the lock and recording that.
-                held.extend(map(self._lock.acquire, (True,), (patience,)))
-                if not held[0]:
-                    raise NestedCall("a call")
-                return step()
+                held += map(lock.acquire, (False,))
+                if not held[-1]:
+                    _wait(lock, held, deadline)
+                return step() if held[-1] else NOT_TAKEN
             finally:
                 # Nothing is called before the lock is released, so no interrupt comes first.
-                if held and held[0]:
-                    self._lock.release()
+                if held and held[-1]:
+                    lock.release()
         finally:
             _inside.discard(me)
 

@@ -6,7 +6,7 @@ import time
 import weakref
 from abc import ABC
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 from qflow_client.core import calls
@@ -15,9 +15,10 @@ from qflow_client.core.limits import check_capacity
 from qflow_client.core.protocol import ProducerProtocol
 from qflow_client.core.tickets import SendTicket
 from qflow_client.engine import BaseEngine
-from qflow_client.errors import FlowControlTimeout, NestedCall, ProducerClosed, ProducerFlowed, SettingsError
+from qflow_client.errors import FlowControlTimeout, ProducerClosed, ProducerFlowed, SettingsError
 from qflow_client.events import FlowEvent, FlowState, HoldKind
 from qflow_client.flow import FlowManager, Hold
+from qflow_client.guard import NOT_TAKEN
 from qflow_client.health import Health
 from qflow_client.message import Message, RoutedMessage, as_body, give_back, with_position
 from qflow_client.position import Position
@@ -149,9 +150,8 @@ class BaseProducer(ABC):
             protocol.line.count_flowed_error()
             return protocol.reports.holds
 
-        try:
-            holds = self._engine.try_step(refuse)
-        except NestedCall:
+        holds = self._engine.try_step(refuse)
+        if holds is NOT_TAKEN:
             holds = self._protocol.reports.holds
         return cannot_wait.error(holds, 0.0, payload, cannot_wait.advice, exchange=exchange, routing_key=routing_key)
 
@@ -223,8 +223,7 @@ class BaseProducer(ABC):
         if self._engine.storage is None:
             raise ProducerClosed(self._protocol.closed or "the producer is not connected, so its outbox is not open")
         # If possible, an interrupted send is undone before.
-        with suppress(NestedCall):
-            self._engine.try_step(lambda protocol: protocol.on_timer(_monotonic()))
+        self._engine.try_step(lambda protocol: protocol.on_timer(_monotonic()))
         return self._engine.storage.outbox.position(source)
 
     # The window.
@@ -273,10 +272,8 @@ class BaseProducer(ABC):
     @property
     def flow_state(self) -> FlowState:
         """Whether the producer is flowed, by which holds, since when and how often."""
-        try:
-            return self._engine.try_step(lambda protocol: protocol.flow_state(_monotonic()))
-        except NestedCall:
-            return self._protocol.flow_seen(_monotonic())
+        state = self._engine.try_step(lambda protocol: protocol.flow_state(_monotonic()))
+        return self._protocol.flow_seen(_monotonic()) if state is NOT_TAKEN else state
 
     def health(self) -> Health:
         """The producer's health, for probes and dashboards. Any thread may read it (E12)."""

@@ -90,6 +90,8 @@ class Engine(BaseEngine):
         credentials: called for the credentials; ``None`` to use those of the URL.
     """
 
+    lock = LOOPS
+
     def __init__(
         self,
         settings: ProducerSettings,
@@ -235,42 +237,25 @@ class Engine(BaseEngine):
     def is_in_callback(self) -> bool:
         return self.deliveries is not None and self.dispatcher is not None and self.dispatcher.is_running
 
-    def step(self, step: Callable[[ProducerProtocol], _T]) -> _T:
-        return self._step(LOOPS.take, step)
+    @property
+    def may_step(self) -> bool:
+        return self.loop is None or self._thread in (None, threading.get_ident())
 
-    def try_step(self, step: Callable[[ProducerProtocol], _T], deadline: float = 0.0) -> _T:
-        return self._step(lambda take_it: LOOPS.try_take(take_it, deadline), step)
-
-    def _step(self, take: Callable[[Callable[[], _T]], _T], step: Callable[[ProducerProtocol], _T]) -> _T:
+    def call_later(self, function: Callable[[], object]) -> None:
+        if self.loop is None:
+            self._put_off.clear()
+            raise NestedCall("a call")
         try:
-            result = take(lambda: step(self.protocol))
-            self.kick()
-            return result
-        except NestedCall:
-            raise
-        except BaseException:
-            self.recheck()
-            raise
+            self.loop.call_soon_threadsafe(function)
+        except RuntimeError:
+            # A closed loop has nothing to hold.
+            self._put_off.clear()
 
     def recheck(self) -> None:
-        """Let the loop take a step, because an exception may have come before the follow-up of a step."""
         if self.loop is not None and not self.loop.is_closed():
             self.loop.call_soon(self.step, lambda protocol: protocol.on_timer(_monotonic()))
 
-    def ask(self, step: Callable[[ProducerProtocol], object]) -> None:
-        if self.loop is None or self._thread in (None, threading.get_ident()):
-            try:
-                self.try_step(step)
-                return
-            except NestedCall:
-                if self.loop is None:
-                    raise
-        # A closed loop has nothing to hold.
-        with suppress(RuntimeError):
-            self.loop.call_soon_threadsafe(self.step, step)
-
     def kick(self) -> None:
-        """Let the loop write the present output, and pass on the protocol's reports."""
         if self.link is not None and self.protocol.has_output:
             tapped = self.link.tapped
             if tapped is not None and not tapped.awake:

@@ -19,10 +19,10 @@ from qflow_client.aio.turn import Waiter
 from qflow_client.core import calls
 from qflow_client.core.calls import CannotWait, resume
 from qflow_client.credentials import Credentials
-from qflow_client.errors import ProducerClosed, SettingsError, UndeliveredMessages
+from qflow_client.errors import NestedCall, ProducerClosed, SettingsError, UndeliveredMessages
 from qflow_client.events import FlowEvent
 from qflow_client.flow import FlowManager, Line
-from qflow_client.guard import LOOPS, check_can_wait
+from qflow_client.guard import LOOPS, NOT_TAKEN, check_can_wait
 from qflow_client.manager import flow_manager
 from qflow_client.message import Message
 from qflow_client.position import Position
@@ -222,7 +222,7 @@ class AsyncProducer(BaseProducer):
         check_can_wait("send()", payload, exchange, routing_key)
         timeout = limit_of(timeout, self.settings)
         deadline = deadline_of(timeout)
-        receipt = self._engine.admit(payload, exchange, routing_key, spills=True)
+        receipt = self._engine.admit(payload, exchange, routing_key, deadline, spills=True)
         if receipt is None:
             if self._engine.turns is None:
                 raise self._not_connected(payload, exchange, routing_key)
@@ -242,7 +242,7 @@ class AsyncProducer(BaseProducer):
             raise self._refused(payload, exchange, routing_key, cannot_wait)
         ticket = self._make_ticket(payload, exchange, routing_key, 0.0, "", Waiter())
         try:
-            _, receipt = self._engine.try_step(
+            taken = self._engine.try_step(
                 lambda _protocol: resume(self._send_call(ticket, cannot_wait, notices=False), None)
             )
         except BaseException:
@@ -250,6 +250,9 @@ class AsyncProducer(BaseProducer):
             raise
         finally:
             self._engine.arm_timer()
+        if taken is NOT_TAKEN:
+            raise NestedCall("a send", payload, exchange=exchange, routing_key=routing_key)
+        _, receipt = taken
         assert receipt is not None
         return receipt
 

@@ -13,7 +13,7 @@ from qflow_client.core.calls import Call, resume
 from qflow_client.core.calls import send as send_call
 from qflow_client.core.protocol import ProducerProtocol
 from qflow_client.core.tickets import SendTicket
-from qflow_client.guard import LOOPS, is_inside
+from qflow_client.guard import LOOPS, NOT_TAKEN
 from qflow_client.message import Message
 from qflow_client.receipt import Receipt
 
@@ -168,22 +168,20 @@ class Turns:
 
     def give_up(self, ticket: SendTicket) -> None:
         """Give up a ticket. If its message was not admitted, it never will be."""
-        if is_inside():
-            # A finalizer may cancel a task, for example. A closed loop has no sends.
+        step = LOOPS.try_take(lambda: self._protocol().line.give_up(ticket, _monotonic()))
+        if step is NOT_TAKEN:
+            # A finalizer cancels a task, for example. A closed loop has no sends.
             with suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(self.give_up, ticket)
             return
-        LOOPS.take(lambda: self._protocol().line.give_up(ticket, _monotonic()))
-        # A ticket behind it may be admitted now.
+        # The ticket may have stood before a ticket that can be admitted now.
         self._kick()
 
     def _forget(self, waiter: Waiter | _Turn) -> None:
-        if is_inside():
-            # The garbage collector closes a coroutine that was dropped.
+        if LOOPS.try_take(lambda: self._protocol().waiters.forget(waiter)) is NOT_TAKEN:
+            # The collector closes a coroutine that was dropped, for example.
             with suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(self._forget, waiter)
-            return
-        LOOPS.take(lambda: self._protocol().waiters.forget(waiter))
 
     def _on_notice(self) -> None:
         self._notice = None

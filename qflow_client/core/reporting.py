@@ -364,7 +364,7 @@ def is_logged(level: int) -> bool:
     The result is that of `logging.Logger.isEnabledFor`, but this function takes no lock. `isEnabledFor` takes the lock
     of `logging`. Another thread may hold that lock and run a signal handler or a finalizer that waits for this step.
     """
-    return level > logger.manager.disable and level >= logger.getEffectiveLevel()
+    return not logger.disabled and level > logger.manager.disable and level >= logger.getEffectiveLevel()
 
 
 def _entries(level: int, text: str, *arguments: object, depth: int = 2) -> list[LogEntry]:

@@ -280,18 +280,23 @@ class SendLine:
         self._admission.is_granting = False
 
     def _admit_ticket(self, ticket: SendTicket, now: float) -> None:
-        if not ticket.claim():
-            # Its sender could not wait for a step to give the room back.
-            self._admission.limits.give_back(ticket.size)
-            ticket.cancelled = True
-            self.tickets.pop(ticket, None)
-            return
         try:
-            ticket.receipt, cost = self._admission.make_receipt(ticket.payload, ticket.exchange, ticket.routing_key)
-            self._admission.admit(ticket.receipt, cost, ticket.since, now)
+            receipt, cost = self._admission.make_receipt(ticket.payload, ticket.exchange, ticket.routing_key)
+            is_given_up = not ticket.claim()
+            if not is_given_up:
+                ticket.receipt = receipt
+                self._admission.admit(receipt, cost, ticket.since, now)
         except Exception as error:
+            if ticket.receipt is not None and ticket.receipt._number:
+                # The message is admitted, so the error is a signal handler's.
+                raise
             # The channel that opened meanwhile may take smaller frames. The sender gets the error.
             self._admission.limits.give_back(ticket.size)
             ticket.receipt, ticket.error = None, error
+        else:
+            if is_given_up:
+                # Its sender could not wait for a step to give it up.
+                self._admission.limits.give_back(ticket.size)
+                ticket.cancelled = True
         self._reports.wake.append(ticket.waiter)
         del self.tickets[ticket]

@@ -193,14 +193,16 @@ class OutboxStore:
         while self._spills and controller.waiting and self.outbox.has_room(controller.next_size):
             ticket = controller.dismiss()
             assert isinstance(ticket, SendTicket)
-            if not ticket.claim():
-                # Its sender could not wait for a step to give the message up.
-                ticket.cancelled = True
-                self._line.tickets.pop(ticket, None)
-                continue
             try:
-                self._spill(ticket.payload, ticket.exchange, ticket.routing_key, now, ticket)
+                if ticket.claim():
+                    self._spill(ticket.payload, ticket.exchange, ticket.routing_key, now, ticket)
+                else:
+                    # Its sender could not wait for a step to give the message up.
+                    ticket.cancelled = True
             except Exception as error:
+                if ticket.receipt is not None:
+                    # The message is in the outbox, so the error is a signal handler's.
+                    raise
                 # The sender gets the error, and the rest of the line continues.
                 ticket.error = error
             self._reports.wake.append(ticket.waiter)

@@ -21,7 +21,7 @@ from qflow_client.engine import DROPPED, BaseEngine
 from qflow_client.errors import ConnectionFailed, NestedCall, UndeliveredMessages
 from qflow_client.events import FlowEvent
 from qflow_client.flow import FlowManager, Line
-from qflow_client.guard import Guard, is_inside
+from qflow_client.guard import NOT_TAKEN, Guard, NotTaken
 from qflow_client.logs import log, write_log
 from qflow_client.receipt import Receipt
 from qflow_client.recovery import Reconnection, hosts_in_order
@@ -204,52 +204,28 @@ class Engine(BaseEngine):
     def is_in_callback(self) -> bool:
         return self.deliveries is not None and self.dispatcher.is_current_thread
 
-    def step(self, step: Callable[[ProducerProtocol], _T]) -> _T:
-        return self._step(self.lock.take, step)
-
-    def try_step(self, step: Callable[[ProducerProtocol], _T], deadline: float = 0.0) -> _T:
-        return self._step(lambda take_it: self.lock.try_take(take_it, deadline), step)
-
-    def _step(self, take: Callable[[Callable[[], _T]], _T], step: Callable[[ProducerProtocol], _T]) -> _T:
-        try:
-            result = take(lambda: step(self.protocol))
-            self._kick()
-            return result
-        except NestedCall:
-            raise
-        except BaseException:
-            self.recheck()
-            raise
-
-    def ask(self, step: Callable[[ProducerProtocol], object]) -> None:
-        try:
-            self.try_step(step)
-        except NestedCall:
-            self.call_later(lambda: self.step(step))
+    @property
+    def may_step(self) -> bool:
+        return True
 
     def call_later(self, function: Callable[[], object]) -> None:
-        """Call a function on the I/O thread."""
         assert self.link is not None
         self.link.services.add_callback_threadsafe(function)
 
     def recheck(self) -> None:
-        """Let the I/O thread take a step, because an exception may have come before the follow-up of a step."""
         link = self.link
         if link is None:
             return
         if not link.ended:
             link.look()
-        elif not is_inside():
-            self.lock.take(lambda: self.protocol.on_timer(_monotonic()))
-            self.after()
+        elif self.lock.try_take(lambda: self.protocol.on_timer(_monotonic())) is not NOT_TAKEN:
+            self._after(self.lock.try_take)
 
-    def _kick(self) -> None:
-        """Let the I/O thread write, and pass on the protocol's reports."""
+    def kick(self) -> None:
         link, protocol = self.link, self.protocol
         # While there is an I/O thread it does this, because Ctrl-C never comes there.
         if link is None or link.ended:
-            with suppress(NestedCall):
-                self.after(self.lock.try_take)
+            self._after(self.lock.try_take)
             return
         if not link.services.awake and protocol.has_output:
             link.services.wake()
@@ -261,18 +237,27 @@ class Engine(BaseEngine):
         if self.settings.rate is not None and self.link is not None:
             self.link.arm_timer()
 
-    def drive(self, call: Call[_T], waiter: Waiter, deadline: float, ticket: SendTicket | None = None) -> _T:
+    def drive(
+        self, call: Call[_T], waiter: Waiter, deadline: float | None, ticket: SendTicket | None = None
+    ) -> _T | NotTaken:
         """Run a call that waits, see `core.calls`.
 
         Args:
             call: the call.
             waiter: its waiter.
-            deadline: the end of the wait, in seconds.
+            deadline: the end of the wait, in seconds; ``None`` on a thread of this package, which holds no lock that a
+                step waits for.
             ticket: the ticket of a send. After an error it is given up. Without a ticket, `waiter` is forgotten.
 
-        Raises:
-            NestedCall: a step could not be taken, and nothing has changed.
+        Returns:
+            The result. `NOT_TAKEN` if a step could not be taken; then the message of `ticket` will not be sent.
         """
+
+        def go_on(*, begins: bool = False) -> tuple[float | None, _T | None] | NotTaken:
+            def step(_protocol: ProducerProtocol) -> tuple[float | None, _T | None]:
+                return resume(call, None if begins else _monotonic())
+
+            return self.step(step) if deadline is None else self.try_step(step, deadline)
 
         def undo(protocol: ProducerProtocol) -> None:
             if ticket is None:
@@ -281,41 +266,44 @@ class Engine(BaseEngine):
                 protocol.line.give_up(ticket, _monotonic())
 
         try:
-            until, result = self.try_step(lambda _protocol: resume(call, None), deadline)
+            now = go_on(begins=True)
             self.arm_timer()
-            while until is not None:
-                waiter.wait_until(until)
-                try:
-                    until, result = self.try_step(lambda _protocol: resume(call, _monotonic()), deadline)
-                except NestedCall:
-                    if ticket is None or ticket.claim(for_sender=True):
-                        raise
-                    # The outer step admits the message.
-        except NestedCall:
-            self.call_later(lambda: self.step(undo))
-            raise
+            while now is not NOT_TAKEN and now[0] is not None:
+                waiter.wait_until(now[0])
+                before, now = now, go_on()
+                if now is NOT_TAKEN and ticket is not None and not ticket.claim(for_sender=True):
+                    # The step that does not end has admitted the message, or is about to.
+                    receipt: Any = ticket.receipt
+                    now = before if receipt is None or receipt._number == 0 else (None, receipt)
         except BaseException:
+            if ticket is not None:
+                ticket.claim(for_sender=True)
             self.ask(undo)
             raise
-        return result  # type: ignore[return-value]  # the call has ended
+        if now is NOT_TAKEN:
+            self.put_off(undo)
+            return NOT_TAKEN
+        return now[1]  # type: ignore[return-value]  # the call has ended
 
     # After a step, without the lock.
 
-    def after(self, take: Callable[[Callable[[], _News]], _News] | None = None) -> None:
-        """Same as `BaseEngine.after`.
+    def after(self) -> None:
+        self._after(self.lock.take)
 
-        Args:
-            take: how to take the necessary step; by default, wait for the lock without limit.
-        """
+    def _after(self, take: Callable[[Callable[[], _News]], _News | NotTaken]) -> None:
         protocol = self.protocol
         if protocol.admission.observer is not None:
             protocol.admission.observer.tell(now=_monotonic())
         if protocol.reports.is_empty:
             return
-        wake, logs = (take or self.lock.take)(self._pass_on)
+        news = take(self._pass_on)
+        if news is NOT_TAKEN:
+            # The next step passes it on.
+            return
+        wake, logs = news
         for waiter in wake:
             waiter.set()
-        # This comes last, because it may take long.
+        # Last, because it may take some time.
         write_log(logs)
 
     def _pass_on(self) -> _News:
@@ -352,44 +340,65 @@ class Engine(BaseEngine):
         """
         first = False
 
-        def begin() -> None:
+        def begin() -> bool:
             nonlocal first
-            first = not self.ended
-            self.ended = True
+            first = self._begin_to_close()
+            return first
 
         waiter = Waiter()
         call = calls.close(self.protocol, waiter, deadline, _monotonic(), CLOSED, waits_for_holds=waits_for_holds)
         try:
-            self.lock.try_take(begin, deadline)
-            if first:
+            begun = self.lock.try_take(begin, deadline)
+            if begun is True:
                 self.unregister()
-                self.drive(call, waiter, deadline)
-                return self.end(good_bye_until(deadline), deadline if waits_for_holds else None)
-        except NestedCall:
-            if first:
-                self._end_later()
-            raise
+                if self.drive(call, waiter, deadline) is not NOT_TAKEN:
+                    return self.end(good_bye_until(deadline), deadline if waits_for_holds else None)
+                begun = NOT_TAKEN
+                self._on_own_thread(lambda: self._finish(deadline), deadline)
         except BaseException as error:
             # Mainly for Ctrl-C.
             if first:
                 leave_word(self.settings.name, error, self.end(BRIEF))
             raise
+        if begun is NOT_TAKEN:
+            raise NestedCall("close()")
         # A callback must not wait for the end of the callbacks.
         if not self.dispatcher.is_current_thread:
             self._all_ended.wait(deadline - _monotonic())
         return None
+
+    def _begin_to_close(self) -> bool:
+        """Begin to close, in a step; whether that is the first time."""
+        was_ended, self.ended = self.ended, True
+        return not was_ended
 
     def close_later(self, deadline: float) -> None:
         """Close on a separate thread, and log messages that are not delivered.
 
         The end of the process waits for the thread.
         """
-        self._leaves_until = deadline
 
         def close() -> None:
-            undelivered = self.close(deadline)
-            if undelivered is not None:
-                log(logging.WARNING, "%s: shut down: %s", self.settings.name, undelivered)
+            if self.lock.take(self._begin_to_close):
+                self._finish(deadline)
+
+        self._on_own_thread(close, deadline)
+
+    def _finish(self, deadline: float) -> None:
+        """Close, on a thread of this package, when that has begun."""
+        try:
+            self.unregister()
+            waiter = Waiter()
+            call = calls.close(self.protocol, waiter, deadline, _monotonic(), CLOSED, waits_for_holds=True)
+            self.drive(call, waiter, None)
+            undelivered = self.end(good_bye_until(deadline), deadline, self.lock.take)
+        finally:
+            self._all_ended.set()
+        if undelivered is not None:
+            log(logging.WARNING, "%s: shut down: %s", self.settings.name, undelivered)
+
+    def _on_own_thread(self, close: Callable[[], None], deadline: float) -> None:
+        self._leaves_until = deadline
 
         def begin(start_thread: Callable[[], object]) -> None:
             try:
@@ -402,29 +411,36 @@ class Engine(BaseEngine):
         # `threading.Thread.start` waits, which a signal handler must not do.
         begin(lambda: start_new_thread(begin, (thread.start,)))
 
-    def end(self, patience: float, deadline: float | None = None) -> UndeliveredMessages | None:
+    def end(
+        self,
+        patience: float,
+        deadline: float | None = None,
+        take: Callable[[Callable[[], Any]], Any] | None = None,
+    ) -> UndeliveredMessages | None:
         """End the connection and the callbacks. After Ctrl-C this is called again.
 
         Args:
             patience: seconds that each may take.
             deadline: the end of the calls of `on_delivery`, in seconds; ``None`` for `patience`.
+            take: takes the steps; `_take_last` by default.
 
         Returns:
             The error for messages that were not delivered.
         """
         assert self.link is not None
+        take = take or self._take_last
         try:
             # The result of the first call is still valid after Ctrl-C.
-            self._left = self._left or self._take_last(lambda: self.protocol.unsettled_receipts)
+            self._left = self._left or take(lambda: self.protocol.unsettled_receipts)
             self.unregister()
             self.detach()
             try:
                 self.link.close(patience)
             finally:
-                self.after(self._take_last)
+                self._after(take)
                 if self.observer is not None:
                     telemetry.unwatch(self.observer)
-                write_log(self._take_last(self.listeners.end))
+                write_log(take(self.listeners.end))
                 if self.deliveries is not None and deadline is not None:
                     patience = min(max(BRIEF, deadline - _monotonic()), threading.TIMEOUT_MAX)
                 self.dispatcher.stop(patience)
@@ -435,15 +451,13 @@ class Engine(BaseEngine):
             finally:
                 # Other threads that call `close` wait until here.
                 self._all_ended.set()
-        failures, dropped = self._take_last(self.take_failures)
+        failures, dropped = take(self.take_failures)
         return self.undelivered(failures, dropped, self._left)
 
     def _take_last(self, step: Callable[[], _T]) -> _T:
         """Take one of the last steps, even if another thread does not end its step, because no further step follows."""
-        try:
-            return self.lock.try_take(step)
-        except NestedCall:
-            return step()
+        result = self.lock.try_take(step)
+        return step() if result is NOT_TAKEN else result
 
     # Without the producer.
 
@@ -461,8 +475,8 @@ class Engine(BaseEngine):
         wait = self.settings.max_producer_flow_control_wait
         now, waiter = _monotonic(), Waiter()
         deadline = math.inf if wait is None else now + wait
-        self.drive(calls.close(self.protocol, waiter, deadline, now, DROPPED, waits_for_holds=True), waiter, deadline)
-        self._log_dropped(self.end(good_bye_until(deadline), deadline))
+        self.drive(calls.close(self.protocol, waiter, deadline, now, DROPPED, waits_for_holds=True), waiter, None)
+        self._log_dropped(self.end(good_bye_until(deadline), deadline, self.lock.take))
 
     # Forks and the end of the process.
 
@@ -487,5 +501,5 @@ class Engine(BaseEngine):
         self.drive(calls.drain(self.protocol, waiter, now + _AT_EXIT, now), waiter, now + _AT_EXIT)
         if self.storage is not None:
             self.storage.close(BRIEF)
-        self.lock.take(lambda: log_forgotten(self.protocol, self.storage))
+        self._take_last(lambda: log_forgotten(self.protocol, self.storage))
         self.ended = True

@@ -56,7 +56,10 @@ def store_many(
                 producer._check_position(position)
                 payload = with_position(payload, position)
             receipt: Any = engine.admit(
-                payload, settings.exchange if to is None else to, settings.routing_key if key is None else key
+                payload,
+                settings.exchange if to is None else to,
+                settings.routing_key if key is None else key,
+                deadline_of(timeout),
             )
             if receipt is None:
                 sent_to = options | {"exchange": to, "routing_key": key}

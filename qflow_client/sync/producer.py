@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from types import TracebackType
 from typing import Any, Self, Unpack
 
@@ -17,7 +18,7 @@ from qflow_client.credentials import Credentials
 from qflow_client.errors import NestedCall, ProducerClosed, SettingsError, UndeliveredMessages
 from qflow_client.events import FlowEvent
 from qflow_client.flow import FlowManager, Line
-from qflow_client.guard import check_can_wait, is_inside
+from qflow_client.guard import NOT_TAKEN, check_can_wait, is_inside
 from qflow_client.manager import flow_manager
 from qflow_client.message import Message
 from qflow_client.position import Position
@@ -222,12 +223,12 @@ class Producer(BaseProducer):
                 raise self._refused(payload, exchange, routing_key, cannot_wait)
         waiter = Waiter()
         ticket = self._make_ticket(payload, exchange, routing_key, timeout, source, waiter)
-        try:
-            return self._engine.drive(
-                self._send_call(ticket, cannot_wait, notices=True), waiter, ticket.deadline, ticket
-            )
-        except NestedCall:
-            raise NestedCall("a send", payload, exchange=exchange, routing_key=routing_key) from None
+        receipt = self._engine.drive(
+            self._send_call(ticket, cannot_wait, notices=True), waiter, ticket.deadline, ticket
+        )
+        if receipt is NOT_TAKEN:
+            raise NestedCall("a send", payload, exchange=exchange, routing_key=routing_key)
+        return receipt
 
     def _made_durable(self, receipt: Receipt, deadline: float) -> SyncReceipt:
         """Return the receipt; with an outbox, when its message is on disk."""
@@ -371,9 +372,13 @@ class Producer(BaseProducer):
         timeout = limit_of(timeout, self.settings)
         waiter = Waiter()
         deadline = deadline_of(timeout)
-        if not self._engine.drive(calls.flush(self._protocol, waiter, deadline), waiter, deadline):
+        is_flushed = self._engine.drive(calls.flush(self._protocol, waiter, deadline), waiter, deadline)
+        if not is_flushed:
             raise unflushed(self._protocol, self._engine.storage, timeout)
-        failures, dropped = self._engine.lock.try_take(self._engine.take_failures)
+        taken = is_flushed if is_flushed is NOT_TAKEN else self._engine.lock.try_take(self._engine.take_failures)
+        if taken is NOT_TAKEN:
+            raise NestedCall("flush()")
+        failures, dropped = taken
         if failures or dropped:
             raise UndeliveredMessages(failures, dropped=dropped)
 
@@ -393,11 +398,11 @@ class Producer(BaseProducer):
         deadline = deadline_of(timeout)
         check_can_wait("wait_unflowed()")
         waiter, in_callback = Waiter(), self._engine.is_in_callback
-        return self._engine.drive(
-            calls.wait_unflowed(self._protocol, waiter, deadline, _monotonic(), in_callback=in_callback),
-            waiter,
-            deadline,
-        )
+        call = calls.wait_unflowed(self._protocol, waiter, deadline, _monotonic(), in_callback=in_callback)
+        is_unflowed = self._engine.drive(call, waiter, deadline)
+        if is_unflowed is NOT_TAKEN:
+            raise NestedCall("wait_unflowed()")
+        return is_unflowed
 
     def _listen(self, add: Callable[[ProducerProtocol], None]) -> None:
         engine = self._engine
@@ -461,4 +466,6 @@ class Producer(BaseProducer):
         else:
             deadline = deadline_of(close_limit(DEFAULT, self.settings))
             check_can_wait("close()")
-            leave_word(self.settings.name, exc, self._engine.close(deadline, waits_for_holds=False))
+            # After a `NestedCall` the rest is logged.
+            with suppress(NestedCall):
+                leave_word(self.settings.name, exc, self._engine.close(deadline, waits_for_holds=False))

@@ -10,11 +10,15 @@ import asyncio
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 
 from qflow_client import AsyncProducer, FlowControlTimeout, NestedCall, Producer, guard
 from qflow_client.broker import Broker
+from qflow_client.core.admission import Admission
+from qflow_client.logs import flush_logs
+from qflow_client.sync.engine import Waiter
 
 from .tools import PATIENCE, bodies, eventually, start, wait_in_line
 
@@ -23,6 +27,21 @@ from .tools import PATIENCE, bodies, eventually, start, wait_in_line
 def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """The rule is the same, however long the wait."""
     monkeypatch.setattr(guard, "PATIENCE", 0.05)
+
+
+@pytest.fixture
+def goes_on(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """A call that waits goes on once this is set, and not before, whatever the time."""
+    event, wait_until = threading.Event(), Waiter.wait_until
+
+    def wait(waiter: Waiter, deadline: float) -> None:
+        if event.is_set():
+            wait_until(waiter, deadline)
+        else:
+            assert event.wait(PATIENCE)
+
+    monkeypatch.setattr(Waiter, "wait_until", wait)
+    return event
 
 
 class Handler:
@@ -34,7 +53,9 @@ class Handler:
     @contextmanager
     def logs_in_a_step_of(self, producer: Producer | AsyncProducer) -> Iterator[None]:
         """Have a thread wait for the lock inside a step, until the caller releases it; the caller gets it before."""
-        steps = producer._engine.lock if isinstance(producer, Producer) else guard.LOOPS
+        steps = producer._engine.lock
+        # The caller may drop it.
+        del producer
         inside = threading.Event()
 
         def step() -> None:
@@ -94,6 +115,34 @@ def test_E2_a_call_on_one_loop_does_not_wait_for_ever_for_a_step_on_another(brok
     assert bodies(broker) == [b"admitted"]
 
 
+def test_E2_the_error_of_a_signal_handler_does_not_say_that_a_message_was_not_sent(
+    broker: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    send = Admission.send
+
+    def interrupted(*arguments: Any) -> Any:
+        send(*arguments)
+        raise NestedCall("what the handler called")
+
+    with Producer(broker.url, routing_key="q", capacity=1) as producer:
+        monkeypatch.setattr(Admission, "send", interrupted)
+        with pytest.raises(NestedCall, match="what the handler called") as raised:
+            producer._engine.admit(b"sent", "", "q")
+        assert raised.value.message is None
+    assert bodies(broker) == [b"sent"]
+
+
+def test_E2_what_is_put_off_keeps_its_order(broker: Broker) -> None:
+    with Producer(broker.url, routing_key="q", capacity=1) as producer:
+        with Handler().logs_in_a_step_of(producer):
+            producer.capacity = 2
+            producer.pause()
+            producer.capacity = 3
+            producer.resume()
+        producer.send_many([b"1", b"2", b"3"], timeout=PATIENCE)
+        assert producer.capacity == 3
+
+
 @pytest.mark.parametrize("call", ["pause", "capacity", "on_flow"])
 def test_E2_what_needs_no_answer_is_done_once_the_step_has_ended(broker: Broker, call: str) -> None:
     told = threading.Event()
@@ -119,13 +168,14 @@ def test_E2_what_needs_no_answer_is_done_once_the_step_has_ended(broker: Broker,
             assert told.wait(PATIENCE)
 
 
-def test_E2_a_send_that_waits_in_line_is_given_up_at_its_deadline(broker: Broker) -> None:
+def test_E2_a_send_that_waits_in_line_is_given_up_at_its_deadline(broker: Broker, goes_on: threading.Event) -> None:
     with Producer(broker.url, routing_key="q", capacity=1) as producer:
         broker.withhold_confirms()
         producer.send(b"admitted")
-        sender = start(producer.send, b"refused", timeout=0.3)
+        sender = start(producer.send, b"refused", timeout=0.05)
         wait_in_line(producer, 1)
         with Handler().logs_in_a_step_of(producer):
+            goes_on.set()
             assert isinstance(sender.wait(), NestedCall)
         broker.release_confirms()
         # Its place in line is the next one's.
@@ -133,31 +183,69 @@ def test_E2_a_send_that_waits_in_line_is_given_up_at_its_deadline(broker: Broker
     assert bodies(broker) == [b"admitted", b"next"]
 
 
-def test_E2_a_send_waits_for_a_step_that_decides_about_its_message(broker: Broker) -> None:
+def test_E2_a_send_waits_for_a_step_that_decides_about_its_message(broker: Broker, goes_on: threading.Event) -> None:
     with Producer(broker.url, routing_key="q", capacity=1) as producer:
         broker.withhold_confirms()
         producer.send(b"admitted")
-        sender = start(producer.send, b"refused", timeout=0.1)
+        sender = start(producer.send, b"refused", timeout=0.05)
         wait_in_line(producer, 1)
         (ticket,) = producer._protocol.line.tickets
         with Handler().logs_in_a_step_of(producer):
             assert ticket.claim()
+            goes_on.set()
             eventually(lambda: len(ticket._claims) > 2, "the sender would give up, and may not")
         # Nothing has made room after all.
         assert isinstance(sender.wait(), FlowControlTimeout)
         broker.release_confirms()
 
 
-def test_E2_a_close_whose_steps_cannot_be_taken_ends_the_producer_later(broker: Broker) -> None:
+def test_E2_a_send_that_ctrl_c_ends_is_not_admitted_by_a_step_that_goes_on(
+    broker: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with Producer(broker.url, routing_key="q", capacity=1) as producer:
+        broker.withhold_confirms()
+        producer.send(b"admitted")
+        monkeypatch.setattr(Waiter, "wait_until", interrupt)
+        step = producer._engine.lock.take
+        with Handler().logs_in_a_step_of(producer), monkeypatch.context() as patched:
+            # It stands in line already.
+            patched.setattr(producer._engine.lock.__class__, "try_take", lambda _self, do, _deadline=0.0: do())
+            with pytest.raises(KeyboardInterrupt):
+                producer.send(b"given up")
+        monkeypatch.undo()
+        broker.release_confirms()
+        step(bool)
+    assert bodies(broker) == [b"admitted"]
+
+
+def test_E2_a_close_whose_steps_cannot_be_taken_ends_the_producer_later(
+    broker: Broker, caplog: pytest.LogCaptureFixture, goes_on: threading.Event
+) -> None:
     producer = Producer(broker.url, routing_key="q", capacity=1)
     broker.withhold_confirms()
     producer.send(b"admitted")
     handler = Handler()
-    closer = start(producer.close, timeout=0.3)
+    closer = start(producer.close, timeout=0.05)
     eventually(lambda: producer.closed, "the close has begun")
     with handler.logs_in_a_step_of(producer):
+        goes_on.set()
         assert isinstance(closer.wait(), NestedCall)
-    broker.release_confirms()
     producer.close(timeout=PATIENCE)
-    assert bodies(broker) == [b"admitted"]
+    eventually(lambda: not broker.connections())
+    assert flush_logs(PATIENCE)
+    assert "shut down: 1 admitted messages were not delivered" in caplog.text
+
+
+def test_E2_a_dropped_producer_ends_however_long_a_step_takes(broker: Broker) -> None:
+    producer = Producer(broker.url, routing_key="q", capacity=1)
+    engine = producer._engine
+    with Handler().logs_in_a_step_of(producer):
+        with pytest.warns(ResourceWarning):
+            del producer
+        # Longer than a call of the application would wait.
+        assert not engine._all_ended.wait(0.2)
+    assert engine._all_ended.wait(PATIENCE)
     eventually(lambda: not broker.connections())

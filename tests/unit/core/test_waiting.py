@@ -8,6 +8,7 @@ import pytest
 
 from qflow_client import FlowControlTimeout, ProducerClosed, ProducerFlowed
 from qflow_client.core import calls
+from qflow_client.core.admission import Admission
 from qflow_client.core.calls import CannotWait, resume
 from qflow_client.core.protocol import ProducerProtocol
 from qflow_client.core.tickets import SendTicket
@@ -119,6 +120,29 @@ def test_E2_a_message_that_its_sender_gave_up_without_a_step_is_never_admitted_a
     assert protocol.limits.byte_window is not None
     assert (protocol.window.used, protocol.limits.byte_window.used) == (1, 1)
     assert list(protocol.line.tickets) == []
+
+
+def test_E2_the_error_of_a_signal_handler_takes_no_room_from_a_message_that_is_admitted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    protocol = full()
+    ticket = ticket_of(protocol)
+    protocol.line.stand_in_line(ticket, 0.0)
+    admit = Admission.admit
+
+    def interrupted(*arguments: Any) -> None:
+        admit(*arguments)
+        raise ValueError("the handler's")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Admission, "admit", interrupted)
+        with pytest.raises(ValueError, match="the handler's"):
+            protocol.on_ack(1, False, 1.0)
+    protocol.on_timer(1.0)
+    assert ticket.receipt is not None
+    assert protocol.unsettled_receipts == (ticket.receipt,)
+    assert protocol.window.used == 1
+    assert "me" in protocol.reports.wake
 
 
 def test_E2_a_sender_cannot_give_up_what_is_being_admitted() -> None:

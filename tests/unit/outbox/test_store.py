@@ -281,6 +281,31 @@ def test_E2_a_message_that_its_sender_gave_up_without_a_step_is_not_spilled(path
     kept.outbox.close()
 
 
+def test_E2_the_error_of_a_signal_handler_is_not_that_of_a_message_that_is_spilled(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = Kept(path, when_flowed="spill", outbox_max_bytes=800)
+    kept.send(bytes(500))
+    kept.write()
+    kept.protocol.hold("paused", kept.now)
+    ticket = place(kept.protocol, bytes(400), kept.now, waiter="me")
+    kept.protocol.on_ack(1, False, kept.now)
+    kept.outbox.commit()
+
+    def interrupted() -> None:
+        raise ValueError("the handler's")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(kept.store.backlog, "request_next", interrupted)
+        with pytest.raises(ValueError, match="the handler's"):
+            kept.turn()
+    kept.turn()
+    assert ticket.receipt is not None
+    assert ticket.error is None
+    assert kept.outbox.last == 2
+    kept.outbox.close()
+
+
 def test_the_receipt_of_a_spilled_message_says_that_it_is_damaged_on_disk(path: Path) -> None:
     kept = Kept(path, when_flowed="spill", capacity=1)
     kept.protocol.hold("paused", kept.now)
