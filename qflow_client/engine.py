@@ -159,7 +159,7 @@ class BaseEngine(ABC):
 
     @abstractmethod
     def close_later(self, deadline: float) -> None:
-        """Begin to close, and return at once. Messages that are not delivered in the end are logged.
+        """Begin to close, and return immediately. Messages that are not delivered in the end are logged.
 
         Args:
             deadline: the end of the wait for unsettled messages, in seconds.

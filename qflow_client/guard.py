@@ -58,7 +58,7 @@ def is_inside() -> bool:
 def check_can_wait(
     what: str, message: object = None, exchange: str | None = None, routing_key: str | None = None
 ) -> None:
-    """Raise an error in a place where a wait could last for ever.
+    """Raise an error in a place where a wait might never end.
 
     Args:
         what: the call, for people.

@@ -1,8 +1,8 @@
 """Passes the library's messages to the application's log.
 
 A log handler is code of the application. It may block, raise, or send by the same producer. So no handler runs on a
-thread that a connection needs, or inside a step of a protocol. Records are made at once, and a separate thread of the
-process passes them to the handlers.
+thread that a connection needs, or inside a step of a protocol. Records are made immediately, and a separate thread of
+the process passes them to the handlers.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def _record(entry: LogEntry, error: BaseException | None = None) -> logging.LogR
 
 
 def log(level: int, text: str, *arguments: object, error: BaseException | None = None) -> None:
-    """Log a message. This returns at once, and never raises.
+    """Log a message. This returns immediately, and never raises.
 
     Args:
         level: of `logging`.

@@ -29,7 +29,7 @@ from qflow_client.skin import CLOSED, DEFAULT, close_limit, deadline_of, kinds_o
 
 __all__ = ["BaseProducer", "resolve", "split"]
 
-# The advice of an error when `send` raises it at once: what would wait instead.
+# The advice in an error that `send` raises immediately: how to wait instead.
 _LONGER_WAITS = "a longer timeout waits"
 _BLOCKING_WAITS = "when_flowed='block' waits"
 
@@ -131,7 +131,7 @@ class BaseProducer(ABC):
         source: str,
         waiter: object,
     ) -> SendTicket:
-        """Make the ticket of a message that could not be admitted at once."""
+        """Make the ticket of a message that could not be admitted immediately."""
         engine = self._engine
         first = engine.is_in_callback
         return engine.protocol.line.make_ticket(
@@ -156,7 +156,7 @@ class BaseProducer(ABC):
         return cannot_wait.error(holds, 0.0, payload, cannot_wait.advice, exchange=exchange, routing_key=routing_key)
 
     def _cannot_wait_in_send(self, timeout: float | None) -> CannotWait | None:
-        """Return the error of `send` for a message that cannot be admitted at once; ``None`` if it waits."""
+        """Return the error of `send` for a message that cannot be admitted immediately; ``None`` if it waits."""
         if self.settings.when_flowed is WhenFlowed.RAISE:
             return CannotWait(ProducerFlowed, _BLOCKING_WAITS)
         if timeout is not None and timeout <= 0:
@@ -164,7 +164,7 @@ class BaseProducer(ABC):
         return None
 
     def _cannot_wait_in_send_nowait(self) -> CannotWait:
-        """Return the error of `send_nowait` for a message that cannot be admitted at once."""
+        """Return the error of `send_nowait` for a message that cannot be admitted immediately."""
         match self.settings.when_flowed:
             case WhenFlowed.RAISE:
                 advice = f"send() with {_BLOCKING_WAITS}"
@@ -190,10 +190,10 @@ class BaseProducer(ABC):
 
     @contextmanager
     def _stored_with(self, payload: bytes | Message, position: Position) -> Iterator[Message]:
-        """Run a block that sends a message with a position.
+        """Add a position to the message that a block sends.
 
         Yields:
-            The message to send. Errors contain the message that was passed.
+            The message to send. Errors contain the message without the position.
         """
         self._check_position(position)
         try:
@@ -340,7 +340,7 @@ class BaseProducer(ABC):
             engine.ask(add)
 
     def shutdown(self, timeout: float | None = DEFAULT) -> None:
-        """Begin to close, and return at once; for signal handlers (E12).
+        """Begin to close, and return immediately; for signal handlers (E12).
 
         From now on nothing is admitted. Messages that are not delivered in the end are logged. A later `close`, such as
         that of a ``with`` block, waits for the end.

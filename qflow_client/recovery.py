@@ -101,7 +101,7 @@ def hosts_in_order(settings: ProducerSettings) -> tuple[str, ...]:
 
 
 class Reconnection:
-    """Decides which host is tried at which time after a loss, and when to give up.
+    """Decides after a loss when each host is tried, and when the producer stops trying.
 
     The host of the lost connection comes first, then the other hosts, then there is a pause.
 
@@ -279,7 +279,7 @@ class Watch:
 
     def opened(self, now: float) -> None:
         """Record a new connection."""
-        # Since when confirms are due and nothing came.
+        # Since when the broker has sent nothing although it owes confirms.
         self._silent_since = now
         # When the unanswered probe was sent; ``None`` if there is none.
         self._probed_at: float | None = None

@@ -59,7 +59,7 @@ class WhenFlowed(StrEnum):
 
     #: Wait, at most for `max_producer_flow_control_wait`.
     BLOCK = "block"
-    #: Raise `ProducerFlowed` at once.
+    #: Raise `ProducerFlowed` immediately.
     RAISE = "raise"
     #: Put the message into the outbox, to be sent later.
     SPILL = "spill"
@@ -107,7 +107,7 @@ class OnOutboxFull(StrEnum):
 
     #: Wait, at most for `max_producer_flow_control_wait`, as while the producer is flowed.
     BLOCK = "block"
-    #: Raise `OutboxFull` at once.
+    #: Raise `OutboxFull` immediately.
     RAISE = "raise"
 
 
@@ -279,7 +279,8 @@ class ProducerSettings:
         capacity_max: the upper limit of ``"auto"`` (C6); without effect on a number.
         capacity_bytes: the most body bytes of unsettled messages. A larger message is admitted alone. ``None`` for no
             limit.
-        max_producer_flow_control_wait: seconds that a `send` may stay blocked; ``None`` for ever, 0 not at all (A4).
+        max_producer_flow_control_wait: seconds that a `send` may stay blocked; ``None`` for no limit, 0 to raise
+            immediately (A4).
         when_flowed: what `send` does while the producer is flowed: ``"block"``, ``"raise"`` or ``"spill"`` (D1). To
             spill means to put the message into the `outbox`, from which it is sent later, in order.
         confirms: ask the broker for publisher confirms. Without confirms, a receipt has the outcome ``sent`` when the
@@ -289,8 +290,8 @@ class ProducerSettings:
             is the resulting value.
         message_ids: assign a message id to every message without one.
         rate: the most messages per second, on average; ``None`` for no limit (F2 F6).
-        rate_burst: how many messages may pass at once after a rest. ``None`` allows as many as the rate gives in 50 ms,
-            so that a sender that wakes up late catches up.
+        rate_burst: how many messages may pass without a pause after an idle time. ``None`` allows as many as the rate
+            gives in 50 ms, so that a sender that wakes up late catches up.
         max_unwritten_bytes: the most bytes that may be admitted and not yet written. Above it the producer is held by
             ``transport``.
         max_failed_bytes: the most bytes of failed receipts that are kept for `flush` and `close`, because the
@@ -304,7 +305,7 @@ class ProducerSettings:
             channel.
         connect_in_background: make the producer without waiting for the broker (E12). It is ``disconnected`` at first,
             and tries all hosts repeatedly, as after a lost connection. With an outbox and ``when_flowed="spill"`` it
-            accepts messages at once.
+            accepts messages immediately.
         close_timeout: the default timeout of `close`, and of the end of a ``with`` block, in seconds. It is limited by
             `max_producer_flow_control_wait` (E12). ``None`` for that limit only.
         on_disconnect: ``"republish"`` or ``"fail"``: what happens to unsettled messages when the connection is lost and
@@ -313,10 +314,10 @@ class ProducerSettings:
             for no limit, 0 to end with its first connection.
         reconnect_delay: seconds before the first try to reconnect. Each further pause, after all hosts were tried, is
             twice as long.
-        reconnect_delay_max: the longest pause in seconds. If a connection holds for less than this time, the pauses
-            continue to grow, and no message is suspected as the cause of the loss.
+        reconnect_delay_max: the longest pause in seconds. If a connection stays open for less than this time, the
+            pauses continue to grow, and no message is suspected as the cause of the loss.
         reconnect_jitter: the largest random extension of a pause, as a part of it; 0 for none. So the clients of a
-            broker do not all reconnect at once. It applies to the pauses after refusals, too.
+            broker do not all reconnect at the same time. It applies to the pauses after refusals, too.
         host_order: ``"given"`` or ``"shuffled"``: the order in which the hosts are tried, if `url` names several (E15).
         on_blocked: ``"wait"`` or ``"failover"``: what happens while the broker blocks the connection
             (``Connection.Blocked``), if `url` names several hosts (E15).
@@ -325,7 +326,7 @@ class ProducerSettings:
         return_to_first: seconds for which the first host has to answer before a producer that is connected to another
             host returns to it (E15). The first host is probed four times in this period. If it then loses the producer
             within this time, the next wait is twice as long. ``None`` for no return.
-        liveness: seconds that the broker may send nothing while confirms are due (E15). After that the producer sends a
+        liveness: seconds that the broker may send nothing while it owes confirms (E15). After that the producer sends a
             probe. If nothing comes for half as long again, it ends the connection and tries the next host first.
             ``None`` to rely on heartbeats.
         on_refused: ``"retry"`` or ``"fail"``: what happens to a message that the broker refuses because it has no room.
@@ -496,7 +497,7 @@ class ProducerSettings:
 
     @property
     def burst(self) -> int:
-        """How many messages may pass at once after a rest, if there is a `rate`."""
+        """How many messages may pass without a pause after an idle time, if there is a `rate`."""
         return self.rate_burst or max(1, int((self.rate or 0) * _CATCHES_UP))
 
     @property

@@ -85,8 +85,8 @@ DEFAULT: Any = _Default()
 GOOD_BYE = 3.0
 BRIEF = 0.3
 
-# Bytes that are passed to a socket at once. Bytes that the kernel has not taken can still be withheld after a stop. A
-# large chunk costs only the memory to join it. Above 128 KiB, the C library would request that memory from the kernel
+# Bytes that are passed to a socket in one call. Bytes that the kernel has not taken can still be withheld after a stop.
+# A large chunk costs only the memory to join it. Above 128 KiB, the C library would request that memory from the kernel
 # each time. A TLS write that has begun cannot be taken back, so with TLS a chunk is one record.
 WRITE_CHUNK = 1 << 16
 TLS_WRITE_CHUNK = 1 << 14
@@ -96,7 +96,8 @@ _INFORMATION = "AMQP 0-9-1 producers that obey the broker's flow control"
 # After at most this many receipts it is recorded that `on_delivery` was called with them.
 _TELL_AT_ONCE = 100
 
-#: Why a producer that connects in the background is disconnected at first. If it gives up, this is a part of the error.
+#: Why a producer that connects in the background is disconnected at first. If it stops trying, this is a part of the
+#: error.
 NOT_CONNECTED = "it is not connected yet"
 
 # Why a producer that was closed takes no more messages.
@@ -165,7 +166,7 @@ def deadline_of(timeout: float | None) -> float:
     """Return the deadline of a call that begins now, in seconds.
 
     Args:
-        timeout: seconds; ``None`` for ever.
+        timeout: seconds; ``None`` for no limit.
 
     Raises:
         TypeError, ValueError: it is not a number.

@@ -108,7 +108,7 @@ def _version() -> str:
 
 
 def destination_name(exchange: str, routing_key: str) -> str:
-    """Return ``messaging.destination.name`` of a publish, by the conventions for RabbitMQ."""
+    """Return ``messaging.destination.name`` of a published message, by the conventions for RabbitMQ."""
     return ":".join(filter(None, (exchange, routing_key))) or "amq.default"
 
 

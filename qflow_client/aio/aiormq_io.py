@@ -33,7 +33,7 @@ from qflow_client.telemetry import peer_of
 
 __all__ = ["OrderAddresses", "TapTransport", "TapTransportFactory"]
 
-# The library has to wait while more of its bytes than this are unwritten.
+# The library has to wait while more than this number of its bytes are unwritten.
 _LIBRARY_HIGH = 1 << 16
 
 _UNBLOCKED = frame(METHOD_FRAME, 0, CONNECTION_UNBLOCKED)

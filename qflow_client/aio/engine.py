@@ -280,7 +280,7 @@ class Engine(BaseEngine):
         return await turns.drive(call, waiter)
 
     async def made_durable(self, receipt: Receipt, deadline: float) -> None:
-        """Return when a message is on disk. Without an outbox, return at once.
+        """Return when a message is on disk. Without an outbox, return immediately.
 
         Args:
             receipt: of the message.

@@ -340,7 +340,7 @@ class Link:
     async def close(self, patience: float) -> None:
         """Give up all unsettled messages, and close the channel, and the connection if the producer owns it.
 
-        If it is cancelled, it still gives up all unsettled messages, and aborts an own connection.
+        If it is cancelled, it still settles all unsettled messages, and aborts its own connection.
 
         Args:
             patience: seconds that the broker may take to answer.
@@ -613,7 +613,8 @@ class Link:
         if self._ended is not None and not self._ended.done() and self._message_ended():
             self._ended.set_result(None)
         protocol = self._protocol
-        # A stop is answered at once. A restart sends the messages that waited for it at once.
+        # The answer to a stop is written immediately. The answer to a restart is written together with the waiting
+        # messages.
         return protocol.unwritten > _ENOUGH or (protocol.is_stopped and protocol.has_answer)
 
 

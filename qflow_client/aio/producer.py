@@ -166,8 +166,8 @@ class AsyncProducer(BaseProducer):
             message: the body, or a `Message` with properties.
             exchange: the exchange; by default that of a `RoutedMessage`, for other messages the setting.
             routing_key: the routing key; the same default.
-            timeout: seconds that it may stay blocked; ``None`` for ever, 0 not at all. The default is the setting
-                `max_producer_flow_control_wait`.
+            timeout: seconds that it may stay blocked; ``None`` for no limit, 0 to raise immediately. The default is the
+                setting `max_producer_flow_control_wait`.
             source: the source of the message, for a `WeightedLine`.
             position: how far the source of the message has been read, stored in the same commit of the outbox (E13);
                 ``None`` for none. The message is written to the broker only when it is on disk.
@@ -388,7 +388,7 @@ class AsyncProducer(BaseProducer):
         """Wait until all messages that were admitted before are settled.
 
         Args:
-            timeout: seconds; ``None`` for ever. The default is the setting `max_producer_flow_control_wait`.
+            timeout: seconds; ``None`` for no limit. The default is the setting `max_producer_flow_control_wait`.
 
         Raises:
             ConfirmTimeout: some messages are not settled; their outcome is not known yet.
@@ -409,7 +409,7 @@ class AsyncProducer(BaseProducer):
         """Wait until there are no holds.
 
         Args:
-            timeout: seconds; ``None`` for ever.
+            timeout: seconds; ``None`` for no limit.
 
         Returns:
             True if there are no holds; False after the timeout.
@@ -451,12 +451,12 @@ class AsyncProducer(BaseProducer):
         After the timeout it returns within a second, whatever the broker and the network do.
 
         A second call only waits for the end of the first. If the first call is cancelled, the producer gives up all
-        unsettled messages at once and aborts the connection. The messages that it gave up are logged, and are in the
-        attribute ``undelivered`` of the `asyncio.CancelledError`. This error is raised within a second, when no part of
-        the producer runs any more.
+        unsettled messages immediately and aborts the connection. These messages are logged, and are in the attribute
+        ``undelivered`` of the `asyncio.CancelledError`. This error is raised within a second, when no part of the
+        producer runs any more.
 
         Args:
-            timeout: seconds that messages may take to be settled; ``None`` for ever. The default is the setting
+            timeout: seconds that messages may take to be settled; ``None`` for no limit. The default is the setting
                 `close_timeout`.
 
         Raises:

@@ -29,7 +29,7 @@ class AsyncReceipt(Receipt):
         """Wait until the message is settled.
 
         Args:
-            timeout: seconds; ``None`` for ever.
+            timeout: seconds; ``None`` for no limit.
 
         Returns:
             Whether the message is settled.
@@ -51,7 +51,7 @@ class AsyncReceipt(Receipt):
         """Wait for the outcome.
 
         Args:
-            timeout: seconds; ``None`` for ever.
+            timeout: seconds; ``None`` for no limit.
 
         Returns:
             `Outcome.CONFIRMED`, or `Outcome.SENT` in a producer without confirms.

@@ -57,10 +57,10 @@ class Waiter(asyncio.Future[None]):
 class _Turn(asyncio.Future[None]):
     """The waiter of a send: done when its ticket is decided, or its time is over.
 
-    A cancel gives up the ticket immediately, so the message is admitted before the cancel, or never.
+    A cancelled task withdraws its ticket immediately, so the message is admitted before the cancel, or never.
 
     Args:
-        turns: gives up the ticket. A bound method would use 80 bytes more for each send that waits.
+        turns: withdraws the ticket. A bound method would use 80 bytes more for each waiting call of `send`.
         loop: the loop.
     """
 
@@ -124,7 +124,7 @@ class Turns:
             payload: the message.
             exchange: the exchange.
             routing_key: the routing key.
-            timeout: seconds; ``None`` for ever.
+            timeout: seconds; ``None`` for no limit.
             source: the source of the message, for a `WeightedLine`.
 
         Raises:

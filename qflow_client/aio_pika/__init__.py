@@ -65,7 +65,7 @@ __all__ = [
     "wrap",
 ]
 
-# Some releases of aio-pika have more.
+# Some versions of aio-pika have more.
 __all__ += [_name for _name in getattr(_aio_pika, "__all__", ()) if _name not in __all__]
 
 # So that "import aio_pika.exceptions" can become "import qflow_client.aio_pika.exceptions".

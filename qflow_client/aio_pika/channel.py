@@ -1,4 +1,4 @@
-"""`aio_pika.channel`, with flow control: a publish waits for a limited time."""
+"""`aio_pika.channel`, with flow control: publishing waits for a limited time."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["Channel"]
 
 
 class Channel(_aio_pika.Channel):
-    """aio-pika's `Channel`. While the broker has stopped it, a publish by its exchanges waits for a limited time.
+    """aio-pika's `Channel`. While the broker has stopped it, `publish` of its exchanges waits for a limited time.
 
     ``Channel.Flow`` is answered and stops publishing. ``Connection.Blocked``, a full window of unconfirmed messages, a
     rate limit and a full socket stop publishing, too. All other I/O continues meanwhile.
@@ -130,7 +130,7 @@ class Channel(_aio_pika.Channel):
         """Wait until there are no holds.
 
         Args:
-            timeout: seconds; ``None`` for ever.
+            timeout: seconds; ``None`` for no limit.
 
         Returns:
             True if there are no holds; False after the timeout.

@@ -146,7 +146,7 @@ class ChannelFlow(DropInFlow):
         self._reason: BaseException | None = None
         # True while a call of `after` is scheduled on the loop.
         self._passes_on = False
-        # Calls the protocol when its timer is due.
+        # Calls the protocol at the time that it has asked for.
         self._timer: asyncio.TimerHandle | None = None
         self._turns = Turns(self._loop, lambda: self.protocol, self._kick, self._arm)
 
@@ -187,7 +187,7 @@ class ChannelFlow(DropInFlow):
             if moved:
                 closing.add_done_callback(told)
         else:
-            # Newer releases of aiormq give every caller a separate future, which is done late.
+            # Newer versions of aiormq return a separate future to every caller, which is done late.
             channel.create_future().add_done_callback(ended)
         flow_manager.register(self)
         self._after_io()
@@ -520,12 +520,13 @@ class ChannelFlow(DropInFlow):
         self._dispatcher.call(listener, event)
 
     def _after_io(self) -> bool:
-        """Return True if the output must not wait for the tasks that are woken now."""
+        """Return True if the output has to be written before the woken tasks run."""
         self.after()
         if self.settings.rate is not None:
             self._arm()
         protocol = self.protocol
-        # A stop is answered at once. A restart sends the messages that waited for it at once.
+        # The answer to a stop is written immediately. The answer to a restart is written together with the waiting
+        # messages.
         return protocol.unwritten > _ENOUGH or (protocol.is_stopped and protocol.has_answer)
 
     def _kick(self) -> None:
@@ -540,7 +541,7 @@ class ChannelFlow(DropInFlow):
             self._passes_on = True
 
     def _arm(self) -> None:
-        """Call the protocol when its timer is due."""
+        """Start the timer for the protocol's next time, if it has one."""
         now = _monotonic()
         at = self.protocol.next_timer(now)
         if at is not None and self._timer is None:

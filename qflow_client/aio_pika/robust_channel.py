@@ -50,7 +50,7 @@ class _Exchange(aio_pika.RobustExchange):
 
 
 class RobustChannel(Channel, _aio_pika.RobustChannel):
-    """aio-pika's `RobustChannel`. While the broker has stopped it, a publish by its exchanges waits.
+    """aio-pika's `RobustChannel`. While the broker has stopped it, `publish` of its exchanges waits.
 
     If the connection is lost, waiting tasks continue to wait until aio-pika has restored the channel, or until their
     timeout. The flow state of the last channel is discarded. The flow state of the new channel is tracked from its

@@ -2,8 +2,8 @@
 
 There is no tap at their socket; `QueueCarrier` replaces it. aiormq reads the socket and puts the frames of a channel
 into the channel's queue `frames`. It writes the entries of the connection's `write_queue`. The carrier takes the frames
-that concern publishing before they reach `frames`. It puts a *turn* into `write_queue`. When aiormq's writer reaches
-the turn, the turn asks the protocol for bytes. So no message begins before aiormq passes it to asyncio.
+that concern publishing before they reach `frames`. It puts a `_Turn` into `write_queue`. When aiormq's writer reads the
+`_Turn`, it gets the next bytes from the protocol. So no message begins before aiormq passes it to asyncio.
 """
 
 from __future__ import annotations
@@ -137,9 +137,9 @@ class QueueCarrier:
         # Basic.Return and the header of a returned message whose content is not complete, and the body so far.
         self._returned: tuple[spec.Basic.Return, ContentHeader | None] | None = None
         self._body = b""
-        #: Whether a turn is in the queue, or waits for room there.
+        #: Whether a `_Turn` is in the queue, or waits for room there.
         self.awake = False
-        #: Whether the bytes of the last turn are still on their way to the socket.
+        #: Whether the bytes of the last `_Turn` are not passed to the socket yet.
         self.full = False
         self._putting: asyncio.Task[None] | None = None
 
@@ -254,7 +254,7 @@ class QueueCarrier:
     # Writing.
 
     def pump(self) -> None:
-        """Put a turn into the writer's queue if there may be output."""
+        """Put a `_Turn` into the writer's queue if there may be output."""
         protocol = self._protocol
         if self.awake or protocol is None or not (protocol.has_answer or protocol.unwritten > 0):
             return
@@ -277,7 +277,7 @@ class QueueCarrier:
         return data
 
     def end_turn(self) -> None:
-        """Record that the bytes of the turn are on their way, and asyncio takes more."""
+        """Record that aiormq's writer has passed the bytes to asyncio, which accepts more."""
         protocol = self._protocol
         self.full = self.awake = False
         if protocol is not None:

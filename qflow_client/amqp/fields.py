@@ -352,7 +352,7 @@ def _read_array(data: bytes, at: int, depth: int) -> tuple[list[Any], int]:
     at, stop = _extent(data, at)
     items: list[Any] = []
     while at < stop:
-        # Decode a run of nulls at once: a frame has room for 130,000.
+        # Decode a run of nulls in one step: a frame has room for 130,000.
         if nulls := _NULLS.match(data, at, stop):
             items += [None] * (nulls.end() - at)
             at = nulls.end()

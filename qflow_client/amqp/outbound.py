@@ -123,7 +123,7 @@ class Outbound:
         return self._data[self._at : self._borders[bisect_left(self._borders, self._at)]]
 
     def stop(self) -> bool:
-        """Stop: no further message begins to be written. Return True if no message is partly written."""
+        """Start no further message. Return True if no message is partly written."""
         self.stopped = True
         return self.begun == self.finished and not self._at
 

@@ -59,9 +59,9 @@ def _names(source: FlowSource) -> tuple[str, str]:
 class Broker(CoreBroker):
     """An AMQP 0-9-1 broker in this process.
 
-    ``with Broker() as broker:`` runs the broker on a thread and an event loop of its own.
-    ``async with Broker() as broker:`` runs it on the running loop. Its methods may be called from any thread, and from
-    the broker's own loop. A broker can be started only once.
+    ``with Broker() as broker:`` runs the broker on its own thread and event loop. ``async with Broker() as broker:``
+    runs it on the running loop. Its methods may be called from any thread, and from the broker's own loop. A broker can
+    be started only once.
 
     With a store, a method that creates or deletes a durable queue, exchange or binding returns when the change is on
     disk. If such a method is called on the broker's own loop, it returns earlier; `wait_until_durable_async` waits for
@@ -155,7 +155,7 @@ class Broker(CoreBroker):
                 yield step
 
     def each_definition(self) -> Iterator[Exported]:
-        """The same as `definitions` without the policies. The iteration may take several turns of the loop."""
+        """The same as `definitions` without the policies. The iteration may take several iterations of the loop."""
         return each_definition(self._host)
 
     def each_queue(self) -> Iterator[QueueSnapshot]:
@@ -204,7 +204,7 @@ class Broker(CoreBroker):
             yield from binding_snapshots(exchange)
 
     def set_thresholds(self, queue: str, **marks: int | None) -> QueueSnapshot:
-        """Change the marks of a queue while it is in use (D4); the flow state follows at once.
+        """Change the marks of a queue while it is in use (D4). The flow state changes immediately if necessary.
 
         The arguments of the queue's declaration do not change: a client has to declare the queue again with the old
         ones.
@@ -244,7 +244,7 @@ class Broker(CoreBroker):
         return self._call(lambda: tuple(self._rules.policies))
 
     def set_policy(self, policy: Policy) -> None:
-        """Add a policy, or replace the policy with the same name; existing queues follow at once (D4).
+        """Add a policy, or replace the policy with the same name; existing queues get it immediately (D4).
 
         No queue loses messages, except a ring whose maximum becomes smaller.
 

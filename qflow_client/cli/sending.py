@@ -61,7 +61,7 @@ class Tally:
         failures_left_out: number of further records that were not delivered.
         left_failed: messages of an earlier run from the outbox that were not delivered.
         times_flowed: how often the producer became flowed.
-        seconds_flowed: seconds for which it was flowed, by hold kind.
+        seconds_flowed: seconds for which the producer was held, by kind of hold.
     """
 
     admitted: int = 0

@@ -8,8 +8,8 @@ The driver
    `resume`;
 2. then waits until the call's waiter is set, or until the time that was yielded;
 3. resumes the generator with the present time, and repeats this until there is a result;
-4. undoes the call if an exception such as ``KeyboardInterrupt`` is raised meanwhile: it gives up the ticket, or forgets
-   the waiter.
+4. undoes the call if an exception such as ``KeyboardInterrupt`` is raised meanwhile: it withdraws the ticket, or
+   forgets the waiter.
 
 A generator never undoes its call itself, because the garbage collector may close an abandoned generator on any thread.
 """
@@ -38,7 +38,7 @@ _LULL = 0.5
 
 
 class CannotWait(NamedTuple):
-    """The error for a message that may not wait and cannot be admitted at once."""
+    """The error for a message that may not wait and cannot be admitted immediately."""
 
     error: type[ProducerFlowed]
     #: What the caller can do, for the error's text.

@@ -200,7 +200,7 @@ class Channel:
             suspects = [each for each in begun if each._reply is None]
         no_room = resending.refusals.retries and means_no_room(code, text)
         # A message is known to be the cause only if it was alone, and no other message was abandoned on this channel.
-        # If no method is named, an operator may have closed the channel; that is unlikely to happen twice.
+        # If the close contains no method, an operator may have closed the channel; that is unlikely to happen twice.
         told = method == _BASIC_PUBLISH or any(each._number in resending.suspects.numbers for each in suspects)
         is_alone = len(suspects) == 1 and not self._unconfirmed.has_abandoned
         culprits = suspects if is_alone and told and not no_room else []
@@ -221,7 +221,8 @@ class Channel:
             if culprits:
                 suspects = []
             elif suspects and not resending.copies.intersection(each._number for each in suspects):
-                # If there are second copies, the reply text is ignored: it may have named the wrong messages before.
+                # If there are second copies, the reply text is ignored, because it may have led to the wrong messages
+                # before.
                 suspects = list(narrow_down(suspects, text))
             self.keep_unsettled(now, suspects, culprits, (code, text))
         return ""

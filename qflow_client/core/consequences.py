@@ -64,7 +64,7 @@ class Consequences:
     def retry(self, now: float) -> None:
         """Settle refused messages whose time is over, and let sends continue if no suspect comes before them.
 
-        Suspects are sent one at a time, so new messages would pile up behind them.
+        Suspects are sent one at a time, so new messages would have to wait for them.
         """
         parts, gate, resending = self._parts, self._gate, self._parts.resending
         if parts.channel.number is None or parts.channel.is_restoring:

@@ -294,7 +294,7 @@ class ProducerProtocol:
 
     @step
     def connection_lost(self, reason: str, now: float, *, reconnects: bool = False, shared: bool = False) -> bool:
-        """Handle a connection that was lost or given up.
+        """Handle the loss of a connection, or the end of the attempts to connect.
 
         Without `reconnects`, all unsettled messages are settled, and nothing is admitted any more. With `reconnects`,
         the setting `on_disconnect` decides: either unsettled messages are settled too, or they stay unsettled. In the
@@ -323,7 +323,7 @@ class ProducerProtocol:
 
     @step
     def on_flow(self, active: bool, now: float) -> None:
-        """Handle ``Channel.Flow``. The reply is written at once, right after a message that is partly written (J7)."""
+        """Handle ``Channel.Flow``. The reply is written immediately, but not inside a partly written message (J7)."""
         if self.channel.number is None:
             # The channel is gone, so no reply is needed.
             return
@@ -438,7 +438,7 @@ class ProducerProtocol:
 
     @step
     def end_writing(self) -> bool:
-        """Stop: no further message begins to be written. Return True if no message is partly written."""
+        """Start no further message. Return True if no message is partly written."""
         self._writing.has_ended = True
         self._writing.take_back()
         return self._unconfirmed.outbound.stop()

@@ -8,8 +8,8 @@ A message is tried again until `retry_for` seconds have passed since its first r
 stops while no retry is possible: while there is no connection, or while the broker has stopped it (E5). The pause
 before a probe continues meanwhile.
 
-When a message is given up, it is settled as *nacked* if a refusal was the last answer. It is settled as *unknown* if
-its next copy was written on a channel that ended without an answer.
+When the time for retries is over, a message is settled as *nacked* if a refusal was the last answer. It is settled as
+*unknown* if its next copy was written on a channel that ended without an answer.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ class Refusals:
         return receipt._reply is not None or self._clock(now) >= since + self._retry_for
 
     def next_over(self, now: float) -> list[float]:
-        """Return when the first refused message, apart from the probe, is given up; empty if there is none."""
+        """Return when the first refused message, apart from the probe, is settled; empty if there is none."""
         # The dict is in the order of the first refusals. Times of settled messages have passed, or do no harm.
         probe = 0 if self.probe is None else self.probe._number
         clock = self._clock(now)

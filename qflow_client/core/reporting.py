@@ -332,7 +332,7 @@ class Reports:
             capacity,
         )
         if len(self.events) >= 2 * self._max_events:
-            # Events cannot be passed on before the event loop runs, for example. Half of them are dropped at once, so
+            # Events cannot be passed on before the event loop runs, for example. Half of them are dropped together, so
             # the cost of an event does not grow with their number.
             for old in self.events[: self._max_events]:
                 hold_kind = None if old.hold is None else old.hold.kind

@@ -1,4 +1,4 @@
-"""Messages to be sent again: their order, and how many may be sent at once.
+"""Messages to be sent again: their order, and how many may be in flight together.
 
 `again` contains two kinds of messages: messages that an ended channel left without an answer, and messages that the
 broker refused. All of them were written before. So all of them are sent as second copies, in the order of admission,
@@ -127,11 +127,11 @@ class Resending:
 
     @property
     def needs_timer(self) -> bool:
-        """Whether a message is due to be sent again at some time."""
+        """Whether a message will be sent again."""
         return self.refusals.retry_at is not None or self.candidate_at() is not None
 
     def next_times(self, is_alone: bool, now: float) -> list[float]:
-        """Return the times at which the next message may be sent, or refused messages are given up.
+        """Return the times at which the next message may be sent, or refused messages are settled.
 
         Args:
             is_alone: whether nothing is in flight.

@@ -1,8 +1,8 @@
 """The line of messages that wait to be admitted.
 
-A caller that cannot be served at once makes a `SendTicket` and joins the line of the flow controller. `grant` admits
-the waiting messages in the order of the line when the gate and the limits allow it. A ticket is decided once: it gets a
-receipt with a number, or an error, or is cancelled. Its waiter is in `Reports.wake` then.
+If a message cannot be admitted immediately, its caller makes a `SendTicket` and joins the line of the flow controller.
+`grant` admits the waiting messages in the order of the line when the gate and the limits allow it. A ticket is decided
+once: it gets a receipt with a number, or an error, or is cancelled. Its waiter is in `Reports.wake` then.
 
 A wait is too long if the time that is passed to `look_at` is past the deadline. No clock is read (A4).
 """
@@ -75,7 +75,7 @@ class SendLine:
         # The earliest time of the next notice about waiting messages.
         self._notice_at = -math.inf
         self._notice_period = notice_period
-        #: How many sends failed because the producer was flowed, by the kind of the oldest hold.
+        #: How many calls of `send` failed because the producer was held, by the kind of the oldest hold.
         self.flowed_errors: dict[str, int] = {}
 
     # Waiting.
@@ -99,7 +99,7 @@ class SendLine:
             exchange: the exchange.
             routing_key: the routing key.
             now: seconds.
-            timeout: seconds that it may wait; ``None`` for ever.
+            timeout: seconds that it may wait; ``None`` for no limit.
             waiter: the waiter to put into `Reports.wake` when the ticket is decided.
             source: the source of the message, for a `WeightedLine`.
             first: used by callbacks. Other senders may be waiting for the callback to return, so it waits for none of
@@ -128,7 +128,7 @@ class SendLine:
 
     @step
     def stand_in_line(self, ticket: SendTicket, now: float) -> None:
-        """Put a ticket in line, until it is decided or given up."""
+        """Put a ticket in line, until it is decided or withdrawn."""
         if self._admission.closed is not None:
             # The producer was closed after the ticket was made.
             ticket.error = ticket.closed_error(self._admission.closed)
@@ -145,7 +145,7 @@ class SendLine:
         """Decide about a waiting message if the time requires it.
 
         Returns:
-            When to call again; ``None`` if the ticket is decided: it has its receipt or its error, or was given up.
+            When to call again; ``None`` if the ticket is decided: it has its receipt or its error, or was withdrawn.
 
         Raises:
             FlowControlTimeout: its deadline has passed, and it will not be sent.
@@ -218,13 +218,13 @@ class SendLine:
         ticket.cancelled = True
         self._controller.leave_line(ticket)
         self.tickets.pop(ticket, None)
-        # A smaller message may have waited behind this one.
+        # A smaller message may have waited after this one.
         self.grant(now)
         return True
 
     @step
     def give_up_all(self, reason: str, now: float) -> None:
-        """Let all senders stop waiting at once, so that no sender is admitted because another one leaves.
+        """Let all senders stop waiting in one step, so that no sender is admitted because another one leaves.
 
         Args:
             reason: the text of their error, a `ProducerClosed`.

@@ -63,7 +63,7 @@ class Suspects:
         return self.alone is not None and not self.alone.done
 
     def end_channel(self, unsettled: Collection[int], suspects: Iterable[Receipt]) -> None:
-        """Record that a channel has ended, and add suspects.
+        """Record the end of a channel: remove settled suspects, and add new ones.
 
         Args:
             unsettled: numbers of the messages that may still be suspects.
@@ -88,8 +88,8 @@ class PoisonDetector:
     """Finds the message that causes lost connections.
 
     Args:
-        hold_time: seconds that a connection has to hold before the candidate is sent. A loss within this time after the
-            candidate was sent counts against it.
+        hold_time: seconds that a connection has to stay open before the candidate is sent. A loss within this time
+            after the candidate was sent counts against it.
     """
 
     __slots__ = ("_candidate_losses", "_hold_time", "_losses", "_send_at", "_sent_at", "_settled", "candidate")
@@ -101,8 +101,8 @@ class PoisonDetector:
         self._settled = -1
         #: The number of the message that was alone in flight when a connection was lost; 0 if there is none.
         self.candidate = 0
-        # When the connection has held long enough, when the last suspect was sent, and how many losses came just after
-        # that.
+        # When the connection will have been open long enough, when the last suspect was sent, and how many losses came
+        # just after that.
         self._send_at = self._sent_at = 0.0
         self._candidate_losses = 0
 

@@ -146,7 +146,7 @@ class AdaptiveWindow(WindowLimiter):
         #: Elements per second, and seconds that an element was inside, in the last epoch; 0 before the first.
         self.rate = 0.0
         self.latency = 0.0
-        #: Seconds that an element is inside without a queue, as far as measured; infinite before the first epoch.
+        #: The measured seconds that an element is inside without a queue; infinite before the first epoch.
         self.way = inf
         # When this latency was measured last.
         self._way_at = -inf

@@ -4,8 +4,8 @@ A `FlowController` controls the entrance of one resource. It serves two kinds of
 
 * A source that can wait *before* its element is taken calls `try_acquire`. If that fails, it waits in line with a
   `Ticket`. The limit is never exceeded.
-* A source that cannot wait (F3) calls `offer`. The element is taken at once, even beyond the limit, and the source is
-  blocked instead.
+* A source that cannot wait (F3) calls `offer`. The element is accepted immediately, even beyond the limit, and the
+  source is blocked instead.
 
 This module uses no threads, tasks or clocks. The caller guards the controller against concurrent calls and passes the
 time. The caller also has to call the controller when there may be room again. There may be room after a release, at the
@@ -47,7 +47,7 @@ class Ticket:
         self.size = size
         #: The source of the element.
         self.source = source
-        #: Whether the ticket was given up. The line drops such a ticket when it reaches the head.
+        #: Whether the ticket was withdrawn. The line drops such a ticket when it reaches the head.
         self.cancelled = False
         # The controller in whose line the ticket is; ``None`` before and after.
         self._controller: FlowController | None = None
@@ -82,7 +82,7 @@ class FifoLine:
 
     def __init__(self) -> None:
         self._tickets: deque[Ticket] = deque()
-        # The length at which cancelled tickets are removed. They pile up behind a ticket that waits for long.
+        # The length at which cancelled tickets are removed. They accumulate after a ticket that waits for long.
         self._sweep_at = _SWEEP_FROM
 
     def push(self, ticket: Ticket) -> None:
@@ -264,8 +264,8 @@ class FlowSource:
             size: of the element.
             downstream: the controller of the next resource.
             now: seconds.
-            held: the controller on this side in which the element occupies room. The room is released at once if the
-                element fits downstream. If it overflows there, the room is released when `downstream` unblocks this
+            held: the controller on this side in which the element occupies room. The room is released immediately if
+                the element fits downstream. If it overflows there, the room is released when `downstream` unblocks this
                 source (F3). ``None`` if the element occupies no room.
 
         Returns:
@@ -326,7 +326,7 @@ class FlowController:
     # Sources that wait.
 
     def try_acquire(self, size: int, now: float) -> bool:
-        """Enter at once, or not at all. A new element never enters before a waiting one (F4).
+        """Enter immediately, or not at all. A new element never enters before a waiting one (F4).
 
         Args:
             size: of the element.
@@ -354,7 +354,7 @@ class FlowController:
             now: seconds.
 
         Raises:
-            ValueError: the ticket is in a line already, or was given up.
+            ValueError: the ticket is in a line already, or was withdrawn.
         """
         self._check_new(ticket)
         self._line.push(ticket)
@@ -374,7 +374,7 @@ class FlowController:
             ignoring: the source of the holds that the ticket ignores.
 
         Raises:
-            ValueError: the ticket is in a line already, or was given up; or another ticket is in front.
+            ValueError: the ticket is in a line already, or was withdrawn; or another ticket is in front.
         """
         self._check_new(ticket)
         if self._front is not None:
@@ -391,12 +391,10 @@ class FlowController:
             raise ValueError("a ticket that stands in line or has given up cannot stand in line again: take a new one")
 
     def leave_line(self, ticket: Ticket) -> bool:
-        """Give up waiting.
-
-        Call `grant` next, because elements behind a large one may fit now.
+        """Stop waiting. Call `grant` next, because elements that wait after a large one may fit now.
 
         Returns:
-            True if the ticket was in this line. False if it was granted, dismissed or given up before; nothing changes
+            True if the ticket was in this line. False if it was granted, dismissed or withdrawn before; nothing changes
             then.
         """
         if ticket._controller is not self:
@@ -408,7 +406,7 @@ class FlowController:
         return True
 
     def dismiss(self) -> Ticket | None:
-        """Remove the next ticket from the line without admitting its element.
+        """Remove the ticket that is next in the waiting line. Its element is not admitted.
 
         Returns:
             The ticket; ``None`` if no ticket waits.
@@ -556,7 +554,7 @@ class FlowController:
     # Sources that cannot wait.
 
     def offer(self, source: FlowSource, size: int, now: float) -> bool:
-        """Take an element at once. Block its source if it overflows (F3 J3) or if another hold closes the gate.
+        """Accept an element immediately. Block its source if it overflows (F3 J3) or if another hold closes the gate.
 
         The gate keeps no element out, because an offered element has no other place. Its source stays blocked until the
         limiter allows it to continue and there is no other hold.
@@ -594,7 +592,7 @@ class FlowController:
                 pass.
         """
         for source in tuple(self._blocked):
-            # An unblocked source may offer so much at once that the other sources have to stay blocked.
+            # An unblocked source may immediately offer so much that the other sources have to stay blocked.
             if not self._may_go_on(now):
                 return
             self._unblock(source)

@@ -1,4 +1,4 @@
-"""Limiters: how much may be inside at once, or how much may pass per second (F2).
+"""Limiters: how much may be inside at the same time, or how much may pass per second (F2).
 
 A limiter only counts. The controller decides which source to stop and which element is next. Sizes are 0 or more, in
 any unit that the caller chooses (usually bytes). Times are in seconds of the caller's clock, which must not go back.
@@ -23,8 +23,8 @@ class Limiter(ABC):
     """The interface of a limit.
 
     There are two ways to use a limiter. *Strict*: `try_add` takes no element without room, so the limit is never
-    exceeded. *Overflowing* (F3): call `add` at once, and stop the source if it returns True. Let the source continue
-    when `resumable` is true, or at the time that `resumes_at` returns.
+    exceeded. *Overflowing* (F3): call `add` immediately, and stop the source if it returns True. Let the source
+    continue when `resumable` is true, or at the time that `resumes_at` returns.
     """
 
     __slots__ = ()
@@ -83,7 +83,7 @@ class Limiter(ABC):
     @property
     @abstractmethod
     def resumable(self) -> bool:
-        """Whether sources that an overflow stopped may continue, as far as this is known without the time."""
+        """Whether sources that an overflow stopped may continue. The current time is not considered."""
 
     def resumes_at(self, now: float) -> float | None:
         """Return when time alone will let stopped sources continue after an overflow.
@@ -92,7 +92,7 @@ class Limiter(ABC):
             now: seconds.
 
         Returns:
-            Seconds; `now` if they may continue at once, ``None`` if time alone changes nothing.
+            Seconds; `now` if they may continue immediately, ``None`` if time alone changes nothing.
         """
         return now if self.resumable else None
 
@@ -105,7 +105,7 @@ class Limiter(ABC):
             now: seconds.
 
         Returns:
-            Seconds; `now` if it may enter at once, ``None`` if time alone changes nothing.
+            Seconds; `now` if it may enter immediately, ``None`` if time alone changes nothing.
         """
 
 
@@ -225,7 +225,7 @@ class SizeLimiter(Limiter):
 
 
 class RateLimiter(Limiter):
-    """Limits elements to `rate` per second on average, and to `burst` at once (F2 F6).
+    """Limits elements to `rate` per second on average, and to `burst` without a pause (F2 F6).
 
     It uses the generic cell rate algorithm (ITU-T I.371). Its only state is the time at which the bucket will be full
     again, so the time at which the next element may pass is known exactly. If an element passes too soon (F3), its cost
@@ -233,7 +233,7 @@ class RateLimiter(Limiter):
 
     Args:
         rate: elements per second, or size per second if `by_size`; more than 0.
-        burst: how much may pass at once after a rest, in elements or, if `by_size`, in size; at least 1.
+        burst: number of elements (size if `by_size`) that may pass without a pause after an idle time; at least 1.
         by_size: True if the cost of an element is its size, False if it is 1. An element that costs more than `burst`
             passes when the bucket is full, and its cost is a debt then.
         kind: the kind of the hold for an empty bucket.
@@ -276,7 +276,7 @@ class RateLimiter(Limiter):
 
     @property
     def burst(self) -> float:
-        """How much may pass at once after a rest.
+        """How much may pass without a pause after an idle time.
 
         If it is changed, the content of the bucket (up to the new size) and a debt stay.
 

@@ -43,7 +43,7 @@ class FlowManager:
     """A registry of all resources that registered and still exist (F1). Thread-safe.
 
     It keeps no resource alive. It holds a resource while everything is stopped and the resource is registered. A
-    resource that registers after `stop_all` is held at once. A resource that is unregistered is released.
+    resource that registers after `stop_all` is held immediately. A resource that is unregistered is released.
 
     Args:
         name: the source of its holds; managers that share a resource need different names.

@@ -213,7 +213,7 @@ class ThresholdLimiter(Limiter):
         self._look()
 
     def change(self, thresholds: Thresholds) -> None:
-        """Replace the thresholds; the state follows at once (D4).
+        """Replace the thresholds. The state changes immediately if necessary (D4).
 
         Call `FlowController.resume` next, to unblock the sources that may continue.
 

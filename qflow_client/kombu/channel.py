@@ -1,4 +1,4 @@
-"""kombu's channel for py-amqp, with flow control: a publish waits for a limited time."""
+"""kombu's channel for py-amqp, with flow control: publishing waits for a limited time."""
 
 from __future__ import annotations
 
@@ -428,7 +428,7 @@ class Channel(pyamqp.Channel):
         """Wait until all published messages are confirmed.
 
         Args:
-            timeout: seconds; ``None`` for ever. The default is the setting `max_producer_flow_control_wait`.
+            timeout: seconds; ``None`` for no limit. The default is the setting `max_producer_flow_control_wait`.
 
         Raises:
             OperationalError: its ``__cause__`` shows the reason. ConfirmTimeout: some messages are not confirmed; their
@@ -490,7 +490,7 @@ class Channel(pyamqp.Channel):
         """Wait until there are no holds.
 
         Args:
-            timeout: seconds; ``None`` for ever.
+            timeout: seconds; ``None`` for no limit.
 
         Returns:
             True if there are no holds; False after the timeout.

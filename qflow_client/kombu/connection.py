@@ -108,7 +108,7 @@ class Connection(pyamqp.Connection):
 
     @property
     def is_blocked(self) -> bool:
-        """Whether the broker blocks the connection, as far as it has reported."""
+        """Whether the broker has reported that it blocks the connection."""
         wire = self._transport
         return wire is not None and wire.tap.is_blocked
 

@@ -94,7 +94,7 @@ class _Protocol(EncodedProtocol):
 
     @step
     def advance(self, count: int, now: float) -> bool:
-        # An admitted message is written at once, so no message is admitted before all bytes are written.
+        # An admitted message is written immediately, so no message is admitted before all bytes are written.
         outbound = self.parts.unconfirmed.outbound
         outbound.advance(count)
         self.admission.unwritten -= count
@@ -134,7 +134,7 @@ class ChannelFlow(DropInFlow):
 
     def __init__(self, channel: Any, settings: ProducerSettings, wire: Wire) -> None:
         number = channel.channel_id
-        # Bytes that the socket takes are written at once. While it takes none, no message is admitted.
+        # Bytes that the socket accepts are written immediately. While it takes none, no message is admitted.
         super().__init__(settings, f"kombu channel {number}", protocol=_Protocol, max_unwritten_bytes=_UNLIMITED)
         #: The channel.
         self.channel = channel
@@ -202,7 +202,7 @@ class ChannelFlow(DropInFlow):
     def encode(
         self, message: Any, exchange: str, routing_key: str, bits: tuple[Any, Any], argsig: str, frame_max: int
     ) -> EncodedMessage:
-        """Return the frames of a publish, as py-amqp encodes them."""
+        """Return the frames of a published message, as py-amqp encodes them."""
         body = message.body
         if isinstance(body, str):
             body = body.encode(message.properties.setdefault("content_encoding", "utf-8"))

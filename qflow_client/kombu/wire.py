@@ -141,12 +141,12 @@ class _Bell:
 class Wire:
     """The layer between a connection of py-amqp and its socket; a mixin that comes before one of its transports.
 
-    Reading: it reads all available bytes at once, while py-amqp reads a frame in three pieces. It keeps the frames
+    Reading: it reads all available bytes in one call, while py-amqp reads a frame in three pieces. It keeps the frames
     until py-amqp asks for them. An event loop that watches the socket cannot see these frames, so it also watches a
     bell. `receive`, the only method that reads from the socket, rings the bell when frames are left. `has_left_frames`
     stops the bell when none are left.
 
-    Writing: it writes the channels' publishes and py-amqp's methods one after the other, at frame borders.
+    Writing: it writes the channels' messages and py-amqp's methods one after the other, at frame borders.
     """
 
     # py-amqp's.
@@ -196,7 +196,7 @@ class Wire:
         found: dict[int, int] = super()._get_tcp_socket_defaults(sock)  # type: ignore[misc]  # py-amqp's
         if _TCP_USER_TIMEOUT is not None:
             # py-amqp lets Linux end a connection whose peer has taken no bytes for a second. This class has to wait
-            # longer, and a method behind a partly written message may wait the same time again.
+            # longer, and a method after a partly written message may wait the same time again.
             found[_TCP_USER_TIMEOUT] = 0 if self.limit is None else min(int(2000 * self.limit) + 1000, 1 << 30)
         return found
 
@@ -365,7 +365,7 @@ class Wire:
         return not self.tap.at_border
 
     def flush(self) -> None:
-        """Write the channels' output, as far as the socket takes it."""
+        """Write the channels' output until the socket accepts no more."""
         tap = self.tap
         with self._writing:
             if self._is_midway:

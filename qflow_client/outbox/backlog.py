@@ -1,6 +1,6 @@
 """The backlog: messages that wait on disk, sans-I/O.
 
-An earlier producer left them there, or this producer put them there while it was flowed (``when_flowed="spill"``). They
+An earlier producer left them there, or this producer put them there while it was held (``when_flowed="spill"``). They
 are sent before all other messages, so new messages are held while there is a backlog. The sequences of its messages are
 above those in the window, up to `Backlog.last`.
 
@@ -200,7 +200,7 @@ class Backlog:
     # Admitting.
 
     def admit(self, now: float) -> None:
-        """Admit messages as far as the limits allow, and settle those that have become too old in memory."""
+        """Admit messages within the limits, and settle those that have become too old in memory."""
         # At the end of the producer the window becomes empty, and the messages on disk stay there.
         if self._protocol.channel.is_over or not (self.has_messages or self._gate.is_held_by(HoldKind.OUTBOX)):
             return

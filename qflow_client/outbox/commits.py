@@ -56,7 +56,7 @@ class CommitWaits:
     def committed(self, durable: int, error: Exception | None) -> None:
         """Wake the threads whose messages are on disk; after a failed commit, wake all. Called by the writer."""
         waits = self._waits
-        # Threads may have appended out of order. A wait behind a higher sequence is woken together with it.
+        # Threads may have appended out of order. A waiter that comes after a higher sequence is woken together with it.
         while waits and (error is not None or waits[0].sequence <= durable):
             wait = waits.popleft()
             if wait.sequence > durable:

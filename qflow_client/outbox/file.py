@@ -53,7 +53,7 @@ _READ = """SELECT sequence, size, held, at, CAST(exchange AS BLOB), CAST(routing
     FROM message WHERE sequence > ? {} ORDER BY sequence LIMIT ?"""
 _TYPES = ((int,), (int,), (int,), (float,), (bytes,), (bytes,), (bytes,), (bytes,))
 NOT_SET_ASIDE = f"AND NOT held & {_SET_ASIDE}"
-# How many rows are checked at once.
+# How many rows are checked in one step.
 _LOOKED_AT = 1000
 # Above every sequence.
 _EVER = 1 << 62

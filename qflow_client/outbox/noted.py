@@ -3,7 +3,7 @@
 Any thread may note changes. The thread that has access to the file writes them. Two rules make a write safe to
 interrupt and to repeat:
 
-1. A write first moves the noted changes into lists of its own, and empties these only after the transaction. If a write
+1. A write first moves the noted changes into its own lists, and empties these only after the transaction. If a write
    fails or is interrupted, the lists stay, and the next write takes them again. To insert or to delete a row a second
    time changes nothing.
 2. The counts (messages, bytes) are recalculated by the first write after any failure.

@@ -115,7 +115,7 @@ class Outbox:
                 self._noted = Noted(self._file)
                 aside = outboxfile.aside(self._file)
             except BaseException:
-                # Closed here, not by the garbage collector, so that a file that cannot be used is free at once.
+                # Closed here, not by the garbage collector, so that a file that cannot be used is free immediately.
                 self._file.close()
                 raise
         except BaseException:

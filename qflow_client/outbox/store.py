@@ -118,7 +118,7 @@ class OutboxStore:
 
     def check_room(self, payload: bytes | Message, exchange: str, routing_key: str) -> None:
         try:
-            # A message for which there will never be room would delay all messages behind it.
+            # A message for which there will never be room would delay all later messages.
             self.outbox.check_room(_size(payload), waits=self._blocks)
         except OutboxFull as error:
             raise OutboxFull(str(error), payload, exchange=exchange, routing_key=routing_key) from None
@@ -346,7 +346,7 @@ class OutboxStore:
         stored[sequence] = receipt
 
     def _keep_nothing_back_for(self, settled: Sequence[Receipt]) -> None:
-        """Release the messages behind those that had to be on disk first and will not be written any more."""
+        """Release the messages that wait for others to be on disk if those will not be written any more."""
         for receipt in settled:
             if receipt._outcome is not Outcome.STORED:
                 self._not_on_disk.pop(receipt._number, None)

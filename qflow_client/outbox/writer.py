@@ -33,7 +33,7 @@ _GATHER = 0.05
 # The same while messages wait for the disk before they are written, because a sender may come that waits for their
 # room.
 _GATHER_WAITED_FOR = 0.002
-# How many messages, and how many bytes of them, are read from the backlog at once.
+# How many messages, and how many bytes of them, are read from the backlog in one step.
 _BATCH = 500
 _BATCH_BYTES = 1 << 20
 # Seconds after a failure before the next try.

@@ -39,7 +39,7 @@ _encoded = _Encoded()
 
 
 class Channel(pika.channel.Channel):
-    """pika's `Channel`. While the broker has stopped it, it sends nothing, and a publish raises an error.
+    """pika's `Channel`. While the broker has stopped it, it sends nothing, and `basic_publish` raises an error.
 
     ``Channel.Flow`` is answered and stops `basic_publish`. ``Connection.Blocked``, a full window of unconfirmed
     messages, a rate limit and a transport with more than `max_unwritten_bytes` stop it, too.

@@ -132,7 +132,7 @@ class ChannelFlow(DropInFlow):
     def __init__(self, channel: Any) -> None:
         number = channel.channel_number
         shared = ConnectionFlow.of(channel.connection)
-        # The size of pika's transport is checked here, because admitted messages are passed to it at once.
+        # The size of pika's transport is checked here, because admitted messages are passed to it immediately.
         super().__init__(
             shared.settings,
             f"pika channel {number}",
@@ -266,7 +266,7 @@ class ChannelFlow(DropInFlow):
         protocol = self.protocol
         # Written bytes may release more.
         while data := protocol.data_to_write(_UNLIMITED):
-            # This comes first, because pika may write at once and call this method again.
+            # This comes first, because pika may write immediately and call this method again.
             now = _monotonic()
             protocol.advance(len(data), now)
             self._channel.connection._output_marshaled_frames([data])

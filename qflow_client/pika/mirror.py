@@ -90,8 +90,7 @@ def alias(name: str, theirs: ModuleType) -> None:
 def passed_on(theirs: ModuleType, name: str) -> Any:
     """Return an attribute of pika's module that the drop-in's module does not have.
 
-    If it is a class of connections or channels that the drop-in does not support, it has no flow control. A warning
-    says so once (E11).
+    A connection or channel class that the drop-in does not support has no flow control. One warning reports this (E11).
     """
     found = getattr(theirs, name)
     if (

@@ -41,7 +41,7 @@ def wrap(channel: Any) -> Any:
         channel: a `BlockingChannel`, or a `Channel` of an asynchronous adapter, that is open and not in confirm mode.
 
     Returns:
-        The same channel, which is a `qflow_client.pika.BlockingChannel` or `qflow_client.pika.Channel` now.
+        The same object. Its class is now `qflow_client.pika.BlockingChannel` or `qflow_client.pika.Channel`.
 
     Raises:
         TypeError: it is neither of them, but of another class.

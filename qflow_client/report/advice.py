@@ -26,7 +26,7 @@ _RESUME_PARTS = ((7, 8), (1, 2), (1, 4))
 
 
 class AdviceError(QflowError):
-    """No thresholds fulfil the request; the text names the values."""
+    """No thresholds meet the request. The text contains the requested values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +126,7 @@ def samples_in(lines: Iterable[Mapping[str, Any]], wanted: Mapping[str, tuple[in
     """Return the samples of each queue around the time of its greatest depth, in order.
 
     Args:
-        lines: lines in any order; lines that are not samples are ignored.
+        lines: lines of a flow log, in any order. Lines of other kinds than ``depth`` are ignored.
         wanted: time windows, see `windows`.
     """
     found: dict[str, list[tuple[int, int, Sample]]] = {name: [] for name in wanted}

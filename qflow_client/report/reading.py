@@ -18,7 +18,7 @@ __all__ = ["COLUMNS", "FlowLogError", "FlowLogs", "Part", "line_of", "parquet_sc
 _KINDS = (".jsonl", ".jsonl.gz", ".parquet")
 # Bytes read at the end of a file to find its last line.
 _TAIL = 64 << 10
-# Bytes that are read at once.
+# Bytes that are read in one call.
 _BLOCK = 1 << 20
 # Rows of a Parquet file that are in memory at the same time.
 _ROWS = 20_000

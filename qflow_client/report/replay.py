@@ -1,8 +1,9 @@
 """Replays recorded messages through the broker's own queue with other marks and capacities, sans-I/O.
 
 Time advances in round trips. In each round trip, a publisher that is not held sends as many of its messages as its
-capacity allows. It learns only afterwards that it has to stop. So the queue exceeds its stop threshold as far as C6
-allows. Then the consumer takes as many messages as it can, and the confirms that no queue holds arrive.
+capacity allows. It learns only afterwards that it has to stop. So the queue exceeds its stop threshold, by at most the
+capacities of its publishers (C6). Then the consumer takes as many messages as it can, and the confirms that no queue
+holds arrive.
 """
 
 from __future__ import annotations

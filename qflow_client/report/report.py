@@ -21,7 +21,7 @@ class FlowReport:
     """Which producers were held, where, why and how long, and what to set.
 
     Attributes:
-        tables: rows by name of the table: ``holds``, ``producers``, ``queues``, ``publishers``, ``waits``,
+        tables: the rows of each table, by its name: ``holds``, ``producers``, ``queues``, ``publishers``, ``waits``,
             ``held_over_time`` and ``depth_over_time``. With advice also ``advice``, ``capacities`` and ``replays``.
             Durations are in seconds, times in seconds since 1970.
         lines: number of lines read, by kind.

@@ -68,11 +68,11 @@ _ROUTES = ("body", "exchange", "routing_key")
 
 
 class SchemaError(QflowError, TypeError):
-    """A DataFrame has an unsupported column, or lacks a column. The text names the column and its type."""
+    """A DataFrame has an unsupported column, or lacks a column. The text contains the column's name and type."""
 
 
 class RowError(QflowError, ValueError):
-    """A row that AMQP cannot represent. The text names the partition, the row's number in it from 0, and the reason."""
+    """A row that AMQP cannot represent. The text contains the partition, the row's number from 0, and the reason."""
 
 
 class Rows:
@@ -237,7 +237,7 @@ def _check_headers(kind: DataType) -> None:
 
 
 def _json_converter(name: str, kind: DataType) -> Callable[[Any], Any] | None:
-    """Return the converter of a type's values for JSON; ``None`` if they need no conversion."""
+    """Return a function that converts values of a type for JSON; ``None`` if they need no conversion."""
     if isinstance(kind, StructType):
         members = [(field.name, _json_converter(f"{name}.{field.name}", field.dataType)) for field in kind.fields]
         return lambda value: {

@@ -227,9 +227,9 @@ def _wrong_number(queue: str, ready: int, due: int, capacity: int) -> CreditErro
 
 
 class CreditLine:
-    """Takes and returns the credits of one task on a separate thread.
+    """Gets the credits of one task from the queue and returns them, on a separate thread.
 
-    It holds the task's producer while there are none.
+    The task's producer is held while the task has no credits.
 
     It is a context manager. On exit it closes the connection, which returns all held credits.
 

@@ -9,7 +9,7 @@ There are two rules.
 - Safety: a task never has more unsettled messages than its credits have units. It reduces its window before it returns
   a credit.
 - Fairness: a task returns a credit when it has sent a whole window of messages since it got the credit. It returns
-  credits that the current rows do not need at once. The task that has waited longest gets the next credit, because
+  credits that the current rows do not need immediately. The task that has waited longest gets the next credit, because
   brokers deliver in this order.
 """
 

@@ -75,7 +75,7 @@ SCHEMA = StructType([StructField(field.name, _TYPES[field.type]) for field in CO
 
 
 def check_schema(schema: StructType) -> None:
-    """Check the schema of a user against the columns of a message.
+    """Check that the columns of a user's schema are columns of a message, with the same types.
 
     Raises:
         SchemaError: a column does not exist, or has another type.

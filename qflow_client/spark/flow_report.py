@@ -1,4 +1,4 @@
-"""Flow logs of any size: Spark sums up their lines, at once or continuously.
+"""Flow logs of any size: Spark aggregates their lines, once or continuously.
 
 Each task sums up the lines of its part with `qflow_client.report`. The result is a small number of facts: rows with a
 key, a bucket, and sums and maxima of whole numbers. Spark adds the facts with the same key, in any order and any number
@@ -101,8 +101,8 @@ def flow_events(spark: SparkSession, paths: _Paths) -> DataFrame:
 
     Args:
         spark: the session.
-        paths: folders and files: ``.jsonl``, ``.jsonl.gz`` or ``.parquet``. From folders on this machine, only finished
-            files are read. Other folders (``s3a://…``) contain JSON lines.
+        paths: folders and files: ``.jsonl``, ``.jsonl.gz`` or ``.parquet``. In local folders, only finished files are
+            read. Other folders (``s3a://…``) contain JSON lines.
 
     Raises:
         FlowLogError: there is nothing to read.

@@ -24,7 +24,7 @@ _INSERTS: dict[str, Any] = {"postgresql": postgresql.insert, "sqlite": sqlite.in
 
 
 class Inbox:
-    """The ids of messages that a consumer has handled, in a table of its own database (E14).
+    """The ids of messages that a consumer has handled, in a table of the consumer's database (E14).
 
     Args:
         metadata: the application's, to which the table is added; ``None`` for a separate one.

@@ -2,10 +2,10 @@
 
 **Partitions.** Each relay holds a shared advisory lock that shows its membership, and an exclusive one for each
 partition that it works on. Members are ordered by the number of their server process. Partition ``p`` belongs to member
-``p mod count``. A relay gives up partitions of other members and takes its own. While two relays see different members,
+``p mod count``. A relay releases partitions of other members and locks its own. While two relays see different members,
 a partition may have no relay for a moment. It never has two.
 
-The locks belong to the session, so they end with it: at once if the relay is killed, and within the lease if it is
+The locks belong to the session, so they end with it: immediately if the relay is killed, and within the lease if it is
 suspended or cut off from the database. The server itself measures that time (``idle_session_timeout``), so no clocks
 are compared, and a dead relay leaves nothing to clean up.
 

@@ -74,7 +74,7 @@ def engine_of(url: str | URL) -> Engine:
 
 
 class OutboxRelay:
-    """Publishes the committed messages of an outbox, in order for each ordering key, through a `Producer` of its own.
+    """Publishes the committed messages of an outbox, in order for each ordering key, with its own `Producer`.
 
     Any number of relays may work on one outbox. On PostgreSQL they share the work. On SQLite one works and the others
     wait. A relay works in a thread, from the beginning of a ``with`` or ``async with`` block to its end, or as a task
@@ -85,8 +85,8 @@ class OutboxRelay:
         url: the URL of the broker, or several; the setting ``url``.
         outbox: the outbox with the names of the tables; ``None`` for the names of ``Outbox()``.
         lease: seconds without activity of a relay after which another relay takes its partitions, if it is suspended or
-            cut off. A relay that is killed loses them at once. The default of the setting ``liveness`` is a sixth of
-            it.
+            cut off. A relay that is killed loses them immediately. The default of the setting ``liveness`` is a sixth
+            of it.
         poll: the longest time in seconds between two checks for new rows, if no ``NOTIFY`` comes.
         credentials: as for a `Producer`.
         settings: as for a `Producer`; confirms are on, and there is no outbox file.

@@ -10,7 +10,7 @@ tenure:
   the rows that it finds below it. Later rows cannot have been sent by an earlier tenure, because they did not exist.
 - A row is deleted after the broker has confirmed it, by the statement that reads and permits further rows.
 - One thread passes the rows of a partition to the producer in the order in which the session reads them. The producer
-  keeps that order, also across a lost connection of its own.
+  keeps that order, even if its own connection is lost.
 - Before a row is passed to the producer, the time of the database's last answer is checked. If it is longer ago than
   the server waits (`silence_of`), another relay may have the partition, and the tenure is over.
 
@@ -53,7 +53,7 @@ _SOON = 0.2
 _SHORTEST_POLL = 0.01
 # How many of the oldest holds the session shows; PostgreSQL accepts 63 bytes.
 _SAID = 2
-# Holds during which a relay still reads, as far as there is room, and as fast as its rate allows.
+# Holds during which a relay still reads rows, within its capacity and its rate.
 _HARMLESS = (HoldKind.CAPACITY, HoldKind.RATE, HoldKind.TRANSPORT)
 # The broker will never take a message with such an outcome.
 _POISON = (Outcome.RETURNED, Outcome.REJECTED)
@@ -152,7 +152,7 @@ class Tenure:
         self._is_stopping = is_stopping
         #: The partitions that this relay has.
         self.mine: set[int] = set()
-        # Partitions to give up and to take when nothing is unsettled; ``None`` if they stay as they are.
+        # Partitions to release and to lock when nothing is unsettled; ``None`` if they stay as they are.
         self._change: tuple[set[int], set[int]] | None = None
         # By partition, the row up to which an earlier tenure may have sent messages, until all of them have been read.
         self._doubt: dict[int, int] = {}

@@ -57,7 +57,7 @@ from qflow_client.sync.pika_io import TapIOServices
 __all__ = ["SharedLink", "TappedConnection", "connect"]
 
 _CHUNK = 1 << 16
-# pika's bytes are not read while more of them than this are unwritten.
+# pika's bytes are not read while more than this number of them are unwritten.
 _HIGH = 1 << 16
 # "AMQP" and the version. pika sends these bytes first; they are not a frame. It sends nothing more before the answer.
 _GREETING_SIZE = 8
@@ -90,7 +90,7 @@ class _SocketServices(TapIOServices):
 
 
 class Carrier:
-    """Transfers the bytes of one connection between pika and the socket, on a thread of its own.
+    """Transfers the bytes of one connection between pika and the socket, on its own thread.
 
     Args:
         url: the broker's URL, for people.
@@ -581,7 +581,7 @@ class SharedLink(ChannelIO):
         self._number = number
         with self._lock:
             self._tap.expect(number)
-            # Called under the lock. A broker may send several methods at once, and they stay in order.
+            # Called under the lock. A broker may send several methods together, and they stay in order.
             self._tap.own(
                 number, lambda payload: self.services.add_callback_threadsafe(partial(self._on_method, payload))
             )

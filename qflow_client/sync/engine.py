@@ -247,7 +247,7 @@ class Engine(BaseEngine):
             waiter: its waiter.
             deadline: the end of the wait, in seconds; ``None`` on a thread of this package, which holds no lock that a
                 step waits for.
-            ticket: the ticket of a send. After an error it is given up. Without a ticket, `waiter` is forgotten.
+            ticket: the ticket of a send. After an error it is withdrawn. Without a ticket, `waiter` is forgotten.
 
         Returns:
             The result. `NOT_TAKEN` if a step could not be taken; then the message of `ticket` will not be sent.

@@ -16,7 +16,7 @@ class FlowEvents:
     """The flow events of a producer, in order.
 
     One thread at a time puts events, and another one reads them. There is no lock. If both threads take the last event
-    at once, one of them finds an empty queue.
+    at the same time, one of them finds an empty queue.
 
     Args:
         name: the producer's.

@@ -11,7 +11,7 @@ class Latch:
     """Is set once, for any number of threads.
 
     `threading.Event` is not used, because Ctrl-C inside it can leave its lock held. Then the thread that sets it, the
-    I/O thread, would wait for ever.
+    I/O thread, would never return.
     """
 
     __slots__ = ("_locks", "is_set")
@@ -36,7 +36,7 @@ class Latch:
         """Wait until the latch is set.
 
         Args:
-            timeout: seconds; ``None`` for ever.
+            timeout: seconds; ``None`` for no limit.
 
         Returns:
             Whether the latch is set.

@@ -42,7 +42,7 @@ def store_many(
         producer: sends them.
         messages: as for `send_many`.
         receipts: the receipts are appended to this list, which is returned.
-        timeout: seconds that each may stay blocked; ``None`` for ever.
+        timeout: seconds that each may stay blocked; ``None`` for no limit.
         options: the other arguments of `send`.
     """
     engine, storage, settings = producer._engine, producer._engine.storage, producer.settings

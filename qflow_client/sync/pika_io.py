@@ -31,7 +31,7 @@ from qflow_client.telemetry import peer_of
 __all__ = ["TapIOServices"]
 
 _READ_CHUNK = 1 << 17
-# How often a TLS socket is read before other tasks of the loop get a turn.
+# How often a TLS socket is read before other tasks of the loop run.
 _TLS_READS = 64
 
 _WOULD_BLOCK = (BlockingIOError, ssl.SSLWantWriteError, ssl.SSLWantReadError)
@@ -297,7 +297,7 @@ class TapIOServices(SelectorIOServicesAdapter):
         tapped.finish_record()
         while not tapped.full and not tapped.broken:
             # pika has data to write, too, and has written nothing since the last write of a producer. It gets the next
-            # frame border. Otherwise a socket that is always full would delay its heartbeats and acks for ever. This
+            # frame border. Otherwise a socket that is always full would delay its heartbeats and acks without end. This
             # method is called again when the socket is writable. In return, pika writes at most about one chunk before
             # a producer writes.
             yields = self._library_writer is not None and not self.library_sent

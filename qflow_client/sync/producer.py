@@ -151,8 +151,8 @@ class Producer(BaseProducer):
             message: the body, or a `Message` with properties.
             exchange: the exchange; by default that of a `RoutedMessage`, for other messages the setting.
             routing_key: the routing key; the same default.
-            timeout: seconds that it may stay blocked; ``None`` for ever, 0 not at all. The default is the setting
-                `max_producer_flow_control_wait`.
+            timeout: seconds that it may stay blocked; ``None`` for no limit, 0 to raise immediately. The default is the
+                setting `max_producer_flow_control_wait`.
             source: the source of the message, for a `WeightedLine`.
             position: how far the source of the message has been read, stored in the same commit of the outbox (E13);
                 ``None`` for none. The message is written to the broker only when it is on disk.
@@ -308,8 +308,8 @@ class Producer(BaseProducer):
         """Call `send` for every message, in order.
 
         Every exception, also one of the iterable, has an attribute ``receipts`` with the receipts of the messages that
-        were admitted before. These messages will be sent. After `NotDurable` the last receipt is that of the message
-        itself, which was admitted, too. No further message was taken from the iterable.
+        were admitted before. These messages will be sent. After `NotDurable` the last receipt belongs to the message
+        that failed, because it was admitted, too. No further message was taken from the iterable.
 
         Args:
             messages: messages as for `send`, or pairs of a message and its position.
@@ -357,7 +357,7 @@ class Producer(BaseProducer):
         """Wait until all messages that were admitted before are settled.
 
         Args:
-            timeout: seconds; ``None`` for ever. The default is the setting `max_producer_flow_control_wait`.
+            timeout: seconds; ``None`` for no limit. The default is the setting `max_producer_flow_control_wait`.
 
         Raises:
             ConfirmTimeout: some messages are not settled; their outcome is not known yet.
@@ -386,7 +386,7 @@ class Producer(BaseProducer):
         """Wait until there are no holds. In a callback, ignore the hold for callbacks that are slower than confirms.
 
         Args:
-            timeout: seconds; ``None`` for ever.
+            timeout: seconds; ``None`` for no limit.
 
         Returns:
             True if there are no holds; False after the timeout.
@@ -438,7 +438,7 @@ class Producer(BaseProducer):
         After the timeout it returns within a second, whatever the broker and the network do.
 
         Args:
-            timeout: seconds that messages may take to be settled; ``None`` for ever. The default is the setting
+            timeout: seconds that messages may take to be settled; ``None`` for no limit. The default is the setting
                 `close_timeout`.
 
         Raises:

@@ -35,7 +35,7 @@ class SyncReceipt(Receipt):
         """Wait until the message is settled.
 
         Args:
-            timeout: seconds; ``None`` for ever.
+            timeout: seconds; ``None`` for no limit.
 
         Returns:
             Whether the message is settled.
@@ -61,7 +61,7 @@ class SyncReceipt(Receipt):
         """Wait for the outcome.
 
         Args:
-            timeout: seconds; ``None`` for ever.
+            timeout: seconds; ``None`` for no limit.
 
         Returns:
             `Outcome.CONFIRMED`, or `Outcome.SENT` in a producer without confirms.

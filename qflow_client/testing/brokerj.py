@@ -25,7 +25,7 @@ from qflow_client.testing.node import HOST, Node, free_port
 
 __all__ = ["VERSIONS", "BrokerJ", "BrokerJError", "BrokerJNode", "BrokerJNotInstalled"]
 
-#: The latest release of each release line.
+#: The latest version of each release line.
 VERSIONS = ("9.2.1", "10.1.0")
 
 _USER = "guest"
@@ -173,7 +173,7 @@ class BrokerJNode(Node, BrokerJ):
             connection = pika.BlockingConnection(pika.URLParameters(node.url))
 
     Args:
-        version: release of the broker. At the first use Maven fetches its jars into the folder of the environment
+        version: version of the broker. At the first use Maven fetches its jars into the folder of the environment
             variable ``QFLOW_BROKERJ_CACHE``, or otherwise into the user's cache.
         flow_enforcement_timeout: seconds after which it closes a channel that still publishes after a stop. None: the
             broker's default, 5.

@@ -90,7 +90,7 @@ class _ClusterNode(RabbitMQNode):
             os.chown(cookie, self._account.uid, self._account.gid)
 
     def _start_helpers(self) -> None:
-        """Start nothing: the cluster has one port mapper for all nodes."""
+        """Do nothing, because the cluster itself starts one port mapper for all nodes."""
 
 
 def _name(host: str) -> str:

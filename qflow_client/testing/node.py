@@ -122,7 +122,7 @@ class Node(ABC):
         self.kill()
 
     def kill(self) -> None:
-        """End it at once, like a crash (SIGKILL). Do nothing if it does not run."""
+        """End it immediately, like a crash (SIGKILL). Do nothing if it does not run."""
         if self._process is not None and self._process.poll() is None:
             os.killpg(self._process.pid, signal.SIGKILL)
         self._reap()

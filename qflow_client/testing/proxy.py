@@ -106,8 +106,8 @@ class Schedule:
 class FaultProxy:
     """A TCP proxy in front of a broker that cuts, stalls, delays and splits connections, and injects frames.
 
-    ``with FaultProxy(broker.url) as proxy:`` runs it on a thread and an event loop of its own, on a free port of the
-    loopback interface. Its methods may be called from any thread.
+    ``with FaultProxy(broker.url) as proxy:`` runs it on its own thread and event loop, on a free port of the loopback
+    interface. Its methods may be called from any thread.
 
     Lasting faults (`stall`, `black_hole`, `delay`, `limit`, `split`, `merge`, `cut_after`) stay until `heal`. With
     `connection` they apply to one connection, and otherwise to all current and future connections. `direction` is
@@ -360,7 +360,7 @@ class FaultProxy:
     # Momentary faults.
 
     def cut(self, connection: int | None = None) -> None:
-        """Close connections on both sides at once, as when the peer's process ends.
+        """Close connections on both sides immediately, as when the peer's process ends.
 
         Args:
             connection: number of one connection; ``None`` for all.

@@ -439,7 +439,7 @@ class End(asyncio.Protocol):
             self._transport.close()
 
     def cut(self, *, reset: bool = False) -> None:
-        """Close it at once."""
+        """Close it immediately."""
         if self._transport is not None:
             if reset:
                 sock = self._transport.get_extra_info("socket")
@@ -521,7 +521,7 @@ class Relay:
         self.broker.finish()
 
     def cut(self, *, reset: bool = False) -> None:
-        """Close both ends at once."""
+        """Close both ends immediately."""
         for way in self.ways.values():
             way.stop()
         self.client.cut(reset=reset)

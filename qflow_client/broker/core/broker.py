@@ -58,7 +58,7 @@ _Named = TypeVar("_Named", bound=_HasName)
 
 
 def url_host(host: str) -> str:
-    """Return a host as it is written in a URL. For a host that means all addresses, return a loopback address."""
+    """Return a host as it is written in a URL. A wildcard such as ``0.0.0.0`` becomes a loopback address."""
     host = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"[{host}]" if ":" in host else host
 
@@ -74,7 +74,7 @@ class Front(Protocol):
 
 
 class Disk(Protocol):
-    """Writes the records of the journal, on threads of its own."""
+    """Writes the records of the journal, on its own threads."""
 
     async def start(self) -> None:
         """Restore the contents of the store."""
@@ -98,9 +98,8 @@ class Disk(Protocol):
 class Broker:
     """An AMQP 0-9-1 broker in this process: the core, which a subclass or an application can extend.
 
-    ``with broker:`` runs the broker on a thread and an event loop of its own. ``async with broker:`` runs it on the
-    running loop. Its methods may be called from any thread, and from the broker's own loop. A broker can be started
-    only once.
+    ``with broker:`` runs the broker on its own thread and event loop. ``async with broker:`` runs it on the running
+    loop. Its methods may be called from any thread, and from the broker's own loop. A broker can be started only once.
 
     Args:
         settings: see `Settings`.
@@ -387,7 +386,7 @@ class Broker:
         await self._runner.wait_until_async(lambda: predicate(self), self._describe, timeout)
 
     async def wait_until_durable_async(self, *, topology_only: bool = False) -> None:
-        """Wait until all changes made so far that have to survive are on disk. Without a store, return at once.
+        """Wait until all changes made so far that have to survive are on disk. Without a store, return immediately.
 
         Use it on the broker's own loop, where no other method waits for the disk, or on any other loop.
 

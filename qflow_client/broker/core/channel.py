@@ -4,7 +4,7 @@ A publish consists of a method, a header and bodies. When the publish is complet
 if the topology has changed since. The message then takes one of three ways:
 
 - In transaction mode it goes into the open transaction.
-- If none of its queues has marks or a maximum, it goes into the queues at once.
+- If none of its queues has marks or a maximum, it goes into the queues immediately.
 - Otherwise `Channel._publish_watched` asks all queues before any of them takes the message.
 
 In confirm mode every complete publish gets a tag. It gets exactly one ack or nack, unless the channel is closed first.
@@ -315,7 +315,7 @@ class Channel:
         if not queues and target.mandatory:
             self.return_message(message)
         if len(queues) == 1 and not queues[0].dropping.has_letters:
-            # No dead letter can take the room in between. Holding dead letters would add 5 % to the cost of a publish.
+            # No dead letter can take the room in between. To hold dead letters would add 5 % to the cost of publishing.
             refused = refusal(queues, message.size)
             is_held = refused is None and self._enqueue(message, queues, tag)
         else:
@@ -364,7 +364,7 @@ class Channel:
         return is_held
 
     def admit(self, waiting: WaitingPublish) -> None:
-        """Enqueue a publish that waited for room."""
+        """Enqueue a message that waited for room."""
         self.waiting.pop(waiting, None)
         # In confirm mode the message is owed until the confirm is sent.
         if not waiting.tag:
@@ -372,7 +372,7 @@ class Channel:
         self._enqueue(waiting.message, waiting.queues, waiting.tag)
 
     def give_up(self, waiting: WaitingPublish, reason: str) -> bool:
-        """Refuse a publish that waited for room. Return whether the channel could still report it."""
+        """Refuse a message that waited for room. Return whether the channel could still report it."""
         self.waiting.pop(waiting, None)
         if self.is_closing:
             return False
@@ -404,7 +404,7 @@ class Channel:
         self.output.write(wire.nack(self.number, tag))
 
     def count_rates(self, message: StoredMessage, queues: tuple[Queue, ...]) -> None:
-        """Count a publish against the rate limits."""
+        """Count a message against the rate limits."""
         meter = self.host.meter
         if meter:
             names = (queue.name for queue in queues)

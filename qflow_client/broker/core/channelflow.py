@@ -4,7 +4,7 @@ A `ChannelFlow` is a `FlowSource`: queues, rates, an operator and the discipline
 one ``Channel.Flow`` for the first of these holds, and one when the last hold is released (J3 J4).
 
 A message is owed (D7) if the broker has not fully accepted it: it waits, it is not confirmed, or it came while the
-channel was flowed (blocked). The discipline counts the owed messages of the whole connection.
+channel was blocked (flowed). The discipline counts the owed messages of the whole connection.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ class Discipline(Protocol):
         """Block a channel if it publishes and the backlog is too large."""
 
     def check(self, source: ChannelFlow, now: float) -> None:
-        """Handle a publish on a flowed channel.
+        """Handle a message that was published on a blocked (flowed) channel.
 
         Raises:
-            ChannelException: the channel has published too much since it was flowed.
+            ChannelException: the channel has published too much since it was blocked.
             ConnectionException: the connection has published too much.
         """
 
@@ -104,8 +104,8 @@ class ChannelFlow(CountedSource):
         self.oks_due = 0
         # Number of messages that came after the grace time of the current flowed time (D8).
         self.past_flow = 0
-        # Owed messages (D7): number and body bytes. The second pair counts those that came while the channel was flowed
-        # and that nothing else holds.
+        # Owed messages (D7): number and body bytes. The second pair counts those that came while the channel was
+        # blocked and that nothing else holds.
         self._owed = [0, 0]
         self._owed_past_flow = [0, 0]
 
@@ -164,10 +164,10 @@ class ChannelFlow(CountedSource):
     # Owed messages (D7).
 
     def check(self) -> None:
-        """Check a publish against the discipline if the channel is flowed.
+        """Check a published message against the discipline if the channel is blocked (flowed).
 
         Raises:
-            ChannelException: the channel has published too much since it was flowed.
+            ChannelException: the channel has published too much since it was blocked.
             ConnectionException: the connection has published too much.
         """
         if self._discipline is not None and self.blocked_by:

@@ -1,8 +1,8 @@
 """Confirm mode of a channel: which publishes wait for their acks, and how to ack the others with few frames.
 
-Tags count publishes from 1. A tag is held or due. A tag is held by queues, by the disk, or because the publish waits
-for room. A flush acks all due tags below the lowest held tag with one frame. It acks every other due tag with a
-separate frame.
+Tags count published messages from 1. A tag is held or due, which means that it can be acked. A tag is held by queues,
+by the disk, or because the publish waits for room. A flush acks all due tags below the lowest held tag with one frame.
+It acks every other due tag with a separate frame.
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ class Confirms:
         return self._last_tag
 
     def confirm(self, tag: int) -> None:
-        """Make the tag of a publish due."""
+        """Queue the confirm of a published message."""
         if not self._due:
             self._on_due()
         self._due.append(tag)
 
     def hold(self, tag: int) -> None:
-        """Hold a publish until its queues take it; `completion` and `arm` follow, or `drop`."""
+        """Withhold the confirm of a message until its queues accept it. Call `completion` and `arm` next, or `drop`."""
         self._held[tag] = self.completion(tag)
 
     def drop(self, tag: int) -> None:
@@ -68,7 +68,7 @@ class Confirms:
         self._release(tag)
 
     def completion(self, tag: int) -> Completion:
-        """Return the object that counts the holds of a publish while its queues take it. Pass it to `arm` then."""
+        """Return the object that counts the holds of a message while it is enqueued. Pass it to `arm` afterwards."""
         return Completion(tag, self._complete)
 
     def arm(self, completion: Completion) -> bool:

@@ -229,7 +229,7 @@ class Contents:
         """Move all ready entries to `leaving`. The caller has to call `let_leave` afterwards.
 
         Args:
-            mark: whether to mark the entries as gone at once, because other objects keep them too.
+            mark: whether to mark the entries as gone immediately, because other objects keep them too.
 
         Returns:
             The number of entries that were moved.

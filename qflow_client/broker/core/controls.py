@@ -8,7 +8,7 @@ __all__ = ["Controls"]
 
 
 class Controls:
-    """The controllers and switches of the operator.
+    """The operator's controllers and switches.
 
     Args:
         watches_publishes: whether every publish has to be checked.

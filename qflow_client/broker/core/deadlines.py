@@ -35,11 +35,11 @@ class Deadlines:
         self.open_by = now + settings.unauthenticated_timeout
         # Time until which the socket is not read (D8); None if it is read.
         self.tarpit_until: float | None = None
-        # Time at which the session's `tick` is due.
+        # Time at which to call the session's `tick`.
         self.at = self.open_by
 
     def by(self, at: float) -> None:
-        """Make `tick` due at this time at the latest."""
+        """Have `tick` called at this time at the latest."""
         self.at = min(self.at, at)
 
     def closing(self, now: float) -> None:
@@ -59,7 +59,7 @@ class Deadlines:
         return f"no answer to Connection.Close within {self._settings.close_timeout} s" if is_closing else None
 
     def beat(self, now: float, *, is_silenced: bool, login_at: float = math.inf) -> str | None:
-        """Send a heartbeat if one is due, and compute the next due time.
+        """Send a heartbeat if it is time for one, and compute when to call `tick` next.
 
         Args:
             now: monotonic seconds.

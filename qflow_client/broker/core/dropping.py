@@ -41,7 +41,7 @@ class Dropping:
         self.expiry: Expiry | None = None
 
     def expire(self) -> None:
-        """Drop expired ready entries. If there are more than may leave at once, the others follow soon."""
+        """Drop expired ready entries. If there are more than may leave in one step, the others follow soon."""
         if self.expiry is None:
             return
         due = self.expiry.take_due(Contents.AT_ONCE)

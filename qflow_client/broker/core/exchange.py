@@ -1,4 +1,4 @@
-"""Exchanges, sans-I/O: the bindings that a message matches, and the target of a publish.
+"""Exchanges, sans-I/O: the bindings that a message matches, and its target exchange.
 
 Two bindings with the same destination, key and arguments are the same binding. A headers exchange needs the headers of
 each message. The destinations of all other types depend only on the routing key, so a `Target` can cache them.
@@ -361,7 +361,7 @@ def make_exchange(
     internal: bool,
     arguments: Mapping[str, object],
 ) -> Exchange:
-    """Create an exchange of the type that a client named.
+    """Create an exchange of a type that a client requested.
 
     Raises:
         ConnectionException: 503 if the type does not exist.

@@ -78,7 +78,8 @@ class Expiry(EntryObserver):
         An unacked entry does not expire. If it is requeued, it has to be added again.
 
         Args:
-            most: maximum number of entries to examine. If more are due, `is_behind` is set and the rest is due at once.
+            most: maximum number of entries to examine. If more entries have expired, `is_behind` is set, and the next
+                call may follow immediately.
         """
         now = self._clock()
         if self.next_at > now:

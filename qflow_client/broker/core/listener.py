@@ -43,7 +43,7 @@ class Listener:
     PAUSE = 1.0
     #: Minimum seconds between two log lines about that.
     LOG_INTERVAL = 60.0
-    #: Maximum number of connections accepted in one turn of the loop.
+    #: Maximum number of connections accepted in one iteration of the loop.
     MOST = 100
     BACKLOG = 1024
 

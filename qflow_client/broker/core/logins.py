@@ -107,7 +107,7 @@ class Logins:
         # Keyed digest of the last right password of each user with a hashed password.
         self._right: dict[str, bytes] = {}
         self._key = token_bytes(32)
-        #: Runs a function that may take 50 ms, and passes its result on. This default runs it at once; a server
+        #: Runs a function that may take 50 ms, and passes its result on. This default runs it immediately; a server
         #: replaces it.
         self.run: Callable[[Callable[[], bool], Callable[[bool], None]], object] = _run
 
@@ -118,7 +118,7 @@ class Logins:
             login: the data of the login.
             address: address of the client.
             now: monotonic seconds.
-            done: called with the seconds, at once or later; 0 if the login is wrong.
+            done: called with the seconds, immediately or later; 0 if the login is wrong.
         """
         if self._authenticate is not None:
             valid_for = self.renewed_for(login.user, login.password)

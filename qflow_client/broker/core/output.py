@@ -1,9 +1,9 @@
 """The outgoing frames of one connection, sans-I/O: their order, waits for the disk, and pauses of consumers.
 
-The output is a list of byte strings that `Output.take` joins once in each turn of the loop. An answer that must wait
-for the disk is a `Promise`. Later frames of the same channel wait behind it; other channels do not wait. So the frames
-of a channel are sent in the order in which they were written. The only exception is ``Channel.Flow``, which waits for
-no promise. Channel 0 makes no promises.
+The output is a list of byte strings that `Output.take` joins once in each iteration of the loop. An answer that must
+wait for the disk is a `Promise`. Later frames of the same channel wait for it; other channels do not wait. So the
+frames of a channel are sent in the order in which they were written. The only exception is ``Channel.Flow``, which
+waits for no promise. Channel 0 makes no promises.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Output:
 
     Args:
         channels: channels of the connection, by number.
-        controls: controls of the operator.
+        controls: the operator's controllers and switches.
         journal: calls back when records are on disk; ``None`` if nothing is written to disk.
         now: monotonic seconds.
         on_output: called when there is something to send: once until `take`, and again for each frame that has to be
@@ -99,11 +99,11 @@ class Output:
         self._on_output = on_output
         self._announced = False
         self._frames: list[bytes] = []
-        # Unsent bytes: in `_frames`, promised, and behind promises.
+        # Unsent bytes: in `_frames`, promised, and waiting for promises.
         self.unsent = 0
         # Promises that wait for the disk, in order, by channel.
         self.promises: dict[int, deque[Promise]] = {}
-        # Channels with confirms that are due.
+        # Channels with queued confirms.
         self._confirming: dict[_Channel, None] = {}
         # Whether the socket accepts bytes; bytes of unsent deliveries; and whether consumers may get more messages.
         self._is_writable = True
@@ -116,7 +116,7 @@ class Output:
     # Frames.
 
     def write(self, data: bytes) -> None:
-        """Append whole frames of one channel, behind the promises of that channel."""
+        """Append whole frames of one channel, after the promises of that channel."""
         self.unsent += len(data)
         if self.promises and self._put_behind(data):
             return
@@ -142,13 +142,13 @@ class Output:
         self.write(data)
 
     def has_confirms(self, channel: _Channel) -> None:
-        """Note that a channel has due confirms. They are sent together with the other frames."""
+        """Note that a channel has queued confirms. They are sent together with the other frames."""
         self._confirming[channel] = None
         if not self._announced:
             self._announce()
 
     def forget(self, channel: _Channel) -> None:
-        """Forget a closed channel with its due confirms."""
+        """Forget a closed channel with its queued confirms."""
         self._confirming.pop(channel, None)
 
     def announce_confirms(self) -> None:
@@ -210,7 +210,7 @@ class Output:
             channel.consuming.wait_for_disk(True)
 
     def promise_kept(self, number: int, more: int) -> None:
-        """Move the kept promises of a channel, and the frames behind them, to the unsent frames.
+        """Move the kept promises of a channel, and the frames after them, to the unsent frames.
 
         Args:
             number: number of the channel.

@@ -72,10 +72,10 @@ class Overflow:
         return None
 
     def make_room(self, queue: QueueView, size: int) -> None:
-        """Make room for a message of `size` body bytes that was not refused."""
+        """Make room for an accepted message with `size` body bytes."""
 
     def trim(self, queue: QueueView) -> None:
-        """Drop messages beyond the maximum that could not be delivered."""
+        """Drop the messages that exceed the maximum after a requeue."""
 
     def _excess(self, depth: int, size: int) -> tuple[int, int]:
         """Return by how many messages and bytes a depth exceeds the maximum; 0 or less if it does not."""

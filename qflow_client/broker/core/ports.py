@@ -24,7 +24,7 @@ __all__ = ["FlowObserver", "Journal", "PublishMeter", "Timed", "TopologyJournal"
 
 
 class Timed(Protocol):
-    """An object with work that is due at a time."""
+    """An object that has work to do at a time."""
 
     def tick(self, now: float) -> None:
         """Do the work that is due by now."""
@@ -200,7 +200,7 @@ class PublishMeter(Protocol):
         """Whether `take` has to be called."""
 
     def take(self, source: FlowSource, size: int, exchange: str, queues: Iterable[str], user: str, now: float) -> Any:
-        """Count a publish.
+        """Count a published message.
 
         Args:
             source: the publishing channel.

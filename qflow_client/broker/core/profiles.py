@@ -76,7 +76,7 @@ class Dialect:
         extensions: supported extensions of the standard, by their names in the capabilities table. ``None`` for no
             extensions and no such table.
         headers: the accepted protocol headers.
-        answer: the protocol header that answers any other header.
+        answer: the protocol header that the broker sends if it does not accept the client's header.
         on_alarm: how publishers are informed of an alarm.
         alarm_text: reply text when an alarm closes a channel.
         channel_errors_close: reply code for closing the connection after an error that should close only the channel.

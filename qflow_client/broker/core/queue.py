@@ -261,7 +261,7 @@ class Queue:
         self._watch()
 
     def withhold(self) -> None:
-        """Withhold confirms, for an operator, until `release_withheld`."""
+        """Withhold confirms until the operator calls `release_withheld`."""
         if self._withheld is None:
             self._withheld = WithheldConfirms()
         self._watch()

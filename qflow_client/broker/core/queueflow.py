@@ -1,7 +1,7 @@
 """The flow state of a queue, sans-I/O: the channels that it blocks (flows), and the confirms that it holds.
 
 A `QueueFlow` is one family of marks. Above its stop mark it is ON: it blocks the publishing channel, or holds the
-confirm, or both. At its resume mark it is OFF: it releases all confirms and unblocks the channels, all at once or one
+confirm, or both. At its resume mark it is OFF: it releases all confirms and unblocks the channels, all together or one
 after the other (F4). `QueueFlows` has all families of one queue. It gets every change of the queue's depth, after the
 message has entered (J3), and knows since when any family is ON.
 """
@@ -41,7 +41,7 @@ class CountedSource(FlowSource):
 
 
 class Turns:
-    """Spaces out the unblocking of a queue's publishers, so that they do not all publish again at once (F4).
+    """Spaces out the unblocking of a queue's publishers, so that they do not all publish again at the same time (F4).
 
     Args:
         interval: seconds between two publishers.
@@ -75,7 +75,7 @@ class QueueFlow(FlowController):
         name: name of the queue.
         count: messages in the queue.
         size: body bytes of these messages.
-        turns: spaces out the unblocking; ``None`` unblocks all channels at once.
+        turns: spaces out the unblocking; ``None`` unblocks all channels together.
     """
 
     __slots__ = ("_turns", "depth", "held")
@@ -90,7 +90,7 @@ class QueueFlow(FlowController):
         self.held: dict[QueueEntry, Completion] = {}
 
     def resume(self, now: float | None = None) -> None:
-        """Unblock the sources that may continue, all at once or one after the other, the oldest first (F4)."""
+        """Unblock the sources that may continue, all together or one after the other, the oldest first (F4)."""
         blocked = self._blocked
         if not blocked:
             return
@@ -123,7 +123,7 @@ class FlowOptions(NamedTuple):
     Attributes:
         scope: which channels are blocked (D12).
         recent: seconds for which a publisher counts as recent.
-        resume_interval: seconds between two channels that are unblocked (F4); 0 unblocks all at once.
+        resume_interval: seconds between two channels that are unblocked (F4); 0 unblocks all together.
     """
 
     scope: FlowScope = FlowScope.OFFENDER

@@ -34,12 +34,12 @@ def _is_in_task() -> bool:
 class Runner:
     """The event loop of one broker, and the calls to it from other threads."""
 
-    #: Seconds that `call_in_steps` may use in one turn of the loop.
+    #: Seconds that `call_in_steps` may use in one iteration of the loop.
     SLICE = 0.005
 
     def __init__(self) -> None:
         # The loop and its thread; None before and after. The lock prevents a call from being scheduled while the loop
-        # is removed, because the caller would wait for ever.
+        # is removed, because otherwise the caller would never return.
         self._loop: asyncio.AbstractEventLoop | None = None
         self._loop_thread = 0
         self._loop_lock = threading.RLock()
@@ -137,7 +137,7 @@ class Runner:
     def call_in_steps(self, steps: Iterator[object]) -> None:
         """Run steps on the loop, for `SLICE` seconds in each of its turns.
 
-        Where `call` would call directly, run all at once.
+        Where `call` would call directly, run all steps in one go.
 
         Raises:
             BaseException: the exception of a step.
@@ -207,7 +207,7 @@ class Runner:
                 raise TimeoutError(_not_reached(describe, timeout))
 
     def _await_change(self, version: int, end: float) -> bool:
-        """Wait until the version changes. Return ``False`` if `end` comes first or has already passed."""
+        """Wait until the version changes, at most until the time `end`. Return ``True`` if it changed before `end`."""
         with self._changed:
             left = end - time.monotonic()
             return left > 0 and self._changed.wait_for(lambda: self._version != version, left)

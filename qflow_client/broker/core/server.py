@@ -11,9 +11,9 @@ A socket is not read in three cases:
 An error in the handling of one connection ends only that connection.
 
 The received bytes of a socket are handled for `Server.SLICE` seconds; the session holds the rest. Connections with held
-input continue one after the other. Together they get `Server.TURN` seconds in each turn of the loop. When this time is
-used up, only small input is still handled in the same turn. So a client that sends little is served after one turn,
-even if many other clients send long work.
+input continue one after the other. Together they get `Server.TURN` seconds in each iteration of the loop. When this
+time is used up, only small input is still handled in the same turn. So a client that sends little is served after one
+turn, even if many other clients send long work.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _log = get_logger(__name__)
 class Server:
     """Listens, and runs one session for each connection.
 
-    All output of a connection in one turn of the event loop is written with one write.
+    All output of a connection in one iteration of the event loop is written with one write.
 
     Args:
         settings: settings of the broker.
@@ -61,8 +61,8 @@ class Server:
     QUIET = 0.1
     #: Seconds for the input of one connection before other connections are served.
     SLICE = 0.005
-    #: Seconds for whole slices in one turn of the loop. When they are used up, an input is handled only if it has at
-    #: most SMALL_INPUT bytes, and for at most SHORT_SLICE seconds.
+    #: Seconds for whole slices in one iteration of the loop. When they are used up, an input is handled only if it has
+    #: at most SMALL_INPUT bytes, and for at most SHORT_SLICE seconds.
     TURN = 0.01
     SMALL_INPUT = 4096
     SHORT_SLICE = 0.0005
@@ -223,7 +223,7 @@ class Server:
         self._with_input.pop(connection, None)
 
     def _go_on(self) -> None:
-        """Let connections continue with their held input while this turn of the loop has time."""
+        """Let connections continue with their held input while this iteration of the loop has time."""
         for connection in tuple(self._with_input):
             del self._with_input[connection]
             connection.go_on()
@@ -515,7 +515,7 @@ class Connection(asyncio.Protocol):
     def _when_quiet(self, end: Callable[[], None], received: int | None = None) -> None:
         """End the connection, or one direction of it, when its client has sent nothing for `Server.QUIET` seconds.
 
-        It does not end at once, because several threads of a client may have sent ``Connection.Close``. All of them
+        It does not end immediately, because several threads of a client may have sent ``Connection.Close``. All of them
         have to read ``Connection.Close-Ok`` before the end of the stream.
 
         Args:
@@ -564,7 +564,7 @@ class Connection(asyncio.Protocol):
         self.unread, self.first_publish = unread, first_publish
 
     def cut(self) -> None:
-        """Close the connection at once; its buffers no longer count."""
+        """Close the connection immediately; its buffers no longer count."""
         self._set_buffers(0, 0)
         self.abort()
 

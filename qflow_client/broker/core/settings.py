@@ -122,7 +122,8 @@ class Settings:
         trace: called for every frame in and out, in the order of the wire, on the broker's thread; must not raise.
         max_producer_flow_control_wait: maximum seconds that a publish waits for room in a queue with the policy
             ``wait`` (A4).
-        resume_interval: seconds between two channels that a queue unflows, oldest first (F4); 0 unflows all at once.
+        resume_interval: seconds between two channels that a queue unblocks (unflows), oldest first (F4); 0 unblocks all
+            together.
         backlog_count: maximum messages of one connection that wait, are not confirmed, or came on flowed channels. With
             more, all channels of the connection are flowed (D7) until fewer than 7/8 of the maximum are left. 0 for no
             limit.

@@ -110,7 +110,7 @@ class TransactionChannel(Protocol):
         """Return a mandatory message that no queue gets."""
 
     def count_rates(self, message: StoredMessage, queues: tuple[Queue, ...]) -> None:
-        """Count a publish against the rate limits."""
+        """Count a message against the rate limits."""
 
 
 def _open(channel: TransactionChannel) -> Transaction:

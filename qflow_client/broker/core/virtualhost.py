@@ -339,7 +339,7 @@ class VirtualHost:
         return len(queues)
 
     def admit_waiting(self, queue: Queue, now: float) -> None:
-        """Admit publishes that wait for a queue and now have room; give up those whose time is over."""
+        """Admit publishes that wait for a queue and now have room; refuse those whose time is over."""
         with self.dead_letters:
             self.waiting.admit(queue, now)
 
@@ -372,7 +372,7 @@ def _nothing() -> None:
 
 
 def _run(message: StoredMessage, callback: Callable[[], None]) -> None:
-    """Call at once; used without a journal, when every body is in memory."""
+    """Call immediately; used without a journal, when every body is in memory."""
     callback()
 
 

@@ -42,7 +42,7 @@ class Publisher(Protocol):
         """Enqueue a waiting publish, because all of its queues have room."""
 
     def give_up(self, waiting: WaitingPublish, reason: str) -> bool:
-        """Refuse a publish that has waited for too long, or that can never be accepted.
+        """Refuse a message that has waited for too long, or that can never be accepted.
 
         Returns:
             Whether the client is informed.
@@ -57,7 +57,7 @@ class WaitingPublish:
         queues: its destination queues.
         publisher: the channel that published it.
         tag: its publish sequence number; 0 without confirms.
-        deadline: time of the clock at which it is given up.
+        deadline: clock time at which it is refused.
     """
 
     __slots__ = ("deadline", "is_over", "message", "publisher", "queues", "tag")
@@ -79,7 +79,7 @@ class WaitingRoom:
 
     Args:
         clock: returns monotonic seconds.
-        max_wait: maximum seconds that a publish waits.
+        max_wait: maximum seconds that a message waits.
         journal: counts the memory; ``None`` if there is none.
     """
 
@@ -91,7 +91,7 @@ class WaitingRoom:
         self._lines: dict[Queue, deque[WaitingPublish]] = {}
 
     def wait(self, message: StoredMessage, queues: tuple[Queue, ...], publisher: Publisher, tag: int) -> WaitingPublish:
-        """Let a publish wait until all of its destinations take it.
+        """Let a message wait until all of its destinations accept it.
 
         Args:
             message: the published message.
@@ -109,7 +109,7 @@ class WaitingRoom:
         return waiting
 
     def stop(self, waiting: WaitingPublish) -> None:
-        """Remove a publish from its lines. The lines are checked again soon."""
+        """Remove a message from its lines. The lines are checked again soon."""
         waiting.is_over = True
         if self._journal is not None:
             self._journal.waiting -= waiting.message.footprint
@@ -130,7 +130,7 @@ class WaitingRoom:
         return None
 
     def admit(self, queue: Queue, now: float) -> None:
-        """Admit the publishes that are first in their lines and find room, and give up those whose time is over."""
+        """Admit the publishes that are first in their lines and have room, and refuse those whose time is over."""
         while (waiting := self._head(queue)) is not None:
             queues = tuple(each for each in waiting.queues if not each.is_deleted)
             refused: Refusal | None

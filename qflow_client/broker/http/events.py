@@ -24,7 +24,7 @@ __all__ = ["EventsRequest", "Watch"]
 
 # Seconds without an event after which a comment shows that the connection is alive.
 _KEEP_ALIVE = 15.0
-# Bytes of an event that are written at once.
+# Bytes of an event that are written in one call.
 _PIECE = 64 * 1024
 
 # The fields of a channel whose change is reported. The growing time of being flowed is not one of them.
@@ -218,7 +218,7 @@ class Watch:
         return [*told, ("gone", _Seen(gone, known))] if gone else told
 
     async def _pieces(self, kind: bytes, told: list[tuple[str, list[_Seen] | _Seen]]) -> AsyncIterator[bytes]:
-        """Yield an event in pieces of a size that a socket takes at once."""
+        """Yield an event in pieces that are small enough for one write to a socket."""
         waiting, size = [b"event: %s\ndata: {" % kind], 0
         async for word in self._turns.each(_words(told)):
             waiting.append(word)

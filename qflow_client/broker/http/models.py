@@ -245,7 +245,7 @@ def _thresholds_request() -> type[BaseModel]:
 ThresholdsRequest = _thresholds_request()
 
 
-# Newer releases of RabbitMQ export more fields than this broker knows.
+# Newer versions of RabbitMQ export more fields than this broker knows.
 for _kind in (QueueDefinition, ExchangeDefinition, BindingDefinition):
     with_config(ConfigDict(extra="ignore"))(_kind)
 

@@ -1,9 +1,9 @@
 """The HTTP server, on the broker's own loop.
 
 A connection is a stranger until a request on it has the token. There is room for only a few strangers. A new stranger
-replaces the oldest one, so strangers never keep out a client with the token. In each turn of the event loop at most one
-request of a stranger is answered. Without a token no connection is a stranger, and only the number of all connections
-is limited.
+replaces the oldest one, so strangers never keep out a client with the token. In each iteration of the event loop at
+most one request of a stranger is answered. Without a token no connection is a stranger, and only the number of all
+connections is limited.
 
 Long answers, imports and looks for event streams run in slices (`qflow_client.broker.http.turns`).
 """
@@ -45,12 +45,12 @@ class HttpServer:
 
     Args:
         broker: the broker; its settings have the address.
-        count_answer: called with changes, in bytes, of the memory that answers take.
+        count_answer: called with the change in bytes when the answers need more or less memory.
     """
 
     #: Maximum bytes of a body.
     MAX_BODY = 16 * 1024 * 1024
-    #: Bytes of an answer that are given to its socket at once.
+    #: Bytes of an answer that are passed to its socket together.
     PIECE = 256 * 1024
     #: Maximum bytes of large answers that are sent at the same time; a quarter of `memory_limit` if that is less.
     #: Without a memory limit a single answer may be larger.
@@ -406,7 +406,7 @@ class _Connection(asyncio.Protocol):
         self._handler.connection_made(transport)
 
     def abort(self) -> None:
-        """Close the connection at once. It no longer counts."""
+        """Close the connection immediately. It no longer counts."""
         self._server.forget(self, self._handler)
         self.has_asked()
         if self._transport is not None:

@@ -1,8 +1,8 @@
 """Slices of long answers, because the HTTP API runs on the event loop of the AMQP clients.
 
 `Turns.each` yields objects and gives the loop to other work after `MOST` objects or `LONGEST` seconds, whichever is
-sooner. All answers that share a `Turns` together get one slice in each turn of the loop. So a turn takes no longer if
-many clients ask at once.
+sooner. All answers that share a `Turns` together get one slice in each iteration of the loop. So a turn takes no longer
+if many clients send requests at the same time.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _T = TypeVar("_T")
 
 
 class Turns:
-    """Slices of long work, one in each turn of the event loop."""
+    """Slices of long work, one in each iteration of the event loop."""
 
     #: Maximum number of objects in one slice.
     MOST = 500
@@ -29,7 +29,7 @@ class Turns:
         self._lock = asyncio.Lock()
 
     async def next(self) -> None:
-        """Wait for a turn of the loop in which no other slice runs."""
+        """Wait for an iteration of the loop in which no other slice runs."""
         async with self._lock:
             await asyncio.sleep(0)
 

@@ -168,8 +168,8 @@ def each_definition(host: VirtualHost) -> Iterator[Exported]:
 class Loading:
     """Declares everything, or nothing. Objects that exist with the same settings stay as they are.
 
-    Loading may take several turns of the loop. If a definition is refused, clients may see objects that are deleted
-    again.
+    Loading may take several iterations of the loop. If a definition is refused, clients may see objects that are
+    deleted again.
 
     Args:
         host: virtual host to change.

@@ -71,14 +71,14 @@ class Discipline:
         self.backlog.release(size, count)
 
     def check(self, source: ChannelFlow, now: float) -> None:
-        """Handle a publish on a flowed channel.
+        """Handle a message that was published on a blocked (flowed) channel.
 
         Args:
             source: the channel.
             now: seconds of the clock.
 
         Raises:
-            ChannelException: 311 if the channel has published too much since it was flowed.
+            ChannelException: 311 if the channel has published too much since it was blocked.
             ConnectionException: 506 if the connection has published too much.
         """
         settings = self._session.settings

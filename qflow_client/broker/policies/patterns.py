@@ -1,10 +1,10 @@
 """Regular expressions whose time grows linearly with the length of the name, for any expression.
 
 Python's `re` tries one path through an expression after the other. With ``(a+)+$`` a name of 30 letters takes seconds,
-and blocks the event loop. This module follows all paths at once. An expression becomes a graph of nodes. A node takes
-one character, or is passed without a character. `Pattern.search` keeps the set of nodes that the previous characters
-lead to. So a name of n characters costs at most n times the number of nodes, and the number of nodes is limited. The
-sets are cached, so the next name costs one dictionary look-up for each character.
+and blocks the event loop. This module follows all paths at the same time. An expression becomes a graph of nodes. A
+node takes one character, or is passed without a character. `Pattern.search` keeps the set of nodes that the previous
+characters lead to. So a name of n characters costs at most n times the number of nodes, and the number of nodes is
+limited. The sets are cached, so the next name costs one dictionary look-up for each character.
 
 Features that need more than such a set are refused by name: back references, lookahead and lookbehind, word boundaries,
 atomic groups, possessive repeats, and all flags except ``(?i)`` for the whole expression.

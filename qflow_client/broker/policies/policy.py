@@ -1,4 +1,4 @@
-"""Policies: what a full queue does, set by name for many queues at once and changeable at run time.
+"""Policies: what a full queue does, set by name for many queues together and changeable at run time.
 
 A queue takes its values from these sources, the first that sets a value (D3). If one of the first two sets when the
 queue is full, the other three do not apply. Of these three, only the first that matches applies.

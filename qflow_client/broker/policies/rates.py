@@ -39,7 +39,7 @@ class RateLimit:
         name: name of the exchange, the queue or the user; it need not exist yet.
         messages: messages per second; ``None`` for no limit.
         bytes: body bytes per second; ``None`` for no limit.
-        burst: seconds. After a pause, the amount for this time may be published at once, but at least one message.
+        burst: seconds. After a pause, the amount for this time may be published immediately, but at least one message.
 
     Raises:
         TypeError: a value has the wrong type.

@@ -51,7 +51,7 @@ class Keeper:
             an alarm and the reason; ``None`` as the reason when the problem is over.
     """
 
-    #: Maximum number of damaged rows that are named in the log.
+    #: Maximum number of damaged rows that are listed in the log.
     NAMED = 20
     #: Seconds until a failed write is tried again.
     RETRY = 1.0
@@ -61,7 +61,7 @@ class Keeper:
     STOP_GRACE = 2.0
     #: Seconds without a completed write or read after which the stop of the broker no longer waits.
     STOP_TIMEOUT = 30.0
-    #: Messages that the start of the broker puts into queues in one turn of the loop.
+    #: Messages that the start of the broker puts into queues in one iteration of the loop.
     _AT_ONCE = 100
 
     def __init__(

@@ -129,7 +129,7 @@ _LEAST = 512
 _PORTION = 16 << 20
 # Start of the data for a message's checksum: number, time, bytes of the names, bytes of the header.
 _HEAD = Struct(">qdII")
-# Number of rows that are read at once.
+# Number of rows that are read in one step.
 _PAGE = 100
 
 

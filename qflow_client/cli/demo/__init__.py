@@ -36,8 +36,7 @@ RATE = 5_600.0
 # Seconds between two checks of the queue, two frames of the display, two columns of the chart, and two lines without a
 # terminal.
 _LOOK, _PICTURE, _COLUMN, _LINE = 0.02, 0.1, 0.2, 5.0
-# Seconds without a change after which the producers have filled the queue as far as they can; and after which the run
-# fails.
+# Seconds without a change after which the producers cannot fill the queue further; and after which the run fails.
 _STILL = 0.5
 _PATIENCE = 30.0
 

@@ -34,7 +34,7 @@ class ProducerTally:
         checksum: checksum of the bodies; the order does not matter.
         holds: kinds of its current holds.
         times_flowed: how often it became flowed.
-        seconds_flowed: seconds for which it was flowed, by hold kind.
+        seconds_flowed: seconds for which the producer was held, by kind of hold.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""`pika.adapters.blocking_connection`, with flow control: a publish waits for a limited time."""
+"""`pika.adapters.blocking_connection`, with flow control: publishing waits for a limited time."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ __all__ = ["BlockingChannel", "BlockingConnection", "ReturnedMessage"]
 
 _monotonic = time.monotonic
 
-# The broker's answers to a publish.
+# The broker's answers to a published message.
 _ANSWERS = (spec.Basic.Ack, spec.Basic.Nack)
 
 # Linux has this option. It ends after 200 ms, so data is sent even if no further call follows.
@@ -44,9 +44,9 @@ _MANY = 16
 
 
 class _Services(SelectorIOServicesAdapter):
-    """pika's I/O services, which also report the state of the socket, and can write at once."""
+    """pika's I/O services, which also report the state of the socket, and can write immediately."""
 
-    #: Whether pika's output is written at once, and not after the loop has polled.
+    #: Whether pika's output is written immediately, and not after the loop has polled.
     eager = False
     # The connected socket and its handler; none before the connection.
     _fd = -1
@@ -116,7 +116,7 @@ class _Services(SelectorIOServicesAdapter):
                     self._sock.setsockopt(socket.IPPROTO_TCP, _TCP_CORK, on)
 
     def wake_when_writable(self) -> None:
-        """End the loop's next poll when the socket takes bytes. Only used while pika does not wait for that itself."""
+        """End the loop's next poll when the socket is writable. Only used while pika itself does not wait for that."""
 
         def awake() -> None:
             self.remove_writer(self._fd)
@@ -244,7 +244,7 @@ def _nothing() -> None:
 
 
 class BlockingConnection(_pika.BlockingConnection):
-    """pika's `BlockingConnection`. While the broker has stopped its channels, a publish waits for a limited time.
+    """pika's `BlockingConnection`. While the broker has stopped its channels, `basic_publish` waits for a limited time.
 
     Args:
         parameters: as pika's; those of `qflow_client.pika` accept settings of flow control, too.
@@ -612,12 +612,12 @@ class BlockingChannel(_pika.BlockingChannel):
         """Wait until all published messages are confirmed.
 
         Args:
-            timeout: seconds; ``None`` for ever. The default is the setting `max_producer_flow_control_wait`.
+            timeout: seconds; ``None`` for no limit. The default is the setting `max_producer_flow_control_wait`.
 
         Raises:
             ConfirmTimeout: some messages are not confirmed; their outcome is not known yet.
             NackError: the broker nacked messages. The error has them in `messages`, with their ``Basic.Publish``. Its
-                notes say how many of them were given up instead of nacked, and why.
+                notes say how many of them were not nacked but dropped by the channel, and why.
             UnroutableError: no queue took some mandatory messages. The error has them in `messages`.
             TypeError, ValueError: `timeout` is not a number.
         """
@@ -731,7 +731,7 @@ class BlockingChannel(_pika.BlockingChannel):
         """Wait until there are no holds. I/O continues meanwhile.
 
         Args:
-            timeout: seconds; ``None`` for ever.
+            timeout: seconds; ``None`` for no limit.
 
         Returns:
             True if there are no holds; False after the timeout.

@@ -1,4 +1,4 @@
-"""`pika.adapters.thread_safe_connection` of pika 1.5, with flow control: a publish waits for a limited time.
+"""`pika.adapters.thread_safe_connection` of pika 1.5, with flow control: publishing waits for a limited time.
 
 pika runs the connection on a separate thread, the IOLoop's thread. All decisions about the flow of a channel are made
 on that thread, so no lock is needed here. A thread that publishes passes the message to the IOLoop's thread
@@ -59,8 +59,8 @@ class _Withdrawable(Publish):
 class _Publishing:
     """One `basic_publish` of another thread. `accept` and `wait` run there, all other methods on the IOLoop's thread.
 
-    It is the waiter of its own ticket. The step that admits the message also writes it and calls `set`. So `on_publish`
-    is called before the broker's answer can be read.
+    It is its own ticket's waiter. The step that admits the message also writes it and calls `set`. So `on_publish` is
+    called before the broker's answer can be read.
     """
 
     def __init__(self, channel: Channel, publish: Publish, on_publish: Any) -> None:
@@ -101,7 +101,7 @@ class _Publishing:
         """Send the message, and wait until it is sent.
 
         Args:
-            timeout: seconds; ``None`` for ever.
+            timeout: seconds; ``None`` for no limit.
 
         Raises:
             FlowControlTimeout, ProducerFlowed: the message was not sent and never will be.
@@ -310,7 +310,7 @@ class Channel(_pika.Channel):  # type: ignore[misc]  # of no known type
 
 
 class Connection(_pika.Connection):  # type: ignore[misc]  # of no known type
-    """pika's thread-safe `Connection`. While the broker has stopped a channel, a publish waits for a limited time."""
+    """pika's thread-safe `Connection`. While the broker has stopped a channel, publishing waits for a limited time."""
 
     # The thread of pika's IOLoop.
     _ioloop_ident: int | None = None

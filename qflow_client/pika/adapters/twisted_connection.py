@@ -17,7 +17,7 @@ __all__ = ["TwistedChannel", "TwistedProtocolConnection"]
 
 
 class TwistedChannel(_pika.TwistedChannel):
-    """pika's `TwistedChannel`. While the broker has stopped it, it sends nothing, and a publish fails."""
+    """pika's `TwistedChannel`. While the broker has stopped it, it sends nothing, and `basic_publish` fails."""
 
     # pika's.
     _channel: Any
