@@ -1,4 +1,4 @@
-"""A file of this package in SQLite: it is created, recognised and locked for one process. All errors contain its path."""
+"""A SQLite file of this package. It is created, recognised and locked for one process. All errors contain its path."""
 
 from __future__ import annotations
 

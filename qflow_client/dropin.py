@@ -279,7 +279,7 @@ class EncodedProtocol(ProducerProtocol):
     def channel_ended(self, reason: str, now: float) -> None:
         """Settle all messages with the outcomes that are known now, because the channel has ended.
 
-        Another channel may follow.
+        The producer may open another channel later.
         """
         self.channel.disconnect(reason, now)
         self.channel.settle_all(reason, now)

@@ -118,5 +118,5 @@ class FlowState:
 
     @property
     def flowed(self) -> bool:
-        """Whether the producer must not publish now."""
+        """Whether the producer is not allowed to publish now."""
         return bool(self.holds)

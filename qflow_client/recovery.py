@@ -223,7 +223,7 @@ class Reconnection:
 
         Args:
             why: for people.
-            final: whether no further try with this host can succeed.
+            final: whether every further try with this host would fail.
             now: seconds.
 
         Returns:

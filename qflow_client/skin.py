@@ -244,7 +244,7 @@ class Losses:
         return log_entry(logging.WARNING, self._text, name, lost, *arguments, self._limit)
 
     def report(self, waiting: int) -> None:
-        """Log the warning if it is due. The reader calls this when it has taken an event.
+        """Log the warning if it is time for it. The reader calls this when it has taken an event.
 
         Args:
             waiting: how many events wait for the reader now.
@@ -260,7 +260,7 @@ class Losses:
 class Subscription:
     """The flow events that wait for one callback.
 
-    One call of the callback is due for each event. Only one thread at a time may call `put` or `take`.
+    The callback has to be called once for each event. Only one thread at a time may call `put` or `take`.
 
     Args:
         callback: the application's.
@@ -283,10 +283,10 @@ class Subscription:
         """Append an event. If too many events wait, it replaces the oldest one.
 
         Returns:
-            Whether one more call is due.
+            Whether the callback has to be called once more.
         """
         is_full = len(self._events) >= self._limit
-        # In this order, an interrupt never leaves fewer events than due calls.
+        # In this order, an interrupt never leaves fewer events than requested calls.
         self._events.append(event)
         if is_full:
             self._events.popleft()
@@ -294,11 +294,11 @@ class Subscription:
         return not is_full
 
     def take(self) -> FlowEvent:
-        """Return the next event for a due call."""
+        """Return the next event for a call of the callback."""
         return self._events.popleft()
 
     def report(self) -> None:
-        """Warn of dropped events, if a warning is due. Called after `take`."""
+        """Warn of dropped events, if it is time for a warning. Called after `take`."""
         self.losses.report(len(self._events))
 
 

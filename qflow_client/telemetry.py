@@ -257,7 +257,7 @@ class Observer:
             self._durations[key] = now - began
 
     def tell(self, *, now: float | None = None) -> None:
-        """Record durations if a record is due, and end spans. Any thread may call this, without the producer's lock.
+        """Record durations if it is time to, and end spans. Any thread may call this, without the producer's lock.
 
         Args:
             now: seconds; ``None`` to record all durations.

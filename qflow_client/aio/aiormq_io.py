@@ -368,7 +368,7 @@ class TapTransport(asyncio.Transport):
         self.writer = None
 
     def forget(self) -> None:
-        """Close the copies of the socket in a child process after a fork. The loop's records belong to the parent."""
+        """Close the copies of the socket in a child process after a fork. The event loop belongs to the parent."""
         self._broken = True
         self._socket.close()
         # The loop's transport closes the descriptor when it is dropped, so the descriptor must stay valid.

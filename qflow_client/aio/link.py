@@ -606,7 +606,7 @@ class Link:
         return wanted
 
     def _after_io(self) -> bool:
-        """Return True if the output must not wait for the tasks that are woken now."""
+        """Return True if the output has to be written before the woken tasks run."""
         self._after()
         if self._protocol.needs_timer:
             self.arm_timer()

@@ -1,6 +1,6 @@
 """The flow of a channel of aio-pika: a `ProducerProtocol` that replaces ``basic_publish`` of aiormq's channel.
 
-aio-pika still manages connections, topology, consumers and restoring. Its exchanges publish by aiormq's
+aio-pika still manages connections, topology, consumers and restoring. Its exchanges publish with aiormq's
 ``basic_publish``, so only this method is replaced. The tap at the connection's socket takes the broker's answers to
 publishes, and aiormq does not see them.
 """
@@ -156,7 +156,7 @@ class ChannelFlow(DropInFlow):
         """Start flow control on an open channel. If it is not the first, `restored` opens the gate.
 
         Args:
-            tapped: a `TapTransport`, the socket of its connection; or its replacement.
+            tapped: the `TapTransport` of the connection, or the object that replaces it.
             underlay: aio-pika's record of aiormq's channel.
         """
         self.left = False

@@ -463,7 +463,7 @@ class Tap:
         """Handle one frame of a publishing channel.
 
         Returns:
-            True if the library must not see it.
+            True if the frame is not passed to the library.
         """
         data = self._splitter.data
         if kind != METHOD_FRAME:
@@ -535,7 +535,7 @@ class Tap:
         return method in (ACK, NACK, CHANNEL_FLOW, RETURN)
 
     def _take_connection(self, payload: bytes, now: float) -> bool:
-        """Handle a method of the connection. Return True if the library must not see it."""
+        """Handle a method of the connection. Return True if it is not passed to the library."""
         method = payload[:4]
         if method == CONNECTION_BLOCKED:
             self._blocked = _short(payload, 4)[0] if len(payload) > 4 else ""

@@ -155,7 +155,7 @@ class Broker(CoreBroker):
                 yield step
 
     def each_definition(self) -> Iterator[Exported]:
-        """The same as `definitions` without the policies. The iteration may take several iterations of the loop."""
+        """The same as `definitions` without the policies. It may be read in several iterations of the loop."""
         return each_definition(self._host)
 
     def each_queue(self) -> Iterator[QueueSnapshot]:

@@ -17,7 +17,7 @@ from qflow_client.receipt import Receipt
 
 __all__ = ["Consequences"]
 
-# Seconds until the next check of a message that is due, while earlier bytes are not written.
+# Seconds until the next check of a message that should be sent now, while earlier bytes are not written.
 _LOOK_AGAIN = 0.05
 
 # The holds that also stop the writing of admitted messages.
@@ -94,7 +94,7 @@ class Consequences:
             # The next message is not on disk yet. It waits for the disk, not for a time.
             times = [at for at in times if at > now]
         if not parts.unconfirmed.outbound.is_empty:
-            # The message is due, but the socket is full. Do not check it in a busy loop.
+            # The message should be sent now, but the socket is full. Do not check it in a busy loop.
             times = [max(at, now + _LOOK_AGAIN) for at in times]
         return min(times, default=None)
 

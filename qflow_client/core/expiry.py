@@ -42,7 +42,7 @@ class Expiry:
         return self._next_mark_at
 
     def expired_before(self, next_number: int, now: float) -> int:
-        """Set a mark if a mark is due.
+        """Set a mark if it is time for one.
 
         Args:
             next_number: the number of the next message.

@@ -461,6 +461,6 @@ class ProducerProtocol:
 
     @step
     def on_timer(self, now: float) -> None:
-        """Do what is due at this time."""
+        """Do everything whose time has come."""
         self.consequences.expire(now)
         self.consequences.go_on(now)

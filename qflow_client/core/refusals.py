@@ -192,7 +192,7 @@ class Refusals:
         return is_first
 
     def may_probe(self, now: float) -> bool:
-        """Whether a message may be sent: there is room, or a probe is due."""
+        """Whether a message may be sent: there is room, or it is time for a probe."""
         return self.retry_at is None or (self.probe is None and now >= self.retry_at)
 
     def note_sent(self, receipt: Receipt) -> None:

@@ -46,7 +46,7 @@ class SendTicket(Ticket):
         self.first = False
         #: When it stops waiting.
         self.deadline = math.inf
-        #: When a notice about the wait is due.
+        #: When to log a notice about the wait.
         self.notice_at = math.inf
         #: The receipt. It has a number after the admission.
         self.receipt: Receipt | None = None

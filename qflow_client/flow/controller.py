@@ -105,7 +105,7 @@ class FifoLine:
 
 
 class WeightedLine:
-    """Start-time fair queuing: waiting sources get turns in proportion to their weights, and none starves (F4).
+    """Start-time fair queuing: waiting sources are served in proportion to their weights, and none starves (F4).
 
     Tickets of one source are served in the order of their arrival. A cancelled ticket costs its source no turn. A turn
     is one element of any size.

@@ -90,7 +90,7 @@ class FlowManager:
         """Unregister a resource, and start it if everything is stopped. No later call would start it.
 
         Args:
-            resource: the resource; one that is not registered is left as it is, without an error.
+            resource: the resource. If it is not registered, nothing changes.
         """
         with self._lock:
             if resource in self._resources:

@@ -180,7 +180,7 @@ class Capacity:
         return not self.capacity or size <= self.resume
 
     def holds_publisher(self, on: bool, count: int, size: int) -> bool:
-        """Return True only if the message leads above the capacity. Publishers between the thresholds are not held."""
+        """Return True only if the message exceeds the capacity. Publishers between the thresholds are not held."""
         return self.stops(count, size)
 
 

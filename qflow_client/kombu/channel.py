@@ -213,10 +213,10 @@ class Channel(pyamqp.Channel):
 
         Raises:
             OperationalError: its ``__cause__`` shows what happened to the message. FlowControlTimeout: still flowed
-                after the timeout; the message was not sent and never will be. ProducerFlowed: flowed, and waiting is
-                not allowed here; the message was not sent. ConfirmTimeout: the message was written at least in part,
-                and its outcome is not known. MessageNacked: with pipelined confirms, earlier messages were nacked; this
-                one was not sent.
+                after the timeout; the message was not sent and never will be. ProducerFlowed: the channel is blocked
+                (flowed), and waiting is not allowed here; the message was not sent. ConfirmTimeout: the message was
+                written at least in part, and its outcome is not known. MessageNacked: with pipelined confirms, earlier
+                messages were nacked; this one was not sent.
             MessageNacked: with one confirm per call: the broker did not take the message.
 
         Returns:
@@ -348,7 +348,7 @@ class Channel(pyamqp.Channel):
         return receipt
 
     def _turn(self, flow: ChannelFlow, deadline: float) -> None:
-        """Process I/O until something happens, or until a time."""
+        """Process I/O until there is an event, at most until the deadline or the next timer."""
         protocol = flow.protocol
         flow.look()
         at = protocol.next_timer(_monotonic())

@@ -25,7 +25,7 @@ __all__ = ["Connection"]
 
 _monotonic = time.monotonic
 
-# The most seconds between two checks for a due heartbeat.
+# The most seconds between two checks whether it is time for a heartbeat.
 _HEARTBEAT_LOOK = 1.0
 
 # The process and the thread in which an event loop of kombu runs.
@@ -63,7 +63,7 @@ class Connection(pyamqp.Connection):
             raise SettingsError(f"confirm_publish={shown(confirms)}: it must be True, False or {PIPELINED!r}")
         # How many calls wait for the answer to a method.
         self._awaits = 0
-        # When a due heartbeat was last checked for.
+        # When this was last checked.
         self._looked_at = 0.0
         #: A key that equal connections share; set by the transport.
         self.made_of = ""
@@ -83,7 +83,7 @@ class Connection(pyamqp.Connection):
         socket_settings: Any = None,
         **kwargs: Any,
     ) -> Wire:
-        """Return the transport of a new connection, as py-amqp's."""
+        """Same as py-amqp's method: return the transport of a new connection."""
         wire = (TLSWire if ssl else PlainWire)(
             host,
             connect_timeout=connect_timeout,

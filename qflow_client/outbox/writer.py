@@ -178,7 +178,7 @@ class Writer:
                 self.set()
 
     def _pause(self) -> None:
-        """Wait before the next try, unless a sender waits: the disk may work again."""
+        """After an error of the disk, wait before the next try. Stop waiting if a sender waits for a commit."""
         end = time.monotonic() + _PAUSE
         while not self._is_urgent and not self._end.is_set() and (left := end - time.monotonic()) > 0:
             self._wake.acquire(timeout=left)

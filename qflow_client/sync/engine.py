@@ -385,7 +385,7 @@ class Engine(BaseEngine):
         self._on_own_thread(close, deadline)
 
     def _finish(self, deadline: float) -> None:
-        """Close, on a thread of this package, when that has begun."""
+        """Close on a thread of this package, after the close has begun."""
         try:
             self.unregister()
             waiter = Waiter()

@@ -177,7 +177,7 @@ class Link(ChannelIO):
         self.ended = False
         # Whether pika's connection is open, and whether the channel is open.
         self._is_open = self._is_up = False
-        # Whether the connection must not be replaced.
+        # Whether the connection is not replaced after a loss.
         self._leaves = False
         # The next action without a connection: another try, or the end of a try that takes too long.
         self._next: Any = None
@@ -494,7 +494,7 @@ class Link(ChannelIO):
         self._after_io()
         tapped = self.services.tapped
         if self._connection is None:
-            # There is no connection: another try is due later.
+            # There is no connection: another try follows later.
             self._forget_next()
             self._end_renewal()
             self.services.stop()

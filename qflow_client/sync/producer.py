@@ -307,9 +307,9 @@ class Producer(BaseProducer):
     ) -> list[SyncReceipt]:
         """Call `send` for every message, in order.
 
-        Every exception, also one of the iterable, has an attribute ``receipts`` with the receipts of the messages that
-        were admitted before. These messages will be sent. After `NotDurable` the last receipt belongs to the message
-        that failed, because it was admitted, too. No further message was taken from the iterable.
+        Every exception, even if the iterable raises it, has an attribute ``receipts`` with the receipts of the messages
+        that were admitted before. These messages will be sent. After `NotDurable` the last receipt belongs to the
+        message that failed, because it was admitted, too. No further message was taken from the iterable.
 
         Args:
             messages: messages as for `send`, or pairs of a message and its position.

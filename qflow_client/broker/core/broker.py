@@ -640,7 +640,7 @@ class Broker:
         return picked
 
     def flow(self, active: bool, channel: str | None = None) -> None:
-        """Stop or start producers, as an operator (D5). Holds of queues stay.
+        """Stop or start producers, as an operator (D5). Producers that are held by queues stay held.
 
         The method returns before the clients have read the ``Channel.Flow``.
 

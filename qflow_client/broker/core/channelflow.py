@@ -156,7 +156,7 @@ class ChannelFlow(CountedSource):
     def is_flowed_by_others(self) -> bool:
         """Whether anything except the backlog blocks the channel.
 
-        Messages that only the backlog flows must not prolong the backlog.
+        Messages that are blocked only by the backlog do not prolong the backlog.
         """
         discipline = self._discipline
         return any(discipline is None or each is not discipline.backlog for each in self.blocked_by)

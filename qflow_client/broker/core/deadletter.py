@@ -233,7 +233,7 @@ def _deaths_of(message: StoredMessage) -> list[Death]:
 
 
 def _cycle_queues(reason: DropReason, deaths: Sequence[Death]) -> set[str]:
-    """Return the queues that a message must not enter: it died there, and no consumer has rejected it since.
+    """Return the queues that do not get a message: it died there, and no consumer has rejected it since.
 
     Args:
         reason: reason of its last death.

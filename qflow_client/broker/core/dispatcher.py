@@ -22,7 +22,7 @@ class Dispatcher:
 
     Args:
         contents: contents of the queue.
-        dropping: drops expired entries before deliveries, and rejected entries.
+        dropping: drops rejected entries, and before deliveries expired entries.
         storage: reads bodies that are only on disk; ``None`` if all bodies stay in memory.
         single_active: whether only the oldest consumer gets messages.
     """

@@ -1,4 +1,4 @@
-"""Exchanges, sans-I/O: the bindings that a message matches, and its target exchange.
+"""Exchanges, sans-I/O: the bindings that a message matches, and the cached destinations of a published message.
 
 Two bindings with the same destination, key and arguments are the same binding. A headers exchange needs the headers of
 each message. The destinations of all other types depend only on the routing key, so a `Target` can cache them.

@@ -127,8 +127,8 @@ class Output:
     def write_in_turn(self, data: bytes) -> None:
         """Append whole frames before all promises, to be sent after the frames that other connections have by now.
 
-        It is for Channel.Flow, for which several connections race (F4) and which answers no method. A stop must not
-        wait for the disk, because the grace time (D8) is running.
+        It is used for Channel.Flow, which answers no method. The order of these frames among connections has to be fair
+        (F4). A stop cannot wait for the disk, because the grace time (D8) is running.
         """
         self.unsent += len(data)
         self._frames.append(data)

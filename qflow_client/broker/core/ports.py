@@ -24,10 +24,10 @@ __all__ = ["FlowObserver", "Journal", "PublishMeter", "Timed", "TopologyJournal"
 
 
 class Timed(Protocol):
-    """An object that has work to do at a time."""
+    """An object that has to be called at a certain time."""
 
     def tick(self, now: float) -> None:
-        """Do the work that is due by now."""
+        """Do all work whose time has come."""
 
 
 class TopologyJournal(Protocol):

@@ -471,7 +471,7 @@ class Queue:
         self._tick_by(self._clock())
 
     def tick(self, now: float) -> None:
-        """Do the work that is due by now.
+        """Do all work whose time has come.
 
         Args:
             now: seconds of the clock.

@@ -12,8 +12,8 @@ An error in the handling of one connection ends only that connection.
 
 The received bytes of a socket are handled for `Server.SLICE` seconds; the session holds the rest. Connections with held
 input continue one after the other. Together they get `Server.TURN` seconds in each iteration of the loop. When this
-time is used up, only small input is still handled in the same turn. So a client that sends little is served after one
-turn, even if many other clients send long work.
+time is used up, only small input is still handled in the same iteration. So a client that sends little is served after
+one iteration, even if many other clients send long work.
 """
 
 from __future__ import annotations
@@ -534,7 +534,7 @@ class Connection(asyncio.Protocol):
             end()
 
     def _check_reading(self) -> None:
-        """Read from the socket, unless too many bytes wait for it or the session must not be read (D8)."""
+        """Read from the socket, unless too many bytes wait for it or the session is paused (D8)."""
         session = self.session
         reads = self._is_finished or not (
             self._has_backlog or session.deadlines.tarpit_until is not None or session.is_paused or session.is_held

@@ -130,8 +130,8 @@ class Session:
         self.was_opened = False
         # Only set if there are sanctions for clients that ignore Channel.Flow (D7 D8).
         self.discipline = discipline(self) if discipline is not None else None
-        # Whether the socket must not be read, because too many bytes wait for the disk or memory is full; and whether
-        # the first publish was held for this reason.
+        # Whether reading from the socket is paused, because too many bytes wait for the disk or memory is full; and
+        # whether the first publish was held for this reason.
         self.is_paused = False
         self.waits_to_publish = False
         # Set when the peer has missed a deadline. The session then waits for no more input.

@@ -291,7 +291,8 @@ class ConnectionSnapshot:
         is_open: whether it is open and not closing.
         blocked: whether the client was sent ``Connection.Blocked``.
         blocked_by: alarms that block it; ``"operator"`` for the operator.
-        backlog: its messages that wait, are not confirmed, or came on flowed channels (D7); 0 if not counted.
+        backlog: number of its messages that wait, are not confirmed, or came on blocked (flowed) channels (D7); 0 if
+            not counted.
         backlog_bytes: body bytes of these messages.
         past_flow: messages so far that came on flowed channels after the grace time (D8); 0 if not counted.
         tarpits: how often it was not read for a time because of these messages.

@@ -1,4 +1,4 @@
-"""Timers of the virtual host, sans-I/O: one heap for all objects with a due time."""
+"""Timers of the virtual host, sans-I/O: one heap for all objects that have to be called at a certain time."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Timers:
         looked: called after each timer.
     """
 
-    #: Seconds after which `tick` returns, even if more timers are due.
+    #: Seconds after which `tick` returns, even if the time of more timers has come.
     MAX_TICK = 0.005
 
     def __init__(self, clock: Callable[[], float], looked: Callable[[], None]) -> None:
@@ -36,11 +36,11 @@ class Timers:
 
     @property
     def next_tick(self) -> float:
-        """The time at which `tick` is due, in seconds of the clock; infinite if there is no timer."""
+        """The clock time at which `tick` has to be called; infinite if there is no timer."""
         return self._timers[0][0] if self._timers else math.inf
 
     def tick(self, now: float) -> None:
-        """Call the timers that are due by now. If this takes long, the next call continues.
+        """Call the timers whose time has come. If this takes long, the next call continues.
 
         Args:
             now: seconds of the clock.

@@ -384,6 +384,6 @@ class _Sampling:
         self._observer = observer
 
     def tick(self, now: float) -> None:
-        """Note the end of a period."""
+        """Inform the observer that a period has ended."""
         self._observer.tick(now)
         self._timers.wake_at(self, now + self._observer.period)

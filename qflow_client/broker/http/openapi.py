@@ -73,9 +73,9 @@ class Operation:
         path: path, with parameter names in braces.
         tag: topic of the operation.
         handler: called with the broker and the parameters, and awaited if it is a coroutine function. Its parameters
-            are those of the operation. Parameters named in the path are in the path, `body` is in the body, and all
-            others are in the query. A parameter annotated with `Turns` gets the turns of the server. One annotated with
-            `MediaType` gets the media type of the answer.
+            are those of the operation. Parameters that occur in the path are in the path, `body` is in the body, and
+            all others are in the query. A parameter annotated with `Turns` gets the turns of the server. One annotated
+            with `MediaType` gets the media type of the answer.
         answer: type of the answer; ``None`` for no answer.
         media_types: media types of the answer; the first is the default.
         statuses: statuses of a successful answer.

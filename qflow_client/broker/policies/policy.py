@@ -166,7 +166,7 @@ class PolicyDefinition:
         return self.policy is None and bool(self.max_count or self.max_size)
 
     def over(self, below: PolicyDefinition) -> PolicyDefinition:
-        """Return this definition, with groups of fields that it does not set taken from another.
+        """Return this definition. Groups of fields that it does not set come from another definition.
 
         Args:
             below: the other definition.

@@ -16,7 +16,7 @@ from qflow_client.flow import Capacity, FlowSource, StopResume
 
 __all__ = ["FlowRecorder"]
 
-# Maximum number of publishers that are named as causes of a hold. The others are counted together.
+# Maximum number of publishers that are listed as causes of a hold. The others are counted together.
 _NAMED = 16
 _OTHERS = "(others)"
 

@@ -664,7 +664,7 @@ class BlockingChannel(_pika.BlockingChannel):
         raise error
 
     def _settle(self, end: float = math.inf) -> Exception | None:
-        """Before a close, and once: return the error for messages that are not delivered."""
+        """On the first call, settle the messages. Return an error if some were not delivered."""
         if not self._is_pipelined:
             return None
         self._is_pipelined = False
