@@ -12,7 +12,7 @@ _Answer = TypeVar("_Answer")
 
 
 class BackgroundCall(Generic[_Answer]):
-    """Calls a function, one call at a time. A caller that asks during a call gets the answer of that call.
+    """Calls a function, one call at a time. If a call is running, a further caller gets its result.
 
     Args:
         function: the function; it must not raise.
@@ -31,7 +31,7 @@ class BackgroundCall(Generic[_Answer]):
         """Call the function, or wait for a running call.
 
         Args:
-            done: called with the answer, on any thread. It replaces an earlier `done`.
+            done: called with the result, on any thread. The `done` of an earlier call is not called any more.
         """
         with self._lock:
             was_running, self._is_running, self._done = self._is_running, True, done

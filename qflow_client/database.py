@@ -183,7 +183,7 @@ class Database:
 
 
 def _refuse_url(path: str | os.PathLike[str], error: type[QflowError]) -> None:
-    # All other errors name the path.
+    # All other errors contain the path.
     if is_url(path):
         raise error(f"{shown(path)}: it must be the path of a file, not a URL")
 

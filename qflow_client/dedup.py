@@ -221,8 +221,8 @@ class Deduplicator:
     comes while another copy is being handled, it waits for the result.
 
     The guarantee: a message that was handled completely is not handled again, as long as its id is remembered. Handling
-    and remembering are not one transaction. If the process dies between the two, the message is handled twice. If that
-    must not happen, write the message id in the same transaction as the results of the handling.
+    and remembering are not one transaction. If the process dies between the two, the message is handled twice. To
+    prevent this, write the message id in the same transaction as the results of the handling.
 
     Args:
         path: of a file (SQLite) that outlives the process. Other processes on this machine may use it at the same time.

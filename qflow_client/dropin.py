@@ -362,7 +362,7 @@ class DropInFlow:
         Args:
             call: the call.
             flag: its waiter.
-            turn: processes I/O until something happens, or until a time.
+            turn: processes I/O until there is an event, at most until a given time.
         """
         try:
             until, result = resume(call, None)

@@ -88,7 +88,7 @@ class BaseEngine(ABC):
         #: Whether this process is a fork of the process that made the producer.
         self.is_copy = False
         self._pid = os.getpid()
-        # Steps that could not be taken, in the order in which they were asked for.
+        # Steps that could not be taken, in the order in which they were requested.
         self._put_off: deque[Callable[[ProducerProtocol], object]] = deque()
 
     # Steps.

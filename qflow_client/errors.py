@@ -41,7 +41,7 @@ class QflowError(Exception):
 
 
 class SettingsError(QflowError, ValueError):
-    """A setting has a value that is not allowed. The text names the setting, the value and the allowed values."""
+    """A setting has a value that is not allowed. The text contains the setting, the value and the allowed values."""
 
 
 class ConnectionFailed(QflowError, ConnectionError):
@@ -203,8 +203,8 @@ class OutcomeUnknown(DeliveryError):
 class MessageStored(DeliveryError):
     """The message is still in the outbox, and the next producer on that outbox sends it.
 
-    Its producer was closed, or the message was not delivered and ``outbox_keep_undelivered`` is on; the text says
-    which. Or the message is damaged in the outbox. Then it stays there until ``qflow outbox drop``.
+    Its producer was closed, or the message was not delivered and ``outbox_keep_undelivered`` is on. Or the message is
+    damaged in the outbox, and stays there until ``qflow outbox drop``. The text contains the reason.
     """
 
 

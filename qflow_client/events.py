@@ -57,7 +57,7 @@ class FlowEventKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class FlowEvent:
-    """One change of a producer's flow, or a notice that sends still wait.
+    """One change of a producer's flow, or a notice that calls of `send` still wait.
 
     Attributes:
         kind: what happened.
@@ -68,7 +68,7 @@ class FlowEvent:
         at: when it happened, in seconds since 1970.
         since: when the hold was raised; for a notice, when the longest wait of a send began; in seconds since 1970.
         seconds: how long the hold or the wait has lasted.
-        waiting: for a notice, how many sends wait; otherwise 0.
+        waiting: for a notice, how many calls of `send` wait; otherwise 0.
         admitted: how many messages the producer has admitted so far.
         unsettled: how many admitted messages are unsettled.
         capacity: the limit of unsettled messages.
@@ -103,8 +103,8 @@ class FlowState:
 
     Attributes:
         holds: the holds on the producer, the oldest first. The times when they were raised are in seconds since 1970.
-        since: when it became flowed, in seconds since 1970; ``None`` while it is not.
-        times_flowed: how often it became flowed.
+        since: when it was blocked (flowed), in seconds since 1970; ``None`` if it is not blocked.
+        times_flowed: how often it was blocked (flowed).
         seconds_flowed: seconds held so far, by hold kind, including the present holds.
         closed: why it takes no more messages and never will; ``None`` while it is not closed. The reason is `close`,
             which is not flow control, or a lost connection, after which it stays flowed (``disconnected``).

@@ -14,7 +14,7 @@ __all__ = ["Health", "asgi_readiness", "wsgi_readiness"]
 # Holds that come and go with every burst.
 _PASSING = (HoldKind.CAPACITY, HoldKind.RATE, HoldKind.TRANSPORT)
 
-# The value of the header Retry-After: seconds after which a client may ask again.
+# The value of the header Retry-After: seconds after which a client may repeat its request.
 _RETRY_AFTER = "5"
 
 
@@ -25,7 +25,7 @@ class Health:
     Attributes:
         state: ``"ready"``, ``"blocked"`` (by the broker or by another hold), ``"disconnected"`` or ``"closed"``.
         reasons: why it is not ready, for people. They contain no password.
-        since: when it became flowed, in seconds since 1970; ``None`` while it is not.
+        since: when it was blocked (flowed), in seconds since 1970; ``None`` if it is not blocked.
         unsettled: messages that are admitted and not settled.
         stored: messages in the outbox; 0 without one.
         spills: whether `send` puts messages into the outbox while they cannot be sent.

@@ -240,7 +240,7 @@ class Receipt:
         return self._outcome
 
     def _unanswered(self, timeout: float) -> ConfirmTimeout:
-        """Return the error for a wait that was too short."""
+        """Return the error for a message that was not settled within the timeout."""
         return ConfirmTimeout(f"no answer of the broker within {timeout:.3g} s for {self.describe()}")
 
     def describe(self) -> str:

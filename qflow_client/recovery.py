@@ -172,8 +172,8 @@ class Reconnection:
     def addresses(self, found: Sequence[_T]) -> tuple[list[_T], float]:
         """Return the order in which to try the addresses of the host, and the seconds that each may take.
 
-        After each failed try the next address comes first. An address that accepts connections and says nothing costs a
-        whole try. An address that does not accept connections costs only its part of `connect_timeout`.
+        After each failed try the next address comes first. An address that accepts connections and sends nothing costs
+        a whole try. An address that does not accept connections costs only its part of `connect_timeout`.
 
         Args:
             found: the addresses for the name of the host, at least one.

@@ -300,7 +300,7 @@ class ProducerSettings:
             and so are failures after `close` was called.
         max_flow_events: the most flow events that wait for one slow reader of ``flow_events()``, or for one slow
             ``on_flow`` callback. Above it the oldest are dropped, and a warning gives their number.
-        flow_control_wait_notify_period: seconds between two notices that sends still wait.
+        flow_control_wait_notify_period: seconds between two notices that calls of `send` still wait.
         connect_timeout: seconds that connecting to one host may take, including TLS, authentication and opening the
             channel.
         connect_in_background: make the producer without waiting for the broker (E12). It is ``disconnected`` at first,
@@ -327,7 +327,7 @@ class ProducerSettings:
             host returns to it (E15). The first host is probed four times in this period. If it then loses the producer
             within this time, the next wait is twice as long. ``None`` for no return.
         liveness: seconds that the broker may send nothing while it owes confirms (E15). After that the producer sends a
-            probe. If nothing comes for half as long again, it ends the connection and tries the next host first.
+            probe. If nothing comes for another half of this time, it ends the connection and tries the next host first.
             ``None`` to rely on heartbeats.
         on_refused: ``"retry"`` or ``"fail"``: what happens to a message that the broker refuses because it has no room.
         retry_for: seconds after its first refusal during which such a message is sent again; after that it is settled.
@@ -602,7 +602,7 @@ def check_setting(name: str, value: Any) -> None:
     """Reject a value that a setting cannot have.
 
     Raises:
-        SettingsError: the text names the setting, the value and the allowed values.
+        SettingsError: the text contains the setting, the value and the allowed values.
     """
     metadata = _SETTINGS[name].metadata
     if not metadata["check"](value):
@@ -613,7 +613,7 @@ def check_argument(name: str, value: object, is_allowed: bool, allowed: str) -> 
     """Reject an argument that is not a setting.
 
     Raises:
-        TypeError: the text names the argument, the value and the allowed values.
+        TypeError: the text contains the argument, the value and the allowed values.
     """
     if not is_allowed:
         raise TypeError(f"{name}={shown(value)}: it must be {allowed}")

@@ -565,7 +565,7 @@ def watch(
 ) -> Observer:
     """Measure a producer until `unwatch` is called or the producer is collected.
 
-    Its messages are traced if the settings say so.
+    Its messages are traced if the settings enable it.
 
 
     Args:

@@ -84,9 +84,9 @@ class Engine(BaseEngine):
         settings: the producer's.
         on_delivery: called with every settled receipt; ``None`` for no call.
         manager: the producer registers with it.
-        connection: the shared connection on which it opens a channel; ``None`` for a connection of its own.
-        line: the order in which waiting sends are served; ``None`` for first come, first served.
-        topology: declared on each connection of its own; ``None`` for nothing.
+        connection: the shared connection on which it opens a channel; ``None`` for its own connection.
+        line: the order in which waiting calls of `send` are served; ``None`` for first come, first served.
+        topology: declared on each of its own connections; ``None`` for nothing.
         credentials: called for the credentials; ``None`` to use those of the URL.
     """
 

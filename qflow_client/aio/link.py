@@ -338,7 +338,7 @@ class Link:
         return connection_failed(self.url, why)
 
     async def close(self, patience: float) -> None:
-        """Give up all unsettled messages, and close the channel, and the connection if the producer owns it.
+        """Settle all unsettled messages. Close the channel, and the connection if the producer owns it.
 
         If it is cancelled, it still settles all unsettled messages, and aborts its own connection.
 
@@ -629,7 +629,7 @@ async def _close_channel(channel: Any) -> None:
 
 
 async def _close_connection(connection: Any) -> None:
-    """Close a connection in order.
+    """Close a connection with its closing handshake.
 
     If aio-pika's own `close` is cancelled, it still waits for the task that runs the close callbacks. If that task was
     cancelled before it began, too, as at the end of `asyncio.run`, the wait never ends. So this function closes

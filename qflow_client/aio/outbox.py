@@ -50,7 +50,7 @@ class Commits:
 
     Args:
         loop: the loop.
-        storage: the producer's; need not be open yet.
+        storage: the producer's outbox, which may be opened later.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, storage: Storage) -> None:

@@ -67,8 +67,8 @@ class AsyncProducer(BaseProducer):
 
     Args:
         url: URL of the broker, or several to try in turn.
-        connection: a connection from `connect_async`, on which the producer opens a channel of its own; ``None`` for a
-            connection of its own.
+        connection: a connection from `connect_async`, on which the producer opens its own channel; ``None`` for its own
+            connection.
         on_delivery: called with every settled receipt, as a call scheduled on the loop. `flush` and `close` do not
             report these receipts again. It may call `send_nowait`, which then waits for no turn.
         on_flow: called with every flow event from the first on, see `on_flow`.
@@ -80,8 +80,8 @@ class AsyncProducer(BaseProducer):
             duration of the call is part of `connect_timeout`. If it raises, the try to connect has failed. ``None``
             uses the credentials of the URL.
         settings: settings for all that the keywords do not give.
-        line: the order in which waiting sends are served; by default first come, first served (F4). A `WeightedLine`
-            distinguishes them by the `source` of `send`.
+        line: the order in which waiting calls of `send` are served; by default first come, first served (F4). A
+            `WeightedLine` distinguishes them by the `source` of `send`.
         manager: the manager with which the producer registers, to be stopped and started with all others; by default
             that of the process.
         keywords: settings by name, see `ProducerSettings`.

@@ -91,7 +91,7 @@ class _Turn(asyncio.Future[None]):
 
 
 class Turns:
-    """Drives the waiting calls of a producer or a channel, and logs notices while sends wait.
+    """Drives the waiting calls of a producer or a channel, and logs notices while calls of `send` wait.
 
     Args:
         loop: the loop.

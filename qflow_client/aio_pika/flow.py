@@ -146,7 +146,7 @@ class ChannelFlow(DropInFlow):
         self._reason: BaseException | None = None
         # True while a call of `after` is scheduled on the loop.
         self._passes_on = False
-        # Calls the protocol at the time that it has asked for.
+        # Calls the protocol at the time that it has requested.
         self._timer: asyncio.TimerHandle | None = None
         self._turns = Turns(self._loop, lambda: self.protocol, self._kick, self._arm)
 

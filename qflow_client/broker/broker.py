@@ -1,4 +1,4 @@
-"""The complete broker: the core with the policies, the message store and the HTTP API that the settings ask for.
+"""The complete broker: the core with the policies, the message store and the HTTP API that the settings enable.
 
 The store and the HTTP API are imported only if a setting asks for them. HTTP needs the packages of an extra, the store
 needs SQLite, and the broker has to work without them.
@@ -72,7 +72,7 @@ class Broker(CoreBroker):
 
     Raises:
         TypeError: a setting of the wrong type, or one that does not exist.
-        ValueError: a setting has a value that is not allowed; the text names the setting, the value and the allowed
+        ValueError: a setting has a value that is not allowed; the text contains the setting, the value and the allowed
             values.
     """
 
@@ -135,7 +135,7 @@ class Broker(CoreBroker):
             definitions: the objects to declare.
 
         Raises:
-            DefinitionError: a definition is refused; the text says which and why.
+            DefinitionError: a definition is refused; the text contains its name and the reason.
         """
         self._call_in_steps(self.load_in_steps(definitions), lasts=True)
 
@@ -206,8 +206,8 @@ class Broker(CoreBroker):
     def set_thresholds(self, queue: str, **marks: int | None) -> QueueSnapshot:
         """Change the marks of a queue while it is in use (D4). The flow state changes immediately if necessary.
 
-        The arguments of the queue's declaration do not change: a client has to declare the queue again with the old
-        ones.
+        The arguments of the queue's declaration do not change, so clients still have to declare it with the same
+        arguments.
 
         Args:
             queue: name of the queue.
@@ -221,7 +221,7 @@ class Broker(CoreBroker):
 
         Raises:
             ChannelException: 404 if the queue does not exist. 406 if the marks contradict each other or the queue's
-                maximum; the text names both values.
+                maximum; the text contains both values.
             TypeError: a keyword is not the name of a mark.
         """
         unknown = ", ".join(marks.keys() - set(MARKS))

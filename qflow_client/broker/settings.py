@@ -105,7 +105,7 @@ class BrokerSettings(Settings):
 
     Raises:
         TypeError: a value has the wrong type.
-        ValueError: a value is not allowed; the text names the setting, the value and the allowed values.
+        ValueError: a value is not allowed; the text contains the setting, the value and the allowed values.
     """
 
     http_host: str = "127.0.0.1"

@@ -60,7 +60,7 @@ class Tally:
         failures: first records that were not delivered, as texts for people.
         failures_left_out: number of further records that were not delivered.
         left_failed: messages of an earlier run from the outbox that were not delivered.
-        times_flowed: how often the producer became flowed.
+        times_flowed: how often the producer was blocked (flowed).
         seconds_flowed: seconds for which the producer was held, by kind of hold.
     """
 

@@ -72,7 +72,7 @@ def send(
         now: seconds.
         cannot_wait: the error for the message of a callback that may not wait. The ticket has a timeout of 0 then, and
             is at the front of the line for a moment.
-        notices: whether to return in time to log notices about waiting sends. Otherwise the skin calls
+        notices: whether to return in time to log notices about waiting calls of `send`. Otherwise the skin calls
             `SendLine.notice`.
 
     Returns:

@@ -180,16 +180,16 @@ class Channel:
             gate.lift(kind, now=now)
 
     def closed_by_broker(self, code: int, text: str, method: tuple[int, int], now: float) -> str:
-        """Handle a channel that the broker closed because of a message. The broker does not say which message it was.
+        """Handle the close of a channel because of a message. The broker does not report which message it was.
 
         Args:
             code: its reply code.
             text: its reply text.
-            method: class and method id that it names.
+            method: class and method id in the broker's ``Channel.Close``.
             now: seconds.
 
         Returns:
-            Why sends are held, if the broker has no room; "" otherwise.
+            Why calls of `send` are held, if the broker has no room; "" otherwise.
         """
         confirms, resending = self._settings.confirms, self._resending
         begun = self._unconfirmed.begun()

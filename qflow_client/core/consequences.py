@@ -62,7 +62,7 @@ class Consequences:
     # Messages to be sent again.
 
     def retry(self, now: float) -> None:
-        """Settle refused messages whose time is over, and let sends continue if no suspect comes before them.
+        """Settle refused messages whose time is over, and let calls of `send` continue if no suspect comes before them.
 
         Suspects are sent one at a time, so new messages would have to wait for them.
         """

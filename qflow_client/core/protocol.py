@@ -129,7 +129,7 @@ class ProducerProtocol:
 
     @property
     def has_output(self) -> bool:
-        """Whether the owner should ask for bytes to write: there are bytes that do not wait for the disk."""
+        """Whether the owner should get the bytes to write: there are bytes that do not wait for the disk."""
         store = self.admission.store
         return self.admission.unwritten > 0 and (store is None or not store.keeps_all_back)
 
@@ -247,7 +247,7 @@ class ProducerProtocol:
     def channel_opened(self, channel: int, frame_max: int, now: float, *, restores: bool = False) -> None:
         """Handle a new channel. Its first publish has delivery tag 1.
 
-        The channel is in confirm mode if the settings ask for it.
+        The channel is in confirm mode if the setting `confirms` is on.
 
         Args:
             channel: its number.

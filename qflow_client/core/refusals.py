@@ -94,7 +94,7 @@ class Refusals:
             self._stopped_at = now
 
     def start_clock(self, now: float) -> None:
-        """Let the clock run again."""
+        """Start the clock again, because a retry is possible."""
         if self._stopped_at is not None:
             self._stopped_for += now - self._stopped_at
             self._stopped_at = None

@@ -296,10 +296,10 @@ class Reports:
         self.heal(now, connecting=False, ending=False)
 
     def report_waiting(self, count: int, since: float, now: float) -> None:
-        """Log that sends wait, and add the flow event.
+        """Log that calls of `send` wait, and add the flow event.
 
         Args:
-            count: how many sends wait.
+            count: how many calls of `send` wait.
             since: when the longest wait began, in seconds.
             now: seconds.
         """

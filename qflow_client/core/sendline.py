@@ -40,7 +40,7 @@ class SendLine:
         reports: collects the waiters to wake.
         waiters: the waiters for an open gate.
         steps: whether the last step was completed.
-        notice_period: seconds between two notices about waiting sends.
+        notice_period: seconds between two notices about waiting calls of `send`.
     """
 
     __slots__ = (
@@ -173,12 +173,13 @@ class SendLine:
 
     @step
     def notice(self, now: float) -> float | None:
-        """Log a notice for waiting sends if one is due. Callers that do not call `look_at` for every ticket use this.
+        """Log a notice for waiting calls of `send` if it is time to. Used by callers that do not call `look_at` for all
+        tickets.
 
         Returns:
             When to call again; ``None`` if no send waits.
         """
-        # One notice covers all waiting sends; it names the longest wait.
+        # One notice covers all waiting calls of `send`; it contains the longest wait.
         ticket = next(iter(self.tickets), None)
         if ticket is None:
             return None
@@ -187,7 +188,7 @@ class SendLine:
         return ticket.notice_at
 
     def _notice(self, ticket: SendTicket, now: float) -> None:
-        # One notice covers all waiting sends.
+        # One notice covers all waiting calls of `send`.
         if now >= self._notice_at:
             self._notice_at = now + self._notice_period
             self._reports.report_waiting(len(self.tickets), next(iter(self.tickets)).since, now)

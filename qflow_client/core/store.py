@@ -57,7 +57,7 @@ class Store(Protocol):
     def count_writable(self, unsent: deque[Receipt]) -> int:
         """Return how many of the messages that were never written may be written now, counted from the first.
 
-        When this number rises, the owner has to ask for bytes to write again.
+        When this number rises, the owner has to get the bytes to write again.
 
         Args:
             unsent: the messages, in the order of admission.
@@ -82,7 +82,7 @@ class Store(Protocol):
         """Wake a waiter when all messages of the present backlog, and all admitted messages, are settled."""
 
     def forget_waiter(self, waiter: Any) -> bool:
-        """Drop a waiter of `when_flushed`. Return True if it was still kept."""
+        """Drop a waiter of `when_flushed`. Return False if it was dropped or woken before."""
 
     def next_timer(self, now: float) -> float | None:
         """Return when the limits admit the next message of the backlog; ``None`` if time alone changes nothing."""

@@ -35,7 +35,7 @@ _PROOF = 5
 
 
 def narrow_down(suspects: Sequence[Receipt], text: str) -> Sequence[Receipt]:
-    """Return the suspects that the reply text names; all of them if it names none.
+    """Return the suspects whose exchange or routing key is in the reply text; all of them if there is none.
 
     Args:
         suspects: messages that may be the cause of a closed channel.

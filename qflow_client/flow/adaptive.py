@@ -71,7 +71,7 @@ class _Epoch(Enum):
     GROWTH = auto()
     #: The whole window.
     FULL = auto()
-    #: Most of the window, to measure the value of the rest.
+    #: The part of the window that is used to measure the value of the other part.
     TRIAL = auto()
     #: The smallest window, to measure the latency without a queue.
     PROBE = auto()
@@ -86,7 +86,7 @@ class AdaptiveWindow(WindowLimiter):
     It starts small and doubles while throughput grows with it. Then it sometimes runs without 30 % of its size. If that
     costs almost no throughput, it shrinks by a tenth. Otherwise it grows by a quarter, or stays as it is if the latency
     shows a queue. It also shrinks if elements take more than about twice as long as without a queue. It is halved when
-    elements come back after a long silence. Time in which no element waits for room changes nothing.
+    elements come back after a long silence. While no element waits for room, the size does not change.
 
     It is a `WindowLimiter` that changes its own `capacity`. Call `observe` for elements that leave *before* they are
     released::

@@ -291,7 +291,7 @@ class FlowController:
     Args:
         limiter: limits the elements inside.
         gate: has the other reasons to admit no element; by default a new gate. Holds with the limiter's kinds and no
-            source belong to the controller. Other code must use other kinds, or name a source.
+            source belong to the controller. Other code must use other kinds, or pass a source.
         line: the order in which waiting tickets are served; by default first come, first served (F4).
         name: a name for people, which need not be unique.
     """

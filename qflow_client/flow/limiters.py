@@ -343,7 +343,7 @@ class CompositeLimiter(Limiter):
     __slots__ = ("parts",)
 
     def __init__(self, parts: Iterable[Limiter]) -> None:
-        #: The limiters, in the order in which they are asked.
+        #: The limiters, in the order in which they are checked.
         self.parts = tuple(parts)
 
     def refusal(self, size: int, now: float) -> str | None:

@@ -53,7 +53,7 @@ class StopResume:
         resume_size: body bytes; as `resume_count`.
 
     Raises:
-        ValueError: a stop below its resume, or a resume below 1 under a stop above 0; the text names both values.
+        ValueError: a stop below its resume, or a resume below 1 under a stop above 0; the text contains both values.
     """
 
     stop_count: int = 0
@@ -146,7 +146,7 @@ class Capacity:
         resume: body bytes (Qpid's ``flowResumeCapacity``); ``None`` means the capacity.
 
     Raises:
-        ValueError: a resume above the capacity, or a negative value; the text names both values.
+        ValueError: a resume above the capacity, or a negative value; the text contains both values.
     """
 
     capacity: int = 0

@@ -105,7 +105,7 @@ class Backlog:
 
     @staticmethod
     def _is_obstacle(hold: Hold) -> bool:
-        # The holds of the limiter do not count, because the limiter is asked directly.
+        # The holds of the limiter do not count, because the limiter is called directly.
         return hold.kind != HoldKind.OUTBOX and (
             hold.source != "" or hold.kind not in (HoldKind.CAPACITY, HoldKind.RATE)
         )

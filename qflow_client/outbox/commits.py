@@ -29,7 +29,7 @@ class _Wait:
 
 
 class CommitWaits:
-    """The waits of a producer's threads."""
+    """The threads of a producer that wait for a commit."""
 
     def __init__(self) -> None:
         self._waits: deque[_Wait] = deque()

@@ -14,7 +14,7 @@ __all__ = ["NotDurable", "OutboxError", "OutboxFull", "OutboxInUse"]
 
 
 class OutboxError(QflowError):
-    """The outbox cannot be used; the text names the file.
+    """The outbox cannot be used; the text contains its path.
 
     `send` always raises one of two subclasses: `OutboxFull` if the message was not sent, `NotDurable` if it was.
 

@@ -1,7 +1,7 @@
 """The file of an outbox: its tables, the format of messages in it, and functions that read and write them.
 
-The table of positions (E13) is created with the first position. So a file of an earlier release gets the table when it
-is needed, and an earlier release can use a file that has the table.
+The table of positions (E13) is created with the first position. So a file of an earlier version gets the table when it
+is needed, and an earlier version can use a file that has the table.
 
 The functions work on an open file. `Outbox` decides which thread may use the file, and keeps the noted changes.
 """

@@ -203,7 +203,7 @@ class OutboxStore:
                 if ticket.receipt is not None:
                     # The message is in the outbox, so the error is a signal handler's.
                     raise
-                # The sender gets the error, and the rest of the line continues.
+                # The sender gets the error, and the other tickets in the line continue.
                 ticket.error = error
             self._reports.wake.append(ticket.waiter)
             del self._line.tickets[ticket]

@@ -37,7 +37,7 @@ _loads = _parser()
 
 
 class FlowLogError(QflowError):
-    """A flow log cannot be read; the text names the file."""
+    """A flow log cannot be read; the text contains its path."""
 
 
 class FlowLogs:

@@ -32,7 +32,7 @@ _PART = 4
 
 
 class CreditError(QflowError):
-    """The credits of a job are wrong; the text names the queue, what is wrong, and what to do."""
+    """The credits of a job are wrong; the text contains the queue, the mistake and the remedy."""
 
 
 @dataclass(frozen=True, slots=True)

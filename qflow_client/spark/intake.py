@@ -27,7 +27,7 @@ Connection = TypeVar("Connection")
 
 # Maximum seconds that a file of the spool waits for more messages.
 _LONGEST = 0.05
-# Seconds without a delivery after which the broker is asked if the queue is empty.
+# Seconds without a delivery after which the task checks whether the queue is empty.
 _QUIET = 0.2
 
 # Start of the keys of messages that are recognised by their message ids.
@@ -412,7 +412,7 @@ class Consumer:
 
 
 def _nothing() -> None:
-    """Do nothing; wakes the thread."""
+    """Do nothing. A call of this function wakes the thread."""
 
 
 def _key(value_of: Callable[[str], Any]) -> bytes:

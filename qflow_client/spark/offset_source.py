@@ -1,4 +1,4 @@
-"""Reads a RabbitMQ stream. Each task reads its own range of offsets itself, as often as Spark asks."""
+"""Reads a RabbitMQ stream. Each task reads its own range of offsets itself, as often as Spark requests."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ class TaskReport(WriterCommitMessage):
         rows: number of messages sent.
         bytes: body bytes of these messages.
         seconds: from the first row to the last confirm.
-        times_flowed: how often its producer became flowed.
+        times_flowed: how often its producer was blocked (flowed).
         seconds_flowed: seconds for which it was held, by hold kind.
     """
 
@@ -89,7 +89,7 @@ class Summary:
         rows: number of messages.
         bytes: body bytes of these messages.
         seconds: duration of the slowest task.
-        times_flowed: how often the tasks' producers became flowed.
+        times_flowed: how often the tasks' producers were blocked (flowed).
         seconds_flowed: total seconds for which the tasks were held, by hold kind.
     """
 

@@ -122,7 +122,7 @@ def rows_of(part: InputPartition, schema: StructType) -> Iterator[pa.RecordBatch
 
 
 class Reader(DataSourceReader):
-    """Reads the current messages of a queue once into a spool, and then the spool as often as Spark asks."""
+    """Reads the current messages of a queue once into a spool, and then the spool as often as Spark requests."""
 
     def __init__(self, options: SourceOptions, schema: StructType) -> None:
         check_schema(schema)

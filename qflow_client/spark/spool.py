@@ -25,7 +25,7 @@ _VERSION = 1
 
 
 class SpoolError(QflowError):
-    """A spool cannot be used; the text names the folder and the reason."""
+    """A spool cannot be used; the text contains the folder and the reason."""
 
 
 @dataclass(frozen=True, slots=True)

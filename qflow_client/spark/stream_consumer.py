@@ -34,7 +34,7 @@ _PATIENCE = 30.0
 
 
 class StreamError(QflowError):
-    """A stream does not have the requested messages; the text names the stream and the offsets."""
+    """A stream does not have the requested messages; the text contains the stream and the offsets."""
 
 
 class Cursor:

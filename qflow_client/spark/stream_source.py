@@ -28,7 +28,8 @@ T = TypeVar("T")
 
 # Seconds without a delivery after which a query that ends by itself expects no more messages.
 _PATIENCE = 2.0
-# Seconds for which the known end of a RabbitMQ stream is used again, because Spark asks a hundred times per second.
+# Seconds for which the known end of a RabbitMQ stream is used again, because Spark requests it a hundred times per
+# second.
 _FRESH = 0.1
 
 
@@ -39,7 +40,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         check_schema(schema)
         self._options = options
         self._schema = schema
-        # Only set after Spark has asked for the first batch. `read` runs in a task, on a copy without them.
+        # Only set after Spark has requested the first batch. `read` runs in a task, on a copy without them.
         self._spool: Spool | None = None
         self._consumer: Consumer | None = None
         # The greatest offset that Spark has been given.
@@ -87,7 +88,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     def latestOffset(self, start: dict[str, int], limit: ReadLimit) -> dict[str, int]:
         begin = start["offset"]
         consumer = self._open(begin)
-        # Spark asks for the next batch when it has committed the previous one.
+        # Spark requests the next batch when it has committed the previous one.
         consumer.done(begin)
         end = self._end_of_all(consumer, begin) if self._ends else consumer.end()
         most = getattr(limit, "max_rows", None)
@@ -145,7 +146,7 @@ class OffsetStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         check_schema(schema)
         self._options = options
         self._schema = schema
-        # Only set after Spark has asked for an offset. `read` runs in a task, on a copy without it.
+        # Only set after Spark has requested an offset. `read` runs in a task, on a copy without it.
         self._consumer: StreamConsumer | None = None
         # The offset after the last message, and the time at which it was found.
         self._end: tuple[int, float] | None = None
@@ -153,7 +154,7 @@ class OffsetStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         self._end_stays = False
 
     def _ask(self, question: Callable[[StreamConsumer], T]) -> T:
-        """Ask the broker. If it has closed the idle connection between two batches, ask again on a new connection."""
+        """Send a request to the broker. If the idle connection has been closed, repeat the request on a new one."""
         rested, self._consumer = self._consumer, None
         if rested is not None:
             try:

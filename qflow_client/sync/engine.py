@@ -89,8 +89,8 @@ class Engine(BaseEngine):
         settings: the producer's.
         on_delivery: called with every settled receipt; ``None`` for no call.
         manager: the producer registers with it.
-        connection: the shared connection on which it opens a channel; ``None`` for a connection of its own.
-        topology: declared on each connection of its own; ``None`` for nothing.
+        connection: the shared connection on which it opens a channel; ``None`` for its own connection.
+        topology: declared on each of its own connections; ``None`` for nothing.
         credentials: called for the credentials; ``None`` to use those of the URL.
     """
 
@@ -123,7 +123,7 @@ class Engine(BaseEngine):
         """Connect. After an error, `discard` ends everything that was started.
 
         Args:
-            line: the order in which waiting sends are served; ``None`` for first come, first served.
+            line: the order in which waiting calls of `send` are served; ``None`` for first come, first served.
             on_flow: called with every flow event; ``None`` for no call.
 
         Raises:
@@ -333,7 +333,7 @@ class Engine(BaseEngine):
 
         Args:
             deadline: the end of the wait for unsettled messages, in seconds.
-            waits_for_holds: False to wait only while the broker continues to answer.
+            waits_for_holds: False to stop waiting when the broker does not answer any more.
 
         Returns:
             The error for messages that were not delivered.

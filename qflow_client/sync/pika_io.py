@@ -398,7 +398,7 @@ class TapIOServices(SelectorIOServicesAdapter):
             self.tapped.forget()
 
     def abort(self) -> None:
-        """Abort the connection. pika must have been asked to close it before, or it reports an error."""
+        """Abort the connection. The caller has to call pika's `close` before, or pika reports an error."""
         if self._transport is not None:
             assert self.tapped is not None
             self.tapped.broken = True

@@ -52,9 +52,9 @@ _monotonic = time.monotonic
 class Producer(BaseProducer):
     """Publishes to an AMQP 0-9-1 broker, never faster than the broker allows. Threads can share a producer.
 
-    It connects when it is made. It has a connection and an I/O thread of its own, unless it gets a connection of
-    `connect`. Leaving a ``with`` block closes it. A producer that is dropped without being closed issues a
-    `ResourceWarning`, delivers the admitted messages, and then ends its connection.
+    It connects when it is made. It has its own connection and I/O thread, unless it gets a connection of `connect`.
+    Leaving a ``with`` block closes it. A producer that is dropped without being closed issues a `ResourceWarning`,
+    delivers the admitted messages, and then ends its connection.
 
     If an exception leaves the ``with`` block, that exception is raised, and closing does not wait for holds. Under
     ``channel_flow`` and ``connection_blocked`` it does not wait at all. Under ``capacity`` and ``transport`` it waits
@@ -63,8 +63,8 @@ class Producer(BaseProducer):
 
     Args:
         url: URL of the broker, or several to try in turn.
-        connection: a connection from `connect`, on which the producer opens a channel of its own; ``None`` for a
-            connection of its own.
+        connection: a connection from `connect`, on which the producer opens its own channel; ``None`` for its own
+            connection.
         on_delivery: called with every settled receipt, on the producer's callback thread. `flush` and `close` do not
             report these receipts again. If it is slower than the broker's confirms, the producer is held by
             ``capacity``. It may call `send`, which then waits neither for other senders nor for other callbacks.
@@ -76,8 +76,8 @@ class Producer(BaseProducer):
             separate thread, and the duration of the call is part of `connect_timeout`. If it raises, the try to connect
             has failed. ``None`` uses the credentials of the URL.
         settings: settings for all that the keywords do not give.
-        line: the order in which waiting sends are served; by default first come, first served (F4). A `WeightedLine`
-            distinguishes them by the `source` of `send`.
+        line: the order in which waiting calls of `send` are served; by default first come, first served (F4). A
+            `WeightedLine` distinguishes them by the `source` of `send`.
         manager: the manager with which the producer registers, to be stopped and started with all others; by default
             that of the process.
         keywords: settings by name, see `ProducerSettings`.
@@ -466,6 +466,6 @@ class Producer(BaseProducer):
         else:
             deadline = deadline_of(close_limit(DEFAULT, self.settings))
             check_can_wait("close()")
-            # After a `NestedCall` the rest is logged.
+            # After a `NestedCall` the remaining ones are logged.
             with suppress(NestedCall):
                 leave_word(self.settings.name, exc, self._engine.close(deadline, waits_for_holds=False))

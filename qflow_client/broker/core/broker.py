@@ -777,8 +777,8 @@ class Broker:
         """Send the withheld acks, and stop withholding.
 
         Args:
-            queue: only for messages that went to this queue; ``None`` for all messages, also those withheld for one
-                queue.
+            queue: only for messages that went to this queue; ``None`` for all messages, including those that are
+                withheld for one queue.
 
         Raises:
             ChannelException: 404 if the queue does not exist.

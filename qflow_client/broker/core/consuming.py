@@ -333,7 +333,7 @@ class Consuming:
                 consumer.queue.dispatcher.dispatch()
 
     def want(self, on: bool) -> None:
-        """Start or stop deliveries, as the client's Channel.Flow asks."""
+        """Start or stop deliveries, as the client's Channel.Flow requests."""
         self._wants_deliveries = on
         self._check_delivers()
 

@@ -63,7 +63,7 @@ class Deadlines:
 
         Args:
             now: monotonic seconds.
-            is_silenced: whether the peer could not be heard because the socket is not read.
+            is_silenced: whether nothing can arrive from the peer because the socket is not read.
             login_at: time at which its delayed login is checked.
 
         Returns:

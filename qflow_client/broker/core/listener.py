@@ -25,7 +25,7 @@ _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 def cannot_listen(host: str, port: int, error: OSError) -> OSError:
-    """Return an error that names the address."""
+    """Return an error that contains the address."""
     return OSError(error.errno, f"cannot listen on {host}:{port}: {error.strerror or error}")
 
 

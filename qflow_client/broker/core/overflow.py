@@ -19,7 +19,7 @@ __all__ = ["Overflow"]
 class Overflow:
     """A rule for messages that come to a full queue. This base class accepts every message.
 
-    All destination queues are asked for a `refusal` before any of them takes the message. If one refuses, no queue gets
+    `refusal` is called for all destination queues before any of them accepts the message. If one refuses, no queue gets
     the message. `make_room` comes just before the enqueue, `trim` after the message was offered to consumers.
 
     Attributes:

@@ -125,7 +125,7 @@ class Journal(Protocol):
         """Call a function when the body of a message is in memory."""
 
     def make_pager(self) -> BodyPager:
-        """Create a pager for a queue that flows to disk."""
+        """Create a pager for a queue with the policy `flow_to_disk`."""
 
     def make_droppable(self) -> DroppableEntries:
         """Create a container for the entries of a queue that may be dropped for memory."""
@@ -160,7 +160,7 @@ class FlowObserver(Protocol):
     period: float
 
     def tick(self, now: float) -> None:
-        """Note the end of a period."""
+        """Called at the end of each period."""
 
     def arrived(self, queue: QueueView, source: FlowSource | None, size: int) -> None:
         """Note that a message has entered a queue."""

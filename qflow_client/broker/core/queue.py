@@ -2,9 +2,9 @@
 
 A message is ready, unacked (with a consumer), leaving, or gone; `contents.py` has the entries and their order.
 `Queue.enqueue` delivers nothing. If any of a message's queues is watched, the message enters all of them before a
-consumer gets it. Otherwise each queue delivers it before the next queue has it.
+consumer gets it. Otherwise each queue may deliver it before it enters the next queue.
 
-The queue calls its plug-ins. The overflow policy is asked before a message enters, and changes the queue only through
+The queue calls its plug-ins. The overflow policy is called before a message enters, and changes the queue only through
 `QueueView`. The observers of the entries are in `Contents.observers`, in this order:
 
 1. the storage (the journal, the pager and droppable entries)
@@ -450,7 +450,7 @@ class Queue:
 
         Args:
             until: seconds of the clock.
-            change: change of the number of waiting publishes; -1 if one waits no longer.
+            change: change of the number of waiting publishes; -1 when one stops waiting.
         """
         self.waiting += change
         self._tick_by(until)

@@ -200,7 +200,7 @@ class Server:
         self.touch()
 
     def touch(self) -> None:
-        """Note that something has changed in this turn."""
+        """Note that something has changed in this iteration."""
         if not self._turn_ends and self._loop is not None:
             self._turn_ends = True
             self._loop.call_soon(self._end_turn)

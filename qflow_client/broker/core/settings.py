@@ -53,7 +53,7 @@ class Enforcement(StrEnum):
 
 
 class FlowScope(StrEnum):
-    """Which channels a queue that is ON flows (blocks)."""
+    """Which channels a queue blocks (flows) while it is ON."""
 
     #: Only channels that publish above the mark.
     OFFENDER = "offender"
@@ -99,7 +99,7 @@ class Settings:
         virtual_host: the name of the one virtual host.
         profile: the broker to imitate. A profile has its own defaults for `heartbeat`, `frame_max` and `channel_max`.
         enforcement: how a queue holds back its producers, unless its ``x-qflow-enforcement`` has another value (C5 J3).
-        flow_scope: which channels a queue flows (blocks) (D12).
+        flow_scope: which channels a queue blocks (flows) (D12).
         recent: seconds for which a channel that published to a queue counts as one of its publishers (D12).
         default_flow_stop_threshold: default stop mark, in percent of a queue's maximum, above which the flow state
             turns ON (C4).
@@ -132,10 +132,11 @@ class Settings:
         tarpit_after: messages on one flowed channel after the grace time. Each time this number is reached, the
             connection is not read for a time (D8). 0 for never.
         tarpit_time: seconds for which such a connection is not read.
-        close_channel_after: messages on one flowed channel after the grace time. If there are more, the channel is
-            closed with 311. 0 for never.
-        close_connection_after: messages on all flowed channels of a connection after the grace time, since its start.
-            If there are more, the connection is closed with 506. 0 for never.
+        close_channel_after: maximum number of messages on one blocked (flowed) channel after the grace time. If there
+            are more, the channel is closed with 311. 0 for never.
+        close_connection_after: maximum number of messages on all blocked (flowed) channels of a connection after the
+            grace time, counted since the connection was opened. If there are more, the connection is closed with 506. 0
+            for never.
         flow_log: log for the holds of channels by queues, and for the depths of queues at every `period` of the log.
             The broker does not close the log. ``None`` for no log.
         memory_limit: maximum bytes of messages in memory, with about 512 more bytes for each message. Above three
@@ -144,7 +145,7 @@ class Settings:
 
     Raises:
         TypeError: a value has the wrong type.
-        ValueError: a value is not allowed; the text names the setting, the value and the allowed values.
+        ValueError: a value is not allowed; the text contains the setting, the value and the allowed values.
     """
 
     host: str = "127.0.0.1"

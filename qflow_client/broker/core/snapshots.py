@@ -96,7 +96,7 @@ class ThresholdsSnapshot:
         flow_stop_size: body bytes; ON above it; 0 for none (C1).
         flow_resume_size: body bytes; OFF below it (C2).
         capacity: body bytes; ON above it; 0 for none (J1).
-        flow_resume_capacity: body bytes; OFF at it or below (J2).
+        flow_resume_capacity: body bytes; OFF at this size or below (J2).
     """
 
     flow_stop_count: int = 0
@@ -131,7 +131,7 @@ class QueueSnapshot:
             ``damaged``, ``cycle`` or ``refused``. The reason ``copy`` is counted in addition. It means that a message
             was not dead-lettered, because another copy of it had gone to the same target.
         consumers: number of consumers.
-        blocked: names of the channels that it flows (blocks), the oldest first (J4).
+        blocked: names of the channels that it blocks (flows), the oldest first (J4).
         thresholds: current marks.
         enforcement: how it holds back its producers: ``"channel_flow"``, ``"completion"`` or ``"both"``.
         waiting: publishes that wait for room in it (A4).

@@ -65,7 +65,7 @@ class Storage(EntryObserver):
         self._contents = contents
         self._window = window
         self._max_window: int | None = None
-        # Decides which bodies stay in memory; None unless the queue flows to disk (A2).
+        # Decides which bodies stay in memory; None unless the queue has the policy `flow_to_disk` (A2).
         self.pager: BodyPager | None = None
         # The entries that may be dropped if memory exceeds its limit (A1); None if no entry may.
         self.droppable: DroppableEntries | None = None
@@ -84,8 +84,8 @@ class Storage(EntryObserver):
             self._max_window = overflow.max_size
             if self.pager is None:
                 self.pager = self._page()
-        # A queue that flows to disk has no droppable entries: its bodies are on their way to disk before any message is
-        # dropped.
+        # A queue with the policy `flow_to_disk` has no droppable entries: its bodies are on their way to disk before
+        # any message is dropped.
         if not limits.drop_transient or not self._journal.limit or self.pager is not None:
             self.droppable = None
         elif self.droppable is None:

@@ -149,7 +149,7 @@ class _Reader:
     def _parts(self, begin: str, end: str) -> Iterator[int]:
         """Yield the numbers of the parts between brackets.
 
-        The caller has to read each part before it asks for the next.
+        The caller has to read each part before it requests the next.
         """
         self._take(begin)
         number = 0

@@ -249,7 +249,7 @@ class Api:
     def description_json(self, *, has_token: bool) -> bytes:
         """Return the OpenAPI description as JSON.
 
-        It is created once, because creating it takes long and anyone may ask.
+        It is created once, because creating it takes long and any client may request it.
 
         Args:
             has_token: whether a token is needed.

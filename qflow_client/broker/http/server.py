@@ -68,7 +68,7 @@ class HttpServer:
     PATIENCE = 60.0
     #: Seconds after which a connection is dropped if its client has not read a whole large answer.
     ANSWER_TIME = 300.0
-    #: Seconds after which a client should ask again if there was no room for its answer.
+    #: Seconds after which a client should repeat its request if there was no room for the answer.
     RETRY_AFTER = 10
     #: Maximum seconds between the end of a request and the next request on its connection.
     KEEP_ALIVE = 60.0

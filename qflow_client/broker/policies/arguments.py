@@ -2,7 +2,7 @@
 
 Arguments of Qpid and of this broker set the same values as policies, and are read as a `PolicyDefinition`. Arguments of
 RabbitMQ set a maximum without thresholds. If an argument has one of this broker's prefixes but is unknown, it is
-refused, and the error names the most similar argument.
+refused, and the error contains the most similar argument.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class QueueArguments:
 
         Raises:
             ChannelException: 406 if a value has the wrong type, if two values contradict each other, or if an argument
-                is misspelt. The text names the argument and the value, or both values, or the most similar argument.
+                is misspelt. The text contains the argument and the value, or both values, or the most similar argument.
         """
         reader = _Reader(queue, arguments)
         reader.check_names()
@@ -159,7 +159,7 @@ def read_options(queue: str, arguments: Mapping[str, object]) -> QueueOptions:
         arguments: as in ``Queue.Declare``.
 
     Raises:
-        ChannelException: 406 if a value has the wrong type or is not allowed; the text names the argument and the
+        ChannelException: 406 if a value has the wrong type or is not allowed; the text contains the argument and the
             value.
     """
     reader = _Reader(queue, arguments)
@@ -196,7 +196,7 @@ def resolve_limits(
         policies: names of the policies that the definition comes from.
 
     Raises:
-        ChannelException: 406 if the resume capacity is above the broker's capacity; the text names both values.
+        ChannelException: 406 if the resume capacity is above the broker's capacity; the text contains both values.
     """
     max_count, max_size = definition.max_count or 0, definition.max_size or 0
     policy = definition.policy or (QueuePolicy.REJECT if max_count or max_size else QueuePolicy.FLOW)

@@ -188,7 +188,7 @@ class Loading:
         """Declare one object in each step.
 
         Raises:
-            DefinitionError: a definition is refused; the text says which and why.
+            DefinitionError: a definition is refused; the text contains its name and the reason.
         """
         host, policies = self._host, tuple(self._rules.policies)
         try:

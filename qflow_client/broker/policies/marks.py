@@ -30,7 +30,7 @@ def steered(queue: Queue, marks: Mapping[str, int | None]) -> PolicyDefinition:
             its resume mark off.
 
     Raises:
-        ChannelException: 406 if the marks contradict each other or the queue's maximum; the text names both values.
+        ChannelException: 406 if the marks contradict each other or the queue's maximum; the text contains both values.
     """
     limits = queue.limits
     stop_resume, capacity = limits.stop_resume, limits.capacity

@@ -114,7 +114,7 @@ class PolicyDefinition:
 
     Raises:
         TypeError: a value has the wrong type.
-        ValueError: a value is not allowed, or two values contradict each other; the text names them.
+        ValueError: a value is not allowed, or two values contradict each other; the text contains them.
     """
 
     policy: QueuePolicy | None = None
@@ -146,7 +146,7 @@ class PolicyDefinition:
 
         Raises:
             TypeError: a value has the wrong type.
-            ValueError: as for the class. Or a field does not exist; the text names the most similar one.
+            ValueError: as for the class. Or a field does not exist; the text contains the most similar one.
         """
         known = tuple(field.name for field in fields(cls))
         for name in values:
@@ -311,7 +311,7 @@ def choose(named: str, value: object, kind: type[_Choice]) -> _Choice:
         kind: the enumeration.
 
     Raises:
-        ValueError: there is no such member; the text names all members.
+        ValueError: there is no such member; the text contains all members.
     """
     try:
         return kind(value)
@@ -369,7 +369,7 @@ class Policy:
 
     Raises:
         TypeError: a value has the wrong type.
-        ValueError: a value is not allowed; the text names it.
+        ValueError: a value is not allowed; the text contains it.
     """
 
     name: str

@@ -43,7 +43,7 @@ class RateLimit:
 
     Raises:
         TypeError: a value has the wrong type.
-        ValueError: a value is not allowed; the text names it.
+        ValueError: a value is not allowed; the text contains it.
     """
 
     apply_to: RateScope
@@ -83,7 +83,7 @@ class RateLimit:
 
 
 class _Rate(FlowController):
-    """One rate, and the channels that it flows (blocks)."""
+    """One rate, and the channels that it blocks (flows)."""
 
     __slots__ = ("_is_awaited", "_wake_at")
 

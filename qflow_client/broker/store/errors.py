@@ -8,4 +8,4 @@ __all__ = ["StoreError"]
 
 
 class StoreError(QflowError):
-    """The message store cannot be used; the text names the file."""
+    """The message store cannot be used; the text contains its path."""

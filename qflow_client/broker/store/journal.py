@@ -286,7 +286,7 @@ class Journal:
     # Bodies that are only on disk (A2).
 
     def make_pager(self) -> Pager:
-        """Create a pager for a queue that flows to disk."""
+        """Create a pager for a queue with the policy `flow_to_disk`."""
         return Pager(self.evict)
 
     def make_droppable(self) -> Droppable:

@@ -99,7 +99,7 @@ class Keeper:
         """Open the store, and restore its contents.
 
         Raises:
-            StoreError: the store cannot be opened or read; the text says why.
+            StoreError: the store cannot be opened or read; the text contains the reason.
         """
         self._thread = DiskThread("qflow-store")
         try:
@@ -215,7 +215,7 @@ class Keeper:
             self._reading = None
 
     async def _set_aside(self, numbers: Sequence[int]) -> None:
-        """Set messages with damaged bodies aside."""
+        """Move messages with damaged bodies to the table of damaged rows."""
         if numbers and self._store is not None:
             _log.error("%s: messages are damaged, set aside and lost: %s", self._path, numbers)
             await self._run(self._store.set_aside_messages, numbers)

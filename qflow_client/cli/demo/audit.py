@@ -33,7 +33,7 @@ class ProducerTally:
         confirmed: sent messages that the broker confirmed.
         checksum: checksum of the bodies; the order does not matter.
         holds: kinds of its current holds.
-        times_flowed: how often it became flowed.
+        times_flowed: how often it was blocked (flowed).
         seconds_flowed: seconds for which the producer was held, by kind of hold.
     """
 

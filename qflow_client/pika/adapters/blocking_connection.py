@@ -55,7 +55,7 @@ class _Services(SelectorIOServicesAdapter):
     # Whether the loop waits until the socket takes bytes, and whether pika has just said that this is not needed.
     _watches = False
     _is_done = False
-    # The function that pika wants called when the socket takes bytes.
+    # The function of pika to call when the socket is writable.
     _writes: Callable[[], None] | None = None
     #: Called once, when pika has written all its output and the socket takes more.
     on_writable: Callable[[], None] | None = None
