@@ -23,7 +23,7 @@ class HoldKind(StrEnum):
     CONNECTION_BLOCKED = "connection_blocked"
     #: The window is full: the broker's confirms are late, or withheld.
     CAPACITY = "capacity"
-    #: The socket takes no more bytes.
+    #: The socket accepts no more bytes.
     TRANSPORT = "transport"
     #: The broker has refused messages because it has no room.
     REFUSED = "refused"

@@ -2,7 +2,7 @@
 
 aiormq asks a `TransportFactory` for a reader and a writer. The factory of this module returns asyncio's own, with the
 tap at both. The reader gets only data that has passed the tap. Data for the writer waits for a frame border. The
-channels' own bytes are written when the socket takes them.
+channels' own bytes are written when the socket accepts them.
 """
 
 from __future__ import annotations
@@ -181,7 +181,7 @@ class TapTransport(asyncio.Transport):
         self._library_paused = False
         # Whether the library's chunk is next at the next frame border.
         self._librarys_turn = True
-        # Whether the loop reports when the socket takes more bytes.
+        # Whether the loop reports when the socket accepts more bytes.
         self._watching = False
         # Set by the first failed write, or by the end of the connection. The library finds the error when it reads.
         self._broken = False
@@ -214,7 +214,7 @@ class TapTransport(asyncio.Transport):
 
     @property
     def full(self) -> bool:
-        """Whether the socket takes no more bytes for now."""
+        """Whether the socket accepts no more bytes for now."""
         return self._watching
 
     def wake(self) -> None:

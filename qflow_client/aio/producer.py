@@ -278,7 +278,7 @@ class AsyncProducer(BaseProducer):
             message: the body, or a `Message` with properties.
             exchange: the exchange; by default that of a `RoutedMessage`, for other messages the setting.
             routing_key: the routing key; the same default.
-            source: as for `send`; it has no effect, because the message does not wait for a turn.
+            source: as for `send`; it has no effect, because the message does not wait in line.
             position: as for `send`.
 
         Raises:

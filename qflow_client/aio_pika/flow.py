@@ -1,7 +1,7 @@
 """The flow of a channel of aio-pika: a `ProducerProtocol` that replaces ``basic_publish`` of aiormq's channel.
 
 aio-pika still manages connections, topology, consumers and restoring. Its exchanges publish with aiormq's
-``basic_publish``, so only this method is replaced. The tap at the connection's socket takes the broker's answers to
+``basic_publish``, so only this method is replaced. The tap at the connection's socket handles the broker's answers to
 publishes, and aiormq does not see them.
 """
 

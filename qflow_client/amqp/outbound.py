@@ -1,9 +1,9 @@
 """The bytes that are being written on one channel, and how many of them are written.
 
 The channel's messages come in batches. A batch is one bytes object with two lists of offsets: the ends of its messages,
-and the ends of its frames, where another channel may write. Messages of a batch that are not begun can be taken back.
-When the broker stops the channel (``Channel.Flow``), the partly written message is completed, then the reply is
-written, and then nothing more.
+and the ends of its frames, where another channel may write. Messages of a batch can be taken back if none of their
+bytes is written. When the broker stops the channel (``Channel.Flow``), the partly written message is completed, then
+the reply is written, and then nothing more.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Outbound:
         self._controls.append(frame)
 
     def discard_unbegun(self) -> None:
-        """Forget the messages of the batch that are not begun."""
+        """Forget the messages of the batch of which no byte is written."""
         begun = self.begun
         if begun == self.given:
             return

@@ -588,7 +588,7 @@ class Tap:
         return b""
 
     def advance(self, count: int, now: float) -> None:
-        """Record that `count` of the bytes from `data_to_write` are written; 0 if the socket took none."""
+        """Record that `count` of the bytes from `data_to_write` are written; 0 if the socket accepted none."""
         if self._remains:
             self._remains = self._remains[count:]
             return

@@ -1,9 +1,9 @@
 """One AMQP publishing channel, sans-I/O: decides what happens to every message.
 
-The owner informs `ProducerProtocol` of events on the connection: a channel opened, the broker acked, the socket took
-bytes, time passed. The protocol returns the bytes to write. No module here uses threads, tasks, sockets or clocks. The
-owner calls one method at a time and passes the time in monotonic seconds. The protocol has one part for each decision,
-listed here in the order in which a message reaches them:
+The owner informs `ProducerProtocol` of events on the connection: a channel opened, the broker acked, the socket
+accepted bytes, time passed. The protocol returns the bytes to write. No module here uses threads, tasks, sockets or
+clocks. The owner calls one method at a time and passes the time in monotonic seconds. The protocol has one part for
+each decision, listed here in the order in which a message reaches them:
 
 * `line` keeps messages that cannot be admitted now, and `admission` admits them when `limits` and the gate allow it;
 * `Writing` makes their frames, and `unconfirmed` has the messages on the wire of the channel;
@@ -19,7 +19,7 @@ Until a message is settled, it is in exactly one of three places:
 * `resending.again`: the message was written before, so it will be sent again, marked as a second copy. It may have
   arrived, or one queue refused it and another queue took it.
 
-A message moves from `unsent` or `again` to `flight` when the socket takes more bytes (`data_to_write`). It moves back
+A message moves from `unsent` or `again` to `flight` when the socket accepts more bytes (`data_to_write`). It moves back
 in three cases: the broker stops the channel before the first byte of the message is written; the channel ends; the
 broker refuses the message because it has no room. `settling` removes it for good. `unsent` and `again` are always in
 the order of admission, and `again` goes first. So first copies are always sent in the order of admission.
@@ -396,7 +396,7 @@ class ProducerProtocol:
         return data
 
     def advance(self, count: int, now: float) -> bool:
-        """Record that the socket took `count` bytes of `data_to_write`.
+        """Record that the socket accepted `count` bytes of `data_to_write`.
 
         Returns:
             True if they end at a frame border, so that other frames may be written on the connection.

@@ -8,7 +8,7 @@ before all messages that were never written (E1). A message whose frames were ma
 `count_sendable` decides how many messages may be sent now, by three rules:
 
 1. While a suspect is in flight, nothing else is sent. A suspect is sent only if nothing else is in flight (`suspects`).
-2. The candidate for a poisonous message waits until the connection has held for a while (`PoisonDetector`).
+2. The candidate for a poisonous message waits until the connection has been open for a while (`PoisonDetector`).
 3. While the broker has no room, one message is sent as a probe after each pause (`refusals`).
 """
 

@@ -173,8 +173,7 @@ class SendLine:
 
     @step
     def notice(self, now: float) -> float | None:
-        """Log a notice for waiting calls of `send` if it is time to. Used by callers that do not call `look_at` for all
-        tickets.
+        """Log a notice for waiting calls of `send` if it is time to. It replaces calls of `look_at` for all tickets.
 
         Returns:
             When to call again; ``None`` if no send waits.

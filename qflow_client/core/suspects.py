@@ -8,10 +8,10 @@ suspects.
 A connection may also be lost because of a message (a crash of the broker, a proxy with a size limit). One loss proves
 nothing, so `PoisonDetector` counts losses in a row without a settled message in between. After `_SUSPICIOUS` losses the
 messages in flight become suspects. A suspect that was alone in flight when a connection was lost becomes the
-*candidate*. The candidate is sent only after the connection has held for a while without it, so a broker that is down
-does not count against it. After `_PROOF` losses just after it was sent, the candidate is settled as *unknown*.
+*candidate*. The candidate is sent only after the connection has stayed open for a while without it, so a broker that is
+down does not count against it. After `_PROOF` losses just after it was sent, the candidate is settled as *unknown*.
 
-This module sends and settles nothing: `resending` asks which messages may be sent, and `channel` settles them.
+This module sends and settles nothing: `resending` queries which messages may be sent, and `channel` settles them.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ A message has a *number* after its admission. Numbers define the order. A messag
 are made, because the tag is its position on the wire. Tags are assigned in ascending order, so the dict of unsettled
 messages is in the order of their tags. A settled message leaves no entry behind.
 
-Frames are made a batch at a time, when the socket takes more. If the broker stops the channel (``Channel.Flow``),
+Frames are made a batch at a time, when the socket accepts more. If the broker stops the channel (``Channel.Flow``),
 messages with frames that are not begun are taken back and lose their tags.
 """
 

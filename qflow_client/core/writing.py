@@ -1,9 +1,9 @@
 """Encodes messages for the wire, and takes messages back from it.
 
-The socket takes bytes from `Unconfirmed.outbound`. If that is empty, the next messages get their tags and frames.
-Messages to be sent again come first, then messages that were never written. So first copies are sent in the order of
-admission (E1). A store may delay unsent messages until they are on disk. If the broker stops the channel, messages of
-which no byte is written go back to the collection that they came from.
+The bytes for the socket come from `Unconfirmed.outbound`. If that is empty, the next messages get their tags and
+frames. Messages to be sent again come first, then messages that were never written. So first copies are sent in the
+order of admission (E1). A store may delay unsent messages until they are on disk. If the broker stops the channel,
+messages of which no byte is written go back to the collection that they came from.
 """
 
 from __future__ import annotations

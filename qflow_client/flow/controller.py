@@ -585,7 +585,7 @@ class FlowController:
         """Unblock the sources that may continue, the oldest first.
 
         Call this at the time that `ready_at` returns, after a hold of the gate was lifted, and after a capacity, a rate
-        or thresholds were changed. `release` calls it itself.
+        or thresholds were changed. `release` already calls this method.
 
         Args:
             now: seconds; ``None`` if the time is not known. Then no source is unblocked that only waits for time to

@@ -45,7 +45,7 @@ class Gate:
     def __init__(self) -> None:
         # In the order in which they were raised.
         self._holds: dict[tuple[str, str], Hold] = {}
-        # Seconds that each kind has held, without the present holds.
+        # Seconds for which there were holds of each kind, without the present holds.
         self._held_for: dict[str, float] = {}
         # Since when there are holds; ``None`` while there are none. The first of these holds may be lifted already.
         self._closed_at: float | None = None

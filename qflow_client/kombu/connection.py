@@ -207,7 +207,7 @@ class Connection(pyamqp.Connection):
                 self.drain_events(timeout=0)
 
     def turn(self, deadline: float, wants_room: bool) -> bool:
-        """Process I/O until something happens, or until a time. Return True if the socket takes bytes."""
+        """Process I/O until there is an event, at most until a given time. Return True if the socket accepts bytes."""
         wire: Wire = self.transport
         now = _monotonic()
         look = math.inf

@@ -320,7 +320,7 @@ class Wire:
         return True
 
     def look(self) -> bool:
-        """Read all available bytes without waiting. Return True if the socket takes bytes."""
+        """Read all available bytes without waiting. Return True if the socket accepts bytes."""
         poll = self._poll
         if poll is None or not self.connected:
             raise RecoverableConnectionError("connection already closed")
@@ -341,7 +341,7 @@ class Wire:
         return False
 
     def wait(self, seconds: float, *, writable: bool = False) -> bool:
-        """Wait until there are bytes, or another thread calls; also for room if there is output.
+        """Wait until the socket has bytes, another thread calls, or there is output and the socket has room.
 
         Returns:
             Whether there is room; not meaningful if room was not waited for.
@@ -432,7 +432,7 @@ class Wire:
         poll.poll(None if left == math.inf else math.ceil(left * 1000))
 
     def _some(self, data: Any) -> int:
-        """Write as much as the socket takes."""
+        """Write as much as the socket accepts."""
         try:
             return int(self.sock.send(data))
         except _MUST_WAIT:

@@ -267,7 +267,7 @@ class Outbox:
             source: its name.
 
         Returns:
-            The position, which is on disk when that message is; ``None`` if the source has none.
+            The position; ``None`` if the source has none. It is written to disk together with its message.
 
         Raises:
             OutboxError: it is damaged.
@@ -394,7 +394,8 @@ class Outbox:
     def _correct_time(self, stored: StoredMessage) -> StoredMessage:
         """Return a message with a corrected time.
 
-        If an earlier process put the message with a time after the opening, it gets the time of the opening.
+        If the message of an earlier process has a time after the opening of the outbox, it gets the time of the
+        opening.
         """
         if stored.at <= self._opened_at or stored.sequence > self._written_before[0]:
             return stored

@@ -29,7 +29,7 @@ def wrap(channel: Any) -> Any:
     - Earlier events: if the broker has already stopped the channel, or already blocks the connection, this is unknown
       until its next frame about it. So wrap the channel as soon as it is open.
     - A guarantee that no byte of a message is written: the state of the socket is only known after a write. If the
-      socket takes no bytes, `basic_publish` raises `ConfirmTimeout`, not `FlowControlTimeout`, and the message may be
+      socket accepts no bytes, `basic_publish` raises `ConfirmTimeout`, not `FlowControlTimeout`, and the message may be
       sent later.
     - A time limit for `BlockingConnection.close` while the broker blocks the connection (the channel's own `close` has
       one). pika's ``blocked_connection_timeout`` is such a limit.

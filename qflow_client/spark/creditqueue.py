@@ -393,7 +393,8 @@ class CreditLine:
     def _ask(self) -> None:
         """Check where the credits are.
 
-        If they are missing at two checks, they are lost, because their way is shorter.
+        Credits on their way between the queues arrive before the second check. So if they are missing at two checks,
+        they are lost.
         """
         self._since = time.monotonic()
         ready, _ = _count(self._connection, self._queue) or (0, 0)

@@ -279,7 +279,7 @@ class Carrier:
     # pika's end.
 
     def _feed(self) -> None:
-        """Write the waiting data to pika, as much as its socket takes."""
+        """Write the waiting data to pika, as much as its socket accepts."""
         waiting = self._to_pika
         while waiting:
             try:

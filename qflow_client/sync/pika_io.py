@@ -2,7 +2,7 @@
 
 pika passes the socket that it has connected to `AbstractIOServices.create_streaming_connection`. This module wraps that
 socket. All data that pika receives has passed the tap. All data that pika sends waits for a frame border. The channels'
-own bytes are written when the socket takes them.
+own bytes are written when the socket accepts them.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ class _TapSocket:
         self._sock = sock
         self._services = services
         self._is_tls = isinstance(sock, ssl.SSLSocket)
-        # Whether the socket took only a part of pika's present chunk.
+        # Whether the socket accepted only a part of pika's present chunk.
         self.library_mid_chunk = False
         # Set by the first failed write, and when the connection is aborted. pika finds the error when it reads.
         self.broken = False
-        # Whether the socket takes no more bytes of producers for now.
+        # Whether the socket accepts no more bytes of producers for now.
         self.full = False
         # A partly written TLS record of a producer.
         self._begun_record = b""
@@ -123,7 +123,7 @@ class _TapSocket:
         return sent
 
     def finish_record(self) -> None:
-        """Continue a TLS record that the socket took only in part."""
+        """Continue a TLS record that the socket accepted only in part."""
         if self._begun_record:
             data, self._begun_record = self._begun_record, b""
             self.send_ours(data)

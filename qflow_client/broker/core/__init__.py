@@ -16,7 +16,7 @@ files of this list, and uses protocols for the earlier ones. The exception is `c
    releases the confirms.
 7. `channelflow.py` is the channel as queues see it. `ChannelFlow.on_blocked` sends one ``Channel.Flow`` for the first
    hold of a channel. `ChannelFlow.on_unblocked` sends one when the last hold is released.
-8. `output.py` buffers the ``Channel.Flow`` until the socket takes it.
+8. `output.py` buffers the ``Channel.Flow`` until the socket accepts it.
 
 The other files are not on this path.
 

@@ -4,7 +4,7 @@ A `WaitingPublish` is in the line of every destination queue. It is admitted whe
 and all queues have room. So a later publish never overtakes an earlier one in any queue. A commit is refused instead of
 waiting. Dead letters do not wait, and neither do publishes of the program that embeds the broker.
 
-A queue knows only the number of its waiting publishes. It asks the waiting room to check its line when a message has
+A queue has only the number of its waiting publishes. The waiting room checks the line of a queue when a message has
 left the queue, and when the first deadline is over.
 """
 

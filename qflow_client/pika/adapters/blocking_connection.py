@@ -52,12 +52,12 @@ class _Services(SelectorIOServicesAdapter):
     _fd = -1
     _sock: Any = None
     _poll: Any = None
-    # Whether the loop waits until the socket takes bytes, and whether pika has just said that this is not needed.
+    # Whether the loop waits until the socket accepts bytes, and whether pika has just said that this is not needed.
     _watches = False
     _is_done = False
     # The function of pika to call when the socket is writable.
     _writes: Callable[[], None] | None = None
-    #: Called once, when pika has written all its output and the socket takes more.
+    #: Called once, when pika has written all its output and the socket accepts more.
     on_writable: Callable[[], None] | None = None
     _is_corked = False
 
@@ -86,7 +86,7 @@ class _Services(SelectorIOServicesAdapter):
         super().set_writer(fd, on_writable)
 
     def go_on_writing(self) -> None:
-        """Let the loop wait until the socket takes bytes. An interrupt may have prevented pika's request for that."""
+        """Let the loop wait until the socket accepts bytes. An interrupt may have prevented pika's request for that."""
         if not self._watches and self._writes is not None:
             self._watch(self._fd, self._writes)
 
@@ -190,7 +190,7 @@ class _Turns:
         """Read the received data without waiting.
 
         Returns:
-            Whether the socket takes bytes.
+            Whether the socket accepts bytes.
         """
         services = self.services
         loop = self._impl.ioloop
