@@ -286,7 +286,7 @@ class EncodedProtocol(ProducerProtocol):
         self.consequences.update(now)
 
     def forget_past(self) -> None:
-        """Reset the state to that before the first channel.
+        """Reset the state, as before the first channel.
 
         The program closed the channel itself, which is not flow control.
         """

@@ -311,7 +311,7 @@ class ProducerSettings:
         on_disconnect: ``"republish"`` or ``"fail"``: what happens to unsettled messages when the connection is lost and
             restored.
         reconnect_timeout: seconds after a loss during which the producer tries to reconnect before it ends; ``None``
-            for no limit, 0 to end with its first connection.
+            for no limit, 0 to end when its first connection is lost.
         reconnect_delay: seconds before the first try to reconnect. Each further pause, after all hosts were tried, is
             twice as long.
         reconnect_delay_max: the longest pause in seconds. If a connection stays open for less than this time, the

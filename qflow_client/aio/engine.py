@@ -61,7 +61,7 @@ _DISK_PATIENCE = 0.6
 
 
 async def _wait_until_done(task: asyncio.Task[None]) -> asyncio.CancelledError | None:
-    """Wait until a task is done, also if the caller is cancelled several times. The first cancel cancels the task.
+    """Wait until a task is done, even if the caller is cancelled several times. The first cancel cancels the task.
 
     Returns:
         The first cancel, for the caller to raise; ``None`` if there was none.
@@ -268,7 +268,7 @@ class Engine(BaseEngine):
             self._passes_on = True
 
     def arm_timer(self) -> None:
-        """Call the protocol when its timer is due, if time alone can lift a hold."""
+        """If time alone can lift a hold, start the timer for the next call of the protocol."""
         if self.settings.rate is not None and self.link is not None:
             self.link.arm_timer()
 

@@ -404,7 +404,7 @@ class Link:
         return LOOPS.take(self._protocol.end_writing)
 
     async def _end(self, patience: float) -> None:
-        """End the own connection. Abort it if the broker does not answer in time."""
+        """End the producer's own connection. Abort it if the broker does not answer in time."""
         closing = self._begin_end()
         self._leave(GIVEN_UP)
         try:
@@ -438,7 +438,7 @@ class Link:
         return self._closing
 
     def arm_timer(self) -> None:
-        """Call the protocol when its timer is due."""
+        """Start the timer for the time at which the protocol has to be called next."""
         now = time.monotonic()
         at = LOOPS.take(lambda: self._protocol.next_timer(now))
         if at is not None and (self._timer_at is None or at < self._timer_at):

@@ -18,7 +18,7 @@ __all__ = ["RobustChannel"]
 
 
 class _Exchange(aio_pika.RobustExchange):
-    """An exchange that accepts messages also without a connection. The message waits for a limited time."""
+    """An exchange that accepts messages even without a connection. The message waits for a limited time."""
 
     # aio-pika's.
     channel: Any

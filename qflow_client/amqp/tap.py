@@ -248,7 +248,7 @@ class Tap:
         self._drop(number)
 
     def closes(self, number: int) -> None:
-        """Let no message of a channel begin: the library is about to send the channel's ``Channel.Close``.
+        """Start no further message of a channel, because the library is about to send its ``Channel.Close``.
 
         The broker's answers to messages that are written are still reported.
         """

@@ -1,6 +1,6 @@
 """Settled receipts that are not reported to the application yet, and the hold that limits their number.
 
-If `on_delivery` callbacks are slower than the broker's confirms, settled receipts pile up. Then senders are held, so
+If `on_delivery` callbacks are slower than the broker's confirms, settled receipts accumulate. Then senders are held, so
 the number of these receipts is at most about twice the capacity.
 """
 

@@ -137,9 +137,9 @@ class Connection(pyamqp.Connection):
 
     @property
     def may_be_kept(self) -> bool:
-        """Return True if a connection that the program closed can show when the broker takes messages again.
+        """Return True if this closed connection can report when the broker accepts messages again.
 
-        It must not have consumers, because messages that are delivered to them would stay with them.
+        A connection with consumers cannot be kept, because it would keep the messages that are delivered to them.
         """
         return (
             self.is_blocked

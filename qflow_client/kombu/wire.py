@@ -74,7 +74,7 @@ class _Poll:
         return int(found[0][1]) if found else 0
 
     def wait(self, seconds: float, *, writable: bool) -> int:
-        """Wait for bytes, for a call, and for room if that is wanted.
+        """Wait for bytes or a call; with `writable` also for room.
 
         Returns:
             Which of these states the socket has.

@@ -18,8 +18,8 @@ noted changes in one transaction. A producer uses an outbox as follows:
 6. `Outbox.put` accepts a `Position`: how far the program has read the source of the message (E13). It is written in the
    same commit. A program that must not send a row twice without a mark writes such a message to the broker only when it
    is durable. Then a row after the position on disk was never written, and a row before it is marked.
-7. The first read that meets an unreadable message sets it aside. The message stays in the file and keeps its room, and
-   `Outbox.damaged` names it. All other messages are sent. `Outbox.drop` removes it.
+7. If a message cannot be read, it is set aside. It stays in the file and keeps its room, and `Outbox.damaged` lists it.
+   All other messages are sent. `Outbox.drop` removes it.
 
 Invariants: sequences are assigned in order, and none is assigned twice, also across processes. All messages up to
 `Outbox.durable` are on disk. Changes of a failed or interrupted commit stay noted, and the next commit writes them

@@ -202,7 +202,7 @@ def write_task(options: SinkOptions, rows: Rows, batches: Iterable[pa.RecordBatc
         task: identity of the task. Messages of a later attempt may be second copies, and have a header for this.
 
     Raises:
-        FlowControlTimeout: a row had to wait too long. This row and all later ones were not sent.
+        FlowControlTimeout: a row was held beyond the time limit. This row and all later ones were not sent.
         ConfirmTimeout: all rows are sent, but no confirm has come for too long.
         CreditError: the credits are wrong.
         DeliveryError, UndeliveredMessages: messages were returned, nacked or rejected, or the connection was lost.

@@ -1,7 +1,7 @@
 """RabbitMQ streams over AMQP 0-9-1: finding the first and last offsets, and reading a range of offsets.
 
-It uses pika's own event loop instead of its `BlockingConnection`. On close, that class rejects messages on their way.
-Streams do not support rejects, and RabbitMQ closes the connection after one.
+It uses pika's own event loop instead of its `BlockingConnection`. A `BlockingConnection` rejects deliveries that arrive
+while it closes. Streams do not support rejects, and RabbitMQ then closes the connection.
 """
 
 from __future__ import annotations

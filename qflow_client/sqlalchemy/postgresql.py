@@ -221,7 +221,7 @@ class PostgresqlSession:
         self._next_full = 0.0
 
     def is_full_due(self) -> bool:
-        """Return True if the next sweep should be a full one. No row may be unsettled then."""
+        """Return True if the next sweep should be a full one. A full sweep requires that no row is unsettled."""
         return not self._in_sweep and _monotonic() >= self._next_full > 0
 
     def read(self, limit: int, gone: Sequence[int] = ()) -> list[Row]:

@@ -1,7 +1,7 @@
 """A relay's session with SQLite.
 
-SQLite allows one writer at a time, and a row gets its id during its writer's turn. So rows become visible in the order
-of their ids. The new rows are exactly the rows after the last row that was read.
+SQLite allows one writer at a time, and the database assigns a row's id while its writer has the lock. So rows become
+visible in the order of their ids. The new rows are exactly the rows after the last row that was read.
 
 One relay at a time works on a database. It holds a lock on the file ``<database>.relay``, which ends with its process.
 The file contains the holds of the relay.

@@ -38,7 +38,7 @@ class ChannelIO:
         self.services.add_callback_threadsafe(self._on_timer)
 
     def arm_timer(self) -> None:
-        """Call the protocol when its timer is due. Any thread may call this."""
+        """Start the timer for the time at which the protocol has to be called next. Any thread may call this."""
         self.services.add_callback_threadsafe(self._arm_timer)
 
     def forget(self) -> None:

@@ -233,7 +233,7 @@ class Engine(BaseEngine):
             link.tell()
 
     def arm_timer(self) -> None:
-        """Call the protocol when its timer is due, if time alone can lift a hold."""
+        """If time alone can lift a hold, start the timer for the next call of the protocol."""
         if self.settings.rate is not None and self.link is not None:
             self.link.arm_timer()
 

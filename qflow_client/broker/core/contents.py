@@ -199,7 +199,7 @@ class Contents:
         self.drops[reason] = self.drops.get(reason, 0) + 1
 
     def left(self, entry: QueueEntry, reason: DropReason | None = None) -> None:
-        """Record that an entry, which has been taken out, has left the queue for any reason (J6).
+        """Record that an entry has left the queue, for any reason (J6). It has been taken out before.
 
         Args:
             entry: the entry.

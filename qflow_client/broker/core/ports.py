@@ -1,9 +1,9 @@
 """The interfaces of the core for plug-ins: a message store, a flow log and rate limits.
 
 The core calls these protocols and does not know their implementations. `Journal` is informed of every message in a
-queue and of the topology, and reads bodies that are not in memory. `FlowObserver` sees queues turn ON and OFF and
-channels being flowed (blocked). `PublishMeter` sees every publish while it is truthy. Overflow policies plug into
-`qflow_client.broker.core.overflow`, and the rules for queues into `qflow_client.broker.core.limits`.
+queue and of the topology, and reads bodies that are not in memory. `FlowObserver` is called when a queue turns ON or
+OFF, and when a channel is blocked (flowed). `PublishMeter` sees every publish while it is truthy. Overflow policies
+plug into `qflow_client.broker.core.overflow`, and the rules for queues into `qflow_client.broker.core.limits`.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """The changes of a broker as server-sent events.
 
-All streams share one `Watch`. When a stream asks for changes and the last look is old enough, the `Watch` looks at the
-broker again, in slices between other work. Every object has the number of the look that found its last change. The
+All streams share one `Watch`. When a stream requests changes and the last check is old enough, the `Watch` checks the
+broker again, in slices between other work. Every object has the number of the check that found its last change. The
 newest changes come last. So the work for a stream depends only on the number of changes since its previous event. An
-idle object needs one comparison in each look. Looks take at most `Watch.SHARE` of the time, for any number of objects.
+idle object needs one comparison in each check. The checks use at most `Watch.SHARE` of the time, for any number of
+objects.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class EventsRequest:
     """A listener's request for events.
 
     Attributes:
-        period: seconds between two looks at the broker.
+        period: seconds between two checks of the broker.
     """
 
     period: float

@@ -210,8 +210,8 @@ class _Publishing:
 class Channel(_pika.Channel):  # type: ignore[misc]  # of no known type
     """pika's thread-safe `Channel`. While the broker has stopped the channel, `basic_publish` waits for a limited time.
 
-    ``Channel.Flow`` is answered and stops publishing. ``Connection.Blocked``, a full window of unconfirmed messages, a
-    rate limit and a transport with more than `max_unwritten_bytes` stop publishing, too.
+    It answers ``Channel.Flow``. Publishing stops because of ``Channel.Flow``, ``Connection.Blocked``, a full window of
+    unconfirmed messages, a rate limit, or a transport with more than `max_unwritten_bytes`.
     """
 
     #: The connection (internal).
