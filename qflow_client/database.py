@@ -49,7 +49,7 @@ class Database:
         tables: the statements that create them.
         error: the class of all errors.
         synchronous: ``NORMAL`` survives the death of the process, ``FULL`` also that of the machine.
-        read_only: only read, also while another process writes; the file must exist.
+        read_only: only read, even while another process writes; the file must exist.
         timeout: total seconds to wait at opening for another process that has locked the file.
 
     Raises:
@@ -205,7 +205,7 @@ class LockFile:
 
     def __init__(self, path: Path, *, error: type[QflowError], in_use: type[QflowError], told: tuple[str, str]) -> None:
         _refuse_url(path, error)
-        # A file has one lock, also if it is opened by different names.
+        # A file has one lock, even if it is opened by different names.
         self.path = Path(f"{os.path.realpath(path)}-lock")
         try:
             # Without O_NONBLOCK, opening a named pipe could wait for its other end.

@@ -147,7 +147,8 @@ class Guard:
                 `PATIENCE`, at most for `_LONGEST`.
 
         Returns:
-            The result of the step. `NOT_TAKEN` if this thread is inside a step, or another thread's has not ended.
+            The result of the step. `NOT_TAKEN` if this thread is inside a step, or the step of another thread has not
+            ended in time.
         """
         me = get_ident()
         if me in _inside:

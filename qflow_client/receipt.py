@@ -123,7 +123,7 @@ class Receipt:
 
     @property
     def failure(self) -> Outcome | None:
-        """The outcome of a message that was not delivered, also if it stays in the outbox because of that.
+        """The outcome of a message that was not delivered, even if it stays in the outbox because of that.
 
         ``None`` if it was delivered or is unsettled, or is in the outbox only because its producer was closed. Reading
         a failure marks it as seen, as `error` does.

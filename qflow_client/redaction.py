@@ -83,7 +83,7 @@ _HOST = re.compile(r"(\[[^\]@]*\]?|[^:@\[\]]*)(:\d*([\s'\"),;\]].*)?)?", re.DOTA
 # The beginning of a URL that was converted to a path, which has no double slash. A single letter may be a folder's
 # name.
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
-# The separator between user and password, also if it is encoded by mistake.
+# The separator between user and password, even if it is encoded by mistake.
 _COLON = re.compile(":|%3a", re.IGNORECASE)
 # Quotes and brackets around a URL in a text.
 _CLOSING = "'\")]"

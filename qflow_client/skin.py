@@ -650,7 +650,7 @@ def watch_process(engine: _Engine) -> None:
 
 
 def _call_each(action: Callable[[_Engine], None], words: str) -> None:
-    """Call an action with every engine, also if it fails for some of them."""
+    """Call an action with every engine, even if it fails for some of them."""
     for engine in tuple(_engines):
         try:
             action(engine)

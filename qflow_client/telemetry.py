@@ -457,7 +457,7 @@ def _waiting(observer: Observer) -> Iterator[_Point]:
 
 _MESSAGES = "{message}"
 
-# Name, unit, description, and function to read. These counts never decrease, also when a producer is closed.
+# Name, unit, description, and function to read. These counts never decrease, even when a producer is closed.
 _COUNTERS: tuple[tuple[str, str, str, _Read], ...] = (
     ("messaging.client.sent.messages", _MESSAGES, "Messages that were written and are settled", _sent),
     ("qflow.producer.settled", _MESSAGES, "Messages by how they ended", _settled),

@@ -334,7 +334,7 @@ class Tap:
 
         Returns:
             The complete frames for the library; may be empty. If `error` is set now, this is the last data. The next
-            call raises then, also without data.
+            call raises then, even without data.
 
         Raises:
             FrameError: the data is not AMQP frames, or a method frame for a publishing channel cannot be decoded. Or an
@@ -360,7 +360,7 @@ class Tap:
         if passed:
             self._fed_at = now
             return b"".join(passed)
-        # A library that receives nothing for long assumes that the broker is dead, also while a frame for it is only
+        # A library that receives nothing for long assumes that the broker is dead, even while a frame for it is only
         # partly received.
         if data and self.heartbeat and now - self._fed_at >= self.heartbeat / 2:
             self._fed_at = now

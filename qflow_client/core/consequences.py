@@ -40,7 +40,7 @@ class Consequences:
         parts.steps.heal, parts.steps.follow_up = self._heal, self._follow_up
 
     def update(self, now: float) -> None:
-        """Do what follows when messages were settled or taken off the wire."""
+        """Continue after messages were settled or taken off the wire."""
         if self._untold.count and self._reports.settled:
             # Before the settled messages make room for any sender.
             self.hold_untold(now)

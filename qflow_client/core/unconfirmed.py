@@ -5,7 +5,7 @@ are made, because the tag is its position on the wire. Tags are assigned in asce
 messages is in the order of their tags. A settled message leaves no entry behind.
 
 Frames are made a batch at a time, when the socket accepts more. If the broker stops the channel (``Channel.Flow``),
-messages with frames that are not begun are taken back and lose their tags.
+messages of which no byte is written are taken back and lose their tags.
 """
 
 from __future__ import annotations
@@ -113,8 +113,8 @@ class Unconfirmed:
 
     @property
     def in_flight(self) -> int:
-        """How many unsettled messages have begun to be written."""
-        # Frames that are made and not begun have no answer.
+        """How many unsettled messages are written, at least in part."""
+        # Messages of which no byte is written can have no answer.
         return len(self.flight) - (self.outbound.given - self.outbound.begun)
 
     # Answers.

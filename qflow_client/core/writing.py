@@ -33,7 +33,7 @@ class Writing:
         self._unconfirmed = unconfirmed
         self._resending = resending
         self._channel = channel
-        #: Whether no further message may begin on this channel, also without holds.
+        #: Whether no further message may begin on this channel, even without holds.
         self.has_ended = False
 
     def next_bytes(self, limit: int, now: float) -> bytes:

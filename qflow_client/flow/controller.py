@@ -598,7 +598,7 @@ class FlowController:
             self._unblock(source)
 
     def block(self, source: FlowSource, now: float | None = None) -> None:
-        """Block a source that offered nothing now, unless all sources may continue.
+        """Block a source although it offers no element now, unless all sources may continue.
 
         An example is a source that offered an element recently (D12).
 

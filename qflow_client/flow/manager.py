@@ -128,7 +128,7 @@ class FlowManager:
             return self._each("started", lambda resource: resource.lift(self.HOLD, source=self.name))
 
     def forked(self) -> None:
-        """Renew the lock in a child process after a fork. A thread that the child does not have may have held it."""
+        """Renew the lock in a child process after a fork, because a thread of the parent may have held it."""
         self._lock = threading.RLock()
 
     def _each(self, done: str, do: Callable[[FlowResource], None]) -> int:

@@ -45,7 +45,7 @@ class Unanswered(TimeoutError):
 
 
 def _unpatched_poll() -> Any:
-    """Return the system's poll object, also if gevent has replaced it."""
+    """Return the system's poll object, even if gevent has replaced it."""
     monkey = sys.modules.get("gevent.monkey")
     return select.poll() if monkey is None else monkey.get_original("select", "poll")()
 

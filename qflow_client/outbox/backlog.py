@@ -149,7 +149,7 @@ class Backlog:
             self._request(sends=True)
 
     def request_expired(self) -> None:
-        """Request messages that are too old, also if the backlog could not be sent."""
+        """Request messages that are too old, even if the backlog could not be sent."""
         self._request(sends=False)
 
     def _request(self, *, sends: bool) -> None:
@@ -271,7 +271,7 @@ class Backlog:
         self._finish_failing()
 
     def _finish_failing(self) -> None:
-        """Settle the failing message exactly once, also if this call is interrupted and repeated."""
+        """Settle the failing message exactly once, even if this call is interrupted and repeated."""
         if self._failing is None:
             return
         sequence, receipt, outcome = self._failing

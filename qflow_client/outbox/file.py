@@ -64,7 +64,7 @@ class StoredMessage:
     """A message in an outbox.
 
     Attributes:
-        sequence: its position; sequences increase in the order of admission, also across processes.
+        sequence: its position; sequences increase in the order of admission, even across processes.
         at: when it was put, in seconds since 1970.
         exchange: its exchange.
         routing_key: its routing key.

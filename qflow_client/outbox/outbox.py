@@ -21,7 +21,7 @@ noted changes in one transaction. A producer uses an outbox as follows:
 7. If a message cannot be read, it is set aside. It stays in the file and keeps its room, and `Outbox.damaged` lists it.
    All other messages are sent. `Outbox.drop` removes it.
 
-Invariants: sequences are assigned in order, and none is assigned twice, also across processes. All messages up to
+Invariants: sequences are assigned in order, and none is assigned twice, even across processes. All messages up to
 `Outbox.durable` are on disk. Changes of a failed or interrupted commit stay noted, and the next commit writes them
 again: inserting or deleting a row twice changes nothing. Only a thread that has access (`FileAccess`) uses the file.
 Every wait has a deadline: for access, and for a lock that another process holds on the file.
@@ -494,7 +494,7 @@ class Outbox:
 
     @staticmethod
     def look(path: str | os.PathLike[str], after: int = 0, limit: int = 1000) -> list[StoredMessage]:
-        """Return messages of an outbox, also while a producer uses it: as `read`, but without changes or locks.
+        """Return messages of an outbox, even while a producer uses it: as `read`, but without changes or locks.
 
         Damaged messages are left out, see `look_damaged`.
 
@@ -511,7 +511,7 @@ class Outbox:
 
     @staticmethod
     def look_damaged(path: str | os.PathLike[str]) -> dict[int, str]:
-        """Return the damaged messages of an outbox and their errors, by sequence; also while a producer uses it.
+        """Return the damaged messages of an outbox and their errors, by sequence, even while a producer uses it.
 
         Args:
             path: of the file.
@@ -524,7 +524,7 @@ class Outbox:
 
     @staticmethod
     def find(path: str | os.PathLike[str], sequence: int) -> StoredMessage:
-        """Return one message of an outbox, also while a producer uses it.
+        """Return one message of an outbox, even while a producer uses it.
 
         Args:
             path: of the file.

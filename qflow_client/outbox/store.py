@@ -173,7 +173,7 @@ class OutboxStore:
             backlog.append(receipt, now)
             if ticket is not None:
                 ticket.receipt = receipt
-            # From here on the message is spilled, also if Ctrl-C comes.
+            # From here on the message is spilled, even if Ctrl-C comes.
             self._last_sequence = receipt._sequence
             if self._admission.observer is not None:
                 self._admission.observer.spilled(payload, receipt)
@@ -231,7 +231,7 @@ class OutboxStore:
 
     @step
     def expire(self, now: float) -> None:
-        """Settle messages of the backlog that are too old, also if the backlog could not be sent."""
+        """Settle messages of the backlog that are too old, even if the backlog could not be sent."""
         if self.backlog.ready:
             self._line.grant(now)
         self.backlog.request_expired()

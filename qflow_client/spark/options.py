@@ -143,7 +143,7 @@ class SinkOptions:
         message_id: one of `MESSAGE_IDS`.
         job_id: name of the job in message ids by position and in the summary; ``None`` if none was given.
         summary_path: file for summaries, which are appended; ``None`` for none.
-        credit_queue: queue of credits for the job's capacity, which is then not divided; ``None`` for none.
+        credit_queue: queue of credits for the job's capacity. ``None`` to divide the capacity among the tasks instead.
     """
 
     producer: ProducerSettings

@@ -41,7 +41,7 @@ def qflow_broker_settings() -> Mapping[str, Any]:
 @pytest.fixture
 def qflow_broker(request: pytest.FixtureRequest, qflow_broker_settings: Mapping[str, Any]) -> Iterator[Broker]:
     """A new broker on a free loopback port. It ends with the test."""
-    # Imported here, because pytest loads this module in every run, also without the fixture.
+    # Imported here, because pytest loads this module in every run, even without the fixture.
     from qflow_client.broker import Broker
 
     settings = dict(qflow_broker_settings)

@@ -237,7 +237,7 @@ class _Branch:
         return path
 
     def join(self) -> None:
-        """Merge the branch with its only child, if the branch has no bindings of its own."""
+        """Merge the branch with its only child, if the branch itself has no bindings."""
         if not self.bindings and len(self.next) == 1:
             (last,) = self.next.values()
             self.words += last.words

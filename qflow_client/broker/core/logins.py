@@ -199,7 +199,7 @@ class FailedLogins:
     """The delays of logins after failed logins, by address.
 
     Args:
-        burst: failed logins of an address without a delay; 0 for no delays at all.
+        burst: number of failed logins of an address before further logins are delayed; 0 to delay none.
     """
 
     #: Seconds after which one failed login of an address is forgotten.

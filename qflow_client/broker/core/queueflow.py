@@ -111,7 +111,7 @@ class QueueFlow(FlowController):
             completion.release()
 
     def let_go(self) -> None:
-        """Release all channels and confirms in every state."""
+        """Release all channels and confirms, in any flow state."""
         for source in self.blocked:
             self.forget(source)
         self.release_held()
@@ -353,7 +353,7 @@ class QueueFlows(EntryObserver):
                 flow.resume()
 
     def let_go(self) -> None:
-        """Release all channels and confirms in every state."""
+        """Release all channels and confirms, in any flow state."""
         for flow in self.families:
             flow.let_go()
 

@@ -103,7 +103,7 @@ class Server:
         # Time of the virtual host's next tick, and its timer.
         self._tick_at = math.inf
         self._ticker: asyncio.TimerHandle | None = None
-        # Whether publishing connections are not read, because too many bytes wait for the disk, or because memory is
+        # Whether reading from publishing connections is paused, because too many bytes wait for the disk, or memory is
         # full.
         self._waits_for_disk = False
         self._waits_for_memory = False
@@ -273,7 +273,7 @@ class Server:
 
     @property
     def is_paused(self) -> bool:
-        """Whether publishing connections are not read."""
+        """Whether reading from publishing connections is paused."""
         return self._waits_for_disk or self._waits_for_memory
 
     def _close_unfinished(self, journal: Journal) -> None:

@@ -124,9 +124,9 @@ class Settings:
             ``wait`` (A4).
         resume_interval: seconds between two channels that a queue unblocks (unflows), oldest first (F4); 0 unblocks all
             together.
-        backlog_count: maximum messages of one connection that wait, are not confirmed, or came on flowed channels. With
-            more, all channels of the connection are flowed (D7) until fewer than 7/8 of the maximum are left. 0 for no
-            limit.
+        backlog_count: maximum number of messages of one connection that wait, are not confirmed, or came on blocked
+            (flowed) channels. With more, all channels of the connection are flowed (D7) until fewer than 7/8 of the
+            maximum are left. 0 for no limit.
         backlog_size: the same as `backlog_count` in body bytes.
         flow_grace: grace time: seconds after ``Channel.Flow`` in which further publishes have no consequences.
         tarpit_after: messages on one flowed channel after the grace time. Each time this number is reached, the

@@ -165,7 +165,7 @@ def refusal(queues: Iterable[Queue], size: int, *, has_line: bool = True) -> Ref
     Args:
         queues: destination queues.
         size: body bytes.
-        has_line: whether publishes that already wait make this one wait too.
+        has_line: whether this message has to wait if other messages already wait for the queue.
     """
     found = None
     for queue in queues:

@@ -50,7 +50,7 @@ class Problem(Exception):
         status: status of the response.
         detail: what went wrong and how to avoid it, for people.
         errors: fields, and what is wrong with them.
-        retry_after: seconds after which the client should ask again; ``None`` to send no such header.
+        retry_after: seconds after which the client should repeat its request; ``None`` to send no such header.
     """
 
     def __init__(
