@@ -314,7 +314,7 @@ class PublishEncoder:
         channel: the AMQP channel number.
         frame_max: the negotiated frame size in bytes; 0 for no limit.
         id_prefix: the prefix of all assigned message ids, at most 243 bytes; a number of 12 hexadecimal digits follows.
-        mandatory: the ``mandatory`` bit of every publish.
+        mandatory: the ``mandatory`` bit of every message.
     """
 
     __slots__ = (

@@ -799,7 +799,7 @@ class Broker:
         """Refuse publishes. In confirm mode the client gets ``Basic.Nack``; otherwise the channel is closed with 506.
 
         Args:
-            on: whether to refuse publishes; ``False`` accepts them again.
+            on: whether to refuse published messages; ``False`` accepts them again.
             queue: only for messages that go to this queue; ``None`` for all messages. ``None`` with ``on=False`` also
                 ends the refusal for single queues.
 

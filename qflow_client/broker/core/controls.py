@@ -11,7 +11,7 @@ class Controls:
     """The operator's controllers and switches.
 
     Args:
-        watches_publishes: whether every publish has to be checked.
+        watches_publishes: whether every published message has to be checked.
     """
 
     __slots__ = (

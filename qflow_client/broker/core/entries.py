@@ -114,7 +114,7 @@ class StoredMessage:
     """A message, shared by all queues that hold it. Its content never changes, but the body may be only on disk.
 
     Args:
-        target: the exchange and routing key of its publish.
+        target: the exchange and routing key with which it was published.
         header: the payload of its content header frame, as received.
         body: body of the message.
     """

@@ -450,7 +450,7 @@ class Queue:
 
         Args:
             until: seconds of the clock.
-            change: change of the number of waiting publishes; -1 when one stops waiting.
+            change: change of the number of waiting messages; -1 when one stops waiting.
         """
         self.waiting += change
         self._tick_by(until)

@@ -79,7 +79,7 @@ class TargetSnapshot:
 
     Attributes:
         exchange: name of the exchange; empty for the default exchange.
-        routing_key: routing key of the publish.
+        routing_key: routing key with which the message was published.
     """
 
     exchange: str
@@ -394,8 +394,8 @@ class BrokerMessage:
     Attributes:
         body: body of the message.
         properties: the basic properties.
-        exchange: exchange of the publish.
-        routing_key: routing key of the publish.
+        exchange: exchange to which the message was published.
+        routing_key: routing key with which the message was published.
         redelivered: whether the message was delivered before.
     """
 

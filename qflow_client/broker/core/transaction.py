@@ -51,7 +51,7 @@ class Transaction:
     Attributes:
         publishes: messages in order, each with its target.
         settlements: settlements in order.
-        size: approximate bytes of the publishes in memory.
+        size: approximate bytes of the published messages in memory.
     """
 
     publishes: list[tuple[StoredMessage, Target]] = field(default_factory=list)

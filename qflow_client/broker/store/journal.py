@@ -57,8 +57,8 @@ class FoundMessage(NamedTuple):
         number: number of the message.
         queues: numbers of the queues that hold it.
         at: arrival time in seconds since 1970.
-        exchange: exchange of the publish.
-        routing_key: routing key of the publish.
+        exchange: exchange to which the message was published.
+        routing_key: routing key with which the message was published.
         header: the payload of its content header frame.
         body: body of the message.
     """
