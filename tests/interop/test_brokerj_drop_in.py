@@ -44,7 +44,7 @@ def program(module: Any, url: str, queue: str) -> None:
             connection.sleep(0.01)
 
 
-def test_J7_the_broker_closes_pikas_channel_and_not_the_drop_ins(
+def test_J7_the_broker_closes_the_channel_of_pika_and_not_that_of_the_drop_in(
     brokerj: BrokerJ, queue: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     # Which of the two depends on where pika reads of it.
@@ -62,7 +62,7 @@ def test_J7_the_broker_closes_pikas_channel_and_not_the_drop_ins(
     assert "Channel.Close" not in caplog.text
 
 
-def test_J7_plain_aio_pika_cannot_open_a_channel_and_mended_it_loses_it(brokerj: BrokerJ, queue: str) -> None:
+def test_J7_plain_aio_pika_cannot_open_a_channel_and_with_a_fix_it_loses_it(brokerj: BrokerJ, queue: str) -> None:
     async def publish(url: str) -> None:
         async with await aio_pika.connect(url) as connection:
             channel = await connection.channel(publisher_confirms=False)
@@ -83,7 +83,7 @@ def test_J7_plain_aio_pika_cannot_open_a_channel_and_mended_it_loses_it(brokerj:
         assert not relay.methods("out", CHANNEL_FLOW_OK)
 
 
-def test_J7_the_drop_in_for_aio_pika_keeps_its_channel_and_goes_on_when_the_queue_has_been_emptied(
+def test_J7_the_drop_in_for_aio_pika_keeps_its_channel_and_continues_when_the_queue_is_empty(
     brokerj: BrokerJ, queue: str
 ) -> None:
     async def program() -> int:
@@ -106,7 +106,7 @@ def test_J7_the_drop_in_for_aio_pika_keeps_its_channel_and_goes_on_when_the_queu
     assert asyncio.run(program()) * 1_000 > 5_000
 
 
-def test_J7_the_drop_in_goes_on_when_the_queue_has_been_emptied(brokerj: BrokerJ, queue: str) -> None:
+def test_J7_the_drop_in_continues_when_the_queue_is_empty(brokerj: BrokerJ, queue: str) -> None:
     with drop_in.BlockingConnection(drop_in.URLParameters(brokerj.url)) as connection:
         channel = connection.channel()
         while not channel.flow_state.flowed:

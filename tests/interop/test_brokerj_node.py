@@ -29,7 +29,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.brokerj
-def test_a_queue_is_made_changed_and_asked_about(brokerj: BrokerJ) -> None:
+def test_a_queue_can_be_created_changed_and_queried(brokerj: BrokerJ) -> None:
     brokerj.make_queue("a queue: its name", maximumQueueDepthMessages=5)
     assert brokerj.queue("a queue: its name")["maximumQueueDepthMessages"] == 5
     brokerj.change_queue("a queue: its name", maximumQueueDepthMessages=6)
@@ -37,7 +37,7 @@ def test_a_queue_is_made_changed_and_asked_about(brokerj: BrokerJ) -> None:
 
 
 @pytest.mark.brokerj
-def test_what_the_broker_refuses_is_an_error(brokerj: BrokerJ) -> None:
+def test_a_refusal_by_the_broker_is_an_error(brokerj: BrokerJ) -> None:
     with pytest.raises(BrokerJError, match=r"answered PUT .*refused with 422"):
         brokerj.make_queue("refused", overflowPolicy="NO_SUCH_POLICY")
     with pytest.raises(BrokerJError, match=r"answered GET .* with 404"):
@@ -45,7 +45,7 @@ def test_what_the_broker_refuses_is_an_error(brokerj: BrokerJ) -> None:
 
 
 @pytest.mark.brokerj
-def test_a_broker_is_there_from_start_to_stop_and_again_and_leaves_nothing(own_brokerj: BrokerJNode) -> None:
+def test_a_broker_runs_from_start_to_stop_can_run_again_and_leaves_nothing_behind(own_brokerj: BrokerJNode) -> None:
     node = own_brokerj
     directory = node._directory
     pid = node.pid
@@ -62,25 +62,25 @@ def test_a_broker_is_there_from_start_to_stop_and_again_and_leaves_nothing(own_b
     assert not directory.exists()
 
 
-def test_without_java_it_says_what_to_install(cache: Path) -> None:
+def test_without_java_the_error_says_what_to_install(cache: Path) -> None:
     (cache.parent / "java").unlink()
     with pytest.raises(BrokerJNotInstalled, match="apt-get install default-jre-headless"):
         BrokerJNode()
 
 
-def test_without_maven_it_says_what_to_install(cache: Path) -> None:
+def test_without_maven_the_error_says_what_to_install(cache: Path) -> None:
     with pytest.raises(BrokerJNotInstalled, match="apt-get install maven"):
         BrokerJNode("1.2.3")
 
 
-def test_what_maven_says_when_it_fails_is_told_and_nothing_is_kept(cache: Path) -> None:
+def test_the_output_of_a_failed_maven_run_is_reported_and_no_file_is_kept(cache: Path) -> None:
     tool(cache.parent / "mvn", "echo no such release; exit 1")
     with pytest.raises(BrokerJNotInstalled, match=r"1\.2\.3:\n  no such release"):
         BrokerJNode("1.2.3")
     assert list(cache.iterdir()) == []
 
 
-def test_jars_are_fetched_once_and_kept_whole(cache: Path) -> None:
+def test_jars_are_downloaded_once_and_kept_complete(cache: Path) -> None:
     mkdir = shutil.which("mkdir", path=os.defpath)
     tool(cache.parent / "mvn", f'for each; do case $each in *outputDirectory=*) {mkdir} "${{each#*=}}";; esac; done')
     BrokerJNode("1.2.3").close()
@@ -89,14 +89,14 @@ def test_jars_are_fetched_once_and_kept_whole(cache: Path) -> None:
     BrokerJNode("1.2.3").close()
 
 
-def test_a_broker_that_ends_as_it_starts_is_an_error_with_its_last_words(cache: Path) -> None:
+def test_a_broker_that_ends_while_it_starts_is_an_error_with_its_last_output(cache: Path) -> None:
     (cache / "1.2.3").mkdir(parents=True)
     node = BrokerJNode("1.2.3")
     with pytest.raises(BrokerJError, match="exit code 3 as it started:\n  this is no broker"), node:
         pytest.fail("it started")
 
 
-def test_a_broker_that_is_never_ready_is_given_up_and_ended(cache: Path) -> None:
+def test_a_broker_that_never_becomes_ready_is_stopped_after_a_timeout(cache: Path) -> None:
     (cache / "1.2.3").mkdir(parents=True)
     tool(cache.parent / "java", f"exec {shutil.which('sleep', path=os.defpath)} 60")
     node = BrokerJNode("1.2.3", start_timeout=0.2)

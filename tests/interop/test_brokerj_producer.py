@@ -184,7 +184,7 @@ def test_J7_a_slow_consumer_flows_the_producer_and_every_message_arrives(
         assert sum("QUE-1004" in line for line in words) >= said.count(True)
 
 
-def test_where_ours_waits_plain_pika_goes_on_publishing_and_loses_its_channel(
+def test_plain_pika_keeps_publishing_and_loses_its_channel_while_our_producer_waits(
     brokerj: BrokerJ, channel: BlockingChannel, queue: Callable[..., str]
 ) -> None:
     name = queue(x_qpid_capacity=20_000, x_qpid_flow_resume_capacity=10_000)
@@ -222,7 +222,7 @@ def test_where_ours_waits_plain_pika_goes_on_publishing_and_loses_its_channel(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("make", MAKERS)
-def test_C6_two_producers_overshoot_in_no_round_by_more_than_twice_the_sum_of_their_capacities(
+def test_C6_two_producers_never_overshoot_by_more_than_twice_the_sum_of_their_capacities(
     brokerj: BrokerJ, channel: BlockingChannel, queue: Callable[..., str], make: Callable[..., Any]
 ) -> None:
     """Many rounds: what a round shows depends on how much the broker reads at once."""
@@ -259,7 +259,7 @@ def test_C6_two_producers_overshoot_in_no_round_by_more_than_twice_the_sum_of_th
     print(f"at most {worst:.2f} windows in {count} rounds")
 
 
-def test_J4_a_producer_that_two_queues_hold_is_unflowed_when_neither_does(
+def test_J4_a_producer_held_by_two_queues_is_unflowed_when_both_release_it(
     brokerj: BrokerJ, channel: BlockingChannel, queue: Callable[..., str]
 ) -> None:
     arguments = {"x_qpid_capacity": 20_000, "x_qpid_flow_resume_capacity": 10_000}
@@ -309,7 +309,7 @@ def test_the_overflow_policy_producer_flow_control_flows_the_producer(
 
 
 @pytest.mark.usefixtures("no_retries")
-def test_a_full_queue_that_rejects_nacks_what_is_mandatory_and_confirms_the_rest_that_it_drops(
+def test_a_full_queue_that_rejects_nacks_mandatory_messages_and_confirms_others_that_it_drops(
     brokerj: BrokerJ, channel: BlockingChannel
 ) -> None:
     name = f"qflow-{uuid4().hex}"
@@ -325,9 +325,7 @@ def test_a_full_queue_that_rejects_nacks_what_is_mandatory_and_confirms_the_rest
     channel.queue_delete(name)
 
 
-def test_a_full_queue_that_is_a_ring_confirms_all_and_keeps_the_last(
-    brokerj: BrokerJ, channel: BlockingChannel
-) -> None:
+def test_a_full_ring_queue_confirms_all_messages_and_keeps_the_last(brokerj: BrokerJ, channel: BlockingChannel) -> None:
     name = f"qflow-{uuid4().hex}"
     brokerj.make_queue(name, overflowPolicy="RING", maximumQueueDepthMessages=2)
     with Producer(brokerj.url, routing_key=name) as producer:
@@ -337,7 +335,9 @@ def test_a_full_queue_that_is_a_ring_confirms_all_and_keeps_the_last(
     channel.queue_delete(name)
 
 
-def test_a_full_queue_that_flows_to_disk_confirms_and_keeps_all(brokerj: BrokerJ, channel: BlockingChannel) -> None:
+def test_a_full_queue_that_flows_to_disk_confirms_and_keeps_all_messages(
+    brokerj: BrokerJ, channel: BlockingChannel
+) -> None:
     name = f"qflow-{uuid4().hex}"
     brokerj.make_queue(name, overflowPolicy="FLOW_TO_DISK", maximumQueueDepthMessages=2)
     with Producer(brokerj.url, routing_key=name) as producer:
@@ -350,7 +350,7 @@ def test_a_full_queue_that_flows_to_disk_confirms_and_keeps_all(brokerj: BrokerJ
 
 
 @pytest.mark.parametrize("make", MAKERS)
-def test_J3_J6_the_message_that_overfills_is_taken_and_at_the_resume_capacity_the_producer_goes_on(
+def test_J3_J6_the_overfilling_message_is_accepted_and_at_the_resume_capacity_the_producer_continues(
     brokerj: BrokerJ, channel: BlockingChannel, queue: Callable[..., str], make: Callable[..., Any]
 ) -> None:
     resume = 10_000
@@ -372,7 +372,7 @@ def test_J3_J6_the_message_that_overfills_is_taken_and_at_the_resume_capacity_th
     channel.queue_purge(name)
 
 
-def test_heartbeats_are_kept_up_while_the_producer_is_flowed(
+def test_heartbeats_continue_while_the_producer_is_flowed(
     brokerj: BrokerJ, channel: BlockingChannel, queue: Callable[..., str]
 ) -> None:
     name = queue(x_qpid_capacity=20_000, x_qpid_flow_resume_capacity=10_000)
@@ -393,7 +393,7 @@ def test_heartbeats_are_kept_up_while_the_producer_is_flowed(
 # Where it differs from our broker (docs/decisions/0021-broker-j-differences.md).
 
 
-def test_J1_a_capacity_without_a_resume_capacity_holds_nobody(brokerj: BrokerJ, queue: Callable[..., str]) -> None:
+def test_J1_a_capacity_without_a_resume_capacity_holds_no_producer(brokerj: BrokerJ, queue: Callable[..., str]) -> None:
     name = queue(x_qpid_capacity=1_000)
     assert brokerj.queue(name)["overflowPolicy"] == "NONE"
     with Producer(brokerj.url, routing_key=name, capacity=1) as producer:
@@ -402,7 +402,7 @@ def test_J1_a_capacity_without_a_resume_capacity_holds_nobody(brokerj: BrokerJ, 
         assert FLOW not in producer.flow_state.seconds_flowed
 
 
-def test_J1_a_capacity_of_0_lets_no_message_lie(
+def test_J1_a_capacity_of_0_stops_at_the_first_message(
     brokerj: BrokerJ, channel: BlockingChannel, queue: Callable[..., str]
 ) -> None:
     name = queue(x_qpid_capacity=0, x_qpid_flow_resume_capacity=0)
@@ -415,7 +415,7 @@ def test_J1_a_capacity_of_0_lets_no_message_lie(
         assert flows.seen == [False, True]
 
 
-def test_J2_what_a_virtual_host_says_is_the_default_of_its_queues(own_brokerj: BrokerJNode) -> None:
+def test_J2_the_capacity_of_a_virtual_host_is_the_default_of_its_queues(own_brokerj: BrokerJNode) -> None:
     own_brokerj.set_context(
         {"queue.defaultMaximumQueueDepthBytes": 10_000, "queue.defaultOverflowPolicy": FLOW_CONTROL}
     )
@@ -428,7 +428,7 @@ def test_J2_what_a_virtual_host_says_is_the_default_of_its_queues(own_brokerj: B
             assert producer.wait_unflowed(PATIENCE)
 
 
-def test_J2_a_resume_capacity_above_the_capacity_costs_the_connection(brokerj: BrokerJ) -> None:
+def test_J2_a_resume_capacity_above_the_capacity_ends_the_connection(brokerj: BrokerJ) -> None:
     connection: Any = pika.BlockingConnection(pika.URLParameters(brokerj.url))
     with pytest.raises(pika.exceptions.AMQPConnectionError):
         connection.channel().queue_declare(
@@ -436,7 +436,7 @@ def test_J2_a_resume_capacity_above_the_capacity_costs_the_connection(brokerj: B
         )
 
 
-def test_J6_a_consumer_that_takes_from_an_overfull_queue_is_flowed_too(
+def test_J6_a_consumer_that_gets_a_message_from_an_overfull_queue_is_flowed_too(
     brokerj: BrokerJ, channel: BlockingChannel, queue: Callable[..., str]
 ) -> None:
     name = queue(x_qpid_capacity=10_000, x_qpid_flow_resume_capacity=5_000)
@@ -460,7 +460,7 @@ def take_one(channel: BlockingChannel, queue: str) -> bytes:
     return content
 
 
-def test_the_depth_counts_the_header_of_a_message_too(brokerj: BrokerJ, queue: Callable[..., str]) -> None:
+def test_the_depth_includes_the_headers_of_messages(brokerj: BrokerJ, queue: Callable[..., str]) -> None:
     name = queue()
     with Producer(brokerj.url, routing_key=name) as producer:
         producer.send(body(0)).result(PATIENCE)

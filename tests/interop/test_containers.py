@@ -26,7 +26,7 @@ with RabbitMQContainer("4"):
 """
 
 
-def test_without_an_engine_the_error_says_how_to_get_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_container_engine_the_error_says_how_to_get_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DOCKER_HOST", "unix:///nobody/listens/here")
     with pytest.raises(ContainersNotAvailable, match=r"no container engine answers .*`\.ci/containers start`"):
         RabbitMQContainer("4")
@@ -34,7 +34,7 @@ def test_without_an_engine_the_error_says_how_to_get_one(monkeypatch: pytest.Mon
 
 @pytest.mark.rabbitmq
 @pytest.mark.timeout(400)
-def test_without_an_image_the_error_says_which_and_how_to_get_one(
+def test_without_an_image_the_error_says_which_one_is_missing_and_how_to_get_it(
     session_container: Callable[[str], RabbitMQ], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     session_container("4")
@@ -45,7 +45,7 @@ def test_without_an_image_the_error_says_which_and_how_to_get_one(
 
 @pytest.mark.rabbitmq
 @pytest.mark.timeout(400)
-def test_a_process_that_is_killed_leaves_no_container_behind(session_container: Callable[[str], RabbitMQ]) -> None:
+def test_a_killed_process_leaves_no_container_behind(session_container: Callable[[str], RabbitMQ]) -> None:
     session_container("4")
     engine = docker.from_env()
     program = subprocess.Popen([sys.executable, "-c", PROGRAM], stdin=subprocess.PIPE, stdout=subprocess.PIPE)

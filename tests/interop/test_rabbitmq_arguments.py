@@ -137,32 +137,34 @@ def desk(request: pytest.FixtureRequest) -> Iterator[Desk]:
 
 
 @pytest.mark.parametrize(("count", "left"), [(2, ["1", "2"]), (3, ["1", "2", "3"]), (4, ["2", "3", "4"])])
-def test_x_max_length_drops_the_head_beyond_the_maximum(desk: Desk, count: int, left: list[str]) -> None:
+def test_x_max_length_drops_messages_at_the_head_beyond_the_maximum(desk: Desk, count: int, left: list[str]) -> None:
     desk.declare("q", x_max_length=3)
     assert desk.outcomes("q", *(str(number + 1) for number in range(count))) == ["ack"] * count
     assert desk.drain("q") == left
 
 
 @pytest.mark.parametrize(("last", "left"), [("55", ["1", "22", "55"]), ("555", ["22", "555"]), ("55555", ["55555"])])
-def test_x_max_length_bytes_drops_as_many_heads_as_it_takes(desk: Desk, last: str, left: list[str]) -> None:
+def test_x_max_length_bytes_drops_as_many_messages_at_the_head_as_necessary(
+    desk: Desk, last: str, left: list[str]
+) -> None:
     desk.declare("q", x_max_length_bytes=5, x_overflow="drop-head")
     assert desk.outcomes("q", "1", "22", last) == ["ack"] * 3
     assert desk.drain("q") == left
 
 
-def test_a_message_larger_than_the_maximum_is_dropped_like_everything_before_it(desk: Desk) -> None:
+def test_a_message_larger_than_the_maximum_is_dropped_together_with_all_before_it(desk: Desk) -> None:
     desk.declare("q", x_max_length_bytes=5)
     assert desk.outcomes("q", "1", "22", "666666") == ["ack"] * 3
     assert desk.drain("q") == []
 
 
-def test_a_maximum_of_0_keeps_nothing(desk: Desk) -> None:
+def test_a_queue_with_a_maximum_of_0_keeps_no_message(desk: Desk) -> None:
     desk.declare("q", x_max_length=0)
     assert desk.outcomes("q", "1") == ["ack"]
     assert desk.depth("q") == 0
 
 
-def test_only_ready_messages_count(desk: Desk) -> None:
+def test_only_ready_messages_count_towards_the_maximum(desk: Desk) -> None:
     desk.declare("q", x_max_length=1)
     desk.publish("q", "1")
     method, _, body = desk.channel.basic_get(desk.name("q"))
@@ -174,7 +176,7 @@ def test_only_ready_messages_count(desk: Desk) -> None:
 
 
 @pytest.mark.parametrize("overflow", ["reject-publish", "reject-publish-dlx"])
-def test_reject_publish_nacks_what_does_not_fit(desk: Desk, overflow: str) -> None:
+def test_reject_publish_nacks_messages_that_do_not_fit(desk: Desk, overflow: str) -> None:
     desk.declare("dead")
     desk.declare(
         "q",
@@ -192,7 +194,7 @@ def test_reject_publish_nacks_what_does_not_fit(desk: Desk, overflow: str) -> No
     )
 
 
-def test_reject_publish_says_nothing_to_who_does_not_confirm(desk: Desk) -> None:
+def test_reject_publish_sends_no_answer_without_confirms(desk: Desk) -> None:
     desk.declare("q", x_max_length=1, x_overflow="reject-publish")
     desk.publish("q", "1")
     desk.channel = desk.connection.channel()
@@ -200,7 +202,7 @@ def test_reject_publish_says_nothing_to_who_does_not_confirm(desk: Desk) -> None
     assert desk.drain("q") == ["1"]
 
 
-def test_messages_expire_by_the_shorter_of_the_queues_time_and_their_own(desk: Desk) -> None:
+def test_messages_expire_after_the_shorter_time_to_live_of_queue_and_message(desk: Desk) -> None:
     desk.declare("q", x_message_ttl=60_000)
     desk.publish("q", "soon", expiration="50")
     desk.publish("q", "later")
@@ -212,7 +214,7 @@ def test_messages_expire_by_the_shorter_of_the_queues_time_and_their_own(desk: D
     desk.wait_depth("short", 0)
 
 
-def test_what_may_not_wait_is_dropped_unless_a_consumer_takes_it(desk: Desk) -> None:
+def test_a_message_with_expiration_0_is_dropped_unless_a_consumer_is_ready(desk: Desk) -> None:
     desk.declare("q", x_message_ttl=0)
     desk.publish("q", "1")
     desk.publish("q", "2", expiration="0")
@@ -229,7 +231,7 @@ def test_what_may_not_wait_is_dropped_unless_a_consumer_takes_it(desk: Desk) -> 
     assert seen == [b"3"]
 
 
-def test_a_delivered_message_does_not_expire_before_it_is_put_back(desk: Desk) -> None:
+def test_an_unacked_message_does_not_expire_before_it_is_requeued(desk: Desk) -> None:
     desk.declare("q", x_message_ttl=50)
     tags: list[int] = []
     desk.channel.basic_qos(prefetch_count=1)
@@ -246,7 +248,7 @@ def test_a_delivered_message_does_not_expire_before_it_is_put_back(desk: Desk) -
 
 
 @pytest.mark.parametrize("expiration", ["x", "-1", "", "1.5", " 1"])
-def test_an_expiration_that_is_no_number_closes_the_channel(desk: Desk, expiration: str) -> None:
+def test_an_expiration_that_is_not_a_number_closes_the_channel(desk: Desk, expiration: str) -> None:
     desk.declare("q")
 
     def publish() -> None:
@@ -272,7 +274,7 @@ def test_an_unused_queue_is_deleted_after_x_expires(desk: Desk) -> None:
     assert desk.error(lambda: look_until_gone(desk)) == 404
 
 
-def test_a_consumer_keeps_a_queue_from_being_deleted(desk: Desk) -> None:
+def test_a_consumer_prevents_the_expiry_of_a_queue(desk: Desk) -> None:
     tag = None
     while tag is None:
         desk.declare("q", x_expires=200)
@@ -287,7 +289,7 @@ def test_a_consumer_keeps_a_queue_from_being_deleted(desk: Desk) -> None:
     assert desk.error(lambda: look_until_gone(desk)) == 404
 
 
-def test_what_dies_goes_to_the_dead_letter_exchange_and_says_why(desk: Desk) -> None:
+def test_removed_messages_go_to_the_dead_letter_exchange_with_the_reason(desk: Desk) -> None:
     desk.declare("dead")
     to_dead = {"x_dead_letter_exchange": "", "x_dead_letter_routing_key": desk.name("dead")}
     desk.declare("rejected", **to_dead)
@@ -313,7 +315,7 @@ def test_what_dies_goes_to_the_dead_letter_exchange_and_says_why(desk: Desk) -> 
     ]
 
 
-def test_a_message_keeps_its_routing_key_and_counts_its_deaths(desk: Desk) -> None:
+def test_a_dead_letter_keeps_its_routing_key_and_counts_its_deaths(desk: Desk) -> None:
     exchange = desk.name("x")
     desk.channel.exchange_declare(exchange, "fanout", auto_delete=True)
     desk.declare("work", x_dead_letter_exchange=exchange)
@@ -331,7 +333,7 @@ def test_a_message_keeps_its_routing_key_and_counts_its_deaths(desk: Desk) -> No
         desk.channel.basic_reject(method.delivery_tag, requeue=False)
 
 
-def test_a_message_that_expires_in_a_circle_is_dropped(desk: Desk) -> None:
+def test_a_message_that_expires_in_a_dead_letter_cycle_is_dropped(desk: Desk) -> None:
     desk.declare("a", x_message_ttl=10, x_dead_letter_exchange="", x_dead_letter_routing_key=desk.name("b"))
     desk.declare("b", x_message_ttl=10, x_dead_letter_exchange="", x_dead_letter_routing_key=desk.name("a"))
     desk.declare("self", x_message_ttl=10, x_dead_letter_exchange="")
@@ -345,13 +347,13 @@ def test_a_message_that_expires_in_a_circle_is_dropped(desk: Desk) -> None:
         empty = 0 if any(desk.depth(name) for name in ("a", "b", "self")) else empty + 1
 
 
-def test_a_dead_letter_exchange_that_is_not_there_loses_what_dies(desk: Desk) -> None:
+def test_dead_letters_for_a_missing_exchange_are_lost(desk: Desk) -> None:
     desk.declare("q", x_max_length=1, x_dead_letter_exchange=desk.name("nowhere"))
     desk.publish("q", "1", "2")
     assert desk.drain("q") == ["2"]
 
 
-def test_with_a_single_active_consumer_the_oldest_is_served_until_it_goes(desk: Desk) -> None:
+def test_with_a_single_active_consumer_the_oldest_one_is_served_until_it_is_cancelled(desk: Desk) -> None:
     desk.declare("q", x_single_active_consumer=True)
     seen: list[str] = []
 
@@ -383,11 +385,11 @@ def test_with_a_single_active_consumer_the_oldest_is_served_until_it_goes(desk: 
         {"x_single_active_consumer": 1},
     ],
 )
-def test_an_argument_that_cannot_be_is_refused_with_406(desk: Desk, arguments: dict[str, Any]) -> None:
+def test_an_invalid_argument_is_refused_with_406(desk: Desk, arguments: dict[str, Any]) -> None:
     assert desk.error(lambda: desk.declare("q", **arguments)) == 406
 
 
-def test_counts_of_x_death_have_64_bits(desk: Desk) -> None:
+def test_counts_in_x_death_have_64_bits(desk: Desk) -> None:
     desk.declare("dead")
     desk.declare("q", x_max_length=1, x_dead_letter_exchange="", x_dead_letter_routing_key=desk.name("dead"))
     desk.publish("q", "1", "2")
@@ -399,7 +401,7 @@ def test_counts_of_x_death_have_64_bits(desk: Desk) -> None:
 
 
 @pytest.mark.parametrize("overflow", ["drop-head", "reject-publish"])
-def test_what_is_requeued_into_a_full_queue(desk: Desk, overflow: str) -> None:
+def test_a_requeue_into_a_full_queue_drops_or_exceeds_by_its_policy(desk: Desk, overflow: str) -> None:
     desk.declare("q", x_max_length=2, x_overflow=overflow)
     for body in ("1", "2", "3"):
         desk.publish("q", body)
@@ -411,7 +413,7 @@ def test_what_is_requeued_into_a_full_queue(desk: Desk, overflow: str) -> None:
     assert desk.drain("q") == left
 
 
-def test_what_an_exchange_cannot_route_goes_to_its_alternate_exchange(desk: Desk) -> None:
+def test_unroutable_messages_go_to_the_alternate_exchange(desk: Desk) -> None:
     main, other = desk.name("main"), desk.name("other")
     desk.channel.exchange_declare(main, "direct", auto_delete=True, arguments={"alternate-exchange": other})
     desk.channel.exchange_declare(main, "direct", auto_delete=True, arguments={"alternate-exchange": other})
@@ -424,12 +426,12 @@ def test_what_an_exchange_cannot_route_goes_to_its_alternate_exchange(desk: Desk
     assert desk.error(lambda: desk.channel.exchange_declare(main, "direct", auto_delete=True)) == 406
 
 
-def test_an_alternate_exchange_is_a_name(desk: Desk) -> None:
+def test_an_alternate_exchange_must_be_a_name(desk: Desk) -> None:
     arguments = {"alternate-exchange": 1}
     assert desk.error(lambda: desk.channel.exchange_declare(desk.name("e"), arguments=arguments)) == 406
 
 
-def test_another_connection_s_exclusive_queue_is_locked(desk: Desk) -> None:
+def test_an_exclusive_queue_of_another_connection_is_locked(desk: Desk) -> None:
     name = desk.name("mine")
     other = pika.BlockingConnection(desk.parameters)
     other.channel().queue_declare(name, exclusive=True)
@@ -446,7 +448,7 @@ def test_another_connection_s_exclusive_queue_is_locked(desk: Desk) -> None:
     other.close()
 
 
-def test_replies_come_directly(desk: Desk) -> None:
+def test_replies_arrive_without_a_reply_queue(desk: Desk) -> None:
     desk.declare("requests")
     replies: list[tuple[str, bytes]] = []
 
@@ -466,7 +468,7 @@ def test_replies_come_directly(desk: Desk) -> None:
     desk.wait_for(lambda: replies == [("1", b"answer")])
 
 
-def test_direct_replies_that_cannot_be(desk: Desk) -> None:
+def test_invalid_direct_replies_are_refused(desk: Desk) -> None:
     def consume(*, auto_ack: bool) -> None:
         desk.channel.basic_consume("amq.rabbitmq.reply-to", lambda *_: None, auto_ack=auto_ack)
 

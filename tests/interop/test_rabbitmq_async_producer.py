@@ -71,7 +71,7 @@ async def held(producer: AsyncProducer, kind: HoldKind) -> None:
             await anext(events)
 
 
-def test_a_thousand_tasks_on_a_shared_connection_await_each_receipt(rabbitmq: RabbitMQNode) -> None:
+def test_a_thousand_tasks_on_a_shared_connection_each_await_their_receipt(rabbitmq: RabbitMQNode) -> None:
     async def main() -> None:
         async with own_queue(rabbitmq.url) as (connection, queue):
             async with AsyncProducer(connection=connection, routing_key=queue.name, capacity=500) as producer:
@@ -129,7 +129,7 @@ def test_a_memory_alarm_flows_the_producer_and_nothing_is_lost(own_rabbitmq: Rab
     asyncio.run(main())
 
 
-def test_closing_under_a_memory_alarm_ends_in_time_and_hands_the_messages_back(own_rabbitmq: RabbitMQNode) -> None:
+def test_closing_during_a_memory_alarm_ends_in_time_and_returns_the_messages(own_rabbitmq: RabbitMQNode) -> None:
     async def main() -> None:
         producer = await AsyncProducer(own_rabbitmq.url, routing_key="orders", mandatory=False).connect()
         await (await producer.send(b"before")).result(PATIENCE)
@@ -147,7 +147,7 @@ def test_closing_under_a_memory_alarm_ends_in_time_and_hands_the_messages_back(o
 
 
 @pytest.mark.slow
-def test_a_connection_at_heartbeat_2_outlives_many_heartbeats_of_load(rabbitmq: RabbitMQNode) -> None:
+def test_a_connection_with_heartbeat_2_survives_many_heartbeats_of_load(rabbitmq: RabbitMQNode) -> None:
     async def main() -> None:
         # While confirms flow RabbitMQ sends no heartbeats, and the confirms are withheld from aiormq.
         async with own_queue(rabbitmq.url) as (_connection, queue):
@@ -169,7 +169,7 @@ def test_a_connection_at_heartbeat_2_outlives_many_heartbeats_of_load(rabbitmq: 
     asyncio.run(main())
 
 
-def test_returns_and_a_missing_exchange_cost_the_shared_connection_nothing(rabbitmq: RabbitMQNode) -> None:
+def test_returns_and_a_missing_exchange_do_not_close_the_shared_connection(rabbitmq: RabbitMQNode) -> None:
     async def main() -> None:
         async with own_queue(rabbitmq.url) as (connection, queue):
             producer = await AsyncProducer(connection=connection, routing_key=queue.name).connect()
@@ -190,7 +190,7 @@ def test_returns_and_a_missing_exchange_cost_the_shared_connection_nothing(rabbi
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shared", [False, True])
-def test_a_node_that_is_killed_and_starts_again_has_everything(own_rabbitmq: RabbitMQNode, shared: bool) -> None:
+def test_a_killed_node_that_restarts_has_all_messages(own_rabbitmq: RabbitMQNode, shared: bool) -> None:
     count = 8_000
 
     async def main() -> None:
@@ -220,7 +220,7 @@ def test_a_node_that_is_killed_and_starts_again_has_everything(own_rabbitmq: Rab
 
 @pytest.mark.usefixtures("one_connection")
 @pytest.mark.parametrize("shared", [False, True])
-def test_a_broker_that_dies_leaves_nothing_undecided(own_rabbitmq: RabbitMQNode, shared: bool) -> None:
+def test_after_the_broker_is_killed_every_message_has_an_outcome(own_rabbitmq: RabbitMQNode, shared: bool) -> None:
     async def main() -> None:
         connection = await connect_async(own_rabbitmq.url) if shared else None
         where: dict[str, Any] = {"connection": connection} if shared else {"url": own_rabbitmq.url}

@@ -32,7 +32,9 @@ def url(node: RabbitMQNode, scheme: str) -> str:
 
 @parity.all_scenarios
 @pytest.mark.parametrize("confirms", [False, True], ids=["unconfirmed", "confirmed"])
-def test_the_same_result_exception_and_order_of_callbacks(rabbitmq: RabbitMQNode, name: str, confirms: bool) -> None:
+def test_results_exceptions_and_the_order_of_callbacks_are_the_same(
+    rabbitmq: RabbitMQNode, name: str, confirms: bool
+) -> None:
     theirs, ours = (parity.outcome(rabbitmq.url, scheme, name, confirms=confirms) for scheme in SCHEMES)
     assert ours == theirs
 
@@ -47,12 +49,12 @@ def of(
 
 
 @all_scenarios
-def test_a_celery_application_works_as_ever(of: Application, scenario: Callable[[Application], None]) -> None:
+def test_a_celery_application_works_unchanged(of: Application, scenario: Callable[[Application], None]) -> None:
     scenario(of)
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_chords(rabbitmq: RabbitMQNode, scheme: str, tmp_path: Path) -> None:
+def test_chords_work(rabbitmq: RabbitMQNode, scheme: str, tmp_path: Path) -> None:
     with application(url(rabbitmq, scheme), tmp_path, f"file://{tmp_path}", "-c", "2") as of:
         a_chord(of)
         ends_when_told(of)
@@ -153,7 +155,7 @@ def test_under_a_memory_alarm_unconfirmed_messages_hang_with_pyamqp_and_not_with
     theirs.close()
 
 
-def test_under_a_memory_alarm_a_worker_goes_on(own_rabbitmq: RabbitMQNode, tmp_path: Path) -> None:
+def test_a_worker_continues_during_a_memory_alarm(own_rabbitmq: RabbitMQNode, tmp_path: Path) -> None:
     """Its events and replies have nowhere to go, and hold nothing up."""
     with application(url(own_rabbitmq, "qflow"), tmp_path, f"file://{tmp_path}", "-c", "2") as of:
         add = of.task("add")

@@ -18,7 +18,9 @@ pytestmark = pytest.mark.rabbitmq
 COUNT = 20_000
 
 
-def test_what_four_threads_publish_is_consumed_on_the_same_connection_in_order(rabbitmq: RabbitMQNode) -> None:
+def test_messages_published_by_four_threads_are_consumed_on_the_same_connection_in_order(
+    rabbitmq: RabbitMQNode,
+) -> None:
     queue = f"qflow-{uuid4().hex}"
     with connect(rabbitmq.url) as connection:
         channel = connection.channel()
@@ -51,7 +53,9 @@ def test_what_four_threads_publish_is_consumed_on_the_same_connection_in_order(r
         assert channel.queue_declare(queue, passive=True).method.message_count == 0
 
 
-def test_an_alarm_holds_all_producers_and_a_refused_message_ends_one(own_rabbitmq: RabbitMQNode) -> None:
+def test_an_alarm_holds_all_producers_and_a_rejected_message_ends_only_its_own_producer(
+    own_rabbitmq: RabbitMQNode,
+) -> None:
     queue = f"qflow-{uuid4().hex}"
     with connect(own_rabbitmq.url) as connection:
         connection.channel().queue_declare(queue, exclusive=True)

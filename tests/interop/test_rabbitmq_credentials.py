@@ -87,7 +87,7 @@ def test_E8_a_token_that_is_not_replaced_is_refused(node: OAuthNode) -> None:
 
 
 @pytest.mark.parametrize("kind", [Producer, AsyncProducer])
-def test_E8_tokens_are_replaced_and_nothing_is_refused(
+def test_E8_tokens_are_replaced_and_no_login_is_refused(
     node: OAuthNode, kind: type, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Long before they expire, so that a busy machine is not too late.

@@ -23,7 +23,7 @@ PATIENCE = 100.0
 
 
 @all_scenarios
-def test_the_same_result_exception_and_order_of_callbacks(rabbitmq: RabbitMQNode, name: str) -> None:
+def test_results_exceptions_and_the_order_of_callbacks_are_the_same(rabbitmq: RabbitMQNode, name: str) -> None:
     assert outcome(drop_in, rabbitmq.url, name) == outcome(original, rabbitmq.url, name)
 
 
@@ -135,7 +135,7 @@ def test_under_a_memory_alarm_unconfirmed_messages_pile_up_with_pika_and_not_wit
     assert [each[:6] for each in bodies(alarmed, 5)] == [b"%06d" % number for number in range(accepted, accepted + 5)]
 
 
-def test_under_a_memory_alarm_a_with_block_is_left_in_time(alarmed: RabbitMQNode) -> None:
+def test_during_a_memory_alarm_a_with_block_can_be_left_in_time(alarmed: RabbitMQNode) -> None:
     def program() -> None:
         with connect(drop_in, alarmed) as connection, connection.channel() as channel:
             channel.confirm_delivery(pipelined=True)
@@ -151,7 +151,7 @@ def test_under_a_memory_alarm_a_with_block_is_left_in_time(alarmed: RabbitMQNode
     alarmed.clear_memory_alarm()
 
 
-def test_consuming_goes_on_and_its_acks_leave_when_the_alarm_ends(alarmed: RabbitMQNode) -> None:
+def test_consuming_continues_and_its_acks_are_sent_when_the_alarm_ends(alarmed: RabbitMQNode) -> None:
     connection = connect(drop_in, alarmed)
     channel = connection.channel()
     for number in range(3):
@@ -180,7 +180,7 @@ def test_consuming_goes_on_and_its_acks_leave_when_the_alarm_ends(alarmed: Rabbi
         assert again.channel().queue_declare("orders", passive=True).method.message_count == 0
 
 
-def test_pipelined_confirms_of_many_messages(rabbitmq: RabbitMQNode) -> None:
+def test_pipelined_confirms_work_for_many_messages(rabbitmq: RabbitMQNode) -> None:
     with connect(drop_in, rabbitmq) as connection:
         channel = connection.channel()
         queue = channel.queue_declare("", exclusive=True).method.queue

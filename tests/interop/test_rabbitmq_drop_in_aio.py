@@ -32,13 +32,15 @@ def run(test: Coroutine[Any, Any, Any]) -> Any:
 
 @all_scenarios
 @pytest.mark.parametrize("robust", [False, True], ids=["plain", "robust"])
-def test_the_same_result_exception_and_order_of_callbacks(rabbitmq: RabbitMQNode, name: str, robust: bool) -> None:
+def test_results_exceptions_and_the_order_of_callbacks_are_the_same(
+    rabbitmq: RabbitMQNode, name: str, robust: bool
+) -> None:
     ours = run(outcome(drop_in, rabbitmq.url, name, robust=robust))
     assert ours == run(outcome(original, rabbitmq.url, name, robust=robust))
 
 
 @pytest.mark.parametrize("module", [original, drop_in], ids=["aio-pika", "drop-in"])
-def test_a_secret_is_updated(rabbitmq: RabbitMQNode, module: Any) -> None:
+def test_a_secret_can_be_updated(rabbitmq: RabbitMQNode, module: Any) -> None:
     async def main() -> None:
         async with await module.connect(rabbitmq.url) as connection:
             ok = await connection.update_secret("guest", reason="time", timeout=PATIENCE)
@@ -142,7 +144,7 @@ def test_under_a_memory_alarm_confirms_hang_with_aio_pika_and_not_with_the_drop_
 
 
 @pytest.mark.slow
-def test_under_a_memory_alarm_unconfirmed_messages_end_in_time(alarmed: RabbitMQNode) -> None:
+def test_during_a_memory_alarm_unconfirmed_messages_end_in_time(alarmed: RabbitMQNode) -> None:
     async def main() -> None:
         body = bytes(100_000)
         theirs, ours = (Program(module, confirms=False, body=body) for module in (original, drop_in))
@@ -188,7 +190,7 @@ async def soon_depth(node: RabbitMQNode, count: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["connect", "connect_robust"])
-def test_under_a_memory_alarm_blocks_are_left_in_time(alarmed: RabbitMQNode, kind: str) -> None:
+def test_during_a_memory_alarm_with_blocks_can_be_left_in_time(alarmed: RabbitMQNode, kind: str) -> None:
     async def main() -> None:
         url = f"{alarmed.url}?max_producer_flow_control_wait={WAIT}"
         async with await getattr(drop_in, kind)(url) as connection, connection.channel() as channel:
@@ -205,7 +207,7 @@ def test_under_a_memory_alarm_blocks_are_left_in_time(alarmed: RabbitMQNode, kin
 
 
 @pytest.mark.slow
-def test_a_robust_channel_waits_over_a_crash_of_the_node(own_rabbitmq: RabbitMQNode) -> None:
+def test_a_robust_channel_waits_until_a_crashed_node_is_back(own_rabbitmq: RabbitMQNode) -> None:
     async def main() -> None:
         # It waits for a whole node to start.
         url = f"{own_rabbitmq.url}?reconnect_interval=1&max_producer_flow_control_wait={4 * PATIENCE}&capacity=1"

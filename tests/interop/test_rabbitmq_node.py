@@ -52,7 +52,7 @@ def open_folder(rabbitmq: RabbitMQNode) -> Iterator[Path]:
 
 
 @pytest.mark.rabbitmq
-def test_a_node_takes_a_message_and_gives_it_back(rabbitmq: RabbitMQNode) -> None:
+def test_a_node_accepts_a_message_and_delivers_it(rabbitmq: RabbitMQNode) -> None:
     assert rabbitmq.running
     with connected(rabbitmq) as connection:
         channel = confirming_channel(connection)
@@ -63,25 +63,25 @@ def test_a_node_takes_a_message_and_gives_it_back(rabbitmq: RabbitMQNode) -> Non
 
 
 @pytest.mark.rabbitmq
-def test_ctl_returns_what_the_command_printed(rabbitmq: RabbitMQNode) -> None:
+def test_ctl_returns_the_output_of_the_command(rabbitmq: RabbitMQNode) -> None:
     assert rabbitmq.ctl("eval", "1 + 1.") == "2"
 
 
 @pytest.mark.rabbitmq
-def test_a_failed_ctl_names_the_command_and_what_it_complained_of(rabbitmq: RabbitMQNode) -> None:
+def test_a_failed_ctl_reports_the_command_and_its_error_output(rabbitmq: RabbitMQNode) -> None:
     with pytest.raises(RabbitMQError, match=r"rabbitmqctl delete_queue nosuch failed with exit code \d+:\s+\S"):
         rabbitmq.ctl("delete_queue", "nosuch")
 
 
 @pytest.mark.rabbitmq
-def test_start_leaves_a_running_node_alone(rabbitmq: RabbitMQNode) -> None:
+def test_starting_a_running_node_does_nothing(rabbitmq: RabbitMQNode) -> None:
     pid = rabbitmq.pid
     rabbitmq.start()
     assert rabbitmq.pid == pid
 
 
 @pytest.mark.rabbitmq
-def test_a_memory_alarm_blocks_who_publishes_and_its_end_unblocks_them(rabbitmq: RabbitMQNode) -> None:
+def test_a_memory_alarm_blocks_publishers_and_its_end_unblocks_them(rabbitmq: RabbitMQNode) -> None:
     seen: list[str] = []
     with connected(rabbitmq) as connection:
         connection.add_on_connection_blocked_callback(lambda _connection, frame: seen.append(frame.method.reason))
@@ -102,7 +102,7 @@ def test_a_memory_alarm_blocks_who_publishes_and_its_end_unblocks_them(rabbitmq:
 
 
 @pytest.mark.rabbitmq
-def test_a_paused_node_keeps_connections_and_answers_nothing_until_resumed(rabbitmq: RabbitMQNode) -> None:
+def test_a_paused_node_keeps_connections_and_does_not_answer_until_resumed(rabbitmq: RabbitMQNode) -> None:
     rabbitmq.pause()
     try:
         with socket.create_connection(("127.0.0.1", rabbitmq.port), timeout=5.0) as connection:
@@ -138,7 +138,7 @@ def test_a_durable_queue_and_its_persistent_message_survive_a_crash(own_rabbitmq
 
 
 @pytest.mark.rabbitmq
-def test_a_node_comes_back_with_its_data_after_an_ordered_stop_even_if_paused(own_rabbitmq: RabbitMQNode) -> None:
+def test_a_node_restarts_with_its_data_after_a_clean_stop_even_if_it_was_paused(own_rabbitmq: RabbitMQNode) -> None:
     with connected(own_rabbitmq) as connection:
         connection.channel().queue_declare("kept", durable=True)
     own_rabbitmq.pause()
@@ -151,7 +151,7 @@ def test_a_node_comes_back_with_its_data_after_an_ordered_stop_even_if_paused(ow
 
 
 @pytest.mark.rabbitmq
-def test_nodes_side_by_side_do_not_share_alarms_or_ends(rabbitmq: RabbitMQNode, own_rabbitmq: RabbitMQNode) -> None:
+def test_nodes_on_one_machine_do_not_share_alarms_or_stops(rabbitmq: RabbitMQNode, own_rabbitmq: RabbitMQNode) -> None:
     own_rabbitmq.raise_memory_alarm()
     assert "memory" in own_rabbitmq.ctl("eval", "rabbit_alarm:get_alarms().")
     assert rabbitmq.ctl("eval", "rabbit_alarm:get_alarms().") == "[]"
@@ -160,7 +160,7 @@ def test_nodes_side_by_side_do_not_share_alarms_or_ends(rabbitmq: RabbitMQNode, 
 
 
 @pytest.mark.rabbitmq
-def test_a_node_that_cannot_start_says_so_in_the_words_of_its_log(rabbitmq: RabbitMQNode) -> None:
+def test_a_node_that_cannot_start_reports_the_text_of_its_log(rabbitmq: RabbitMQNode) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         node = RabbitMQNode(port=taken.getsockname()[1])
         try:
@@ -172,13 +172,13 @@ def test_a_node_that_cannot_start_says_so_in_the_words_of_its_log(rabbitmq: Rabb
 
 
 @pytest.mark.rabbitmq
-def test_close_removes_the_folder_that_the_node_made(own_rabbitmq: RabbitMQNode) -> None:
+def test_close_removes_the_folder_created_by_the_node(own_rabbitmq: RabbitMQNode) -> None:
     own_rabbitmq.close()
     assert not own_rabbitmq.directory.exists()
 
 
 @pytest.mark.rabbitmq
-def test_a_folder_that_was_given_is_kept_and_a_later_node_finds_its_data(open_folder: Path) -> None:
+def test_a_folder_passed_by_the_caller_is_kept_and_a_later_node_finds_its_data(open_folder: Path) -> None:
     with RabbitMQNode(open_folder / "node") as first, connected(first) as connection:
         connection.channel().queue_declare("kept", durable=True)
     with RabbitMQNode(open_folder / "node") as second:
@@ -187,7 +187,7 @@ def test_a_folder_that_was_given_is_kept_and_a_later_node_finds_its_data(open_fo
 
 @pytest.mark.rabbitmq
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root hands a folder over to another user")
-def test_a_folder_that_the_user_rabbitmq_cannot_reach_is_refused(rabbitmq: RabbitMQNode, tmp_path: Path) -> None:
+def test_a_folder_that_the_rabbitmq_user_cannot_read_is_refused(rabbitmq: RabbitMQNode, tmp_path: Path) -> None:
     tmp_path.chmod(0o700)
     node = RabbitMQNode(tmp_path / "node")
     with pytest.raises(RabbitMQError, match="closed to the user rabbitmq"):

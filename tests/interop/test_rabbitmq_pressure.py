@@ -65,7 +65,7 @@ def holds_of(producer: Any) -> set[HoldKind]:
     return {kind for kind, seconds in producer.flow_state.seconds_flowed.items() if seconds}
 
 
-def test_A4_under_a_disk_alarm_the_first_send_returns_and_everything_keeps_its_deadline(
+def test_A4_during_a_disk_alarm_the_first_send_returns_and_every_call_keeps_its_deadline(
     each_rabbitmq: RabbitMQ, inbox: Inbox
 ) -> None:
     producers: dict[str, Any] = {}
@@ -99,7 +99,7 @@ def test_A4_under_a_disk_alarm_the_first_send_returns_and_everything_keeps_its_d
 
 
 @pytest.mark.parametrize(("queue_type", "producer"), [("classic", "Producer"), ("quorum", "AsyncProducer")])
-def test_J8_under_credit_flow_the_window_or_the_socket_holds_and_nothing_is_lost(
+def test_J8_under_credit_flow_a_window_or_socket_hold_begins_and_nothing_is_lost(
     each_rabbitmq: RabbitMQ, inbox: Inbox, queue_type: str, producer: str
 ) -> None:
     make = PRODUCERS[producer]
@@ -128,7 +128,7 @@ def test_J8_under_credit_flow_the_window_or_the_socket_holds_and_nothing_is_lost
     assert [each for each in arrived if not each.startswith(marker)] == admitted
 
 
-def test_J8_persistent_messages_that_come_faster_than_a_quorum_queue_writes_them_are_held_by_the_window(
+def test_J8_persistent_messages_faster_than_a_quorum_queue_writes_them_are_held_by_the_window(
     each_rabbitmq: RabbitMQ, inbox: Inbox
 ) -> None:
     count, capacity = 5_000, 200
@@ -142,7 +142,7 @@ def test_J8_persistent_messages_that_come_faster_than_a_quorum_queue_writes_them
     assert inbox.bodies(queue, count) == [body(number) for number in range(count)]
 
 
-def test_A4_a_paused_container_cannot_make_a_send_overrun_its_deadline(
+def test_A4_with_a_paused_container_a_send_still_keeps_its_deadline(
     session_container: Callable[[str], RabbitMQNode | RabbitMQContainer],
 ) -> None:
     node = session_container("4")
@@ -162,7 +162,7 @@ def test_A4_a_paused_container_cannot_make_a_send_overrun_its_deadline(
         producer.flush(timeout=PATIENCE)
 
 
-def test_a_node_in_a_container_that_is_stopped_and_starts_again_has_everything(
+def test_a_stopped_container_that_restarts_has_all_messages(
     session_container: Callable[[str], RabbitMQ],
 ) -> None:
     node = session_container("4")
@@ -224,7 +224,7 @@ def fill(producers: list[Producer], queue: str) -> int:
 
 
 @pytest.mark.parametrize(("queue_type", "beyond"), [("classic", 0), ("quorum", sum(CAPACITIES))])
-def test_C6_a_queue_that_rejects_exceeds_its_maximum_by_at_most_the_capacities_and_a_classic_one_never(
+def test_C6_a_quorum_queue_that_rejects_exceeds_its_maximum_by_at_most_the_capacities_a_classic_one_never(
     each_rabbitmq: RabbitMQ, inbox: Inbox, queue_type: str, beyond: int
 ) -> None:
     arguments = {"x-queue-type": queue_type, "x-max-length": MAXIMUM, "x-overflow": "reject-publish"}
@@ -241,7 +241,7 @@ def test_C6_a_queue_that_rejects_exceeds_its_maximum_by_at_most_the_capacities_a
             inbox.wait_depth(queue, peak)
 
 
-def test_a_quorum_queue_that_rejects_gets_everything_as_it_is_emptied(each_rabbitmq: RabbitMQ, inbox: Inbox) -> None:
+def test_a_quorum_queue_that_rejects_gets_all_messages_as_it_is_emptied(each_rabbitmq: RabbitMQ, inbox: Inbox) -> None:
     arguments = {"x-queue-type": "quorum", "x-max-length": 10, "x-overflow": "reject-publish"}
     queue = inbox.declare(arguments, durable=True)
     count = 300
@@ -258,7 +258,7 @@ def test_a_quorum_queue_that_rejects_gets_everything_as_it_is_emptied(each_rabbi
         producer.flush(timeout=PATIENCE)
 
 
-def test_a_message_beyond_16_MiB_is_taken_by_3_10_and_rejected_by_4_0_and_harms_no_other(
+def test_a_message_above_16_MiB_is_accepted_by_3_10_rejected_by_4_0_and_does_not_affect_the_others(
     each_rabbitmq: RabbitMQ, inbox: Inbox
 ) -> None:
     queue = inbox.declare()

@@ -127,7 +127,7 @@ def test_a_memory_alarm_flows_the_producer_and_nothing_is_lost(own_rabbitmq: Rab
     connection.close()
 
 
-def test_closing_under_a_memory_alarm_ends_in_time_and_hands_the_messages_back(own_rabbitmq: RabbitMQNode) -> None:
+def test_closing_during_a_memory_alarm_ends_in_time_and_returns_the_messages(own_rabbitmq: RabbitMQNode) -> None:
     producer = Producer(own_rabbitmq.url, routing_key="orders", mandatory=False)
     producer.send(b"before").result(PATIENCE)
     own_rabbitmq.raise_memory_alarm()
@@ -142,7 +142,7 @@ def test_closing_under_a_memory_alarm_ends_in_time_and_hands_the_messages_back(o
 
 
 @pytest.mark.slow
-def test_a_connection_at_heartbeat_2_outlives_many_heartbeats_of_load(
+def test_a_connection_with_heartbeat_2_survives_many_heartbeats_of_load(
     rabbitmq: RabbitMQNode, channel: BlockingChannel, queue: str
 ) -> None:
     # While confirms flow RabbitMQ sends no heartbeats, and the confirms are withheld from pika.
@@ -161,7 +161,7 @@ def test_a_connection_at_heartbeat_2_outlives_many_heartbeats_of_load(
     assert channel.queue_declare(queue, passive=True).method.message_count == sent
 
 
-def test_a_missing_exchange_rejects_the_lone_message_with_the_brokers_words(rabbitmq: RabbitMQNode) -> None:
+def test_a_missing_exchange_rejects_the_lone_message_with_the_text_of_the_broker(rabbitmq: RabbitMQNode) -> None:
     with Producer(rabbitmq.url) as producer:
         receipt = producer.send(b"x", exchange="no such exchange")
         with pytest.raises(MessageRejected, match=r"404.*no such exchange") as caught:
@@ -196,7 +196,7 @@ def test_eight_threads_lose_nothing_and_keep_their_order(
 
 
 @pytest.mark.usefixtures("one_connection")
-def test_a_broker_that_dies_leaves_nothing_undecided(own_rabbitmq: RabbitMQNode) -> None:
+def test_after_the_broker_is_killed_every_message_has_an_outcome(own_rabbitmq: RabbitMQNode) -> None:
     producer = Producer(own_rabbitmq.url, routing_key="q", mandatory=False)
     producer.send(b"before").result(PATIENCE)
     own_rabbitmq.pause()
@@ -232,7 +232,7 @@ def check_nothing_is_lost(url: str, queue: str, count: int) -> None:
     assert list(dict.fromkeys(seen)) == list(range(count))
 
 
-def test_a_full_queue_that_rejects_gets_everything_as_it_is_emptied(
+def test_a_full_queue_that_rejects_gets_all_messages_as_it_is_emptied(
     rabbitmq: RabbitMQNode, channel: BlockingChannel
 ) -> None:
     name = f"qflow-{uuid4().hex}"
@@ -255,7 +255,7 @@ def test_a_full_queue_that_rejects_gets_everything_as_it_is_emptied(
 
 
 @pytest.mark.slow
-def test_a_node_that_is_killed_twice_and_starts_again_has_everything(own_rabbitmq: RabbitMQNode) -> None:
+def test_a_node_killed_twice_has_all_messages_after_a_restart(own_rabbitmq: RabbitMQNode) -> None:
     count = 12_000
     connection = pika.BlockingConnection(pika.URLParameters(own_rabbitmq.url))
     connection.channel().queue_declare("q", durable=True)
@@ -277,7 +277,7 @@ def test_a_node_that_is_killed_twice_and_starts_again_has_everything(own_rabbitm
     check_nothing_is_lost(own_rabbitmq.url, "q", count)
 
 
-def test_a_wrong_password_after_a_loss_ends_the_producer_at_once(own_rabbitmq: RabbitMQNode) -> None:
+def test_a_wrong_password_after_a_lost_connection_ends_the_producer_immediately(own_rabbitmq: RabbitMQNode) -> None:
     own_rabbitmq.ctl("add_user", "clerk", "first")
     own_rabbitmq.ctl("set_permissions", "clerk", ".*", ".*", ".*")
     url = own_rabbitmq.url.replace("guest:guest", "clerk:first")
@@ -292,7 +292,7 @@ def test_a_wrong_password_after_a_loss_ends_the_producer_at_once(own_rabbitmq: R
         producer.close()
 
 
-def test_a_broker_that_stands_still_cannot_make_a_send_overrun_its_deadline(own_rabbitmq: RabbitMQNode) -> None:
+def test_with_a_paused_broker_a_send_still_keeps_its_deadline(own_rabbitmq: RabbitMQNode) -> None:
     producer = Producer(own_rabbitmq.url, routing_key="q", mandatory=False, capacity=50)
     producer.send(b"before").result(PATIENCE)
     own_rabbitmq.pause()
@@ -310,7 +310,7 @@ def test_a_broker_that_stands_still_cannot_make_a_send_overrun_its_deadline(own_
 
 
 @pytest.mark.parametrize("kind", [Producer, AsyncProducer])
-def test_a_secret_is_replaced_on_an_open_connection(
+def test_a_secret_can_be_replaced_on_an_open_connection(
     rabbitmq: RabbitMQNode, channel: BlockingChannel, queue: str, kind: type, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("qflow_client.credentials._PART", 0.01)

@@ -66,7 +66,7 @@ def refused_in_time(service: Service) -> bool:
     return answer[0] == 503
 
 
-def test_E12_under_a_memory_alarm_a_service_refuses_in_time_ends_in_time_and_loses_nothing(
+def test_E12_during_a_memory_alarm_a_service_refuses_in_time_ends_in_time_and_loses_nothing(
     rabbitmq: RabbitMQNode, orders: Orders, tmp_path: Path
 ) -> None:
     write_programs(tmp_path)

@@ -53,7 +53,7 @@ def read(url: str, stream: str, offset: int | str, count: int) -> list[tuple[int
 
 
 @each_producer
-def test_what_is_confirmed_is_in_the_stream_in_order_and_read_by_offset_as_often_as_one_likes(
+def test_confirmed_messages_are_in_the_stream_in_order_and_can_be_read_repeatedly_by_offset(
     each_rabbitmq: RabbitMQ, stream: str, make: Callable[..., Any]
 ) -> None:
     with make(each_rabbitmq.url, routing_key=stream) as producer:
@@ -66,7 +66,7 @@ def test_what_is_confirmed_is_in_the_stream_in_order_and_read_by_offset_as_often
 
 
 @each_producer
-def test_what_no_queue_takes_is_returned_and_harms_nothing_in_the_stream(
+def test_an_unroutable_message_is_returned_and_does_not_affect_the_stream(
     each_rabbitmq: RabbitMQ, stream: str, make: Callable[..., Any]
 ) -> None:
     with make(each_rabbitmq.url, routing_key=stream, **if_it_has(make, on_refused="fail")) as producer:

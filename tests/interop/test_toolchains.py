@@ -20,7 +20,7 @@ def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def test_what_is_not_there_is_named_with_its_package() -> None:
+def test_a_missing_tool_is_reported_with_its_package() -> None:
     with pytest.raises(ToolchainNotInstalled, match=r"no-such-tool was not found: .*apt-get install the-package"):
         tool("no-such-tool", "the-package")
 
@@ -36,13 +36,13 @@ def test_a_program_is_built_once_and_again_when_it_changes(sources: Path) -> Non
     assert not (sources / "made").exists()
 
 
-def test_what_a_failed_step_said_is_told_and_nothing_is_kept(sources: Path, tmp_path: Path) -> None:
+def test_the_output_of_a_failed_step_is_reported_and_no_file_is_kept(sources: Path, tmp_path: Path) -> None:
     with pytest.raises(BuildFailed, match=r"sh -c echo .* failed \(1\):\n  fetching\n  no such release"):
         built(sources, [["sh", "-c", "echo fetching; echo no such release >&2; exit 1"]])
     assert list((tmp_path / "cache" / "qflow-client" / "clients").iterdir()) == []
 
 
-def test_what_a_step_said_that_takes_too_long_is_told_and_nothing_of_it_goes_on(
+def test_the_output_of_a_step_that_times_out_is_reported_and_its_processes_are_killed(
     sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(toolchains, "_TIMEOUT", 3.0)

@@ -29,7 +29,7 @@ class Engine:
 
 @pytest.mark.parametrize("end", [skin._at_exit, skin._after_fork_in_child], ids=["exit", "fork"])
 @pytest.mark.parametrize("error", [RuntimeError("broken"), KeyboardInterrupt()], ids=["error", "interrupt"])
-def test_E2_a_producer_that_fails_keeps_no_other_from_its_end(
+def test_E2_a_producer_that_fails_does_not_stop_the_others_from_ending(
     end: Any, error: BaseException, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     engines = [Engine(f"producer {number}", error if number != 1 else None) for number in range(3)]

@@ -52,7 +52,7 @@ def test_a_body_that_is_bytes_is_not_copied() -> None:
     assert Message(body).body is body
 
 
-def test_a_body_is_not_shared_with_a_buffer_that_can_change() -> None:
+def test_a_body_is_not_shared_with_a_mutable_buffer() -> None:
     buffer = bytearray(b"before")
     message = Message(buffer)
     buffer[:] = b"after!"
@@ -60,12 +60,12 @@ def test_a_body_is_not_shared_with_a_buffer_that_can_change() -> None:
 
 
 @pytest.mark.parametrize("body", [None, 5, ["a"], {"a": 1}, object()])
-def test_any_other_body_is_refused_with_the_way_out(body: Any) -> None:
+def test_any_other_body_is_refused_and_the_error_says_how_to_convert_it(body: Any) -> None:
     with pytest.raises(TypeError, match=rf"not {type(body).__name__}; encode it first \(json"):
         Message(body)
 
 
-def test_a_message_is_persistent_unless_told_otherwise() -> None:
+def test_a_message_is_persistent_by_default() -> None:
     message = Message(b"")
     assert message.delivery_mode == DeliveryMode.PERSISTENT
     assert int(DeliveryMode.PERSISTENT) == 2
@@ -102,7 +102,7 @@ PROPERTIES: dict[str, Any] = {
 }
 
 
-def test_a_message_is_a_dataclass_whose_properties_can_be_given_by_name_or_in_order() -> None:
+def test_a_message_is_a_dataclass_with_properties_by_name_or_position() -> None:
     message = Message(b"body", **PROPERTIES)
     assert message == Message(b"body", *PROPERTIES.values())
     assert dataclasses.asdict(message) == {"body": b"body", **PROPERTIES}
@@ -120,7 +120,7 @@ def test_a_copy_of_a_message_is_equal(copied: Callable[[Message], Message], mess
     assert copied(message) == message
 
 
-def test_messages_without_headers_can_be_in_a_set() -> None:
+def test_messages_without_headers_are_hashable() -> None:
     assert len({Message(b"a"), Message(b"a"), Message(b"b"), Message(b"a", priority=1)}) == 3
 
 
@@ -131,7 +131,7 @@ class Order(Message):
     customer: str = ""
 
 
-def test_a_message_of_a_user_s_class_is_checked_as_any_other() -> None:
+def test_a_message_of_a_subclass_is_checked_like_any_message() -> None:
     body: Any = "text"
     order = Order(body, type="order", customer="Ann")
     assert (order.body, order.type, order.customer, order.delivery_mode) == (b"text", "order", "Ann", 2)
@@ -156,13 +156,13 @@ def test_a_short_string_has_at_most_255_bytes(name: str) -> None:
 
 @pytest.mark.parametrize("name", SHORT_STRINGS)
 @pytest.mark.parametrize("value", [b"bytes", 5])
-def test_a_short_string_is_a_str(name: str, value: Any) -> None:
+def test_a_short_string_must_be_a_str(name: str, value: Any) -> None:
     with pytest.raises(TypeError, match=f"{name} must be a str, not {type(value).__name__}"):
         Message(b"", **{name: value})
 
 
 @pytest.mark.parametrize("name", SHORT_STRINGS)
-def test_a_string_that_is_no_unicode_text_is_refused_when_it_is_made_not_when_it_is_sent(name: str) -> None:
+def test_a_string_that_is_not_valid_unicode_is_refused_at_construction_and_not_at_sending(name: str) -> None:
     values: dict[str, Any] = {name: "\ud800"}
     with pytest.raises(ValueError, match=f"{name} cannot be encoded as UTF-8"):
         Message(b"", **values)
@@ -190,7 +190,7 @@ def test_an_expiration_that_is_a_number_is_refused() -> None:
 @pytest.mark.parametrize(
     ("name", "lowest", "highest"), [("delivery_mode", 1, 2), ("priority", 0, 255), ("timestamp", 0, (1 << 63) - 1)]
 )
-def test_a_number_is_within_what_amqp_carries(name: str, lowest: int, highest: int) -> None:
+def test_a_number_must_be_in_the_range_of_its_amqp_field(name: str, lowest: int, highest: int) -> None:
     for fits in (lowest, highest):
         assert getattr(Message(b"", **{name: fits}), name) == fits  # type: ignore[arg-type]
     for beyond in (lowest - 1, highest + 1):
@@ -200,7 +200,7 @@ def test_a_number_is_within_what_amqp_carries(name: str, lowest: int, highest: i
 
 @pytest.mark.parametrize("name", ["delivery_mode", "priority", "timestamp"])
 @pytest.mark.parametrize("value", [True, 1.0, "1"])
-def test_a_number_is_an_int(name: str, value: Any) -> None:
+def test_a_number_must_be_an_int(name: str, value: Any) -> None:
     with pytest.raises(TypeError, match=f"{name} must be an int, not {type(value).__name__}"):
         Message(b"", **{name: value})
 
@@ -220,7 +220,7 @@ EAST, WEST = timezone(timedelta(hours=14)), timezone(timedelta(hours=-12))
         datetime(2013, 1, 1, 5, 15),
     ],
 )
-def test_a_timestamp_can_be_a_datetime_from_1970_on(timestamp: datetime) -> None:
+def test_a_timestamp_can_be_a_datetime_since_1970(timestamp: datetime) -> None:
     assert Message(b"", timestamp=timestamp).timestamp is timestamp
 
 
@@ -243,18 +243,18 @@ def test_a_datetime_that_amqp_cannot_carry_is_refused(timestamp: datetime) -> No
 
 
 @pytest.mark.parametrize("headers", [{}, {"a": 1}, MappingProxyType({"a": 1})])
-def test_headers_are_a_mapping(headers: Mapping[str, Any]) -> None:
+def test_headers_must_be_a_mapping(headers: Mapping[str, Any]) -> None:
     assert Message(b"", headers=headers).headers == headers
 
 
 @pytest.mark.parametrize("headers", [[("a", 1)], "a=1", 5])
-def test_headers_that_are_no_mapping_are_refused(headers: Any) -> None:
+def test_headers_that_are_not_a_mapping_are_refused(headers: Any) -> None:
     with pytest.raises(TypeError, match=f"headers must be a mapping, not {type(headers).__name__}"):
         Message(b"", headers=headers)
 
 
 @given(st.dictionaries(st.sampled_from(SHORT_STRINGS), st.text(st.characters(), max_size=300)))
-def test_a_message_is_refused_exactly_if_a_string_of_it_does_not_fit(values: dict[str, str]) -> None:
+def test_a_message_is_refused_exactly_if_one_of_its_strings_is_too_long(values: dict[str, str]) -> None:
     def fits(value: str) -> bool:
         try:
             return len(value.encode()) <= 255
@@ -285,7 +285,7 @@ def test_a_message_is_refused_exactly_if_a_string_of_it_does_not_fit(values: dic
     ids=lambda value: type(value).__name__,
 )
 @pytest.mark.parametrize("remake", [lambda message: message, copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
-def test_E3_headers_are_equal_and_nothing_in_them_can_be_changed(remake: Any, value: Any) -> None:
+def test_E3_headers_compare_equal_and_are_deeply_immutable(remake: Any, value: Any) -> None:
     headers = {"key": value}
     message = remake(Message(b"body", headers=headers))
     assert message.headers == headers
@@ -293,7 +293,7 @@ def test_E3_headers_are_equal_and_nothing_in_them_can_be_changed(remake: Any, va
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda headers: pickle.loads(pickle.dumps(headers))])
-def test_E3_a_copy_of_headers_is_for_its_owner_to_change(copied: Any) -> None:
+def test_E3_a_copy_of_headers_can_be_changed(copied: Any) -> None:
     message = Message(b"body", headers={"tries": 1, "path": [{"host": "a"}]})
     headers = copied(message.headers)
     headers["tries"] += 1
@@ -342,7 +342,7 @@ def _changeable(own: Any, given: Any) -> list[Any]:
     return found
 
 
-def test_headers_that_contain_themselves_or_change_meanwhile_are_an_error() -> None:
+def test_headers_that_contain_themselves_or_change_during_the_copy_are_an_error() -> None:
     endless: dict[str, Any] = {}
     endless["self"] = endless["once more"] = endless
     with pytest.raises(ValueError, match="one that contains itself cannot be sent"):
@@ -358,7 +358,7 @@ def test_headers_that_contain_themselves_or_change_meanwhile_are_an_error() -> N
         Message(b"", headers={"inner": Changing(a=1)})
 
 
-def test_a_routed_message_is_equal_to_its_message_and_keeps_its_route() -> None:
+def test_a_routed_message_equals_its_message_and_keeps_its_route() -> None:
     message = Message(b"body", headers={"a": [1]}, priority=3)
     routed = RoutedMessage(b"body", headers={"a": [1]}, priority=3, exchange="ex", routing_key="key")
     assert routed == message
@@ -389,7 +389,7 @@ def test_a_routed_message_refuses_a_route_that_amqp_cannot_carry() -> None:
         RoutedMessage(b"", exchange=1)  # type: ignore[arg-type]  # it is what must fail
 
 
-def test_a_copy_of_a_message_of_the_applications_own_class_has_its_properties_only() -> None:
+def test_a_copy_of_a_message_subclass_has_only_its_amqp_properties() -> None:
     class Own(Message):
         pass
 

@@ -35,7 +35,7 @@ with Broker() as broker:
 """
 
 
-def test_what_needs_files_is_refused_and_everything_else_works(tmp_path: Path) -> None:
+def test_features_that_need_files_are_refused_and_all_others_work(tmp_path: Path) -> None:
     ran = subprocess.run(
         [sys.executable, "-c", PROGRAM, str(tmp_path / "file")], capture_output=True, text=True, check=False
     )

@@ -32,7 +32,7 @@ from .tools import held, in_line, kinds, soon
 Run = Callable[..., Any]
 
 
-def test_callbacks_are_calls_of_the_loop_in_order_and_never_inside_a_call_of_ours(run: Run, broker: Broker) -> None:
+def test_callbacks_are_called_by_the_loop_in_order_and_never_inside_our_own_calls(run: Run, broker: Broker) -> None:
     async def main() -> None:
         told: list[str] = []
         async with AsyncProducer(broker.url, routing_key="q") as producer:
@@ -77,7 +77,7 @@ def test_a_callback_may_call_any_method(run: Run, broker: Broker) -> None:
     run(main())
 
 
-def test_an_exception_in_a_callback_is_logged_and_costs_nothing(
+def test_an_exception_in_a_callback_is_logged_and_loses_nothing(
     run: Run, broker: Broker, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def main() -> None:
@@ -104,7 +104,7 @@ def test_an_exception_in_a_callback_is_logged_and_costs_nothing(
         assert f"failed on FlowEvent(kind=<FlowEventKind.{kind.upper()}: '{kind}'>" in caplog.text
 
 
-def test_on_delivery_may_send_on_and_may_have_the_producer_closed(run: Run, broker: Broker) -> None:
+def test_on_delivery_may_send_and_may_close_the_producer(run: Run, broker: Broker) -> None:
     async def main() -> None:
         told: list[Receipt] = []
         closing: list[asyncio.Task[None]] = []
@@ -127,7 +127,7 @@ def test_on_delivery_may_send_on_and_may_have_the_producer_closed(run: Run, brok
     assert bodies(broker) == [b"%d" % number for number in range(10)]
 
 
-def test_an_exit_in_on_delivery_costs_it_no_receipt_and_ends_the_loop(
+def test_a_system_exit_in_on_delivery_loses_no_receipt_and_ends_the_loop(
     run: Run, broker: Broker, caplog: pytest.LogCaptureFixture
 ) -> None:
     told: list[Receipt] = []
@@ -152,7 +152,7 @@ def test_an_exit_in_on_delivery_costs_it_no_receipt_and_ends_the_loop(
     assert caplog.text.count("on_delivery failed on <AsyncReceipt") == 3
 
 
-def test_on_delivery_may_send_on_while_it_is_told_more_slowly_than_the_broker_confirms(
+def test_on_delivery_may_send_while_receipts_are_reported_more_slowly_than_the_broker_confirms(
     run: Run, broker: Broker
 ) -> None:
     why: list[list[str]] = []
@@ -192,7 +192,7 @@ def test_on_delivery_may_send_on_while_it_is_told_more_slowly_than_the_broker_co
     assert bodies(broker) == [b"first"] * 10 + [b"from a callback", b"later"]
 
 
-def test_what_on_delivery_is_not_told_of_yet_is_bounded(run: Run, broker: Broker) -> None:
+def test_receipts_that_wait_for_on_delivery_are_bounded(run: Run, broker: Broker) -> None:
     async def main() -> None:
         most = [0]
 
@@ -213,7 +213,7 @@ def test_what_on_delivery_is_not_told_of_yet_is_bounded(run: Run, broker: Broker
     run(main())
 
 
-def test_failures_that_on_delivery_was_told_of_do_not_come_up_again(run: Run, broker: Broker) -> None:
+def test_failures_reported_to_on_delivery_are_not_raised_again(run: Run, broker: Broker) -> None:
     async def main() -> None:
         told: list[Receipt] = []
         broker.withhold_confirms()
@@ -230,7 +230,9 @@ def test_failures_that_on_delivery_was_told_of_do_not_come_up_again(run: Run, br
 
 
 @pytest.mark.parametrize("name", ["on_flow", "on_delivery"])
-def test_a_coroutine_function_is_refused_because_nobody_would_await_it(run: Run, broker: Broker, name: str) -> None:
+def test_a_coroutine_function_is_refused_as_a_callback_because_it_would_not_be_awaited(
+    run: Run, broker: Broker, name: str
+) -> None:
     async def callback(_what: Any) -> None:
         """Never runs."""
 
@@ -243,7 +245,7 @@ def test_a_coroutine_function_is_refused_because_nobody_would_await_it(run: Run,
     run(main())
 
 
-def test_flow_events_come_to_every_iterator_and_end_with_the_producer(run: Run, broker: Broker) -> None:
+def test_every_iterator_gets_all_flow_events_and_ends_with_the_producer(run: Run, broker: Broker) -> None:
     async def main() -> None:
         producer = AsyncProducer(broker.url, routing_key="q")
         events = [producer.flow_events() for _ in range(2)]
@@ -266,7 +268,7 @@ def test_flow_events_come_to_every_iterator_and_end_with_the_producer(run: Run, 
     run(main())
 
 
-def test_an_iterator_that_is_dropped_leaves_nothing_behind(run: Run, broker: Broker) -> None:
+def test_an_abandoned_iterator_leaves_nothing_behind(run: Run, broker: Broker) -> None:
     async def main() -> None:
         async with AsyncProducer(broker.url, routing_key="q") as producer:
 
@@ -287,7 +289,7 @@ def test_an_iterator_that_is_dropped_leaves_nothing_behind(run: Run, broker: Bro
     run(main())
 
 
-def test_d5_managers_and_threads_hold_a_producer_of_a_loop(run: Run, broker: Broker) -> None:
+def test_d5_managers_and_other_threads_can_hold_an_async_producer(run: Run, broker: Broker) -> None:
     async def main() -> None:
         manager = FlowManager("ops")
         async with AsyncProducer(broker.url, routing_key="q", manager=manager) as producer:
@@ -320,7 +322,7 @@ def test_d5_managers_and_threads_hold_a_producer_of_a_loop(run: Run, broker: Bro
 
 
 @pytest.mark.filterwarnings("ignore:.*dropped without close:ResourceWarning")
-def test_a_manager_may_stop_a_producer_whose_loop_is_gone(run: Run, broker: Broker) -> None:
+def test_a_manager_may_stop_a_producer_whose_loop_is_closed(run: Run, broker: Broker) -> None:
     manager = FlowManager()
     producers = []
 
@@ -341,7 +343,7 @@ def test_a_manager_may_stop_a_producer_whose_loop_is_gone(run: Run, broker: Brok
     assert [hold.detail for hold in producers[0].flow_state.holds if hold.kind == "paused"] == ["audit"]
 
 
-def test_one_notice_speaks_for_all_who_wait(run: Run, broker: Broker, caplog: pytest.LogCaptureFixture) -> None:
+def test_one_notice_covers_all_waiting_senders(run: Run, broker: Broker, caplog: pytest.LogCaptureFixture) -> None:
     async def main() -> None:
         notices: list[FlowEvent] = []
         producer = AsyncProducer(broker.url, routing_key="q", flow_control_wait_notify_period=0.1)
@@ -372,7 +374,7 @@ def test_one_notice_speaks_for_all_who_wait(run: Run, broker: Broker, caplog: py
     assert bodies(broker) == [b"%d" % number for number in range(1, 2000)]
 
 
-def test_callbacks_that_are_due_run_before_close_returns(run: Run, broker: Broker) -> None:
+def test_callbacks_that_are_due_are_called_before_close_returns(run: Run, broker: Broker) -> None:
     async def main() -> None:
         told: list[FlowEventKind] = []
         producer = await AsyncProducer(broker.url, routing_key="q").connect()
@@ -389,7 +391,7 @@ def test_callbacks_that_are_due_run_before_close_returns(run: Run, broker: Broke
     run(main())
 
 
-def test_E6_events_for_a_callback_that_causes_more_of_them_are_bounded(
+def test_E6_events_for_a_callback_that_causes_more_events_are_bounded(
     run: Run, broker: Broker, caplog: pytest.LogCaptureFixture
 ) -> None:
     told: list[str] = []

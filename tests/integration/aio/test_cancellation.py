@@ -20,7 +20,9 @@ from .tools import held, in_line, soon
 Run = Callable[..., Any]
 
 
-def test_a_send_that_is_cancelled_in_line_sends_nothing_and_lets_the_next_one_in(run: Run, broker: Broker) -> None:
+def test_a_send_cancelled_in_the_waiting_line_sends_nothing_and_the_next_one_is_admitted(
+    run: Run, broker: Broker
+) -> None:
     async def main() -> None:
         async with AsyncProducer(broker.url, routing_key="q", capacity=2, capacity_bytes=10) as producer:
             broker.withhold_confirms()
@@ -42,7 +44,7 @@ def test_a_send_that_is_cancelled_in_line_sends_nothing_and_lets_the_next_one_in
     assert bodies(broker) == [b"123456", b"fits"]
 
 
-def test_what_was_not_admitted_when_it_was_cancelled_never_is(run: Run, broker: Broker) -> None:
+def test_a_message_not_admitted_before_its_cancellation_is_never_admitted(run: Run, broker: Broker) -> None:
     """Also if the hold is lifted in the same turn of the loop, before the cancelled task has run."""
 
     async def main() -> None:
@@ -62,7 +64,7 @@ def test_what_was_not_admitted_when_it_was_cancelled_never_is(run: Run, broker: 
     assert bodies(broker) == [b"1", b"3"]
 
 
-def test_what_was_admitted_before_it_was_cancelled_is_sent_and_failures_come_up(run: Run, broker: Broker) -> None:
+def test_a_message_admitted_before_its_cancellation_is_sent_and_failures_are_raised(run: Run, broker: Broker) -> None:
     async def main() -> None:
         async with AsyncProducer(broker.url) as producer:
             producer.pause()
@@ -83,7 +85,7 @@ def test_what_was_admitted_before_it_was_cancelled_is_sent_and_failures_come_up(
     assert bodies(broker) == [b""]
 
 
-def test_a_deadline_that_falls_together_with_a_cancel(run: Run, broker: Broker) -> None:
+def test_a_cancellation_at_the_same_time_as_the_deadline_loses_nothing(run: Run, broker: Broker) -> None:
     async def main() -> None:
         async with AsyncProducer(broker.url, routing_key="q") as producer:
             producer.pause()
@@ -102,7 +104,7 @@ def test_a_deadline_that_falls_together_with_a_cancel(run: Run, broker: Broker) 
     assert bodies(broker) == [b"yes"]
 
 
-def test_cancelled_waits_leave_nobody_to_be_woken(run: Run, broker: Broker) -> None:
+def test_cancelled_waits_leave_no_waiter_behind(run: Run, broker: Broker) -> None:
     async def main() -> None:
         async with AsyncProducer(broker.url, routing_key="q") as producer:
             broker.withhold_confirms()
@@ -132,7 +134,7 @@ def test_cancelled_waits_leave_nobody_to_be_woken(run: Run, broker: Broker) -> N
     run(main())
 
 
-def test_a_close_that_is_cancelled_gives_up_and_says_what(run: Run, broker: Broker) -> None:
+def test_a_cancelled_close_withdraws_messages_and_reports_them(run: Run, broker: Broker) -> None:
     async def main() -> None:
         producer = await AsyncProducer(broker.url, routing_key="q").connect()
         broker.withhold_confirms()
@@ -153,7 +155,7 @@ def test_a_close_that_is_cancelled_gives_up_and_says_what(run: Run, broker: Brok
     run(main())
 
 
-def test_a_connect_that_is_cancelled_at_any_point_leaves_nothing(run: Run, broker: Broker) -> None:
+def test_a_connect_that_is_cancelled_at_any_point_leaves_nothing_behind(run: Run, broker: Broker) -> None:
     async def main() -> None:
         connected = 0
         for turns in range(60):
@@ -179,7 +181,7 @@ def test_a_connect_that_is_cancelled_at_any_point_leaves_nothing(run: Run, broke
 
 
 @pytest.mark.parametrize("seed", range(rounds(4)))
-def test_random_cancels_lose_and_invent_nothing(run: Run, broker: Broker, seed: int) -> None:
+def test_random_cancellations_lose_and_duplicate_nothing(run: Run, broker: Broker, seed: int) -> None:
     dice = random.Random(seed)
 
     async def main() -> None:
@@ -239,7 +241,7 @@ def test_random_cancels_lose_and_invent_nothing(run: Run, broker: Broker, seed: 
     run(main())
 
 
-def test_a_task_group_that_fails_cancels_its_sends(run: Run, broker: Broker) -> None:
+def test_a_failing_task_group_cancels_its_sends(run: Run, broker: Broker) -> None:
     async def main() -> None:
         async with AsyncProducer(broker.url, routing_key="q") as producer:
             broker.flow(False)
@@ -265,7 +267,7 @@ def test_a_task_group_that_fails_cancels_its_sends(run: Run, broker: Broker) -> 
     assert bodies(broker) == [b"after"]
 
 
-def test_a_send_many_that_is_cancelled_says_what_was_admitted(run: Run, broker: Broker) -> None:
+def test_a_cancelled_send_many_reports_the_admitted_messages(run: Run, broker: Broker) -> None:
     async def main() -> None:
         async with AsyncProducer(broker.url, routing_key="q", capacity=10) as producer:
             broker.withhold_confirms()

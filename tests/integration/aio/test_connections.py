@@ -38,7 +38,7 @@ def channels(broker: Broker) -> list[int]:
 
 
 @pytest.mark.parametrize("robust", [False, True])
-def test_it_is_aio_pikas_own_and_does_all_that_that_does(run: Run, broker: Broker, robust: bool) -> None:
+def test_a_shared_connection_is_a_complete_aio_pika_connection(run: Run, broker: Broker, robust: bool) -> None:
     async def main() -> None:
         connection = await connect_async(broker.url, robust=robust, client_properties={"connection_name": "shop"})
         assert isinstance(connection, aio_pika.RobustConnection if robust else aio_pika.Connection)
@@ -132,7 +132,7 @@ def test_closing_a_producer_closes_its_channel_and_nothing_else(run: Run, broker
     assert broker.queue("q").depth == 5
 
 
-def test_a_hundred_producers_on_one_connection_get_their_turns(run: Run, broker: Broker) -> None:
+def test_a_hundred_producers_on_one_connection_all_get_to_write(run: Run, broker: Broker) -> None:
     count = rounds(50, least=20)
 
     async def main() -> None:
@@ -153,7 +153,7 @@ def test_a_hundred_producers_on_one_connection_get_their_turns(run: Run, broker:
 
 
 @pytest.mark.parametrize("robust", [False, True])
-def test_a_connection_made_elsewhere_is_refused(run: Run, broker: Broker, robust: bool) -> None:
+def test_a_connection_not_made_by_us_is_refused(run: Run, broker: Broker, robust: bool) -> None:
     async def main() -> None:
         connect = aio_pika.connect_robust if robust else aio_pika.connect
         async with await connect(broker.url) as connection:
@@ -173,7 +173,7 @@ def test_url_and_connection_together_are_refused(run: Run, broker: Broker) -> No
     run(main())
 
 
-def test_a_producer_on_a_connection_that_is_closed(run: Run, broker: Broker) -> None:
+def test_a_producer_on_a_closed_connection_is_refused(run: Run, broker: Broker) -> None:
     async def main() -> None:
         connection = await connect_async(broker.url)
         await connection.close()
@@ -183,7 +183,7 @@ def test_a_producer_on_a_connection_that_is_closed(run: Run, broker: Broker) -> 
     run(main())
 
 
-def test_more_channels_than_the_broker_allows(run: Run, make_broker: Callable[..., Broker]) -> None:
+def test_opening_more_channels_than_the_broker_allows_is_an_error(run: Run, make_broker: Callable[..., Broker]) -> None:
     broker = make_broker(channel_max=3)
 
     async def main() -> None:
@@ -200,7 +200,7 @@ def test_more_channels_than_the_broker_allows(run: Run, make_broker: Callable[..
     run(main())
 
 
-def test_a_channel_that_the_broker_closes_takes_no_other_with_it(run: Run, broker: Broker) -> None:
+def test_a_channel_closed_by_the_broker_does_not_close_the_others(run: Run, broker: Broker) -> None:
     async def main() -> None:
         async with await connect_async(broker.url) as connection:
             one = await AsyncProducer(connection=connection, routing_key="q").connect()
@@ -221,7 +221,7 @@ def test_a_channel_that_the_broker_closes_takes_no_other_with_it(run: Run, broke
     run(main())
 
 
-def test_the_owner_of_the_connection_closes_it(run: Run, broker: Broker) -> None:
+def test_closing_the_shared_connection_ends_its_producers(run: Run, broker: Broker) -> None:
     async def main() -> None:
         connection = await connect_async(broker.url)
         producer = await AsyncProducer(connection=connection, routing_key="q").connect()
@@ -241,7 +241,7 @@ def test_the_owner_of_the_connection_closes_it(run: Run, broker: Broker) -> None
     run(main())
 
 
-def test_a_robust_connection_comes_back_and_its_producers_with_it(run: Run, broker: Broker) -> None:
+def test_a_robust_connection_reconnects_together_with_its_producers(run: Run, broker: Broker) -> None:
     async def main() -> None:
         connection = await connect_async(broker.url, robust=True, reconnect_interval=0.1)
         channel = await connection.channel()
@@ -274,7 +274,7 @@ def test_a_robust_connection_comes_back_and_its_producers_with_it(run: Run, brok
     run(main())
 
 
-def test_a_broker_that_blocks_at_once_does_not_keep_a_connection_from_opening(
+def test_a_broker_that_blocks_immediately_does_not_prevent_the_connection_from_opening(
     run: Run, make_broker: Callable[..., Broker]
 ) -> None:
     broker = make_broker()
@@ -294,7 +294,7 @@ def test_a_broker_that_blocks_at_once_does_not_keep_a_connection_from_opening(
 
 
 @pytest.mark.parametrize("is_settled", [True, False])
-def test_close_keeps_its_deadline_while_the_peer_of_a_shared_connection_is_dead(
+def test_close_keeps_its_deadline_when_the_peer_of_a_shared_connection_is_dead(
     run: Run, broker: Broker, proxy: Proxy, is_settled: bool
 ) -> None:
     async def main() -> None:
@@ -314,7 +314,7 @@ def test_close_keeps_its_deadline_while_the_peer_of_a_shared_connection_is_dead(
 
 
 @pytest.mark.parametrize("reads_again", [True, False])
-def test_a_close_in_the_middle_of_a_message_does_not_cost_the_others_their_connection(
+def test_a_close_in_the_middle_of_a_message_does_not_end_the_shared_connection(
     run: Run,
     broker: Broker,
     proxy: Proxy,
@@ -360,7 +360,7 @@ def test_a_close_in_the_middle_of_a_message_does_not_cost_the_others_their_conne
 
 
 @pytest.mark.parametrize("url", ["http://localhost", "no url", "amqp://localhost:port/", 5])
-def test_what_is_no_url_is_refused(run: Run, url: Any) -> None:
+def test_an_argument_that_is_not_a_url_is_refused(run: Run, url: Any) -> None:
     async def main() -> None:
         with pytest.raises(SettingsError, match="url="):
             await connect_async(url)
@@ -369,7 +369,9 @@ def test_what_is_no_url_is_refused(run: Run, url: Any) -> None:
 
 
 @pytest.mark.parametrize("robust", [False, True])
-def test_a_connection_that_cannot_be_had(run: Run, make_broker: Callable[..., Broker], robust: bool) -> None:
+def test_a_connection_that_cannot_be_made_is_an_error(
+    run: Run, make_broker: Callable[..., Broker], robust: bool
+) -> None:
     broker = make_broker(users={"ann": "right"})
 
     async def main() -> None:
@@ -388,7 +390,7 @@ def test_a_connection_that_cannot_be_had(run: Run, make_broker: Callable[..., Br
     run(main())
 
 
-def test_parameters_go_to_aio_pika(run: Run, broker: Broker, wire: Wire) -> None:
+def test_connection_parameters_are_passed_to_aio_pika(run: Run, broker: Broker, wire: Wire) -> None:
     async def main() -> None:
         context = ssl.create_default_context()
         async with await connect_async(broker.url, heartbeat=1, ssl_context=context) as connection:

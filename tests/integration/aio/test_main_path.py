@@ -51,7 +51,7 @@ def test_f4_a_thousand_tasks_share_one_producer(run: Run, broker: Broker) -> Non
     assert ids == sorted(set(ids))
 
 
-def test_f8_an_open_gate_costs_a_send_no_turn_of_the_loop_and_many_messages_are_one_write(
+def test_f8_with_an_open_gate_a_send_takes_no_loop_iteration_and_many_messages_are_one_write(
     run: Run, broker: Broker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def main() -> None:
@@ -83,7 +83,9 @@ def test_f8_an_open_gate_costs_a_send_no_turn_of_the_loop_and_many_messages_are_
     assert bodies(broker) == [b"%d" % number for number in range(500)]
 
 
-def test_many_tasks_wait_for_one_receipt_and_a_cancelled_one_takes_no_other_with_it(run: Run, broker: Broker) -> None:
+def test_many_tasks_can_wait_for_one_receipt_and_cancelling_one_does_not_affect_the_others(
+    run: Run, broker: Broker
+) -> None:
     async def main() -> None:
         async with AsyncProducer(broker.url, routing_key="q") as producer:
             broker.withhold_confirms()
@@ -114,7 +116,7 @@ def test_many_tasks_wait_for_one_receipt_and_a_cancelled_one_takes_no_other_with
     run(main())
 
 
-def test_an_awaited_receipt_raises_what_became_of_the_message(run: Run, broker: Broker) -> None:
+def test_awaiting_a_receipt_raises_the_outcome_of_the_message(run: Run, broker: Broker) -> None:
     async def main() -> None:
         async with AsyncProducer(broker.url, routing_key="nowhere") as producer:
             with pytest.raises(MessageReturned, match="312"):
@@ -158,7 +160,7 @@ def test_a_producer_connects_once_and_before_it_sends(run: Run, broker: Broker) 
     assert bodies(broker) == [b"2"]
 
 
-def test_one_that_was_never_connected_can_be_closed(run: Run, broker: Broker) -> None:
+def test_a_producer_that_never_connected_can_be_closed(run: Run, broker: Broker) -> None:
     async def main() -> None:
         producer = AsyncProducer(broker.url)
         events = producer.flow_events()
@@ -171,7 +173,7 @@ def test_one_that_was_never_connected_can_be_closed(run: Run, broker: Broker) ->
     run(main())
 
 
-def test_one_that_cannot_connect_is_closed_and_says_why(run: Run) -> None:
+def test_a_producer_that_cannot_connect_is_closed_and_reports_the_reason(run: Run) -> None:
     async def main() -> None:
         producer = AsyncProducer("amqp://guest:secret@127.0.0.1:1/%2F")
         waiting: asyncio.Task[Any] | None = None
@@ -203,7 +205,7 @@ def test_sends_may_wait_for_the_connection(run: Run, broker: Broker) -> None:
     assert bodies(broker) == [b"0", b"1", b"2"]
 
 
-def test_a_producer_that_is_closed_while_it_connects_does_not_stay(run: Run, broker: Broker) -> None:
+def test_a_producer_that_is_closed_while_it_connects_leaves_no_connection(run: Run, broker: Broker) -> None:
     async def main() -> None:
         producer = AsyncProducer(broker.url, routing_key="q")
         connecting = asyncio.create_task(producer.connect())
@@ -216,7 +218,7 @@ def test_a_producer_that_is_closed_while_it_connects_does_not_stay(run: Run, bro
     run(main())
 
 
-def test_leaving_by_an_exception_says_what_is_lost(run: Run, broker: Broker) -> None:
+def test_leaving_the_block_by_an_exception_reports_lost_messages(run: Run, broker: Broker) -> None:
     async def main() -> None:
         broker.withhold_confirms()
         producer = AsyncProducer(broker.url, routing_key="q", max_producer_flow_control_wait=0.2)
@@ -237,7 +239,7 @@ def test_leaving_by_an_exception_says_what_is_lost(run: Run, broker: Broker) -> 
     run(main())
 
 
-def test_leaving_flushes_and_says_good_bye(run: Run, broker: Broker, wire: Any) -> None:
+def test_leaving_the_block_flushes_and_closes_the_connection_cleanly(run: Run, broker: Broker, wire: Any) -> None:
     async def main() -> None:
         async with AsyncProducer(broker.url, routing_key="q", name="orders") as producer:
             for _ in range(3000):
@@ -272,7 +274,7 @@ def test_a_producer_whose_loop_is_closed_admits_nothing(run: Run, broker: Broker
     assert bodies(broker) == []
 
 
-def test_E12_a_producer_that_was_shut_down_before_it_connected_never_does(run: Run, broker: Broker) -> None:
+def test_E12_a_producer_that_was_shut_down_before_it_connected_never_connects(run: Run, broker: Broker) -> None:
     async def main() -> None:
         producer = AsyncProducer(broker.url, routing_key="q")
         producer.shutdown()
@@ -283,7 +285,7 @@ def test_E12_a_producer_that_was_shut_down_before_it_connected_never_does(run: R
     assert not broker.connections()
 
 
-def test_E12_a_second_shutdown_replaces_no_first_one(run: Run, broker: Broker) -> None:
+def test_E12_a_second_shutdown_does_not_replace_the_first(run: Run, broker: Broker) -> None:
     async def main() -> None:
         async with AsyncProducer(broker.url, routing_key="q") as producer:
             broker.withhold_confirms()

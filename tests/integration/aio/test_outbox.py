@@ -37,7 +37,7 @@ def go_on(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 
 
 @pytest.mark.parametrize("when_flowed", ["block", "spill"])
-def test_senders_that_wait_while_the_outbox_is_opened_are_served_when_it_is_open(
+def test_senders_that_wait_while_the_outbox_opens_are_admitted_when_it_is_open(
     run: Run, broker: Broker, tmp_path: Path, go_on: threading.Event, when_flowed: str
 ) -> None:
     async def main() -> None:
@@ -71,7 +71,7 @@ def test_senders_that_wait_while_the_outbox_is_opened_are_served_when_it_is_open
 
 
 @pytest.mark.parametrize("outbox_full", ["block", "raise"])
-def test_a_message_that_never_has_room_in_the_outbox_keeps_no_other_waiting(
+def test_a_message_that_can_never_fit_the_outbox_does_not_block_the_others(
     run: Run, broker: Broker, tmp_path: Path, go_on: threading.Event, outbox_full: str
 ) -> None:
     async def main() -> None:
@@ -100,7 +100,7 @@ def test_a_message_that_never_has_room_in_the_outbox_keeps_no_other_waiting(
     assert bodies(broker) == [b"small"]
 
 
-def test_a_sender_that_waits_for_a_producer_that_is_closed_while_its_outbox_is_opened_gets_an_error(
+def test_a_sender_gets_an_error_if_its_producer_is_closed_while_the_outbox_opens(
     run: Run, broker: Broker, tmp_path: Path, go_on: threading.Event
 ) -> None:
     async def main() -> None:
@@ -119,7 +119,7 @@ def test_a_sender_that_waits_for_a_producer_that_is_closed_while_its_outbox_is_o
     assert bodies(broker) == []
 
 
-def test_a_relative_path_is_resolved_when_the_producer_is_made_not_when_it_connects(
+def test_a_relative_path_is_resolved_when_the_producer_is_constructed_not_when_it_connects(
     run: Run, broker: Broker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def main() -> None:
@@ -135,7 +135,7 @@ def test_a_relative_path_is_resolved_when_the_producer_is_made_not_when_it_conne
     assert list((tmp_path / "other").iterdir()) == []
 
 
-def test_E4_a_close_that_is_cancelled_at_any_turn_leaves_the_outbox_to_the_next_producer(
+def test_E4_a_close_cancelled_at_any_loop_iteration_frees_the_outbox_for_the_next_producer(
     run: Run, broker: Broker, tmp_path: Path
 ) -> None:
     async def main() -> None:
@@ -154,7 +154,7 @@ def test_E4_a_close_that_is_cancelled_at_any_turn_leaves_the_outbox_to_the_next_
     run(main())
 
 
-def test_E4_close_needs_no_thread_of_the_loops_executor(run: Run, broker: Broker, tmp_path: Path) -> None:
+def test_E4_close_needs_no_thread_of_the_executor_of_the_loop(run: Run, broker: Broker, tmp_path: Path) -> None:
     async def main() -> None:
         loop, event = asyncio.get_running_loop(), threading.Event()
         loop.set_default_executor(ThreadPoolExecutor(1))
@@ -202,7 +202,7 @@ def test_E4_a_cancelled_close_does_not_wait_for_a_disk_that_does_not_answer(
         answers.set()
 
 
-def test_E4_a_broker_and_a_disk_that_do_not_answer_share_the_time_after_the_deadline_of_a_close(
+def test_E4_if_broker_and_disk_do_not_answer_they_share_the_time_after_the_deadline_of_close(
     run: Run, broker: Broker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waits: list[float] = []
@@ -230,7 +230,7 @@ def test_E4_a_broker_and_a_disk_that_do_not_answer_share_the_time_after_the_dead
     assert sum(waits) < 0.61
 
 
-def test_an_outbox_is_free_after_a_close_whose_producers_loop_is_closed(
+def test_an_outbox_is_free_after_its_producer_was_closed_with_its_loop(
     run: Run, broker: Broker, tmp_path: Path
 ) -> None:
     async def open_one() -> AsyncProducer:

@@ -22,7 +22,7 @@ def program() -> Iterator[Start]:
         yield start
 
 
-def test_ctrl_c_gets_out_of_every_wait(program: Start) -> None:
+def test_ctrl_c_ends_every_wait(program: Start) -> None:
     calls = ["send", "flush", "result", "wait_unflowed", "close"]
     process = program("interrupted", *calls)
     for call in calls:
@@ -41,13 +41,13 @@ def test_ctrl_c_gets_out_of_every_wait(program: Start) -> None:
     ("loop", "ways"),
     [("asyncio", ["cancelled", "cancelled twice", "timeout", "ctrl-c"]), ("uvloop", ["timeout", "ctrl-c"])],
 )
-def test_E4_a_close_that_is_cancelled_after_any_turn_of_the_loop_ends_and_reports_what_it_gave_up(
+def test_E4_a_close_cancelled_at_any_loop_iteration_ends_and_reports_withdrawn_messages(
     program: Start, loop: str, ways: list[str]
 ) -> None:
     ends_well(program("cancelled_while_closing", loop, *ways))
 
 
-def test_a_forked_child_gets_a_clear_error_and_its_parent_goes_on(program: Start, broker: Broker) -> None:
+def test_a_forked_child_gets_a_clear_error_and_its_parent_continues(program: Start, broker: Broker) -> None:
     broker.declare_queue("r")
     forks = rounds(5, least=2)
     process = program("forked", broker.url, str(forks))
@@ -59,7 +59,7 @@ def test_a_forked_child_gets_a_clear_error_and_its_parent_goes_on(program: Start
 
 @pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="looks at descriptors by way of /proc")
 @pytest.mark.parametrize("fault", [FaultProxy.refuse, FaultProxy.black_hole])
-def test_a_fork_while_it_waits_for_a_connection_or_makes_one_leaves_parent_and_child_to_themselves(
+def test_a_fork_during_a_connection_attempt_or_its_delay_leaves_parent_and_child_independent(
     program: Start, broker: Broker, fault: Callable[[FaultProxy], object]
 ) -> None:
     forks = rounds(20, least=3)
@@ -79,7 +79,7 @@ def test_a_fork_while_it_waits_for_a_connection_or_makes_one_leaves_parent_and_c
     assert bodies(broker, "r") == [b"child"] * forks
 
 
-def test_a_program_that_forgets_to_close_ends_all_the_same(program: Start, broker: Broker) -> None:
+def test_a_program_that_forgets_to_close_the_producer_still_ends(program: Start, broker: Broker) -> None:
     process = program("forgotten", broker.url)
     assert process.stdout is not None
     # aio-pika and the log may have something to say about it, too, in the middle of a line.
@@ -90,7 +90,7 @@ def test_a_program_that_forgets_to_close_ends_all_the_same(program: Start, broke
     assert bodies(broker) == [b""]
 
 
-def test_messages_that_are_lost_with_a_producer_that_was_not_closed_are_logged(program: Start, broker: Broker) -> None:
+def test_messages_lost_with_an_unclosed_producer_are_logged(program: Start, broker: Broker) -> None:
     broker.withhold_confirms()
     process = program("forgotten", broker.url, "unconfirmed")
     assert process.stdout is not None

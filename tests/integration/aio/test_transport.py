@@ -90,7 +90,7 @@ def test_a_broker_that_sends_no_frames_ends_the_connection_and_every_wait(run: R
 
 
 @pytest.mark.parametrize("slow", [0.0, 0.002])
-def test_what_aio_pika_publishes_and_consumes_mixes_with_ours_at_frame_borders(
+def test_messages_of_aio_pika_and_ours_are_interleaved_at_frame_boundaries(
     run: Run, broker: Broker, proxy: Proxy, wire: Wire, slow: float
 ) -> None:
     """Each is more than the socket takes, and each has to wait for the other in mid-message."""
@@ -156,7 +156,7 @@ def test_a_shared_connection_to_a_peer_that_does_not_read_can_be_closed(run: Run
 
 
 @pytest.mark.parametrize("announced", [False, None, KeyError("capabilities")])
-def test_a_broker_that_does_not_confirm(
+def test_a_broker_that_does_not_confirm_leaves_messages_unknown(
     run: Run, broker: Broker, monkeypatch: pytest.MonkeyPatch, announced: Any
 ) -> None:
     def publisher_confirms(_connection: object) -> Any:
@@ -178,7 +178,7 @@ def test_a_broker_that_does_not_confirm(
     run(main())
 
 
-def test_the_socket_s_own_descriptor_is_closed_with_the_connection(run: Run, broker: Broker) -> None:
+def test_the_file_descriptor_of_the_socket_is_closed_with_the_connection(run: Run, broker: Broker) -> None:
     async def main() -> None:
         for end in ("close", "drop"):
             producer = await AsyncProducer(broker.url, routing_key="q").connect()
@@ -196,7 +196,7 @@ def test_the_socket_s_own_descriptor_is_closed_with_the_connection(run: Run, bro
 
 
 @pytest.mark.parametrize(("run", "size"), [("asyncio", 150_000), ("uvloop", 5000)], indirect=["run"])
-def test_heartbeats_get_their_turn_while_the_socket_is_never_empty(
+def test_heartbeats_are_sent_while_the_socket_always_has_input(
     run: Run, broker: Broker, proxy: Proxy, wire: Wire, size: int
 ) -> None:
     """Every write of ours ends in the middle of a frame, and aiormq may write only at the end of one."""

@@ -23,6 +23,6 @@ def test_both_checkouts_run_and_a_table_compares_them(capsys: pytest.CaptureFixt
     assert printed.err.splitlines() == ["below 1000.0: plain with 10 bytes"]
 
 
-def test_a_folder_that_is_no_checkout_is_named(tmp_path: Path) -> None:
+def test_a_folder_that_is_not_a_checkout_is_reported(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match=f"{tmp_path}: plain ended with exit code 1"):
         main([str(tmp_path), *SMALL[1:]])

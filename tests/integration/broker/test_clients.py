@@ -25,7 +25,7 @@ def _channel(broker):
 
 
 class TestPika:
-    def test_publishes_with_confirms_and_consumes(self, channel):
+    def test_pika_publishes_with_confirms_and_consumes(self, channel):
         channel.confirm_delivery()
         channel.queue_declare("q")
         for number in range(20):
@@ -41,14 +41,14 @@ class TestPika:
         assert seen == [(str(number), number, number) for number in range(20)]
         assert channel.cancel() == 0
 
-    def test_bodies_larger_than_a_frame(self, channel):
+    def test_bodies_larger_than_a_frame_arrive(self, channel):
         channel.confirm_delivery()
         channel.queue_declare("q")
         body = bytes(range(256)) * 4096
         channel.basic_publish("", "q", body)
         assert channel.basic_get("q", auto_ack=True)[2] == body
 
-    def test_unroutable_and_refused_messages_are_told(self, channel):
+    def test_unroutable_and_refused_messages_are_reported(self, channel):
         channel.confirm_delivery()
         with pytest.raises(pika.exceptions.UnroutableError):
             channel.basic_publish("", "nowhere", b"x", mandatory=True)
@@ -57,14 +57,14 @@ class TestPika:
         with pytest.raises(pika.exceptions.NackError):
             channel.basic_publish("", "q", b"x")
 
-    def test_C2_refused_arguments_name_both_values(self, channel):
+    def test_C2_the_error_for_refused_arguments_shows_both_values(self, channel):
         with pytest.raises(pika.exceptions.ChannelClosedByBroker) as caught:
             channel.queue_declare("q", arguments={"qpid.flow_stop_size": 5, "qpid.flow_resume_size": 6})
         assert caught.value.reply_code == 406
         assert "qpid.flow_stop_size=5" in caught.value.reply_text
         assert "qpid.flow_resume_size=6" in caught.value.reply_text
 
-    def test_topology_transactions_get_nack_and_recover(self, channel):
+    def test_topology_transactions_get_nack_and_recover_work_with_pika(self, channel):
         channel.exchange_declare("e", "topic")
         channel.exchange_declare("f", "fanout")
         channel.exchange_bind("f", "e", "a.#")
@@ -85,7 +85,7 @@ class TestPika:
         channel.queue_delete(name)
         channel.exchange_delete("e")
 
-    def test_consumers_are_told_of_a_deleted_queue(self, broker, channel):
+    def test_consumers_are_notified_of_a_deleted_queue(self, broker, channel):
         channel.queue_declare("q")
         cancelled: list[object] = []
         channel.add_on_cancel_callback(cancelled.append)
@@ -94,7 +94,7 @@ class TestPika:
         while not cancelled:
             channel.connection.process_data_events(time_limit=5)
 
-    def test_blocked_connections_are_told(self, broker):
+    def test_blocked_connections_are_notified(self, broker):
         connection = pika.BlockingConnection(pika.URLParameters(broker.url))
         reasons: list[str | None] = []
         connection.add_on_connection_blocked_callback(lambda _, frame: reasons.append(frame.method.reason))
@@ -145,7 +145,7 @@ def test_aio_pika_publishes_and_consumes():
     asyncio.run(main())
 
 
-def test_aio_pika_reconnects_after_a_drop():
+def test_aio_pika_reconnects_after_its_connection_was_dropped():
     async def main():
         async with Broker() as broker:
             connection = await aio_pika.connect_robust(broker.url, reconnect_interval=0.01)
@@ -205,7 +205,7 @@ def test_amqpstorm_publishes_and_consumes(broker):
         assert seen == [str(number) for number in range(5)]
 
 
-def test_clients_that_ignore_flow_go_on_publishing_and_are_confirmed_later(broker, channel):
+def test_clients_that_ignore_flow_keep_publishing_and_are_confirmed_later(broker, channel):
     broker.declare_queue("q", arguments={"qpid.flow_stop_count": 5, "x-qflow-enforcement": "channel_flow"})
     channel.confirm_delivery()
     for _ in range(10):
@@ -214,7 +214,7 @@ def test_clients_that_ignore_flow_go_on_publishing_and_are_confirmed_later(broke
     assert broker.queue("q").flow_stopped
 
 
-def test_C5_a_client_that_confirms_each_is_held_by_completion_alone(broker, channel):
+def test_C5_a_client_that_waits_for_each_confirm_is_held_by_completion_alone(broker, channel):
     broker.declare_queue("q", arguments={"qpid.flow_stop_count": 5, "x-qflow-enforcement": "completion"})
     channel.confirm_delivery()
 

@@ -25,7 +25,7 @@ def wait_until_seen(recorder: DepthRecorder, wanted: tuple[int, int, bool], time
         time.sleep(0.001)
 
 
-def test_every_state_in_which_the_queue_rests_is_seen_and_every_peak_is_known():
+def test_every_lasting_state_of_the_queue_is_sampled_and_every_peak_is_known():
     with Broker() as broker:
         broker.declare_queue("q", arguments={"qpid.flow_stop_count": 2, "qpid.flow_resume_count": 2})
         with DepthRecorder(broker, "q") as recorder:
@@ -43,6 +43,6 @@ def test_every_state_in_which_the_queue_rests_is_seen_and_every_peak_is_known():
     assert not [thread for thread in threading.enumerate() if thread.name == "depth of q"]
 
 
-def test_a_queue_that_is_not_there_cannot_be_recorded():
+def test_a_queue_that_does_not_exist_cannot_be_recorded():
     with Broker() as broker, pytest.raises(ChannelException, match="no queue 'q'"), DepthRecorder(broker, "q"):
         pytest.fail("it was recorded")

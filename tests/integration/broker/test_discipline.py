@@ -27,7 +27,7 @@ def publish_on(connection, channel):
         connection.process_data_events()
 
 
-def test_D8_pika_which_does_not_listen_loses_its_channel():
+def test_D8_pika_ignores_flow_and_loses_its_channel():
     with Broker(close_channel_after=10, flow_grace=0) as broker:
         broker.declare_queue("q", arguments=dict(STOP_1))
         connection = pika.BlockingConnection(pika.URLParameters(broker.url))
@@ -41,7 +41,7 @@ def test_D8_pika_which_does_not_listen_loses_its_channel():
         connection.close()
 
 
-def test_D8_a_tarpitted_connection_is_not_read_and_others_are(connect):
+def test_D8_a_tarpitted_connection_is_not_read_from_and_others_are(connect):
     with Broker(tarpit_after=1, tarpit_time=1.0, flow_grace=0) as broker:
         broker.declare_queue("q", arguments=dict(STOP_1))
         client, other = connect(broker).open().channel(), connect(broker).open().channel()
@@ -62,7 +62,7 @@ def test_D8_a_tarpitted_connection_is_not_read_and_others_are(connect):
         assert broker.connections()[0].tarpits == 1
 
 
-def test_D8_a_tarpit_holds_back_a_flood_by_tcp(connect):
+def test_D8_a_tarpit_slows_a_flood_by_tcp_backpressure(connect):
     with Broker(tarpit_after=1, tarpit_time=30, flow_grace=0) as broker:
         broker.declare_queue("q", arguments=dict(STOP_1))
         client = connect(broker).open().channel()
@@ -76,7 +76,7 @@ def test_D8_a_tarpit_holds_back_a_flood_by_tcp(connect):
         assert broker.queue("q").bytes < 1_000_000
 
 
-def test_D7_the_backlog_of_a_connection_can_be_seen(connect):
+def test_D7_the_backlog_of_a_connection_is_shown(connect):
     with Broker(backlog_count=2) as broker:
         broker.declare_queue("q", arguments=dict(STOP_1))
         client = connect(broker).open().channel(1).channel(2, confirms=True)
@@ -89,7 +89,7 @@ def test_D7_the_backlog_of_a_connection_can_be_seen(connect):
         broker.wait_until(lambda b: not b.channels()[1].flowed)
 
 
-def test_alarms_block_those_who_understand_and_those_who_come_until_the_last_is_cleared(connect):
+def test_alarms_block_current_and_new_clients_with_the_capability_until_the_last_alarm_is_cleared(connect):
     with Broker() as broker:
         client = connect(broker).open()
         broker.raise_alarm("memory", "low on memory")
@@ -111,7 +111,7 @@ def test_alarms_block_those_who_understand_and_those_who_come_until_the_last_is_
 
 
 @pytest.mark.parametrize("name", ["", "operator"])
-def test_an_alarm_has_a_name_of_its_own(broker, name):
+def test_an_alarm_must_have_a_valid_name(broker, name):
     with pytest.raises(ValueError, match="alarm must have a name"):
         broker.raise_alarm(name, "why")
     broker.block("by hand")

@@ -18,7 +18,7 @@ def test_the_examples_run(example):
     exec(compile(example, "docs/broker.md", "exec"), {})
 
 
-def test_every_setting_is_on_the_page_with_its_default():
+def test_every_setting_is_on_its_page_with_its_default():
     settings = PAGE.split("## Settings")[1].split("##")[0]
     rows = re.findall(r"^\| (`.*?`) \| (.*?) \|", settings, re.MULTILINE)
     told = {}
@@ -32,14 +32,14 @@ def test_every_setting_is_on_the_page_with_its_default():
         assert eval(default) == (dict(value) if name == "users" else value), name
 
 
-def test_every_queue_argument_is_on_the_page():
+def test_every_queue_argument_is_on_its_page():
     section = PAGE.split("## Queue arguments")[1].split("\n## ")[0]
     names = [value for name, value in vars(arguments).items() if name.isupper() and isinstance(value, str)]
     assert len(names) == 23
     assert all(f"| `{name}` |" in section for name in names)
 
 
-def test_every_public_method_is_on_the_page():
+def test_every_public_method_is_on_its_page():
     methods = [name for name in dir(Broker) if not name.startswith("_") and name not in ("port", "url")]
     missing = [name for name in methods if f"`{name}" not in PAGE and f"await {name}" not in PAGE]
     assert missing == []

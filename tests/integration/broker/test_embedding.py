@@ -17,7 +17,7 @@ from pamqp import commands
 from qflow_client.broker import Broker, ChannelException, Policy, PolicyDefinition
 
 
-def test_a_broker_listens_on_a_free_loopback_port_and_lets_go_of_it():
+def test_a_broker_listens_on_a_free_loopback_port_and_releases_it():
     with Broker() as broker, Broker() as other:
         assert broker.port != other.port
         assert broker.url == f"amqp://guest:guest@127.0.0.1:{broker.port}/%2F"
@@ -28,7 +28,7 @@ def test_a_broker_listens_on_a_free_loopback_port_and_lets_go_of_it():
     assert broker.queues() == ()
 
 
-def test_a_port_in_use_is_an_error_at_once():
+def test_a_port_in_use_is_an_error_immediately():
     with Broker() as broker, pytest.raises(OSError), Broker(port=broker.port):
         pass
 
@@ -47,7 +47,7 @@ class _Front:
         self.calls.append("stop")
 
 
-def test_what_has_started_is_stopped_if_something_else_cannot_start():
+def test_if_a_part_cannot_start_the_started_parts_are_stopped():
     broker = Broker()
     fronts = [_Front(), _Front(OSError("no")), _Front()]
     broker._fronts += fronts
@@ -58,7 +58,7 @@ def test_what_has_started_is_stopped_if_something_else_cannot_start():
         socket.create_connection(("127.0.0.1", broker.port))
 
 
-def test_a_broker_runs_once_and_says_so():
+def test_a_broker_runs_only_once_and_a_second_start_is_an_error():
     broker = Broker()
     with pytest.raises(RuntimeError, match="with Broker"):
         _ = broker.port
@@ -80,7 +80,7 @@ def test_the_url_escapes_names_and_passwords():
         assert broker.url == f"amqp://us%2Fer:p%40ss@127.0.0.1:{broker.port}/v%2Fh"
 
 
-def test_queues_and_messages_can_be_handled_without_a_connection(broker):
+def test_queues_and_messages_can_be_managed_without_a_connection(broker):
     snapshot = broker.declare_queue("q", arguments={"qpid.flow_stop_count": 2}, durable=True)
     assert (snapshot.name, snapshot.depth, snapshot.durable) == ("q", 0, True)
     commands_properties = commands.Basic.Properties(message_id="m")
@@ -108,14 +108,14 @@ def test_queues_and_messages_can_be_handled_without_a_connection(broker):
         broker.declare_queue("q", arguments={"qpid.max_count": "x"})
 
 
-def test_an_expiration_that_is_no_number_is_refused(broker):
+def test_an_expiration_that_is_not_a_number_is_refused(broker):
     broker.declare_queue("q")
     with pytest.raises(ChannelException, match="invalid expiration 'soon'"):
         broker.publish(b"x", "q", properties=commands.Basic.Properties(expiration="soon"))
     assert broker.queue("q").depth == 0
 
 
-def test_what_time_brings_comes_without_anybody_asking(broker):
+def test_timers_of_the_broker_run_without_calls_from_outside(broker):
     broker.declare_queue("dead")
     to_dead = {"x-dead-letter-exchange": "", "x-dead-letter-routing-key": "dead"}
     broker.declare_queue("q", arguments={"x-message-ttl": 30, **to_dead})
@@ -129,7 +129,7 @@ def test_what_time_brings_comes_without_anybody_asking(broker):
     assert broker.queue("dead").depth == 2
 
 
-def test_C7_counters_have_qpids_names(broker, connect):
+def test_C7_counters_have_the_same_names_as_in_Qpid(broker, connect):
     broker.declare_queue("q", arguments={"qpid.flow_stop_count": 1, "qpid.flow_resume_count": 1})
     client = connect(broker).open().channel()
     client.publish()
@@ -150,7 +150,7 @@ def test_C7_counters_have_qpids_names(broker, connect):
     assert broker.connections()[0].to_json()["flowStoppedCount"] == 1
 
 
-def test_C7_what_clients_say_of_themselves_and_of_queues_can_be_told_as_json(broker, connect):
+def test_C7_values_from_clients_and_queue_arguments_can_be_written_as_json(broker, connect):
     table = {"raw": bytearray(b"\xff"), "time": datetime(2024, 2, 29, tzinfo=UTC), "list": [Decimal("1.5"), None, True]}
     connect(broker).open(properties=table)
     broker.declare_queue("q", arguments=table)
@@ -159,7 +159,7 @@ def test_C7_what_clients_say_of_themselves_and_of_queues_can_be_told_as_json(bro
         assert json.loads(json.dumps({name: told[name] for name in expected})) == expected
 
 
-def test_snapshots_tell_who_is_flowed_by_which_queue_and_how_often(broker, connect):
+def test_snapshots_show_which_channels_are_flowed_by_which_queue_and_how_often(broker, connect):
     for name in ("a", "b"):
         broker.declare_queue(name, arguments={"qpid.flow_stop_count": 1})
     client = connect(broker).open().channel(3, confirms=True)
@@ -183,7 +183,7 @@ def test_snapshots_tell_who_is_flowed_by_which_queue_and_how_often(broker, conne
 @pytest.mark.parametrize(
     ("named", "shown"), [({"connection_name": "shop"}, "shop"), ({"connection_name": 5}, ""), ({}, "")]
 )
-def test_a_client_is_shown_by_what_it_calls_itself(broker, named, shown):
+def test_a_client_is_shown_with_the_name_it_chose(broker, named, shown):
     parameters = pika.URLParameters(broker.url)
     parameters.client_properties = named
     with pika.BlockingConnection(parameters) as connection:
@@ -191,7 +191,7 @@ def test_a_client_is_shown_by_what_it_calls_itself(broker, named, shown):
         assert [each.client for each in (*broker.connections(), *broker.producers())] == [shown, shown]
 
 
-def test_wait_until_looks_again_whenever_something_has_happened(broker, connect):
+def test_wait_until_checks_again_after_every_change(broker, connect):
     broker.declare_queue("q")
     client = connect(broker).open().channel()
     looks = []
@@ -209,7 +209,7 @@ def test_wait_until_looks_again_whenever_something_has_happened(broker, connect)
     assert looks[-1] == 3
 
 
-def test_wait_until_gives_up_in_time_and_says_what_it_saw(broker):
+def test_wait_until_times_out_and_reports_what_it_saw(broker):
     broker.declare_queue("some-queue")
     started = time.monotonic()
     with pytest.raises(TimeoutError, match="some-queue"):
@@ -217,7 +217,7 @@ def test_wait_until_gives_up_in_time_and_says_what_it_saw(broker):
     assert 0.05 <= time.monotonic() - started < 2
 
 
-def test_wait_until_gives_up_in_time_on_a_broker_that_is_never_at_rest(broker):
+def test_wait_until_times_out_on_a_broker_that_is_never_idle(broker):
     broker.declare_queue("q")
     looks = []
 
@@ -233,12 +233,12 @@ def test_wait_until_gives_up_in_time_on_a_broker_that_is_never_at_rest(broker):
     assert len(looks) > 1
 
 
-def test_what_a_predicate_raises_comes_out(broker):
+def test_an_exception_from_a_predicate_is_raised(broker):
     with pytest.raises(ChannelException):
         broker.wait_until(lambda b: b.queue("nowhere"))
 
 
-def test_on_the_running_loop_everything_can_be_called_directly():
+def test_on_the_running_loop_every_method_can_be_called_directly():
     async def main():
         async with Broker() as broker:
             broker.declare_queue("q")
@@ -273,7 +273,7 @@ def test_a_broker_on_another_thread_can_be_awaited():
         asyncio.run(main(broker))
 
 
-def test_many_threads_may_call_it_at_once(broker):
+def test_many_threads_may_call_the_broker_concurrently(broker):
     broker.declare_queue("q")
 
     def work():
@@ -289,7 +289,7 @@ def test_many_threads_may_call_it_at_once(broker):
     assert broker.queue("q").depth == 800
 
 
-def test_a_call_that_comes_while_the_broker_stops_is_answered():
+def test_a_call_while_the_broker_stops_gets_an_answer():
     called, stopped, answered = threading.Event(), threading.Event(), threading.Event()
 
     class Late:
@@ -314,7 +314,7 @@ def test_a_call_that_comes_while_the_broker_stops_is_answered():
     assert answered.wait(20)
 
 
-def test_D5_all_producers_are_stopped_and_started_and_those_that_come_later_too(broker, connect):
+def test_D5_all_producers_can_be_stopped_and_started_including_later_ones(broker, connect):
     early = connect(broker).open().channel(confirms=True)
     consumer = connect(broker).open().channel()
     broker.flow(False)
@@ -342,7 +342,7 @@ def test_D5_one_channel_can_be_stopped_by_name(broker, connect):
     assert (channel, flow.active) == (2, True)
 
 
-def test_publishes_to_one_queue_are_nacked_and_to_others_taken(broker, connect):
+def test_messages_to_one_queue_are_nacked_and_messages_to_other_queues_accepted(broker, connect):
     for name in ("q", "other"):
         broker.declare_queue(name)
     client = connect(broker).open().channel(confirms=True)
@@ -369,7 +369,7 @@ def test_publishes_to_one_queue_are_nacked_and_to_others_taken(broker, connect):
 
 
 @pytest.mark.parametrize("end", ["release_confirms", "release_all", "delete_queue"])
-def test_confirms_of_one_queue_are_withheld_and_of_others_sent(broker, connect, end):
+def test_confirms_for_one_queue_are_withheld_and_confirms_for_other_queues_sent(broker, connect, end):
     for name in ("q", "other"):
         broker.declare_queue(name)
     client = connect(broker).open().channel(confirms=True)
@@ -393,7 +393,7 @@ def test_confirms_of_one_queue_are_withheld_and_of_others_sent(broker, connect, 
     assert client.expect(commands.Basic.Ack).delivery_tag == 4
 
 
-def test_one_connection_is_blocked_closed_or_dropped_by_name(broker, connect):
+def test_one_connection_can_be_blocked_closed_or_dropped_by_name(broker, connect):
     bad, good = connect(broker).open(), connect(broker).open().channel()
     broker.block("you", connection=bad.name)
     assert bad.expect(commands.Connection.Blocked).reason == "you"
@@ -415,7 +415,7 @@ def test_one_connection_is_blocked_closed_or_dropped_by_name(broker, connect):
         broker.close_channels(channel="other")
 
 
-def test_a_code_that_no_close_can_carry_changes_nothing(broker, connect):
+def test_an_invalid_close_code_is_refused_and_changes_nothing(broker, connect):
     client = connect(broker).open().channel()
     for close in (broker.close_channels, broker.close_connections):
         with pytest.raises(OverflowError):
@@ -423,7 +423,7 @@ def test_a_code_that_no_close_can_carry_changes_nothing(broker, connect):
     client.call(1, commands.Queue.Declare(queue="q"), commands.Queue.DeclareOk)
 
 
-def test_connections_are_blocked_and_unblocked(broker, connect):
+def test_connections_can_be_blocked_and_unblocked(broker, connect):
     early = connect(broker).open()
     broker.block("low on memory")
     assert early.expect(commands.Connection.Blocked).reason == "low on memory"
@@ -435,7 +435,7 @@ def test_connections_are_blocked_and_unblocked(broker, connect):
         client.expect(commands.Connection.Unblocked)
 
 
-def test_confirms_are_withheld_and_released(broker, connect):
+def test_confirms_can_be_withheld_and_released(broker, connect):
     broker.declare_queue("q")
     client = connect(broker).open().channel(confirms=True)
     broker.withhold_confirms()
@@ -448,7 +448,7 @@ def test_confirms_are_withheld_and_released(broker, connect):
     assert (ack.delivery_tag, ack.multiple) == (3, True)
 
 
-def test_publishes_are_nacked_while_so_told(broker, connect):
+def test_messages_are_nacked_while_the_broker_is_set_to_nack(broker, connect):
     broker.declare_queue("q")
     client = connect(broker).open().channel(confirms=True)
     broker.nack_publishes()
@@ -460,7 +460,7 @@ def test_publishes_are_nacked_while_so_told(broker, connect):
     assert broker.queue("q").published == 1
 
 
-def test_channels_and_connections_are_closed_with_any_code(broker, connect):
+def test_channels_and_connections_can_be_closed_with_any_code(broker, connect):
     client = connect(broker).open().channel()
     broker.close_channels(404, "gone")
     close = client.expect(commands.Channel.Close)
@@ -474,7 +474,7 @@ def test_channels_and_connections_are_closed_with_any_code(broker, connect):
     assert client.is_over()
 
 
-def test_connections_are_dropped_without_a_word(broker, connect):
+def test_connections_can_be_dropped_without_a_close(broker, connect):
     client = connect(broker).open().channel()
     broker.drop_connections()
     with pytest.raises((ConnectionResetError, EOFError)):
@@ -482,14 +482,14 @@ def test_connections_are_dropped_without_a_word(broker, connect):
     broker.wait_until(lambda b: not b.connections())
 
 
-def test_a_broker_that_stops_says_so_even_to_those_who_do_not_listen(connect):
+def test_a_broker_that_stops_sends_close_even_to_clients_that_do_not_read(connect):
     with Broker() as broker:
         client = connect(broker).open()
     assert client.expect(commands.Connection.Close).reply_code == 320
     assert client.is_over()
 
 
-def test_a_broker_stops_although_a_peer_reads_nothing(connect):
+def test_a_broker_stops_even_if_a_peer_reads_nothing(connect):
     with Broker() as broker:
         broker.declare_queue("q")
         client = connect(broker).open().channel()
@@ -519,14 +519,14 @@ def test_frames_can_be_traced(connect):
         ({"host": "0.0.0.0", "users": {"a": "b"}}, False),
     ],
 )
-def test_a_broker_that_everybody_can_reach_with_a_password_that_everybody_knows_says_so(options, warns, caplog):
+def test_a_publicly_reachable_broker_with_the_default_password_logs_a_warning(options, warns, caplog):
     with caplog.at_level(logging.WARNING), Broker(**options):
         pass
     assert [record.name for record in caplog.records] == ["qflow_client.broker.core.server"] * warns
     assert all("set users" in message for message in caplog.messages)
 
 
-def test_F5_a_channel_tells_where_it_publishes_to_and_consumes_from(broker, connect):
+def test_F5_a_channel_shows_where_it_publishes_and_consumes(broker, connect):
     broker.declare_queue("q")
     client = connect(broker).open().channel()
     for number in range(9):
@@ -542,7 +542,7 @@ def test_F5_a_channel_tells_where_it_publishes_to_and_consumes_from(broker, conn
     assert channel.to_json()["targets"][-1] == {"exchange": "", "routingKey": "q"}
 
 
-def test_E9_a_policy_for_very_many_queues_comes_in_turns_with_what_else_the_loop_does(broker):
+def test_E9_a_policy_for_very_many_queues_is_applied_in_slices_between_other_tasks_of_the_loop(broker):
     for number in range(50):
         broker.declare_queue(f"q{number}")
     broker._runner.SLICE = 0.0
@@ -564,7 +564,7 @@ def test_E9_a_policy_for_very_many_queues_comes_in_turns_with_what_else_the_loop
         broker.delete_policy("x")
 
 
-def test_wait_until_may_block_a_loop_that_runs_no_task_here() -> None:
+def test_wait_until_may_block_a_loop_on_which_the_broker_does_not_run() -> None:
     """Playwright's synchronous API calls the program from a callback of its loop."""
     loop = asyncio.new_event_loop()
     waited: list[bool] = []

@@ -63,7 +63,7 @@ async def flap(stop: int, resume: int, capacity: int) -> tuple[Counter[bytes], i
     ("stop", "resume", "capacity"),
     [(20, 10, 4), (20, 18, 4), pytest.param(20, 10, 10, id="who is told first could fill it alone")],
 )
-def test_F4_ten_equal_producers_through_a_queue_that_flaps_are_served_alike(stop, resume, capacity):
+def test_F4_ten_equal_producers_are_served_equally_by_a_queue_that_turns_on_and_off_often(stop, resume, capacity):
     served, times_on = asyncio.run(flap(stop, resume, capacity))
     assert times_on >= 10
     assert len(served) == PRODUCERS

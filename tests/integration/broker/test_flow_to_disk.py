@@ -41,7 +41,7 @@ with Broker(store=sys.argv[1], memory_limit=int(sys.argv[2]) << 20, policies=[sp
 
 
 @pytest.mark.timeout(300)
-def test_A2_messages_that_memory_has_no_room_for_flow_to_disk_and_all_arrive_in_order(tmp_path):
+def test_A2_messages_that_do_not_fit_into_memory_flow_to_disk_and_arrive_in_order(tmp_path):
     count = (MESSAGES << 20) // SIZE
     with subprocess.Popen(
         [sys.executable, "-c", BROKER, str(tmp_path / "store"), str(LIMIT)],
@@ -81,7 +81,7 @@ def test_A2_messages_that_memory_has_no_room_for_flow_to_disk_and_all_arrive_in_
     assert resident <= RESIDENT << 20, f"{resident >> 20} MiB"
 
 
-def test_A2_what_is_looked_at_or_got_is_read_from_disk(tmp_path):
+def test_A2_messages_are_read_from_disk_for_browse_and_get(tmp_path):
     with Broker(store=tmp_path / "store", memory_limit=1 << 20, policies=[SPOOL]) as broker:
         broker.declare_queue("q", durable=True)
         for number in range(40):
@@ -98,7 +98,7 @@ def test_A2_what_is_looked_at_or_got_is_read_from_disk(tmp_path):
         assert broker.memory.bytes == 0
 
 
-def test_A2_a_store_that_is_larger_than_memory_is_opened_with_little(tmp_path):
+def test_A2_a_store_that_is_larger_than_memory_is_opened_with_little_memory(tmp_path):
     with Broker(store=tmp_path / "store") as broker:
         broker.declare_queue("q", durable=True)
         with Producer(broker.url, routing_key="q") as producer:
@@ -113,7 +113,7 @@ def test_A2_a_store_that_is_larger_than_memory_is_opened_with_little(tmp_path):
             assert message.body.startswith(b"%d " % number)
 
 
-def test_D8_beyond_the_limit_clients_are_blocked_until_there_is_room():
+def test_D8_above_the_limit_clients_are_blocked_until_there_is_room():
     with Broker(memory_limit=1 << 20) as broker:
         broker.declare_queue("q")
         with Producer(broker.url, routing_key="q", capacity=20) as producer:
@@ -127,7 +127,7 @@ def test_D8_beyond_the_limit_clients_are_blocked_until_there_is_room():
             producer.send(b"x").result(20)
 
 
-def test_an_alarm_of_an_operators_is_his_to_clear():
+def test_an_alarm_raised_by_an_operator_is_cleared_only_by_an_operator():
     with Broker(memory_limit=1 << 20) as broker:
         broker.declare_queue("q")
         broker.raise_alarm("memory", "because")
@@ -136,7 +136,7 @@ def test_an_alarm_of_an_operators_is_his_to_clear():
         assert broker.alarms == {"memory": "because"}
 
 
-def test_A5_what_a_durable_queue_has_let_go_of_stays_whole_in_a_transient_one(tmp_path):
+def test_A5_a_message_that_left_a_durable_queue_stays_complete_in_a_transient_one(tmp_path):
     persistent = pika.BasicProperties(delivery_mode=2)
     with Broker(store=tmp_path / "store") as broker:
         with pika.BlockingConnection(pika.URLParameters(broker.url)) as connection:

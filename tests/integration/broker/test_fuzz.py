@@ -151,7 +151,7 @@ def sized(piece):
 
 
 @pytest.mark.parametrize("seed", [1, 2])
-def test_changed_sessions_disturb_nobody_and_leave_nothing_behind(broker, connect, caplog, seed):
+def test_mutated_sessions_disturb_no_other_connection_and_leave_nothing_behind(broker, connect, caplog, seed):
     chance = random.Random(seed)
     good = connect(broker).open().channel(confirms=True)
     good.call(1, Queue.Declare(queue="good", exclusive=True), Queue.DeclareOk)

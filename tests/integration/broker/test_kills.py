@@ -125,7 +125,7 @@ def killed_under_load(path, connect, first, seconds):
 
 
 @pytest.mark.timeout(600)
-def test_every_confirmed_persistent_message_survives_a_kill_at_any_moment_and_none_is_there_twice(tmp_path, connect):
+def test_every_confirmed_persistent_message_survives_a_kill_at_any_moment_exactly_once(tmp_path, connect):
     moments = random.Random(1)
     path = tmp_path / "store"
     expected, settled, acked = set[int](), set[int](), set[int]()

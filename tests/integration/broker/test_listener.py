@@ -33,7 +33,7 @@ def is_cut(connection: socket.socket) -> bool:
         return True
 
 
-def test_E9_without_a_descriptor_accepting_rests_and_the_log_says_so_once(
+def test_E9_without_a_free_file_descriptor_accepting_pauses_and_is_logged_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(Listener, "PAUSE", 0.01)
@@ -72,7 +72,7 @@ def test_E9_without_a_descriptor_accepting_rests_and_the_log_says_so_once(
     assert "Too many open files; raise the limit of open files (ulimit -n)" in record.getMessage()
 
 
-def test_E9_handshakes_of_tls_are_limited_in_number_and_the_oldest_goes(certificate: list[str]) -> None:
+def test_E9_tls_handshakes_are_limited_in_number_and_the_oldest_is_aborted(certificate: list[str]) -> None:
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     context.load_cert_chain(*certificate)
     with Broker(ssl_context=context, max_unauthenticated=3, unauthenticated_timeout=600) as broker:
@@ -90,7 +90,7 @@ def test_E9_handshakes_of_tls_are_limited_in_number_and_the_oldest_goes(certific
             each.close()
 
 
-def test_E9_a_handshake_counts_in_the_time_that_a_connection_may_take_to_be_opened(certificate: list[str]) -> None:
+def test_E9_a_tls_handshake_counts_towards_the_time_to_open_a_connection(certificate: list[str]) -> None:
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     context.load_cert_chain(*certificate)
     made: list[float] = []

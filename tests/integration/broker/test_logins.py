@@ -25,7 +25,7 @@ def test_py_amqp_logs_in(method: str) -> None:
             connect(broker, "wrong", method).connect()
 
 
-def test_after_too_many_failed_logins_wrong_ones_are_still_answered_and_a_right_one_gets_in() -> None:
+def test_after_too_many_failed_logins_wrong_ones_are_still_answered_and_a_right_one_succeeds() -> None:
     with Broker(users={"ann": "right"}, max_failed_logins=1) as broker:
         for _ in range(3):
             with pytest.raises(AccessRefused):
@@ -34,7 +34,7 @@ def test_after_too_many_failed_logins_wrong_ones_are_still_answered_and_a_right_
             assert connection.connected
 
 
-def test_E8_a_hashed_password_is_checked_on_a_thread_and_known_from_then_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_E8_a_hashed_password_is_checked_on_a_thread_and_then_cached(monkeypatch: pytest.MonkeyPatch) -> None:
     threads = []
 
     def matches(hashed: str, password: bytes) -> bool:

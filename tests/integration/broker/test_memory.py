@@ -36,7 +36,7 @@ def content(size: int, sent: int) -> bytes:
     return b"".join(frame.marshal(part, 1) for part in parts)
 
 
-def test_E9_a_publisher_that_heeds_nothing_is_not_read_at_the_limit():
+def test_E9_a_publisher_that_ignores_flow_is_not_read_from_at_the_memory_limit():
     count = 300
     with Broker(memory_limit=LIMIT) as broker, raw_publisher(broker) as publisher:
         broker.declare_queue("q")
@@ -56,7 +56,7 @@ def test_E9_a_publisher_that_heeds_nothing_is_not_read_at_the_limit():
         assert broker.memory.peak < LIMIT * 1.2
 
 
-def test_E9_bodies_that_are_never_finished_do_not_fill_memory():
+def test_E9_incomplete_bodies_do_not_fill_memory():
     with Broker(memory_limit=LIMIT) as broker, contextlib.ExitStack() as opened:
         broker.declare_queue("q")
         for _ in range(20):

@@ -12,7 +12,7 @@ from qflow_client.broker import Broker, RateLimit, RateScope
 from tests.effort import rounds
 
 
-def test_F6_a_rate_is_kept_by_a_producer_that_listens_and_changed_while_it_sends():
+def test_F6_a_producer_that_obeys_flow_keeps_to_a_rate_that_changes_while_it_sends():
     with Broker() as broker:
         broker.declare_queue("q")
         limit = RateLimit(RateScope.QUEUE, "q", messages=40, burst=0.025)
@@ -37,7 +37,7 @@ def test_F6_a_rate_is_kept_by_a_producer_that_listens_and_changed_while_it_sends
             producer.flush(20)
 
 
-def test_F6_a_limit_must_be_one(broker):
+def test_F6_an_invalid_limit_is_refused(broker):
     with pytest.raises(TypeError, match="must be a RateLimit"):
         broker.set_rate_limit(cast(RateLimit, {"messages": 1}))
     with pytest.raises(LookupError, match="rate limit of user 'ann'"):
@@ -54,7 +54,7 @@ def test_F6_a_limit_must_be_one(broker):
 
 
 @pytest.mark.parametrize("interval", [0.0, 0.002])
-def test_F4_real_producers_of_a_queue_that_flaps_all_get_their_turn(interval):
+def test_F4_real_producers_are_all_served_by_a_queue_that_turns_on_and_off_often(interval):
     """How alike they are served is measured without threads; here nobody may starve."""
     count, each = 10, rounds(300)
     with Broker(resume_interval=interval) as broker:

@@ -23,7 +23,7 @@ class _Broker:
         self.flowed.append((active, name))
 
 
-def test_only_the_channels_of_one_connection_are_stopped_and_those_that_are_gone_are_no_error() -> None:
+def test_only_channels_of_one_connection_are_stopped_and_missing_ones_are_no_error() -> None:
     broker = _Broker()
     COMMANDS["flow_one"](broker, False, "a")
     assert broker.flowed == [(False, "a2")]
@@ -31,7 +31,7 @@ def test_only_the_channels_of_one_connection_are_stopped_and_those_that_are_gone
     assert broker.flowed[1:] == [(True, "all")]
 
 
-def test_a_connection_that_has_no_name_yet_is_not_taken_for_all() -> None:
+def test_a_connection_without_a_name_is_not_mistaken_for_all_connections() -> None:
     told: list[tuple[object, ...]] = []
     broker = Embedded()
     broker._tell = lambda *words: told.append(words)  # type: ignore[method-assign]  # there is no process
@@ -41,7 +41,7 @@ def test_a_connection_that_has_no_name_yet_is_not_taken_for_all() -> None:
     assert told == [("flow_one", False, "b")]
 
 
-def test_it_comes_back_with_its_queue_on_the_same_port_after_a_kill() -> None:
+def test_the_broker_restarts_with_its_queue_on_the_same_port_after_a_kill() -> None:
     with Embedded() as broker:
         url = broker.url
         broker.kill()

@@ -23,14 +23,14 @@ def works(client):
     return True
 
 
-def test_a_wrong_protocol_header_is_answered_with_the_right_one_and_closed(broker, connect):
+def test_a_wrong_protocol_header_is_answered_with_the_right_one_and_a_disconnect(broker, connect):
     client = connect(broker)
     client.send_bytes(b"HTTP/1.1 GET /\r\n\r\n")
     assert client.read_bytes(8) == PROTOCOL_HEADER
     assert client.is_over()
 
 
-def test_garbage_on_one_connection_disturbs_no_other(broker, connect):
+def test_garbage_on_one_connection_does_not_disturb_another(broker, connect):
     good = connect(broker).open().channel()
     for data, code in (
         (b"\1\0\1\0\0\0\1x\0", 501),
@@ -66,7 +66,7 @@ def _sessions_and_channels(but=()):
     return [each for each in gc.get_objects() if type(each) in (Session, Channel) and id(each) not in known]
 
 
-def test_nothing_of_a_connection_that_is_gone_waits_for_the_garbage_collector(broker, connect):
+def test_a_closed_connection_is_freed_without_the_garbage_collector(broker, connect):
     kept = connect(broker).open().channel()
     gc.collect()
     gc.disable()
@@ -97,7 +97,7 @@ def test_a_half_open_connection_is_closed_in_time(connect):
         assert works(opened)
 
 
-def test_a_peer_that_does_not_answer_close_is_cut_off(connect):
+def test_a_peer_that_does_not_answer_close_is_disconnected(connect):
     with Broker(close_timeout=0.1) as broker:
         client = connect(broker).open()
         client.send_bytes(b"\3\0\0\0\0\0\1x\xce")
@@ -105,7 +105,7 @@ def test_a_peer_that_does_not_answer_close_is_cut_off(connect):
         assert client.is_over()
 
 
-def test_a_peer_that_does_not_answer_the_operators_close_is_cut_off_without_heartbeats_too(connect):
+def test_a_peer_that_does_not_answer_a_close_by_the_operator_is_disconnected_even_without_heartbeats(connect):
     with Broker(unauthenticated_timeout=60, close_timeout=0.1) as broker:
         client = connect(broker).open(heartbeat=0)
         broker.close_connections()
@@ -141,7 +141,7 @@ UNDER_WAY = publishes(30_000_000)
 CLOSE = frame.marshal(commands.Connection.Close(200, "", 0, 0), 0)
 
 
-def test_E11_close_ok_arrives_though_the_client_still_has_megabytes_under_way(broker, connect):
+def test_E11_close_ok_arrives_even_if_the_client_still_has_megabytes_in_flight(broker, connect):
     client = connect(broker).open().channel()
     client.send_bytes(CLOSE + UNDER_WAY)
     client.expect(commands.Connection.CloseOk)
@@ -150,7 +150,7 @@ def test_E11_close_ok_arrives_though_the_client_still_has_megabytes_under_way(br
     assert broker.connections() == ()
 
 
-def test_E11_close_ok_arrives_over_tls_though_the_client_still_has_megabytes_under_way(certificate, connect):
+def test_E11_close_ok_arrives_over_tls_even_if_the_client_still_has_megabytes_in_flight(certificate, connect):
     with Broker(ssl_context=server_context(certificate), close_timeout=3600) as broker:
         trusting = ssl.create_default_context(cafile=certificate[0])
         client = connect(broker, wrap=lambda plain: trusting.wrap_socket(plain, server_hostname="localhost"))
@@ -162,7 +162,7 @@ def test_E11_close_ok_arrives_over_tls_though_the_client_still_has_megabytes_und
             client.read()
 
 
-def test_E11_the_brokers_close_arrives_though_the_client_still_has_megabytes_under_way(broker, connect):
+def test_E11_a_close_by_the_broker_arrives_even_if_the_client_still_has_megabytes_in_flight(broker, connect):
     client = connect(broker).open().channel()
     broker.close_connections()
     close_ok = frame.marshal(commands.Connection.CloseOk(), 0)
@@ -173,7 +173,7 @@ def test_E11_the_brokers_close_arrives_though_the_client_still_has_megabytes_und
         client.read()
 
 
-def test_E11_the_right_protocol_header_arrives_though_megabytes_of_another_protocol_are_under_way(broker, connect):
+def test_E11_the_right_protocol_header_arrives_even_if_megabytes_of_a_foreign_protocol_are_in_flight(broker, connect):
     client = connect(broker)
     client.send_bytes(b"POST / HTTP/1.1\r\n\r\n" + bytes(30_000_000))
     assert client.read_bytes(8) == PROTOCOL_HEADER
@@ -181,7 +181,7 @@ def test_E11_the_right_protocol_header_arrives_though_megabytes_of_another_proto
         client.read_bytes(1)
 
 
-def test_E11_a_broker_that_stops_reads_on_until_its_close_has_arrived(connect):
+def test_E11_a_broker_that_stops_keeps_reading_until_its_close_has_arrived(connect):
     with Broker() as broker:
         client = connect(broker).open().channel()
         producer = threading.Thread(target=client.send_bytes, args=(UNDER_WAY,))
@@ -193,7 +193,7 @@ def test_E11_a_broker_that_stops_reads_on_until_its_close_has_arrived(connect):
         client.read()
 
 
-def test_closed_connections_do_not_count_against_the_limit_while_clients_keep_their_sockets(connect):
+def test_closed_connections_do_not_count_towards_the_limit_while_clients_keep_their_sockets_open(connect):
     with Broker(max_connections=2, close_timeout=3600) as broker:
         clients = [connect(broker).open() for _ in range(2)]
         for _ in range(3):
@@ -204,28 +204,28 @@ def test_closed_connections_do_not_count_against_the_limit_while_clients_keep_th
         assert is_refused(connect(broker))
 
 
-def test_a_broker_that_stops_does_not_wait_for_a_client_that_does_not_close(connect):
+def test_stopping_the_broker_does_not_wait_for_a_client_that_does_not_close(connect):
     with Broker(close_timeout=3600) as broker:
         quiet, finished = (connect(broker).open().channel() for _ in range(2))
         finished.call(0, commands.Connection.Close(200, "", 0, 0), commands.Connection.CloseOk)
     assert quiet.expect(commands.Connection.Close).reply_code == 320
 
 
-def test_a_peer_that_does_not_close_its_socket_after_close_ok_is_cut_off(connect):
+def test_a_peer_that_does_not_close_its_socket_after_close_ok_is_disconnected(connect):
     with Broker(close_timeout=0.1) as broker:
         client = connect(broker).open().channel()
         client.call(0, commands.Connection.Close(200, "", 0, 0), commands.Connection.CloseOk)
         assert is_reset(client)
 
 
-def test_E9_a_peer_that_missed_its_time_is_not_waited_for(connect):
+def test_E9_the_broker_does_not_wait_for_a_peer_that_missed_its_deadline(connect):
     with Broker(unauthenticated_timeout=0.1, close_timeout=3600) as broker:
         client = connect(broker)
         assert client.is_over()
         assert is_reset(client)
 
 
-def test_a_trace_that_raises_ends_its_connection_and_no_other(connect):
+def test_a_trace_function_that_raises_ends_only_its_own_connection(connect):
     def trace(direction, connection, channel, name):
         if (connection, name) == (bad.name, "Connection.Blocked"):
             raise RuntimeError("no luck")
@@ -241,7 +241,7 @@ def test_a_trace_that_raises_ends_its_connection_and_no_other(connect):
         assert works(good)
 
 
-def test_heartbeats_go_both_ways_and_a_silent_peer_is_closed(connect):
+def test_heartbeats_go_in_both_directions_and_a_silent_peer_is_disconnected(connect):
     with Broker() as broker:
         client = connect(broker).open(heartbeat=1)
         beats = 0
@@ -276,7 +276,7 @@ def test_more_connections_than_allowed_are_refused_with_530_as_on_rabbitmq(conne
         connect(broker).open()
 
 
-def test_the_oldest_connection_that_is_not_open_goes_when_there_are_too_many_and_no_open_one_does(connect):
+def test_with_too_many_connections_the_oldest_unopened_one_is_closed_and_no_open_one(connect):
     with Broker(max_unauthenticated=2, unauthenticated_timeout=3600) as broker:
         kept = [connect(broker).open().channel() for _ in range(3)]
         strangers = [connect(broker) for _ in range(3)]
@@ -305,7 +305,7 @@ def test_J8_a_consumer_that_does_not_read_leaves_messages_in_the_queue(broker, c
     broker.wait_until(lambda b: b.queue("q").depth == 0)
 
 
-def test_E6_a_client_that_asks_for_more_than_it_reads_gets_it_as_it_reads(broker, connect):
+def test_E6_a_client_that_requests_more_than_it_reads_gets_answers_as_it_reads(broker, connect):
     broker.declare_queue("q")
     broker.publish(bytes(1 << 20), "q")
     client = connect(broker).open().channel()
@@ -345,7 +345,7 @@ def server_context(certificate):
     return context
 
 
-def test_tls(certificate, connect):
+def test_clients_can_connect_with_tls(certificate, connect):
     with Broker(ssl_context=server_context(certificate)) as broker:
         assert broker.url.startswith("amqps://")
         trusting = ssl.create_default_context(cafile=certificate[0])
@@ -354,7 +354,7 @@ def test_tls(certificate, connect):
         client.call(0, commands.Connection.Close(200, "", 0, 0), commands.Connection.CloseOk)
 
 
-def test_E9_a_stranger_is_cut_off_when_its_time_is_over_whatever_it_has_said():
+def test_E9_an_unauthenticated_client_is_disconnected_at_its_deadline_whatever_it_has_sent():
     with (
         Broker(unauthenticated_timeout=1, close_timeout=60) as broker,
         socket.create_connection(("127.0.0.1", broker.port), timeout=30) as stranger,

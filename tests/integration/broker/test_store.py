@@ -34,7 +34,7 @@ from tests.integration.forked import Forked
 PERSISTENT = pika.BasicProperties(delivery_mode=2)
 
 
-def test_E10_a_damaged_store_starts_with_right_bodies_or_says_what_to_do(tmp_path):
+def test_E10_a_damaged_store_starts_with_correct_bodies_or_says_what_to_do(tmp_path):
     # The nightly part "damage" does it at 1,100 places.
     verdict = damage(tmp_path, flips=rounds(30), cuts=rounds(5), seed=1)
     assert verdict.failures == []
@@ -77,7 +77,7 @@ def test_durable_queues_exchanges_bindings_and_persistent_messages_survive_a_res
         assert [message.body for message in broker.messages("orders")] == [b"one more"]
 
 
-def test_it_keeps_its_store_on_the_loop_that_it_is_given(tmp_path):
+def test_the_store_is_used_on_the_loop_of_the_application(tmp_path):
     async def once(count):
         async with Broker(store=tmp_path / "store") as broker:
             broker.declare_queue("q", durable=True)
@@ -87,7 +87,7 @@ def test_it_keeps_its_store_on_the_loop_that_it_is_given(tmp_path):
     assert [asyncio.run(once(count)) for count in (1, 2, 3)] == [1, 2, 3]
 
 
-def test_a_queue_with_marks_comes_back_ON(tmp_path):
+def test_a_queue_above_its_thresholds_is_ON_after_a_restart(tmp_path):
     arguments = {"qpid.flow_stop_count": 3, "qpid.flow_resume_count": 1}
     with Broker(store=tmp_path / "store") as broker:
         broker.declare_queue("q", durable=True, arguments=arguments)
@@ -99,7 +99,7 @@ def test_a_queue_with_marks_comes_back_ON(tmp_path):
         assert not broker.queue("q").flow_stopped
 
 
-def test_one_store_is_for_one_broker(tmp_path):
+def test_two_brokers_cannot_share_a_store(tmp_path):
     path = tmp_path / "store"
     words = "used by another broker in this process; give each broker a store of its own"
     with Broker(store=path), pytest.raises(StoreError, match=words):
@@ -108,7 +108,7 @@ def test_one_store_is_for_one_broker(tmp_path):
         pass
 
 
-def test_another_file_is_no_store(tmp_path):
+def test_a_file_of_a_different_format_is_refused_as_a_store(tmp_path):
     path = tmp_path / "other"
     with sqlite3.connect(path) as file:
         file.execute("CREATE TABLE t (x)")
@@ -120,7 +120,7 @@ def test_another_file_is_no_store(tmp_path):
         Broker(store=tmp_path / "nowhere" / "store").__enter__()
 
 
-def test_what_a_setting_refuses_now_is_told_with_the_name_of_the_store(tmp_path):
+def test_stored_objects_refused_by_a_setting_are_reported_with_the_path_of_the_store(tmp_path):
     path = tmp_path / "store"
     with Broker(store=path, capacity=1000) as broker:
         broker.declare_queue("q", durable=True, arguments={"x-qpid-flow-resume-capacity": 500})
@@ -130,7 +130,7 @@ def test_what_a_setting_refuses_now_is_told_with_the_name_of_the_store(tmp_path)
         assert broker.queue("q").thresholds.flow_resume_capacity == 500
 
 
-def test_a_broker_with_a_store_is_changed_only_while_it_runs(tmp_path):
+def test_a_broker_with_a_store_can_be_changed_only_while_it_runs(tmp_path):
     broker = Broker(store=tmp_path / "store")
     with pytest.raises(RuntimeError, match="only while it runs"):
         broker.declare_queue("q", durable=True)
@@ -142,7 +142,7 @@ def test_a_broker_with_a_store_is_changed_only_while_it_runs(tmp_path):
 
 
 @pytest.mark.parametrize("error", [StoreError, MemoryError, RuntimeError])
-def test_while_nothing_can_be_written_clients_are_blocked_and_nothing_is_confirmed(
+def test_while_the_disk_cannot_be_written_clients_are_blocked_and_nothing_is_confirmed(
     tmp_path, monkeypatch, caplog, error
 ):
     is_full = threading.Event()
@@ -174,7 +174,7 @@ def test_while_nothing_can_be_written_clients_are_blocked_and_nothing_is_confirm
         assert broker.queue("q").depth == 2
 
 
-def test_D8_while_too_little_of_the_disk_is_free_clients_are_blocked(tmp_path, monkeypatch, caplog):
+def test_D8_while_the_disk_has_too_little_free_space_clients_are_blocked(tmp_path, monkeypatch, caplog):
     free: list[int | OSError] = [999]
     folders = set()
     looks = threading.Semaphore(0)
@@ -221,7 +221,7 @@ def test_D8_while_too_little_of_the_disk_is_free_clients_are_blocked(tmp_path, m
     assert "blocked for that no more" in caplog.text
 
 
-def test_the_free_space_is_that_of_the_folder_of_the_store(tmp_path):
+def test_free_space_is_measured_in_the_folder_of_the_store(tmp_path):
     assert 0 < keeper.free_space(tmp_path) <= shutil.disk_usage(tmp_path).total
     with Broker(store=tmp_path / "store", disk_free_limit=1) as broker:
         assert broker.alarms == {}
@@ -229,7 +229,7 @@ def test_the_free_space_is_that_of_the_folder_of_the_store(tmp_path):
         Broker(disk_free_limit=1)
 
 
-def test_what_cannot_be_read_for_whatever_reason_is_read_later(tmp_path, monkeypatch, caplog):
+def test_a_body_that_cannot_be_read_for_any_reason_is_read_later(tmp_path, monkeypatch, caplog):
     failures = [StoreError("not now"), MemoryError("no room")]
     read = BodyReader.read
 
@@ -250,7 +250,7 @@ def test_what_cannot_be_read_for_whatever_reason_is_read_later(tmp_path, monkeyp
     assert "not now; messages wait until it can be read" in caplog.text
 
 
-def test_a_broker_that_cannot_write_ends_all_the_same(tmp_path, monkeypatch, caplog):
+def test_a_broker_that_cannot_write_to_its_disk_still_ends(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(Keeper, "STOP_GRACE", 0.1)
     with Broker(store=tmp_path / "store") as broker:
         broker.declare_queue("q", durable=True)
@@ -265,7 +265,7 @@ def test_a_broker_that_cannot_write_ends_all_the_same(tmp_path, monkeypatch, cap
     assert "what was not confirmed is lost" in caplog.text
 
 
-def test_a_broker_ends_also_if_a_write_fails_only_after_it_has_begun_to(tmp_path, monkeypatch, caplog):
+def test_a_broker_ends_even_if_a_write_fails_after_stop_has_begun(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(Keeper, "STOP_GRACE", 0.1)
     may_fail = threading.Event()
     stop = Keeper.stop
@@ -327,7 +327,7 @@ def killed_after(folder, steps):
     ],
     ids=lambda value: value if isinstance(value, str) and value.isidentifier() else "",
 )
-def test_what_returns_is_on_disk_and_survives_a_kill_right_after_it(tmp_path, name, values, there):
+def test_when_a_call_returns_its_change_is_on_disk_and_survives_a_kill(tmp_path, name, values, there):
     before = """
         from qflow_client.broker import Definitions, QueueDefinition
         broker.declare_queue("orders", durable=True)
@@ -369,7 +369,7 @@ def asked(broker, method, path, body=None):
         return answer.status
 
 
-def test_what_is_asked_over_http_is_on_disk_when_it_is_answered(tmp_path, order):
+def test_a_change_made_over_http_is_on_disk_when_it_is_answered(tmp_path, order):
     with Broker(store=tmp_path / "store", http_port=0) as broker:
         for number in range(5):
             order.append(asked(broker, "PUT", f"queues/{number}", {"durable": True}))
@@ -392,14 +392,14 @@ def full_disk(broker, monkeypatch):
         yield
 
 
-def test_over_http_what_needs_no_disk_is_answered_while_it_is_full(tmp_path, monkeypatch):
+def test_http_requests_that_need_no_disk_are_answered_while_the_disk_is_full(tmp_path, monkeypatch):
     with Broker(store=tmp_path / "store", http_port=0) as broker, full_disk(broker, monkeypatch):
         assert asked(broker, "POST", "queues/q/purge") == 200
         assert asked(broker, "PUT", "queues/of%20this%20run", {"durable": False}) == 201
         assert "disk" in broker.alarms
 
 
-def test_over_http_what_cannot_be_on_disk_is_told_with_the_reason(tmp_path, monkeypatch):
+def test_an_http_change_that_cannot_be_written_to_disk_is_refused_with_the_reason(tmp_path, monkeypatch):
     monkeypatch.setattr(HttpServer, "DISK_PATIENCE", 0.1)
     with Broker(store=tmp_path / "store", http_port=0) as broker:
         with full_disk(broker, monkeypatch), pytest.raises(urllib.error.HTTPError) as refused:
@@ -414,7 +414,7 @@ def test_over_http_what_cannot_be_on_disk_is_told_with_the_reason(tmp_path, monk
         assert asked(broker, "PUT", "queues/lasting", {"durable": True}) == 200
 
 
-def test_on_its_own_loop_nothing_waits_but_what_is_awaited(tmp_path, order):
+def test_on_its_own_loop_only_awaited_calls_wait_for_the_disk(tmp_path, order):
     async def make():
         async with Broker(store=tmp_path / "store") as broker:
             broker.declare_queue("q", durable=True)
@@ -449,7 +449,7 @@ def hanging(monkeypatch, kind, name):
         is_over.set()
 
 
-def test_a_write_that_never_returns_keeps_no_broker_from_ending(tmp_path, monkeypatch, caplog):
+def test_the_broker_ends_even_if_a_write_never_returns(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(Keeper, "STOP_TIMEOUT", 0.1)
     path = tmp_path / "store"
     with hanging(monkeypatch, Store, "write") as hangs, ThreadPoolExecutor(1) as other:
@@ -473,7 +473,7 @@ def test_a_write_that_never_returns_keeps_no_broker_from_ending(tmp_path, monkey
         pass
 
 
-def test_a_read_that_never_returns_keeps_no_broker_from_ending(tmp_path, monkeypatch, caplog):
+def test_the_broker_ends_even_if_a_read_never_returns(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(Keeper, "STOP_TIMEOUT", 0.1)
     path = tmp_path / "store"
     with hanging(monkeypatch, BodyReader, "read") as hangs:
@@ -492,7 +492,7 @@ def test_a_read_that_never_returns_keeps_no_broker_from_ending(tmp_path, monkeyp
         thread.join(30)
 
 
-def test_a_process_ends_though_a_write_never_returns(tmp_path):
+def test_the_process_ends_even_if_a_write_never_returns(tmp_path):
     program = """
 import threading
 from qflow_client.broker import Broker, StoreError
@@ -517,7 +517,7 @@ declaring.join()
     assert (process.returncode, out) == (0, "store: the broker has ended before it was on disk\n"), err
 
 
-def test_nothing_of_a_store_is_there_without_one(broker, tmp_path, monkeypatch):
+def test_without_a_store_no_file_is_written_and_no_thread_is_started(broker, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     broker.declare_queue("q", durable=True)
     broker.publish(b"x", "q", properties=commands.Basic.Properties(delivery_mode=2))
@@ -525,7 +525,7 @@ def test_nothing_of_a_store_is_there_without_one(broker, tmp_path, monkeypatch):
     assert not any(thread.name.startswith("qflow-store") for thread in threading.enumerate())
 
 
-def test_E10_a_damaged_row_is_set_aside_and_reported_and_a_cut_file_is_refused(tmp_path, caplog):
+def test_E10_a_damaged_row_is_set_aside_and_reported_and_a_truncated_file_is_refused(tmp_path, caplog):
     path = tmp_path / "store"
     with Broker(store=path) as broker:
         broker.declare_queue("q", durable=True)

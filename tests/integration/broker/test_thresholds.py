@@ -6,7 +6,7 @@ from pamqp import commands
 from qflow_client.broker import Broker, ChannelException, ThresholdsSnapshot
 
 
-def test_D4_a_higher_stop_turns_a_queue_off_and_lets_go_whom_it_held(broker, connect):
+def test_D4_a_higher_stop_threshold_turns_a_queue_off_and_unflows_its_publishers(broker, connect):
     broker.declare_queue("q", arguments={"qpid.flow_stop_count": 1, "qpid.flow_resume_count": 1})
     client = connect(broker).open().channel(confirms=True)
     client.publish()
@@ -20,7 +20,7 @@ def test_D4_a_higher_stop_turns_a_queue_off_and_lets_go_whom_it_held(broker, con
     assert not broker.channels()[0].flowed
 
 
-def test_D4_a_lower_stop_turns_a_queue_on_for_who_publishes_next(broker, connect):
+def test_D4_a_lower_stop_threshold_turns_a_queue_on_for_the_next_publisher(broker, connect):
     broker.declare_queue("q", arguments={"qpid.flow_stop_count": 10})
     client = connect(broker).open().channel()
     for _ in range(3):
@@ -35,7 +35,7 @@ def test_D4_a_lower_stop_turns_a_queue_on_for_who_publishes_next(broker, connect
 
 
 @pytest.mark.parametrize("scope", ["offender", "publishers"])
-def test_D4_a_queue_without_marks_gets_some_and_loses_them_again(connect, scope):
+def test_D4_thresholds_can_be_added_to_a_queue_and_removed_again(connect, scope):
     with Broker(flow_scope=scope) as broker:
         broker.declare_queue("q")
         client = connect(broker).open().channel(confirms=True)
@@ -60,7 +60,7 @@ def test_D4_a_queue_without_marks_gets_some_and_loses_them_again(connect, scope)
             assert client.expect(commands.Basic.Ack)
 
 
-def test_D12_everyone_who_published_since_there_are_marks_is_told(connect):
+def test_D12_every_publisher_since_the_thresholds_were_set_is_flowed(connect):
     with Broker(flow_scope="publishers") as broker:
         broker.declare_queue("q")
         broker.set_thresholds("q", flow_stop_count=1)
@@ -72,7 +72,7 @@ def test_D12_everyone_who_published_since_there_are_marks_is_told(connect):
         assert two.expect(commands.Channel.Flow).active is False
 
 
-def test_D4_marks_that_are_not_named_stay_and_declarations_too(broker):
+def test_D4_thresholds_that_are_not_mentioned_stay_and_so_do_declared_ones(broker):
     arguments = {"qpid.flow_stop_count": 100, "qpid.flow_resume_count": 70, "x-qpid-capacity": 1000}
     broker.declare_queue("q", arguments=arguments)
     broker.set_thresholds("q", flow_stop_size=500)
@@ -95,7 +95,7 @@ def test_D4_marks_that_are_not_named_stay_and_declarations_too(broker):
         ({"capacity": "5"}, "capacity='5': it must be an integer"),
     ],
 )
-def test_C3_marks_that_contradict_each_other_are_refused_and_nothing_changes(broker, marks, words):
+def test_C3_contradictory_thresholds_are_refused_and_nothing_changes(broker, marks, words):
     broker.declare_queue(
         "q", arguments={"qpid.flow_stop_count": 100, "qpid.flow_resume_count": 70, "qpid.max_count": 200}
     )
@@ -106,7 +106,7 @@ def test_C3_marks_that_contradict_each_other_are_refused_and_nothing_changes(bro
     assert broker.queue("q") == before
 
 
-def test_marks_that_do_not_exist_are_refused(broker):
+def test_unknown_thresholds_are_refused(broker):
     broker.declare_queue("q")
     with pytest.raises(TypeError, match="flow_stop: there is no such mark; there are flow_stop_count"):
         broker.set_thresholds("q", flow_stop=1)

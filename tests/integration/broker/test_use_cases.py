@@ -87,7 +87,7 @@ BODIES = [b"%d" % number for number in range(COUNT)]
 
 
 @pytest.mark.parametrize("is_controlled", [True, False])
-def test_D6_a_consumer_lags_and_goes_away_and_the_queue_stays_within_bounds(is_controlled):
+def test_D6_a_queue_stays_bounded_while_its_consumer_is_slow_and_then_gone(is_controlled):
     with Broker() as broker:
         marks: dict[str, object] = {"qpid.flow_stop_count": 50, "qpid.flow_resume_count": 30}
         broker.declare_queue("orders", arguments=marks if is_controlled else {})
@@ -115,7 +115,7 @@ def test_D6_a_consumer_lags_and_goes_away_and_the_queue_stays_within_bounds(is_c
 
 
 @pytest.mark.parametrize("is_controlled", [True, False])
-def test_D6_D10_a_subscriber_that_never_acks_is_bounded_and_stops_the_others_only_for_a_time(is_controlled):
+def test_D6_D10_a_subscriber_that_never_acks_is_bounded_and_delays_the_others_only_for_a_time(is_controlled):
     policy = Policy(
         "topics",
         PolicyDefinition.from_mapping(
@@ -149,7 +149,7 @@ def test_D6_D10_a_subscriber_that_never_acks_is_bounded_and_stops_the_others_onl
 
 
 @pytest.mark.parametrize("is_controlled", [True, False])
-def test_D6_large_messages_that_nobody_can_process_are_bounded_by_bytes(is_controlled):
+def test_D6_large_messages_that_no_consumer_can_process_are_bounded_by_bytes(is_controlled):
     large = [bytes(100_000) for _ in range(50)]
     arguments: dict[str, object] = {"x-qpid-capacity": 1_000_000, "x-qpid-flow-resume-capacity": 500_000}
     with Broker() as broker:
@@ -169,7 +169,7 @@ def test_D6_large_messages_that_nobody_can_process_are_bounded_by_bytes(is_contr
         assert peak <= 1_300_000 if is_controlled else peak == 5_000_000
 
 
-def test_D6_what_nobody_can_process_expires_and_lets_the_producer_go(tmp_path):
+def test_D6_messages_that_no_consumer_can_process_expire_and_unflow_the_producer(tmp_path):
     arguments: dict[str, object] = {"x-qpid-capacity": 100_000, "x-message-ttl": 200}
     with Broker() as broker:
         broker.declare_queue("images", arguments=arguments)
@@ -181,7 +181,7 @@ def test_D6_what_nobody_can_process_expires_and_lets_the_producer_go(tmp_path):
 
 
 @pytest.mark.usefixtures("no_retries")
-def test_A4_a_publish_that_found_no_room_is_told_so_across_the_wire():
+def test_A4_a_client_is_notified_that_its_message_found_no_room():
     with Broker(max_producer_flow_control_wait=0.1) as broker:
         waits: dict[str, object] = {"x-qflow-policy": "wait", "qpid.max_count": 1}
         broker.declare_queue("orders", arguments=waits)
@@ -198,7 +198,7 @@ def test_A4_a_publish_that_found_no_room_is_told_so_across_the_wire():
             receipt.result(20)
 
 
-def test_D4_policies_are_set_and_deleted_on_a_running_broker():
+def test_D4_policies_can_be_set_and_deleted_on_a_running_broker():
     with Broker() as broker:
         broker.declare_queue("orders")
         policy = Policy("small", PolicyDefinition(max_count=5), "^orders$")

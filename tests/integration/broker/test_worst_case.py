@@ -93,7 +93,7 @@ def test_C6_two_producers_never_overshoot_the_sum_of_their_capacities(connect, e
         assert all(producer.times_flowed for producer in producers)
 
 
-def test_J7_nothing_is_published_after_flow_ok_by_a_producer_that_listens(connect):
+def test_J7_a_producer_that_obeys_flow_publishes_nothing_after_flow_ok(connect):
     lines = []
     with Broker(trace=lambda *line: lines.append(line)) as broker:
         producers = start_two(broker, connect)

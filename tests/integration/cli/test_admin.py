@@ -37,7 +37,7 @@ def _run(broker: Broker, capsys: pytest.CaptureFixture[str]) -> Run:
     return run
 
 
-def test_C7_a_queue_is_added_with_the_options_of_the_cpp_tool(broker: Broker, run: Run) -> None:
+def test_C7_a_queue_can_be_added_with_the_options_of_the_qpid_cpp_tool(broker: Broker, run: Run) -> None:
     marks = ["--flow-stop-size", "1000", "--flow-resume-size", "700", "--flow-stop-count", "100"]
     assert run("add", "queue", "orders", *marks, "--flow-resume-count", "70") == (0, "", "")
     assert broker.queue("orders").arguments == {
@@ -99,7 +99,7 @@ def test_D5_producers_are_listed_stopped_and_started(broker: Broker, run: Run) -
     assert (code, err) == (1, "qflow: there is no channel 'nobody'; there are: none\n")
 
 
-def test_D4_marks_are_set_on_a_queue_in_use(broker: Broker, run: Run) -> None:
+def test_D4_thresholds_can_be_set_on_a_queue_in_use(broker: Broker, run: Run) -> None:
     broker.declare_queue("orders")
     broker.publish(b"12345", "orders")
     assert run("set", "queue", "orders", "--flow-stop-size", "4") == (0, "orders: 4/3 B, ON\n", "")
@@ -115,7 +115,7 @@ def test_D4_marks_are_set_on_a_queue_in_use(broker: Broker, run: Run) -> None:
     assert run("set", "queue", "orders")[2] == "qflow: nothing to change: give at least one mark, see --help\n"
 
 
-def test_a_queue_is_purged_and_deleted(broker: Broker, run: Run) -> None:
+def test_a_queue_can_be_purged_and_deleted(broker: Broker, run: Run) -> None:
     broker.declare_queue("orders")
     broker.publish(b"x", "orders")
     assert run("purge", "orders") == (0, "1 message removed\n", "")
@@ -123,7 +123,7 @@ def test_a_queue_is_purged_and_deleted(broker: Broker, run: Run) -> None:
     assert run("delete", "queue", "orders") == (1, "", "qflow: no queue 'orders' in vhost '/'\n")
 
 
-def test_definitions_go_out_and_in(broker: Broker, run: Run, tmp_path: Path) -> None:
+def test_definitions_can_be_exported_and_imported(broker: Broker, run: Run, tmp_path: Path) -> None:
     broker.declare_queue("orders", durable=True)
     broker.bind("amq.fanout", "orders")
     code, out, _ = run("export")
@@ -139,7 +139,7 @@ def test_definitions_go_out_and_in(broker: Broker, run: Run, tmp_path: Path) -> 
     assert run("import", str(path)) == (2, "", "qflow: queues[1].name: Input should be a valid string\n")
 
 
-def test_who_has_no_token_is_told_how_to_show_it(
+def test_a_command_without_a_token_says_how_to_pass_it(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with Broker(http_port=0, http_token="correct-horse") as broker:
@@ -165,14 +165,14 @@ def test_who_has_no_token_is_told_how_to_show_it(
         (["watch", "--period", "0"], 2, "0.1"),
     ],
 )
-def test_what_cannot_be_done_is_one_clear_line(
+def test_an_operation_that_fails_prints_one_clear_line(
     arguments: list[str], code: int, words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["admin", *arguments]) == code
     assert words in " ".join(capsys.readouterr().err.split())
 
 
-def test_another_server_is_told_from_a_broker(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_server_that_is_not_our_broker_is_recognised(capsys: pytest.CaptureFixture[str]) -> None:
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             self.send_error(404)
@@ -225,7 +225,7 @@ def test_flow_states_are_watched_until_ctrl_c(broker: Broker) -> None:
             assert (process.returncode, err) == (0, "")
 
 
-def test_a_broker_that_ends_ends_the_watch() -> None:
+def test_the_watch_ends_when_the_broker_ends() -> None:
     with ExitStack() as stack:
         broker = stack.enter_context(Broker(http_port=0))
         process = stack.enter_context(watching(broker, "--json"))
@@ -240,7 +240,7 @@ def test_a_broker_that_ends_ends_the_watch() -> None:
     assert (process.returncode, err) == (1, f"qflow: {url}: the broker has ended\n")
 
 
-def test_what_turned_between_two_looks_is_told() -> None:
+def test_state_changes_between_two_polls_are_reported() -> None:
     known: dict[str, dict[str, Any]] = {}
     queue = {"name": "q", "flowStopped": False, "flowStoppedCount": 5, "depth": 1, "bytes": 1}
 
@@ -283,7 +283,7 @@ def test_F6_rates_are_set_listed_and_deleted(broker: Broker, run: Run) -> None:
     assert (code, err) == (2, "qflow: scope: Input should be 'exchange', 'queue' or 'user'\n")
 
 
-def test_names_that_clients_choose_reach_the_terminal_without_control_characters(broker: Broker, run: Run) -> None:
+def test_names_chosen_by_clients_are_printed_without_control_characters(broker: Broker, run: Run) -> None:
     name = "\x1b]0;title\x07\x9b31m\u202e"
     broker.declare_queue(name, arguments={"qpid.flow_stop_count": 5})
     for arguments in (["queues"], ["set", "queue", name, "--flow-stop-count", "7"], ["purge", "\x1b[31mmissing"]):

@@ -43,7 +43,7 @@ def start(*arguments: str, kind: type[subprocess.Popen[str]] = Forked) -> tuple[
     # One as users start it; the tests of the other commands start none of their own.
     [(signal.SIGINT, subprocess.Popen), (signal.SIGTERM, Forked)],
 )
-def test_it_runs_until_it_is_told_to_end(number: signal.Signals, kind: type[subprocess.Popen[str]]) -> None:
+def test_the_command_runs_until_it_is_terminated(number: signal.Signals, kind: type[subprocess.Popen[str]]) -> None:
     process, url = start("--queue", "orders", kind=kind)
     with Producer(url, routing_key="orders") as producer:
         producer.send(b"one").result(20)
@@ -60,7 +60,7 @@ def test_it_runs_until_it_is_told_to_end(number: signal.Signals, kind: type[subp
         (("--quiet", "--loopback-users", ""), "which other machines may reach, and guest's password is well known"),
     ],
 )
-def test_E8_the_operator_is_warned_when_others_reach_the_broker_and_guest_is_its_only_user(
+def test_E8_the_operator_is_warned_if_the_broker_is_reachable_from_outside_and_guest_is_its_only_user(
     options: tuple[str, ...], warned_of: str
 ) -> None:
     process, url = start("--host", "0.0.0.0", *options)
@@ -75,7 +75,7 @@ def test_E8_the_operator_is_warned_when_others_reach_the_broker_and_guest_is_its
 
 
 @pytest.mark.parametrize("by_file", [False, True])
-def test_it_writes_a_flow_log(tmp_path: Path, by_file: bool) -> None:
+def test_the_command_writes_a_flow_log(tmp_path: Path, by_file: bool) -> None:
     config = tmp_path / "broker.toml"
     config.write_text('flow_log = "log"' if by_file else "")
     given = () if by_file else ("--flow-log", str(tmp_path / "log"))
@@ -94,7 +94,7 @@ def test_it_writes_a_flow_log(tmp_path: Path, by_file: bool) -> None:
     assert (row["queue"], row["waited"], row["filled"]) == ("orders", "shop", "shop")
 
 
-def test_its_settings_are_options() -> None:
+def test_settings_of_the_broker_are_options_of_the_command() -> None:
     process, url = start(
         "--user", "ann:s3cret", "--virtual-host", "shop", "--enforcement", "channel_flow", "--quiet",
         "--queue", "orders", "--flow-stop-count", "1", "--flow-resume-count", "1",
@@ -186,7 +186,7 @@ max_count = 7
 """
 
 
-def test_its_options_can_stand_in_a_file_and_flags_come_first(tmp_path: Path) -> None:
+def test_options_can_be_in_a_configuration_file_and_flags_override_them(tmp_path: Path) -> None:
     path = tmp_path / "broker.toml"
     path.write_text(CONFIG)
     process, url = start("--config", str(path), "--enforcement", "completion", "--queue", "more", "--quiet")
@@ -208,7 +208,7 @@ def test_its_options_can_stand_in_a_file_and_flags_come_first(tmp_path: Path) ->
         process.communicate(timeout=20)
 
 
-def test_the_token_can_stand_in_the_environment(
+def test_the_token_can_be_in_the_environment(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("QFLOW_HTTP_TOKEN", "short")
@@ -216,7 +216,7 @@ def test_the_token_can_stand_in_the_environment(
     assert "http_token must be at least 8 visible" in capsys.readouterr().err
 
 
-def test_every_setting_is_a_flag_and_has_a_word_in_the_file() -> None:
+def test_every_setting_has_a_flag_and_a_key_in_the_configuration_file() -> None:
     flags = set(inspect.signature(broker).parameters)
     assert {field.name for field in fields(BrokerSettings)} - set(SETTINGS) == {"authenticate", "ssl_context", "trace"}
     assert {{"users": "user", "policies": "policy"}.get(name, name) for name in SETTINGS} < flags
@@ -252,7 +252,7 @@ def test_every_setting_is_a_flag_and_has_a_word_in_the_file() -> None:
         ("tls_key = 'key.pem'", "tls_key: for which certificate? give tls_certificate too"),
     ],
 )
-def test_a_refused_option_of_a_file_says_why(
+def test_a_refused_option_in_a_configuration_file_is_reported_with_the_reason(
     text: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -265,7 +265,7 @@ def test_a_refused_option_of_a_file_says_why(
     assert text.startswith("tls_") or "broker.toml: " in err
 
 
-def test_a_file_that_is_not_there_is_one_clear_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_configuration_file_prints_one_clear_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["broker", "--config", "none.toml"]) == 1
     assert capsys.readouterr().err == "qflow: none.toml: No such file or directory\n"
 
@@ -277,7 +277,7 @@ def test_a_wrong_flag_is_not_blamed_on_the_file(tmp_path: Path, capsys: pytest.C
     assert capsys.readouterr().err == "qflow: port must be from 0 to 65535, not -1\n"
 
 
-def test_a_port_in_use_is_one_clear_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_port_in_use_prints_one_clear_line(capsys: pytest.CaptureFixture[str]) -> None:
     with Broker() as other:
         assert main(["broker", "--port", str(other.port)]) == 1
         assert capsys.readouterr().err.startswith(f"qflow: cannot listen on 127.0.0.1:{other.port}: ")
@@ -302,7 +302,7 @@ def drawn(running: Broker) -> str:
     return capture.get()
 
 
-def test_the_garbage_collector_is_as_before_when_the_broker_has_ended() -> None:
+def test_the_settings_of_the_garbage_collector_are_restored_when_the_broker_has_ended() -> None:
     before = gc.get_threshold(), gc.get_freeze_count()
     with seldom_collected():
         assert gc.get_threshold() != before[0]
@@ -312,7 +312,7 @@ def test_the_garbage_collector_is_as_before_when_the_broker_has_ended() -> None:
     assert gc.get_freeze_count() <= before[1]
 
 
-def test_its_store_survives_a_kill_and_is_named_from_where_the_configuration_file_is(
+def test_the_store_survives_a_kill_and_its_path_is_relative_to_the_configuration_file(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     config = tmp_path / "broker.toml"

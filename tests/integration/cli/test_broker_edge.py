@@ -33,7 +33,7 @@ def _certificates(folder: Path) -> None:
     (folder / "client.pem").write_text((folder / "client.crt").read_text() + (folder / "client.key").read_text())
 
 
-def test_with_an_authority_for_clients_only_those_with_its_certificate_come_in(tmp_path: Path) -> None:
+def test_with_a_client_authority_only_clients_with_its_certificate_can_connect(tmp_path: Path) -> None:
     _certificates(tmp_path)
     options = ["--tls-certificate", "server.pem", "--tls-key", "server.key", "--tls-client-ca", "ca.pem"]
     with running_broker(tmp_path, *options, "--http-port", "0") as (url, http_url):
@@ -82,7 +82,7 @@ def test_a_blank_password_is_not_hashed(
     assert capsys.readouterr().err == "qflow: a password must not be blank\n"
 
 
-def test_E9_few_descriptors_are_told_at_the_start_and_outlived(tmp_path: Path) -> None:
+def test_E9_a_low_limit_of_file_descriptors_is_reported_at_the_start_and_survived(tmp_path: Path) -> None:
     limit = ("sh", "-c", 'ulimit -n 150; exec "$@"', "sh")
     with running_broker(tmp_path, prefix=limit) as (url, _):
         port = int(url.rpartition(":")[2].partition("/")[0])

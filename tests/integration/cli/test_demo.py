@@ -53,7 +53,7 @@ def test_C6_the_demonstration_passes_its_audit(enforcement: str, capfd: pytest.C
 
 @flights
 @pytest.mark.usefixtures("forking")
-def test_without_a_terminal_it_tells_its_progress_in_lines(
+def test_without_a_terminal_the_demo_reports_progress_in_lines(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # What the user has set for producers of their own changes nothing.
@@ -66,7 +66,7 @@ def test_without_a_terminal_it_tells_its_progress_in_lines(
 
 
 @flights
-def test_on_a_terminal_it_shows_the_queue_between_its_marks_and_what_holds_its_producers() -> None:
+def test_on_a_terminal_the_demo_shows_the_queue_between_its_thresholds_and_the_holds_of_its_producers() -> None:
     with on_a_terminal("demo", "--messages", "300") as terminal:
         terminal.read_until("producer-15")
         terminal.read_until(None)
@@ -80,7 +80,7 @@ def test_on_a_terminal_it_shows_the_queue_between_its_marks_and_what_holds_its_p
 
 @flights
 @pytest.mark.usefixtures("forking")
-def test_a_failed_audit_says_which_line_failed_and_by_how_much(
+def test_a_failed_audit_shows_which_line_failed_and_by_how_much(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # A queue that never stops anybody, judged as if it had.
@@ -104,7 +104,7 @@ def produce_regardless(*arguments: Any) -> None:
 
 @flights
 @pytest.mark.usefixtures("forking")
-def test_producers_that_do_not_heed_channel_flow_fail_the_audit_though_confirms_hold_them(
+def test_producers_that_ignore_channel_flow_fail_the_audit_even_if_withheld_confirms_hold_them(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("qflow_client.cli.demo.produce", produce_regardless)
@@ -116,7 +116,7 @@ def test_producers_that_do_not_heed_channel_flow_fail_the_audit_though_confirms_
 
 
 @flights
-def test_interrupted_it_ends_with_all_its_processes() -> None:
+def test_an_interrupted_demo_ends_with_all_its_processes() -> None:
     process = Forked[str](
         [sys.executable, "-m", "qflow_client.cli", "demo", "--consumer-rate", "500"],
         stdout=subprocess.PIPE,
@@ -132,7 +132,7 @@ def test_interrupted_it_ends_with_all_its_processes() -> None:
     assert (out, err) == ("", "qflow: interrupted by SIGINT: no audit\n")
 
 
-def test_without_the_flights_it_says_how_to_get_them(
+def test_without_the_flights_the_demo_says_how_to_get_them(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("qflow_client.cli.demo.flights.find_spec", lambda name: None)

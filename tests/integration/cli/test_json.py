@@ -80,7 +80,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broker: Broker) -> P
         ("admin delete rate queue orders", {}),
     ],
 )
-def test_a_command_prints_one_json_object_and_nothing_else(
+def test_a_command_prints_exactly_one_json_object(
     command: str, told: dict[str, Any], folder: Path, capsys: Capture
 ) -> None:
     assert main([*command.split(), "--json"]) == 0
@@ -90,7 +90,7 @@ def test_a_command_prints_one_json_object_and_nothing_else(
     assert out.isascii()
 
 
-def test_each_message_of_an_outbox_is_an_object(folder: Path, capsys: Capture) -> None:
+def test_each_message_of_an_outbox_is_a_json_object(folder: Path, capsys: Capture) -> None:
     assert main(["outbox", "ls", "outbox", "--json", "-n", "2"]) == 0
     first, second = json.loads(capsys.readouterr().out)["messages"]
     assert (first["sequence"], first["message_id"], second["body_bytes"]) == (1, "id-0", 4)
@@ -113,7 +113,7 @@ def test_a_name_with_control_characters_is_escaped(broker: Broker, folder: Path,
     assert out.isascii()
 
 
-def test_an_error_is_on_standard_error_as_without_it(folder: Path, broker: Broker, capsys: Capture) -> None:
+def test_with_json_an_error_is_still_printed_on_standard_error(folder: Path, broker: Broker, capsys: Capture) -> None:
     assert main(["admin", "purge", "missing", "--json"]) == 1
     assert capsys.readouterr() == ("", "qflow: no queue 'missing' in vhost '/'\n")
     broker.delete_queue("orders")

@@ -39,7 +39,7 @@ def left(path: Path) -> list[str | None]:
     return [stored.message.message_id for stored in Outbox.look(path)]
 
 
-def test_ls_shows_what_is_there_also_while_it_is_used(path: Path, capsys: Capture) -> None:
+def test_ls_shows_the_messages_of_an_outbox_even_while_it_is_used(path: Path, capsys: Capture) -> None:
     with Outbox(path):
         assert main(["outbox", "ls", str(path), "--limit", "2"]) == 0
     *rows, more, total = capsys.readouterr().out.splitlines()
@@ -49,7 +49,7 @@ def test_ls_shows_what_is_there_also_while_it_is_used(path: Path, capsys: Captur
     assert total.endswith(" bytes, of which 2 may have been written before")
 
 
-def test_ls_shows_names_as_they_are(tmp_path: Path, capsys: Capture) -> None:
+def test_ls_shows_names_unchanged(tmp_path: Path, capsys: Capture) -> None:
     with Outbox(tmp_path / "outbox") as outbox:
         outbox.put(b"", "[bold]", "[red]x[/]", "[/nothing]")
     assert main(["outbox", "ls", str(tmp_path / "outbox")]) == 0
@@ -59,13 +59,13 @@ def test_ls_shows_names_as_they_are(tmp_path: Path, capsys: Capture) -> None:
     assert "[/nothing]" in out
 
 
-def test_ls_of_an_empty_one(tmp_path: Path, capsys: Capture) -> None:
+def test_ls_of_an_empty_outbox_prints_no_messages(tmp_path: Path, capsys: Capture) -> None:
     Outbox(tmp_path / "outbox").close()
     assert main(["outbox", "ls", str(tmp_path / "outbox")]) == 0
     assert capsys.readouterr().out == "0 messages, 0 bytes\n"
 
 
-def test_export_writes_everything_there_is_to_know(path: Path, tmp_path: Path, capsys: Capture) -> None:
+def test_export_writes_all_data_of_each_message(path: Path, tmp_path: Path, capsys: Capture) -> None:
     assert main(["outbox", "export", str(path)]) == 0
     printed = capsys.readouterr().out
     assert main(["outbox", "export", str(path), "-o", str(tmp_path / "out.jsonl")]) == 0
@@ -87,7 +87,7 @@ def test_export_writes_everything_there_is_to_know(path: Path, tmp_path: Path, c
     )
 
 
-def test_drain_sends_in_order_marks_what_may_be_there_already_and_takes_out_what_is_confirmed(
+def test_drain_sends_in_order_marks_possible_copies_and_removes_confirmed_messages(
     path: Path, broker: Broker, capsys: Capture
 ) -> None:
     assert main(["outbox", "drain", str(path), "--url", broker.url]) == 0
@@ -101,7 +101,7 @@ def test_drain_sends_in_order_marks_what_may_be_there_already_and_takes_out_what
 
 
 @pytest.mark.usefixtures("no_retries")
-def test_drain_leaves_what_is_refused_and_says_so(path: Path, broker: Broker, capsys: Capture) -> None:
+def test_drain_keeps_refused_messages_and_reports_them(path: Path, broker: Broker, capsys: Capture) -> None:
     broker.nack_publishes()
     assert main(["outbox", "drain", str(path), "--url", broker.url + "?x=1"]) == 2
     assert main(["outbox", "drain", str(path), "--url", broker.url]) == 1
@@ -112,7 +112,7 @@ def test_drain_leaves_what_is_refused_and_says_so(path: Path, broker: Broker, ca
     assert left(path) == ["id-1", "id-2", "id-3"]
 
 
-def test_drain_gives_up_when_flowed_for_too_long(
+def test_drain_stops_when_it_is_flowed_for_too_long(
     path: Path, broker: Broker, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(qflow_client.cli.outbox, "_GRACE", 0.1)
@@ -125,7 +125,7 @@ def test_drain_gives_up_when_flowed_for_too_long(
     assert all(stored.may_be_second_copy for stored in Outbox.look(path))
 
 
-def test_drain_without_a_broker(path: Path, capsys: Capture) -> None:
+def test_drain_without_a_broker_fails_clearly(path: Path, capsys: Capture) -> None:
     assert main(["outbox", "drain", str(path), "--url", "amqp://guest:secret@127.0.0.1:1/%2F"]) == 1
     err = capsys.readouterr().err
     assert "127.0.0.1:1" in err
@@ -133,7 +133,7 @@ def test_drain_without_a_broker(path: Path, capsys: Capture) -> None:
     assert len(left(path)) == 3
 
 
-def test_drain_needs_confirms_an_outbox_and_nobody_else(
+def test_drain_needs_confirms_and_an_outbox_that_is_not_in_use(
     path: Path, tmp_path: Path, broker: Broker, capsys: Capture
 ) -> None:
     assert main(["outbox", "drain", str(path), "--url", f"{broker.url}?confirms=false"]) == 2
@@ -145,7 +145,7 @@ def test_drain_needs_confirms_an_outbox_and_nobody_else(
     assert "is used by another producer" in capsys.readouterr().err
 
 
-def test_drain_that_is_interrupted_keeps_what_is_not_confirmed(path: Path, broker: Broker) -> None:
+def test_an_interrupted_drain_keeps_unconfirmed_messages(path: Path, broker: Broker) -> None:
     broker.withhold_confirms()
     with Forked[str](
         [sys.executable, "-c", BRIEF, "outbox", "drain", str(path), "--url", broker.url],
@@ -171,7 +171,7 @@ def damaged(path: Path) -> Path:
     return path
 
 
-def test_ls_and_export_show_what_is_damaged(damaged: Path, capsys: Capture) -> None:
+def test_ls_and_export_show_damaged_messages(damaged: Path, capsys: Capture) -> None:
     assert main(["outbox", "ls", str(damaged)]) == 0
     *_, told, total = capsys.readouterr().out.splitlines()
     assert told.startswith("message 2 is damaged, and not sent: a content header that cannot be decoded")
@@ -183,7 +183,9 @@ def test_ls_and_export_show_what_is_damaged(damaged: Path, capsys: Capture) -> N
     assert err == "qflow: 1 damaged, and left out: see qflow outbox ls\n"
 
 
-def test_drain_sends_what_is_not_damaged_and_says_what_is(damaged: Path, broker: Broker, capsys: Capture) -> None:
+def test_drain_sends_undamaged_messages_and_reports_damaged_ones(
+    damaged: Path, broker: Broker, capsys: Capture
+) -> None:
     for confirmed in (2, 0):
         assert main(["outbox", "drain", str(damaged), "--url", broker.url]) == 1
         out, err = capsys.readouterr()
@@ -194,7 +196,7 @@ def test_drain_sends_what_is_not_damaged_and_says_what_is(damaged: Path, broker:
     assert main(["outbox", "drain", str(damaged), "--url", broker.url]) == 0
 
 
-def test_drop_takes_out_what_is_named_and_nothing_else(damaged: Path, capsys: Capture) -> None:
+def test_drop_removes_only_the_named_messages(damaged: Path, capsys: Capture) -> None:
     assert main(["outbox", "drop", str(damaged), "3", "2", "3", "--yes"]) == 0
     two, three, total = capsys.readouterr().out.splitlines()
     assert two.startswith("message 2, damaged: a content header that cannot be decoded")
@@ -205,14 +207,16 @@ def test_drop_takes_out_what_is_named_and_nothing_else(damaged: Path, capsys: Ca
 
 
 @pytest.mark.parametrize(("answer", "code"), [("y\n", 0), ("n\n", 1), ("", 1)], ids=["yes", "no", "none"])
-def test_drop_asks(path: Path, answer: str, code: int, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+def test_drop_asks_for_confirmation(
+    path: Path, answer: str, code: int, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO(answer))
     assert main(["outbox", "drop", str(path), "1", "3"]) == code
     assert "Take 2 messages out for good?" in capsys.readouterr().out
     assert left(path) == (["id-1", "id-2", "id-3"] if code else ["id-2"])
 
 
-def test_drop_of_what_is_not_there_takes_nothing_out(path: Path, tmp_path: Path, capsys: Capture) -> None:
+def test_drop_of_a_message_that_does_not_exist_removes_nothing(path: Path, tmp_path: Path, capsys: Capture) -> None:
     assert main(["outbox", "drop", str(path), "1", "7", "--yes"]) == 1
     assert "message 7 is not in it any more" in capsys.readouterr().err
     with Outbox(path):

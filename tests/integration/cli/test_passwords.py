@@ -58,7 +58,7 @@ DOORS = {
 
 
 @pytest.mark.parametrize("door", DOORS)
-def test_E8_no_password_in_what_a_command_says(
+def test_E8_no_command_prints_a_password(
     door: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -84,7 +84,7 @@ def test_E8_no_password_in_what_a_command_says(
         (["broker", "--port", "-1", "--http-token", "s3cr3t-pw"], "--http-token: .*use QFLOW_HTTP_TOKEN or"),
     ],
 )
-def test_E8_a_password_on_the_command_line_is_warned_of(
+def test_E8_a_password_on_the_command_line_causes_a_warning(
     arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(arguments) != 0
@@ -92,7 +92,7 @@ def test_E8_a_password_on_the_command_line_is_warned_of(
 
 
 @pytest.mark.parametrize("arguments", [["--url", f"amqp://guest:guest@{HERE}"], ["--url", f"amqp://{HERE}"], []])
-def test_E8_what_is_no_secret_is_not_warned_of(
+def test_E8_an_argument_without_a_secret_causes_no_warning(
     arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("QFLOW_URL", VALUES["plain"])
@@ -100,7 +100,9 @@ def test_E8_what_is_no_secret_is_not_warned_of(
     assert "others can read" not in capsys.readouterr().err
 
 
-def test_users_are_given_one_way_and_a_file_names_some(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_users_can_be_passed_in_only_one_way_and_a_file_may_contain_several(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "users"
     file.write_text("\n")
     assert main(["broker", "--users-file", str(file)]) != 0
@@ -110,7 +112,7 @@ def test_users_are_given_one_way_and_a_file_names_some(tmp_path: Path, capsys: p
 
 
 @pytest.mark.parametrize("way", ["file", "standard input", "environment"])
-def test_E8_users_of_a_broker_can_be_given_without_the_command_line(
+def test_E8_users_of_a_broker_can_be_configured_without_the_command_line(
     way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     users = "ann:s3cr3t:x\n\nbob:two words \n"

@@ -35,13 +35,13 @@ def test_the_first_programs_of_the_readme_work(program: str, is_there: bool, cap
         assert [message.body for message in broker.messages("orders")] == [b"..."]
 
 
-def test_the_readmes_test_passes() -> None:
+def test_the_test_shown_in_the_readme_passes() -> None:
     (program,) = PROGRAMS[2:]
     with Broker() as broker:
         run(program, broker)["test_my_producer_gives_up_in_time"](broker)
 
 
-def test_what_the_readme_links_to_is_there() -> None:
+def test_the_links_of_the_readme_lead_to_existing_files() -> None:
     links = re.findall(r"\]\(([^)#]+)", README.read_text(encoding="utf-8"))
     assert links
     assert [link for link in links if not (README.parent / link).exists()] == []

@@ -77,7 +77,7 @@ def test_every_line_becomes_a_message_and_all_are_confirmed(
     assert err == ""
 
 
-def test_the_queue_is_declared_if_it_is_asked_for(stdin: Callable[[bytes], None], capsys: Capture) -> None:
+def test_the_queue_is_declared_on_request(stdin: Callable[[bytes], None], capsys: Capture) -> None:
     with Broker() as empty:
         stdin(b"one\n")
         assert main(["send", "--url", empty.url, "--routing-key", "orders", "--declare"]) == 0
@@ -112,7 +112,7 @@ def test_csv_records_arrive_as_json_objects(broker: Broker, tmp_path: Path, caps
     ],
     ids=["csv", "jsonl", "lines", "nothing said"],
 )
-def test_standard_input_has_the_format_that_it_is_said_to_have(
+def test_standard_input_is_read_in_the_requested_format(
     broker: Broker, stdin: Callable[[bytes], None], content: bytes, options: list[str], arrived: list[bytes]
 ) -> None:
     stdin(content)
@@ -129,7 +129,7 @@ def test_standard_input_has_the_format_that_it_is_said_to_have(
     ],
     ids=["by its ending", "csv as lines", "txt as csv"],
 )
-def test_a_file_has_the_format_of_its_ending_unless_another_is_said(
+def test_the_file_name_extension_decides_the_format_unless_it_is_set(
     broker: Broker, tmp_path: Path, name: str, options: list[str], arrived: list[bytes]
 ) -> None:
     path = tmp_path / name
@@ -138,7 +138,7 @@ def test_a_file_has_the_format_of_its_ending_unless_another_is_said(
     assert bodies(broker) == arrived
 
 
-def test_what_the_command_line_does_not_say_comes_from_the_environment(
+def test_settings_that_are_not_on_the_command_line_come_from_the_environment(
     broker: Broker, stdin: Callable[[bytes], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("QFLOW_URL", broker.url)
@@ -148,28 +148,28 @@ def test_what_the_command_line_does_not_say_comes_from_the_environment(
     assert bodies(broker) == [b"one"]
 
 
-def test_an_empty_input_is_complete(broker: Broker, stdin: Callable[[bytes], None], capsys: Capture) -> None:
+def test_an_empty_input_succeeds(broker: Broker, stdin: Callable[[bytes], None], capsys: Capture) -> None:
     stdin(b"")
     assert main(["send", "-u", broker.url, "-k", "orders"]) == 0
     assert capsys.readouterr().out.startswith("0 records confirmed")
 
 
-def test_quiet_says_nothing(broker: Broker, stdin: Callable[[bytes], None], capsys: Capture) -> None:
+def test_quiet_prints_nothing(broker: Broker, stdin: Callable[[bytes], None], capsys: Capture) -> None:
     stdin(b"one\n")
     assert main(["send", "-u", broker.url, "-k", "orders", "-q"]) == 0
     assert capsys.readouterr() == ("", "")
 
 
-def test_skip_goes_on_where_a_run_ended(broker: Broker, stdin: Callable[[bytes], None], capsys: Capture) -> None:
+def test_skip_continues_where_an_earlier_run_ended(
+    broker: Broker, stdin: Callable[[bytes], None], capsys: Capture
+) -> None:
     stdin(b"one\ntwo\nthree\n")
     assert main(["send", "-u", broker.url, "-k", "orders", "--skip", "2", "--json"]) == 0
     assert bodies(broker) == [b"three"]
     assert summary(capsys)["confirmed_up_to_record"] == 3
 
 
-def test_a_bad_record_ends_the_run_and_nothing_after_it_is_sent(
-    broker: Broker, tmp_path: Path, capsys: Capture
-) -> None:
+def test_a_bad_record_ends_the_run_and_no_later_record_is_sent(broker: Broker, tmp_path: Path, capsys: Capture) -> None:
     path = tmp_path / "orders.jsonl"
     path.write_text('{"n": 1}\n{"n": 2}\n{"n": \n{"n": 4}\n', encoding="utf-8")
     assert main(["send", str(path), "-u", broker.url, "-k", "orders"]) == 1
@@ -180,7 +180,7 @@ def test_a_bad_record_ends_the_run_and_nothing_after_it_is_sent(
     assert "confirmed without a gap up to record 2" in out
 
 
-def test_what_no_queue_takes_is_told_record_by_record(
+def test_unroutable_records_are_reported_one_by_one(
     broker: Broker, stdin: Callable[[bytes], None], capsys: Capture
 ) -> None:
     stdin(b"x\n" * 8)
@@ -202,15 +202,13 @@ def test_a_nack_ends_the_run(broker: Broker, stdin: Callable[[bytes], None], cap
     assert (told["complete"], told["confirmed"], told["not_confirmed"]) == (False, 0, {"nacked": 1})
 
 
-def test_confirms_that_are_late_and_come_are_no_failure(
-    broker: Broker, stdin: Callable[[bytes], None], capsys: Capture
-) -> None:
+def test_late_confirms_are_not_a_failure(broker: Broker, stdin: Callable[[bytes], None], capsys: Capture) -> None:
     stdin(b"one\ntwo\n")
     assert main(["send", "-u", broker.url, "-k", "orders", "--max-producer-flow-control-wait", "0"]) == 0
     assert capsys.readouterr().out.startswith("2 records confirmed")
 
 
-def test_confirms_that_do_not_come_are_a_failure_that_says_how_long_it_waited(
+def test_missing_confirms_are_a_failure_that_shows_how_long_the_command_waited(
     broker: Broker, stdin: Callable[[bytes], None], capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(qflow_client.cli.sending, "_GRACE", 0.1)
@@ -223,7 +221,7 @@ def test_confirms_that_do_not_come_are_a_failure_that_says_how_long_it_waited(
     assert "--skip" not in out
 
 
-def test_it_waits_for_room_whatever_producers_are_set_to_do(
+def test_the_command_waits_for_room_whichever_when_flowed_is_set(
     broker: Broker, stdin: Callable[[bytes], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("QFLOW_WHEN_FLOWED", "raise")
@@ -232,7 +230,7 @@ def test_it_waits_for_room_whatever_producers_are_set_to_do(
     assert broker.queue("orders").depth == 50
 
 
-def test_empty_lines_bytes_of_any_kind_and_a_line_of_many_frames_arrive_as_they_are(
+def test_empty_lines_arbitrary_bytes_and_a_line_of_many_frames_arrive_unchanged(
     broker: Broker, stdin: Callable[[bytes], None]
 ) -> None:
     lines = [b"", bytes(range(256)).replace(b"\n", b""), b"", b"x" * 3_000_000, b"\r"]
@@ -241,7 +239,7 @@ def test_empty_lines_bytes_of_any_kind_and_a_line_of_many_frames_arrive_as_they_
     assert bodies(broker) == lines
 
 
-def test_a_skip_behind_the_end_is_an_error(broker: Broker, stdin: Callable[[bytes], None], capsys: Capture) -> None:
+def test_a_skip_beyond_the_end_is_an_error(broker: Broker, stdin: Callable[[bytes], None], capsys: Capture) -> None:
     for skip, code in (("2", 0), ("3", 1)):
         stdin(b"one\ntwo\n")
         assert main(["send", "-u", broker.url, "-k", "orders", "--skip", skip]) == code
@@ -251,13 +249,15 @@ def test_a_skip_behind_the_end_is_an_error(broker: Broker, stdin: Callable[[byte
     assert broker.queue("orders").depth == 0
 
 
-def test_without_a_standard_input_it_says_so(broker: Broker, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_standard_input_the_command_says_so(
+    broker: Broker, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sys, "stdin", None)
     assert main(["send", "-u", broker.url, "-k", "orders"]) == 1
     assert capsys.readouterr().err == "qflow: standard input is closed; name a file\n"
 
 
-def test_without_a_terminal_it_tells_that_it_waits_and_draws_nothing(
+def test_without_a_terminal_the_command_reports_that_it_waits_and_draws_no_bar(
     broker: Broker, stdin: Callable[[bytes], None], capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("QFLOW_FLOW_CONTROL_WAIT_NOTIFY_PERIOD", "0.05")
@@ -271,7 +271,7 @@ def test_without_a_terminal_it_tells_that_it_waits_and_draws_nothing(
     assert "--skip" not in out
 
 
-def test_a_flow_control_timeout_says_what_was_not_sent(
+def test_a_flow_control_timeout_shows_which_records_were_not_sent(
     broker: Broker, stdin: Callable[[bytes], None], capsys: Capture
 ) -> None:
     broker.declare_queue("small", arguments={"qpid.flow_stop_count": 3, "x-qflow-enforcement": "channel_flow"})
@@ -297,7 +297,7 @@ def test_a_flow_control_timeout_says_what_was_not_sent(
         (["-", "-k", "orders", "-u", "http://localhost"], 2, "qflow: url='http://localhost': it must be"),
     ],
 )
-def test_what_cannot_be_done_is_one_clear_line(
+def test_an_operation_that_fails_prints_one_clear_line(
     stdin: Callable[[bytes], None], capsys: Capture, arguments: list[str], code: int, words: str
 ) -> None:
     stdin(b"")
@@ -307,7 +307,9 @@ def test_what_cannot_be_done_is_one_clear_line(
     assert "Traceback" not in err
 
 
-def test_no_broker_is_one_clear_line(stdin: Callable[[bytes], None], capsys: Capture, unused_url: str) -> None:
+def test_a_missing_broker_prints_one_clear_line(
+    stdin: Callable[[bytes], None], capsys: Capture, unused_url: str
+) -> None:
     stdin(b"one\n")
     assert main(["send", "-u", unused_url, "-k", "orders"]) == 1
     err = capsys.readouterr().err
@@ -344,7 +346,7 @@ def start(
 
 
 @pytest.mark.parametrize("as_json", [True, False], ids=["json", "text"])
-def test_it_ends_with_what_is_confirmed_how_long_it_was_flowed_and_its_rate(broker: Broker, as_json: bool) -> None:
+def test_the_last_line_shows_confirmed_records_time_flowed_and_rate(broker: Broker, as_json: bool) -> None:
     process, _ = start(broker, b"one\n", options=("--json",) if as_json else ())
     broker.flow(False)
     broker.wait_until(lambda b: all(channel.flow_ok for channel in b.producers()))
@@ -367,7 +369,7 @@ def test_it_ends_with_what_is_confirmed_how_long_it_was_flowed_and_its_rate(brok
         assert re.fullmatch(r"flowed \d+ times?: (.*, )?channel_flow \d+(\.\d+)? s(, .*)?", flowed)
 
 
-def test_on_a_terminal_a_bar_tells_how_much_of_the_file_is_sent_and_what_it_waits_for(
+def test_on_a_terminal_a_bar_shows_how_much_of_the_file_is_sent_and_the_current_hold(
     broker: Broker, tmp_path: Path
 ) -> None:
     path = tmp_path / "orders.csv"
@@ -387,7 +389,7 @@ def test_on_a_terminal_a_bar_tells_how_much_of_the_file_is_sent_and_what_it_wait
     assert terminal.raw.endswith("\x1b[2K")
 
 
-def test_on_a_terminal_what_has_no_length_has_a_spinner(broker: Broker) -> None:
+def test_on_a_terminal_an_input_of_unknown_length_has_a_spinner(broker: Broker) -> None:
     with on_a_terminal("send", "-u", broker.url, "-k", "orders") as terminal:
         assert terminal.process.stdin is not None
         terminal.process.stdin.write(b"one\ntwo\n")
@@ -403,7 +405,9 @@ def test_on_a_terminal_what_has_no_length_has_a_spinner(broker: Broker) -> None:
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_interrupted_while_it_reads_it_says_how_far_it_got(broker: Broker, number: signal.Signals, code: int) -> None:
+def test_an_interrupt_while_reading_prints_how_far_the_run_got(
+    broker: Broker, number: signal.Signals, code: int
+) -> None:
     process, _ = start(broker, b"one\ntwo\n")
     process.send_signal(number)
     out, err = process.communicate(timeout=20)
@@ -413,7 +417,7 @@ def test_interrupted_while_it_reads_it_says_how_far_it_got(broker: Broker, numbe
     assert (told["confirmed"], told["confirmed_up_to_record"], told["complete"]) == (2, 2, False)
 
 
-def test_interrupted_while_it_is_flowed_it_ends_soon_and_sends_nothing_more(broker: Broker) -> None:
+def test_an_interrupt_while_flowed_ends_the_run_soon_and_sends_nothing_more(broker: Broker) -> None:
     process, stdin = start(broker, b"one\n")
     broker.flow(False)
     broker.wait_until(lambda b: all(channel.flow_ok for channel in b.producers()))
@@ -427,7 +431,7 @@ def test_interrupted_while_it_is_flowed_it_ends_soon_and_sends_nothing_more(brok
     assert broker.queue("orders").depth == 1
 
 
-def test_interrupted_while_it_waits_for_confirms_it_says_that_their_outcome_is_unknown(broker: Broker) -> None:
+def test_an_interrupt_while_waiting_for_confirms_reports_that_their_outcome_is_unknown(broker: Broker) -> None:
     broker.withhold_confirms()
     process, stdin = start(broker, b"one\ntwo\n", program=("-c", BRIEF))
     stdin.close()
@@ -443,7 +447,7 @@ def test_interrupted_while_it_waits_for_confirms_it_says_that_their_outcome_is_u
     process.stderr.close()
 
 
-def test_interrupted_while_it_has_no_connection_it_ends_and_says_what_is_unknown(broker: Broker) -> None:
+def test_an_interrupt_while_disconnected_ends_the_run_and_reports_unknown_records(broker: Broker) -> None:
     broker.withhold_confirms()
     with FaultProxy(broker.url) as proxy:
         process, _ = start(broker, b"one\ntwo\n", proxy.url, program=("-c", BRIEF))
@@ -459,7 +463,7 @@ def test_interrupted_while_it_has_no_connection_it_ends_and_says_what_is_unknown
 
 
 @pytest.mark.usefixtures("one_connection")
-def test_a_lost_connection_ends_the_run_and_says_how_far_it_got(broker: Broker) -> None:
+def test_a_lost_connection_ends_the_run_and_prints_how_far_it_got(broker: Broker) -> None:
     process, _ = start(broker, b"one\n")
     broker.drop_connections()
     out, err = process.communicate(b"two\nthree\n", timeout=20)
@@ -504,7 +508,7 @@ def test_message_ids_and_headers_come_from_the_options(broker: Broker, tmp_path:
         (["--header", "tenant"], 2, "--header 'tenant': it must be NAME=VALUE"),
     ],
 )
-def test_options_that_cannot_be_right_are_told(
+def test_contradictory_options_are_reported(
     broker: Broker, tmp_path: Path, capsys: Capture, options: list[str], code: int, words: str
 ) -> None:
     file = tmp_path / "orders.csv"
@@ -522,7 +526,7 @@ def test_a_shell_completes_commands(monkeypatch: pytest.MonkeyPatch, capsys: Cap
     assert capsys.readouterr().out.split() == ["send"]
 
 
-def test_without_colours(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_colours_can_be_switched_off(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NO_COLOR", "")
     assert main(["--no-color", "send", os.devnull, "-u", broker.url, "-k", "orders", "-q"]) == 0
     assert os.environ["NO_COLOR"] == "1"
@@ -535,7 +539,7 @@ def send_with(path: Path, broker: Broker, *more: str) -> int:
     return main(["send", "-u", broker.url, "-k", "orders", "--outbox", str(path), *more])
 
 
-def test_with_an_outbox_what_is_confirmed_is_not_in_it(
+def test_with_an_outbox_confirmed_records_are_removed_from_it(
     broker: Broker, stdin: Callable[[bytes], None], tmp_path: Path, capsys: Capture
 ) -> None:
     stdin(b"one\ntwo\n")
@@ -546,7 +550,7 @@ def test_with_an_outbox_what_is_confirmed_is_not_in_it(
     assert bodies(broker) == [b"one", b"two"]
 
 
-def test_a_record_that_is_admitted_and_not_on_disk_is_sent_once_and_counted(
+def test_a_record_that_is_admitted_but_not_yet_on_disk_is_sent_once_and_counted(
     broker: Broker,
     stdin: Callable[[bytes], None],
     capsys: Capture,
@@ -569,7 +573,7 @@ def test_a_record_that_is_admitted_and_not_on_disk_is_sent_once_and_counted(
     assert bodies(broker) == [b"one", b"two", b"three"]
 
 
-def test_a_record_for_which_the_outbox_has_no_room_is_not_sent_nor_any_after_it(
+def test_a_record_that_does_not_fit_the_outbox_is_not_sent_and_neither_are_later_ones(
     broker: Broker, stdin: Callable[[bytes], None], capsys: Capture, tmp_path: Path
 ) -> None:
     stdin(b"one\n" + b"x" * 1000 + b"\nthree\n")
@@ -579,7 +583,7 @@ def test_a_record_for_which_the_outbox_has_no_room_is_not_sent_nor_any_after_it(
     assert "record 2 (line 2) and all after it were not sent" in capsys.readouterr().err
 
 
-def test_what_sigterm_leaves_stays_in_the_outbox_and_the_next_run_sends_it_first(
+def test_records_left_by_sigterm_stay_in_the_outbox_and_the_next_run_sends_them_first(
     broker: Broker, stdin: Callable[[bytes], None], tmp_path: Path, capsys: Capture
 ) -> None:
     path = tmp_path / "outbox"
@@ -606,7 +610,7 @@ def test_what_sigterm_leaves_stays_in_the_outbox_and_the_next_run_sends_it_first
     assert Outbox.look(path) == []
 
 
-def test_what_an_earlier_run_left_and_nobody_takes_is_told(
+def test_unroutable_records_of_an_earlier_run_are_reported(
     broker: Broker, stdin: Callable[[bytes], None], tmp_path: Path, capsys: Capture
 ) -> None:
     path = tmp_path / "outbox"
@@ -625,7 +629,7 @@ def test_what_an_earlier_run_left_and_nobody_takes_is_told(
     assert Outbox.look(path) == []
 
 
-def test_with_an_outbox_what_is_refused_is_told_though_the_confirms_do_not_come(
+def test_with_an_outbox_refused_records_are_reported_even_if_confirms_are_missing(
     broker: Broker,
     stdin: Callable[[bytes], None],
     tmp_path: Path,
@@ -677,7 +681,7 @@ def lines(tmp_path: Path) -> Path:
     return path
 
 
-def test_E13_a_file_that_was_sent_is_not_sent_again_unless_it_is_asked_for(
+def test_E13_a_file_that_was_sent_is_not_sent_again_unless_requested(
     broker: Broker, lines: Path, tmp_path: Path, capsys: Capture
 ) -> None:
     path = tmp_path / "outbox"
@@ -697,7 +701,7 @@ def test_E13_a_file_that_was_sent_is_not_sent_again_unless_it_is_asked_for(
     assert marks(broker) == [False] * 6
 
 
-def test_E13_a_file_that_has_grown_is_sent_from_there_on(
+def test_E13_only_the_new_part_of_a_file_that_has_grown_is_sent(
     broker: Broker, lines: Path, tmp_path: Path, capsys: Capture
 ) -> None:
     path = tmp_path / "outbox"
@@ -725,7 +729,7 @@ def test_E13_a_file_that_has_grown_is_sent_from_there_on(
     ],
     ids=["shorter", "changed", "another format"],
 )
-def test_E13_a_file_that_is_not_the_one_that_was_sent_is_refused(
+def test_E13_a_file_that_differs_from_the_one_sent_is_refused(
     broker: Broker, lines: Path, tmp_path: Path, capsys: Capture, content: bytes, options: list[str], words: str
 ) -> None:
     path = tmp_path / "outbox"
@@ -739,7 +743,7 @@ def test_E13_a_file_that_is_not_the_one_that_was_sent_is_refused(
     assert bodies(broker)[3:] == content.splitlines()
 
 
-def test_E13_a_skip_is_obeyed_and_what_was_sent_is_remembered(
+def test_E13_skip_is_obeyed_and_the_position_is_stored(
     broker: Broker, lines: Path, tmp_path: Path, capsys: Capture
 ) -> None:
     path = tmp_path / "outbox"
@@ -754,7 +758,7 @@ def test_E13_a_skip_is_obeyed_and_what_was_sent_is_remembered(
 
 
 @pytest.mark.parametrize("is_refused", [False, True], ids=["delivered", "refused"])
-def test_E13_a_skip_does_not_forget_how_far_an_earlier_run_had_sent(
+def test_E13_skip_does_not_forget_the_position_of_an_earlier_run(
     broker: Broker, lines: Path, tmp_path: Path, is_refused: bool
 ) -> None:
     path = tmp_path / "outbox"
@@ -772,7 +776,7 @@ def test_E13_a_skip_does_not_forget_how_far_an_earlier_run_had_sent(
     assert all(marks(broker))
 
 
-def test_E13_a_skip_needs_no_position_that_can_be_read(broker: Broker, lines: Path, tmp_path: Path) -> None:
+def test_E13_skip_works_with_an_unreadable_position(broker: Broker, lines: Path, tmp_path: Path) -> None:
     path = tmp_path / "outbox"
     with Outbox(path) as outbox:
         outbox.set_position(source_of(str(lines), "", "orders"), "of something else")
@@ -781,7 +785,9 @@ def test_E13_a_skip_needs_no_position_that_can_be_read(broker: Broker, lines: Pa
     assert not any(marks(broker))
 
 
-def test_E13_the_same_file_to_another_queue_is_another_source(broker: Broker, lines: Path, tmp_path: Path) -> None:
+def test_E13_the_same_file_for_a_different_queue_is_a_different_source(
+    broker: Broker, lines: Path, tmp_path: Path
+) -> None:
     path = tmp_path / "outbox"
     broker.declare_queue("more")
     assert send_file(lines, path, broker) == 0
@@ -789,7 +795,7 @@ def test_E13_the_same_file_to_another_queue_is_another_source(broker: Broker, li
     assert len(broker.messages("more")) == 3
 
 
-def test_E13_what_sigterm_leaves_is_sent_once_more_and_the_file_goes_on_behind_it(
+def test_E13_records_left_by_sigterm_are_sent_again_and_the_file_continues_after_them(
     broker: Broker, lines: Path, tmp_path: Path, capsys: Capture
 ) -> None:
     path = tmp_path / "outbox"
@@ -815,7 +821,7 @@ def test_E13_what_sigterm_leaves_is_sent_once_more_and_the_file_goes_on_behind_i
 
 
 @pytest.mark.parametrize("first", [1, 3], ids=["from the beginning", "behind what was delivered"])
-def test_E13_what_was_not_delivered_is_sent_again_with_a_mark(
+def test_E13_undelivered_records_are_sent_again_with_a_mark(
     broker: Broker, lines: Path, tmp_path: Path, capsys: Capture, first: int
 ) -> None:
     path = tmp_path / "outbox"
@@ -844,7 +850,7 @@ def test_E13_what_was_not_delivered_is_sent_again_with_a_mark(
     assert "nothing is left to send" in capsys.readouterr().out
 
 
-def test_E13_a_run_that_is_killed_between_a_refusal_and_its_next_look_loses_no_record(
+def test_E13_a_run_killed_between_a_refusal_and_its_handling_loses_no_record(
     broker: Broker, lines: Path, tmp_path: Path
 ) -> None:
     path = tmp_path / "outbox"
@@ -860,7 +866,7 @@ def test_E13_a_run_that_is_killed_between_a_refusal_and_its_next_look_loses_no_r
     assert Outbox.look(path) == []
 
 
-def test_E13_while_the_disk_fails_no_record_is_sent_twice_that_had_to_wait(
+def test_E13_while_the_disk_fails_no_waiting_record_is_sent_twice(
     broker: Broker, lines: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lines.write_bytes(b"1\n2\n3\n4\n5\n")
@@ -877,7 +883,7 @@ def test_E13_while_the_disk_fails_no_record_is_sent_twice_that_had_to_wait(
     assert bodies(broker) == [b"1", b"2", b"3", b"4", b"5"]
 
 
-def test_E13_a_damaged_position_is_told_and_left_by_from_start(
+def test_E13_a_damaged_position_is_reported_and_ignored_with_from_start(
     broker: Broker, lines: Path, tmp_path: Path, capsys: Capture
 ) -> None:
     path = tmp_path / "outbox"
@@ -891,7 +897,7 @@ def test_E13_a_damaged_position_is_told_and_left_by_from_start(
     assert bodies(broker) == [b"one", b"two", b"three"] * 2
 
 
-def test_E13_standard_input_begins_anew_each_time(
+def test_E13_standard_input_is_read_from_its_beginning_each_time(
     broker: Broker, stdin: Callable[[bytes], None], tmp_path: Path
 ) -> None:
     for _ in range(2):

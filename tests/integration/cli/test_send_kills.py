@@ -14,7 +14,7 @@ from tests.effort import rounds
 pytestmark = pytest.mark.timeout(600)
 
 
-def test_E13_whatever_the_moment_of_a_kill_each_row_is_there_in_order_and_copies_are_marked(
+def test_E13_after_a_kill_at_any_moment_each_row_arrives_in_order_and_copies_are_marked(
     broker: Broker, tmp_path: Path
 ) -> None:
     kills = rounds(20, least=5)
@@ -38,7 +38,7 @@ def test_E13_a_kill_after_the_broker_has_refused_rows_loses_none(broker: Broker,
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_E13_a_file_of_any_format_is_sent_once_if_nothing_is_killed(
+def test_E13_without_a_kill_a_file_of_any_format_is_sent_exactly_once(
     broker: Broker, tmp_path: Path, format: str
 ) -> None:
     verdict = run(tmp_path, kills=0, rows=50, url=broker.url, format=format)
@@ -46,14 +46,14 @@ def test_E13_a_file_of_any_format_is_sent_once_if_nothing_is_killed(
     assert (verdict.rows, verdict.in_queue, verdict.copies) == (50, 50, 0)
 
 
-def test_E13_the_audit_finds_what_is_wrong() -> None:
+def test_E13_the_audit_finds_planted_faults() -> None:
     right = [(1, False), (2, False), (3, True), (2, True), (3, True), (4, False)]
     assert audit(4, right) == {"in_queue": 6, "lost": 0, "out_of_order": 0, "copies": 2, "unmarked": 0}
     wrong = [(1, False), (3, False), (2, False), (1, False)]
     assert audit(4, wrong) == {"in_queue": 4, "lost": 1, "out_of_order": 1, "copies": 1, "unmarked": 1}
 
 
-def test_E13_the_audit_lets_only_refused_rows_come_out_of_order() -> None:
+def test_E13_the_audit_allows_only_refused_rows_out_of_order() -> None:
     # Row 2 was refused, and came behind row 5; then rows 7 and 6.
     queue = [(1, False), (3, False), (4, False), (5, False), (2, True), (7, False), (6, False)]
     assert audit(7, queue, {2})["out_of_order"] == 1

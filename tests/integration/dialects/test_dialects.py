@@ -81,7 +81,7 @@ def send_until_stopped(producer: Any) -> list[bytes]:
 
 @pytest.mark.parametrize("producer", PRODUCERS)
 @pytest.mark.parametrize("profile", WITHOUT_CONFIRMS)
-def test_J7_A4_an_alarm_told_by_channel_flow_holds_in_time_and_lets_go(
+def test_J7_A4_an_alarm_signalled_by_channel_flow_holds_within_the_deadline_and_releases(
     play: Callable[..., Broker], wire: Wire, profile: Profile, producer: str
 ) -> None:
     broker = play(profile)
@@ -103,7 +103,7 @@ def test_J7_A4_an_alarm_told_by_channel_flow_holds_in_time_and_lets_go(
 
 
 @pytest.mark.parametrize("producer", OURS)
-def test_who_is_refused_by_lavinmq_for_a_full_disk_delivers_everything_when_there_is_room(
+def test_after_a_refusal_by_lavinmq_for_a_full_disk_all_messages_are_delivered_when_there_is_room(
     play: Callable[..., Broker], wire: Wire, producer: str
 ) -> None:
     broker = play(Profile.LAVINMQ)
@@ -133,7 +133,7 @@ def test_who_is_refused_by_lavinmq_for_a_full_disk_delivers_everything_when_ther
 
 
 @pytest.mark.parametrize("producer", OURS)
-def test_with_on_refused_fail_a_full_disk_of_lavinmq_rejects_the_message_with_its_words(
+def test_with_on_refused_fail_a_full_disk_of_lavinmq_rejects_the_message_with_the_text_of_the_broker(
     play: Callable[..., Broker], producer: str
 ) -> None:
     broker = play(Profile.LAVINMQ)
@@ -148,7 +148,7 @@ def test_with_on_refused_fail_a_full_disk_of_lavinmq_rejects_the_message_with_it
     assert bodies(broker) == [b"before", b"after"]
 
 
-def test_a_full_disk_of_lavinmq_closes_the_channel_of_the_drop_in_for_pika_as_pikas(
+def test_a_full_disk_of_lavinmq_closes_the_channel_of_the_drop_in_for_pika_as_with_pika(
     play: Callable[..., Broker],
 ) -> None:
     broker = play(Profile.LAVINMQ)
@@ -168,7 +168,7 @@ def test_a_full_disk_of_lavinmq_closes_the_channel_of_the_drop_in_for_pika_as_pi
     assert bodies(broker) == [b"taken"] * 2
 
 
-def test_a_full_disk_of_lavinmq_closes_the_channel_of_the_drop_in_for_aio_pika_as_aio_pikas(
+def test_a_full_disk_of_lavinmq_closes_the_channel_of_the_drop_in_for_aio_pika_as_with_aio_pika(
     play: Callable[..., Broker],
 ) -> None:
     broker = play(Profile.LAVINMQ)
@@ -186,7 +186,7 @@ def test_a_full_disk_of_lavinmq_closes_the_channel_of_the_drop_in_for_aio_pika_a
     ("code", "text"),
     [(311, "CONTENT_TOO_LARGE - the queue takes no more"), (506, "RESOURCE_ERROR - the queue is full")],
 )
-def test_a_channel_that_is_closed_with_311_or_506_is_refused_for_want_of_room_and_tried_again(
+def test_a_channel_closed_with_311_or_506_counts_as_a_refusal_for_lack_of_room_and_is_retried(
     play: Callable[..., Broker], producer: str, code: int, text: str
 ) -> None:
     broker = play(Profile.QFLOW)
@@ -210,7 +210,7 @@ def test_a_channel_that_is_closed_with_311_or_506_is_refused_for_want_of_room_an
 
 @pytest.mark.parametrize("producer", OURS)
 @pytest.mark.parametrize("profile", WITHOUT_CONFIRMS)
-def test_where_there_are_no_confirms_the_error_says_the_way_out(
+def test_on_a_broker_without_confirms_the_error_says_what_to_do(
     play: Callable[..., Broker], profile: Profile, producer: str
 ) -> None:
     with pytest.raises(ConnectionFailed, match=r"publisher confirms cannot be had: .*; confirms=False does without"):
@@ -218,7 +218,7 @@ def test_where_there_are_no_confirms_the_error_says_the_way_out(
 
 
 @pytest.mark.parametrize("profile", WITHOUT_CONFIRMS)
-def test_where_there_are_no_confirms_the_drop_in_for_aio_pika_says_so(
+def test_on_a_broker_without_confirms_the_drop_in_for_aio_pika_reports_it(
     play: Callable[..., Broker], profile: Profile
 ) -> None:
     """aio-pika fails with the same where the broker sends a table, and with a KeyError where it sends none."""
@@ -234,7 +234,7 @@ def test_where_there_are_no_confirms_the_drop_in_for_aio_pika_says_so(
 
 @pytest.mark.parametrize("producer", PRODUCERS)
 @pytest.mark.parametrize("profile", WITHOUT_CONFIRMS)
-def test_small_frames_one_channel_and_no_heartbeats_are_kept_to(
+def test_small_frames_a_single_channel_and_no_heartbeats_are_respected(
     play: Callable[..., Broker], wire: Wire, profile: Profile, producer: str
 ) -> None:
     broker = play(profile)
@@ -250,13 +250,17 @@ def test_small_frames_one_channel_and_no_heartbeats_are_kept_to(
 
 
 @pytest.mark.parametrize("producer", OURS)
-def test_a_broker_of_another_version_is_named_at_once(play: Callable[..., Broker], producer: str) -> None:
+def test_a_broker_with_an_unsupported_protocol_version_is_reported_immediately(
+    play: Callable[..., Broker], producer: str
+) -> None:
     words = "as the header of another version begins: use a port, or a broker, that speaks AMQP 0-9-1"
     with pytest.raises(ConnectionFailed, match=words):
         make(producer, play(Profile.AMQP_0_9).url)
 
 
-def test_a_broker_of_another_version_is_no_connection_to_the_drop_ins(play: Callable[..., Broker]) -> None:
+def test_a_broker_with_an_unsupported_protocol_version_is_a_connection_error_for_the_drop_ins(
+    play: Callable[..., Broker],
+) -> None:
     url = play(Profile.AMQP_0_9).url
     with pytest.raises(pika.exceptions.IncompatibleProtocolError):
         qflow_client.pika.BlockingConnection(qflow_client.pika.URLParameters(url))
@@ -269,7 +273,7 @@ def test_a_broker_of_another_version_is_no_connection_to_the_drop_ins(play: Call
 
 
 @pytest.mark.parametrize("producer", OURS)
-def test_where_errors_of_a_channel_end_the_connection_the_producer_connects_again(
+def test_if_channel_errors_end_the_connection_the_producer_reconnects(
     play: Callable[..., Broker], wire: Wire, producer: str
 ) -> None:
     broker = play(Profile.WSO2)

@@ -110,7 +110,7 @@ def settings(query: str) -> Callable[[Any], Any]:
     return mark
 
 
-def test_J7_a_stop_is_answered_and_who_publishes_is_told(broker, running, wire):
+def test_J7_a_stop_is_answered_and_publishers_are_notified(broker, running, wire):
     events: list[Any] = []
     running.do(running.channel.on_flow, events.append)
     broker.flow(False, broker.channels()[0].name)
@@ -131,7 +131,7 @@ def test_J7_a_stop_is_answered_and_who_publishes_is_told(broker, running, wire):
     assert [event.kind for event in events] == [FlowEventKind.FLOWED, FlowEventKind.UNFLOWED]
 
 
-def test_a_blocked_connection_and_a_callback_that_fails(broker, running, caplog):
+def test_a_blocked_connection_holds_even_if_a_callback_fails(broker, running, caplog):
     told = threading.Event()
     stop = running.do(running.channel.on_flow, lambda _event: 1 / 0)
     running.do(running.channel.on_flow, lambda _event: told.set())
@@ -150,7 +150,7 @@ def test_a_blocked_connection_and_a_callback_that_fails(broker, running, caplog)
 
 
 @settings("capacity=3")
-def test_C6_the_window_is_full_until_confirms_come_and_pikas_callback_may_fill_it_again(broker, running):
+def test_C6_the_window_is_full_until_confirms_arrive_and_the_callback_of_pika_may_fill_it_again(broker, running):
     answers: list[Any] = []
     ready = threading.Event()
 
@@ -176,7 +176,7 @@ def test_C6_the_window_is_full_until_confirms_come_and_pikas_callback_may_fill_i
     assert set(answers) == {"Ack"}
 
 
-def test_what_pikas_transport_holds_is_bounded(adapter, broker, proxy):
+def test_the_buffer_of_the_transport_of_pika_is_bounded(adapter, broker, proxy):
     running = Running(adapter, f"{proxy.url(broker)}?max_unwritten_bytes=100000")
     events: list[Any] = []
     running.do(running.channel.on_flow, events.append)
@@ -200,7 +200,7 @@ def test_what_pikas_transport_holds_is_bounded(adapter, broker, proxy):
 
 
 @settings("rate=3&rate_burst=1")
-def test_a_rate_limit_says_when_to_go_on(running):
+def test_a_rate_limit_reports_when_to_continue(running):
     unflowed = threading.Event()
     running.do(running.channel.on_flow, lambda event: None if event.flowed else unflowed.set())
 
@@ -216,7 +216,7 @@ def test_a_rate_limit_says_when_to_go_on(running):
     running.publish()
 
 
-def test_messages_and_methods_leave_in_the_order_of_the_calls(broker, running):
+def test_messages_and_methods_are_written_in_the_order_of_the_calls(broker, running):
     def program() -> None:
         running.channel.queue_declare("new")
         running.channel.basic_publish("", "new", b"after the queue is there")
@@ -225,7 +225,7 @@ def test_messages_and_methods_leave_in_the_order_of_the_calls(broker, running):
     broker.wait_until(lambda broker: [queue for queue in broker.queues() if queue.name == "new" and queue.depth == 1])
 
 
-def test_pikas_own_flow_callback_is_called_too(broker, running):
+def test_the_flow_callback_of_pika_is_called_too(broker, running):
     frames: list[Any] = []
     running.do(running.channel.add_on_flow_callback, frames.append)
     broker.flow(False, broker.channels()[0].name)
@@ -233,7 +233,7 @@ def test_pikas_own_flow_callback_is_called_too(broker, running):
     assert frames[0].method.active is False
 
 
-def test_what_pika_refuses_is_refused_as_before(running):
+def test_arguments_that_pika_refuses_are_still_refused(running):
     # Which of the two depends on pika's version.
     with pytest.raises((TypeError, ValueError), match="requires a callback"):
         running.do(lambda: running.channel.confirm_delivery(None))
@@ -243,7 +243,7 @@ def test_what_pika_refuses_is_refused_as_before(running):
     eventually(lambda: running.do(lambda: running.channel.flow_control.protocol.unsettled) == 0)
 
 
-def test_confirms_that_are_asked_for_twice_are_counted_from_the_first_time(running):
+def test_confirms_requested_twice_are_counted_from_the_first_request(running):
     running.publish(b"unconfirmed")
     for number in range(2):
         running.do(lambda: running.channel.confirm_delivery(print))
@@ -252,14 +252,14 @@ def test_confirms_that_are_asked_for_twice_are_counted_from_the_first_time(runni
     eventually(lambda: running.do(lambda: running.channel.flow_control.protocol.unsettled) == 0)
 
 
-def test_what_a_program_closes_itself_is_nothing_to_warn_of(running, caplog):
+def test_closing_by_the_program_itself_causes_no_warning(running, caplog):
     running.publish()
     running.close()
     assert flush_logs(PATIENCE)
     assert [record.message for record in caplog.records if record.name == "qflow_client"] == []
 
 
-def test_a_channel_that_the_broker_closes_warns_of_nothing_unless_messages_are_concerned(broker, running, caplog):
+def test_a_channel_closed_by_the_broker_causes_no_warning_unless_messages_are_affected(broker, running, caplog):
     closed = threading.Event()
     for body in None, b"unconfirmed":
         made: Future[Any] = Future()
@@ -281,7 +281,7 @@ def test_a_channel_that_the_broker_closes_warns_of_nothing_unless_messages_are_c
     broker.release_confirms()
 
 
-def test_a_channel_that_was_made_elsewhere_can_be_wrapped(broker):
+def test_a_channel_created_by_pika_can_be_wrapped(broker):
     import pika as original
 
     made: Future[Any] = Future()

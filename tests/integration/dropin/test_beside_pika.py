@@ -36,7 +36,7 @@ def queues(broker: Any) -> None:
 
 
 @pytest.mark.usefixtures("queues")
-def test_C3_pika_overruns_a_stop_that_the_drop_in_obeys_until_it_raises(broker):
+def test_C3_pika_ignores_a_stop_that_the_drop_in_obeys_until_its_deadline(broker):
     program(original, broker.url, "theirs")
     broker.wait_until(lambda broker: broker.queue("theirs").depth == COUNT)
 
@@ -51,7 +51,7 @@ def test_C3_pika_overruns_a_stop_that_the_drop_in_obeys_until_it_raises(broker):
 
 
 @pytest.mark.usefixtures("queues")
-def test_C3_the_drop_in_goes_on_when_it_may(broker):
+def test_C3_the_drop_in_continues_when_the_flow_is_active_again(broker):
     job: Job = start(program, drop_in, broker.url, "ours", confirms=True)
     # Who publishes may be slower than who takes.
     broker.wait_until(lambda broker: broker.queue("ours").flow_stopped)

@@ -37,7 +37,7 @@ def test_J7_a_stop_is_answered_and_nothing_is_published_until_it_ends(broker, co
 
 
 @pytest.mark.parametrize("what", ["channel", "connection"])
-def test_J7_a_stop_that_crosses_the_close_is_not_answered(broker, connect, what):
+def test_J7_a_stop_that_crosses_the_close_on_the_wire_is_not_answered(broker, connect, what):
     connection = connect()
     channel = connection.channel()
     channel.queue_declare("few", arguments={"qpid.flow_stop_count": 10})
@@ -52,7 +52,7 @@ def test_J7_a_stop_that_crosses_the_close_is_not_answered(broker, connect, what)
     assert broker.queue("few").depth == 11
 
 
-def test_A4_a_publish_that_stays_blocked_raises_in_time_and_is_never_sent(broker, connect):
+def test_A4_a_blocked_publish_raises_at_its_deadline_and_the_message_is_never_sent(broker, connect):
     channel = connect(max_producer_flow_control_wait=0.3).channel()
     stop(channel, broker)
     with Stopwatch() as watch, pytest.raises(FlowControlTimeout, match="channel_flow") as caught:
@@ -67,7 +67,7 @@ def test_A4_a_publish_that_stays_blocked_raises_in_time_and_is_never_sent(broker
     assert bodies(broker) == [b"later"]
 
 
-def test_D1_with_when_flowed_raise_it_does_not_wait(broker, connect):
+def test_D1_when_flowed_raise_does_not_wait(broker, connect):
     channel = connect(when_flowed="raise").channel()
     stop(channel, broker)
     with pytest.raises(ProducerFlowed) as caught:
@@ -76,7 +76,7 @@ def test_D1_with_when_flowed_raise_it_does_not_wait(broker, connect):
     assert (caught.value.exchange, caught.value.routing_key) == ("", "q")
 
 
-def test_other_channels_go_on_while_one_is_stopped(broker, connect):
+def test_other_channels_continue_while_one_is_stopped(broker, connect):
     connection = connect()
     channel = connection.channel()
     stop(channel, broker)
@@ -103,7 +103,7 @@ def test_a_blocked_connection_holds_all_its_channels_until_it_is_unblocked(broke
 
 
 @pytest.mark.slow
-def test_heartbeats_go_on_while_a_publish_waits(broker, connect, wire):
+def test_heartbeats_continue_while_a_publish_waits(broker, connect, wire):
     connection = connect(heartbeat=1, max_producer_flow_control_wait=PATIENCE)
     channel = connection.channel()
     stop(channel, broker)
@@ -117,7 +117,7 @@ def test_heartbeats_go_on_while_a_publish_waits(broker, connect, wire):
     channel.queue_declare("still-there")
 
 
-def test_a_confirm_that_does_not_come_is_another_error(broker, connect):
+def test_a_missing_confirm_raises_a_different_error(broker, connect):
     channel = connect(max_producer_flow_control_wait=0.3).channel()
     channel.confirm_delivery()
     broker.withhold_confirms()
@@ -132,7 +132,7 @@ def test_a_confirm_that_does_not_come_is_another_error(broker, connect):
     assert bodies(broker) == [b"unknown", b"known"]
 
 
-def test_a_late_nack_is_told_by_wait_for_confirms(broker, connect):
+def test_a_late_nack_is_reported_by_wait_for_confirms(broker, connect):
     channel = connect(max_producer_flow_control_wait=0.2).channel()
     channel.confirm_delivery()
     broker.withhold_confirms()
@@ -144,7 +144,7 @@ def test_a_late_nack_is_told_by_wait_for_confirms(broker, connect):
     channel.wait_for_confirms(PATIENCE)
 
 
-def test_a_late_return_is_not_taken_for_the_next_messages(broker, connect, proxy):
+def test_a_late_return_is_not_attributed_to_the_next_message(broker, connect, proxy):
     connection = connect(proxy.url(broker), max_producer_flow_control_wait=0.3)
     channel = connection.channel()
     channel.confirm_delivery()
@@ -157,7 +157,7 @@ def test_a_late_return_is_not_taken_for_the_next_messages(broker, connect, proxy
     assert bodies(broker) == [b"arrives"]
 
 
-def test_a_message_leaves_once_where_the_socket_has_just_become_writable(broker, connect):
+def test_a_message_is_sent_once_when_the_socket_has_just_become_writable(broker, connect):
     channel = connect(broker.url).channel()
     # Written at once, it ends the wait for the socket, and who waited for that writes what there is.
     channel._turns.when_writable()
@@ -167,7 +167,7 @@ def test_a_message_leaves_once_where_the_socket_has_just_become_writable(broker,
     assert bodies(broker) == [b"once", b"last"]
 
 
-def test_J8_an_unconfirmed_publish_does_not_sit_in_a_socket_that_takes_nothing(broker, connect, proxy):
+def test_J8_an_unconfirmed_message_is_not_buffered_for_a_socket_that_accepts_nothing(broker, connect, proxy):
     channel = connect(proxy.url(broker), max_producer_flow_control_wait=0.5).channel()
     proxy.stop_reading()
     sent, begun = 0, 0
@@ -199,7 +199,7 @@ def _publish(channel: pika.BlockingChannel, body: bytes) -> Exception | None:
     return None
 
 
-def test_acks_leave_and_callbacks_do_not_nest_while_a_publish_waits(broker, connect):
+def test_acks_are_sent_and_callbacks_do_not_nest_while_a_publish_waits(broker, connect):
     connection = connect(max_producer_flow_control_wait=PATIENCE)
     channel = connection.channel()
     broker.declare_queue("in")
@@ -234,7 +234,7 @@ def test_acks_leave_and_callbacks_do_not_nest_while_a_publish_waits(broker, conn
     broker.wait_until(lambda broker: bodies(broker) == calls)
 
 
-def test_flow_callbacks_come_where_pika_calls_callbacks_and_in_order(broker, connect):
+def test_flow_callbacks_are_called_where_pika_calls_callbacks_and_in_order(broker, connect):
     connection = connect(max_producer_flow_control_wait=0.2)
     channel = connection.channel()
     events: list[Any] = []
@@ -251,7 +251,7 @@ def test_flow_callbacks_come_where_pika_calls_callbacks_and_in_order(broker, con
     assert {event.producer for event in events} == {"pika channel 1"}
 
 
-def test_that_the_socket_takes_bytes_again_is_told_where_pika_calls_callbacks(broker, connect, proxy):
+def test_the_end_of_a_socket_hold_is_reported_where_pika_calls_callbacks(broker, connect, proxy):
     connection = connect(proxy.url(broker), max_producer_flow_control_wait=0.2)
     channel = connection.channel()
     events: list[Any] = []
@@ -290,7 +290,7 @@ def test_ctrl_c_ends_a_wait_and_the_message_is_not_sent(broker, connect):
     broker.wait_until(lambda broker: bodies(broker) == [b"after"])
 
 
-def test_an_open_connection_that_nobody_has_any_more_is_let_go(broker):
+def test_an_unreferenced_open_connection_is_freed(broker):
     connection = pika.BlockingConnection(pika.URLParameters(broker.url))
     connection.channel().basic_publish("", "q", b"")
     impl = weakref.ref(connection._impl)
@@ -305,7 +305,7 @@ def test_an_open_connection_that_nobody_has_any_more_is_let_go(broker):
     assert impl() is None
 
 
-def test_over_tls(certificate, stack):
+def test_the_connection_works_over_tls(certificate, stack):
     path, key = certificate
     server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     server.load_cert_chain(path, key)
@@ -347,7 +347,7 @@ def test_D5_all_producers_are_stopped_and_started_from_another_thread(broker, co
     assert channel._flow not in flow_manager.resources
 
 
-def test_wait_unflowed_returns_when_its_time_is_up(broker, connect):
+def test_wait_unflowed_returns_at_its_timeout(broker, connect):
     channel = connect().channel()
     assert channel.wait_unflowed(0)
     stop(channel, broker)
@@ -356,7 +356,7 @@ def test_wait_unflowed_returns_when_its_time_is_up(broker, connect):
     assert watch.kept(0.2)
 
 
-def test_a_rate_limit_holds_publishes_back(broker, connect):
+def test_a_rate_limit_delays_publishing(broker, connect):
     channel = connect(rate=50, rate_burst=1).channel()
     with Stopwatch() as watch:
         for _ in range(11):
@@ -365,7 +365,7 @@ def test_a_rate_limit_holds_publishes_back(broker, connect):
     broker.wait_until(lambda broker: broker.queue("q").depth == 11)
 
 
-def test_what_a_publish_waits_for_can_end_with_the_channel(broker, connect):
+def test_a_waiting_publish_ends_when_its_channel_closes(broker, connect):
     channel = connect(max_producer_flow_control_wait=PATIENCE).channel()
     stop(channel, broker)
     job = start(channel.basic_publish, "", "q", b"")
@@ -375,7 +375,7 @@ def test_what_a_publish_waits_for_can_end_with_the_channel(broker, connect):
         job.result()
 
 
-def test_what_a_publish_waits_for_can_end_with_the_connection(broker, connect):
+def test_a_waiting_publish_ends_when_its_connection_closes(broker, connect):
     channel = connect(max_producer_flow_control_wait=PATIENCE).channel()
     stop(channel, broker)
     job = start(channel.basic_publish, "", "q", b"")
@@ -385,7 +385,7 @@ def test_what_a_publish_waits_for_can_end_with_the_connection(broker, connect):
         job.result()
 
 
-def test_a_confirm_can_end_with_the_connection(broker, connect):
+def test_a_wait_for_a_confirm_ends_when_the_connection_closes(broker, connect):
     channel = connect(max_producer_flow_control_wait=PATIENCE).channel()
     channel.confirm_delivery()
     broker.withhold_confirms()
@@ -396,7 +396,7 @@ def test_a_confirm_can_end_with_the_connection(broker, connect):
         job.result()
 
 
-def test_a_blocked_connection_is_closed_in_time(broker, connect, proxy):
+def test_closing_a_blocked_connection_ends_in_time(broker, connect, proxy):
     connection = connect(proxy.url(broker), max_producer_flow_control_wait=0.4)
     channel = connection.channel()
     broker.block("no memory")
@@ -409,7 +409,7 @@ def test_a_blocked_connection_is_closed_in_time(broker, connect, proxy):
     assert connection.is_closed
 
 
-def test_a_blocked_connection_is_ended_by_one_of_its_deadlines_alone(broker, connect, proxy, monkeypatch):
+def test_either_deadline_alone_ends_a_blocked_connection(broker, connect, proxy, monkeypatch):
     connection = connect(proxy.url(broker), max_producer_flow_control_wait=0.4)
     channel = connection.channel()
     broker.block("no memory")
@@ -431,7 +431,7 @@ def test_a_blocked_connection_is_ended_by_one_of_its_deadlines_alone(broker, con
     assert len(later) == 2
 
 
-def test_a_connection_whose_socket_is_full_is_closed_in_time(broker, connect, proxy):
+def test_closing_a_connection_whose_socket_is_full_ends_in_time(broker, connect, proxy):
     connection = connect(proxy.url(broker), max_producer_flow_control_wait=0.4)
     channel = connection.channel()
     proxy.stop_reading()
@@ -442,7 +442,7 @@ def test_a_connection_whose_socket_is_full_is_closed_in_time(broker, connect, pr
     assert watch.kept(0.4)
 
 
-def test_an_error_that_leaves_a_with_block_is_not_kept_by_a_broker_that_does_not_read(broker, connect, proxy):
+def test_an_exception_leaves_the_with_block_even_if_the_broker_does_not_read(broker, connect, proxy):
     parameters = pika.URLParameters(f"{proxy.url(broker)}?max_producer_flow_control_wait=0.3")
     connection: Any = None
     watch = Stopwatch()
@@ -464,7 +464,7 @@ def test_an_error_that_leaves_a_with_block_is_not_kept_by_a_broker_that_does_not
 
 
 @pytest.mark.parametrize("confirms", ["none", "each", "pipelined"])
-def test_J7_however_often_the_broker_stops_it_nothing_comes_after_a_flow_ok(broker, connect, wire, confirms):
+def test_J7_no_message_follows_a_flow_ok_however_often_the_broker_stops_the_channel(broker, connect, wire, confirms):
     connection = connect(max_producer_flow_control_wait=PATIENCE)
     channel = connection.channel()
     if confirms != "none":
@@ -498,7 +498,7 @@ def test_J7_however_often_the_broker_stops_it_nothing_comes_after_a_flow_ok(brok
 
 
 @pytest.mark.parametrize("closed", ["channel", "connection", "both"])
-def test_what_a_program_closes_itself_is_nothing_to_warn_of(broker, connect, caplog, closed):
+def test_closing_by_the_program_itself_causes_no_warning(broker, connect, caplog, closed):
     connection = connect()
     channel = connection.channel()
     channel.basic_publish("", "q", b"")
@@ -510,7 +510,7 @@ def test_what_a_program_closes_itself_is_nothing_to_warn_of(broker, connect, cap
     assert [record.message for record in caplog.records if record.name == "qflow_client"] == []
 
 
-def test_a_connection_that_is_lost_is_warned_of(broker, connect, caplog):
+def test_a_lost_connection_causes_a_warning(broker, connect, caplog):
     connection = connect()
     connection.channel()
     broker.drop_connections()
@@ -523,7 +523,7 @@ def test_a_connection_that_is_lost_is_warned_of(broker, connect, caplog):
 
 
 @pytest.mark.parametrize("pipelined", [False, True])
-def test_E2_after_an_interrupt_all_that_was_given_to_pika_leaves(connect, pipelined):
+def test_E2_after_an_interrupt_everything_passed_to_pika_is_sent(connect, pipelined):
     connection = connect(max_producer_flow_control_wait=PATIENCE)
     at, came = 1, 1
     while came:

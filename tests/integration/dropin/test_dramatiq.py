@@ -39,7 +39,9 @@ def application(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cal
 
 
 @pytest.mark.parametrize("how", ["alarm", "flow"])
-def test_J7_send_waits_raises_in_time_and_goes_on(broker: Broker, application: Callable[..., Any], how: str) -> None:
+def test_J7_send_waits_raises_at_its_deadline_and_continues(
+    broker: Broker, application: Callable[..., Any], how: str
+) -> None:
     app = application(max_producer_flow_control_wait=0.3)
     actor = dramatiq.actor(lambda number: None, broker=app, actor_name="actor")
     actor.send(1)
@@ -56,7 +58,7 @@ def test_J7_send_waits_raises_in_time_and_goes_on(broker: Broker, application: C
 
 
 @pytest.mark.parametrize("how", ["alarm", "flow"])
-def test_a_worker_whose_actors_send_waits_until_it_may_go_on(
+def test_a_worker_whose_actors_send_waits_until_the_flow_is_active_again(
     broker: Broker, application: Callable[..., Any], how: str
 ) -> None:
     app = application(max_producer_flow_control_wait=60)

@@ -50,7 +50,7 @@ class Program:
 
 
 @pytest.mark.usefixtures("queues")
-def test_D11_what_is_delivered_is_taken_while_a_publish_waits_so_both_go_on(broker):
+def test_D11_deliveries_are_read_while_a_publish_waits_so_both_programs_continue(broker):
     barrier = threading.Barrier(2)
     one, two = Program(broker.url, "a", "b", barrier), Program(broker.url, "b", "a", barrier)
     jobs = [start(program.run) for program in (one, two)]
@@ -62,7 +62,7 @@ def test_D11_what_is_delivered_is_taken_while_a_publish_waits_so_both_go_on(brok
 
 
 @pytest.mark.usefixtures("queues")
-def test_D11_acks_that_were_issued_leave_while_a_publish_waits(broker, connect):
+def test_D11_acks_are_sent_while_a_publish_waits(broker, connect):
     # Who feeds is let go by who takes, whose own publish waits all the time.
     feeder, taker = connect(max_producer_flow_control_wait=PATIENCE), connect(max_producer_flow_control_wait=0.1)
     broker.declare_queue("stopped", arguments={"qpid.flow_stop_count": 1, "qpid.flow_resume_count": 1})
@@ -90,7 +90,7 @@ def test_D11_acks_that_were_issued_leave_while_a_publish_waits(broker, connect):
 
 
 @pytest.mark.usefixtures("queues")
-def test_D11_where_each_waits_for_the_other_a_deadline_ends_it(broker):
+def test_D11_a_deadline_ends_a_mutual_wait(broker):
     """Each takes a message only after it has passed it on, and neither can."""
     stuck: list[FlowControlTimeout] = []
     for name in "a", "b":
@@ -119,7 +119,7 @@ def test_D11_where_each_waits_for_the_other_a_deadline_ends_it(broker):
     assert stuck
 
 
-def test_D11_where_the_broker_does_not_read_a_deadline_ends_it(broker, connect, proxy):
+def test_D11_a_deadline_ends_a_wait_for_a_broker_that_does_not_read(broker, connect, proxy):
     connection = connect(proxy.url(broker), max_producer_flow_control_wait=0.3)
     channel = connection.channel()
     broker.declare_queue("in")
@@ -144,7 +144,7 @@ def test_D11_where_the_broker_does_not_read_a_deadline_ends_it(broker, connect, 
     broker.wait_until(lambda broker: broker.queue("in").depth == 0)
 
 
-def test_D11_where_the_broker_reads_neither_of_two_that_feed_each_other_deadlines_end_it(broker, proxy):
+def test_D11_deadlines_end_a_mutual_wait_if_the_broker_reads_from_neither_program(broker, proxy):
     """Each holds the message that the other waits for, and no byte of either is read, not even an ack."""
     for name in "a", "b":
         broker.declare_queue(name)

@@ -13,7 +13,7 @@ def settings(channel: pika.BlockingChannel) -> ProducerSettings:
     return channel._flow.settings
 
 
-def test_keywords_beside_pikas(broker):
+def test_our_settings_can_be_keywords_beside_those_of_pika(broker):
     parameters = pika.ConnectionParameters("127.0.0.1", broker.port, heartbeat=5, capacity=7, when_flowed="raise")
     assert (parameters.heartbeat, parameters.port) == (5, broker.port)
     with pika.BlockingConnection(parameters) as connection:
@@ -21,7 +21,7 @@ def test_keywords_beside_pikas(broker):
         assert (settings(channel).capacity, settings(channel).when_flowed) == (7, WhenFlowed.RAISE)
 
 
-def test_the_query_of_a_url_beside_pikas(broker):
+def test_our_settings_can_be_in_the_query_of_a_url_beside_those_of_pika(broker):
     parameters = pika.URLParameters(f"{broker.url}?heartbeat=5&max_producer_flow_control_wait=3&capacity=9")
     assert parameters.heartbeat == 5
     with pika.BlockingConnection([parameters]) as connection:
@@ -29,7 +29,7 @@ def test_the_query_of_a_url_beside_pikas(broker):
         assert (settings(channel).capacity, settings(channel).max_producer_flow_control_wait) == (9, 3)
 
 
-def test_without_settings_parameters_are_pikas():
+def test_without_our_settings_the_parameters_are_those_of_pika():
     url = "amqp://user:p%40ss@host:1234/v%2Fhost?heartbeat=5&socket_timeout=3"
     ours, theirs = pika.URLParameters(url), original.URLParameters(url)
     assert ours == theirs
@@ -37,7 +37,7 @@ def test_without_settings_parameters_are_pikas():
     assert pika.ConnectionParameters("host", port=5) == original.ConnectionParameters("host", port=5)
 
 
-def test_parameters_of_pikas_own_take_the_environments_settings(broker, monkeypatch):
+def test_parameter_objects_of_pika_get_the_settings_of_the_environment(broker, monkeypatch):
     monkeypatch.setenv("QFLOW_CAPACITY", "11")
     monkeypatch.setenv("QFLOW_CONFIRMS", "false")
     monkeypatch.setenv("QFLOW_MANDATORY", "true")
@@ -46,7 +46,7 @@ def test_parameters_of_pikas_own_take_the_environments_settings(broker, monkeypa
     assert pika.URLParameters(broker.url).flow_settings.capacity == 11
 
 
-def test_a_bad_value_is_refused_at_once():
+def test_a_bad_value_is_refused_immediately():
     with pytest.raises(SettingsError, match="capacity"):
         pika.ConnectionParameters(capacity=0)
     with pytest.raises(SettingsError, match="max_producer_flow_control_wait"):
@@ -54,14 +54,14 @@ def test_a_bad_value_is_refused_at_once():
 
 
 @pytest.mark.parametrize("name", ["exchange", "routing_key", "confirms", "mandatory", "message_ids", "connect_timeout"])
-def test_a_setting_that_pikas_methods_say_is_refused_with_the_way_out(name):
+def test_a_setting_of_methods_is_refused_in_connection_parameters_with_advice(name):
     with pytest.raises(TypeError, match=f"{name} is no setting of a connection"):
         pika.ConnectionParameters(**{name: "x"})
     with pytest.raises(TypeError, match=f"{name} is no setting of a connection"):
         pika.URLParameters(f"amqp://localhost?{name}=x")
 
 
-def test_what_neither_knows_is_refused_as_by_pika():
+def test_an_unknown_parameter_is_refused_as_by_pika():
     for module in original, pika:
         with pytest.raises(TypeError, match="nonsense"):
             module.ConnectionParameters(nonsense=1)

@@ -35,7 +35,7 @@ CLASSES = {
 
 
 @pytest.mark.parametrize("name", CLASSES)
-def test_every_signature_is_pikas(name: str) -> None:
+def test_every_signature_equals_that_of_pika(name: str) -> None:
     theirs, ours = CLASSES[name]
     assert issubclass(ours, theirs)
     for member, of_pika in members(theirs, "__init__", "__enter__", "__exit__").items():
@@ -51,7 +51,7 @@ def test_every_signature_is_pikas(name: str) -> None:
                 assert type(of_ours) is type(of_pika), member
 
 
-def test_every_name_of_pikas_is_there() -> None:
+def test_every_name_of_pika_exists() -> None:
     for name in (each for each in dir(original) if not each.startswith("_")):
         with until_release(**KNOWN):
             assert hasattr(drop_in, name), name
@@ -72,13 +72,13 @@ def test_every_public_member_has_a_scenario(name: str) -> None:
 
 
 @all_scenarios
-def test_the_same_result_exception_and_order_of_callbacks(name: str) -> None:
+def test_results_exceptions_and_the_order_of_callbacks_are_the_same(name: str) -> None:
     with Broker() as ours, Broker() as theirs:
         assert outcome_on_its_own(drop_in, ours.url, name) == outcome_on_its_own(original, theirs.url, name)
 
 
 @pytest.mark.parametrize("module", [original, drop_in], ids=["pika", "drop-in"])
-def test_what_blocks_a_connection_is_told_to_its_callbacks_in_order(broker: Any, module: Any) -> None:
+def test_blocked_and_unblocked_reach_the_callbacks_of_a_connection_in_order(broker: Any, module: Any) -> None:
     told: list[Any] = []
     with module.BlockingConnection(module.URLParameters(broker.url)) as connection:
         channel = connection.channel()
@@ -106,7 +106,7 @@ PROPERTIES = [
 ]
 
 
-def test_the_bytes_on_the_wire_are_pikas(broker: Any) -> None:
+def test_the_bytes_on_the_wire_equal_those_of_pika(broker: Any) -> None:
     wires = []
     for module in original, drop_in:
         with module.BlockingConnection(module.URLParameters(broker.url)) as connection:

@@ -27,7 +27,7 @@ def channel(connect: Any, wait: float) -> pika.BlockingChannel:
     return channel
 
 
-def test_an_unchanged_loop_publishes_all_in_order(broker, channel):
+def test_an_unchanged_loop_publishes_all_messages_in_order(broker, channel):
     for number in range(1000):
         channel.basic_publish("", "q", b"%d" % number)
     channel.wait_for_confirms(PATIENCE)
@@ -36,7 +36,7 @@ def test_an_unchanged_loop_publishes_all_in_order(broker, channel):
 
 
 @pytest.mark.parametrize("wait", [0.4])
-def test_C6_no_more_than_the_window_is_unconfirmed(broker, channel):
+def test_C6_at_most_the_window_is_unconfirmed(broker, channel):
     broker.withhold_confirms()
     for number in range(10):
         channel.basic_publish("", "q", b"%d" % number)
@@ -53,7 +53,7 @@ def test_C6_no_more_than_the_window_is_unconfirmed(broker, channel):
     channel.wait_for_confirms(PATIENCE)
 
 
-def test_C6_who_waits_for_the_window_goes_on_when_there_is_room(broker, channel):
+def test_C6_a_publish_that_waits_for_the_window_continues_when_there_is_room(broker, channel):
     broker.withhold_confirms()
     for number in range(10):
         channel.basic_publish("", "q", b"%d" % number)
@@ -65,7 +65,7 @@ def test_C6_who_waits_for_the_window_goes_on_when_there_is_room(broker, channel)
     assert bodies(broker)[10:] == [b"in time"]
 
 
-def test_of_few_messages_each_leaves_at_once(broker, channel):
+def test_each_of_few_messages_is_sent_immediately(broker, channel):
     broker.withhold_confirms()
     for number in range(3):
         channel.basic_publish("", "q", b"")
@@ -73,7 +73,7 @@ def test_of_few_messages_each_leaves_at_once(broker, channel):
     broker.release_confirms()
 
 
-def test_of_many_messages_none_is_kept_back_though_nothing_more_is_called(broker, connect):
+def test_none_of_many_messages_is_held_back_even_if_no_further_call_follows(broker, connect):
     channel = connect().channel()
     channel.confirm_delivery(pipelined=True)
     broker.withhold_confirms()
@@ -83,7 +83,7 @@ def test_of_many_messages_none_is_kept_back_though_nothing_more_is_called(broker
     broker.release_confirms()
 
 
-def test_what_was_nacked_is_raised_by_the_next_publish_which_sends_nothing(broker, channel):
+def test_a_nack_is_raised_by_the_next_publish_which_sends_nothing(broker, channel):
     broker.nack_publishes()
     properties = pika.BasicProperties(message_id="1")
     channel.basic_publish("", "q", b"refused", properties)
@@ -99,7 +99,7 @@ def test_what_was_nacked_is_raised_by_the_next_publish_which_sends_nothing(broke
     assert bodies(broker) == [b"sent"]
 
 
-def test_what_was_returned_is_raised_by_the_next_publish_or_by_wait_for_confirms(broker, channel):
+def test_a_return_is_raised_by_the_next_publish_or_by_wait_for_confirms(broker, channel):
     told: list[bytes] = []
     raised: list[tuple[int, bytes]] = []
     channel.add_on_return_callback(lambda _channel, _method, _properties, body: told.append(body))
@@ -125,7 +125,7 @@ def test_what_was_returned_is_raised_by_the_next_publish_or_by_wait_for_confirms
 
 
 @pytest.mark.parametrize("close", ["channel", "connection"])
-def test_close_waits_for_confirms_and_raises_what_was_not_delivered(broker, channel, close):
+def test_close_waits_for_confirms_and_raises_undelivered_messages(broker, channel, close):
     connection = channel.connection
     other = connection.channel()
     broker.nack_publishes()
@@ -138,7 +138,7 @@ def test_close_waits_for_confirms_and_raises_what_was_not_delivered(broker, chan
 
 @pytest.mark.parametrize("wait", [0.4])
 @pytest.mark.parametrize("close", ["channel", "connection"])
-def test_close_tells_what_is_unknown_in_time(broker, channel, close):
+def test_close_reports_unknown_messages_in_time(broker, channel, close):
     connection = channel.connection
     other = connection.channel()
     other.confirm_delivery(pipelined=True)
@@ -154,7 +154,7 @@ def test_close_tells_what_is_unknown_in_time(broker, channel, close):
     broker.release_confirms()
 
 
-def test_an_exception_that_leaves_a_with_block_does_not_wait_for_confirms(broker, caplog):
+def test_leaving_a_with_block_by_an_exception_does_not_wait_for_confirms(broker, caplog):
     parameters = pika.URLParameters(broker.url)
     broker.withhold_confirms()
 
@@ -174,7 +174,7 @@ def test_an_exception_that_leaves_a_with_block_does_not_wait_for_confirms(broker
     broker.release_confirms()
 
 
-def test_what_a_lost_connection_leaves_unknown_can_be_had(broker, channel):
+def test_unknown_messages_of_a_lost_connection_are_available(broker, channel):
     broker.withhold_confirms()
     for number in range(3):
         channel.basic_publish("", "q", b"%d" % number)
@@ -186,13 +186,13 @@ def test_what_a_lost_connection_leaves_unknown_can_be_had(broker, channel):
         channel.basic_publish("", "q", b"")
 
 
-def test_what_comes_after_a_loop_finds_its_messages_there(broker, channel):
+def test_calls_after_the_loop_see_its_messages_in_the_queue(broker, channel):
     for _ in range(100):
         channel.basic_publish("", "q", b"")
     assert channel.queue_declare("q", passive=True).method.message_count == 100
 
 
-def test_without_pipelined_wait_for_confirms_has_nothing_to_wait_for(connect):
+def test_without_pipelining_wait_for_confirms_does_not_wait(connect):
     channel = connect().channel()
     channel.basic_publish("", "q", b"")
     channel.wait_for_confirms()
@@ -201,7 +201,7 @@ def test_without_pipelined_wait_for_confirms_has_nothing_to_wait_for(connect):
     channel.wait_for_confirms()
 
 
-def test_a_late_return_with_multiple_in_flight_is_told_once(channel):
+def test_a_late_return_with_several_messages_in_flight_is_reported_once(channel):
     channel.basic_publish("", "nowhere", b"", mandatory=True)
     pump(channel.connection, lambda: channel._flow.returned)
     with pytest.raises(pika.exceptions.UnroutableError):

@@ -53,7 +53,9 @@ def pipelined(connect: Connect, republish: Any = None, **settings: Any) -> Any:
     return channel
 
 
-def test_what_is_unconfirmed_leaves_first_in_order_and_marked_with_its_id(broker: Broker, connect: Connect) -> None:
+def test_unconfirmed_messages_are_resent_first_in_order_and_marked_with_their_ids(
+    broker: Broker, connect: Connect
+) -> None:
     first = lost(broker, pipelined(connect), 0, 1, 2)
     second = pipelined(connect, first)
     assert first.unconfirmed == ()
@@ -65,7 +67,7 @@ def test_what_is_unconfirmed_leaves_first_in_order_and_marked_with_its_id(broker
     assert second.unconfirmed == ()
 
 
-def test_a_channel_that_is_lost_in_turn_hands_on_all_that_it_has(broker: Broker, connect: Connect) -> None:
+def test_a_second_lost_channel_hands_over_all_its_messages(broker: Broker, connect: Connect) -> None:
     second = pipelined(connect, lost(broker, pipelined(connect), 0, 1))
     second.wait_for_confirms(PATIENCE)
     third = pipelined(connect, lost(broker, second, 2, 3))
@@ -76,7 +78,7 @@ def test_a_channel_that_is_lost_in_turn_hands_on_all_that_it_has(broker: Broker,
 
 
 @pytest.mark.parametrize("size", [10, 5000])
-def test_a_program_that_reconnects_loses_nothing_in_many_losses(broker: Broker, connect: Connect, size: int) -> None:
+def test_a_program_that_reconnects_loses_nothing_over_many_losses(broker: Broker, connect: Connect, size: int) -> None:
     count, losses = 400, 20
     orders = iter(range(count))
     channel, cuts = None, 0
@@ -133,7 +135,7 @@ def test_a_pause_from_before_the_loss_holds_the_next_channel_only_while_it_lasts
 
 
 @pytest.mark.parametrize("reason", ["stopped", "blocked", "paused"])
-def test_it_waits_while_the_new_channel_may_not_send(broker: Broker, connect: Connect, reason: str) -> None:
+def test_republishing_waits_while_the_new_channel_is_stopped(broker: Broker, connect: Connect, reason: str) -> None:
     first = lost(broker, pipelined(connect), 0)
     events: list[Any] = []
     second = connect(max_producer_flow_control_wait=0.1).channel()
@@ -170,7 +172,7 @@ def test_it_waits_while_the_new_channel_may_not_send(broker: Broker, connect: Co
     ]
 
 
-def test_a_message_that_was_written_in_part_leaves_as_a_whole(broker: Broker, connect: Connect, proxy: Proxy) -> None:
+def test_a_partly_written_message_is_resent_as_a_whole(broker: Broker, connect: Connect, proxy: Proxy) -> None:
     first = pipelined(connect, url=proxy.url(broker), max_producer_flow_control_wait=0.2)
     proxy.stop_reading()
     body = bytes(16_000_000)
@@ -185,7 +187,7 @@ def test_a_message_that_was_written_in_part_leaves_as_a_whole(broker: Broker, co
     assert bodies(broker) == [body]
 
 
-def test_a_publish_that_meets_the_loss_after_its_message_was_taken_does_not_raise(
+def test_a_publish_that_sees_the_loss_after_its_message_was_accepted_does_not_raise(
     broker: Broker, connect: Connect, proxy: Proxy
 ) -> None:
     first = pipelined(connect, url=proxy.url(broker), max_producer_flow_control_wait=PATIENCE)
@@ -207,7 +209,7 @@ def test_a_publish_that_meets_the_loss_after_its_message_was_taken_does_not_rais
         lambda channel: channel.queue_declare("q"),
     ],
 )
-def test_a_publish_whose_message_is_taken_and_lost_in_one_read_leaves_the_error_to_the_next_call(
+def test_a_publish_whose_message_is_accepted_and_lost_in_one_read_leaves_the_error_to_the_next_call(
     broker: Broker, connect: Connect, monkeypatch: pytest.MonkeyPatch, call: Callable[[Any], Any]
 ) -> None:
     first = pipelined(connect, capacity=1, max_producer_flow_control_wait=PATIENCE)
@@ -234,7 +236,7 @@ def test_a_publish_whose_message_is_taken_and_lost_in_one_read_leaves_the_error_
     assert [each.body for each in first.unconfirmed] == [b"1"]
 
 
-def test_a_smaller_frame_size_is_kept(broker: Broker, connect: Connect) -> None:
+def test_a_smaller_frame_size_is_respected(broker: Broker, connect: Connect) -> None:
     first = pipelined(connect)
     broker.withhold_confirms()
     first.basic_publish("", "q", bytes(range(256)) * 100)
@@ -247,7 +249,7 @@ def test_a_smaller_frame_size_is_kept(broker: Broker, connect: Connect) -> None:
     assert bodies(broker)[-1] == bytes(range(256)) * 100
 
 
-def test_what_was_returned_before_the_loss_is_told_on_the_new_channel(broker: Broker, connect: Connect) -> None:
+def test_a_message_returned_before_the_loss_is_reported_on_the_new_channel(broker: Broker, connect: Connect) -> None:
     first = pipelined(connect)
     first.basic_publish("", "nowhere", b"returned", mandatory=True)
     pump(first.connection, lambda: not first._flow.protocol.unsettled)
@@ -260,7 +262,7 @@ def test_what_was_returned_before_the_loss_is_told_on_the_new_channel(broker: Br
     assert [each.body for each in caught.value.messages] == [b"returned"]
 
 
-def test_what_close_could_not_settle_can_be_published_again(broker: Broker, connect: Connect) -> None:
+def test_messages_that_close_could_not_settle_can_be_republished(broker: Broker, connect: Connect) -> None:
     first = pipelined(connect, max_producer_flow_control_wait=0.1)
     broker.withhold_confirms()
     first.basic_publish("", "q", b"0")
@@ -271,7 +273,7 @@ def test_what_close_could_not_settle_can_be_published_again(broker: Broker, conn
     assert marked(broker) == [False, True]
 
 
-def test_a_channel_that_has_nothing_to_publish_again_is_refused(broker: Broker, connect: Connect) -> None:
+def test_a_channel_without_messages_to_republish_is_refused(broker: Broker, connect: Connect) -> None:
     closed = pipelined(connect)
     closed.basic_publish("nowhere", "", b"")
     with pytest.raises(pika.exceptions.ChannelClosedByBroker):
@@ -302,7 +304,7 @@ def test_a_channel_that_has_nothing_to_publish_again_is_refused(broker: Broker, 
 
 
 @pytest.mark.parametrize("others", ["none", "before it", "after it"])
-def test_a_message_over_which_its_connections_are_lost_is_given_back_unless_others_publish_on_them(
+def test_a_message_that_loses_its_connections_is_given_back_unless_others_publish_on_them(
     broker: Broker, connect: Connect, monkeypatch: pytest.MonkeyPatch, others: str
 ) -> None:
     # A connection has held after a moment, but is lost just after it is sent.
@@ -342,7 +344,7 @@ def test_a_message_over_which_its_connections_are_lost_is_given_back_unless_othe
     assert bodies(broker) == [b"poison"] * 8 + [b"goes on"]
 
 
-def test_E2_an_interrupt_leaves_the_messages_to_one_of_the_two(broker: Broker, connect: Connect) -> None:
+def test_E2_an_interrupt_leaves_the_messages_to_exactly_one_channel(broker: Broker, connect: Connect) -> None:
     at, came = 1, 1
     while came:
         broker.purge("q")

@@ -53,7 +53,7 @@ def publish_when_unflowed(channel: Any, body: bytes) -> None:
     channel.connection.run(lambda: channel.basic_publish("", "q", body))
 
 
-def test_E11_it_is_ours_and_has_pikas_members() -> None:
+def test_E11_the_connection_is_our_class_and_has_all_members_of_pika() -> None:
     assert pika.Connection is pika.adapters.Connection is pika.adapters.thread_safe_connection.Connection
     for ours, theirs in (
         (pika.Connection, original.Connection),
@@ -67,7 +67,7 @@ def test_E11_it_is_ours_and_has_pikas_members() -> None:
                 assert parameters(found) == parameters(member), name
 
 
-def test_J7_threads_wait_while_the_broker_says_stop_and_go_on_in_their_order(broker, connect, wire):
+def test_J7_threads_wait_while_the_flow_is_stopped_and_continue_in_order(broker, connect, wire):
     channel = connect().channel()
     stop(broker, channel)
     wire.wait_for("in", "Channel.FlowOk")
@@ -110,7 +110,7 @@ def test_E4_a_message_that_was_not_sent_in_time_is_in_the_error_and_never_sent(b
     broker.wait_until(lambda broker: bodies(broker) == [b"later"])
 
 
-def test_C6_the_window_is_full_until_confirms_come_and_on_publish_knows_every_tag_before_its_ack(broker, connect):
+def test_C6_the_window_is_full_until_confirms_and_on_publish_reports_every_tag_before_its_ack(broker, connect):
     channel = connect(capacity=3, max_producer_flow_control_wait=PATIENCE).channel()
     channel.basic_publish("", "q", b"before")
     known: set[int] = set()
@@ -139,7 +139,7 @@ def test_C6_the_window_is_full_until_confirms_come_and_on_publish_knows_every_ta
     assert early == []
 
 
-def test_E2_the_ioloops_thread_publishes_at_once_or_is_refused(broker, connect):
+def test_E2_on_the_ioloop_thread_a_publish_succeeds_immediately_or_is_refused(broker, connect):
     connection = connect()
     channel = connection.channel()
     results: list[Any] = []
@@ -188,7 +188,7 @@ def test_E2_a_flow_callback_and_on_publish_may_publish(broker, connect):
     assert len(set(tags) | set(again)) == 6
 
 
-def test_E2_a_consumers_callback_waits_and_raises_before_pika_gives_the_connection_up(broker, connect):
+def test_E2_a_consumer_callback_waits_and_raises_before_pika_closes_the_connection(broker, connect):
     connection = connect(more={"work_queue_maxsize": 2, "work_queue_put_timeout": 2.0})
     consuming, publishing = connection.channel(), connection.channel()
     consuming.queue_declare("in")
@@ -211,7 +211,7 @@ def test_E2_a_consumers_callback_waits_and_raises_before_pika_gives_the_connecti
     assert connection.is_open
 
 
-def test_E4_a_loop_that_does_not_answer_ends_no_deadline(broker, connect):
+def test_E4_deadlines_are_kept_if_the_loop_does_not_answer(broker, connect):
     connection = connect(max_producer_flow_control_wait=2)
     channel = connection.channel()
     go_on = threading.Semaphore(0)
@@ -231,7 +231,7 @@ def test_E4_a_loop_that_does_not_answer_ends_no_deadline(broker, connect):
 
 
 @pytest.mark.parametrize("ends", [False, True], ids=["goes on", "ends"])
-def test_what_was_accepted_is_sent_after_a_stop_or_the_log_says_that_it_was_not(broker, connect, caplog, ends):
+def test_accepted_messages_are_sent_after_a_stop_or_logged_as_not_sent(broker, connect, caplog, ends):
     connection = connect()
     channel = connection.channel()
     go_on = threading.Semaphore(0)
@@ -259,7 +259,7 @@ def test_what_was_accepted_is_sent_after_a_stop_or_the_log_says_that_it_was_not(
 
 
 @pytest.mark.parametrize("how", ["channel", "connection", "broker", "cut", "crash"])
-def test_E2_what_ends_the_channel_ends_the_wait(broker, connect, proxy, how):
+def test_E2_the_end_of_the_channel_ends_the_wait(broker, connect, proxy, how):
     connection = connect(proxy.url(broker), max_producer_flow_control_wait=PATIENCE * 5)
     channel = connection.channel()
     stop(broker, channel)
@@ -290,7 +290,7 @@ def test_E2_what_ends_the_channel_ends_the_wait(broker, connect, proxy, how):
     assert bodies(broker) == []
 
 
-def test_what_pikas_transport_holds_is_bounded(broker, connect, proxy):
+def test_the_buffer_of_the_transport_of_pika_is_bounded(broker, connect, proxy):
     connection = connect(proxy.url(broker), max_unwritten_bytes=100_000, max_producer_flow_control_wait=0.3)
     channel = connection.channel()
     proxy.stop_reading()
@@ -310,7 +310,7 @@ def test_what_pikas_transport_holds_is_bounded(broker, connect, proxy):
     broker.wait_until(lambda broker: broker.queue("q").depth == sent + 1)
 
 
-def test_when_flowed_raise_does_not_wait_and_a_rate_lets_go(broker, connect):
+def test_when_flowed_raise_does_not_wait_and_a_rate_hold_ends(broker, connect):
     channel = connect(when_flowed="raise").channel()
     stop(broker, channel)
     with pytest.raises(ProducerFlowed) as caught:

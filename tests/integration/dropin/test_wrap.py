@@ -22,7 +22,7 @@ def connection(broker: Any, monkeypatch: pytest.MonkeyPatch, stack: Any) -> orig
     return connection
 
 
-def test_it_is_the_same_channel_under_flow_control(broker, connection, wire):
+def test_the_wrapped_channel_is_the_same_object_under_flow_control(broker, connection, wire):
     plain = connection.channel()
     channel = drop_in.wrap(plain)
     assert channel is plain
@@ -39,7 +39,7 @@ def test_it_is_the_same_channel_under_flow_control(broker, connection, wire):
     broker.wait_until(lambda broker: bodies(broker) == [b"sent"])
 
 
-def test_it_learns_that_the_connection_is_blocked(broker, connection):
+def test_a_wrapped_channel_is_notified_of_a_blocked_connection(broker, connection):
     channel = drop_in.wrap(connection.channel())
     broker.block()
     held(channel, HoldKind.CONNECTION_BLOCKED)
@@ -47,7 +47,7 @@ def test_it_learns_that_the_connection_is_blocked(broker, connection):
     held(channel)
 
 
-def test_confirms_of_both_kinds(broker, connection):
+def test_a_wrapped_channel_handles_single_and_multiple_confirms(broker, connection):
     one, two = drop_in.wrap(connection.channel()), drop_in.wrap(connection.channel())
     one.confirm_delivery()
     two.confirm_delivery(pipelined=True)
@@ -63,7 +63,7 @@ def fill(channel: drop_in.BlockingChannel) -> None:
         channel.basic_publish("", "q", bytes(1_000_000))
 
 
-def test_a_socket_that_takes_nothing_is_no_trap_either(broker, proxy, monkeypatch, stack):
+def test_a_wrapped_channel_whose_socket_accepts_nothing_does_not_hang(broker, proxy, monkeypatch, stack):
     monkeypatch.setenv("QFLOW_MAX_PRODUCER_FLOW_CONTROL_WAIT", "0.3")
     connection = original.BlockingConnection(original.URLParameters(proxy.url(broker)))
     stack.callback(connection.close)
@@ -78,7 +78,7 @@ def test_a_socket_that_takes_nothing_is_no_trap_either(broker, proxy, monkeypatc
     channel.wait_unflowed(PATIENCE)
 
 
-def test_what_cannot_be_made_safe_is_refused(connection):
+def test_objects_that_cannot_be_wrapped_safely_are_refused(connection):
     channel = connection.channel()
     channel.confirm_delivery()
     with pytest.raises(ValueError, match="before confirm_delivery"):

@@ -39,7 +39,7 @@ def queues(broker: Broker) -> None:
 
 
 @pytest.mark.usefixtures("queues")
-def test_C3_aio_pika_overruns_a_stop_that_the_drop_in_obeys_until_it_raises(run: Run, broker: Broker) -> None:
+def test_C3_aio_pika_ignores_a_stop_that_the_drop_in_obeys_until_its_deadline(run: Run, broker: Broker) -> None:
     async def main() -> None:
         await program(original, broker.url, "theirs")
         await soon(lambda: broker.queue("theirs").depth == COUNT)
@@ -57,7 +57,9 @@ def test_C3_aio_pika_overruns_a_stop_that_the_drop_in_obeys_until_it_raises(run:
 
 
 @pytest.mark.usefixtures("queues")
-def test_J7_after_a_stop_aio_pikas_channel_is_broken_and_the_drop_ins_is_not(run: Run, broker: Broker) -> None:
+def test_J7_after_a_stop_the_channel_of_aio_pika_is_broken_and_that_of_the_drop_in_is_not(
+    run: Run, broker: Broker
+) -> None:
     async def declares(module: Any, queue: str) -> None:
         async with await module.connect(broker.url) as connection:
             channel = await connection.channel()
@@ -84,7 +86,7 @@ def test_J7_after_a_stop_aio_pikas_channel_is_broken_and_the_drop_ins_is_not(run
 
 
 @pytest.mark.usefixtures("queues")
-def test_C3_the_drop_in_goes_on_when_it_may(run: Run, broker: Broker) -> None:
+def test_C3_the_drop_in_continues_when_the_flow_is_active_again(run: Run, broker: Broker) -> None:
     async def main() -> None:
         publishing = asyncio.ensure_future(program(drop_in, broker.url, "ours"))
         # Who publishes may be slower than who takes.

@@ -105,7 +105,7 @@ def test_J7_a_stop_is_answered_and_nothing_is_published_until_it_ends(
     ],
     indirect=["connect"],
 )
-def test_A4_a_publish_that_stays_blocked_raises_in_time_and_is_never_sent(
+def test_A4_a_blocked_publish_raises_at_its_deadline_and_the_message_is_never_sent(
     run: Run, broker: Broker, connect: Any, confirms: bool, by: str
 ) -> None:
     async def main() -> None:
@@ -127,7 +127,7 @@ def test_A4_a_publish_that_stays_blocked_raises_in_time_and_is_never_sent(
     run(main())
 
 
-def test_D1_with_when_flowed_raise_it_does_not_wait(run: Run, broker: Broker, connect: Any) -> None:
+def test_D1_when_flowed_raise_does_not_wait(run: Run, broker: Broker, connect: Any) -> None:
     async def main() -> None:
         async with await connect(when_flowed="raise") as connection:
             channel = await connection.channel()
@@ -161,7 +161,7 @@ def test_a_blocked_connection_holds_all_its_channels_until_it_is_unblocked(
     run(main())
 
 
-def test_a_confirm_that_does_not_come_is_another_error(run: Run, broker: Broker, connect: Any) -> None:
+def test_a_missing_confirm_raises_a_different_error(run: Run, broker: Broker, connect: Any) -> None:
     async def main() -> None:
         async with await connect(max_producer_flow_control_wait=WAIT) as connection:
             channel = await connection.channel()
@@ -180,7 +180,7 @@ def test_a_confirm_that_does_not_come_is_another_error(run: Run, broker: Broker,
     run(main())
 
 
-def test_C6_no_more_than_the_capacity_is_unconfirmed(run: Run, broker: Broker, connect: Any) -> None:
+def test_C6_at_most_the_capacity_is_unconfirmed(run: Run, broker: Broker, connect: Any) -> None:
     async def main() -> None:
         async with await connect(capacity=5, max_producer_flow_control_wait=PATIENCE) as connection:
             channel = await connection.channel()
@@ -198,7 +198,7 @@ def test_C6_no_more_than_the_capacity_is_unconfirmed(run: Run, broker: Broker, c
     run(main())
 
 
-def test_F2_a_rate_limit_holds_too(run: Run, connect: Any) -> None:
+def test_F2_a_rate_limit_is_a_hold_too(run: Run, connect: Any) -> None:
     async def main() -> None:
         async with await connect(rate=50, rate_burst=1) as connection:
             channel = await connection.channel()
@@ -211,7 +211,7 @@ def test_F2_a_rate_limit_holds_too(run: Run, connect: Any) -> None:
 
 
 @with_both
-def test_settings_are_in_the_url_too(run: Run, broker: Broker, connect: Any) -> None:
+def test_settings_can_be_in_the_url(run: Run, broker: Broker, connect: Any) -> None:
     async def main() -> None:
         url = f"{broker.url}?name=shop&capacity=7&heartbeat=30&max_producer_flow_control_wait=0.5"
         async with await connect(url) as connection:
@@ -234,7 +234,7 @@ def test_settings_are_in_the_url_too(run: Run, broker: Broker, connect: Any) -> 
     run(main())
 
 
-def test_flow_events_are_told_in_order_on_the_loop(run: Run, broker: Broker, connect: Any) -> None:
+def test_flow_events_are_reported_in_order_on_the_loop(run: Run, broker: Broker, connect: Any) -> None:
     async def main() -> None:
         async with await connect(flow_control_wait_notify_period=0.05) as connection:
             channel = await connection.channel()
@@ -263,7 +263,7 @@ def test_flow_events_are_told_in_order_on_the_loop(run: Run, broker: Broker, con
     run(main())
 
 
-def test_F6_the_manager_stops_and_starts_it_from_any_thread(run: Run, connect: Any) -> None:
+def test_F6_the_manager_stops_and_starts_the_channel_from_any_thread(run: Run, connect: Any) -> None:
     async def main() -> None:
         async with await connect() as connection:
             channel = await connection.channel()
@@ -300,7 +300,7 @@ def test_a_cancelled_publish_that_was_not_written_is_never_sent(run: Run, broker
     run(main())
 
 
-def test_what_waits_is_told_what_closed_the_channel(run: Run, broker: Broker) -> None:
+def test_a_waiting_publish_raises_the_reason_why_the_channel_was_closed(run: Run, broker: Broker) -> None:
     async def main() -> None:
         async with await aio_pika.connect(broker.url) as connection:
             channel = await connection.channel()
@@ -328,7 +328,9 @@ def test_what_waits_is_told_what_closed_the_channel(run: Run, broker: Broker) ->
 
 @with_both
 @pytest.mark.parametrize("what", ["channel", "connection"])
-def test_what_waits_ends_when_the_program_closes_it(run: Run, broker: Broker, connect: Any, what: str) -> None:
+def test_waiting_calls_end_when_the_program_closes_the_channel(
+    run: Run, broker: Broker, connect: Any, what: str
+) -> None:
     async def main() -> None:
         connection = await connect()
         channel = await connection.channel()
@@ -344,7 +346,7 @@ def test_what_waits_ends_when_the_program_closes_it(run: Run, broker: Broker, co
     run(main())
 
 
-def test_a_robust_channel_keeps_its_gate_true_over_reconnections(
+def test_a_robust_channel_keeps_its_gate_correct_over_reconnections(
     run: Run, broker: Broker, proxy: Proxy, wire: Wire
 ) -> None:
     async def main() -> None:
@@ -376,7 +378,7 @@ def test_a_robust_channel_keeps_its_gate_true_over_reconnections(
     run(main())
 
 
-def test_what_was_written_when_the_connection_is_lost_raises_as_with_aio_pika(
+def test_messages_written_before_a_lost_connection_raise_as_with_aio_pika(
     run: Run, broker: Broker, proxy: Proxy
 ) -> None:
     async def main() -> None:
@@ -402,7 +404,7 @@ def test_what_was_written_when_the_connection_is_lost_raises_as_with_aio_pika(
     run(main())
 
 
-def test_an_unconfirmed_program_is_held_by_a_socket_that_is_full(run: Run, broker: Broker, proxy: Proxy) -> None:
+def test_a_program_without_confirms_is_held_by_a_full_socket(run: Run, broker: Broker, proxy: Proxy) -> None:
     async def main() -> None:
         async with await aio_pika.connect(f"{proxy.url(broker)}?max_producer_flow_control_wait=0.3") as connection:
             channel = await connection.channel(publisher_confirms=False)
@@ -437,7 +439,7 @@ def test_an_unconfirmed_program_is_held_by_a_socket_that_is_full(run: Run, broke
     run(main())
 
 
-def test_heartbeats_go_on_while_a_publish_waits(run: Run, broker: Broker, wire: Wire) -> None:
+def test_heartbeats_continue_while_a_publish_waits(run: Run, broker: Broker, wire: Wire) -> None:
     async def main() -> None:
         async with await aio_pika.connect(f"{broker.url}?heartbeat=1") as connection:
             channel = await connection.channel()
@@ -467,7 +469,7 @@ def test_a_producer_can_be_opened_on_the_same_connection(run: Run, broker: Broke
     run(main())
 
 
-def test_with_tls_too(run: Run, make_broker: Callable[..., Broker], certificate: Any) -> None:
+def test_flow_control_works_over_tls_too(run: Run, make_broker: Callable[..., Broker], certificate: Any) -> None:
     async def main() -> None:
         path, key = certificate
         server = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
@@ -486,7 +488,7 @@ def test_with_tls_too(run: Run, make_broker: Callable[..., Broker], certificate:
     run(main())
 
 
-def test_a_channel_that_is_dropped_is_forgotten(run: Run, broker: Broker) -> None:
+def test_a_dropped_channel_is_forgotten(run: Run, broker: Broker) -> None:
     async def main() -> None:
         async with await aio_pika.connect(broker.url) as connection:
             channel = await connection.channel()
@@ -505,7 +507,7 @@ def test_a_channel_that_is_dropped_is_forgotten(run: Run, broker: Broker) -> Non
 
 @with_both
 @pytest.mark.parametrize("closed", ["channel", "connection"])
-def test_what_a_program_closes_itself_is_nothing_to_warn_of(run: Run, connect: Any, caplog: Any, closed: str) -> None:
+def test_closing_by_the_program_itself_causes_no_warning(run: Run, connect: Any, caplog: Any, closed: str) -> None:
     async def main() -> None:
         async with await connect() as connection:
             channel = await connection.channel()
@@ -518,7 +520,7 @@ def test_what_a_program_closes_itself_is_nothing_to_warn_of(run: Run, connect: A
     assert [record.message for record in caplog.records if record.name == "qflow_client"] == []
 
 
-def test_a_channel_of_ours_needs_a_connection_of_ours(run: Run, broker: Broker) -> None:
+def test_our_channel_class_needs_our_connection_class(run: Run, broker: Broker) -> None:
     async def main() -> None:
         async with await original.connect(broker.url) as connection:
             with pytest.raises(TypeError, match=r"qflow_client\.aio_pika"):
@@ -527,7 +529,7 @@ def test_a_channel_of_ours_needs_a_connection_of_ours(run: Run, broker: Broker) 
     run(main())
 
 
-def test_a_port_where_nobody_listens_is_as_with_aio_pika(run: Run) -> None:
+def test_a_port_without_a_listener_raises_as_with_aio_pika(run: Run) -> None:
     async def main() -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))

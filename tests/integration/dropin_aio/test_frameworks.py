@@ -55,7 +55,7 @@ async def failure(publish: Awaitable[object]) -> list[type]:
 @pytest.mark.parametrize(
     ("run", "queue"), [(with_taskiq, "taskiq"), (with_faststream, "q")], ids=["taskiq", "faststream"]
 )
-def test_J7_publishing_waits_raises_in_time_and_goes_on(
+def test_J7_publishing_waits_raises_at_its_deadline_and_continues(
     broker: Broker, monkeypatch: pytest.MonkeyPatch, run: Any, queue: str, how: str
 ) -> None:
     def stop() -> None:

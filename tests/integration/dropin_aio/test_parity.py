@@ -40,7 +40,7 @@ def without(found: list[tuple[str, Any, Any]], new: list[str]) -> list[tuple[str
 
 
 @pytest.mark.parametrize("name", CLASSES)
-def test_every_signature_is_aio_pikas(name: str) -> None:
+def test_every_signature_equals_that_of_aio_pika(name: str) -> None:
     theirs, ours = CLASSES[name]
     assert issubclass(ours, theirs)
     for member, of_theirs in members(theirs, "__init__", "__aenter__", "__aexit__", "__await__").items():
@@ -58,7 +58,7 @@ def test_every_signature_is_aio_pikas(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["connect", "connect_robust"])
-def test_what_connects_has_aio_pikas_signature(name: str) -> None:
+def test_functions_that_connect_have_the_signatures_of_aio_pika(name: str) -> None:
     theirs, ours = getattr(original, name), getattr(drop_in, name)
     assert inspect.iscoroutinefunction(ours)
     with until_release(**KNOWN):
@@ -67,14 +67,14 @@ def test_what_connects_has_aio_pikas_signature(name: str) -> None:
     assert kind is (drop_in.Connection if name == "connect" else drop_in.RobustConnection)
 
 
-def test_what_stands_for_aiormqs_publish_has_its_signature() -> None:
+def test_the_replacement_of_aiormq_publish_has_its_signature() -> None:
     ours = parameters(ChannelFlow.basic_publish)
     assert [each[0] for each in ours[:2]] == ["self", "channel"]
     with until_release(**KNOWN):
         assert ours[2:] == parameters(aiormq.Channel.basic_publish)[1:]
 
 
-def test_every_name_of_aio_pikas_is_there() -> None:
+def test_every_name_of_aio_pika_exists() -> None:
     for name in (each for each in dir(original) if not each.startswith("_")):
         with until_release(**KNOWN):
             assert hasattr(drop_in, name), name
@@ -89,7 +89,7 @@ def test_every_name_of_aio_pikas_is_there() -> None:
 
 
 @pytest.mark.parametrize("name", ["abc", "exceptions", "message", "patterns", "patterns.rpc", "pool", "tools"])
-def test_modules_of_aio_pikas_can_be_imported_from_it(name: str) -> None:
+def test_modules_of_aio_pika_can_be_imported_from_the_drop_in(name: str) -> None:
     assert import_module(f"qflow_client.aio_pika.{name}") is import_module(f"aio_pika.{name}")
 
 
@@ -112,7 +112,7 @@ def test_every_public_method_has_a_scenario(kind: str) -> None:
         if robust or name.startswith(("Connection__", "Channel__", "Exchange__publish"))
     ],
 )
-def test_the_same_result_exception_and_order_of_callbacks(name: str, robust: bool, run: Run) -> None:
+def test_results_exceptions_and_the_order_of_callbacks_are_the_same(name: str, robust: bool, run: Run) -> None:
     with Broker() as broker:
         ours = run(outcome_on_its_own(drop_in, broker.url, name, robust=robust))
     # Not with `run`: older releases leave futures behind of which nobody asks the exception.
@@ -147,7 +147,7 @@ _WRAPPED = [name for name in SCENARIOS if name.startswith(("Channel__", "Exchang
         for robust in ((False, True) if EFFORT == "nightly" else (bool(number % 2),))
     ],
 )
-def test_a_wrapped_connection_does_the_same_too(name: str, robust: bool, run: Run) -> None:
+def test_a_wrapped_connection_behaves_the_same_too(name: str, robust: bool, run: Run) -> None:
     with Broker() as broker:
         ours = run(outcome_on_its_own(Wrapped(), broker.url, name, robust=robust))
     with Broker() as broker, asyncio.Runner() as runner:
@@ -174,7 +174,7 @@ async def callbacks(module: Any, url: str, *, robust: bool) -> list[int]:
 
 
 @pytest.mark.parametrize("robust", [False, True], ids=["plain", "robust"])
-def test_E11_a_program_finds_no_callbacks_besides_aio_pikas(broker: Any, robust: bool, run: Run) -> None:
+def test_E11_a_program_sees_only_the_callbacks_of_aio_pika(broker: Any, robust: bool, run: Run) -> None:
     theirs, ours = (run(callbacks(module, broker.url, robust=robust)) for module in (original, drop_in))
     assert ours == theirs
     assert ours[0] == 0
@@ -182,7 +182,7 @@ def test_E11_a_program_finds_no_callbacks_besides_aio_pikas(broker: Any, robust:
 
 @pytest.mark.parametrize("who", ["program", "broker"])
 @pytest.mark.parametrize("robust", [False, True], ids=["plain", "robust"])
-def test_E11_the_socket_is_closed_although_the_program_has_cleared_the_callbacks(
+def test_E11_the_socket_is_closed_even_if_the_program_has_cleared_the_callbacks(
     broker: Any, robust: bool, who: str, run: Run
 ) -> None:
     async def close() -> None:

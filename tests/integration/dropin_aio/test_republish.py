@@ -34,7 +34,7 @@ def answers(results: list[Any]) -> list[str]:
     return [type(each).__name__ for each in results]
 
 
-def test_what_is_unconfirmed_leaves_again_in_order_and_marked_before_anything_newer(
+def test_unconfirmed_messages_are_resent_in_order_and_marked_before_newer_ones(
     run: Run, broker: Broker, proxy: Proxy
 ) -> None:
     async def main() -> None:
@@ -61,7 +61,7 @@ def test_what_is_unconfirmed_leaves_again_in_order_and_marked_before_anything_ne
 
 
 @pytest.mark.parametrize("wrapped", [False, True], ids=["drop-in", "wrapped"])
-def test_many_tasks_and_many_losses_lose_nothing(
+def test_many_tasks_lose_nothing_over_many_losses(
     run: Run, broker: Broker, wrapped: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("QFLOW_ON_DISCONNECT", "republish")
@@ -98,7 +98,7 @@ def test_many_tasks_and_many_losses_lose_nothing(
         seen.add(message.body)
 
 
-def test_it_leaves_again_when_what_was_declared_is_there_again(run: Run, broker: Broker, proxy: Proxy) -> None:
+def test_messages_are_resent_after_the_topology_is_redeclared(run: Run, broker: Broker, proxy: Proxy) -> None:
     async def main() -> None:
         async with await aio_pika.connect_robust(proxy.url(broker), **FAST) as connection:
             channel = await connection.channel()
@@ -119,9 +119,7 @@ def test_it_leaves_again_when_what_was_declared_is_there_again(run: Run, broker:
     run(main())
 
 
-def test_what_the_broker_says_of_the_new_channel_holds_what_leaves_again(
-    run: Run, broker: Broker, proxy: Proxy
-) -> None:
+def test_holds_of_the_new_channel_apply_to_resent_messages(run: Run, broker: Broker, proxy: Proxy) -> None:
     async def main() -> None:
         async with await aio_pika.connect_robust(proxy.url(broker), **FAST) as connection:
             channel = await connection.channel()
@@ -140,7 +138,7 @@ def test_what_the_broker_says_of_the_new_channel_holds_what_leaves_again(
     run(main())
 
 
-def test_a_deadline_ends_the_wait_and_the_message_does_not_leave_again(run: Run, broker: Broker, proxy: Proxy) -> None:
+def test_a_deadline_ends_the_wait_and_the_message_is_not_resent(run: Run, broker: Broker, proxy: Proxy) -> None:
     async def main() -> None:
         # The second try comes later than the test ends, unless it asks for it.
         async with await aio_pika.connect_robust(proxy.url(broker), **(FAST | {"reconnect_interval": 1})) as connection:
@@ -169,7 +167,7 @@ def test_a_deadline_ends_the_wait_and_the_message_does_not_leave_again(run: Run,
     run(main())
 
 
-def test_a_mandatory_message_that_is_returned_is_not_sent_again(run: Run, broker: Broker, proxy: Proxy) -> None:
+def test_a_returned_mandatory_message_is_not_resent(run: Run, broker: Broker, proxy: Proxy) -> None:
     async def main() -> None:
         async with await aio_pika.connect_robust(proxy.url(broker), **FAST) as connection:
             channel = await connection.channel()
@@ -189,7 +187,7 @@ def test_a_mandatory_message_that_is_returned_is_not_sent_again(run: Run, broker
     run(main())
 
 
-def test_a_channel_that_the_broker_closes_fails_as_with_aio_pika(run: Run, broker: Broker) -> None:
+def test_a_channel_closed_by_the_broker_fails_as_with_aio_pika(run: Run, broker: Broker) -> None:
     async def main() -> None:
         async with await aio_pika.connect_robust(broker.url, **FAST) as connection:
             channel = await connection.channel()
@@ -209,7 +207,7 @@ def test_a_channel_that_the_broker_closes_fails_as_with_aio_pika(run: Run, broke
 
 
 @pytest.mark.parametrize("what", ["channel", "connection"])
-def test_what_waits_to_leave_again_ends_when_the_program_closes_it(
+def test_messages_that_wait_to_be_resent_end_when_the_program_closes_the_channel(
     run: Run, broker: Broker, proxy: Proxy, what: str
 ) -> None:
     async def main() -> None:
@@ -235,7 +233,7 @@ def test_what_waits_to_leave_again_ends_when_the_program_closes_it(
     run(main())
 
 
-def test_without_confirms_what_was_never_written_leaves_on_the_next_connection(
+def test_without_confirms_unwritten_messages_are_sent_on_the_next_connection(
     run: Run, broker: Broker, proxy: Proxy
 ) -> None:
     async def main() -> None:
@@ -250,7 +248,7 @@ def test_without_confirms_what_was_never_written_leaves_on_the_next_connection(
     run(main())
 
 
-def test_a_message_goes_out_on_a_channel_of_another_number_and_with_smaller_frames(
+def test_a_message_can_be_resent_on_a_channel_with_a_different_number_and_smaller_frames(
     run: Run, broker: Broker, make_broker: Callable[..., Broker], proxy: Proxy
 ) -> None:
     small = make_broker(frame_max=8192)
@@ -276,7 +274,7 @@ def test_a_message_goes_out_on_a_channel_of_another_number_and_with_smaller_fram
 
 
 @pytest.mark.parametrize("republishes", [False, True])
-def test_a_waiting_message_goes_out_on_a_channel_of_another_number(
+def test_a_waiting_message_is_sent_on_a_channel_with_a_different_number(
     run: Run, broker: Broker, proxy: Proxy, republishes: bool
 ) -> None:
     async def main() -> None:
@@ -296,7 +294,9 @@ def test_a_waiting_message_goes_out_on_a_channel_of_another_number(
     run(main())
 
 
-def test_it_is_a_setting_of_robust_connections_only(run: Run, broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_republishing_is_a_setting_of_robust_connections_only(
+    run: Run, broker: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def main() -> None:
         async with await aio_pika.connect_robust(f"{broker.url}?on_disconnect=republish") as connection:
             assert connection.flow_settings.on_disconnect == "republish"

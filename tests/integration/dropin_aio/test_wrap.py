@@ -29,7 +29,9 @@ with_both = pytest.mark.parametrize("connect", ["connect", "connect_robust"])
 
 
 @with_both
-def test_it_is_the_same_channel_under_flow_control(run: Run, broker: Broker, wire: Wire, connect: str) -> None:
+def test_the_wrapped_channel_is_the_same_object_under_flow_control(
+    run: Run, broker: Broker, wire: Wire, connect: str
+) -> None:
     async def main() -> None:
         async with await getattr(original, connect)(broker.url) as connection:
             plain = await connection.channel()
@@ -76,7 +78,7 @@ def test_the_channels_of_a_wrapped_connection_are_under_flow_control(run: Run, b
     run(main())
 
 
-def test_a_stop_that_was_sent_before_is_known(run: Run, broker: Broker, wire: Wire) -> None:
+def test_a_stop_sent_before_the_wrapping_is_known(run: Run, broker: Broker, wire: Wire) -> None:
     async def main() -> None:
         async with await original.connect(broker.url) as connection:
             channel: Any = await connection.channel()
@@ -94,7 +96,7 @@ def test_a_stop_that_was_sent_before_is_known(run: Run, broker: Broker, wire: Wi
 
 
 @with_both
-def test_it_learns_that_the_connection_is_blocked_and_whether_it_is_already(
+def test_a_wrapped_channel_knows_whether_the_connection_is_or_becomes_blocked(
     run: Run, broker: Broker, connect: str
 ) -> None:
     async def main() -> None:
@@ -114,7 +116,7 @@ def test_it_learns_that_the_connection_is_blocked_and_whether_it_is_already(
     run(main())
 
 
-def test_every_answer_of_the_broker_reaches_its_publish(run: Run, broker: Broker) -> None:
+def test_every_answer_of_the_broker_reaches_its_publish_call(run: Run, broker: Broker) -> None:
     async def main() -> None:
         async with await original.connect(broker.url) as connection:
             channel = aio_pika.wrap(await connection.channel())
@@ -141,7 +143,7 @@ def test_every_answer_of_the_broker_reaches_its_publish(run: Run, broker: Broker
     run(main())
 
 
-def test_C6_no_more_than_the_capacity_is_unconfirmed(run: Run, broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_C6_at_most_the_capacity_is_unconfirmed(run: Run, broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QFLOW_CAPACITY", "5")
 
     async def main() -> None:
@@ -181,7 +183,9 @@ def test_a_robust_channel_stays_under_flow_control_when_it_is_restored(run: Run,
 
 @with_both
 @pytest.mark.parametrize("what", ["channel", "connection"])
-def test_what_waits_ends_when_the_program_closes_it(run: Run, broker: Broker, connect: str, what: str) -> None:
+def test_waiting_calls_end_when_the_program_closes_the_channel(
+    run: Run, broker: Broker, connect: str, what: str
+) -> None:
     async def main() -> None:
         connection = await getattr(original, connect)(broker.url)
         channel = aio_pika.wrap(await connection.channel())
@@ -197,7 +201,7 @@ def test_what_waits_ends_when_the_program_closes_it(run: Run, broker: Broker, co
     run(main())
 
 
-def test_what_waits_while_a_robust_connection_is_away_ends_when_the_program_closes_it(
+def test_waiting_calls_during_a_reconnect_end_when_the_program_closes_the_channel(
     run: Run, broker: Broker, proxy: Proxy
 ) -> None:
     async def main() -> None:
@@ -228,7 +232,7 @@ def test_no_message_follows_the_close_of_its_channel(run: Run, broker: Broker, w
     run(main())
 
 
-def test_a_socket_that_takes_nothing_is_no_trap_either(run: Run, broker: Broker, proxy: Proxy) -> None:
+def test_a_wrapped_channel_whose_socket_accepts_nothing_does_not_hang(run: Run, broker: Broker, proxy: Proxy) -> None:
     async def main() -> None:
         connection = await original.connect(proxy.url(broker))
         channel = aio_pika.wrap(await connection.channel())
@@ -250,7 +254,7 @@ def test_a_socket_that_takes_nothing_is_no_trap_either(run: Run, broker: Broker,
     run(main())
 
 
-def test_what_cannot_be_made_safe_is_refused(run: Run, broker: Broker) -> None:
+def test_objects_that_cannot_be_wrapped_safely_are_refused(run: Run, broker: Broker) -> None:
     class Other(original.Channel):
         pass
 

@@ -76,7 +76,7 @@ def publish_all(program: Any, broker: Broker, scheme: str, queue: str, count: in
 
 @PROGRAMS
 @pytest.mark.usefixtures("queues")
-def test_C3_pyamqp_overruns_a_stop_that_the_transport_obeys_until_it_raises(broker, program):
+def test_C3_pyamqp_ignores_a_stop_that_the_transport_obeys_until_its_deadline(broker, program):
     publish_all(program, broker, "pyamqp", "theirs")
     assert broker.queue("theirs").depth == COUNT
     with pytest.raises(OperationalError, match="channel_flow") as caught:
@@ -88,7 +88,7 @@ def test_C3_pyamqp_overruns_a_stop_that_the_transport_obeys_until_it_raises(brok
 
 @PROGRAMS
 @pytest.mark.usefixtures("queues")
-def test_C3_the_transport_goes_on_when_it_may(broker, program):
+def test_C3_the_transport_continues_when_the_flow_is_active_again(broker, program):
     job: Job = start(publish_all, program, broker, "qflow", "ours")
     taken = 0
     eventually(lambda: broker.queue("ours").flow_stopped)
@@ -106,7 +106,7 @@ def test_C3_the_transport_goes_on_when_it_may(broker, program):
 
 @PROGRAMS
 @pytest.mark.usefixtures("queues")
-def test_C5_pyamqp_hangs_for_a_confirm_that_is_held_back_and_the_transport_raises(broker, program):
+def test_C5_pyamqp_hangs_on_a_withheld_confirm_and_the_transport_raises(broker, program):
     hanging = start(publish_all, program, broker, "pyamqp", "theirs", MARK + 2, confirm_publish=True)
     broker.wait_until(lambda broker: broker.queue("theirs").flow_stopped)
     publish_all(program, broker, "qflow", "ours", MARK, confirm_publish=True)
@@ -122,7 +122,7 @@ def test_C5_pyamqp_hangs_for_a_confirm_that_is_held_back_and_the_transport_raise
 
 
 @pytest.mark.usefixtures("queues")
-def test_A4_after_an_unknown_message_the_next_is_not_sent_until_it_may(broker):
+def test_A4_after_an_unknown_message_the_next_is_not_sent_while_flowed(broker):
     url = broker.url.replace("amqp", "qflow")
     with kombu.Connection(url, transport_options={"confirm_publish": True}) as connection:
         producer = connection.Producer(serializer="json")

@@ -19,7 +19,7 @@ LIMIT = 10.0
 
 
 @pytest.mark.parametrize("scheme", ["pyamqp", "qflow"])
-def test_a_celery_application_works_as_ever(scheme: str, tmp_path: Path) -> None:
+def test_a_celery_application_works_unchanged(scheme: str, tmp_path: Path) -> None:
     # One after the other in one test, as each worker takes longer to start than most of them take.
     with Broker() as broker:
         url = broker.url.replace("amqp://", f"{scheme}://")
@@ -29,7 +29,7 @@ def test_a_celery_application_works_as_ever(scheme: str, tmp_path: Path) -> None
             ends_when_told(of)
 
 
-def test_chords_in_every_kind_of_worker(tmp_path: Path) -> None:
+def test_chords_work_in_every_kind_of_worker(tmp_path: Path) -> None:
     alone = ("--without-gossip", "--without-mingle")
     with Broker() as broker:
         url = broker.url.replace("amqp://", "qflow://")
@@ -41,7 +41,7 @@ def test_chords_in_every_kind_of_worker(tmp_path: Path) -> None:
                 ends_when_told(of)
 
 
-def test_a_worker_that_receives_sigterm_under_an_alarm_ends_in_time_and_loses_nothing_confirmed(
+def test_a_worker_that_gets_sigterm_during_an_alarm_ends_in_time_and_loses_no_confirmed_task(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("QFLOW_MAX_PRODUCER_FLOW_CONTROL_WAIT", WAIT)

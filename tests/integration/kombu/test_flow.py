@@ -80,7 +80,7 @@ def test_J7_a_stop_is_answered_and_nothing_is_published_until_it_ends(broker, co
 
 
 @pytest.mark.parametrize("confirms", [False, True, "pipelined"])
-def test_A4_a_publish_that_stays_blocked_raises_in_time_and_is_never_sent(broker, connect, confirms):
+def test_A4_a_blocked_publish_raises_at_its_deadline_and_the_message_is_never_sent(broker, connect, confirms):
     connection = connect(max_producer_flow_control_wait=0.3, confirm_publish=confirms)
     producer = Producer(connection)
     stop(producer.channel, broker)
@@ -98,7 +98,7 @@ def test_A4_a_publish_that_stays_blocked_raises_in_time_and_is_never_sent(broker
     assert bodies(broker) == [b"later"]
 
 
-def test_A4_the_publish_itself_can_say_how_long_it_waits(broker, connect):
+def test_A4_a_publish_can_set_its_own_deadline(broker, connect):
     channel = connect(max_producer_flow_control_wait=PATIENCE).default_channel
     stop(channel, broker)
     with Stopwatch() as watch, pytest.raises(OperationalError):
@@ -106,7 +106,7 @@ def test_A4_the_publish_itself_can_say_how_long_it_waits(broker, connect):
     assert watch.kept(0.3)
 
 
-def test_D1_with_when_flowed_raise_it_does_not_wait(broker, connect):
+def test_D1_when_flowed_raise_does_not_wait(broker, connect):
     channel = connect(when_flowed="raise").default_channel
     stop(channel, broker)
     with pytest.raises(OperationalError) as caught:
@@ -114,7 +114,7 @@ def test_D1_with_when_flowed_raise_it_does_not_wait(broker, connect):
     assert type(caught.value.__cause__) is ProducerFlowed
 
 
-def test_a_confirm_that_does_not_come_is_unknown_and_not_tried_again(broker, connect):
+def test_a_message_without_a_confirm_is_unknown_and_not_resent(broker, connect):
     producer = Producer(connect(max_producer_flow_control_wait=0.3, confirm_publish=True))
     broker.withhold_confirms()
     with Stopwatch() as watch, pytest.raises(OperationalError, match="no answer of the broker") as caught:
@@ -129,7 +129,7 @@ def test_a_confirm_that_does_not_come_is_unknown_and_not_tried_again(broker, con
     assert bodies(broker) == [b"once", b"twice", b"thrice"]
 
 
-def test_that_the_broker_refuses_a_message_is_raised_as_py_amqp_does(broker, connect):
+def test_a_refusal_by_the_broker_is_raised_as_by_py_amqp(broker, connect):
     channel = connect(confirm_publish=True).default_channel
     broker.nack_publishes()
     with pytest.raises(MessageNacked):
@@ -138,7 +138,7 @@ def test_that_the_broker_refuses_a_message_is_raised_as_py_amqp_does(broker, con
     publish(channel)
 
 
-def test_pipelined_confirms_fill_the_window_and_no_more(broker, connect):
+def test_pipelined_confirms_fill_exactly_the_window(broker, connect):
     channel = connect(max_producer_flow_control_wait=0.3, confirm_publish="pipelined", capacity=5).default_channel
     publish(channel)
     channel.wait_for_confirms(PATIENCE)
@@ -156,7 +156,7 @@ def test_pipelined_confirms_fill_the_window_and_no_more(broker, connect):
     publish(channel)
 
 
-def test_what_the_broker_refuses_of_pipelined_messages_is_raised_by_the_next(broker, connect):
+def test_a_refused_pipelined_message_is_raised_by_the_next_publish(broker, connect):
     producer = Producer(connect(confirm_publish="pipelined"))
     producer.publish("taken", routing_key="q")
     producer.channel.wait_for_confirms()
@@ -172,7 +172,7 @@ def test_what_the_broker_refuses_of_pipelined_messages_is_raised_by_the_next(bro
     assert bodies(broker) == [b"taken", b"sent"]
 
 
-def test_pipelined_messages_are_waited_for_when_their_connection_is_closed(broker, connect):
+def test_closing_the_connection_waits_for_pipelined_messages(broker, connect):
     connection = connect(confirm_publish="pipelined", max_producer_flow_control_wait=PATIENCE)
     publish(connection.default_channel)
     connection.default_channel.wait_for_confirms()
@@ -185,7 +185,7 @@ def test_pipelined_messages_are_waited_for_when_their_connection_is_closed(broke
     job.result()
 
 
-def test_pipelined_messages_are_not_waited_for_twice(broker, connect):
+def test_closing_does_not_wait_twice_for_pipelined_messages(broker, connect):
     """kombu's pools close a connection on which anything was raised, and that is to take no time of its own."""
     connection = connect(confirm_publish="pipelined", max_producer_flow_control_wait=3.0, capacity=1)
     publish(connection.default_channel)
@@ -219,7 +219,7 @@ def test_a_blocked_connection_holds_all_its_channels_until_it_is_unblocked(broke
     assert one.queue_declare("other").queue == "other"
 
 
-def test_a_connection_that_is_closed_while_blocked_comes_back_until_it_is_unblocked(broker, connect):
+def test_a_connection_closed_while_blocked_is_reused_until_it_is_unblocked(broker, connect):
     """As kombu's pools do when anything was raised."""
     connection = connect(max_producer_flow_control_wait=PATIENCE)
     channel = connection.default_channel
@@ -247,7 +247,7 @@ def test_a_connection_that_is_closed_while_blocked_comes_back_until_it_is_unbloc
     broker.wait_until(lambda broker: not broker.connections())
 
 
-def test_a_kept_connection_that_was_lost_is_made_anew(make_broker, connect):
+def test_a_kept_connection_that_was_lost_is_replaced(make_broker, connect):
     # Nobody reads on a kept connection, so the broker cuts it.
     broker = make_broker(close_timeout=0.2)
     connection = connect(broker.url)
@@ -274,7 +274,7 @@ def test_a_blocked_connection_with_a_consumer_is_cut_when_it_is_closed(broker, c
     broker.wait_until(lambda broker: broker.queue("q").depth == 1)
 
 
-def test_a_socket_that_takes_nothing_holds_and_nothing_is_sent(broker, connect, proxy):
+def test_a_socket_that_accepts_nothing_is_a_hold_and_nothing_is_sent(broker, connect, proxy):
     channel = connect(proxy.url(broker), max_producer_flow_control_wait=0.5, **LASTING).default_channel
     publish(channel)
     proxy.stop_reading()
@@ -313,7 +313,7 @@ def half_written(channel: Any) -> bool:
         ("pipelined", "while it waits"),
     ],
 )
-def test_J8_a_message_that_stalls_half_way_goes_on_and_a_consumer_gets_it(
+def test_J8_a_half_written_message_that_stalls_is_completed_and_consumed(
     broker, connect, faulty, confirms, healed, caplog
 ):
     """Whoever has the connection does its I/O: the publish while it waits, and then who drains events."""
@@ -355,7 +355,7 @@ def test_J8_a_message_that_stalls_half_way_goes_on_and_a_consumer_gets_it(
     broker.wait_until(lambda broker: broker.queue("q").depth == 0)
 
 
-def test_confirms_that_begin_behind_a_message_that_is_half_written_are_counted_from_the_next(broker, connect, faulty):
+def test_confirms_enabled_after_a_half_written_message_count_from_the_next_message(broker, connect, faulty):
     channel = connect(faulty.url, max_producer_flow_control_wait=0.3, **LASTING).default_channel
     publish(channel)
     faulty.stall(Direction.TO_BROKER)
@@ -371,7 +371,7 @@ def test_confirms_that_begin_behind_a_message_that_is_half_written_are_counted_f
     assert channel._flow.protocol.unsettled == 0
 
 
-def test_the_close_of_a_connection_that_takes_nothing_does_not_hang(broker, connect, proxy):
+def test_closing_a_connection_that_accepts_nothing_does_not_hang(broker, connect, proxy):
     connection = connect(proxy.url(broker), max_producer_flow_control_wait=0.3, **LASTING)
     channel = connection.default_channel
     proxy.stop_reading()
@@ -382,7 +382,7 @@ def test_the_close_of_a_connection_that_takes_nothing_does_not_hang(broker, conn
     assert watch.kept(0.6), "the channel's good-bye and that of the connection"
 
 
-def test_an_operator_stops_and_starts_it_with_all_other_producers(broker, connect):
+def test_an_operator_stops_and_starts_the_channel_together_with_all_other_producers(broker, connect):
     channel = connect(max_producer_flow_control_wait=PATIENCE).default_channel
     events: list[Any] = []
     channel.on_flow(events.append)
@@ -397,7 +397,7 @@ def test_an_operator_stops_and_starts_it_with_all_other_producers(broker, connec
     assert events[0].hold.detail == "maintenance"
 
 
-def test_heartbeats_go_on_while_a_publish_waits(broker, connect, wire):
+def test_heartbeats_continue_while_a_publish_waits(broker, connect, wire):
     connection = connect(heartbeat=1, max_producer_flow_control_wait=PATIENCE)
     channel = connection.default_channel
     stop(channel, broker)
@@ -417,7 +417,7 @@ def test_a_lost_connection_ends_a_wait_with_the_error_of_kombu(broker, connect):
     assert isinstance(job.wait(), connection.recoverable_connection_errors)
 
 
-def test_kombus_retry_connects_again_and_publishes(make_broker, connect):
+def test_the_retry_of_kombu_reconnects_and_publishes(make_broker, connect):
     # Nobody reads on that connection, so the broker cuts it.
     broker = make_broker(close_timeout=0.2)
     producer = Producer(connect(broker.url, confirm_publish=True))
@@ -428,7 +428,7 @@ def test_kombus_retry_connects_again_and_publishes(make_broker, connect):
     assert bodies(broker) == [b"one", b"two"]
 
 
-def test_a_channel_that_the_broker_closes_is_opened_anew_with_a_flow_of_its_own(broker, connect):
+def test_a_channel_closed_by_the_broker_is_reopened_with_a_new_flow_state(broker, connect):
     channel = connect(confirm_publish=True).default_channel
     publish(channel)
     with pytest.raises(amqp.NotFound):
@@ -440,7 +440,7 @@ def test_a_channel_that_the_broker_closes_is_opened_anew_with_a_flow_of_its_own(
     assert len(bodies(broker)) == 2
 
 
-def test_deliveries_that_come_while_a_publish_waits_are_kept_for_their_time(broker, connect):
+def test_deliveries_that_arrive_while_a_publish_waits_are_kept_for_later(broker, connect):
     """kombu's callbacks are called where it reads, not in the middle of a publish."""
     connection = connect(max_producer_flow_control_wait=0.3, confirm_publish=True)
     channel = connection.default_channel
@@ -458,7 +458,7 @@ def test_deliveries_that_come_while_a_publish_waits_are_kept_for_their_time(brok
         connection.drain_events(timeout=0.01)
 
 
-def test_deliveries_that_a_publish_has_read_are_told_by_the_event_loop(broker, connect):
+def test_deliveries_read_by_a_publish_are_handled_by_the_event_loop(broker, connect):
     connection = connect(max_producer_flow_control_wait=PATIENCE)
     heard: list[Any] = []
     consumer = Consumer(connection, [Queue("q", durable=False)], on_message=lambda message: heard.append(message.body))
@@ -485,7 +485,7 @@ def _loop(connection: Connection, hub: Hub, broker: Broker, heard: list[Any]) ->
     del heard[1:]
 
 
-def test_who_runs_an_event_loop_does_not_wait(broker, connect):
+def test_a_publish_inside_an_event_loop_does_not_wait(broker, connect):
     """Neither at the gate, nor for an answer that a broker which blocks will not give. But a task does."""
     connection = connect(max_producer_flow_control_wait=PATIENCE, confirm_publish=True)
 
@@ -508,7 +508,7 @@ def test_who_runs_an_event_loop_does_not_wait(broker, connect):
 
 
 @pytest.mark.parametrize("confirms", [False, True])
-def test_tls(stack, certificate, confirms):
+def test_clients_can_connect_with_tls(stack, certificate, confirms):
     ours = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     ours.load_cert_chain(*certificate)
     broker = stack.enter_context(Broker(ssl_context=ours))
@@ -573,9 +573,7 @@ def tls_connection(broker: Broker, host: str, options: Any) -> Connection:
     ],
     ids=["name", "name-context", "name-unverified", "given", "given-context", "unchecked", "unverified"],
 )
-def test_E11_tls_connects_to_a_host_that_the_certificate_names_or_that_is_not_to_be_verified(
-    stack, localhost, host, options
-):
+def test_E11_tls_connects_to_a_host_named_by_the_certificate_or_without_verification(stack, localhost, host, options):
     broker = stack.enter_context(Broker(ssl_context=localhost[1]))
     with tls_connection(broker, host, options(localhost[0])) as connection:
         # kombu forgets the name localhost when it connects for the first time.
@@ -618,7 +616,7 @@ def test_settings_are_transport_options(broker, connect, monkeypatch):
         connect(confirm_publish="each")
 
 
-def test_F2_a_rate_limits_it(broker, connect):
+def test_F2_a_rate_limits_publishing(broker, connect):
     channel = connect(rate=50.0, rate_burst=1, max_producer_flow_control_wait=PATIENCE).default_channel
     began = time.monotonic()
     for _ in range(11):
@@ -626,7 +624,7 @@ def test_F2_a_rate_limits_it(broker, connect):
     assert time.monotonic() - began >= 0.2
 
 
-def test_no_log_says_more_than_there_is_to_say(broker, connect, caplog):
+def test_an_ordinary_publish_logs_nothing(broker, connect, caplog):
     with caplog.at_level(logging.INFO, "qflow_client"):
         connection = connect(confirm_publish=True)
         publish(connection.default_channel)
@@ -634,7 +632,7 @@ def test_no_log_says_more_than_there_is_to_say(broker, connect, caplog):
     assert [record.message for record in caplog.records if record.name == "qflow_client"] == []
 
 
-def test_a_child_process_does_not_take_what_its_parent_has_kept(broker, connect):
+def test_a_child_process_does_not_use_connections_kept_by_its_parent(broker, connect):
     connection = connect()
     broker.block("no memory")
     held(connection.default_channel, HoldKind.CONNECTION_BLOCKED)
@@ -669,7 +667,7 @@ def test_an_interrupted_write_ends_the_connection(broker, connect, monkeypatch):
     assert flow not in flow_manager.resources
 
 
-def test_two_threads_of_a_pool_acknowledge_while_another_reads(broker, connect):
+def test_two_threads_of_a_pool_acknowledge_while_a_third_reads(broker, connect):
     connection = connect()
     count = 300
     messages: list[Any] = []

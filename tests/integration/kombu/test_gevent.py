@@ -59,7 +59,7 @@ def greenlets(broker: Broker) -> Iterator[Greenlets]:
 
 
 @pytest.mark.parametrize("how", ["alarm", "flow"])
-def test_J7_greenlets_wait_while_others_run_raise_in_time_and_go_on(
+def test_J7_greenlets_wait_while_others_run_raise_at_their_deadline_and_continue(
     broker: Broker, greenlets: Greenlets, how: str
 ) -> None:
     assert greenlets.publish_when("going")[0] == ["sent"] * 5
@@ -74,7 +74,7 @@ def test_J7_greenlets_wait_while_others_run_raise_in_time_and_go_on(
     broker.wait_until(lambda broker: broker.queue("q").depth == 10)
 
 
-def test_a_celery_worker_with_the_pool_gevent_waits_out_an_alarm(tmp_path: Path) -> None:
+def test_a_celery_worker_with_the_gevent_pool_waits_until_an_alarm_ends(tmp_path: Path) -> None:
     pytest.importorskip("gevent")
     alone = ("--without-gossip", "--without-mingle")
     with Broker() as broker:
@@ -93,7 +93,9 @@ def test_a_celery_worker_with_the_pool_gevent_waits_out_an_alarm(tmp_path: Path)
             ends_when_told(of)
 
 
-def test_eventlet_is_refused_with_the_way_out(monkeypatch: pytest.MonkeyPatch, broker: Broker) -> None:
+def test_eventlet_is_refused_and_the_error_names_an_alternative(
+    monkeypatch: pytest.MonkeyPatch, broker: Broker
+) -> None:
     patcher: Any = SimpleNamespace(is_monkey_patched=lambda _name: True)
     monkeypatch.setitem(sys.modules, "eventlet.patcher", patcher)
     with pytest.raises(SettingsError, match="use the pool gevent, threads or prefork"):

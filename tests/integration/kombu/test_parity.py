@@ -20,7 +20,7 @@ CLASSES = {name: (getattr(pyamqp, name), getattr(ours, name)) for name in ("Chan
 
 
 @pytest.mark.parametrize("name", CLASSES)
-def test_every_signature_is_kombus(name: str) -> None:
+def test_every_signature_equals_that_of_kombu(name: str) -> None:
     theirs, ours = CLASSES[name]
     assert issubclass(ours, theirs)
     for member, of_theirs in members(theirs).items():
@@ -36,7 +36,7 @@ def test_every_public_member_of_the_channel_has_a_scenario() -> None:
 
 @all_scenarios
 @pytest.mark.parametrize("confirms", [False, True], ids=["unconfirmed", "confirmed"])
-def test_the_same_result_exception_and_order_of_callbacks(name: str, confirms: bool) -> None:
+def test_results_exceptions_and_the_order_of_callbacks_are_the_same(name: str, confirms: bool) -> None:
     with Broker() as one, Broker() as other:
         expected = outcome_on_its_own(one.url, "pyamqp", name, confirms=confirms)
         assert outcome_on_its_own(other.url, "qflow", name, confirms=confirms) == expected

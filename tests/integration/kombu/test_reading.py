@@ -192,7 +192,7 @@ def run(connection: Any, heard: list[Any], call: Callable[[Any, Hub], None]) -> 
 
 @pytest.mark.parametrize("call", CALLS, ids=lambda call: call.__name__)
 @pytest.mark.parametrize("scheme", ["pyamqp", "qflow", "qflows"])
-def test_E11_what_a_call_has_read_ahead_is_delivered_by_the_event_loop(
+def test_E11_deliveries_read_ahead_by_a_call_are_delivered_by_the_event_loop(
     scheme: str, call: Callable[[Any, Hub], None], certificate: tuple[Path, Path]
 ) -> None:
     # Not amqps: py-amqp itself leaves bytes in its TLS object there, and the event loop does not see them.

@@ -58,7 +58,7 @@ def make_async(url: str, path: Path, made: Made) -> None:
 # Ctrl-C comes between the call of a coroutine function and its await, too.
 @pytest.mark.filterwarnings("ignore:coroutine '.*' was never awaited:RuntimeWarning")
 @pytest.mark.parametrize("make", [make, make_async])
-def test_a_producer_whose_making_is_interrupted_at_any_line_leaves_the_outbox_to_the_next(
+def test_a_producer_whose_construction_is_interrupted_at_any_line_frees_the_outbox_for_the_next_one(
     make: Callable[[str, Path, Made], None], tmp_path: Path
 ) -> None:
     path = tmp_path / "outbox"
@@ -85,7 +85,7 @@ def test_a_producer_whose_making_is_interrupted_at_any_line_leaves_the_outbox_to
                 assert not thread.is_alive(), thread.name
 
 
-def test_a_loop_that_ends_while_a_producer_connects_leaves_the_outbox_to_the_next(
+def test_a_loop_that_ends_while_a_producer_connects_frees_the_outbox_for_the_next_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "outbox"

@@ -74,7 +74,7 @@ def killed_after(path: Path, seed: int, seconds: float) -> list[list[str]]:
     return [line.split() for line in told.split("\n")[:-1]]
 
 
-def test_whatever_the_moment_of_a_kill_nothing_durable_is_lost_and_the_order_stays(tmp_path: Path) -> None:
+def test_after_a_kill_at_any_moment_no_durable_message_is_lost_and_the_order_is_kept(tmp_path: Path) -> None:
     path = tmp_path / "outbox"
     moments = random.Random(1)
     durable: set[int] = set()
@@ -104,7 +104,7 @@ def test_whatever_the_moment_of_a_kill_nothing_durable_is_lost_and_the_order_sta
             assert all(stored.may_be_second_copy for stored in outbox.read(limit=10**9))
 
 
-def test_whatever_the_moment_of_a_kill_a_producer_loses_nothing_keeps_the_order_and_marks_copies(
+def test_after_a_kill_at_any_moment_a_producer_loses_nothing_keeps_the_order_and_marks_copies(
     tmp_path: Path,
 ) -> None:
     verdict, longest = None, 0.3
@@ -116,7 +116,7 @@ def test_whatever_the_moment_of_a_kill_a_producer_loses_nothing_keeps_the_order_
         longest *= 3
 
 
-def test_the_audit_finds_what_is_wrong() -> None:
+def test_the_audit_finds_planted_faults() -> None:
     told = {(0, 0): 2, (0, 1): 1, (1, 0): 2}
     right = [(b"0 0 0", False), (b"0 1 0", False), (b"0 0 1", False), (b"1 0 0", False), (b"0 0 1", True)]
     assert audit(told, [*right, (b"1 0 1", False), (b"1 0 2", False)]) == {

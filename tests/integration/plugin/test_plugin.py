@@ -50,12 +50,12 @@ def test_a_message_arrives(qflow_broker, producer):
     assert [message.body for message in qflow_broker.messages("orders")] == [b"one"]
 
 
-def test_the_broker_is_fresh(qflow_broker):
+def test_each_test_gets_a_fresh_broker(qflow_broker):
     assert qflow_broker.queues() == ()
     assert qflow_broker.connections() == ()
 
 
-def test_a_flowed_producer_gives_up_in_time_and_sends_nothing(qflow_broker, producer):
+def test_a_flowed_producer_stops_waiting_in_time_and_sends_nothing(qflow_broker, producer):
     producer.send(b"first").result(20)
     qflow_broker.flow(False)
     qflow_broker.wait_until(lambda broker: broker.producers()[0].flow_ok)
@@ -67,7 +67,7 @@ def test_a_flowed_producer_gives_up_in_time_and_sends_nothing(qflow_broker, prod
     assert qflow_broker.queue("orders").depth == 1
 
 
-def test_only_the_one_that_is_named_is_flowed(qflow_broker, producer):
+def test_only_the_named_producer_is_flowed(qflow_broker, producer):
     (first,) = qflow_broker.producers()
     with Producer(qflow_broker.url, routing_key="orders") as other:
         events = producer.flow_events()
@@ -78,7 +78,7 @@ def test_only_the_one_that_is_named_is_flowed(qflow_broker, producer):
     qflow_broker.flow(True)
 
 
-def test_a_blocked_connection_holds(qflow_broker, producer):
+def test_a_blocked_connection_holds_its_producer(qflow_broker, producer):
     events = producer.flow_events()
     qflow_broker.block("out of memory")
     assert next(events).hold.kind == "connection_blocked"
@@ -86,7 +86,7 @@ def test_a_blocked_connection_holds(qflow_broker, producer):
     assert producer.wait_unflowed(20)
 
 
-def test_withheld_confirms_leave_the_outcome_open(qflow_broker, producer):
+def test_withheld_confirms_leave_the_outcome_unknown(qflow_broker, producer):
     qflow_broker.withhold_confirms()
     receipt = producer.send(b"one")
     qflow_broker.wait_until(lambda broker: broker.queue("orders").depth == 1)
@@ -96,14 +96,14 @@ def test_withheld_confirms_leave_the_outcome_open(qflow_broker, producer):
     assert receipt.result(20) is Outcome.CONFIRMED
 
 
-def test_a_nack_is_told(qflow_broker, producer):
+def test_a_nack_is_reported(qflow_broker, producer):
     qflow_broker.nack_publishes()
     with pytest.raises(MessageNacked):
         producer.send(b"one").result(20)
 
 
 @pytest.mark.parametrize("end", ["close_connections", "drop_connections"])
-def test_a_lost_link_leaves_the_outcome_unknown(qflow_broker, producer, end):
+def test_a_lost_connection_leaves_the_outcome_unknown(qflow_broker, producer, end):
     qflow_broker.withhold_confirms()
     receipt = producer.send(b"one")
     qflow_broker.wait_until(lambda broker: broker.queue("orders").depth == 1)
@@ -113,7 +113,7 @@ def test_a_lost_link_leaves_the_outcome_unknown(qflow_broker, producer, end):
 
 
 @pytest.mark.parametrize(("end", "words"), [("close_connections", "320"), ("drop_connections", "")])
-def test_a_connection_that_is_closed_is_told_why_and_one_that_is_dropped_is_not(qflow_broker, producer, end, words):
+def test_a_closed_connection_carries_a_reason_and_a_dropped_one_does_not(qflow_broker, producer, end, words):
     events = producer.flow_events(kinds=["disconnected"])
     getattr(qflow_broker, end)()
     hold = next(events).hold
@@ -121,7 +121,7 @@ def test_a_connection_that_is_closed_is_told_why_and_one_that_is_dropped_is_not(
     assert ("320" in hold.detail) is bool(words)
 
 
-def test_a_channel_that_is_closed_is_opened_again(qflow_broker, producer):
+def test_a_closed_channel_is_reopened(qflow_broker, producer):
     (before,) = qflow_broker.producers()
     events = producer.flow_events(kinds=["disconnected"])
     qflow_broker.close_channels()
@@ -132,7 +132,7 @@ def test_a_channel_that_is_closed_is_opened_again(qflow_broker, producer):
     assert (after.connection, after.published) == (before.connection, 1)
 
 
-def test_only_the_one_that_is_named_is_dropped(qflow_broker, producer):
+def test_only_the_named_connection_is_dropped(qflow_broker, producer):
     (first,) = qflow_broker.producers()
     with Producer(qflow_broker.url, routing_key="orders") as other:
         qflow_broker.drop_connections(connection=first.connection)
@@ -142,7 +142,7 @@ def test_only_the_one_that_is_named_is_dropped(qflow_broker, producer):
             producer.send(b"one").result(20)
 
 
-def test_what_one_queue_refuses_another_may_take(qflow_broker, producer):
+def test_a_message_refused_by_one_queue_may_be_accepted_by_another(qflow_broker, producer):
     qflow_broker.declare_queue("refused-orders")
     qflow_broker.nack_publishes(queue="orders")
     with pytest.raises(MessageNacked):
@@ -150,7 +150,7 @@ def test_what_one_queue_refuses_another_may_take(qflow_broker, producer):
     assert producer.send(b"one", routing_key="refused-orders").result(20) is Outcome.CONFIRMED
 
 
-def test_a_full_queue_holds_and_a_consumer_lets_go(qflow_broker, producer):
+def test_a_full_queue_holds_the_producer_and_a_consumer_releases_it(qflow_broker, producer):
     qflow_broker.declare_queue("small", arguments={"qpid.flow_stop_count": 2, "qpid.flow_resume_count": 1})
     events = producer.flow_events()
     for number in range(3):
@@ -163,7 +163,7 @@ def test_a_full_queue_holds_and_a_consumer_lets_go(qflow_broker, producer):
     assert qflow_broker.queue("small").flow_stopped_count == 1
 
 
-def test_what_the_network_swallows_is_not_confirmed(qflow_broker, qflow_proxy):
+def test_messages_lost_in_the_network_are_not_confirmed(qflow_broker, qflow_proxy):
     qflow_broker.declare_queue("orders")
     producer = Producer(qflow_proxy.url, routing_key="orders")
     producer.send(b"arrives").result(20)
@@ -188,18 +188,18 @@ def _no_plugin_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
 
 
-def test_users_test_their_own_producers_with_it(pytester: pytest.Pytester) -> None:
+def test_users_can_test_their_own_producers_with_the_plugin(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(USERS_TESTS)
     result = pytester.runpytest_subprocess(*NAMED, "-q", "-p", "no:cacheprovider")
     result.assert_outcomes(passed=16)
 
 
-def test_pytest_finds_it_by_itself_where_it_is_installed() -> None:
+def test_pytest_finds_the_installed_plugin_by_itself() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     assert project["entry-points"]["pytest11"] == {"qflow": MODULE}
 
 
-def test_settings_come_from_the_fixture_and_the_nearest_marker_goes_first(pytester: pytest.Pytester) -> None:
+def test_settings_come_from_the_fixture_and_the_nearest_marker_overrides_them(pytester: pytest.Pytester) -> None:
     pytester.makeconftest(
         """
         import pytest
@@ -240,7 +240,7 @@ def test_settings_come_from_the_fixture_and_the_nearest_marker_goes_first(pytest
         ("colour=1", "colour"),
     ],
 )
-def test_a_wrong_marker_is_an_error_that_names_it(pytester: pytest.Pytester, marker: str, words: str) -> None:
+def test_an_invalid_marker_is_an_error_that_names_it(pytester: pytest.Pytester, marker: str, words: str) -> None:
     pytester.makepyfile(
         f"""
         import pytest
@@ -259,7 +259,7 @@ def test_the_marker_is_listed(pytester: pytest.Pytester) -> None:
     result.stdout.fnmatch_lines(["@pytest.mark.qflow_broker(**settings): *"])
 
 
-def test_a_broker_costs_a_test_little() -> None:
+def test_a_broker_adds_little_time_to_a_test() -> None:
     times = []
     for _ in range(5):
         began = time.process_time()
@@ -270,7 +270,7 @@ def test_a_broker_costs_a_test_little() -> None:
     assert min(times) < 0.05
 
 
-def test_loading_the_plugin_brings_in_neither_broker_nor_client_library() -> None:
+def test_loading_the_plugin_imports_neither_broker_nor_client_library() -> None:
     code = (
         "import sys, qflow_client.testing.plugin\n"
         "print(sorted({'pika', 'aio_pika', 'asyncio', 'typer', 'rich', 'qflow_client.broker'} & set(sys.modules)))"

@@ -14,7 +14,7 @@ from .tools import Consumer, Stopwatch, Wire, bodies, holds, message_ids, start,
 
 
 @pytest.mark.parametrize("size", [20, 5000, 300_000], ids=["small", "medium", "frames"])
-def test_j7_nothing_is_published_after_flow_ok_in_the_middle_of_a_burst(
+def test_j7_in_the_middle_of_a_burst_nothing_is_published_after_flow_ok(
     make_producer: Callable[..., Producer], broker: Broker, wire: Wire, size: int
 ) -> None:
     producer = make_producer(capacity=2000 if size < 1000 else 100)
@@ -77,7 +77,7 @@ def test_j7_nothing_is_published_after_flow_ok_in_the_middle_of_a_burst(
     assert (channel.times_flowed, channel.flowed) == (1, False)
 
 
-def test_j7_flow_that_changes_often_is_answered_each_time_and_always_obeyed(
+def test_j7_flow_that_changes_often_is_always_answered_and_obeyed(
     producer: Producer, broker: Broker, wire: Wire
 ) -> None:
     enough = threading.Event()
@@ -111,7 +111,7 @@ def test_j7_flow_that_changes_often_is_answered_each_time_and_always_obeyed(
         assert wire.came_between(answered[stop], said[stop + 1]) == []
 
 
-def test_j7_stop_and_start_in_one_breath_are_both_answered(producer: Producer, broker: Broker, wire: Wire) -> None:
+def test_j7_a_stop_and_a_start_in_one_read_are_both_answered(producer: Producer, broker: Broker, wire: Wire) -> None:
     for _ in range(20):
         broker.flow(False)
         broker.flow(True)
@@ -119,7 +119,7 @@ def test_j7_stop_and_start_in_one_breath_are_both_answered(producer: Producer, b
     assert producer.send(b"").result(timeout=20) is Outcome.CONFIRMED
 
 
-def test_j7_a_send_that_waits_is_neither_admitted_nor_lost(producer: Producer, broker: Broker) -> None:
+def test_j7_a_waiting_send_is_neither_admitted_nor_lost(producer: Producer, broker: Broker) -> None:
     broker.flow(False)
     wait_held(producer, "channel_flow")
     job = start(producer.send, b"waited", timeout=None)
@@ -130,7 +130,7 @@ def test_j7_a_send_that_waits_is_neither_admitted_nor_lost(producer: Producer, b
     assert bodies(broker) == [b"waited"]
 
 
-def test_j7_other_channels_connections_consumers_and_acks_go_on(
+def test_j7_other_channels_connections_consumers_and_acks_continue(
     make_producer: Callable[..., Producer], broker: Broker
 ) -> None:
     flowed, other = make_producer(name="flowed"), make_producer(name="other", routing_key="r")
@@ -169,7 +169,7 @@ def test_d11_clients_that_feed_each_other_do_not_deadlock(
     assert broker.queue("ping").flow_stopped_count > 0
 
 
-def test_connection_blocked_holds_by_name_and_reason(producer: Producer, broker: Broker, wire: Wire) -> None:
+def test_connection_blocked_is_a_hold_with_a_name_and_a_reason(producer: Producer, broker: Broker, wire: Wire) -> None:
     broker.block("low on memory")
     wait_held(producer, "connection_blocked")
     with Stopwatch() as watch, pytest.raises(FlowControlTimeout, match="low on memory") as caught:
@@ -184,7 +184,7 @@ def test_connection_blocked_holds_by_name_and_reason(producer: Producer, broker:
     assert bodies(broker) == [b"yes"]
 
 
-def test_connection_blocked_meets_a_producer_that_comes_later(
+def test_connection_blocked_applies_to_a_producer_created_later(
     make_producer: Callable[..., Producer], broker: Broker
 ) -> None:
     broker.block("alarm")
@@ -194,7 +194,9 @@ def test_connection_blocked_meets_a_producer_that_comes_later(
     assert producer.wait_unflowed(timeout=20)
 
 
-def test_channel_flow_meets_a_producer_that_comes_later(make_producer: Callable[..., Producer], broker: Broker) -> None:
+def test_channel_flow_applies_to_a_producer_created_later(
+    make_producer: Callable[..., Producer], broker: Broker
+) -> None:
     broker.flow(False)
     producer = make_producer()
     wait_held(producer, "channel_flow")
@@ -202,7 +204,7 @@ def test_channel_flow_meets_a_producer_that_comes_later(make_producer: Callable[
     assert producer.wait_unflowed(timeout=20)
 
 
-def test_all_holds_at_once_are_named_and_all_must_go(make_producer: Callable[..., Producer], broker: Broker) -> None:
+def test_all_holds_are_reported_and_all_must_end(make_producer: Callable[..., Producer], broker: Broker) -> None:
     producer = make_producer(capacity=3)
     broker.withhold_confirms()
     for _ in range(3):

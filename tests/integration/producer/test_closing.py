@@ -41,7 +41,7 @@ from .tools import (
 )
 
 
-def test_leaving_with_flushes_and_says_good_bye(broker: Broker, wire: Wire) -> None:
+def test_leaving_the_with_block_flushes_and_closes_the_connection_cleanly(broker: Broker, wire: Wire) -> None:
     with Producer(broker.url, routing_key="q") as producer:
         receipts = [producer.send(b"%d" % number) for number in range(2000)]
     assert {receipt.outcome for receipt in receipts} == {Outcome.CONFIRMED}
@@ -51,7 +51,7 @@ def test_leaving_with_flushes_and_says_good_bye(broker: Broker, wire: Wire) -> N
     assert wire.count("in", "Connection.Close") == 1
 
 
-def test_closing_under_an_alarm_neither_lifts_it_nor_logs_an_error(
+def test_closing_during_an_alarm_does_not_lift_it_and_logs_no_error(
     producer: Producer, broker: Broker, caplog: pytest.LogCaptureFixture
 ) -> None:
     flows = Flows()
@@ -69,7 +69,7 @@ def test_closing_under_an_alarm_neither_lifts_it_nor_logs_an_error(
     assert [record for record in errors if record.name.startswith(libraries)] == []
 
 
-def test_close_is_idempotent_and_sends_are_refused_after_it(producer: Producer, broker: Broker) -> None:
+def test_close_is_idempotent_and_later_sends_are_refused(producer: Producer, broker: Broker) -> None:
     producer.send(b"1")
     producer.close()
     producer.close()
@@ -99,7 +99,7 @@ def test_closing_with_failures_raises_once(broker: Broker) -> None:
     producer.close()
 
 
-def test_leaving_with_raises_what_was_not_delivered(broker: Broker) -> None:
+def test_leaving_the_with_block_raises_undelivered_messages(broker: Broker) -> None:
     with pytest.raises(UndeliveredMessages, match="not delivered"), Producer(broker.url, routing_key="nowhere") as p:
         p.send(b"")
     assert p.closed
@@ -140,7 +140,7 @@ def test_close_keeps_its_deadline_while_flowed(producer: Producer, broker: Broke
 
 
 @pytest.mark.parametrize("is_settled", [True, False])
-def test_close_keeps_its_deadline_while_the_peer_is_dead(
+def test_close_keeps_its_deadline_when_the_peer_is_dead(
     make_producer: Callable[..., Producer], proxy: Proxy, broker: Broker, is_settled: bool
 ) -> None:
     producer = make_producer(proxy.url(broker))
@@ -153,7 +153,7 @@ def test_close_keeps_its_deadline_while_the_peer_is_dead(
     assert watch.within(1.2)
 
 
-def test_close_keeps_its_deadline_while_a_callback_takes_its_time(
+def test_close_keeps_its_deadline_while_a_callback_is_slow(
     make_producer: Callable[..., Producer], broker: Broker
 ) -> None:
     go_on = threading.Event()
@@ -165,7 +165,7 @@ def test_close_keeps_its_deadline_while_a_callback_takes_its_time(
     go_on.set()
 
 
-def test_a_broker_that_is_slow_to_say_good_bye_has_the_time_that_is_left(
+def test_a_broker_that_is_slow_to_close_the_connection_has_the_remaining_time(
     make_producer: Callable[..., Producer], proxy: Proxy, broker: Broker, wire: Wire
 ) -> None:
     producer = make_producer(proxy.url(broker))
@@ -180,7 +180,7 @@ def test_a_broker_that_is_slow_to_say_good_bye_has_the_time_that_is_left(
     assert wire.count("in", "Connection.Close") == 1
 
 
-def test_what_the_broker_says_to_a_channel_that_was_left_is_for_nobody(
+def test_frames_for_a_channel_that_was_left_are_dropped(
     producer: Producer, broker: Broker, wire: Wire, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     broker.withhold_confirms()
@@ -203,7 +203,7 @@ def test_what_the_broker_says_to_a_channel_that_was_left_is_for_nobody(
 
 
 @pytest.mark.usefixtures("one_connection")
-def test_a_mistake_of_ours_leaves_nobody_waiting(
+def test_an_internal_error_leaves_no_caller_waiting(
     producer: Producer, broker: Broker, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(*_: object) -> bytes:
@@ -225,7 +225,7 @@ def test_a_mistake_of_ours_leaves_nobody_waiting(
     assert "a mistake of ours" in caplog.text
 
 
-def test_close_waits_for_what_is_late(producer: Producer, broker: Broker) -> None:
+def test_close_waits_for_late_confirms(producer: Producer, broker: Broker) -> None:
     broker.withhold_confirms()
     receipt = producer.send(b"")
     closing = start(producer.close, timeout=None)
@@ -238,7 +238,7 @@ def test_close_waits_for_what_is_late(producer: Producer, broker: Broker) -> Non
     assert receipt.outcome is Outcome.CONFIRMED
 
 
-def test_close_lets_the_waiting_go_at_once(producer: Producer, broker: Broker) -> None:
+def test_close_refuses_waiting_senders_immediately(producer: Producer, broker: Broker) -> None:
     broker.withhold_confirms()
     producer.send(b"")
     producer.pause()
@@ -251,7 +251,7 @@ def test_close_lets_the_waiting_go_at_once(producer: Producer, broker: Broker) -
     closing.result()
 
 
-def test_an_idle_producer_that_is_flowed_closes_at_once(producer: Producer, broker: Broker) -> None:
+def test_an_idle_flowed_producer_closes_immediately(producer: Producer, broker: Broker) -> None:
     broker.flow(False)
     wait_held(producer, "channel_flow")
     with Stopwatch() as watch:
@@ -259,7 +259,7 @@ def test_an_idle_producer_that_is_flowed_closes_at_once(producer: Producer, brok
     assert watch.kept(0.0)
 
 
-def test_leaving_by_an_exception_does_not_wait_for_holds_and_says_what_is_lost(broker: Broker) -> None:
+def test_leaving_by_an_exception_does_not_wait_for_holds_and_reports_lost_messages(broker: Broker) -> None:
     broker.withhold_confirms()
     producer = Producer(broker.url, routing_key="q")
     producer.send(b"1")
@@ -277,7 +277,7 @@ def test_leaving_by_an_exception_does_not_wait_for_holds_and_says_what_is_lost(b
     assert producer.closed
 
 
-def test_leaving_by_an_exception_waits_for_what_is_confirmed_under_a_full_window(
+def test_leaving_by_an_exception_waits_for_confirms_even_with_a_full_window(
     broker: Broker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A fast producer is held by its window most of the time, and the confirms are on their way."""
@@ -300,7 +300,7 @@ def test_leaving_by_an_exception_waits_for_what_is_confirmed_under_a_full_window
     assert not hasattr(caught.value, "__notes__")
 
 
-def test_leaving_by_an_exception_does_not_wait_for_confirms_that_are_withheld(broker: Broker) -> None:
+def test_leaving_by_an_exception_does_not_wait_for_withheld_confirms(broker: Broker) -> None:
     broker.withhold_confirms()
     producer = Producer(broker.url, routing_key="q", capacity=3)
     for number in range(3):
@@ -312,7 +312,7 @@ def test_leaving_by_an_exception_does_not_wait_for_confirms_that_are_withheld(br
 
 
 @pytest.mark.parametrize("way", ["channel_flow", "connection_blocked"])
-def test_leaving_by_an_exception_ends_with_the_hold_that_comes_meanwhile(broker: Broker, way: str) -> None:
+def test_leaving_by_an_exception_stops_waiting_when_a_hold_begins(broker: Broker, way: str) -> None:
     broker.withhold_confirms()
     producer = Producer(broker.url, routing_key="q")
     producer.send(b"")
@@ -350,7 +350,7 @@ class _Frozen(Exception):
 
 
 @pytest.mark.parametrize("error", [_Frozen(), SystemExit(0), KeyError("mistake")])
-def test_an_exception_that_leaves_with_is_never_replaced_and_what_is_lost_is_logged(
+def test_an_exception_that_leaves_the_with_block_is_never_replaced_and_lost_messages_are_logged(
     broker: Broker, error: BaseException, caplog: pytest.LogCaptureFixture
 ) -> None:
     producer = Producer(broker.url, routing_key="nowhere", name="orders")
@@ -365,7 +365,7 @@ def test_an_exception_that_leaves_with_is_never_replaced_and_what_is_lost_is_log
     assert "1 admitted messages were not delivered" in record.getMessage()
 
 
-def test_leaving_by_an_exception_while_nothing_holds_delivers_everything(broker: Broker) -> None:
+def test_leaving_by_an_exception_without_a_hold_delivers_everything(broker: Broker) -> None:
     producer = Producer(broker.url, routing_key="q")
     # Less than the window holds.
     for _ in range(500):
@@ -376,7 +376,7 @@ def test_leaving_by_an_exception_while_nothing_holds_delivers_everything(broker:
     assert not hasattr(caught.value, "__notes__")
 
 
-def test_leaving_by_the_timeout_of_a_send_is_no_second_wait(broker: Broker) -> None:
+def test_leaving_by_the_timeout_of_a_send_does_not_wait_a_second_time(broker: Broker) -> None:
     producer = Producer(broker.url, routing_key="q")
     broker.flow(False)
     wait_held(producer, "channel_flow")
@@ -385,7 +385,7 @@ def test_leaving_by_the_timeout_of_a_send_is_no_second_wait(broker: Broker) -> N
     assert watch.kept(0.1)
 
 
-def test_closing_from_a_flow_callback(make_producer: Callable[..., Producer], broker: Broker) -> None:
+def test_a_producer_can_be_closed_in_a_flow_callback(make_producer: Callable[..., Producer], broker: Broker) -> None:
     producer = make_producer()
     closed = threading.Event()
 
@@ -402,7 +402,7 @@ def test_closing_from_a_flow_callback(make_producer: Callable[..., Producer], br
     assert bodies(broker) == [b""]
 
 
-def test_closing_from_on_delivery(make_producer: Callable[..., Producer], broker: Broker) -> None:
+def test_a_producer_can_be_closed_in_on_delivery(make_producer: Callable[..., Producer], broker: Broker) -> None:
     told = Growing()
     closed = threading.Event()
 
@@ -423,7 +423,7 @@ def test_closing_from_on_delivery(make_producer: Callable[..., Producer], broker
 
 
 @pytest.mark.parametrize("turn", range(5))
-def test_closing_from_several_threads_at_once_while_others_send(
+def test_a_producer_can_be_closed_by_several_threads_while_others_send(
     make_producer: Callable[..., Producer], broker: Broker, turn: int
 ) -> None:
     producer = make_producer()
@@ -445,7 +445,9 @@ def test_closing_from_several_threads_at_once_while_others_send(
 
 
 @pytest.mark.usefixtures("one_connection")
-def test_closing_after_the_connection_was_lost_raises_what_nobody_knows_of(producer: Producer, broker: Broker) -> None:
+def test_closing_after_a_lost_connection_raises_messages_with_an_unknown_outcome(
+    producer: Producer, broker: Broker
+) -> None:
     broker.withhold_confirms()
     receipts = [producer.send(b"%d" % number) for number in range(3)]
     broker.wait_until(lambda b: b.queue("q").depth == 3)
@@ -459,7 +461,7 @@ def test_closing_after_the_connection_was_lost_raises_what_nobody_knows_of(produ
 
 
 @pytest.mark.usefixtures("one_connection")
-def test_the_broker_goes_away_while_the_producer_closes(producer: Producer, broker: Broker) -> None:
+def test_a_producer_closes_even_if_the_broker_goes_away_meanwhile(producer: Producer, broker: Broker) -> None:
     broker.withhold_confirms()
     producer.send(b"")
     broker.wait_until(lambda b: b.queue("q").depth == 1)
@@ -469,7 +471,7 @@ def test_the_broker_goes_away_while_the_producer_closes(producer: Producer, brok
     assert isinstance(closing.wait(), UndeliveredMessages)
 
 
-def test_what_a_close_gives_up_is_told_to_have_had_no_answer(producer: Producer, broker: Broker) -> None:
+def test_messages_withdrawn_by_a_close_are_reported_as_unanswered(producer: Producer, broker: Broker) -> None:
     broker.withhold_confirms()
     receipt = producer.send(b"")
     broker.wait_until(lambda b: b.queue("q").depth == 1)

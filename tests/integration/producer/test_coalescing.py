@@ -68,7 +68,7 @@ def end_of_gathering(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 
 
 @pytest.mark.parametrize("skin", ["asyncio", "uvloop"], indirect=True)
-def test_messages_leave_on_a_loop_while_answers_gather(
+def test_messages_are_sent_by_a_loop_while_answers_are_coalesced(
     make_producer: Callable[..., Producer], broker: Broker, gathering: _Gathering, end_of_gathering: threading.Event
 ) -> None:
     producer = make_producer()
@@ -86,7 +86,7 @@ def test_messages_leave_on_a_loop_while_answers_gather(
 
 
 @pytest.mark.parametrize("skin", ["threads"], indirect=True)
-def test_messages_that_come_while_the_thread_sleeps_leave_when_it_wakes(
+def test_messages_that_arrive_while_the_thread_sleeps_are_sent_when_it_wakes(
     make_producer: Callable[..., Producer], gathering: _Gathering
 ) -> None:
     producer = make_producer()
@@ -99,7 +99,7 @@ def test_messages_that_come_while_the_thread_sleeps_leave_when_it_wakes(
     assert gathering.over
 
 
-def test_a_stop_is_obeyed_once_it_is_read(
+def test_a_stop_is_obeyed_as_soon_as_it_is_read(
     make_producer: Callable[..., Producer], broker: Broker, gathering: _Gathering
 ) -> None:
     producer = make_producer()
@@ -112,7 +112,7 @@ def test_a_stop_is_obeyed_once_it_is_read(
     producer.send(b"2", timeout=PATIENCE).result(PATIENCE)
 
 
-def test_a_connection_that_is_lost_meanwhile_comes_back(
+def test_a_connection_lost_while_answers_are_coalesced_is_restored(
     make_producer: Callable[..., Producer], broker: Broker, gathering: _Gathering
 ) -> None:
     producer = make_producer()
@@ -127,7 +127,7 @@ def test_a_connection_that_is_lost_meanwhile_comes_back(
     assert {message.body for message in broker.messages("q")} == {b"1", b"2", b"3", b"4"}
 
 
-def test_a_producer_is_closed_in_order_meanwhile(
+def test_a_producer_closes_cleanly_while_answers_are_coalesced(
     make_producer: Callable[..., Producer], broker: Broker, gathering: _Gathering
 ) -> None:
     producer = make_producer()
@@ -139,7 +139,7 @@ def test_a_producer_is_closed_in_order_meanwhile(
     broker.wait_until(lambda b: not b.connections())
 
 
-def test_what_others_read_never_gathers(broker: Broker, gathering: _Gathering) -> None:
+def test_answers_on_a_shared_connection_are_not_coalesced(broker: Broker, gathering: _Gathering) -> None:
     connection = qflow_client.connect(broker.url)
     try:
         with Producer(connection=connection, routing_key="q") as producer:
@@ -150,7 +150,9 @@ def test_what_others_read_never_gathers(broker: Broker, gathering: _Gathering) -
         connection.close()
 
 
-def test_what_others_read_never_gathers_on_a_loop_either(broker: Broker, gathering: _Gathering) -> None:
+def test_answers_on_a_shared_connection_of_a_loop_are_not_coalesced_either(
+    broker: Broker, gathering: _Gathering
+) -> None:
     async def run() -> None:
         connection = await qflow_client.connect_async(broker.url)
         try:
@@ -164,7 +166,7 @@ def test_what_others_read_never_gathers_on_a_loop_either(broker: Broker, gatheri
     assert not gathering.begun.is_set()
 
 
-def test_it_is_told_how_much_comes_back(
+def test_the_size_of_the_answers_is_passed_to_coalescing(
     make_producer: Callable[..., Producer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes: list[int] = []

@@ -54,7 +54,7 @@ def babbling() -> Iterator[int]:
         thread.join(5)
 
 
-def test_a_port_at_which_nobody_listens(refused: int) -> None:
+def test_a_port_without_a_listener_is_an_error(refused: int) -> None:
     with Stopwatch() as watch, pytest.raises(ConnectionFailed) as caught:
         Producer(f"amqp://guest:secret@127.0.0.1:{refused}/%2F", connect_timeout=10)
     assert watch.kept(0.0)
@@ -64,12 +64,12 @@ def test_a_port_at_which_nobody_listens(refused: int) -> None:
     assert "secret" not in str(caught.value)
 
 
-def test_a_host_without_an_address() -> None:
+def test_a_host_without_an_address_is_an_error() -> None:
     with pytest.raises(ConnectionFailed, match=r"nowhere\.invalid"):
         Producer("amqp://guest:secret@nowhere.invalid/%2F", connect_timeout=5)
 
 
-def test_a_wrong_password(make_broker: Callable[..., Broker], caplog: pytest.LogCaptureFixture) -> None:
+def test_a_wrong_password_is_an_error(make_broker: Callable[..., Broker], caplog: pytest.LogCaptureFixture) -> None:
     broker = make_broker(users={"ann": "right"})
     url = f"amqp://ann:sesame@127.0.0.1:{broker.port}/%2F"
     with Stopwatch() as watch, pytest.raises(ConnectionFailed) as caught:
@@ -84,33 +84,33 @@ def test_a_wrong_password(make_broker: Callable[..., Broker], caplog: pytest.Log
     broker.wait_until(lambda b: not b.connections())
 
 
-def test_a_virtual_host_that_does_not_exist(broker: Broker) -> None:
+def test_a_virtual_host_that_does_not_exist_is_an_error(broker: Broker) -> None:
     with Stopwatch() as watch, pytest.raises(ConnectionFailed, match="nosuch"):
         Producer(f"amqp://guest:guest@127.0.0.1:{broker.port}/nosuch")
     assert watch.kept(0.0)
     broker.wait_until(lambda b: not b.connections())
 
 
-def test_a_server_that_accepts_and_never_answers(silent: int) -> None:
+def test_a_server_that_accepts_and_never_answers_is_an_error(silent: int) -> None:
     with Stopwatch() as watch, pytest.raises(ConnectionFailed) as caught:
         Producer(f"amqp://guest:guest@127.0.0.1:{silent}/%2F", connect_timeout=0.5)
     assert watch.within(5)
     assert str(silent) in str(caught.value)
 
 
-def test_a_server_that_accepts_and_never_answers_tls(silent: int) -> None:
+def test_a_tls_server_that_accepts_and_never_answers_is_an_error(silent: int) -> None:
     with Stopwatch() as watch, pytest.raises(ConnectionFailed):
         Producer(f"amqps://guest:guest@127.0.0.1:{silent}/%2F", connect_timeout=0.5)
     assert watch.within(5)
 
 
-def test_a_server_that_speaks_something_else(babbling: int) -> None:
+def test_a_server_with_a_foreign_protocol_is_an_error(babbling: int) -> None:
     with Stopwatch() as watch, pytest.raises(ConnectionFailed):
         Producer(f"amqp://guest:guest@127.0.0.1:{babbling}/%2F", connect_timeout=5)
     assert watch.within(6)
 
 
-def test_a_broker_that_goes_away_while_we_connect() -> None:
+def test_a_broker_that_disconnects_during_the_handshake_is_an_error() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         url = f"amqp://guest:guest@127.0.0.1:{listener.getsockname()[1]}/%2F"
         job = start(Producer, url, connect_timeout=10)
@@ -165,14 +165,14 @@ def name(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 SEVERAL = "amqp://guest:guest@several.test/%2F"
 
 
-def test_E15_all_addresses_of_a_name_are_tried_also_after_one_that_is_dead(
+def test_E15_all_addresses_of_a_host_name_are_tried_even_after_a_dead_one(
     broker: Broker, refused: int, name: Callable[..., None], make_producer: Callable[..., Producer]
 ) -> None:
     name(refused, refused, broker.port)
     make_producer(SEVERAL).send(b"").result(timeout=20)
 
 
-def test_E15_an_address_that_does_not_answer_costs_its_part_of_the_time(
+def test_E15_an_address_that_does_not_answer_uses_only_its_share_of_the_time(
     broker: Broker, deaf: int, name: Callable[..., None], make_producer: Callable[..., Producer]
 ) -> None:
     name(deaf, broker.port)
@@ -182,7 +182,7 @@ def test_E15_an_address_that_does_not_answer_costs_its_part_of_the_time(
     producer.send(b"").result(timeout=20)
 
 
-def test_E15_an_address_that_says_nothing_costs_one_try(
+def test_E15_an_address_that_sends_nothing_costs_one_attempt(
     broker: Broker, silent: int, name: Callable[..., None], make_producer: Callable[..., Producer]
 ) -> None:
     name(silent, broker.port)
@@ -190,7 +190,7 @@ def test_E15_an_address_that_says_nothing_costs_one_try(
     producer.send(b"", timeout=20).result(timeout=20)
 
 
-def test_when_no_address_of_a_name_can_be_had_the_name_is_in_the_error(
+def test_if_no_address_of_a_host_name_can_be_reached_the_error_shows_the_name(
     deaf: int, refused: int, name: Callable[..., None], make_producer: Callable[..., Producer]
 ) -> None:
     name(deaf, refused)
@@ -198,7 +198,7 @@ def test_when_no_address_of_a_name_can_be_had_the_name_is_in_the_error(
         make_producer(SEVERAL, connect_timeout=0.5)
 
 
-def test_when_no_host_can_be_had_each_is_named(refused: int, silent: int) -> None:
+def test_if_no_host_can_be_reached_the_error_shows_each(refused: int, silent: int) -> None:
     urls = [f"amqp://guest:secret@127.0.0.1:{port}/%2F" for port in (refused, silent)]
     with pytest.raises(ConnectionFailed) as caught:
         Producer(urls, connect_timeout=0.3)
@@ -207,7 +207,7 @@ def test_when_no_host_can_be_had_each_is_named(refused: int, silent: int) -> Non
     assert "secret" not in str(caught.value)
 
 
-def test_the_first_host_that_answers_is_taken(
+def test_the_first_host_that_answers_is_used(
     make_broker: Callable[..., Broker], make_producer: Callable[..., Producer]
 ) -> None:
     first, second = make_broker(), make_broker()
@@ -230,7 +230,7 @@ def test_settings_come_from_keyword_settings_url_and_environment_in_that_order(
     assert producer.settings.when_flowed is WhenFlowed.RAISE
 
 
-def test_everything_from_the_environment(
+def test_all_settings_can_come_from_the_environment(
     broker: Broker, stack: ExitStack, monkeypatch: pytest.MonkeyPatch, refused: int
 ) -> None:
     monkeypatch.setenv("QFLOW_URL", f"amqp://guest:guest@127.0.0.1:{refused}/%2F,{broker.url}")
@@ -242,7 +242,7 @@ def test_everything_from_the_environment(
     assert bodies(broker) == [b""]
 
 
-def test_what_is_not_ours_in_the_url_reaches_pika(
+def test_unknown_query_parameters_of_the_url_are_passed_to_pika(
     broker: Broker, make_producer: Callable[..., Producer], wire: Wire
 ) -> None:
     producer = make_producer(f"{broker.url}?heartbeat=1&capacity=5")
@@ -252,20 +252,20 @@ def test_what_is_not_ours_in_the_url_reaches_pika(
 
 
 @pytest.mark.parametrize("query", ["no_such_parameter=1", "heartbeat=often", "ssl_options={"])
-def test_a_parameter_that_pika_does_not_understand_is_refused(broker: Broker, query: str) -> None:
+def test_a_parameter_unknown_to_pika_is_refused(broker: Broker, query: str) -> None:
     with pytest.raises(SettingsError, match=query.split("=")[0]) as caught:
         Producer(f"{broker.url}?{query}")
     assert "guest:guest" not in str(caught.value)
     assert broker.connections() == ()
 
 
-def test_a_certificate_that_is_not_there_is_refused_by_the_name_of_its_setting(broker: Broker) -> None:
+def test_a_missing_certificate_file_is_refused_with_the_name_of_its_setting(broker: Broker) -> None:
     url = f"{broker.url}?ssl_options=%7B%27ca_certs%27%3A%27%2Fnowhere.pem%27%7D"
     with pytest.raises(SettingsError, match=r"nowhere\.pem.*: a file of ssl_options cannot be used: .*No such file"):
         Producer(url)
 
 
-def test_a_host_that_is_not_understood_is_refused_before_another_is_tried(silent: int) -> None:
+def test_an_invalid_host_is_refused_before_the_next_one_is_tried(silent: int) -> None:
     urls = [f"amqp://guest:guest@127.0.0.1:{silent}/%2F", "amqp://guest:guest@127.0.0.1/%2F?heartbeat=often"]
     with Stopwatch() as watch, pytest.raises(SettingsError, match="heartbeat"):
         Producer(urls, connect_timeout=10)
@@ -276,12 +276,12 @@ def test_a_host_that_is_not_understood_is_refused_before_another_is_tried(silent
     ("query", "expected"),
     [("", (41.0, 41.0)), ("?socket_timeout=5", (5.0, 41.0)), ("?stack_timeout=50&socket_timeout=45", (41.0, 41.0))],
 )
-def test_connect_timeout_is_not_cut_short_by_a_default_of_pikas(query: str, expected: tuple[float, float]) -> None:
+def test_connect_timeout_is_not_shortened_by_a_default_of_pika(query: str, expected: tuple[float, float]) -> None:
     found = parameters(f"amqp://guest:guest@localhost/%2F{query}", ProducerSettings(connect_timeout=40))
     assert (found.socket_timeout, found.stack_timeout) == expected
 
 
-def test_a_producer_that_cannot_be_registered_leaves_no_connection(broker: Broker) -> None:
+def test_a_producer_that_cannot_be_registered_leaves_no_connection_behind(broker: Broker) -> None:
     class Full(FlowManager):
         def register(self, resource: object) -> None:
             raise LookupError("no room")
@@ -301,9 +301,7 @@ def test_a_producer_that_cannot_be_registered_leaves_no_connection(broker: Broke
         ({"no_such_setting": 1}, "no_such_setting=***"),
     ],
 )
-def test_a_bad_value_is_refused_before_anything_is_connected(
-    broker: Broker, keywords: dict[str, Any], words: str
-) -> None:
+def test_a_bad_value_is_refused_before_connecting(broker: Broker, keywords: dict[str, Any], words: str) -> None:
     with pytest.raises(SettingsError) as caught:
         Producer(broker.url, **keywords)
     assert words in str(caught.value)
@@ -321,7 +319,7 @@ def test_a_bad_value_is_refused_before_anything_is_connected(
         ({"on_delivery": 5}, "on_delivery=5: it must be None or callable"),
     ],
 )
-def test_an_argument_of_another_type_is_refused_before_anything_is_connected(
+def test_an_argument_of_a_wrong_type_is_refused_before_connecting(
     broker: Broker, arguments: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(TypeError, match=words):
@@ -330,7 +328,7 @@ def test_an_argument_of_another_type_is_refused_before_anything_is_connected(
 
 
 @pytest.mark.parametrize("error", [LookupError("a mistake"), SystemExit("the end")])
-def test_a_channel_that_cannot_be_used_is_an_error_and_no_wait(
+def test_a_channel_that_cannot_be_opened_is_an_error_immediately(
     broker: Broker, monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
     def fail(*_: object) -> None:
@@ -344,7 +342,7 @@ def test_a_channel_that_cannot_be_used_is_an_error_and_no_wait(
     broker.wait_until(lambda b: not b.connections())
 
 
-def test_a_channel_that_takes_too_long_to_be_used_is_an_error_and_no_wait(
+def test_a_channel_that_takes_too_long_to_open_is_an_error_in_time(
     broker: Broker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     go_on = threading.Event()
@@ -355,11 +353,11 @@ def test_a_channel_that_takes_too_long_to_be_used_is_an_error_and_no_wait(
     broker.wait_until(lambda b: not b.connections())
 
 
-def test_a_connect_timeout_may_be_longer_than_anything_waits(make_producer: Callable[..., Producer]) -> None:
+def test_a_connect_timeout_may_be_longer_than_the_longest_possible_wait(make_producer: Callable[..., Producer]) -> None:
     assert make_producer(connect_timeout=1e12).send(b"").result(timeout=20) is Outcome.CONFIRMED
 
 
-def test_a_broker_without_room_for_the_connection(make_broker: Callable[..., Broker]) -> None:
+def test_a_broker_at_its_connection_limit_is_an_error(make_broker: Callable[..., Broker]) -> None:
     broker = make_broker(max_connections=1)
     with Producer(broker.url, routing_key="q") as producer:
         with pytest.raises(ConnectionFailed):

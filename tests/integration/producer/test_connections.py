@@ -79,7 +79,7 @@ def settle(producer: Producer) -> None:
         producer.close(timeout=0)
 
 
-def test_it_is_pikas_own_and_does_all_that_that_does(
+def test_a_shared_connection_is_a_complete_pika_connection(
     connect: Callable[..., pika.BlockingConnection], broker: Broker, wire: Wire
 ) -> None:
     connection = connect(broker.url, client_properties={"connection_name": "shop"})
@@ -113,7 +113,9 @@ def test_it_is_pikas_own_and_does_all_that_that_does(
     assert wire.count("in", "Connection.Close") == 1
 
 
-def test_pikas_own_parameters_will_do(connect: Callable[..., pika.BlockingConnection], broker: Broker) -> None:
+def test_parameter_objects_of_pika_are_accepted(
+    connect: Callable[..., pika.BlockingConnection], broker: Broker
+) -> None:
     parameters = pika.ConnectionParameters("127.0.0.1", broker.port, heartbeat=7)
     connection = connect(parameters, timeout=5, client_properties={"product": "shop"})
     assert broker.connections()[0].client_properties["product"] == "shop"
@@ -124,7 +126,7 @@ def test_pikas_own_parameters_will_do(connect: Callable[..., pika.BlockingConnec
     producer.close()
 
 
-def test_what_consumes_may_send_and_wait(connection: pika.BlockingConnection, broker: Broker) -> None:
+def test_a_consumer_callback_may_send_and_wait(connection: pika.BlockingConnection, broker: Broker) -> None:
     """The thread that runs the callbacks is the application's, and nobody's I/O waits for it."""
     broker.declare_queue("r")
     (source,) = made(connection)
@@ -180,7 +182,7 @@ def test_producers_on_one_connection_are_flowed_independently(
     assert (broker.queue("q").depth, broker.queue("r").depth) == (2, 1001)
 
 
-def test_any_thread_makes_uses_and_closes_producers_while_the_connections_own_does_something_else(
+def test_any_thread_can_create_use_and_close_producers_while_the_thread_of_the_connection_is_busy(
     connection: pika.BlockingConnection, broker: Broker
 ) -> None:
     def work(name: int) -> None:
@@ -219,7 +221,7 @@ def test_closing_a_producer_closes_its_channel_and_nothing_else(
     assert broker.queue("q").depth == 5
 
 
-def test_a_connection_made_elsewhere_is_refused(broker: Broker) -> None:
+def test_a_connection_not_made_by_us_is_refused(broker: Broker) -> None:
     url = pika.URLParameters(broker.url)
     with pika.BlockingConnection(url) as connection, pytest.raises(SettingsError, match=r"qflow_client\.connect"):
         Producer(connection=connection)
@@ -230,13 +232,13 @@ def test_url_and_connection_together_are_refused(connection: pika.BlockingConnec
         Producer(broker.url, connection=connection)
 
 
-def test_a_producer_on_a_connection_that_is_closed(connection: pika.BlockingConnection) -> None:
+def test_a_producer_on_a_closed_connection_is_refused(connection: pika.BlockingConnection) -> None:
     connection.close()
     with pytest.raises(ConnectionFailed, match="the connection is lost: it was closed"):
         Producer(connection=connection)
 
 
-def test_more_channels_than_the_broker_allows(
+def test_opening_more_channels_than_the_broker_allows_is_an_error(
     connect: Callable[..., pika.BlockingConnection], make_broker: Callable[..., Broker]
 ) -> None:
     connection = connect(make_broker(channel_max=3).url)
@@ -251,7 +253,7 @@ def test_more_channels_than_the_broker_allows(
         producer.close()
 
 
-def test_a_channel_that_the_broker_closes_takes_no_other_with_it(
+def test_a_channel_closed_by_the_broker_does_not_close_the_others(
     connection: pika.BlockingConnection, broker: Broker, wire: Wire
 ) -> None:
     one, two = made(connection, 2)
@@ -269,7 +271,7 @@ def test_a_channel_that_the_broker_closes_takes_no_other_with_it(
     three.close()
 
 
-def test_the_owner_of_the_connection_closes_it(connection: pika.BlockingConnection, broker: Broker) -> None:
+def test_closing_the_shared_connection_ends_its_producers(connection: pika.BlockingConnection, broker: Broker) -> None:
     one, two = made(connection, 2)
     broker.withhold_confirms()
     receipt = one.send(b"")
@@ -287,7 +289,7 @@ def test_the_owner_of_the_connection_closes_it(connection: pika.BlockingConnecti
 
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
-def test_a_connection_that_nobody_has_any_more_ends(broker: Broker) -> None:
+def test_an_unreferenced_connection_ends(broker: Broker) -> None:
     connection = qflow_client.connect(broker.url)
     assert connection.is_open
     del connection
@@ -295,7 +297,7 @@ def test_a_connection_that_nobody_has_any_more_ends(broker: Broker) -> None:
     eventually(lambda: not broker.connections())
 
 
-def test_a_lost_connection_is_told_to_pika_and_to_all_producers(
+def test_a_lost_connection_is_reported_to_pika_and_to_all_producers(
     connection: pika.BlockingConnection, broker: Broker
 ) -> None:
     producers = made(connection, 2)
@@ -311,7 +313,7 @@ def test_a_lost_connection_is_told_to_pika_and_to_all_producers(
         connection.process_data_events(time_limit=None)
 
 
-def test_a_broker_that_closes_the_connection_says_why_to_pika_and_to_producers(
+def test_a_broker_that_closes_the_connection_gives_the_reason_to_pika_and_to_producers(
     connect: Callable[..., pika.BlockingConnection], make_broker: Callable[..., Broker]
 ) -> None:
     # The application answers only when it uses the connection; the broker does not wait for it that long.
@@ -327,7 +329,7 @@ def test_a_broker_that_closes_the_connection_says_why_to_pika_and_to_producers(
         connection.process_data_events(time_limit=None)
 
 
-def test_heartbeats_go_on_while_the_application_is_busy_and_find_a_dead_peer(
+def test_heartbeats_continue_while_the_application_is_busy_and_detect_a_dead_peer(
     connect: Callable[..., pika.BlockingConnection], broker: Broker, wire: Wire, proxy: Proxy
 ) -> None:
     """At a heartbeat of 1 s the broker gives a silent client up after 2 s."""
@@ -348,7 +350,7 @@ def test_heartbeats_go_on_while_the_application_is_busy_and_find_a_dead_peer(
         dead.process_data_events(time_limit=None)
 
 
-def test_a_broker_that_blocks_at_once(
+def test_a_broker_that_blocks_immediately_holds_the_producer(
     connect: Callable[..., pika.BlockingConnection], make_broker: Callable[..., Broker]
 ) -> None:
     broker = make_broker()
@@ -364,7 +366,7 @@ def test_a_broker_that_blocks_at_once(
 
 
 @pytest.mark.parametrize("is_settled", [True, False])
-def test_close_keeps_its_deadline_while_the_peer_of_a_shared_connection_is_dead(
+def test_close_keeps_its_deadline_when_the_peer_of_a_shared_connection_is_dead(
     connect: Callable[..., pika.BlockingConnection], broker: Broker, proxy: Proxy, is_settled: bool
 ) -> None:
     connection = connect(proxy.url(broker))
@@ -382,7 +384,7 @@ def test_close_keeps_its_deadline_while_the_peer_of_a_shared_connection_is_dead(
 
 
 @pytest.mark.parametrize("reads_again", [True, False])
-def test_a_close_in_the_middle_of_a_message_does_not_cost_the_others_their_connection(
+def test_a_close_in_the_middle_of_a_message_does_not_end_the_shared_connection(
     connect: Callable[..., pika.BlockingConnection],
     broker: Broker,
     proxy: Proxy,
@@ -420,7 +422,7 @@ def test_a_close_in_the_middle_of_a_message_does_not_cost_the_others_their_conne
     assert bodies(broker)[-1] == b"other"
 
 
-def test_what_pika_publishes_waits_for_the_socket_and_not_in_memory(
+def test_messages_of_pika_wait_for_the_socket_and_are_not_buffered_in_memory(
     connect: Callable[..., pika.BlockingConnection], broker: Broker, proxy: Proxy
 ) -> None:
     """pika's own `basic_publish` blocks while a broker does not read, as on any other connection."""
@@ -447,7 +449,7 @@ def test_what_pika_publishes_waits_for_the_socket_and_not_in_memory(
     producer.close()
 
 
-def test_what_comes_while_pika_is_not_called_is_kept_for_it(
+def test_frames_that_arrive_while_pika_is_not_called_are_kept_for_it(
     connection: pika.BlockingConnection, broker: Broker
 ) -> None:
     channel = connection.channel()
@@ -465,14 +467,16 @@ def test_what_comes_while_pika_is_not_called_is_kept_for_it(
     producer.close()
 
 
-def test_a_producer_without_confirms(connection: pika.BlockingConnection, broker: Broker) -> None:
+def test_a_producer_without_confirms_works_on_a_shared_connection(
+    connection: pika.BlockingConnection, broker: Broker
+) -> None:
     (producer,) = made(connection, confirms=False)
     assert producer.send(b"").result(PATIENCE) is Outcome.SENT
     producer.close()
     eventually(lambda: broker.queue("q").depth == 1)
 
 
-def test_over_tls(
+def test_the_connection_works_over_tls(
     connect: Callable[..., pika.BlockingConnection],
     make_broker: Callable[..., Broker],
     certificate: tuple[Path, Path],
@@ -499,12 +503,12 @@ def test_over_tls(
 
 
 @pytest.mark.parametrize("url", ["http://localhost", "amqp://localhost:port/", 5, None])
-def test_what_is_no_url_is_refused(url: Any) -> None:
+def test_an_argument_that_is_not_a_url_is_refused(url: Any) -> None:
     with pytest.raises(SettingsError, match="url="):
         qflow_client.connect(url)
 
 
-def test_a_connection_that_cannot_be_had(make_broker: Callable[..., Broker]) -> None:
+def test_a_connection_that_cannot_be_made_is_an_error(make_broker: Callable[..., Broker]) -> None:
     broker = make_broker(users={"ann": "right"})
     with pytest.raises(ConnectionFailed, match="Connection refused") as caught:
         qflow_client.connect("amqp://guest:secret@127.0.0.1:1/%2F")
@@ -519,7 +523,7 @@ def test_a_connection_that_cannot_be_had(make_broker: Callable[..., Broker]) -> 
     eventually(lambda: not broker.connections())
 
 
-def test_a_broker_that_does_not_answer_the_open_of_a_channel(
+def test_a_broker_that_does_not_answer_channel_open_is_an_error(
     connect: Callable[..., pika.BlockingConnection], broker: Broker, proxy: Proxy
 ) -> None:
     connection = connect(proxy.url(broker))

@@ -86,7 +86,7 @@ def all_logs(caplog: pytest.LogCaptureFixture) -> Callable[[], str]:
 
 
 @pytest.mark.timeout(900)
-def test_E8_tokens_that_expire_are_replaced_and_no_connection_is_lost_for_it(
+def test_E8_expiring_tokens_are_replaced_without_losing_a_connection(
     make_broker: Callable[..., Broker],
     make_producer: Callable[..., Producer],
     wire: Wire,
@@ -117,7 +117,7 @@ def test_E8_tokens_that_expire_are_replaced_and_no_connection_is_lost_for_it(
     assert SECRET not in all_logs() + repr(producer)
 
 
-def test_E8_credentials_without_an_end_are_asked_for_again_when_the_broker_drops_them(
+def test_E8_credentials_without_an_expiry_are_requested_again_when_the_broker_closes_the_connection(
     make_broker: Callable[..., Broker], make_producer: Callable[..., Producer], all_logs: Callable[[], str]
 ) -> None:
     tokens = Tokens(life=0.2)
@@ -138,7 +138,7 @@ def test_E8_credentials_without_an_end_are_asked_for_again_when_the_broker_drops
     assert SECRET not in all_logs()
 
 
-def test_E8_what_the_callable_raises_is_named_without_its_words(
+def test_E8_an_exception_of_the_callable_is_named_without_its_text(
     broker: Broker, make_producer: Callable[..., Producer], all_logs: Callable[[], str]
 ) -> None:
     with pytest.raises(ConnectionFailed) as caught:
@@ -149,7 +149,7 @@ def test_E8_what_the_callable_raises_is_named_without_its_words(
     assert caught.value.__cause__ is None
 
 
-def test_E8_a_callable_that_fails_is_called_again_and_health_says_why_meanwhile(
+def test_E8_a_failing_callable_is_called_again_and_health_shows_the_reason_meanwhile(
     make_broker: Callable[..., Broker], make_producer: Callable[..., Producer], all_logs: Callable[[], str]
 ) -> None:
     tokens = Tokens(life=60)
@@ -167,7 +167,7 @@ def test_E8_a_callable_that_fails_is_called_again_and_health_says_why_meanwhile(
     assert SECRET not in all_logs() + str(health)
 
 
-def test_E8_a_refused_password_is_not_the_last_word_where_the_next_may_be_another(
+def test_E8_a_refused_password_is_not_permanent_if_the_credentials_can_be_renewed(
     make_broker: Callable[..., Broker], make_producer: Callable[..., Producer]
 ) -> None:
     broker = make_broker(users={"app": "right"}, max_failed_logins=0)
@@ -178,7 +178,7 @@ def test_E8_a_refused_password_is_not_the_last_word_where_the_next_may_be_anothe
     producer.send(b"1", timeout=PATIENCE).result(PATIENCE)
 
 
-def test_E8_a_callable_that_hangs_is_called_once_and_each_try_keeps_its_time(
+def test_E8_a_callable_that_hangs_is_called_once_and_each_attempt_keeps_its_deadline(
     make_broker: Callable[..., Broker], make_producer: Callable[..., Producer]
 ) -> None:
     tokens = Tokens(life=60)
@@ -201,7 +201,7 @@ def test_E8_a_callable_that_hangs_is_called_once_and_each_try_keeps_its_time(
     go_on.set()
 
 
-def test_E8_a_connection_whose_credentials_expire_is_left_with_what_is_unsettled(
+def test_E8_a_connection_with_expired_credentials_is_replaced_and_unsettled_messages_are_resent(
     make_broker: Callable[..., Broker], make_producer: Callable[..., Producer], all_logs: Callable[[], str]
 ) -> None:
     tokens = Tokens(life=60, told=2.0)
@@ -228,7 +228,7 @@ def test_E8_a_connection_whose_credentials_expire_is_left_with_what_is_unsettled
 
 
 @pytest.mark.parametrize("how", ["Channel.Flow", "Connection.Blocked", "a full window"])
-def test_E8_a_producer_that_is_held_has_its_credentials_replaced_all_the_same(
+def test_E8_a_held_producer_still_renews_its_credentials(
     make_broker: Callable[..., Broker], make_producer: Callable[..., Producer], wire: Wire, how: str
 ) -> None:
     tokens = Tokens(life=2.0, told=2.0)
@@ -250,7 +250,7 @@ def test_E8_a_producer_that_is_held_has_its_credentials_replaced_all_the_same(
     assert wire.count("in", "Connection.StartOk") == 1
 
 
-def test_E8_another_user_is_logged_in_on_another_connection(
+def test_E8_a_different_user_is_logged_in_on_a_new_connection(
     make_broker: Callable[..., Broker], make_producer: Callable[..., Producer]
 ) -> None:
     tokens = Tokens(life=60, told=1.0)
@@ -261,7 +261,7 @@ def test_E8_another_user_is_logged_in_on_another_connection(
     producer.send(b"1", timeout=PATIENCE).result(PATIENCE)
 
 
-def test_what_no_credentials_are_asked_of(broker: Broker) -> None:
+def test_invalid_credentials_arguments_are_refused(broker: Broker) -> None:
     with pytest.raises(TypeError, match="credentials=5: it must be None or callable"):
         Producer(broker.url, credentials=5)  # type: ignore[arg-type]
     with connect(broker.url) as connection, pytest.raises(SettingsError, match="credentials with connection"):
@@ -274,7 +274,7 @@ def test_what_no_credentials_are_asked_of(broker: Broker) -> None:
         Producer(broker.url, credentials=issue)  # type: ignore[arg-type]
 
 
-def test_a_connection_that_others_use_has_its_secret_updated_by_its_library(make_broker: Callable[..., Broker]) -> None:
+def test_a_shared_connection_has_its_secret_updated_by_its_library(make_broker: Callable[..., Broker]) -> None:
     tokens = Tokens(life=1.0)
     broker = make_broker(authenticate=tokens.authenticate)
 
@@ -326,7 +326,7 @@ def test_E8_a_coroutine_function_is_awaited_in_the_loop(make_broker: Callable[..
     assert len(bodies(broker)) == 2
 
 
-def test_E8_what_is_awaited_is_cancelled_when_its_time_is_up(broker: Broker) -> None:
+def test_E8_an_awaited_callable_is_cancelled_at_its_deadline(broker: Broker) -> None:
     ended = []
 
     async def hang() -> Credentials:

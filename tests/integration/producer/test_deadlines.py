@@ -46,7 +46,7 @@ def test_a4_timeout_0_does_not_wait(producer: Producer, broker: Broker, timeout:
 
 
 @pytest.mark.parametrize("timeout", [0.05, 0.3])
-def test_a4_a_deadline_is_kept_and_the_message_is_in_no_queue(
+def test_a4_a_deadline_is_kept_and_the_message_is_not_enqueued(
     producer: Producer, broker: Broker, timeout: float
 ) -> None:
     _flow(broker, producer)
@@ -64,9 +64,7 @@ def test_a4_a_deadline_is_kept_and_the_message_is_in_no_queue(
     assert bodies(broker) == [b"later"]
 
 
-def test_a4_the_setting_is_the_deadline_unless_told_otherwise(
-    make_producer: Callable[..., Producer], broker: Broker
-) -> None:
+def test_a4_the_setting_is_the_default_deadline(make_producer: Callable[..., Producer], broker: Broker) -> None:
     producer = make_producer(max_producer_flow_control_wait=0.3)
     _flow(broker, producer)
     with Stopwatch() as watch, pytest.raises(FlowControlTimeout):
@@ -78,7 +76,9 @@ def test_a4_the_setting_is_the_deadline_unless_told_otherwise(
 
 
 @pytest.mark.parametrize("how", ["send", "setting"])
-def test_a4_none_waits_until_it_may(make_producer: Callable[..., Producer], broker: Broker, how: str) -> None:
+def test_a4_a_timeout_of_none_waits_without_a_time_limit(
+    make_producer: Callable[..., Producer], broker: Broker, how: str
+) -> None:
     producer = make_producer(max_producer_flow_control_wait=None if how == "setting" else 0.01)
     _flow(broker, producer)
     job = start(producer.send, b"", **({} if how == "setting" else {"timeout": None}))
@@ -90,7 +90,7 @@ def test_a4_none_waits_until_it_may(make_producer: Callable[..., Producer], brok
     assert job.result().result(timeout=20) is Outcome.CONFIRMED
 
 
-def test_a4_every_thread_has_a_deadline_of_its_own(producer: Producer, broker: Broker) -> None:
+def test_a4_every_thread_has_its_own_deadline(producer: Producer, broker: Broker) -> None:
     _flow(broker, producer)
     deadlines = [0.6, 0.1, 0.4, 0.2, 0.5, 0.3]
 
@@ -108,7 +108,7 @@ def test_a4_every_thread_has_a_deadline_of_its_own(producer: Producer, broker: B
 
 
 @pytest.mark.parametrize("turn", range(rounds(3)))
-def test_a4_admitted_or_refused_and_never_both(
+def test_a4_a_message_is_either_admitted_or_refused(
     make_producer: Callable[..., Producer], broker: Broker, turn: int
 ) -> None:
     """Deadlines that fall together with the lifting of the hold: what raised is in no queue, all else is."""
@@ -181,7 +181,7 @@ def test_d1_send_nowait_always_raises(make_producer: Callable[..., Producer], br
     ],
     ids=["block", "raise", "spill"],
 )
-def test_d1_who_is_refused_at_once_is_told_what_would_not_have_been(
+def test_d1_the_error_of_a_send_without_waiting_says_which_call_would_wait(
     make_producer: Callable[..., Producer], tmp_path: Path, when_flowed: str, of_send: str | None, of_send_nowait: str
 ) -> None:
     outbox = {"outbox": tmp_path / "orders.outbox"} if of_send is None else {}
@@ -200,7 +200,7 @@ def test_d1_who_is_refused_at_once_is_told_what_would_not_have_been(
         assert str(caught.value).endswith(f"; {of_send}")
 
 
-def test_a_send_that_waits_says_so_again_and_again(
+def test_a_waiting_send_logs_a_notice_repeatedly(
     make_producer: Callable[..., Producer], broker: Broker, caplog: pytest.LogCaptureFixture
 ) -> None:
     producer = make_producer(flow_control_wait_notify_period=0.1)
@@ -226,7 +226,7 @@ def test_a_send_that_waits_says_so_again_and_again(
     assert "channel_flow" in logged[0]
 
 
-def test_a_send_that_need_not_wait_for_long_says_nothing(producer: Producer, broker: Broker) -> None:
+def test_a_send_that_waits_only_briefly_logs_nothing(producer: Producer, broker: Broker) -> None:
     flows = Flows()
     producer.on_flow(flows)
     _flow(broker, producer)
@@ -260,7 +260,7 @@ def test_confirm_timeouts_are_not_flow_control_timeouts(producer: Producer, brok
     producer.flush(timeout=0)
 
 
-def test_a_full_window_is_flow_and_a_missing_confirm_is_not(
+def test_a_full_window_is_a_flow_control_error_and_a_missing_confirm_is_not(
     make_producer: Callable[..., Producer], broker: Broker
 ) -> None:
     producer = make_producer(capacity=1, max_producer_flow_control_wait=0.1)
@@ -276,7 +276,7 @@ def test_a_full_window_is_flow_and_a_missing_confirm_is_not(
     assert receipt.result(timeout=20) is Outcome.CONFIRMED
 
 
-def test_what_comes_at_the_very_deadline_has_come(
+def test_an_event_exactly_at_the_deadline_is_in_time(
     producer: Producer, broker: Broker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def late(do: Callable[[], None], condition: Callable[[], object]) -> None:
@@ -296,7 +296,7 @@ def test_what_comes_at_the_very_deadline_has_come(
     assert producer.wait_unflowed(timeout=0.01)
 
 
-def test_who_asks_whether_the_window_is_full_has_it_told_at_once(
+def test_wait_unflowed_on_a_full_window_raises_its_hold_immediately(
     make_producer: Callable[..., Producer], broker: Broker
 ) -> None:
     producer = make_producer(capacity=1)
@@ -312,7 +312,7 @@ def test_who_asks_whether_the_window_is_full_has_it_told_at_once(
     assert job.result() is True
 
 
-def test_flush_waits_for_what_was_admitted_before_it_and_no_more(
+def test_flush_waits_only_for_messages_admitted_before_it(
     make_producer: Callable[..., Producer], make_broker: Callable[..., Broker]
 ) -> None:
     # The first message is confirmed when it is taken out, and the second goes on being held.
@@ -341,7 +341,7 @@ def test_wait_unflowed_keeps_its_deadline(producer: Producer, broker: Broker) ->
     assert [job.result() for job in jobs] == [True] * 4
 
 
-def test_f2_a_rate_is_kept_and_holds_by_name(make_producer: Callable[..., Producer], broker: Broker) -> None:
+def test_f2_a_rate_is_kept_and_its_hold_is_named(make_producer: Callable[..., Producer], broker: Broker) -> None:
     producer = make_producer(rate=100, rate_burst=5)
     began = time.monotonic()
     for number in range(30):
@@ -355,7 +355,7 @@ def test_f2_a_rate_is_kept_and_holds_by_name(make_producer: Callable[..., Produc
     assert bodies(broker) == [b"%d" % number for number in range(30)] + [b"thread"] * 10
 
 
-def test_f2_a_rate_refuses_who_must_not_wait(make_producer: Callable[..., Producer]) -> None:
+def test_f2_a_rate_refuses_a_send_that_does_not_wait(make_producer: Callable[..., Producer]) -> None:
     producer = make_producer(rate=4, rate_burst=5)
 
     def send_at_once() -> None:
@@ -369,7 +369,7 @@ def test_f2_a_rate_refuses_who_must_not_wait(make_producer: Callable[..., Produc
     assert producer.wait_unflowed(timeout=20)
 
 
-def test_a_timeout_on_a_rate_is_kept(make_producer: Callable[..., Producer], broker: Broker) -> None:
+def test_a_timeout_while_held_by_a_rate_is_kept(make_producer: Callable[..., Producer], broker: Broker) -> None:
     producer = make_producer(rate=0.1)
     producer.send(b"1")
     with Stopwatch() as watch, pytest.raises(FlowControlTimeout, match="rate"):
@@ -380,9 +380,7 @@ def test_a_timeout_on_a_rate_is_kept(make_producer: Callable[..., Producer], bro
 
 
 @pytest.mark.parametrize("call", ["send", "flush", "close", "wait_unflowed", "wait", "result"])
-def test_what_is_no_time_to_wait_is_refused_whether_or_not_there_is_anything_to_wait_for(
-    producer: Producer, call: str
-) -> None:
+def test_an_invalid_timeout_is_refused_whether_or_not_a_wait_is_needed(producer: Producer, call: str) -> None:
     receipt = producer.send(b"")
     assert receipt.wait(20)
     arguments = [b"no"] if call == "send" else []
@@ -394,7 +392,9 @@ def test_what_is_no_time_to_wait_is_refused_whether_or_not_there_is_anything_to_
 
 
 @pytest.mark.parametrize("timeout", [1e12, math.inf])
-def test_a_timeout_may_be_longer_than_anything_waits(producer: Producer, broker: Broker, timeout: float) -> None:
+def test_a_timeout_may_be_longer_than_the_longest_possible_wait(
+    producer: Producer, broker: Broker, timeout: float
+) -> None:
     broker.withhold_confirms()
     receipt = producer.send(b"1", timeout=timeout)
     producer.pause()
@@ -414,7 +414,7 @@ def test_a_timeout_may_be_longer_than_anything_waits(producer: Producer, broker:
     producer.close(timeout=timeout)
 
 
-def test_a_timeout_below_0_is_up_already(producer: Producer, broker: Broker) -> None:
+def test_a_negative_timeout_has_already_expired(producer: Producer, broker: Broker) -> None:
     """What is left of a time that somebody else began to count."""
     broker.withhold_confirms()
     receipt = producer.send(b"", timeout=-0.1)
@@ -429,7 +429,7 @@ def test_a_timeout_below_0_is_up_already(producer: Producer, broker: Broker) -> 
         producer.close(timeout=-0.1)
 
 
-def test_E16_a_message_is_settled_when_its_delivery_timeout_has_passed(
+def test_E16_a_message_is_settled_after_its_delivery_timeout(
     make_producer: Callable[..., Producer], broker: Broker
 ) -> None:
     producer = make_producer(delivery_timeout=0.3, capacity=1)
@@ -445,7 +445,7 @@ def test_E16_a_message_is_settled_when_its_delivery_timeout_has_passed(
     assert following.result(timeout=20) is Outcome.CONFIRMED
 
 
-def test_E16_nothing_is_republished_after_its_delivery_timeout(
+def test_E16_no_message_is_republished_after_its_delivery_timeout(
     make_producer: Callable[..., Producer], broker: Broker
 ) -> None:
     with FaultProxy(broker.url) as proxy:

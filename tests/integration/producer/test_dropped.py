@@ -35,7 +35,7 @@ def _threads(kind: str) -> list[threading.Thread]:
 
 
 @pytest.mark.parametrize("listens", [False, True], ids=["plain", "with callbacks"])
-def test_E6_a_dropped_producer_warns_delivers_what_was_admitted_and_ends(broker: Broker, listens: bool) -> None:
+def test_E6_a_dropped_producer_warns_delivers_admitted_messages_and_ends(broker: Broker, listens: bool) -> None:
     told: list[Receipt] = []
     held = [Producer(broker.url, routing_key="q", name="dropped", on_delivery=told.append if listens else None)]
     if listens:
@@ -52,7 +52,7 @@ def test_E6_a_dropped_producer_warns_delivers_what_was_admitted_and_ends(broker:
     assert len(told) == 100 * listens
 
 
-def test_E6_what_a_dropped_producer_could_not_deliver_is_logged(
+def test_E6_messages_that_a_dropped_producer_could_not_deliver_are_logged(
     broker: Broker, caplog: pytest.LogCaptureFixture
 ) -> None:
     held = [Producer(broker.url, routing_key="q", name="dropped", max_producer_flow_control_wait=0.1)]
@@ -66,7 +66,7 @@ def test_E6_what_a_dropped_producer_could_not_deliver_is_logged(
     broker.release_confirms()
 
 
-def test_a_dropped_producer_lets_go_of_its_outbox(broker: Broker, tmp_path: Path) -> None:
+def test_a_dropped_producer_releases_its_outbox(broker: Broker, tmp_path: Path) -> None:
     held = [Producer(broker.url, routing_key="q", name="dropped", outbox=tmp_path / "outbox")]
     held[0].send(b"kept")
     with pytest.warns(ResourceWarning, match="dropped"):
@@ -82,14 +82,14 @@ def test_a_dropped_producer_lets_go_of_its_outbox(broker: Broker, tmp_path: Path
     assert broker.queue("q").depth == 1
 
 
-def test_a_producer_that_was_closed_warns_of_nothing(broker: Broker, recwarn: pytest.WarningsRecorder) -> None:
+def test_a_closed_producer_emits_no_warning(broker: Broker, recwarn: pytest.WarningsRecorder) -> None:
     held = [Producer(broker.url, routing_key="q", name="dropped")]
     held[0].close()
     _drop(held)
     assert not [each for each in recwarn if each.category is ResourceWarning]
 
 
-def test_E6_a_dropped_async_producer_warns_delivers_what_was_admitted_and_ends(broker: Broker) -> None:
+def test_E6_a_dropped_async_producer_warns_delivers_admitted_messages_and_ends(broker: Broker) -> None:
     async def main() -> None:
         held = [await AsyncProducer(broker.url, routing_key="q", name="dropped").connect()]
         broker.withhold_confirms()
@@ -104,12 +104,12 @@ def test_E6_a_dropped_async_producer_warns_delivers_what_was_admitted_and_ends(b
     asyncio.run(main())
 
 
-def test_an_async_producer_that_never_connected_warns_of_nothing(recwarn: pytest.WarningsRecorder) -> None:
+def test_an_async_producer_that_never_connected_emits_no_warning(recwarn: pytest.WarningsRecorder) -> None:
     _drop([AsyncProducer("amqp://localhost", routing_key="q", name="dropped")])
     assert not [each for each in recwarn if each.category is ResourceWarning]
 
 
-def test_an_async_producer_whose_loop_is_gone_is_dropped_without_an_error(broker: Broker) -> None:
+def test_an_async_producer_whose_loop_is_closed_can_be_dropped_without_an_error(broker: Broker) -> None:
     # Not the result of a task, which an exception of aiormq may keep alive.
     held: list[AsyncProducer] = []
 
@@ -136,14 +136,14 @@ class Application:
         """Called by the producer."""
 
 
-def test_E6_an_application_whose_callbacks_refer_to_a_closed_producer_is_collected(broker: Broker) -> None:
+def test_E6_an_application_referenced_by_callbacks_of_a_closed_producer_is_garbage_collected(broker: Broker) -> None:
     held = [Application(broker.url)]
     held[0].producer.close()
     gone = weakref.ref(held.pop())
     eventually(lambda: gc.collect() >= 0 and gone() is None, "the application is collected")
 
 
-def test_E6_an_async_producer_that_never_connected_keeps_nothing_alive() -> None:
+def test_E6_an_async_producer_that_never_connected_keeps_no_object_alive() -> None:
     class Owner:
         def __init__(self) -> None:
             self.producer = AsyncProducer("amqp://localhost", routing_key="q", on_delivery=self.done)

@@ -30,7 +30,7 @@ def other() -> Iterator[Broker]:
         yield broker
 
 
-def test_E15_a_blocked_host_is_left_with_what_is_unsettled_in_order_and_marked(
+def test_E15_a_blocked_host_is_abandoned_and_unsettled_messages_are_resent_in_order_and_marked(
     make_producer: Callable[..., Producer], broker: Broker, other: Broker
 ) -> None:
     producer = make_producer([broker.url, other.url], on_blocked="failover", failover_delay=0.1)
@@ -47,7 +47,7 @@ def test_E15_a_blocked_host_is_left_with_what_is_unsettled_in_order_and_marked(
 
 
 @pytest.mark.parametrize("settings", [{}, {"on_blocked": "failover", "failover_delay": 0.01}], ids=["wait", "one host"])
-def test_E15_a_producer_stays_on_a_blocked_host_unless_there_is_another_to_go_to(
+def test_E15_a_producer_stays_on_a_blocked_host_without_an_alternative(
     make_producer: Callable[..., Producer], broker: Broker, settings: dict[str, object]
 ) -> None:
     producer = make_producer(broker.url, **settings)
@@ -60,7 +60,7 @@ def test_E15_a_producer_stays_on_a_blocked_host_unless_there_is_another_to_go_to
     assert flows.events == []
 
 
-def test_E15_a_host_that_owes_confirms_and_is_silent_is_left(
+def test_E15_a_silent_host_with_overdue_confirms_is_abandoned(
     make_producer: Callable[..., Producer], broker: Broker, other: Broker
 ) -> None:
     with FaultProxy(broker.url) as proxy:
@@ -72,7 +72,7 @@ def test_E15_a_host_that_owes_confirms_and_is_silent_is_left(
     assert marked(other) == [True]
 
 
-def test_E15_a_host_that_only_confirms_late_answers_the_probe_and_is_not_left(
+def test_E15_a_host_that_confirms_late_answers_the_probe_and_is_kept(
     make_producer: Callable[..., Producer], broker: Broker, other: Broker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     probes: list[bytes] = []
@@ -104,7 +104,7 @@ def test_E15_a_host_that_only_confirms_late_answers_the_probe_and_is_not_left(
     assert bodies(broker) == [b"1"]
 
 
-def test_E15_a_producer_returns_to_its_first_host_with_what_is_unsettled_in_order_and_marked(
+def test_E15_a_producer_returns_to_its_first_host_and_resends_unsettled_messages_in_order_and_marked(
     make_producer: Callable[..., Producer], broker: Broker, other: Broker
 ) -> None:
     with FaultProxy(broker.url) as proxy:
@@ -123,7 +123,7 @@ def test_E15_a_producer_returns_to_its_first_host_with_what_is_unsettled_in_orde
         producer.close()
 
 
-def test_E15_a_producer_stays_while_its_first_host_says_nothing(
+def test_E15_a_producer_does_not_return_while_its_first_host_does_not_answer(
     make_producer: Callable[..., Producer], broker: Broker, other: Broker
 ) -> None:
     with FaultProxy(broker.url) as proxy:
@@ -155,7 +155,7 @@ def test_E15_a_producer_stays_while_its_first_host_says_nothing(
         ("other", False),
     ],
 )
-def test_E15_what_a_probe_takes_for_an_answer(
+def test_E15_a_probe_distinguishes_answers_of_brokers_from_other_servers(
     stack: ExitStack, certificate: tuple[Path, Path], server: str, expected: bool
 ) -> None:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -191,7 +191,7 @@ def test_E15_what_a_probe_takes_for_an_answer(
     assert answers(url, 0.3 if server == "silent" else PATIENCE) is expected
 
 
-def test_E15_a_broker_that_is_going_away_in_the_handshake_does_not_answer(stack: ExitStack) -> None:
+def test_E15_a_broker_that_disconnects_during_the_handshake_does_not_count_as_an_answer(stack: ExitStack) -> None:
     listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
 
     def serve() -> None:

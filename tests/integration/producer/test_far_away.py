@@ -14,7 +14,7 @@ from tests.effort import rounds
 
 
 @pytest.mark.parametrize("capacity", ["auto", 100])
-def test_every_byte_arrives_later_in_either_direction_and_in_order(
+def test_every_byte_arrives_with_a_delay_in_both_directions_and_in_order(
     broker: Broker, stack: ExitStack, capacity: int | str
 ) -> None:
     url = stack.enter_context(delayed(broker.url, 0.05))
@@ -28,7 +28,7 @@ def test_every_byte_arrives_later_in_either_direction_and_in_order(
     assert [message.body for message in broker.messages("q")] == bodies
 
 
-def test_a_connection_that_leads_nowhere_ends(stack: ExitStack) -> None:
+def test_a_connection_to_an_unreachable_broker_ends(stack: ExitStack) -> None:
     with Broker() as gone:
         url = gone.url
     with pytest.raises(ConnectionFailed):

@@ -60,7 +60,7 @@ def faulty(broker: Broker, stack: ExitStack) -> FaultProxy:
 
 
 @pytest.mark.parametrize("fault", [*LASTING, *ENDING])
-def test_connecting_fails_within_its_time(faulty: FaultProxy, broker: Broker, skin: Any, fault: str) -> None:
+def test_connecting_fails_within_its_timeout(faulty: FaultProxy, broker: Broker, skin: Any, fault: str) -> None:
     (LASTING | ENDING)[fault](faulty)
     error = in_time(lambda: skin(faulty.url, connect_timeout=DEADLINE))
     assert isinstance(error, ConnectionFailed)
@@ -69,7 +69,7 @@ def test_connecting_fails_within_its_time(faulty: FaultProxy, broker: Broker, sk
     broker.wait_until(lambda broker: not broker.connections())
 
 
-def test_connecting_to_who_refuses_fails_at_once(faulty: FaultProxy, skin: Any) -> None:
+def test_connecting_to_a_host_that_refuses_fails_immediately(faulty: FaultProxy, skin: Any) -> None:
     faulty.refuse()
     error = in_time(lambda: skin(faulty.url, connect_timeout=10), 0.0)
     assert isinstance(error, ConnectionFailed)
@@ -90,7 +90,7 @@ def send_all(producer: Producer, receipts: list[Receipt]) -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("fault", [*LASTING, *ENDING, *ONCE])
-def test_every_call_returns_within_its_deadline_and_every_message_has_an_end(
+def test_every_call_returns_within_its_deadline_and_every_message_settles(
     faulty: FaultProxy, broker: Broker, make_producer: Callable[..., Producer], fault: str
 ) -> None:
     # On a slow machine it takes a while to connect for the first time.
@@ -110,7 +110,7 @@ def test_every_call_returns_within_its_deadline_and_every_message_has_an_end(
 
 
 @pytest.mark.parametrize("size", [1, 7, 100])
-def test_frames_may_be_cut_anywhere(
+def test_frames_may_be_split_anywhere(
     faulty: FaultProxy, broker: Broker, make_producer: Callable[..., Producer], size: int
 ) -> None:
     faulty.split(size)
@@ -123,9 +123,7 @@ def test_frames_may_be_cut_anywhere(
     assert bodies(broker) == sent
 
 
-def test_a_stop_that_the_broker_never_said_is_obeyed(
-    faulty: FaultProxy, make_producer: Callable[..., Producer]
-) -> None:
+def test_a_stop_injected_by_the_proxy_is_obeyed(faulty: FaultProxy, make_producer: Callable[..., Producer]) -> None:
     producer = make_producer(faulty.url)
     faulty.inject(Channel.Flow(False), 1)
     wait_held(producer, "channel_flow")
@@ -134,7 +132,7 @@ def test_a_stop_that_the_broker_never_said_is_obeyed(
     assert holds(producer) == []
 
 
-def test_what_stalled_arrives_when_it_is_healed(
+def test_stalled_bytes_arrive_when_the_stall_ends(
     faulty: FaultProxy, broker: Broker, make_producer: Callable[..., Producer]
 ) -> None:
     producer = make_producer(faulty.url)
@@ -146,7 +144,7 @@ def test_what_stalled_arrives_when_it_is_healed(
     assert bodies(broker) == [b"%d" % number for number in range(100)]
 
 
-def test_pika_goes_through_it_and_learns_of_a_cut(faulty: FaultProxy, broker: Broker) -> None:
+def test_pika_works_through_the_proxy_and_notices_a_cut(faulty: FaultProxy, broker: Broker) -> None:
     faulty.split(1, 100)
     connection = pika.BlockingConnection(pika.URLParameters(faulty.url))
     channel = connection.channel()

@@ -38,7 +38,7 @@ def all_private(folder: Path) -> bool:
 
 
 @pytest.mark.usefixtures("umask")
-def test_E8_the_files_of_an_outbox_are_its_owners_alone(tmp_path: Path) -> None:
+def test_E8_the_files_of_an_outbox_are_private_to_their_owner(tmp_path: Path) -> None:
     with Outbox(tmp_path / "orders.outbox") as outbox:
         outbox.put(b"x", "", "q", "one")
         outbox.commit()
@@ -48,7 +48,7 @@ def test_E8_the_files_of_an_outbox_are_its_owners_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("umask")
-def test_E8_the_files_of_a_store_are_its_owners_alone(tmp_path: Path) -> None:
+def test_E8_the_files_of_a_store_are_private_to_their_owner(tmp_path: Path) -> None:
     store = Store(tmp_path / "broker.store")
     assert modes(tmp_path).keys() == {f"broker.store{end}" for end in ("", "-wal", "-shm", "-lock")}
     assert all_private(tmp_path)
@@ -57,7 +57,7 @@ def test_E8_the_files_of_a_store_are_its_owners_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("umask")
-def test_E8_the_files_of_a_flow_log_are_its_owners_alone(tmp_path: Path) -> None:
+def test_E8_the_files_of_a_flow_log_are_private_to_their_owner(tmp_path: Path) -> None:
     with FlowLog(tmp_path) as log:
         log.write({"at": 1})
         log.flush()
@@ -65,7 +65,7 @@ def test_E8_the_files_of_a_flow_log_are_its_owners_alone(tmp_path: Path) -> None
     assert all_private(tmp_path)
 
 
-def test_E8_a_file_that_is_there_keeps_its_mode_and_its_wal_has_the_same(tmp_path: Path) -> None:
+def test_E8_an_existing_file_keeps_its_mode_and_its_wal_gets_the_same(tmp_path: Path) -> None:
     path = tmp_path / "orders.outbox"
     Outbox(path).close()
     path.chmod(0o640)
@@ -80,7 +80,7 @@ def test_E8_a_file_that_is_there_keeps_its_mode_and_its_wal_has_the_same(tmp_pat
     )
 
 
-def test_E8_a_file_that_a_symbolic_link_names_is_made_private(tmp_path: Path) -> None:
+def test_E8_the_target_of_a_symbolic_link_is_made_private(tmp_path: Path) -> None:
     target = tmp_path / "there"
     target.mkdir()
     (tmp_path / "orders.outbox").symlink_to(target / "file")
@@ -97,7 +97,7 @@ OPEN: dict[str, tuple[Callable[[Path], Any], type[QflowError]]] = {
 
 @pytest.mark.parametrize("kind", OPEN)
 @pytest.mark.parametrize("exists", [True, False])
-def test_E8_a_lock_file_that_is_a_symbolic_link_is_refused_and_its_target_left_alone(
+def test_E8_a_lock_file_that_is_a_symbolic_link_is_refused_and_its_target_not_changed(
     kind: str, exists: bool, tmp_path: Path
 ) -> None:
     make, error = OPEN[kind]
@@ -112,7 +112,7 @@ def test_E8_a_lock_file_that_is_a_symbolic_link_is_refused_and_its_target_left_a
 
 
 @pytest.mark.parametrize("kind", OPEN)
-def test_E8_a_lock_file_that_is_something_else_is_refused_and_left_alone(kind: str, tmp_path: Path) -> None:
+def test_E8_a_lock_file_with_foreign_content_is_refused_and_not_changed(kind: str, tmp_path: Path) -> None:
     make, error = OPEN[kind]
     victim = tmp_path / "victim"
     victim.write_text("precious")
@@ -126,7 +126,7 @@ def test_E8_a_lock_file_that_is_something_else_is_refused_and_left_alone(kind: s
         make(tmp_path / "file")
 
 
-def test_a_lock_file_of_an_earlier_process_is_taken_over_whatever_the_length_of_its_number(tmp_path: Path) -> None:
+def test_a_lock_file_of_an_earlier_process_is_taken_over_with_a_process_id_of_any_length(tmp_path: Path) -> None:
     path = tmp_path / "file"
     for left in ("", "1", "4194304", f"{os.getpid():<20}"):
         (tmp_path / "file-lock").write_text(left)
@@ -138,13 +138,13 @@ def test_a_lock_file_of_an_earlier_process_is_taken_over_whatever_the_length_of_
 
 
 @pytest.mark.usefixtures("umask")
-def test_E8_the_files_of_a_deduplicator_are_its_owners_alone(tmp_path: Path) -> None:
+def test_E8_the_files_of_a_deduplicator_are_private_to_their_owner(tmp_path: Path) -> None:
     deduplicator = Deduplicator(tmp_path / "seen")
     assert all_private(tmp_path)
     deduplicator.close()
 
 
-def test_E8_files_are_made_where_the_file_system_has_no_permissions(
+def test_E8_files_are_created_on_a_file_system_without_permissions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object) -> None:
@@ -159,7 +159,7 @@ def test_E8_files_are_made_where_the_file_system_has_no_permissions(
 
 
 @pytest.mark.parametrize("content", [b"", b"123", b"123\n", bytes(20)], ids=repr)
-def test_a_lock_file_that_a_process_or_a_crash_has_left_is_used(tmp_path: Path, content: bytes) -> None:
+def test_a_lock_file_left_by_a_process_or_a_crash_is_reused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "orders.outbox-lock").write_bytes(content)
     with Outbox(tmp_path / "orders.outbox"):
         pass

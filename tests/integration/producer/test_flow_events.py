@@ -43,7 +43,9 @@ FLOWED, UNFLOWED = FlowEventKind.FLOWED, FlowEventKind.UNFLOWED
 RAISED, LIFTED = FlowEventKind.HOLD_RAISED, FlowEventKind.HOLD_LIFTED
 
 
-def test_events_tell_what_why_and_for_how_long_in_order(make_producer: Callable[..., Producer], broker: Broker) -> None:
+def test_events_report_the_hold_its_reason_and_its_duration_in_order(
+    make_producer: Callable[..., Producer], broker: Broker
+) -> None:
     producer = make_producer(name="orders")
     flows = Flows()
     producer.on_flow(flows)
@@ -140,7 +142,7 @@ def test_a_callback_may_call_any_method(producer: Producer, broker: Broker) -> N
         producer.send(b"")
 
 
-def test_an_exception_in_a_callback_is_logged_and_costs_nothing(
+def test_an_exception_in_a_callback_is_logged_and_loses_nothing(
     producer: Producer, broker: Broker, caplog: pytest.LogCaptureFixture
 ) -> None:
     def callback(event: FlowEvent) -> None:
@@ -162,7 +164,7 @@ def test_an_exception_in_a_callback_is_logged_and_costs_nothing(
     flows.wait_for(FLOWED, 2)
 
 
-def test_a_callback_that_exits_costs_nothing_either(
+def test_a_callback_that_raises_system_exit_loses_nothing_either(
     make_producer: Callable[..., Producer], caplog: pytest.LogCaptureFixture
 ) -> None:
     """Only of asyncio's loops is it the custom that an exit in a callback ends them."""
@@ -184,7 +186,7 @@ def test_a_callback_that_exits_costs_nothing_either(
     assert producer.closed
 
 
-def test_a_callback_that_takes_its_time_holds_nobody_up(producer: Producer, broker: Broker) -> None:
+def test_a_slow_callback_delays_no_sender(producer: Producer, broker: Broker) -> None:
     go_on = threading.Event()
     producer.on_flow(lambda _event: go_on.wait(20))
     broker.flow(False)
@@ -196,7 +198,7 @@ def test_a_callback_that_takes_its_time_holds_nobody_up(producer: Producer, brok
     go_on.set()
 
 
-def test_who_unsubscribed_hears_no_more(producer: Producer, broker: Broker) -> None:
+def test_an_unsubscribed_callback_is_not_called_any_more(producer: Producer, broker: Broker) -> None:
     gone, stays = Flows(), Flows()
     unsubscribe = producer.on_flow(gone)
     producer.on_flow(stays)
@@ -211,7 +213,7 @@ def test_who_unsubscribed_hears_no_more(producer: Producer, broker: Broker) -> N
     assert gone.kinds == heard == [FLOWED]
 
 
-def test_each_of_two_subscriptions_of_one_callback_ends_by_itself(producer: Producer, broker: Broker) -> None:
+def test_two_subscriptions_of_one_callback_end_independently(producer: Producer, broker: Broker) -> None:
     flows = Flows()
     one, two = producer.on_flow(flows), producer.on_flow(flows)
     producer.pause()
@@ -244,7 +246,7 @@ def test_flow_events_iterates_until_the_producer_is_closed(producer: Producer, b
     assert list(producer.flow_events()) == []
 
 
-def test_an_iterator_that_is_left_leaves_nothing_behind(producer: Producer) -> None:
+def test_an_abandoned_iterator_leaves_nothing_behind(producer: Producer) -> None:
     producer.pause()
     events, never_begun = producer.flow_events(), producer.flow_events()
     producer.resume()
@@ -270,7 +272,7 @@ def test_flow_events_ends_when_the_connection_is_lost_and_the_producer_closed(
     assert UNFLOWED not in kinds
 
 
-def test_what_holds_while_a_close_flushes_is_told_like_any_other(
+def test_holds_while_a_close_flushes_are_reported_like_any_other(
     make_producer: Callable[..., Producer], broker: Broker
 ) -> None:
     producer = make_producer()
@@ -291,7 +293,7 @@ def test_what_holds_while_a_close_flushes_is_told_like_any_other(
     assert list(events) == []
 
 
-def test_a_clean_close_is_no_flow_event(producer: Producer, broker: Broker) -> None:
+def test_a_clean_close_causes_no_flow_event(producer: Producer, broker: Broker) -> None:
     events = producer.flow_events()
     producer.send(b"")
     producer.close()
@@ -299,7 +301,7 @@ def test_a_clean_close_is_no_flow_event(producer: Producer, broker: Broker) -> N
     assert producer.flow_state.times_flowed == 0
 
 
-def test_flow_state_counts(producer: Producer, broker: Broker) -> None:
+def test_flow_state_counts_holds_and_durations(producer: Producer, broker: Broker) -> None:
     flowed = producer.flow_state.times_flowed
     for turn in range(1, 4):
         broker.flow(False)
@@ -337,7 +339,7 @@ def add_handler(stack: ExitStack) -> Callable[[Callable[[logging.LogRecord], Any
 AddHandler = Callable[[Callable[[logging.LogRecord], Any]], None]
 
 
-def test_a_log_handler_may_send_by_the_producer_that_logs(
+def test_a_log_handler_may_send_with_the_producer_that_logs(
     producer: Producer, broker: Broker, add_handler: AddHandler
 ) -> None:
     def ship(record: logging.LogRecord) -> None:
@@ -361,7 +363,7 @@ def test_a_log_handler_may_send_by_the_producer_that_logs(
     assert [text.split(": ", 1)[1] for text in unsent] == ["held: paused (stock-taking)", "held: channel_flow"]
 
 
-def test_a_log_handler_that_raises_harms_nothing_but_the_log(
+def test_a_log_handler_that_raises_affects_only_the_log(
     producer: Producer, broker: Broker, add_handler: AddHandler, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fail(record: logging.LogRecord) -> None:
@@ -381,7 +383,7 @@ def test_a_log_handler_that_raises_harms_nothing_but_the_log(
     assert "held: paused (stock-taking)" in said
 
 
-def test_a_log_that_takes_no_more_holds_up_nobody(
+def test_a_log_handler_that_blocks_delays_no_sender(
     make_producer: Callable[..., Producer], broker: Broker, add_handler: AddHandler
 ) -> None:
     stuck, go_on = threading.Event(), threading.Event()
@@ -437,7 +439,7 @@ def test_on_delivery_gets_every_receipt_once(make_producer: Callable[..., Produc
 
 
 @pytest.mark.usefixtures("one_connection")
-def test_on_delivery_is_told_what_was_lost_with_the_connection(
+def test_on_delivery_gets_the_receipts_of_messages_lost_with_the_connection(
     make_producer: Callable[..., Producer], broker: Broker
 ) -> None:
     told = Growing()
@@ -452,7 +454,7 @@ def test_on_delivery_is_told_what_was_lost_with_the_connection(
     assert len(told) == 5
 
 
-def test_an_exception_in_on_delivery_is_logged_and_costs_nothing(
+def test_an_exception_in_on_delivery_is_logged_and_loses_nothing(
     make_producer: Callable[..., Producer], caplog: pytest.LogCaptureFixture
 ) -> None:
     told = []
@@ -489,7 +491,7 @@ def test_a_callback_may_wait_for_the_producer_whose_callbacks_are_late(
     assert list(waited) == [True] * 40
 
 
-def test_on_delivery_may_send_on(make_producer: Callable[..., Producer], broker: Broker) -> None:
+def test_on_delivery_may_send(make_producer: Callable[..., Producer], broker: Broker) -> None:
     sent: list[Receipt] = []
 
     def on_delivery(receipt: Receipt) -> None:
@@ -502,7 +504,7 @@ def test_on_delivery_may_send_on(make_producer: Callable[..., Producer], broker:
     producer.flush(timeout=20)
 
 
-def test_on_delivery_may_send_on_while_others_send_faster_than_it_is_told(
+def test_on_delivery_may_send_while_other_threads_send_faster_than_receipts_are_reported(
     make_producer: Callable[..., Producer], broker: Broker
 ) -> None:
     sent: list[Receipt] = []
@@ -531,7 +533,7 @@ def wait_held_by_callbacks(producer: Producer) -> None:
     eventually(lambda: "on_delivery" in [hold.source for hold in producer.flow_state.holds])
 
 
-def test_what_on_delivery_is_not_told_of_yet_is_bounded(make_producer: Callable[..., Producer], broker: Broker) -> None:
+def test_receipts_that_wait_for_on_delivery_are_bounded(make_producer: Callable[..., Producer], broker: Broker) -> None:
     go_on = threading.Event()
     told: list[Receipt] = []
 
@@ -553,7 +555,7 @@ def test_what_on_delivery_is_not_told_of_yet_is_bounded(make_producer: Callable[
 
 
 @pytest.mark.parametrize("raises", [True, False])
-def test_a_send_of_on_delivery_that_must_not_wait_does_not(
+def test_a_send_without_waiting_in_on_delivery_does_not_wait(
     make_producer: Callable[..., Producer], broker: Broker, raises: bool
 ) -> None:
     found = Growing()
@@ -583,7 +585,7 @@ def test_a_send_of_on_delivery_that_must_not_wait_does_not(
     assert bodies(broker) == [b"1", b"2"]
 
 
-def test_failures_that_on_delivery_is_not_told_of_in_time_come_up_in_close(
+def test_failures_not_reported_to_on_delivery_in_time_are_raised_by_close(
     make_producer: Callable[..., Producer], broker: Broker
 ) -> None:
     go_on, begun = threading.Event(), threading.Event()
@@ -608,7 +610,7 @@ def test_failures_that_on_delivery_is_not_told_of_in_time_come_up_in_close(
     told.wait_for(lambda told: len(told) == 5, "all the same")
 
 
-def test_close_waits_for_callbacks_that_take_their_time(make_producer: Callable[..., Producer]) -> None:
+def test_close_waits_for_slow_callbacks(make_producer: Callable[..., Producer]) -> None:
     told = []
     go_on = threading.Event()
 
@@ -636,7 +638,7 @@ def wait_passed_on(producer: Producer) -> None:
     assert producer.flow_state is not None
 
 
-def test_E6_events_that_nobody_reads_are_bounded_and_the_oldest_are_dropped(
+def test_E6_unread_events_are_bounded_and_the_oldest_are_dropped(
     make_producer: Callable[..., Producer], caplog: pytest.LogCaptureFixture
 ) -> None:
     producer = make_producer(max_flow_events=10, name="orders")

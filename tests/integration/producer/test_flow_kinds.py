@@ -18,7 +18,7 @@ def kinds_told(flows: Flows) -> list[str]:
     return [str(event.hold.kind) for event in flows.events if event.hold is not None]
 
 
-def test_a_callback_hears_of_the_kinds_that_it_names(make_producer: Callable[..., Producer], broker: Broker) -> None:
+def test_a_callback_gets_only_events_of_its_kinds(make_producer: Callable[..., Producer], broker: Broker) -> None:
     producer = make_producer(capacity=1)
     some, all_ = Flows(), Flows()
     producer.on_flow(some, kinds=(HoldKind.CONNECTION_BLOCKED, "paused"))
@@ -41,7 +41,7 @@ def test_a_callback_hears_of_the_kinds_that_it_names(make_producer: Callable[...
     assert "capacity" in kinds_told(all_)
 
 
-def test_an_iterator_likewise(make_producer: Callable[..., Producer], broker: Broker) -> None:
+def test_an_iterator_gets_only_events_of_its_kinds(make_producer: Callable[..., Producer], broker: Broker) -> None:
     producer = make_producer(capacity=1)
     events = producer.flow_events(kinds=["paused"])
     broker.withhold_confirms()
@@ -74,19 +74,19 @@ def test_a_notice_is_about_the_oldest_hold(make_producer: Callable[..., Producer
 
 
 @pytest.mark.parametrize("kinds", ["paused", 5, [None]])
-def test_what_is_no_list_of_kinds_is_refused(producer: Producer, kinds: Any) -> None:
+def test_a_value_that_is_not_a_list_of_kinds_is_refused(producer: Producer, kinds: Any) -> None:
     with pytest.raises(TypeError):
         producer.on_flow(print, kinds=kinds)
     with pytest.raises(TypeError):
         producer.flow_events(kinds=kinds)
 
 
-def test_a_kind_that_is_no_hold_kind_is_refused(producer: Producer) -> None:
+def test_a_kind_that_is_not_a_hold_kind_is_refused(producer: Producer) -> None:
     for listen in (partial(producer.on_flow, print), producer.flow_events):
         with pytest.raises(ValueError, match="no hold kind 'blocked'; the kinds are channel_flow, connection_blocked"):
             listen(kinds=["paused", "blocked"])
 
 
-def test_what_cannot_be_called_is_refused(producer: Producer) -> None:
+def test_a_callback_that_is_not_callable_is_refused(producer: Producer) -> None:
     with pytest.raises(TypeError, match="callback='x': it must be callable"):
         producer.on_flow("x")  # type: ignore[arg-type]  # that is the point

@@ -82,7 +82,9 @@ REFUSED: dict[str, Callable[[Producer], object]] = {
 
 
 @pytest.mark.parametrize("call", REFUSED)
-def test_E2_a_call_does_not_wait_for_ever_for_a_step_that_waits_for_its_caller(broker: Broker, call: str) -> None:
+def test_E2_a_call_waits_only_for_a_limited_time_for_a_step_that_waits_for_its_caller(
+    broker: Broker, call: str
+) -> None:
     with Producer(broker.url, routing_key="q", capacity=1) as producer:
         broker.withhold_confirms()
         producer.send(b"admitted")
@@ -96,7 +98,7 @@ def test_E2_a_call_does_not_wait_for_ever_for_a_step_that_waits_for_its_caller(b
     assert bodies(broker) == [b"admitted"]
 
 
-def test_E2_a_call_on_one_loop_does_not_wait_for_ever_for_a_step_on_another(broker: Broker) -> None:
+def test_E2_a_call_on_one_loop_waits_only_for_a_limited_time_for_a_step_on_another_loop(broker: Broker) -> None:
     async def main() -> None:
         async with AsyncProducer(broker.url, routing_key="q", capacity=1) as producer:
             broker.withhold_confirms()
@@ -115,7 +117,7 @@ def test_E2_a_call_on_one_loop_does_not_wait_for_ever_for_a_step_on_another(brok
     assert bodies(broker) == [b"admitted"]
 
 
-def test_E2_the_error_of_a_signal_handler_does_not_say_that_a_message_was_not_sent(
+def test_E2_an_exception_from_a_signal_handler_does_not_claim_that_a_message_was_not_sent(
     broker: Broker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     send = Admission.send
@@ -132,7 +134,7 @@ def test_E2_the_error_of_a_signal_handler_does_not_say_that_a_message_was_not_se
     assert bodies(broker) == [b"sent"]
 
 
-def test_E2_what_is_put_off_keeps_its_order(broker: Broker) -> None:
+def test_E2_postponed_calls_keep_their_order(broker: Broker) -> None:
     with Producer(broker.url, routing_key="q", capacity=1) as producer:
         with Handler().logs_in_a_step_of(producer):
             producer.capacity = 2
@@ -144,7 +146,7 @@ def test_E2_what_is_put_off_keeps_its_order(broker: Broker) -> None:
 
 
 @pytest.mark.parametrize("call", ["pause", "capacity", "on_flow"])
-def test_E2_what_needs_no_answer_is_done_once_the_step_has_ended(broker: Broker, call: str) -> None:
+def test_E2_a_call_without_a_result_is_done_when_the_step_has_ended(broker: Broker, call: str) -> None:
     told = threading.Event()
     with Producer(broker.url, routing_key="q", capacity=1) as producer:
         with Handler().logs_in_a_step_of(producer):
@@ -168,7 +170,7 @@ def test_E2_what_needs_no_answer_is_done_once_the_step_has_ended(broker: Broker,
             assert told.wait(PATIENCE)
 
 
-def test_E2_a_send_that_waits_in_line_is_given_up_at_its_deadline(broker: Broker, goes_on: threading.Event) -> None:
+def test_E2_a_waiting_send_is_withdrawn_at_its_deadline(broker: Broker, goes_on: threading.Event) -> None:
     with Producer(broker.url, routing_key="q", capacity=1) as producer:
         broker.withhold_confirms()
         producer.send(b"admitted")
@@ -199,7 +201,7 @@ def test_E2_a_send_waits_for_a_step_that_decides_about_its_message(broker: Broke
         broker.release_confirms()
 
 
-def test_E2_a_send_that_ctrl_c_ends_is_not_admitted_by_a_step_that_goes_on(
+def test_E2_a_send_ended_by_ctrl_c_is_not_admitted_by_a_running_step(
     broker: Broker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupt(*_: object) -> None:
@@ -221,7 +223,7 @@ def test_E2_a_send_that_ctrl_c_ends_is_not_admitted_by_a_step_that_goes_on(
     assert bodies(broker) == [b"admitted"]
 
 
-def test_E2_a_close_whose_steps_cannot_be_taken_ends_the_producer_later(
+def test_E2_a_close_whose_steps_cannot_run_ends_the_producer_later(
     broker: Broker, caplog: pytest.LogCaptureFixture, goes_on: threading.Event
 ) -> None:
     producer = Producer(broker.url, routing_key="q", capacity=1)

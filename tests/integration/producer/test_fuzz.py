@@ -76,7 +76,7 @@ class Change:
 
 
 @pytest.mark.parametrize("seed", [1, 2])
-def test_changed_bytes_of_a_broker_end_in_one_of_our_errors_and_in_time(
+def test_changed_bytes_of_a_broker_end_in_one_of_our_errors_in_time(
     broker: Broker, skin: Any, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
     write = relay.Way._write
@@ -107,7 +107,7 @@ def test_changed_bytes_of_a_broker_end_in_one_of_our_errors_and_in_time(
 
 
 @pytest.mark.parametrize("seed", [1, 2])
-def test_frames_that_make_no_sense_end_in_one_of_our_errors_and_in_time(
+def test_invalid_frames_end_in_one_of_our_errors_in_time(
     broker: Broker, skin: Any, stack: ExitStack, seed: int
 ) -> None:
     proxy = stack.enter_context(FaultProxy(broker.url))

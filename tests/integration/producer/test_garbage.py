@@ -30,7 +30,7 @@ MUCH = pamqp.frame.marshal(pamqp.commands.Connection.Unblocked(), 0) * 10_000
     ids=["at once", "after the broker's own words", "after much else", "a frame of 2 GB"],
 )
 @pytest.mark.usefixtures("one_connection")
-def test_it_ends_the_producer_and_what_was_said_before_it_is_the_reason(
+def test_garbage_ends_the_producer_and_an_earlier_close_is_the_reason(
     broker: Broker, proxy: Proxy, make_producer: Callable[..., Producer], data: bytes, reason: str
 ) -> None:
     producer = make_producer(proxy.url(broker))

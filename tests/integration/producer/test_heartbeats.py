@@ -69,7 +69,7 @@ def silence(monkeypatch: pytest.MonkeyPatch) -> Silence:
 
 
 @pytest.mark.usefixtures("one_connection")
-def test_heartbeats_go_on_however_long_a_producer_is_idle_or_flowed_and_find_a_dead_peer(
+def test_heartbeats_continue_while_a_producer_is_idle_or_flowed_and_detect_a_dead_peer(
     make_producer: Callable[..., Producer], broker: Broker, proxy: Proxy, wire: Wire, silence: Silence
 ) -> None:
     """All at once, because the broker takes 2 s to find a peer dead at a heartbeat of 1 s."""
@@ -117,7 +117,7 @@ def test_heartbeats_go_on_however_long_a_producer_is_idle_or_flowed_and_find_a_d
         assert producer.send(b"").result(timeout=20) is Outcome.CONFIRMED
 
 
-def test_a_half_open_connection_is_found_by_heartbeat_also_after_a_reconnection_and_while_flowed_and_comes_back(
+def test_a_half_open_connection_is_detected_by_heartbeats_while_flowed_and_restored(
     make_producer: Callable[..., Producer], make_broker: Callable[..., Broker], stack: ExitStack, silence: Silence
 ) -> None:
     waiting = []

@@ -37,7 +37,7 @@ class Reused:
         return Message(b"", headers=self._headers)
 
 
-def test_E3_headers_that_are_reused_after_a_refusal(
+def test_E3_headers_can_be_reused_after_a_refusal(
     broker: Broker, make_producer: Callable[..., Producer], proxy: Proxy
 ) -> None:
     producer = make_producer(proxy.url(broker), on_refused="retry", retry_delay=0.01)
@@ -55,7 +55,7 @@ def test_E3_headers_that_are_reused_after_a_refusal(
     assert [receipt.message.headers for receipt in receipts] == expected(6)
 
 
-def test_E3_headers_that_are_reused_after_a_lost_connection(
+def test_E3_headers_can_be_reused_after_a_lost_connection(
     broker: Broker, make_producer: Callable[..., Producer], proxy: Proxy
 ) -> None:
     producer = make_producer(proxy.url(broker), reconnect_delay=0.01)
@@ -74,9 +74,7 @@ def test_E3_headers_that_are_reused_after_a_lost_connection(
     assert orders(broker) == expected(6) * 2
 
 
-def test_E3_headers_that_are_reused_while_sends_wait_in_line(
-    broker: Broker, make_producer: Callable[..., Producer]
-) -> None:
+def test_E3_headers_can_be_reused_while_sends_wait(broker: Broker, make_producer: Callable[..., Producer]) -> None:
     producer = make_producer()
     producer.pause()
     reused = Reused()
@@ -91,7 +89,7 @@ def test_E3_headers_that_are_reused_while_sends_wait_in_line(
 
 
 @pytest.mark.parametrize("tracing", [False, True])
-def test_E3_a_refused_message_is_given_back_as_it_was(make_producer: Callable[..., Producer], tracing: bool) -> None:
+def test_E3_a_refused_message_is_returned_unchanged(make_producer: Callable[..., Producer], tracing: bool) -> None:
     producer = make_producer(tracing=tracing)
     producer.pause()
     reused = Reused()

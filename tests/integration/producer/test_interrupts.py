@@ -18,7 +18,7 @@ from .tools import PATIENCE, Stopwatch, bodies, start, wait_in_line
 EVERY = 3 if EFFORT == "quick" else 1
 
 
-def test_a_resume_that_is_interrupted_at_any_line_is_had_by_the_next(
+def test_a_resume_that_is_interrupted_at_any_line_is_completed_by_the_next_call(
     make_producer: Callable[..., Producer], broker: Broker
 ) -> None:
     producer = make_producer()
@@ -36,7 +36,7 @@ def test_a_resume_that_is_interrupted_at_any_line_is_had_by_the_next(
     assert broker.queue("q").depth == 2 * (1 + (at - 1) // EVERY)
 
 
-def test_a_send_that_is_interrupted_at_any_line_leaves_the_producer_whole(
+def test_a_send_that_is_interrupted_at_any_line_leaves_the_producer_usable(
     make_producer: Callable[..., Producer], broker: Broker
 ) -> None:
     producer = make_producer(max_unwritten_bytes=1)
@@ -59,7 +59,7 @@ def test_a_send_that_is_interrupted_at_any_line_leaves_the_producer_whole(
     assert bodies(broker) == [b"other"] * (1 + (at - 1) // EVERY)
 
 
-def test_a_close_that_is_interrupted_is_had_by_the_next(broker: Broker) -> None:
+def test_an_interrupted_close_is_completed_by_the_next_call(broker: Broker) -> None:
     for at in range(1, 1000, EVERY):
         producer = Producer(broker.url, routing_key="q")
         producer.send(b"")
@@ -74,7 +74,7 @@ def test_a_close_that_is_interrupted_is_had_by_the_next(broker: Broker) -> None:
     broker.wait_until(lambda b: not b.connections())
 
 
-def test_ctrl_c_twice_in_a_close_leaves_nobody_waiting_for_its_end(
+def test_a_second_ctrl_c_in_a_close_leaves_no_thread_waiting_for_its_end(
     broker: Broker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     producer = Producer(broker.url, routing_key="q")
@@ -91,7 +91,7 @@ def test_ctrl_c_twice_in_a_close_leaves_nobody_waiting_for_its_end(
 
 
 @pytest.mark.parametrize("error", [ValueError, TypeError, TimeoutError])
-def test_a_signal_handler_may_raise_anything_where_the_i_o_thread_is_to_be_woken(
+def test_a_signal_handler_may_raise_any_exception_while_the_io_thread_is_woken(
     broker: Broker, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
 ) -> None:
     with Producer(broker.url, routing_key="q") as producer:

@@ -9,7 +9,7 @@ from qflow_client.sync.latch import Latch
 from .tools import PATIENCE, Stopwatch, eventually, start
 
 
-def test_a_latch_that_is_set_lets_everybody_go_on_and_keeps_nobody() -> None:
+def test_a_set_latch_wakes_all_waiting_threads_and_blocks_no_later_one() -> None:
     latch = Latch()
     waiting = [start(latch.wait, timeout) for timeout in (None, PATIENCE, 1e9)]
     eventually(lambda: len(latch._locks) == 3)
@@ -26,7 +26,7 @@ def test_a_latch_that_is_set_lets_everybody_go_on_and_keeps_nobody() -> None:
 
 
 @pytest.mark.parametrize("round_", range(20))
-def test_nobody_who_comes_as_a_latch_is_set_is_overlooked(round_: int) -> None:
+def test_a_thread_that_arrives_while_a_latch_is_set_is_not_missed(round_: int) -> None:
     latch, ready = Latch(), threading.Barrier(3)
 
     def wait() -> bool:

@@ -122,7 +122,7 @@ def _find_no_virtual_host(broker: Broker) -> None:
         _find_no_virtual_host,
     ],
 )
-def test_nothing_is_left_behind(
+def test_no_thread_socket_or_file_is_left_behind(
     broker: Broker, way: Callable[[Broker], None], caplog: pytest.LogCaptureFixture
 ) -> None:
     # pika logs its socket itself, and pytest keeps that.
@@ -153,7 +153,7 @@ def test_nothing_is_left_behind(
         gc.unfreeze()
 
 
-def test_a_closed_producer_is_collected(broker: Broker) -> None:
+def test_a_closed_producer_is_garbage_collected(broker: Broker) -> None:
     producer = Producer(broker.url, routing_key="q")
     producer.on_flow(Flows())
     receipt = producer.send(bytes(1000))
@@ -165,7 +165,7 @@ def test_a_closed_producer_is_collected(broker: Broker) -> None:
     assert receipt.delivered
 
 
-def test_what_is_settled_is_not_kept(broker: Broker) -> None:
+def test_settled_messages_are_not_kept_in_memory(broker: Broker) -> None:
     """A producer that runs for long holds nothing of what is over, looked at or not."""
     with Producer(broker.url, routing_key="q") as producer:
         for _ in range(rounds(3000)):

@@ -19,7 +19,7 @@ _FRAME_MAX = 131072
 
 
 @pytest.mark.parametrize(("given", "arrives"), [(b"\0bytes\xff", b"\0bytes\xff"), ("größer", "größer".encode())])
-def test_a_body_arrives_persistent_and_confirmed(
+def test_a_body_arrives_as_a_persistent_message_and_is_confirmed(
     producer: Producer, broker: Broker, given: bytes | str, arrives: bytes
 ) -> None:
     receipt = producer.send(given)
@@ -62,14 +62,16 @@ def test_all_properties_arrive(producer: Producer, broker: Broker) -> None:
 @pytest.mark.parametrize(
     "size", [0, 1, _FRAME_MAX - 9, _FRAME_MAX - 8, _FRAME_MAX - 7, 2 * (_FRAME_MAX - 8), 1_000_000]
 )
-def test_bodies_of_every_number_of_frames_arrive(producer: Producer, broker: Broker, size: int) -> None:
+def test_bodies_of_any_number_of_frames_arrive(producer: Producer, broker: Broker, size: int) -> None:
     body = (b"0123456789abcdef" * (size // 16 + 1))[:size]
     assert producer.send(body).result(timeout=20) is Outcome.CONFIRMED
     assert producer.send(Message(body, headers={"k": 1})).result(timeout=20) is Outcome.CONFIRMED
     assert bodies(broker) == [body, body]
 
 
-def test_small_frames_are_kept_to(make_broker: Callable[..., Broker], make_producer: Callable[..., Producer]) -> None:
+def test_a_small_frame_max_is_respected(
+    make_broker: Callable[..., Broker], make_producer: Callable[..., Producer]
+) -> None:
     broker = make_broker(frame_max=4096)
     producer = make_producer(broker.url)
     sent = [b"a" * 20_000, b"", b"b" * 4088, b"c" * 4089, b"d"]
@@ -79,7 +81,7 @@ def test_small_frames_are_kept_to(make_broker: Callable[..., Broker], make_produ
     assert bodies(broker) == sent
 
 
-def test_order_and_ids_of_one_thread(producer: Producer, broker: Broker) -> None:
+def test_messages_of_one_thread_arrive_in_order_with_unique_ids(producer: Producer, broker: Broker) -> None:
     count = rounds(5000)
     receipts = [producer.send(b"%d" % number) for number in range(count)]
     producer.flush(timeout=20)
@@ -99,7 +101,7 @@ def test_ids_of_two_producers_differ(make_producer: Callable[..., Producer], bro
     assert len(set(message_ids(broker))) == 200
 
 
-def test_a_send_may_go_elsewhere(producer: Producer, broker: Broker) -> None:
+def test_a_send_can_set_its_own_destination(producer: Producer, broker: Broker) -> None:
     broker.declare_queue("other")
     assert producer.send(b"1", routing_key="other").result(timeout=20) is Outcome.CONFIRMED
     lost = producer.send(b"2", exchange="amq.fanout")
@@ -119,7 +121,9 @@ def test_a_send_may_go_elsewhere(producer: Producer, broker: Broker) -> None:
     assert bodies(broker) == [b"4"]
 
 
-def test_f4_eight_threads_everything_once_and_in_order_of_each(producer: Producer, broker: Broker) -> None:
+def test_f4_messages_of_eight_threads_arrive_once_and_in_order_for_each_thread(
+    producer: Producer, broker: Broker
+) -> None:
     count = rounds(2000)
     together = threading.Barrier(8)
 
@@ -140,7 +144,7 @@ def test_f4_eight_threads_everything_once_and_in_order_of_each(producer: Produce
     assert producer.unsettled == 0
 
 
-def test_without_confirms_a_message_is_sent(make_producer: Callable[..., Producer], broker: Broker) -> None:
+def test_without_confirms_a_message_settles_as_sent(make_producer: Callable[..., Producer], broker: Broker) -> None:
     producer = make_producer(confirms=False)
     count = rounds(3000)
     receipts = [producer.send(b"%d" % number) for number in range(count)]
@@ -151,7 +155,7 @@ def test_without_confirms_a_message_is_sent(make_producer: Callable[..., Produce
     assert bodies(broker) == [b"%d" % number for number in range(count)]
 
 
-def test_without_message_ids(make_producer: Callable[..., Producer], broker: Broker) -> None:
+def test_without_message_ids_messages_have_no_id(make_producer: Callable[..., Producer], broker: Broker) -> None:
     producer = make_producer(message_ids=False, mandatory=False)
     assert producer.send(b"1").result(timeout=20) is Outcome.CONFIRMED
     assert producer.send(Message(b"2", message_id="mine")).result(timeout=20) is Outcome.CONFIRMED
@@ -159,14 +163,14 @@ def test_without_message_ids(make_producer: Callable[..., Producer], broker: Bro
 
 
 @pytest.mark.parametrize("message", [None, 5, {"a": 1}, ["a"]])
-def test_what_is_no_body_is_refused_and_does_no_harm(producer: Producer, message: object) -> None:
+def test_an_invalid_body_is_refused_and_does_no_harm(producer: Producer, message: object) -> None:
     with pytest.raises(TypeError, match="bytes or str"):
         producer.send(message)  # type: ignore[arg-type]  # that is the point
     assert producer.unsettled == 0
     assert producer.send(b"").result(timeout=20) is Outcome.CONFIRMED
 
 
-def test_what_cannot_be_encoded_is_refused_and_does_no_harm(make_producer: Callable[..., Producer]) -> None:
+def test_a_message_that_cannot_be_encoded_is_refused_and_does_no_harm(make_producer: Callable[..., Producer]) -> None:
     producer = make_producer(capacity=1)
     for _ in range(3):
         with pytest.raises((TypeError, ValueError)):
@@ -177,7 +181,7 @@ def test_what_cannot_be_encoded_is_refused_and_does_no_harm(make_producer: Calla
     assert producer.send(b"").result(timeout=20) is Outcome.CONFIRMED
 
 
-def test_a_producer_is_known_by_its_name(
+def test_a_producer_is_shown_with_its_name(
     make_producer: Callable[..., Producer], broker: Broker, stack: ExitStack
 ) -> None:
     producer = make_producer(name="orders")

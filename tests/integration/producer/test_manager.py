@@ -12,7 +12,7 @@ from tests.effort import rounds
 from .tools import bodies, holds, start, wait_closed, wait_in_line
 
 
-def test_d5_pause_and_resume(producer: Producer, broker: Broker) -> None:
+def test_d5_a_producer_can_be_paused_and_resumed(producer: Producer, broker: Broker) -> None:
     producer.pause("maintenance")
     assert holds(producer) == ["paused"]
     with pytest.raises(FlowControlTimeout, match="maintenance"):
@@ -26,7 +26,7 @@ def test_d5_pause_and_resume(producer: Producer, broker: Broker) -> None:
     assert bodies(broker) == [b"yes"]
 
 
-def test_d5_what_is_admitted_still_leaves(producer: Producer, broker: Broker) -> None:
+def test_d5_admitted_messages_are_still_sent(producer: Producer, broker: Broker) -> None:
     receipts = [producer.send(b"%d" % number) for number in range(1000)]
     producer.pause()
     producer.flush(timeout=20)
@@ -58,7 +58,7 @@ def test_d5_stop_all_and_start_all_reach_every_producer(make_producer: Callable[
     assert bodies(broker) == [b"yes"] * 3
 
 
-def test_d5_ones_own_pause_and_the_managers_are_two_holds(
+def test_d5_a_pause_by_the_application_and_one_by_the_manager_are_two_holds(
     make_producer: Callable[..., Producer], broker: Broker
 ) -> None:
     manager = FlowManager("operator")
@@ -76,9 +76,7 @@ def test_d5_ones_own_pause_and_the_managers_are_two_holds(
     assert flow_manager.resources == ()
 
 
-def test_a_producer_that_is_closed_is_not_in_the_registry(
-    make_producer: Callable[..., Producer], broker: Broker
-) -> None:
+def test_a_closed_producer_is_not_in_the_registry(make_producer: Callable[..., Producer], broker: Broker) -> None:
     manager = FlowManager()
     producer = make_producer(manager=manager)
     assert set(manager.resources) == {producer}
@@ -87,7 +85,7 @@ def test_a_producer_that_is_closed_is_not_in_the_registry(
 
 
 @pytest.mark.usefixtures("one_connection")
-def test_a_producer_that_lost_its_connection_is_in_the_registry_until_it_is_forgotten(
+def test_a_producer_that_lost_its_connection_is_in_the_registry_until_it_is_freed(
     broker: Broker, caplog: pytest.LogCaptureFixture
 ) -> None:
     # pika logs its socket itself, and pytest keeps that.
@@ -102,7 +100,9 @@ def test_a_producer_that_lost_its_connection_is_in_the_registry_until_it_is_forg
     assert not manager.resources
 
 
-def test_d5_stopping_and_starting_while_all_send(make_producer: Callable[..., Producer], broker: Broker) -> None:
+def test_d5_producers_can_be_stopped_and_started_while_all_send(
+    make_producer: Callable[..., Producer], broker: Broker
+) -> None:
     producers = [make_producer() for _ in range(2)]
     count = rounds(2000)
     jobs = [start(lambda p: [p.send(b"") for _ in range(count)], producer) for producer in producers for _ in range(2)]

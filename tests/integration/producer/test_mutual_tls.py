@@ -66,14 +66,14 @@ def wary(make_broker: Callable[..., Broker], certificate: Pair, client: Pair) ->
     return make_broker(ssl_context=context)
 
 
-def test_a_producer_shows_its_certificate_to_a_broker_that_wants_one(
+def test_a_producer_presents_its_certificate_to_a_broker_that_requires_one(
     make_producer: Callable[..., Producer], options: Callable[..., str], wary: Broker, certificate: Pair, client: Pair
 ) -> None:
     producer = make_producer(f"{wary.url}?{options(certificate[0], client)}")
     assert producer.send(b"x").result(timeout=20) is Outcome.CONFIRMED
 
 
-def test_without_a_certificate_or_with_another_a_wary_broker_is_not_connected_to(
+def test_a_broker_that_requires_a_certificate_refuses_a_missing_or_a_wrong_one(
     skin: Any, options: Callable[..., str], wary: Broker, certificate: Pair, tmp_path: Path
 ) -> None:
     other = certify(tmp_path, "other", "DNS:other")
@@ -83,12 +83,12 @@ def test_without_a_certificate_or_with_another_a_wary_broker_is_not_connected_to
     wary.wait_until(lambda broker: not broker.connections())
 
 
-def test_a_broker_that_nobody_vouches_for_is_not_connected_to(skin: Any, wary: Broker) -> None:
+def test_a_broker_with_an_untrusted_certificate_is_refused(skin: Any, wary: Broker) -> None:
     with pytest.raises(ConnectionFailed, match=r"(?i)certificate.verify.failed"):
         skin(wary.url, connect_timeout=5)
 
 
-def test_a_broker_of_another_name_is_not_connected_to(
+def test_a_broker_whose_certificate_has_a_different_name_is_refused(
     skin: Any, options: Callable[..., str], make_broker: Callable[..., Broker], tmp_path: Path
 ) -> None:
     elsewhere = certify(tmp_path, "elsewhere", "DNS:example.org")

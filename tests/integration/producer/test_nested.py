@@ -76,7 +76,7 @@ def two(broker: Broker) -> Iterator[tuple[Producer, Producer]]:
 
 @pytest.mark.parametrize("call", ["send", *CALLS])
 @pytest.mark.parametrize("inside", ["send", "full", "pause", "flush"])
-def test_E2_a_handler_may_call_anything_at_any_point_of_any_call(broker: Broker, call: str, inside: str) -> None:
+def test_E2_a_signal_handler_may_call_any_method_inside_any_call(broker: Broker, call: str, inside: str) -> None:
     receipts: list[Any] = []
     refused: list[ProducerFlowed] = []
     calls = 0
@@ -140,7 +140,7 @@ class Garbage:
         self.call()
 
 
-def test_E2_finalizers_on_any_thread_may_call_anything(two: tuple[Producer, Producer]) -> None:
+def test_E2_finalizers_on_any_thread_may_call_any_method(two: tuple[Producer, Producer]) -> None:
     turns = itertools.count()
     nested: list[Any] = []
     threads: set[str] = set()
@@ -188,7 +188,7 @@ def test_E2_finalizers_on_any_thread_may_call_anything(two: tuple[Producer, Prod
     assert len(nested) > 10
 
 
-def test_E2_what_would_wait_on_the_thread_of_a_connection_is_refused(broker: Broker) -> None:
+def test_E2_a_call_that_would_wait_on_the_thread_of_a_connection_is_refused(broker: Broker) -> None:
     errors: list[NestedCall] = []
     done = threading.Event()
     with Producer(broker.url, routing_key="q", capacity=1) as producer:
@@ -225,7 +225,7 @@ def test_E2_what_would_wait_on_the_thread_of_a_connection_is_refused(broker: Bro
     assert broker.queue("q").depth == 1
 
 
-def test_E2_two_producers_on_one_connection_call_each_other(broker: Broker) -> None:
+def test_E2_two_producers_on_one_connection_may_call_each_other(broker: Broker) -> None:
     connection = qflow_client.connect(broker.url)
     receipts: list[Any] = []
 
@@ -269,7 +269,7 @@ ASYNC_CALLS: dict[str, Callable[[AsyncProducer], object]] = {
 
 @pytest.mark.parametrize("call", ASYNC_CALLS)
 @pytest.mark.parametrize("inside", ["send_nowait", "send", "pause"])
-def test_E2_a_handler_may_call_anything_on_a_loop_at_any_point(broker: Broker, call: str, inside: str) -> None:
+def test_E2_a_signal_handler_may_call_any_method_at_any_point_of_a_loop(broker: Broker, call: str, inside: str) -> None:
     receipts: list[Any] = []
     calls = 0
 
@@ -315,7 +315,7 @@ def test_E2_a_handler_may_call_anything_on_a_loop_at_any_point(broker: Broker, c
     assert len({receipt.message_id for receipt in receipts}) == len(receipts)
 
 
-def test_E2_finalizers_on_the_loop_s_thread_may_call_anything(broker: Broker) -> None:
+def test_E2_finalizers_on_the_thread_of_the_loop_may_call_any_method(broker: Broker) -> None:
     turns = itertools.count()
     nested: list[Any] = []
     failures: list[BaseException] = []

@@ -224,7 +224,7 @@ def _both_write(wire: _Wire, dice: random.Random) -> None:
 
 @pytest.mark.parametrize("most", [20, 300, 3000])
 @pytest.mark.parametrize("seed", range(rounds(3)))
-def test_frames_are_never_torn_by_a_socket_that_takes_few_bytes(
+def test_frames_are_never_torn_by_a_socket_that_accepts_few_bytes(
     make_wire: Callable[..., _Wire], most: int, seed: int
 ) -> None:
     wire = make_wire(most, seed=seed)
@@ -233,7 +233,7 @@ def test_frames_are_never_torn_by_a_socket_that_takes_few_bytes(
 
 
 @pytest.mark.parametrize("seed", range(rounds(3)))
-def test_frames_are_never_torn_by_a_tls_socket_that_takes_few_bytes(
+def test_frames_are_never_torn_by_a_tls_socket_that_accepts_few_bytes(
     make_wire: Callable[..., _Wire], certificate: tuple[Path, Path], seed: int
 ) -> None:
     wire = make_wire(4096, tls=certificate)
@@ -242,7 +242,7 @@ def test_frames_are_never_torn_by_a_tls_socket_that_takes_few_bytes(
 
 
 @pytest.mark.parametrize("tls", [False, True], ids=["plain", "tls"])
-def test_neither_writer_starves_while_both_always_have_something_to_write(
+def test_neither_writer_starves_while_both_always_have_output(
     make_wire: Callable[..., _Wire], certificate: tuple[Path, Path], tls: bool
 ) -> None:
     wire = make_wire(4096, tls=certificate) if tls else make_wire(700)
@@ -268,7 +268,7 @@ def test_neither_writer_starves_while_both_always_have_something_to_write(
     assert max(turns) <= chunk + 2 * _FRAME_MAX
 
 
-def test_a_socket_that_cannot_be_written_to_is_given_up(make_wire: Callable[..., _Wire]) -> None:
+def test_a_connection_whose_socket_cannot_be_written_is_closed(make_wire: Callable[..., _Wire]) -> None:
     """pika, which only ever reads from it, would take it for sound."""
     wire = make_wire(100)
     # It says nothing of the connection.
@@ -280,7 +280,7 @@ def test_a_socket_that_cannot_be_written_to_is_given_up(make_wire: Callable[...,
     assert wire.lost.is_set()
 
 
-def test_a_tls_socket_that_is_never_empty_is_not_read_for_ever(
+def test_reading_from_a_tls_socket_that_is_never_empty_is_interrupted(
     make_wire: Callable[..., _Wire], certificate: tuple[Path, Path]
 ) -> None:
     wire = make_wire(1 << 16, tls=certificate)

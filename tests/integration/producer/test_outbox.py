@@ -90,7 +90,7 @@ def leave_behind(make_producer: Callable[..., Producer], path: Path, count: int,
     assert leave(producer).stored == count
 
 
-def test_what_is_admitted_is_on_disk_when_send_returns_and_gone_once_it_is_confirmed(
+def test_an_admitted_message_is_on_disk_when_send_returns_and_removed_once_it_is_confirmed(
     broker: Broker, make_producer: Callable[..., Producer], path: Path
 ) -> None:
     producer = make_producer(outbox=path)
@@ -109,7 +109,7 @@ def test_what_is_admitted_is_on_disk_when_send_returns_and_gone_once_it_is_confi
     assert marked(broker) == []
 
 
-def test_without_a_wait_it_is_on_disk_just_the_same(
+def test_send_nowait_also_writes_the_message_to_disk(
     broker: Broker, make_producer: Callable[..., Producer], path: Path
 ) -> None:
     producer = make_producer(outbox=path)
@@ -160,7 +160,7 @@ def test_the_error_of_a_second_producer_names_the_first_as_the_user_of_the_outbo
     make_producer(outbox=path).close(timeout=PATIENCE)
 
 
-def test_a_producer_that_cannot_connect_lets_go_of_the_outbox(
+def test_a_producer_that_cannot_connect_releases_the_outbox(
     broker: Broker, make_producer: Callable[..., Producer], path: Path
 ) -> None:
     with pytest.raises(ConnectionFailed):
@@ -168,7 +168,7 @@ def test_a_producer_that_cannot_connect_lets_go_of_the_outbox(
     Outbox(path).close()
 
 
-def test_what_close_does_not_get_confirmed_stays_and_is_said_to_stay(
+def test_unconfirmed_messages_stay_on_disk_after_close_and_are_reported(
     broker: Broker, make_producer: Callable[..., Producer], path: Path
 ) -> None:
     producer = make_producer(outbox=path)
@@ -191,7 +191,7 @@ def test_what_close_does_not_get_confirmed_stays_and_is_said_to_stay(
     assert on_disk(path) == []
 
 
-def test_what_was_left_goes_first_and_in_order(
+def test_messages_of_an_earlier_run_are_sent_first_and_in_order(
     broker: Broker, make_producer: Callable[..., Producer], path: Path
 ) -> None:
     count = rounds(1200, least=400)
@@ -207,14 +207,16 @@ def test_what_was_left_goes_first_and_in_order(
     assert holds(producer) == []
 
 
-def test_a_flush_waits_for_what_was_left(broker: Broker, make_producer: Callable[..., Producer], path: Path) -> None:
+def test_a_flush_waits_for_messages_of_an_earlier_run(
+    broker: Broker, make_producer: Callable[..., Producer], path: Path
+) -> None:
     leave_behind(make_producer, path, 30)
     producer = make_producer(outbox=path, capacity=5)
     producer.flush(timeout=PATIENCE)
     assert len(bodies(broker)) == 30
 
 
-def test_while_what_was_left_cannot_leave_new_messages_wait_and_are_told_why(
+def test_while_messages_of_an_earlier_run_cannot_be_sent_new_ones_wait_and_see_the_reason(
     broker: Broker, make_producer: Callable[..., Producer], path: Path
 ) -> None:
     leave_behind(make_producer, path, 3)
@@ -231,7 +233,7 @@ def test_while_what_was_left_cannot_leave_new_messages_wait_and_are_told_why(
     assert bodies(broker) == [b"left 0", b"left 1", b"left 2", b"new"]
 
 
-def test_a_flowed_producer_spills_and_sends_it_in_order_when_it_is_unflowed(
+def test_a_flowed_producer_spills_messages_and_sends_them_in_order_when_it_is_unflowed(
     broker: Broker, make_producer: Callable[..., Producer], path: Path
 ) -> None:
     count = rounds(1000, least=300)
@@ -257,9 +259,7 @@ def test_a_flowed_producer_spills_and_sends_it_in_order_when_it_is_unflowed(
     assert holds(producer) == []
 
 
-def test_of_a_spilled_message_nothing_is_kept_in_memory(
-    broker: Broker, make_producer: Callable[..., Producer], path: Path
-) -> None:
+def test_a_spilled_message_uses_no_memory(broker: Broker, make_producer: Callable[..., Producer], path: Path) -> None:
     producer = make_producer(outbox=path, when_flowed="spill")
     producer.pause()
     receipt: Any = producer.send(Message(b"kept", message_id="own"))
@@ -277,7 +277,7 @@ def test_of_a_spilled_message_nothing_is_kept_in_memory(
     assert len(bodies(broker)) == 101
 
 
-def test_what_is_spilled_when_the_producer_closes_is_settled_as_stored(
+def test_messages_that_are_spilled_when_the_producer_closes_settle_as_stored(
     broker: Broker, make_producer: Callable[..., Producer], path: Path
 ) -> None:
     producer = make_producer(outbox=path, when_flowed="spill")
@@ -295,7 +295,7 @@ def test_what_is_spilled_when_the_producer_closes_is_settled_as_stored(
         receipt.message  # noqa: B018  # it is what raises
 
 
-def test_an_exception_that_leaves_the_block_says_what_stays(
+def test_leaving_the_block_by_an_exception_reports_messages_that_stay_on_disk(
     broker: Broker, make_producer: Callable[..., Producer], path: Path
 ) -> None:
     producer = make_producer(outbox=path, when_flowed="spill")
@@ -307,7 +307,7 @@ def test_an_exception_that_leaves_the_block_says_what_stays(
     assert on_disk(path) == [b"one"]
 
 
-def test_a_lost_connection_republishes_from_memory_and_spills_the_rest(
+def test_after_a_lost_connection_messages_in_memory_are_republished_and_later_ones_spilled(
     broker: Broker, make_producer: Callable[..., Producer], proxy: Proxy, path: Path
 ) -> None:
     producer = make_producer(proxy.url(broker), outbox=path, when_flowed="spill", reconnect_delay=0.01)
@@ -329,7 +329,7 @@ def test_a_lost_connection_republishes_from_memory_and_spills_the_rest(
     eventually(lambda: on_disk(path) == [], "an empty outbox")
 
 
-def test_what_is_returned_or_rejected_leaves_the_outbox(
+def test_returned_and_rejected_messages_are_removed_from_the_outbox(
     broker: Broker, make_producer: Callable[..., Producer], path: Path
 ) -> None:
     producer = make_producer(outbox=path)
@@ -341,7 +341,7 @@ def test_what_is_returned_or_rejected_leaves_the_outbox(
     eventually(lambda: on_disk(path) == [], "an empty outbox")
 
 
-def test_what_was_left_and_is_not_delivered_comes_up_in_flush(
+def test_undelivered_messages_of_an_earlier_run_are_raised_by_flush(
     broker: Broker, make_producer: Callable[..., Producer], path: Path
 ) -> None:
     leave_behind(make_producer, path, 2, routing_key="nowhere")
@@ -352,7 +352,9 @@ def test_what_was_left_and_is_not_delivered_comes_up_in_flush(
     assert told.value.stored == 0
 
 
-def test_a_full_outbox_raises_if_it_is_to(broker: Broker, make_producer: Callable[..., Producer], path: Path) -> None:
+def test_a_full_outbox_raises_an_error_if_configured(
+    broker: Broker, make_producer: Callable[..., Producer], path: Path
+) -> None:
     producer = make_producer(outbox=path, outbox_max_bytes=2000, outbox_full="raise")
     broker.withhold_confirms()
     with pytest.raises(OutboxFull, match="no room for a message of 500 bytes: ") as full:
@@ -366,7 +368,7 @@ def test_a_full_outbox_raises_if_it_is_to(broker: Broker, make_producer: Callabl
     producer.send(bytes(500)).result(timeout=PATIENCE)
 
 
-def test_a_full_outbox_holds_until_there_is_room(
+def test_a_full_outbox_is_a_hold_until_there_is_room(
     broker: Broker, make_producer: Callable[..., Producer], path: Path
 ) -> None:
     producer = make_producer(outbox=path, outbox_max_bytes=2000)
@@ -387,7 +389,7 @@ def test_a_full_outbox_holds_until_there_is_room(
     assert producer.wait_unflowed(PATIENCE)
 
 
-def test_f4_senders_that_wait_for_room_to_spill_are_served_in_turn(
+def test_f4_senders_that_wait_for_room_to_spill_are_served_in_order(
     broker: Broker, make_producer: Callable[..., Producer], path: Path
 ) -> None:
     producer = make_producer(outbox=path, outbox_max_bytes=2000, when_flowed="spill")
@@ -411,7 +413,7 @@ def test_f4_senders_that_wait_for_room_to_spill_are_served_in_turn(
     assert [body[:1] for body in bodies(broker)] == [b"0", b"1", b"2", b"3", b"4", b"5"]
 
 
-def test_what_waits_on_disk_for_too_long_is_settled_instead_of_sent(
+def test_messages_that_wait_on_disk_for_too_long_are_settled_and_not_sent(
     broker: Broker, make_producer: Callable[..., Producer], path: Path
 ) -> None:
     producer = make_producer(outbox=path, when_flowed="spill", outbox_max_age=0.2)
@@ -430,7 +432,7 @@ def test_what_waits_on_disk_for_too_long_is_settled_instead_of_sent(
     assert bodies(broker) == [b"young"]
 
 
-def test_a_disk_that_fails_fails_the_send_and_is_tried_again(
+def test_a_disk_failure_fails_the_send_and_the_write_is_retried(
     broker: Broker, make_producer: Callable[..., Producer], path: Path
 ) -> None:
     producer = make_producer(outbox=path)
@@ -450,7 +452,7 @@ def test_a_disk_that_fails_fails_the_send_and_is_tried_again(
     assert bodies(broker) == [b"one", b"two", b"three"]
 
 
-def test_a_damaged_message_stays_and_keeps_no_other_back(
+def test_a_damaged_message_stays_and_does_not_block_the_others(
     broker: Broker, make_producer: Callable[..., Producer], path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     leave_behind(make_producer, path, 3)
@@ -468,7 +470,7 @@ def test_a_damaged_message_stays_and_keeps_no_other_back(
     assert told.levelname == "ERROR"
 
 
-def test_a_backlog_that_cannot_be_read_harms_no_commit_and_is_tried_again(
+def test_an_unreadable_backlog_affects_no_commit_and_is_retried(
     broker: Broker, make_producer: Callable[..., Producer], path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read, fails = Outbox.read, threading.Event()
@@ -496,7 +498,7 @@ def test_a_backlog_that_cannot_be_read_harms_no_commit_and_is_tried_again(
     assert bodies(broker) == [b"%d" % number for number in range(20)]
 
 
-def test_on_delivery_is_told_of_what_was_spilled_and_left(
+def test_on_delivery_gets_receipts_of_spilled_messages_and_of_an_earlier_run(
     broker: Broker, make_producer: Callable[..., Producer], path: Path
 ) -> None:
     leave_behind(make_producer, path, 3)
@@ -512,7 +514,9 @@ def test_on_delivery_is_told_of_what_was_spilled_and_left(
     assert told == [(body, "confirmed") for body in (b"left 0", b"left 1", b"left 2", b"new")]
 
 
-def test_a_rate_holds_for_what_was_left(broker: Broker, make_producer: Callable[..., Producer], path: Path) -> None:
+def test_a_rate_limits_messages_of_an_earlier_run(
+    broker: Broker, make_producer: Callable[..., Producer], path: Path
+) -> None:
     leave_behind(make_producer, path, 20)
     producer = make_producer(outbox=path, rate=100.0, rate_burst=1)
     producer.send(b"new", timeout=PATIENCE)
@@ -533,7 +537,7 @@ def test_a_child_process_leaves_the_outbox_to_its_parent(
     assert bodies(broker) == [b"one", b"two"]
 
 
-def test_a_child_process_needs_no_lock_of_the_outbox_to_let_go_of_it(
+def test_a_child_process_releases_the_outbox_without_needing_its_lock(
     broker: Broker, make_producer: Callable[..., Producer], path: Path
 ) -> None:
     producer = make_producer(outbox=path, when_flowed="spill")
@@ -555,7 +559,7 @@ def test_a_child_process_needs_no_lock_of_the_outbox_to_let_go_of_it(
     assert bodies(broker) == [b"sent", b"spilled"]
 
 
-def test_a_relative_path_stays_the_same_file_when_the_process_changes_its_folder(
+def test_a_relative_path_means_the_same_file_after_a_change_of_the_working_directory(
     broker: Broker, make_producer: Callable[..., Producer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "other").mkdir()
@@ -575,7 +579,7 @@ def test_a_relative_path_stays_the_same_file_when_the_process_changes_its_folder
 
 
 @pytest.mark.parametrize("shift", [-3600.0, 3600.0], ids=["set back", "set forward"])
-def test_a_message_does_not_become_too_old_by_a_change_of_the_wall_clock(
+def test_a_change_of_the_wall_clock_does_not_make_a_message_too_old(
     broker: Broker,
     make_producer: Callable[..., Producer],
     path: Path,

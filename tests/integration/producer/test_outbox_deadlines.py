@@ -78,7 +78,7 @@ CALLS: dict[str, Callable[[Producer], Any]] = {
 
 
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
-def test_E4_after_admission_a_call_ends_by_its_deadline_and_its_error_has_the_receipt(
+def test_E4_after_admission_a_call_ends_by_its_deadline_and_its_error_carries_the_receipt(
     broker: Broker, make_producer: Callable[..., Producer], path: Path, call: Callable[[Producer], Any]
 ) -> None:
     producer = make_producer(outbox=path)
@@ -97,7 +97,7 @@ def test_E4_after_admission_a_call_ends_by_its_deadline_and_its_error_has_the_re
     eventually(lambda: Outbox.look(path) == [], "an empty outbox")
 
 
-def test_E4_a_message_is_on_disk_before_send_returns_if_the_lock_ends_before_the_deadline(
+def test_E4_a_message_is_on_disk_before_send_returns_if_the_file_lock_ends_before_the_deadline(
     broker: Broker, make_producer: Callable[..., Producer], path: Path
 ) -> None:
     producer = make_producer(outbox=path)
@@ -131,7 +131,7 @@ def test_E4_each_of_many_senders_keeps_its_own_deadline(
     producer.flush(timeout=PATIENCE)
 
 
-def test_E4_a_message_that_is_spilled_is_admitted_to_the_outbox_and_its_error_has_the_receipt(
+def test_E4_a_spilled_message_is_admitted_to_the_outbox_and_its_error_carries_the_receipt(
     broker: Broker, make_producer: Callable[..., Producer], path: Path
 ) -> None:
     producer = make_producer(outbox=path, when_flowed="spill")
@@ -143,7 +143,7 @@ def test_E4_a_message_that_is_spilled_is_admitted_to_the_outbox_and_its_error_ha
     assert bodies(broker) == [b"spilled"]
 
 
-def test_E4_close_ends_by_its_deadline_and_the_outbox_is_free_afterwards(
+def test_E4_close_ends_by_its_deadline_and_frees_the_outbox(
     broker: Broker, make_producer: Callable[..., Producer], path: Path
 ) -> None:
     producer = make_producer(outbox=path)
@@ -158,7 +158,7 @@ def test_E4_close_ends_by_its_deadline_and_the_outbox_is_free_afterwards(
 
 
 @pytest.mark.parametrize("has_callback", [False, True], ids=["no callback", "on_delivery"])
-def test_E4_a_message_that_never_came_to_the_disk_is_not_said_to_be_stored(
+def test_E4_a_message_that_never_reached_the_disk_is_not_reported_as_stored(
     broker: Broker,
     make_producer: Callable[..., Producer],
     path: Path,
@@ -196,7 +196,7 @@ def test_E4_a_message_that_never_came_to_the_disk_is_not_said_to_be_stored(
     assert [stored.message.body for stored in Outbox.look(path)] == [b"on disk"]
 
 
-def test_E4_a_short_deadline_is_long_enough_once_a_disk_that_failed_works_again(
+def test_E4_a_short_deadline_is_sufficient_once_a_failed_disk_works_again(
     broker: Broker, make_producer: Callable[..., Producer], path: Path
 ) -> None:
     producer = make_producer(outbox=path)
@@ -212,7 +212,7 @@ def test_E4_a_short_deadline_is_long_enough_once_a_disk_that_failed_works_again(
     broker.release_confirms()
 
 
-def test_E4_a_disk_that_does_not_answer_keeps_no_call_beyond_its_deadline(
+def test_E4_a_disk_that_does_not_answer_delays_no_call_beyond_its_deadline(
     broker: Broker, make_producer: Callable[..., Producer], path: Path
 ) -> None:
     producer = make_producer(outbox=path)
@@ -240,7 +240,7 @@ def test_E4_a_disk_that_does_not_answer_keeps_no_call_beyond_its_deadline(
     assert Outbox.look(path) == []
 
 
-def test_E4_a_producer_whose_outbox_is_locked_is_refused_within_the_time_to_connect(
+def test_E4_a_producer_whose_outbox_is_locked_is_refused_within_the_connect_timeout(
     make_producer: Callable[..., Producer], path: Path
 ) -> None:
     Outbox(path).close()
@@ -249,7 +249,7 @@ def test_E4_a_producer_whose_outbox_is_locked_is_refused_within_the_time_to_conn
     make_producer(outbox=path).close(timeout=PATIENCE)
 
 
-def test_E4_a_full_outbox_means_not_sent_and_is_no_not_durable(
+def test_E4_a_full_outbox_raises_not_sent_and_not_the_error_for_not_durable(
     broker: Broker, make_producer: Callable[..., Producer], path: Path
 ) -> None:
     producer = make_producer(outbox=path, outbox_max_bytes=100, outbox_full="raise")

@@ -35,7 +35,7 @@ from .tools import (
 )
 
 
-def test_a_mandatory_message_for_no_queue_is_returned(producer: Producer) -> None:
+def test_an_unroutable_mandatory_message_is_returned(producer: Producer) -> None:
     receipt = producer.send(b"lost", routing_key="nowhere")
     with pytest.raises(MessageReturned, match="312") as caught:
         receipt.result(timeout=20)
@@ -47,7 +47,7 @@ def test_a_mandatory_message_for_no_queue_is_returned(producer: Producer) -> Non
     assert not receipt.may_have_arrived
 
 
-def test_returns_are_tied_to_their_messages(producer: Producer, broker: Broker) -> None:
+def test_returns_are_matched_to_their_messages(producer: Producer, broker: Broker) -> None:
     receipts = []
     for number in range(300):
         key = "nowhere" if number % 7 == 0 else "q"
@@ -68,12 +68,14 @@ def test_returns_are_tied_to_their_messages(producer: Producer, broker: Broker) 
     assert broker.queue("q").depth == 300 - len(returned)
 
 
-def test_without_mandatory_the_broker_drops_it_and_confirms(make_producer: Callable[..., Producer]) -> None:
+def test_without_mandatory_an_unroutable_message_is_dropped_and_confirmed(
+    make_producer: Callable[..., Producer],
+) -> None:
     producer = make_producer(mandatory=False)
     assert producer.send(b"", routing_key="nowhere").result(timeout=20) is Outcome.CONFIRMED
 
 
-def test_what_comes_back_without_confirms_comes_up(make_producer: Callable[..., Producer]) -> None:
+def test_without_confirms_a_return_is_raised(make_producer: Callable[..., Producer]) -> None:
     producer = make_producer(confirms=False)
     receipt = producer.send(b"lost", routing_key="nowhere")
     assert receipt.result(timeout=20) is Outcome.SENT
@@ -98,7 +100,7 @@ def test_without_confirms_on_delivery_is_called_once_for_a_returned_message(
 
 
 @pytest.mark.usefixtures("no_retries")
-def test_a_nacked_message_is_not_delivered_and_the_producer_goes_on(producer: Producer, broker: Broker) -> None:
+def test_a_nacked_message_is_not_delivered_and_the_producer_continues(producer: Producer, broker: Broker) -> None:
     assert producer.send(b"1").result(timeout=20) is Outcome.CONFIRMED
     broker.nack_publishes()
     receipts = [producer.send(b"no") for _ in range(100)]
@@ -116,7 +118,7 @@ def test_a_nacked_message_is_not_delivered_and_the_producer_goes_on(producer: Pr
 
 @pytest.mark.usefixtures("no_retries")
 @pytest.mark.parametrize("end", ["flush", "close"])
-def test_E6_failures_that_nobody_asks_for_are_dropped_and_counted(
+def test_E6_unread_failures_are_dropped_and_counted(
     make_producer: Callable[..., Producer], broker: Broker, caplog: pytest.LogCaptureFixture, end: str
 ) -> None:
     producer = make_producer(max_failed_bytes=20_000, capacity=1)
@@ -135,7 +137,7 @@ def test_E6_failures_that_nobody_asks_for_are_dropped_and_counted(
     producer.close(timeout=20)
 
 
-def test_a_lone_message_over_which_the_broker_closes_the_channel_is_rejected(
+def test_a_lone_message_for_which_the_broker_closes_the_channel_is_rejected(
     producer: Producer, broker: Broker, wire: Wire
 ) -> None:
     assert producer.send(b"fine").result(timeout=20) is Outcome.CONFIRMED
@@ -151,7 +153,7 @@ def test_a_lone_message_over_which_the_broker_closes_the_channel_is_rejected(
 
 
 @pytest.mark.parametrize("place", [0, 150, 299])
-def test_a_poison_message_among_hundreds_harms_only_itself(producer: Producer, broker: Broker, place: int) -> None:
+def test_a_poison_message_among_hundreds_affects_only_itself(producer: Producer, broker: Broker, place: int) -> None:
     receipts = []
     for number in range(300):
         exchange = "no such exchange" if number == place else ""
@@ -183,7 +185,7 @@ def test_many_poison_messages_are_rejected_one_by_one(producer: Producer, broker
     producer.flush(timeout=20)
 
 
-def test_a_channel_that_an_operator_closes_is_opened_again(producer: Producer, broker: Broker) -> None:
+def test_a_channel_closed_by_an_operator_is_reopened(producer: Producer, broker: Broker) -> None:
     broker.withhold_confirms()
     receipt = producer.send(b"1")
     broker.wait_until(lambda b: b.queue("q").depth == 1)
@@ -195,7 +197,7 @@ def test_a_channel_that_an_operator_closes_is_opened_again(producer: Producer, b
 
 @pytest.mark.parametrize("how", ["drop_connections", "close_connections"])
 @pytest.mark.usefixtures("one_connection")
-def test_a_lost_connection_settles_everything_and_wakes_everybody(
+def test_a_lost_connection_settles_all_messages_and_wakes_all_waiters(
     make_producer: Callable[..., Producer], broker: Broker, how: str
 ) -> None:
     producer = make_producer(capacity=4)
@@ -237,7 +239,7 @@ def test_a_lost_connection_settles_everything_and_wakes_everybody(
 
 
 @pytest.mark.usefixtures("one_connection")
-def test_the_reason_of_the_end_is_in_what_later_sends_raise(producer: Producer, broker: Broker) -> None:
+def test_later_sends_raise_the_reason_of_the_end(producer: Producer, broker: Broker) -> None:
     broker.close_connections(320, "going home")
     wait_closed(producer)
     with pytest.raises(ProducerClosed, match="going home"):
@@ -256,7 +258,7 @@ def test_a_connection_lost_while_flowed_ends_the_wait(producer: Producer, broker
 
 
 @pytest.mark.usefixtures("one_connection")
-def test_a_burst_cut_off_says_truly_what_may_have_arrived(
+def test_after_a_cut_in_a_burst_the_outcomes_correctly_show_which_messages_may_have_arrived(
     make_producer: Callable[..., Producer], broker: Broker
 ) -> None:
     producer = make_producer(capacity=5000)
@@ -284,7 +286,7 @@ def test_a_burst_cut_off_says_truly_what_may_have_arrived(
 
 
 @pytest.mark.parametrize("look", ["result", "error", "outcome", "delivered"])
-def test_failures_that_were_looked_at_do_not_come_up_again(producer: Producer, look: str) -> None:
+def test_failures_that_were_read_are_not_raised_again(producer: Producer, look: str) -> None:
     seen, unseen = (producer.send(b"%d" % number, routing_key="nowhere") for number in range(2))
     if look == "result":
         with pytest.raises(MessageReturned):
@@ -303,7 +305,7 @@ def test_failures_that_were_looked_at_do_not_come_up_again(producer: Producer, l
     producer.close()
 
 
-def test_failures_that_nobody_looked_at_come_up_at_the_end(producer: Producer) -> None:
+def test_failures_that_were_not_read_are_raised_at_the_end(producer: Producer) -> None:
     receipt = producer.send(b"lost", routing_key="nowhere")
     with pytest.raises(UndeliveredMessages, match="1 safe to send again") as caught:
         producer.close()
@@ -313,7 +315,7 @@ def test_failures_that_nobody_looked_at_come_up_at_the_end(producer: Producer) -
 
 
 @pytest.mark.usefixtures("no_retries")
-def test_what_was_not_delivered_can_be_sent_again(make_producer: Callable[..., Producer], broker: Broker) -> None:
+def test_undelivered_messages_can_be_sent_again(make_producer: Callable[..., Producer], broker: Broker) -> None:
     producer = make_producer()
     broker.nack_publishes()
     for number in range(5):

@@ -178,7 +178,7 @@ def text_of(error: BaseException) -> str:
 
 
 @pytest.mark.parametrize("door", DOORS)
-def test_E8_no_password_in_an_error_whatever_argument_it_came_in_by(
+def test_E8_no_error_contains_a_password_from_any_argument(
     door: str, caplog: pytest.LogCaptureFixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -199,7 +199,7 @@ def test_E8_no_password_in_an_error_whatever_argument_it_came_in_by(
     assert not seen
 
 
-def test_E8_no_password_in_an_error_of_a_drop_in_for_pika() -> None:
+def test_E8_no_error_of_the_drop_in_for_pika_contains_a_password() -> None:
     seen = {}
     for kind, url in URLS.items():
         error = raised_by(qflow_client.pika.URLParameters, url)
@@ -211,7 +211,7 @@ def test_E8_no_password_in_an_error_of_a_drop_in_for_pika() -> None:
 
 
 @pytest.mark.parametrize("kind", URLS)
-def test_E8_no_password_in_a_repr(kind: str) -> None:
+def test_E8_no_repr_contains_a_password(kind: str) -> None:
     url = URLS[kind]
     assert not SECRET.search(hide_password(url))
     assert not SECRET.search(shown([url, (url, {"a": url}, {url})]))
@@ -224,7 +224,7 @@ def test_E8_no_password_in_a_repr(kind: str) -> None:
 
 
 @pytest.mark.parametrize("right", [True, False])
-def test_E8_no_password_in_the_log_of_a_connection(right: bool, caplog: pytest.LogCaptureFixture) -> None:
+def test_E8_the_log_of_a_connection_contains_no_password(right: bool, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
     with Broker(port=0, users={"ann": "s3cr3t-pw" if right else "another"}) as broker:
         broker.declare_queue("q")
@@ -248,22 +248,22 @@ def test_E8_no_password_in_the_log_of_a_connection(right: bool, caplog: pytest.L
 
 
 @given(*[st.text("sXq7/:@?#&=%'\" ,[]{}", max_size=8)] * 2)
-def test_E8_a_password_may_have_any_characters(before: str, after: str) -> None:
+def test_E8_a_password_may_contain_any_characters(before: str, after: str) -> None:
     url = f"amqp://user:{before}s3cr3t{after}@host:5672/v?heartbeat=3"
     assert not SECRET.search(hide_password(url) + hide_password(repr(url)) + hide_password(f"at {url}"))
 
 
-def test_E8_what_is_hidden_is_found_in_linear_time() -> None:
+def test_E8_passwords_are_found_and_hidden_in_linear_time() -> None:
     for text in ("x", ":", "/", "@", "'", "://", ":/", "x:@", "a.b-", "?&=", "#"):
         assert len(hide_password(text * 300_000)) <= 2_000_000
 
 
-def test_E8_no_password_in_the_repr_of_a_brokers_settings() -> None:
+def test_E8_the_repr_of_the_settings_of_a_broker_contains_no_password() -> None:
     settings = BrokerSettings(users={"guest": "s3cr3t-pw"}, http_token="s3cr3t-pw")
     assert not SECRET.search(f"{settings!r} {settings}")
 
 
-def test_E8_what_pika_does_not_understand_is_still_said() -> None:
+def test_E8_the_error_for_a_parameter_unknown_to_pika_still_names_the_parameter() -> None:
     with pytest.raises(
         SettingsError, match=r"url='amqp://u:\*\*\*@h\?hearbeat=\*\*\*': Unknown URL parameter: 'hearbeat'"
     ):
@@ -276,14 +276,14 @@ def test_E8_what_pika_does_not_understand_is_still_said() -> None:
         Producer(URLS["plain"])
 
 
-def test_E8_a_misspelt_setting_is_named_with_the_one_that_is_near() -> None:
+def test_E8_a_misspelt_setting_is_reported_with_the_most_similar_one() -> None:
     with pytest.raises(SettingsError, match=r"^urls=\*\*\*: there is no such setting; .*; did you mean url\?$"):
         Producer(urls="amqp://h")  # type: ignore[call-arg]
     with pytest.raises(SettingsError, match=r"^capcity=\*\*\*: there is no such setting; .*; did you mean capacity.*$"):
         Producer(capcity=5)  # type: ignore[call-arg]
 
 
-def test_E8_what_a_program_keeps_in_an_enumeration_is_shown_by_its_name() -> None:
+def test_E8_an_enumeration_member_is_shown_by_its_name() -> None:
     class Place(StrEnum):
         PROD = "amqp://user:s3cr3t-pw@host"
 

@@ -43,7 +43,7 @@ def numbered(first: int, last: int) -> Iterator[tuple[bytes, Position]]:
         yield b"%d" % number, Position(ROWS, number)
 
 
-def test_E13_a_program_goes_on_behind_the_position_of_the_last_message_that_was_stored(
+def test_E13_a_program_resumes_after_the_position_of_the_last_stored_message(
     broker: Broker, make_producer: Callable[..., Producer], path: Path
 ) -> None:
     producer = make_producer(outbox=path)
@@ -69,7 +69,7 @@ def test_E13_a_program_goes_on_behind_the_position_of_the_last_message_that_was_
 
 
 @pytest.mark.parametrize("way", ["list", "generator", "mixed"])
-def test_E13_send_many_takes_messages_with_their_positions(
+def test_E13_send_many_accepts_messages_with_their_positions(
     broker: Broker, make_producer: Callable[..., Producer], path: Path, way: str
 ) -> None:
     producer = make_producer(outbox=path)
@@ -89,7 +89,7 @@ def test_E13_send_many_takes_messages_with_their_positions(
     assert producer.position(ROWS) == ("four" if way == "mixed" else 3)
 
 
-def test_E13_a_batch_that_fills_the_window_does_not_wait_for_settled_messages_to_gather(
+def test_E13_a_batch_that_fills_the_window_does_not_wait_for_settled_messages_to_accumulate(
     broker: Broker, make_producer: Callable[..., Producer], path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Longer than the test may take.
@@ -100,7 +100,7 @@ def test_E13_a_batch_that_fills_the_window_does_not_wait_for_settled_messages_to
     assert bodies(broker) == [b"%d" % number for number in range(1, 101)]
 
 
-def test_E13_a_position_without_an_outbox_is_refused_before_anything_is_sent(
+def test_E13_a_position_without_an_outbox_is_refused_before_sending(
     broker: Broker, make_producer: Callable[..., Producer]
 ) -> None:
     producer = make_producer()
@@ -118,7 +118,7 @@ def test_E13_a_position_without_an_outbox_is_refused_before_anything_is_sent(
     assert bodies(broker) == [b"2"]
 
 
-def test_E13_what_is_no_position_is_refused_before_anything_is_sent(
+def test_E13_an_invalid_position_is_refused_before_sending(
     broker: Broker, make_producer: Callable[..., Producer], path: Path
 ) -> None:
     producer = make_producer(outbox=path)
@@ -132,7 +132,7 @@ def test_E13_what_is_no_position_is_refused_before_anything_is_sent(
 
 
 @pytest.mark.parametrize("given", [b"body", Message(b"body"), RoutedMessage(b"body", routing_key="q")], ids=type)
-def test_E13_an_error_has_the_message_that_was_given(
+def test_E13_an_error_carries_the_message_that_was_passed_in(
     broker: Broker, make_producer: Callable[..., Producer], path: Path, given: bytes | Message
 ) -> None:
     producer = make_producer(outbox=path, outbox_max_bytes=500, outbox_full="raise")
@@ -159,7 +159,7 @@ def test_E13_an_error_has_the_message_that_was_given(
     assert closed.value.message is given
 
 
-def test_E13_a_message_that_waited_in_line_has_its_position(
+def test_E13_a_message_that_waited_for_admission_keeps_its_position(
     broker: Broker, make_producer: Callable[..., Producer], path: Path
 ) -> None:
     producer = make_producer(outbox=path)
@@ -173,7 +173,7 @@ def test_E13_a_message_that_waited_in_line_has_its_position(
     assert bodies(broker) == [b"1"]
 
 
-def test_E13_a_message_that_is_spilled_has_its_position(
+def test_E13_a_spilled_message_keeps_its_position(
     broker: Broker, make_producer: Callable[..., Producer], path: Path
 ) -> None:
     producer = make_producer(outbox=path, when_flowed="spill")
@@ -188,7 +188,7 @@ def test_E13_a_message_that_is_spilled_has_its_position(
 
 
 @pytest.mark.parametrize("timeout", [None, 1.0], ids=["commits itself", "the writer commits"])
-def test_E13_a_message_is_not_written_before_it_is_on_disk_and_at_once_then(
+def test_E13_a_message_is_sent_immediately_after_it_is_on_disk_and_not_before(
     broker: Broker, make_producer: Callable[..., Producer], path: Path, timeout: float | None
 ) -> None:
     producer = make_producer(outbox=path)
@@ -213,7 +213,7 @@ def send_late(producer: Producer) -> None:
         producer.send(b"2")
 
 
-def test_E13_a_disk_that_fails_keeps_the_message_from_the_broker_until_it_works(
+def test_E13_while_the_disk_fails_the_message_is_not_sent_to_the_broker(
     broker: Broker, make_producer: Callable[..., Producer], path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     producer = make_producer(outbox=path)
@@ -254,7 +254,7 @@ def test_E13_a_position_survives_a_lost_connection_and_its_messages_keep_their_o
     assert producer.position(ROWS) == 5
 
 
-def test_E13_a_send_that_is_interrupted_anywhere_is_written_with_its_position_or_not_at_all(
+def test_E13_a_send_interrupted_at_any_point_is_stored_with_its_position_or_not_at_all(
     broker: Broker, path: Path
 ) -> None:
     sent = []

@@ -25,7 +25,7 @@ def run() -> Iterator[Start]:
         yield start
 
 
-def test_ctrl_c_gets_out_of_every_blocking_call(run: Start) -> None:
+def test_ctrl_c_ends_every_blocking_call(run: Start) -> None:
     calls = ["send", "flush", "result", "wait_unflowed", "flow_events", "close", "leaving", "connect", "good_bye"]
     process = run("interrupted", *calls)
     for call in calls:
@@ -37,16 +37,16 @@ def test_ctrl_c_gets_out_of_every_blocking_call(run: Start) -> None:
     ends_well(process)
 
 
-def test_a_forked_child_gets_a_clear_error_and_its_parent_goes_on(run: Start) -> None:
+def test_a_forked_child_gets_a_clear_error_and_its_parent_continues(run: Start) -> None:
     ends_well(run("forked"))
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="looks at descriptors by way of /proc")
-def test_a_fork_in_the_middle_leaves_parent_and_child_to_themselves(run: Start) -> None:
+def test_a_fork_at_a_busy_moment_leaves_parent_and_child_independent(run: Start) -> None:
     ends_well(run("forked_in_the_middle"))
 
 
-def test_what_is_unsettled_is_unknown_in_a_forked_child_written_or_not(
+def test_in_a_forked_child_unsettled_messages_are_unknown_written_or_not(
     proxy: Proxy, broker: Broker, make_producer: Callable[..., Producer]
 ) -> None:
     producer = make_producer(proxy.url(broker))
@@ -68,7 +68,7 @@ def test_what_is_unsettled_is_unknown_in_a_forked_child_written_or_not(
     assert broker.queue("q").depth == len(receipts)
 
 
-def test_a_forked_childs_manager_waits_for_no_thread_of_the_parent_and_holds_nothing_there(
+def test_the_manager_in_a_forked_child_waits_for_no_thread_of_the_parent_and_holds_nothing_there(
     make_producer: Callable[..., Producer],
 ) -> None:
     manager = FlowManager()
@@ -92,14 +92,14 @@ def test_a_forked_childs_manager_waits_for_no_thread_of_the_parent_and_holds_not
     producer.send(b"").result(timeout=PATIENCE)
 
 
-def test_a_forked_child_may_make_a_producer_of_its_own(run: Start, broker: Broker) -> None:
+def test_a_forked_child_may_create_its_own_producer(run: Start, broker: Broker) -> None:
     ends_well(run("forked_makes_its_own", broker.url))
     assert bodies(broker) == [b"parent 1", b"child", b"parent 2"]
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="looks at descriptors by way of /proc")
 @pytest.mark.parametrize("fault", [FaultProxy.refuse, FaultProxy.black_hole])
-def test_a_fork_while_it_waits_for_a_connection_or_makes_one_leaves_parent_and_child_to_themselves(
+def test_a_fork_during_a_connection_attempt_or_its_delay_leaves_parent_and_child_independent(
     run: Start, broker: Broker, fault: Callable[[FaultProxy], object]
 ) -> None:
     broker.withhold_confirms()
@@ -116,7 +116,7 @@ def test_a_fork_while_it_waits_for_a_connection_or_makes_one_leaves_parent_and_c
     assert bodies(broker) == [b"unsettled", b"unsettled", b"parent"]
 
 
-def test_a_program_that_forgets_to_close_still_delivers_what_can_be_delivered(run: Start, broker: Broker) -> None:
+def test_a_program_that_forgets_to_close_still_delivers_as_much_as_possible(run: Start, broker: Broker) -> None:
     broker.withhold_confirms()
     process = run("forgotten", broker.url, "900", str(PATIENCE))
     assert says(process) == "fine"
@@ -128,7 +128,7 @@ def test_a_program_that_forgets_to_close_still_delivers_what_can_be_delivered(ru
 
 
 @pytest.mark.parametrize("way", ["flow", "block"])
-def test_a_program_that_forgets_to_close_says_what_is_lost_by_that(run: Start, broker: Broker, way: str) -> None:
+def test_a_program_that_forgets_to_close_reports_lost_messages(run: Start, broker: Broker, way: str) -> None:
     broker.withhold_confirms()
     process = run("forgotten", broker.url, "3")
     assert says(process) == "fine"
@@ -145,7 +145,7 @@ def test_a_program_that_forgets_to_close_says_what_is_lost_by_that(run: Start, b
     assert last.startswith("orders: the process ends, and the producer was not closed: 3 admitted messages")
 
 
-def test_ctrl_c_at_any_moment_leaves_no_lock_held_and_every_message_whole(run: Start, broker: Broker) -> None:
+def test_ctrl_c_at_any_moment_leaves_no_lock_held_and_no_message_half_admitted(run: Start, broker: Broker) -> None:
     process = run("pressed_at_any_moment", broker.url, str(rounds(3000, least=750)))
     own, others = map(int, says(process).split())
     assert process.wait(PATIENCE) == 0
@@ -155,5 +155,5 @@ def test_ctrl_c_at_any_moment_leaves_no_lock_held_and_every_message_whole(run: S
     assert came.count(b"own") >= own > 0
 
 
-def test_a_program_that_ends_while_threads_send_ends_in_peace(run: Start, broker: Broker) -> None:
+def test_a_program_that_ends_while_threads_send_ends_without_an_error(run: Start, broker: Broker) -> None:
     ends_well(run("forgotten_while_threads_send", broker.url))

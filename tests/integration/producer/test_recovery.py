@@ -69,7 +69,7 @@ def begin(stack: ExitStack, **options: Any) -> Broker:
     return broker
 
 
-def test_what_is_unsettled_leaves_again_in_order_and_marked_before_anything_new(
+def test_unsettled_messages_are_resent_in_order_and_marked_before_new_ones(
     make_producer: Callable[..., Producer], broker: Broker
 ) -> None:
     producer = make_producer(reconnect_delay=0.3)
@@ -93,7 +93,7 @@ def test_what_is_unsettled_leaves_again_in_order_and_marked_before_anything_new(
     assert not producer.closed
 
 
-def test_with_fail_what_is_unsettled_is_given_back_and_the_producer_goes_on(
+def test_with_fail_unsettled_messages_are_settled_and_the_producer_continues(
     make_producer: Callable[..., Producer], broker: Broker
 ) -> None:
     producer = make_producer(on_disconnect="fail", **FAST)
@@ -109,7 +109,7 @@ def test_with_fail_what_is_unsettled_is_given_back_and_the_producer_goes_on(
     assert marked(broker) == [False, False]
 
 
-def test_with_fail_what_was_never_written_is_safe_to_send_again(
+def test_with_fail_messages_that_were_never_written_are_safe_to_send_again(
     make_producer: Callable[..., Producer], broker: Broker, proxy: Proxy
 ) -> None:
     producer = make_producer(proxy.url(broker), on_disconnect="fail", max_unwritten_bytes=1 << 26, **FAST)
@@ -123,7 +123,7 @@ def test_with_fail_what_was_never_written_is_safe_to_send_again(
         receipts[2].result()
 
 
-def test_it_waits_for_a_broker_that_is_started_again(
+def test_the_producer_waits_for_a_broker_that_restarts(
     make_producer: Callable[..., Producer], first: ExitStack, stack: ExitStack
 ) -> None:
     broker = begin(first)
@@ -162,7 +162,7 @@ def test_several_hosts_are_tried_in_turn(
     assert bodies(broker) == [b"1"]
 
 
-def test_a_host_that_never_answers_keeps_it_no_longer_than_connect_timeout(
+def test_a_host_that_never_answers_delays_the_producer_for_at_most_connect_timeout(
     make_producer: Callable[..., Producer], first: ExitStack, broker: Broker, stack: ExitStack
 ) -> None:
     lost = begin(first)
@@ -181,7 +181,7 @@ def test_a_host_that_never_answers_keeps_it_no_longer_than_connect_timeout(
 
 
 @pytest.mark.parametrize("others", [False, True])
-def test_a_wrong_password_ends_it_at_once_unless_another_host_may_let_it_in(
+def test_a_wrong_password_ends_the_producer_immediately_unless_a_different_host_may_accept_it(
     make_producer: Callable[..., Producer], first: ExitStack, make_broker: Callable[..., Broker], others: bool
 ) -> None:
     broker = begin(first)
@@ -207,7 +207,7 @@ def test_a_wrong_password_ends_it_at_once_unless_another_host_may_let_it_in(
     assert "guest:guest" not in str(caught.value)
 
 
-def test_it_ends_when_reconnect_timeout_is_up(make_producer: Callable[..., Producer], first: ExitStack) -> None:
+def test_the_producer_ends_after_reconnect_timeout(make_producer: Callable[..., Producer], first: ExitStack) -> None:
     broker = begin(first)
     producer = make_producer(broker.url, reconnect_timeout=0.3, **FAST)
     waiting = start(producer.wait_unflowed)
@@ -220,7 +220,7 @@ def test_it_ends_when_reconnect_timeout_is_up(make_producer: Callable[..., Produ
         producer.send(b"")
 
 
-def test_closing_while_disconnected_is_done_at_once_if_all_is_settled(
+def test_closing_while_disconnected_ends_immediately_if_all_messages_are_settled(
     make_producer: Callable[..., Producer], first: ExitStack
 ) -> None:
     broker = begin(first)
@@ -233,7 +233,7 @@ def test_closing_while_disconnected_is_done_at_once_if_all_is_settled(
 
 
 @pytest.mark.parametrize("delay", [0.02, 60])
-def test_closing_while_disconnected_tries_until_the_time_is_up_and_gives_back_what_is_left(
+def test_closing_while_disconnected_retries_until_its_deadline_and_returns_unsettled_messages(
     make_producer: Callable[..., Producer], first: ExitStack, delay: float
 ) -> None:
     broker = begin(first)
@@ -285,7 +285,7 @@ def test_leaving_by_an_exception_does_not_wait_for_a_connection(
     assert len(undelivered.unknown) == 1
 
 
-def test_a_message_that_was_cut_in_the_middle_arrives_whole(
+def test_a_message_that_was_cut_off_in_the_middle_arrives_whole(
     make_producer: Callable[..., Producer], broker: Broker, proxy: Proxy
 ) -> None:
     producer = make_producer(proxy.url(broker), **FAST)
@@ -302,7 +302,7 @@ def test_a_message_that_was_cut_in_the_middle_arrives_whole(
     assert marked(broker) == [True, False]
 
 
-def test_many_senders_and_many_losses_lose_nothing(make_producer: Callable[..., Producer], broker: Broker) -> None:
+def test_many_senders_lose_nothing_over_many_losses(make_producer: Callable[..., Producer], broker: Broker) -> None:
     producer = make_producer(capacity=50, **FAST)
     count, senders = 300, 4
 
@@ -329,7 +329,7 @@ def test_many_senders_and_many_losses_lose_nothing(make_producer: Callable[..., 
         seen.add(message.body)
 
 
-def test_a_refused_message_is_tried_again_until_there_is_room(
+def test_a_refused_message_is_retried_until_there_is_room(
     make_producer: Callable[..., Producer], broker: Broker
 ) -> None:
     producer = make_producer(retry_delay=0.02)
@@ -349,7 +349,9 @@ def test_a_refused_message_is_tried_again_until_there_is_room(
     assert marked(broker) == [False, True, False]
 
 
-def test_a_full_queue_gets_everything_as_it_is_emptied(make_producer: Callable[..., Producer], broker: Broker) -> None:
+def test_a_full_queue_gets_all_messages_as_it_is_emptied(
+    make_producer: Callable[..., Producer], broker: Broker
+) -> None:
     producer = make_producer(retry_delay=0.02, retry_delay_max=0.1)
     broker.nack_publishes()
     sending = start(lambda: [producer.send(b"%d" % number, timeout=None) for number in range(200)])
@@ -378,7 +380,7 @@ def test_after_retry_for_a_refused_message_is_nacked(make_producer: Callable[...
     assert bodies(broker) == [b"2"]
 
 
-def test_closing_while_refused_keeps_its_deadline_and_gives_back_what_is_refused(
+def test_closing_while_refused_keeps_its_deadline_and_returns_refused_messages(
     make_producer: Callable[..., Producer], broker: Broker
 ) -> None:
     producer = make_producer()
@@ -392,7 +394,7 @@ def test_closing_while_refused_keeps_its_deadline_and_gives_back_what_is_refused
 
 
 @pytest.mark.parametrize("scheme", ["amqp", "amqps"])
-def test_a_connection_that_is_reset_as_soon_as_it_is_there_is_one_more_try_that_failed(
+def test_a_connection_that_is_reset_right_after_it_opens_counts_as_a_failed_attempt(
     broker: Broker, monkeypatch: pytest.MonkeyPatch, scheme: str
 ) -> None:
     """pika raises in its loop when it finds that; asyncio has no such moment."""
@@ -477,7 +479,7 @@ class Dropping:
             assert not thread.is_alive()
 
 
-def test_a_message_over_which_the_broker_drops_the_connection_is_given_back_and_the_others_arrive_in_order(
+def test_a_message_for_which_the_broker_drops_the_connection_is_settled_and_the_others_arrive_in_order(
     make_producer: Callable[..., Producer], broker: Broker, stack: ExitStack
 ) -> None:
     relay = Dropping(broker.port, b"poison")

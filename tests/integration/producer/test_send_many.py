@@ -37,7 +37,7 @@ def numbered(count: int, first: int = 0) -> list[bytes]:
 
 @KINDS
 @pytest.mark.parametrize("capacity", [1, 7, 64, 1000])
-def test_all_arrive_in_order_and_each_has_its_receipt(
+def test_all_messages_arrive_in_order_and_each_has_its_receipt(
     make_producer: Make, broker: Broker, kind: Callable[[Any], Any], capacity: int
 ) -> None:
     # More than twice what one part of it is.
@@ -52,7 +52,9 @@ def test_all_arrive_in_order_and_each_has_its_receipt(
 
 
 @KINDS
-def test_messages_of_all_kinds(producer: Producer, broker: Broker, kind: Callable[[Any], Any]) -> None:
+def test_send_many_accepts_messages_of_all_types(
+    producer: Producer, broker: Broker, kind: Callable[[Any], Any]
+) -> None:
     broker.declare_queue("r")
     receipts = producer.send_many(kind([b"bytes", "text", Message(b"own", message_id="its own")]), routing_key="r")
     wait_done(receipts)
@@ -61,7 +63,7 @@ def test_messages_of_all_kinds(producer: Producer, broker: Broker, kind: Callabl
     assert producer.send_many([]) == []
 
 
-def test_each_leaves_before_the_next_is_taken(producer: Producer, broker: Broker) -> None:
+def test_each_message_is_sent_before_the_next_is_taken_from_the_iterable(producer: Producer, broker: Broker) -> None:
     def as_they_come() -> Iterator[bytes]:
         for number in range(5):
             yield b"%d" % number
@@ -72,7 +74,7 @@ def test_each_leaves_before_the_next_is_taken(producer: Producer, broker: Broker
 
 
 @KINDS
-def test_what_was_admitted_before_a_timeout_is_not_lost(
+def test_messages_admitted_before_a_timeout_are_not_lost(
     make_producer: Make, broker: Broker, kind: Callable[[Any], Any]
 ) -> None:
     producer = make_producer(capacity=100)
@@ -94,7 +96,7 @@ def test_what_was_admitted_before_a_timeout_is_not_lost(
 
 @KINDS
 @pytest.mark.parametrize("timeout", [0, -1])
-def test_a_send_that_must_not_wait_does_not(
+def test_a_send_many_without_waiting_does_not_wait(
     make_producer: Make, broker: Broker, kind: Callable[[Any], Any], timeout: float
 ) -> None:
     producer = make_producer(capacity=3, when_flowed="block")
@@ -106,7 +108,7 @@ def test_a_send_that_must_not_wait_does_not(
     wait_done(caught.value.receipts)
 
 
-def test_when_flowed_raise(make_producer: Make, broker: Broker) -> None:
+def test_with_when_flowed_raise_send_many_raises(make_producer: Make, broker: Broker) -> None:
     producer = make_producer(capacity=3, when_flowed="raise")
     broker.withhold_confirms()
     with pytest.raises(ProducerFlowed) as caught:
@@ -118,7 +120,7 @@ def test_when_flowed_raise(make_producer: Make, broker: Broker) -> None:
 
 
 @KINDS
-def test_what_was_admitted_before_a_mistake_is_not_lost(
+def test_messages_admitted_before_an_invalid_one_are_not_lost(
     producer: Producer, broker: Broker, kind: Callable[[Any], Any]
 ) -> None:
     mistakes: list[tuple[Any, type[Exception]]] = [
@@ -134,7 +136,7 @@ def test_what_was_admitted_before_a_mistake_is_not_lost(
     assert bodies(broker) == [b"good 0", b"good 1"]
 
 
-def test_what_was_admitted_before_an_iterable_fails_is_not_lost(producer: Producer, broker: Broker) -> None:
+def test_messages_admitted_before_the_iterable_fails_are_not_lost(producer: Producer, broker: Broker) -> None:
     def fail() -> Iterator[bytes]:
         yield b"1"
         raise LookupError("no more")
@@ -147,7 +149,7 @@ def test_what_was_admitted_before_an_iterable_fails_is_not_lost(producer: Produc
 
 
 @KINDS
-def test_a_close_in_between_says_what_was_admitted(
+def test_a_close_during_send_many_reports_the_admitted_messages(
     make_producer: Make, broker: Broker, kind: Callable[[Any], Any]
 ) -> None:
     producer = make_producer(capacity=10)
@@ -163,7 +165,9 @@ def test_a_close_in_between_says_what_was_admitted(
     closing.result()
 
 
-def test_nobody_is_passed_by_and_nobody_waits_for_the_whole(make_producer: Make, broker: Broker) -> None:
+def test_send_many_overtakes_no_waiting_sender_and_blocks_none_for_the_whole_batch(
+    make_producer: Make, broker: Broker
+) -> None:
     """It takes its turns like any other sender (F4)."""
     producer = make_producer(capacity=10)
     done = threading.Event()
@@ -183,7 +187,7 @@ def test_nobody_is_passed_by_and_nobody_waits_for_the_whole(make_producer: Make,
     assert broker.queue("q").depth == total + 50
 
 
-def test_a_pause_stops_it_in_between(make_producer: Make, broker: Broker) -> None:
+def test_a_pause_stops_send_many_between_messages(make_producer: Make, broker: Broker) -> None:
     producer = make_producer()
     producer.pause("a break")
     sending = start(producer.send_many, numbered(100), timeout=None)
@@ -195,19 +199,19 @@ def test_a_pause_stops_it_in_between(make_producer: Make, broker: Broker) -> Non
 
 
 @pytest.mark.parametrize("one", [b"body", "text", bytearray(b"body")])
-def test_one_message_is_not_taken_for_many(producer: Producer, one: Any) -> None:
+def test_a_single_message_is_refused_as_an_iterable(producer: Producer, one: Any) -> None:
     with pytest.raises(TypeError, match=r"send\(\)"):
         producer.send_many(one)
 
 
-def test_a_timeout_that_is_none_is_refused_before_anything_is_sent(producer: Producer, broker: Broker) -> None:
+def test_an_invalid_timeout_is_refused_before_sending(producer: Producer, broker: Broker) -> None:
     with pytest.raises(TypeError):
         producer.send_many([b""], timeout="soon")  # type: ignore[arg-type]  # the mistake
     producer.flush()
     assert bodies(broker) == []
 
 
-def test_with_spans_each_has_its_own(make_producer: Make, broker: Broker) -> None:
+def test_with_tracing_each_message_has_its_own_span(make_producer: Make, broker: Broker) -> None:
     producer = make_producer(tracing=True)
     wait_done(producer.send_many(numbered(3)))
     assert bodies(broker) == numbered(3)
@@ -227,7 +231,7 @@ def fail_for_now(producer: Producer, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @KINDS
-def test_what_was_admitted_while_the_disk_fails_has_its_receipt_also_if_it_had_to_wait(
+def test_messages_admitted_while_the_disk_fails_have_receipts_even_if_they_had_to_wait(
     make_producer: Make,
     broker: Broker,
     tmp_path: Path,
@@ -252,7 +256,7 @@ def test_what_was_admitted_while_the_disk_fails_has_its_receipt_also_if_it_had_t
 
 
 @pytest.mark.parametrize("kind", [list, tuple], ids=["list", "tuple"])
-def test_a_disk_that_fails_replaces_no_other_error(
+def test_a_disk_failure_does_not_replace_a_different_error(
     make_producer: Make, broker: Broker, tmp_path: Path, kind: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     producer = make_producer(outbox=tmp_path / "outbox")
@@ -266,7 +270,7 @@ def test_a_disk_that_fails_replaces_no_other_error(
     assert bodies(broker) == numbered(2)
 
 
-def test_ctrl_c_does_not_wait_for_a_disk_that_fails(
+def test_ctrl_c_does_not_wait_for_a_failing_disk(
     broker: Broker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with (

@@ -28,7 +28,9 @@ def _undelivered(producer: Producer) -> UndeliveredMessages:
 
 
 @pytest.mark.parametrize("way", ["send", "send_nowait", "send_many"])
-def test_a_message_that_is_sent_again_goes_where_it_was_to_go(producer: Producer, broker: Broker, way: str) -> None:
+def test_a_message_that_is_sent_again_goes_to_its_original_destination(
+    producer: Producer, broker: Broker, way: str
+) -> None:
     error = _undelivered(producer)
     broker.declare_queue("later")
     if way == "send_many":
@@ -41,7 +43,7 @@ def test_a_message_that_is_sent_again_goes_where_it_was_to_go(producer: Producer
     assert bodies(broker) == []
 
 
-def test_the_message_of_a_receipt_goes_where_it_was_to_go(producer: Producer, broker: Broker) -> None:
+def test_the_message_of_a_receipt_goes_to_its_original_destination(producer: Producer, broker: Broker) -> None:
     sent = Message(b"with properties", priority=3, message_id="own")
     receipt = producer.send(sent, routing_key="later")
     assert receipt.message == sent
@@ -53,7 +55,7 @@ def test_the_message_of_a_receipt_goes_where_it_was_to_go(producer: Producer, br
     assert bodies(broker, "later") == [b"with properties"]
 
 
-def test_arguments_win_over_where_a_message_was_to_go(producer: Producer, broker: Broker) -> None:
+def test_arguments_override_the_destination_of_a_message(producer: Producer, broker: Broker) -> None:
     (plain, other) = _undelivered(producer).unsent
     producer.send(plain, routing_key="q").result(timeout=20)
     assert bodies(broker) == [b"plain"]
@@ -63,7 +65,7 @@ def test_arguments_win_over_where_a_message_was_to_go(producer: Producer, broker
         producer.flush(timeout=20)
 
 
-def test_an_outbox_keeps_where_messages_go(
+def test_an_outbox_keeps_the_destinations_of_messages(
     make_producer: Callable[..., Producer], broker: Broker, tmp_path: object
 ) -> None:
     producer = make_producer(outbox=f"{tmp_path}/outbox")
@@ -74,7 +76,7 @@ def test_an_outbox_keeps_where_messages_go(
     assert (bodies(broker, "later"), bodies(broker)) == ([b"1", b"3"], [b"2"])
 
 
-def test_a_flowed_or_closed_producer_says_where_the_message_was_to_go(
+def test_the_error_of_a_flowed_or_closed_producer_shows_the_destination_of_the_message(
     make_producer: Callable[..., Producer],
 ) -> None:
     producer = make_producer(capacity=1)

@@ -34,7 +34,7 @@ def port() -> int:
     return found
 
 
-def test_E12_a_producer_is_made_without_a_broker_and_connects_when_there_is_one(
+def test_E12_a_producer_can_be_created_without_a_broker_and_connects_when_there_is_one(
     make_producer: Callable[..., Producer], port: int
 ) -> None:
     producer = make_producer(f"amqp://guest:guest@127.0.0.1:{port}/", declare="q", **LATER)
@@ -50,7 +50,7 @@ def test_E12_a_producer_is_made_without_a_broker_and_connects_when_there_is_one(
         assert not flows.events or flows.kinds[-1] == "unflowed"
 
 
-def test_E12_with_an_outbox_it_takes_messages_at_once(
+def test_E12_with_an_outbox_a_producer_accepts_messages_immediately(
     make_producer: Callable[..., Producer], port: int, tmp_path: Path
 ) -> None:
     settings = {"outbox": tmp_path / "outbox", "when_flowed": "spill"}
@@ -64,7 +64,7 @@ def test_E12_with_an_outbox_it_takes_messages_at_once(
         assert bodies(broker) == [b"0", b"1", b"2"]
 
 
-def test_E12_what_no_try_can_mend_ends_it(make_producer: Callable[..., Producer], broker: Broker) -> None:
+def test_E12_a_permanent_error_ends_the_producer(make_producer: Callable[..., Producer], broker: Broker) -> None:
     producer = make_producer(broker.url.replace("guest:guest", "guest:wrong"), **LATER)
     wait_closed(producer)
     health = producer.health()
@@ -75,13 +75,17 @@ def test_E12_what_no_try_can_mend_ends_it(make_producer: Callable[..., Producer]
         producer.send(b"1")
 
 
-def test_E12_it_is_closed_in_time_before_it_has_connected(make_producer: Callable[..., Producer], port: int) -> None:
+def test_E12_a_producer_can_be_closed_in_time_before_it_has_connected(
+    make_producer: Callable[..., Producer], port: int
+) -> None:
     producer = make_producer(f"amqp://guest:guest@127.0.0.1:{port}/", **LATER)
     producer.close(timeout=0)
     assert producer.health().reasons == (producer.flow_state.closed,)
 
 
-def test_E12_health_tells_a_block_from_a_burst(make_producer: Callable[..., Producer], broker: Broker) -> None:
+def test_E12_health_distinguishes_a_blocked_connection_from_a_burst(
+    make_producer: Callable[..., Producer], broker: Broker
+) -> None:
     producer = make_producer(capacity=1)
     broker.withhold_confirms()
     producer.send(b"1")
@@ -96,7 +100,7 @@ def test_E12_health_tells_a_block_from_a_burst(make_producer: Callable[..., Prod
     assert health.since is not None
 
 
-def test_E12_readiness_for_asgi_and_wsgi(make_producer: Callable[..., Producer], broker: Broker) -> None:
+def test_E12_readiness_works_for_asgi_and_wsgi(make_producer: Callable[..., Producer], broker: Broker) -> None:
     producer = make_producer(name="orders")
 
     def ask() -> tuple[int, dict[str, Any], bool]:
@@ -129,7 +133,7 @@ def test_E12_close_takes_no_longer_than_its_setting(make_producer: Callable[...,
     assert time.monotonic() - began < 15.0
 
 
-def test_E12_shutdown_returns_at_once_and_delivers_what_was_admitted(
+def test_E12_shutdown_returns_immediately_and_admitted_messages_are_delivered(
     make_producer: Callable[..., Producer], broker: Broker
 ) -> None:
     producer = make_producer()
@@ -163,7 +167,7 @@ except ProducerClosed:
 """
 
 
-def test_E12_a_program_that_is_told_to_end_loses_nothing(broker: Broker) -> None:
+def test_E12_a_program_that_is_terminated_loses_nothing(broker: Broker) -> None:
     process = subprocess.Popen([sys.executable, "-c", _PROGRAM, broker.url], stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
@@ -182,7 +186,7 @@ def test_without_the_setting_a_producer_needs_its_broker(make_producer: Callable
         make_producer(f"amqp://guest:guest@127.0.0.1:{port}/")
 
 
-def test_on_flow_of_the_constructor_misses_no_event(make_producer: Callable[..., Producer], port: int) -> None:
+def test_on_flow_passed_to_the_constructor_misses_no_event(make_producer: Callable[..., Producer], port: int) -> None:
     flows = Flows()
     with Broker(port=port) as broker:
         broker.declare_queue("q")
@@ -192,7 +196,7 @@ def test_on_flow_of_the_constructor_misses_no_event(make_producer: Callable[...,
         eventually(lambda: any(hold.kind == "connection_blocked" for event in flows.events for hold in event.holds))
 
 
-def test_E12_a_first_try_in_the_background_takes_no_longer_than_connect_timeout(
+def test_E12_a_first_attempt_in_the_background_takes_no_longer_than_connect_timeout(
     broker: Broker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     open_channel, tries = Link._publish_on, []
@@ -209,7 +213,7 @@ def test_E12_a_first_try_in_the_background_takes_no_longer_than_connect_timeout(
     assert bodies(broker) == [b"1"]
 
 
-def test_E12_a_shutdown_that_can_start_no_thread_keeps_no_process_from_ending(
+def test_E12_a_process_ends_even_if_shutdown_cannot_start_a_thread(
     broker: Broker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object) -> None:
@@ -221,7 +225,7 @@ def test_E12_a_shutdown_that_can_start_no_thread_keeps_no_process_from_ending(
         assert producer._engine._leaves_until is None
 
 
-def test_on_flow_of_a_producer_that_could_not_be_made_leaves_no_thread(port: int) -> None:
+def test_on_flow_of_a_producer_that_could_not_be_created_leaves_no_thread(port: int) -> None:
     with pytest.raises(ConnectionFailed):
         Producer(f"amqp://guest:guest@127.0.0.1:{port}/", name="not-made", on_flow=print)
     assert "qflow-callbacks not-made" not in [thread.name for thread in threading.enumerate()]

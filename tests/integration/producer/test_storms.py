@@ -14,7 +14,9 @@ from tests.effort import EFFORT, rounds
 # "both" is the first two at once, so a quick run leaves each alone to CI.
 @pytest.mark.parametrize("storm", ["both", "log"] if EFFORT == "quick" else ["signal", "gc", "both", "log"])
 @pytest.mark.parametrize("skin", ["threads", "tasks"])
-def test_E2_no_storm_hangs_a_producer_or_gives_a_number_twice(broker: Broker, skin: str, storm: str) -> None:
+def test_E2_a_storm_of_nested_calls_hangs_no_producer_and_assigns_no_number_twice(
+    broker: Broker, skin: str, storm: str
+) -> None:
     seconds = rounds(20, least=5) / 10
     command = [sys.executable, "-m", "tests.integration.producer.storms", skin, broker.url, storm, str(seconds)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=150, check=False)

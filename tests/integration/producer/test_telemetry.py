@@ -145,12 +145,12 @@ def test_sent_messages_are_counted_by_destination_and_error(
     }
 
 
-def test_the_name_of_a_destination() -> None:
+def test_the_name_of_a_destination_follows_the_conventions() -> None:
     names = [telemetry.destination_name(*each) for each in (("e", "k"), ("e", ""), ("", "k"), ("", ""))]
     assert names == ["e:k", "e", "k", "amq.default"]
 
 
-def test_ever_new_routing_keys_do_not_make_ever_new_series(
+def test_ever_new_routing_keys_do_not_create_ever_new_series(
     collected: Collected, make_producer: Callable[..., Producer]
 ) -> None:
     producer = make_producer(mandatory=False)
@@ -161,7 +161,7 @@ def test_ever_new_routing_keys_do_not_make_ever_new_series(
     assert sent[None] == 10
 
 
-def test_a_duration_runs_from_the_call_of_send_to_the_confirm(
+def test_a_duration_lasts_from_the_call_of_send_to_the_confirm(
     collected: Collected, broker: Broker, make_producer: Callable[..., Producer]
 ) -> None:
     producer = make_producer()
@@ -181,7 +181,7 @@ def test_a_duration_runs_from_the_call_of_send_to_the_confirm(
     assert list(point.explicit_bounds[:3]) in ([0.005, 0.01, 0.025], [0.0, 5.0, 10.0])
 
 
-def test_durations_are_recorded_less_often_than_messages_are_sent_and_the_longest_is_among_them(
+def test_durations_are_recorded_less_often_than_messages_are_sent_and_include_the_longest(
     collected: Collected, broker: Broker, make_producer: Callable[..., Producer]
 ) -> None:
     producer = make_producer()
@@ -228,7 +228,9 @@ def test_C7_flow_stops_time_holds_and_refusals_are_counted_by_kind(
     assert seconds == collected.values("qflow.producer.flowed.time", "qflow.hold.kind")
 
 
-def test_the_window_and_the_line_are_seen(collected: Collected, make_producer: Callable[..., Producer]) -> None:
+def test_the_window_and_the_waiting_line_are_measured(
+    collected: Collected, make_producer: Callable[..., Producer]
+) -> None:
     producer = make_producer(capacity=10)
     producer.pause()
     job = start(producer.send, b"x")
@@ -240,7 +242,7 @@ def test_the_window_and_the_line_are_seen(collected: Collected, make_producer: C
     assert [collected.value(f"qflow.producer.{each}") for each in levels] == [10, 10, 0, 0, 0]
 
 
-def test_counters_of_producers_that_are_closed_never_go_back(
+def test_counters_of_closed_producers_never_decrease(
     collected: Collected, make_producer: Callable[..., Producer]
 ) -> None:
     first = make_producer()
@@ -265,7 +267,9 @@ def test_counters_of_producers_that_are_closed_never_go_back(
     assert collected.values("qflow.producer.refusals", "qflow.hold.kind")["paused"] == 1
 
 
-def test_two_producers_of_one_name_are_one_series(collected: Collected, make_producer: Callable[..., Producer]) -> None:
+def test_two_producers_with_the_same_name_are_one_series(
+    collected: Collected, make_producer: Callable[..., Producer]
+) -> None:
     one, two = make_producer(), make_producer(capacity=10)
     one.send(b"x").result(20)
     two.send(b"x").result(20)
@@ -286,7 +290,7 @@ def headers(broker: Broker) -> list[dict[str, Any]]:
     return [dict(message.properties.headers or {}) for message in broker.messages("q")]
 
 
-def test_a_span_covers_a_message_from_send_to_confirm_and_its_context_travels_in_the_headers(
+def test_a_span_covers_a_message_from_send_to_confirm_and_its_context_is_in_the_headers(
     spans: Any, broker: Broker, make_producer: Callable[..., Producer]
 ) -> None:
     producer = make_producer(tracing=True)
@@ -314,7 +318,7 @@ def test_a_span_covers_a_message_from_send_to_confirm_and_its_context_travels_in
     assert (message.body, message.properties.message_id, message.properties.priority) == (b"own", "m", 3)
 
 
-def test_a_span_names_the_host_that_the_producer_has_moved_to(spans: Any, broker: Broker) -> None:
+def test_a_span_shows_the_host_to_which_the_producer_has_moved(spans: Any, broker: Broker) -> None:
     with ExitStack() as brokers:
         first = brokers.enter_context(Broker())
         first.declare_queue("q")
@@ -333,7 +337,7 @@ def test_a_span_names_the_host_that_the_producer_has_moved_to(spans: Any, broker
     assert [(span.attributes or {})["network.peer.port"] for span in spans(3)] == [*ports, broker.port]
 
 
-def test_E13_a_traced_message_has_its_position(
+def test_E13_a_traced_message_keeps_its_position(
     spans: Any, broker: Broker, make_producer: Callable[..., Producer], tmp_path: Path
 ) -> None:
     producer = make_producer(tracing=True, outbox=tmp_path / "outbox.db")
@@ -351,7 +355,7 @@ def test_E13_a_traced_message_has_its_position(
     assert flowed.value.message is given
 
 
-def test_a_spilled_message_has_a_span_that_ends_when_it_is_in_the_outbox(
+def test_the_span_of_a_spilled_message_ends_when_it_is_in_the_outbox(
     spans: Any, broker: Broker, make_producer: Callable[..., Producer], tmp_path: Path
 ) -> None:
     producer = make_producer(tracing=True, outbox=str(tmp_path / "outbox.db"), when_flowed="spill")
@@ -367,7 +371,7 @@ def test_a_spilled_message_has_a_span_that_ends_when_it_is_in_the_outbox(
     spans(1)
 
 
-def test_an_exporter_that_raises_costs_no_sender_its_receipt(
+def test_an_exporter_that_raises_does_not_cost_a_sender_its_receipt(
     monkeypatch: pytest.MonkeyPatch, broker: Broker, make_producer: Callable[..., Producer], tmp_path: Path
 ) -> None:
     class Raising(SpanProcessor):
@@ -386,7 +390,7 @@ def test_an_exporter_that_raises_costs_no_sender_its_receipt(
 PARENT = trace.NonRecordingSpan(trace.SpanContext(7, 8, False, trace.TraceFlags(1)))
 
 
-def test_a_span_is_a_child_of_the_thread_s(spans: Any, broker: Broker) -> None:
+def test_a_span_is_a_child_of_the_span_of_its_thread(spans: Any, broker: Broker) -> None:
     with Producer(broker.url, routing_key="q", tracing=True) as producer:
         producer.pause()
 
@@ -403,7 +407,7 @@ def test_a_span_is_a_child_of_the_thread_s(spans: Any, broker: Broker) -> None:
     assert (span.context.trace_id, span.parent.span_id) == (7, 8)
 
 
-def test_a_span_is_a_child_of_the_task_s(spans: Any, broker: Broker) -> None:
+def test_a_span_is_a_child_of_the_span_of_its_task(spans: Any, broker: Broker) -> None:
     async def work() -> None:
         async with AsyncProducer(broker.url, routing_key="q", tracing=True) as producer:
             with trace.use_span(PARENT):
@@ -416,7 +420,7 @@ def test_a_span_is_a_child_of_the_task_s(spans: Any, broker: Broker) -> None:
     assert [each["traceparent"][:35] for each in headers(broker)] == [f"00-{7:032x}"] * 2
 
 
-def test_a_context_that_the_application_put_into_the_message_stays_and_is_linked(
+def test_a_context_that_the_application_put_into_the_message_is_kept_and_linked(
     spans: Any, broker: Broker, make_producer: Callable[..., Producer]
 ) -> None:
     producer = make_producer(tracing=True)
@@ -428,7 +432,7 @@ def test_a_context_that_the_application_put_into_the_message_stays_and_is_linked
     assert [(link.context.trace_id, link.context.span_id) for link in span.links] == [(7, 8)]
 
 
-def test_what_is_not_delivered_is_an_error_of_its_span(spans: Any, make_producer: Callable[..., Producer]) -> None:
+def test_an_undelivered_message_is_an_error_of_its_span(spans: Any, make_producer: Callable[..., Producer]) -> None:
     producer = make_producer(tracing=True, mandatory=True)
     with pytest.raises(MessageReturned):
         producer.send(b"x", routing_key="nowhere").result(20)
@@ -438,7 +442,7 @@ def test_what_is_not_delivered_is_an_error_of_its_span(spans: Any, make_producer
     assert (span.attributes or {})["error.type"] == "returned"
 
 
-def test_what_is_not_admitted_is_an_error_of_its_span_and_the_application_gets_its_message_back(
+def test_a_message_that_is_not_admitted_is_an_error_of_its_span_and_returned_unchanged(
     spans: Any, broker: Broker, make_producer: Callable[..., Producer]
 ) -> None:
     producer = make_producer(tracing=True)
@@ -460,7 +464,7 @@ def test_what_is_not_admitted_is_an_error_of_its_span_and_the_application_gets_i
     assert (spans(3)[2].attributes or {})["error.type"] == "ProducerClosed"
 
 
-def test_what_a_receipt_gives_back_can_be_sent_again_with_a_span_of_its_own(
+def test_the_message_of_a_receipt_can_be_sent_again_with_a_new_span(
     spans: Any, broker: Broker, make_producer: Callable[..., Producer]
 ) -> None:
     producer = make_producer(tracing=True)
@@ -484,7 +488,7 @@ def test_without_the_setting_there_are_no_spans_and_no_headers(
     assert headers(broker) == [{}]
 
 
-def test_tracing_without_an_sdk_makes_no_headers(broker: Broker, make_producer: Callable[..., Producer]) -> None:
+def test_tracing_without_an_sdk_adds_no_headers(broker: Broker, make_producer: Callable[..., Producer]) -> None:
     make_producer(tracing=True).send(b"x").result(20)
     assert headers(broker) == [{}]
 
@@ -492,7 +496,7 @@ def test_tracing_without_an_sdk_makes_no_headers(broker: Broker, make_producer: 
 # Whether there is an SDK.
 
 
-def test_without_an_sdk_nothing_watches_messages(make_producer: Callable[..., Producer]) -> None:
+def test_without_an_sdk_messages_are_not_observed(make_producer: Callable[..., Producer]) -> None:
     producer = make_producer()
     producer.send(b"x").result(20)
     assert producer._protocol.admission.observer is None
@@ -532,7 +536,7 @@ with Broker() as broker:
 """
 
 
-def test_an_sdk_that_comes_after_the_producer_counts_from_its_first_collection_on() -> None:
+def test_an_sdk_installed_after_the_producer_counts_from_its_first_collection_on() -> None:
     assert run(
         _PROGRAM
         + """
@@ -566,7 +570,7 @@ def test_a_child_process_does_not_count_for_its_parent() -> None:
 # The dashboard.
 
 
-def test_every_metric_of_the_dashboard_is_there_under_its_prometheus_name(
+def test_every_metric_of_the_dashboard_exists_under_its_prometheus_name(
     monkeypatch: pytest.MonkeyPatch, make_producer: Callable[..., Producer]
 ) -> None:
     reader = PrometheusMetricReader()

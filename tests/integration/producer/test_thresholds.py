@@ -41,7 +41,7 @@ def _drain(broker: Broker, producers: list[Producer], jobs: list[Job]) -> None:
     assert [holds(producer) for producer in producers] == [[], []]
 
 
-def test_c6_completion_reaches_exactly_the_mark_plus_the_sum_of_capacities(
+def test_c6_completion_reaches_exactly_the_threshold_plus_the_sum_of_capacities(
     make_broker: Callable[..., Broker], make_producer: Callable[..., Producer]
 ) -> None:
     broker = make_broker(arguments=_MARKS, enforcement="completion")
@@ -62,7 +62,7 @@ def test_c6_completion_reaches_exactly_the_mark_plus_the_sum_of_capacities(
 
 
 @pytest.mark.parametrize("turn", range(rounds(3)))
-def test_c6_both_never_passes_the_mark_plus_the_sum_of_capacities(
+def test_c6_both_never_exceeds_the_threshold_plus_the_sum_of_capacities(
     make_broker: Callable[..., Broker], make_producer: Callable[..., Producer], turn: int
 ) -> None:
     broker = make_broker(arguments=_MARKS)
@@ -75,7 +75,7 @@ def test_c6_both_never_passes_the_mark_plus_the_sum_of_capacities(
     assert any(channel.times_flowed for channel in broker.producers())
 
 
-def test_j3_channel_flow_alone_holds_whoever_passes_the_mark(
+def test_j3_channel_flow_alone_holds_every_producer_beyond_the_threshold(
     make_broker: Callable[..., Broker], make_producer: Callable[..., Producer]
 ) -> None:
     broker = make_broker(arguments=_MARKS, enforcement="channel_flow")
@@ -90,7 +90,7 @@ def test_j3_channel_flow_alone_holds_whoever_passes_the_mark(
     assert all(channel.times_flowed >= 1 for channel in broker.producers())
 
 
-def test_c6_many_rounds_with_threads_that_share_producers(
+def test_c6_the_bound_holds_over_many_rounds_with_threads_that_share_producers(
     make_broker: Callable[..., Broker], make_producer: Callable[..., Producer]
 ) -> None:
     broker = make_broker(arguments=_MARKS)

@@ -63,7 +63,7 @@ def test_a_burst_from_eight_threads_arrives(tls_producer: Producer, tls_broker: 
     assert len(set(found)) == len(found) == 8 * count
 
 
-def test_the_systems_own_trust_does(
+def test_the_trust_store_of_the_system_is_used(
     make_producer: Callable[..., Producer],
     tls_broker: Broker,
     certificate: tuple[Path, Path],
@@ -73,12 +73,12 @@ def test_the_systems_own_trust_does(
     assert make_producer(tls_broker.url).send(b"").result(timeout=20) is Outcome.CONFIRMED
 
 
-def test_a_certificate_that_cannot_be_verified_is_an_error_that_says_so(tls_broker: Broker) -> None:
+def test_a_certificate_that_cannot_be_verified_is_a_clear_error(tls_broker: Broker) -> None:
     with pytest.raises(ConnectionFailed, match=r"(?i)certificate.verify.failed"):
         Producer(tls_broker.url, connect_timeout=10)
 
 
-def test_a_certificate_for_somebody_else_is_an_error_that_says_so(
+def test_a_certificate_for_a_different_host_is_a_clear_error(
     tls_broker: Broker, certificate: tuple[Path, Path]
 ) -> None:
     options = {"ca_certs": str(certificate[0]), "cert_reqs": int(ssl.CERT_REQUIRED), "server_hostname": "example.org"}
@@ -87,7 +87,7 @@ def test_a_certificate_for_somebody_else_is_an_error_that_says_so(
         Producer(url, connect_timeout=10)
 
 
-def test_plain_to_a_tls_port_and_tls_to_a_plain_port_are_errors(
+def test_plain_amqp_to_a_tls_port_and_tls_to_a_plain_port_are_errors(
     tls_broker: Broker, make_broker: Callable[..., Broker]
 ) -> None:
     with pytest.raises(ConnectionFailed):
@@ -96,7 +96,7 @@ def test_plain_to_a_tls_port_and_tls_to_a_plain_port_are_errors(
         Producer(make_broker().url.replace("amqp:", "amqps:"), connect_timeout=5)
 
 
-def test_j7_flow_while_the_tls_socket_is_full(
+def test_j7_flow_is_obeyed_while_the_tls_socket_is_full(
     make_producer: Callable[..., Producer], tls_broker: Broker, tls_proxy: Proxy, trusting: str, wire: Wire
 ) -> None:
     producer = make_producer(f"{tls_proxy.url(tls_broker)}?{trusting}")
@@ -117,7 +117,7 @@ def test_j7_flow_while_the_tls_socket_is_full(
     assert [int(body[:8]) for body in bodies(tls_broker)] == list(range(len(receipts)))
 
 
-def test_heartbeats_and_messages_mix_while_the_tls_socket_is_full(
+def test_heartbeats_and_messages_are_interleaved_while_the_tls_socket_is_full(
     make_producer: Callable[..., Producer], tls_broker: Broker, tls_proxy: Proxy, trusting: str, wire: Wire
 ) -> None:
     producer = make_producer(f"{tls_proxy.url(tls_broker)}?{trusting}&heartbeat=1", max_unwritten_bytes=10_000)
@@ -136,7 +136,7 @@ def test_heartbeats_and_messages_mix_while_the_tls_socket_is_full(
     assert wire.count("out", "Connection.Close") == 0
 
 
-def test_heartbeats_get_their_turn_while_the_tls_socket_is_never_empty(
+def test_heartbeats_are_sent_while_the_tls_socket_always_has_input(
     make_producer: Callable[..., Producer], tls_broker: Broker, tls_proxy: Proxy, trusting: str, wire: Wire
 ) -> None:
     producer = make_producer(f"{tls_proxy.url(tls_broker)}?{trusting}&heartbeat=1")
@@ -150,7 +150,7 @@ def test_heartbeats_get_their_turn_while_the_tls_socket_is_never_empty(
 
 
 @pytest.mark.usefixtures("one_connection")
-def test_a_connection_cut_in_the_middle_settles_everything(
+def test_a_connection_cut_in_the_middle_settles_all_messages(
     make_producer: Callable[..., Producer], tls_broker: Broker, tls_proxy: Proxy, trusting: str
 ) -> None:
     producer = make_producer(f"{tls_proxy.url(tls_broker)}?{trusting}")
@@ -164,7 +164,7 @@ def test_a_connection_cut_in_the_middle_settles_everything(
     assert 0 < unknown < len(outcomes)
 
 
-def test_the_applications_context_stays_as_it_is(certificate: tuple[Path, Path]) -> None:
+def test_the_ssl_context_of_the_application_is_not_changed(certificate: tuple[Path, Path]) -> None:
     context = ssl.create_default_context(cafile=str(certificate[0]))
     before = (context.sslsocket_class, context.verify_mode, context.check_hostname, context.options)
     tapped = _TapContext(context, None)  # type: ignore[arg-type]  # it is not used for anything here

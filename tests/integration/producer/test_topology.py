@@ -58,7 +58,7 @@ def test_queues_exchanges_and_bindings_are_declared(make_producer: Callable[...,
     connection.close()
 
 
-def test_what_a_broker_has_lost_is_declared_again_before_anything_is_published(
+def test_a_topology_lost_by_the_broker_is_redeclared_before_any_message_is_published(
     make_producer: Callable[..., Producer], empty: Broker
 ) -> None:
     producer = make_producer(empty.url, declare="q", reconnect_delay=0.02)
@@ -70,7 +70,7 @@ def test_what_a_broker_has_lost_is_declared_again_before_anything_is_published(
     assert bodies(empty) == [b"2"]
 
 
-def test_what_exists_and_is_other_is_named_and_is_no_reason_to_try_again(
+def test_an_existing_object_that_differs_is_named_in_the_error_and_not_retried(
     make_producer: Callable[..., Producer], empty: Broker
 ) -> None:
     empty.declare_queue("q", durable=False)
@@ -78,7 +78,9 @@ def test_what_exists_and_is_other_is_named_and_is_no_reason_to_try_again(
         make_producer(empty.url, declare=Queue("q"))
 
 
-def test_of_a_queue_that_is_only_named_any_will_do(make_producer: Callable[..., Producer], empty: Broker) -> None:
+def test_a_queue_given_only_by_name_may_have_any_properties(
+    make_producer: Callable[..., Producer], empty: Broker
+) -> None:
     empty.declare_queue("q", arguments={"qpid.flow_stop_count": 5})
     topology = Topology(queues=["q", "other"], bindings=[Binding("amq.topic", "other", "k")])
     producer = make_producer(empty.url, declare=topology)
@@ -87,13 +89,15 @@ def test_of_a_queue_that_is_only_named_any_will_do(make_producer: Callable[..., 
     assert (empty.queue("q").depth, empty.queue("other").depth) == (1, 1)
 
 
-def test_a_binding_to_what_does_not_exist_is_named(make_producer: Callable[..., Producer], empty: Broker) -> None:
+def test_a_binding_to_a_missing_object_is_named_in_the_error(
+    make_producer: Callable[..., Producer], empty: Broker
+) -> None:
     topology = Topology(bindings=[Binding("missing", "q")])
     with pytest.raises(ConnectionFailed, match=r"binding of queue 'q' to exchange 'missing' cannot be declared: 404 "):
         make_producer(empty.url, declare=topology)
 
 
-def test_a_producer_whose_queue_was_replaced_by_another_ends_instead_of_trying_for_ever(
+def test_a_producer_whose_queue_was_replaced_by_a_different_one_ends_without_retrying(
     make_producer: Callable[..., Producer], empty: Broker
 ) -> None:
     producer = make_producer(empty.url, declare=Queue("q"), reconnect_delay=0.02)
@@ -126,7 +130,7 @@ def cut_while_declaring(monkeypatch: pytest.MonkeyPatch) -> Callable[[FaultProxy
 
 
 @pytest.mark.parametrize("lost", ["connection", "channel"])
-def test_a_connection_that_is_lost_while_it_declares_comes_back(
+def test_a_connection_lost_while_the_topology_is_redeclared_is_restored(
     make_producer: Callable[..., Producer],
     empty: Broker,
     cut_while_declaring: Callable[[FaultProxy], threading.Event],
@@ -147,7 +151,7 @@ def test_a_connection_that_is_lost_while_it_declares_comes_back(
         producer.close(timeout=PATIENCE)
 
 
-def test_a_connection_that_is_lost_while_it_first_declares_is_one_that_failed(
+def test_a_connection_lost_while_the_topology_is_first_declared_is_a_failed_attempt(
     make_producer: Callable[..., Producer],
     empty: Broker,
     cut_while_declaring: Callable[[FaultProxy], threading.Event],

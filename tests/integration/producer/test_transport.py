@@ -35,7 +35,7 @@ def stuck(proxy: Proxy, broker: Broker, make_producer: Callable[..., Producer]) 
     return producer
 
 
-def test_j8_a_socket_that_takes_no_more_holds_and_deadlines_are_kept(
+def test_j8_a_socket_that_accepts_nothing_is_a_hold_and_deadlines_are_kept(
     stuck: Producer, proxy: Proxy, broker: Broker
 ) -> None:
     flows = Flows()
@@ -73,7 +73,7 @@ def test_j8_unwritten_bytes_are_bounded(proxy: Proxy, broker: Broker, make_produ
     assert broker.queue("q").depth == count
 
 
-def test_j7_flow_while_the_socket_is_full_lets_the_begun_message_end_and_nothing_more(
+def test_j7_flow_while_the_socket_is_full_completes_the_begun_message_and_no_more(
     stuck: Producer, proxy: Proxy, broker: Broker, wire: Wire
 ) -> None:
     receipts = list(fill_transport(stuck, size=300_000))
@@ -104,7 +104,7 @@ def test_j7_flow_while_the_socket_is_full_lets_the_begun_message_end_and_nothing
     assert [int(body[:8]) for body in bodies(broker)] == list(range(len(receipts)))
 
 
-def test_a_broker_that_reads_nothing_and_blocks_is_left_at_once(stuck: Producer, broker: Broker) -> None:
+def test_a_broker_that_reads_nothing_and_blocks_is_disconnected_immediately(stuck: Producer, broker: Broker) -> None:
     list(fill_transport(stuck))
     broker.block("alarm")
     wait_held(stuck, "connection_blocked")
@@ -113,7 +113,7 @@ def test_a_broker_that_reads_nothing_and_blocks_is_left_at_once(stuck: Producer,
     assert watch.kept(0.2)
 
 
-def test_j8_closing_a_stuck_producer_says_what_was_lost(stuck: Producer, proxy: Proxy, broker: Broker) -> None:
+def test_j8_closing_a_stuck_producer_reports_lost_messages(stuck: Producer, proxy: Proxy, broker: Broker) -> None:
     receipts = list(fill_transport(stuck))
     with Stopwatch() as watch, pytest.raises(UndeliveredMessages) as caught:
         stuck.close(timeout=0.2)
@@ -136,7 +136,7 @@ def test_leaving_by_an_exception_does_not_wait_for_a_peer_that_does_not_read(stu
     assert caught.value.undelivered.unsent  # type: ignore[attr-defined]  # put there for whoever looks
 
 
-def test_leaving_by_an_exception_waits_for_a_peer_that_goes_on_reading(
+def test_leaving_by_an_exception_waits_for_a_peer_that_still_reads(
     stuck: Producer, proxy: Proxy, broker: Broker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # So long as a slow machine may take to confirm the first.
@@ -157,7 +157,7 @@ def test_leaving_by_an_exception_waits_for_a_peer_that_goes_on_reading(
 
 @pytest.mark.parametrize("confirms", [True, False])
 @pytest.mark.usefixtures("one_connection")
-def test_a_connection_cut_in_the_middle_of_a_frame_settles_by_what_was_written(
+def test_a_connection_cut_in_the_middle_of_a_frame_settles_messages_by_what_was_written(
     proxy: Proxy, broker: Broker, make_producer: Callable[..., Producer], confirms: bool
 ) -> None:
     producer = make_producer(proxy.url(broker), confirms=confirms)
@@ -186,7 +186,7 @@ def test_a_connection_cut_in_the_middle_of_a_frame_settles_by_what_was_written(
     [("threads", 5000), ("threads", 150_000), ("asyncio", 150_000), ("uvloop", 5000)],
     indirect=["skin"],
 )
-def test_heartbeats_and_messages_mix_at_frame_borders(
+def test_heartbeats_and_messages_are_interleaved_at_frame_boundaries(
     proxy: Proxy, broker: Broker, make_producer: Callable[..., Producer], wire: Wire, size: int
 ) -> None:
     """pika's own frames are due while the socket is full, and the broker understands every frame."""
@@ -212,7 +212,7 @@ def test_heartbeats_and_messages_mix_at_frame_borders(
     [("threads", 5000), ("threads", 150_000), ("asyncio", 150_000), ("uvloop", 5000)],
     indirect=["skin"],
 )
-def test_heartbeats_get_their_turn_while_the_socket_is_never_empty(
+def test_heartbeats_are_sent_while_the_socket_always_has_input(
     proxy: Proxy, broker: Broker, make_producer: Callable[..., Producer], wire: Wire, size: int
 ) -> None:
     """Every write of ours ends in the middle of a frame, and pika may write only at the end of one."""

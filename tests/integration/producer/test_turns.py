@@ -18,7 +18,7 @@ from tests.effort import rounds
 from .tools import PATIENCE, PATIENCE_WITH_JOBS, bodies, eventually, start, wait_held, wait_in_line
 
 
-def test_f4_the_order_of_admission_is_the_order_of_standing_in_line(producer: Producer, broker: Broker) -> None:
+def test_f4_messages_are_admitted_in_the_order_of_arrival(producer: Producer, broker: Broker) -> None:
     broker.flow(False)
     wait_held(producer, "channel_flow")
     jobs = []
@@ -36,7 +36,7 @@ def _waiting(producer: Producer) -> int:
     return producer._protocol.controller.waiting
 
 
-def test_f4_who_gives_up_leaves_the_order_of_the_others(producer: Producer, broker: Broker) -> None:
+def test_f4_withdrawing_a_message_does_not_change_the_order_of_the_others(producer: Producer, broker: Broker) -> None:
     broker.flow(False)
     wait_held(producer, "channel_flow")
     jobs = []
@@ -55,7 +55,7 @@ def test_f4_who_gives_up_leaves_the_order_of_the_others(producer: Producer, brok
     assert bodies(broker) == [b"%d" % number for number in range(30) if number % 3] + [b"newcomer"]
 
 
-def test_f4_who_is_interrupted_as_soon_as_it_stands_in_line_leaves_it(
+def test_f4_a_sender_interrupted_right_after_it_joined_the_waiting_line_leaves_it(
     producer: Producer, broker: Broker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupt(*_: object) -> None:
@@ -71,7 +71,7 @@ def test_f4_who_is_interrupted_as_soon_as_it_stands_in_line_leaves_it(
     assert bodies(broker) == [b"after"]
 
 
-def test_ctrl_c_where_the_i_o_thread_is_to_be_woken_leaves_it_awake(
+def test_ctrl_c_while_the_io_thread_is_woken_leaves_it_awake(
     producer: Producer, broker: Broker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wake = producer._services.wake
@@ -90,7 +90,7 @@ def test_ctrl_c_where_the_i_o_thread_is_to_be_woken_leaves_it_awake(
     producer.send(b"2").result(timeout=20)
 
 
-def test_f4_nobody_passes_a_large_message_that_waits_for_room(
+def test_f4_no_message_overtakes_a_large_one_that_waits_for_room(
     make_producer: Callable[..., Producer], broker: Broker
 ) -> None:
     producer = make_producer(capacity_bytes=100)
@@ -110,7 +110,7 @@ def test_f4_nobody_passes_a_large_message_that_waits_for_room(
     assert [len(body) for body in bodies(broker)] == [80, 50, 5]
 
 
-def test_f4_who_stood_behind_a_large_message_goes_when_it_gives_up(
+def test_f4_when_a_large_message_is_withdrawn_the_next_one_is_admitted(
     make_producer: Callable[..., Producer], broker: Broker
 ) -> None:
     # It goes at once, and not when the next notice of its waiting is due.
@@ -148,7 +148,7 @@ def test_f4_no_thread_starves(make_producer: Callable[..., Producer], broker: Br
         job.result()
 
 
-def test_f4_a_line_of_the_applications_own_is_asked(make_producer: Callable[..., Producer], broker: Broker) -> None:
+def test_f4_a_custom_waiting_line_decides_the_order(make_producer: Callable[..., Producer], broker: Broker) -> None:
     class LastComeFirstServed(WeightedLine):
         def __init__(self) -> None:
             super().__init__()
@@ -181,7 +181,7 @@ def test_f4_a_line_of_the_applications_own_is_asked(make_producer: Callable[...,
     assert bodies(broker) == [b"4", b"3", b"2", b"1", b"0"]
 
 
-def test_f4_a_weighted_line_shares_the_turns_among_the_threads_by_their_weights(
+def test_f4_a_weighted_line_serves_threads_in_proportion_to_their_weights(
     make_producer: Callable[..., Producer], broker: Broker
 ) -> None:
     producer = make_producer(capacity=1, line=WeightedLine({"orders": 3}))
@@ -203,7 +203,9 @@ def test_f4_a_weighted_line_shares_the_turns_among_the_threads_by_their_weights(
     assert producer.send_nowait(b"", source="mail").result(timeout=20)
 
 
-def test_f4_random_comings_and_goings_leak_no_place(make_producer: Callable[..., Producer], broker: Broker) -> None:
+def test_f4_random_arrivals_and_withdrawals_leak_no_place_in_the_line(
+    make_producer: Callable[..., Producer], broker: Broker
+) -> None:
     producer = make_producer(capacity=7)
     random_source = random.Random(5)
     seeds = [random_source.random() for _ in range(8)]

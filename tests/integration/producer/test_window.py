@@ -11,7 +11,7 @@ from tests.effort import rounds
 from .tools import bodies, eventually, holds, start, wait_in_line
 
 
-def test_c6_the_window_counts_what_is_unsettled(make_producer: Callable[..., Producer], broker: Broker) -> None:
+def test_c6_the_window_counts_unsettled_messages(make_producer: Callable[..., Producer], broker: Broker) -> None:
     producer = make_producer(capacity=3)
     assert (producer.capacity, producer.available, producer.unsettled, producer.in_flight) == (3, 3, 0, 0)
     broker.withhold_confirms()
@@ -31,7 +31,9 @@ def test_c6_the_window_counts_what_is_unsettled(make_producer: Callable[..., Pro
     assert producer.flow_state.seconds_flowed["capacity"] >= 0.1
 
 
-def test_c6_the_hold_ends_with_nobody_waiting(make_producer: Callable[..., Producer], broker: Broker) -> None:
+def test_c6_the_capacity_hold_ends_without_a_waiting_sender(
+    make_producer: Callable[..., Producer], broker: Broker
+) -> None:
     producer = make_producer(capacity=1)
     broker.withhold_confirms()
     producer.send(b"")
@@ -44,7 +46,7 @@ def test_c6_the_hold_ends_with_nobody_waiting(make_producer: Callable[..., Produ
     assert not producer.flow_state.flowed
 
 
-def test_c6_raising_the_capacity_admits_exactly_so_many_more(
+def test_c6_raising_the_capacity_admits_exactly_the_difference(
     make_producer: Callable[..., Producer], broker: Broker
 ) -> None:
     producer = make_producer(capacity=2)
@@ -117,7 +119,7 @@ def test_c6_capacity_changes_under_load_lose_nothing(make_producer: Callable[...
     assert not producer.flow_state.flowed
 
 
-def test_a_capacity_that_it_finds_itself_loses_nothing_and_ends_with_a_number(
+def test_an_adaptive_capacity_loses_nothing_and_ends_when_a_number_is_set(
     make_producer: Callable[..., Producer], broker: Broker
 ) -> None:
     producer = make_producer(capacity="auto", capacity_max=64)
@@ -137,15 +139,13 @@ def test_a_capacity_that_it_finds_itself_loses_nothing_and_ends_with_a_number(
 
 
 @pytest.mark.parametrize("capacity", [0, -1, 1.5, "7", "auto", None, True])
-def test_a_capacity_that_is_not_allowed_is_refused_and_changes_nothing(producer: Producer, capacity: object) -> None:
+def test_an_invalid_capacity_is_refused_and_changes_nothing(producer: Producer, capacity: object) -> None:
     with pytest.raises(SettingsError, match="capacity="):
         producer.capacity = capacity  # type: ignore[assignment]  # that is the point
     assert producer.capacity == 1000
 
 
-def test_capacity_bytes_is_the_most_body_bytes_that_are_unsettled(
-    make_producer: Callable[..., Producer], broker: Broker
-) -> None:
+def test_capacity_bytes_limits_the_unsettled_body_bytes(make_producer: Callable[..., Producer], broker: Broker) -> None:
     producer = make_producer(capacity_bytes=100)
     broker.withhold_confirms()
     producer.send(bytes(60))
@@ -187,7 +187,7 @@ def test_a_message_larger_than_capacity_bytes_is_admitted_alone(
     producer.flush(timeout=20)
 
 
-def test_both_limits_are_kept(make_producer: Callable[..., Producer], broker: Broker) -> None:
+def test_capacity_and_capacity_bytes_are_both_kept(make_producer: Callable[..., Producer], broker: Broker) -> None:
     producer = make_producer(capacity=3, capacity_bytes=100)
     broker.withhold_confirms()
     for _ in range(3):
@@ -203,7 +203,7 @@ def test_both_limits_are_kept(make_producer: Callable[..., Producer], broker: Br
     producer.send(bytes(1), timeout=0)
 
 
-def test_a_refused_message_takes_no_room_for_ever(make_producer: Callable[..., Producer], broker: Broker) -> None:
+def test_a_refused_message_frees_its_capacity(make_producer: Callable[..., Producer], broker: Broker) -> None:
     producer = make_producer(capacity=1)
     for _ in range(5):
         broker.withhold_confirms()

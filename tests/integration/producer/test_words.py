@@ -15,20 +15,22 @@ from qflow_client.broker import Broker
 from .tools import PATIENCE
 
 
-def test_a_missing_exchange_is_to_be_declared(producer: Producer) -> None:
+def test_the_error_for_a_missing_exchange_says_to_declare_it(producer: Producer) -> None:
     with pytest.raises(MessageRejected, match=r"404 .*'orders'.*; declare the exchange first"):
         producer.send(b"x", exchange="orders").result(PATIENCE)
 
 
 @pytest.mark.parametrize("take", [pickle.dumps, copy.copy])
-def test_a_producer_is_made_in_each_process(broker: Broker, take: Callable[[object], object]) -> None:
+def test_a_producer_cannot_be_pickled_or_copied_and_the_error_says_to_create_one_in_each_process(
+    broker: Broker, take: Callable[[object], object]
+) -> None:
     with Producer(broker.url, routing_key="q") as producer:
         for each in producer, AsyncProducer(broker.url, routing_key="q"):
             with pytest.raises(TypeError, match="has a connection, and cannot be pickled or copied; make one in each"):
                 take(each)
 
 
-def test_a_producer_for_threads_warns_where_an_event_loop_runs(broker: Broker) -> None:
+def test_a_threaded_producer_warns_if_an_event_loop_is_running(broker: Broker) -> None:
     async def run() -> None:
         with pytest.warns(RuntimeWarning, match="blocks the event loop of this thread; use AsyncProducer"):
             producer = Producer(broker.url, routing_key="q")
@@ -37,7 +39,7 @@ def test_a_producer_for_threads_warns_where_an_event_loop_runs(broker: Broker) -
     asyncio.run(run())
 
 
-def test_a_producer_for_asyncio_says_that_it_needs_asyncio(broker: Broker) -> None:
+def test_the_error_of_an_asyncio_producer_without_a_loop_says_that_it_needs_asyncio(broker: Broker) -> None:
     connecting = AsyncProducer(broker.url, routing_key="q").connect()
     with pytest.raises(QflowError, match="runs on asyncio's event loop, and none runs here"):
         connecting.send(None)

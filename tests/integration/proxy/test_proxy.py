@@ -88,7 +88,7 @@ def ends(sock: socket.socket) -> str:
     return "end"
 
 
-def test_bytes_pass_unchanged_in_both_directions_whatever_they_are(dial, proxy):
+def test_all_bytes_pass_unchanged_in_both_directions(dial, proxy):
     client, broker = dial()
     data = bytes(range(256)) * 4000
     for source, target in ((client, broker), (broker, client)):
@@ -102,7 +102,7 @@ def test_bytes_pass_unchanged_in_both_directions_whatever_they_are(dial, proxy):
     assert picture.name_at_broker == "{}:{}".format(*broker.getpeername())
 
 
-def test_the_end_passes_in_its_order_and_the_other_direction_goes_on(dial, proxy):
+def test_the_end_of_one_direction_is_passed_on_in_order_and_the_other_direction_continues(dial, proxy):
     client, broker = dial()
     client.sendall(b"last words")
     client.shutdown(socket.SHUT_WR)
@@ -115,7 +115,7 @@ def test_the_end_passes_in_its_order_and_the_other_direction_goes_on(dial, proxy
     proxy.wait_until(lambda proxy: not proxy.connections)
 
 
-def test_a_reset_passes(dial, proxy):
+def test_a_reset_is_passed_on(dial, proxy):
     client, broker = dial()
     client.sendall(b"x")
     read(broker, 1)
@@ -148,7 +148,7 @@ def test_a_reset_ends_both_sides(dial, proxy):
     assert (ends(client), ends(broker)) == ("reset", "reset")
 
 
-def test_a_fault_can_be_for_one_connection_alone(dial, proxy):
+def test_a_fault_can_apply_to_one_connection_only(dial, proxy):
     first, second = dial(), dial()
     proxy.cut(connection=1)
     assert ends(first[0]) == "end"
@@ -158,7 +158,7 @@ def test_a_fault_can_be_for_one_connection_alone(dial, proxy):
         proxy.cut(connection=1)
 
 
-def test_what_is_stalled_goes_on_when_healed_and_the_sender_feels_it(dial, proxy):
+def test_stalled_bytes_continue_when_the_stall_ends_and_the_sender_notices_the_stall(dial, proxy):
     client, broker = dial()
     proxy.stall("to_broker")
     client.setblocking(False)
@@ -180,7 +180,7 @@ def test_what_is_stalled_goes_on_when_healed_and_the_sender_feels_it(dial, proxy
     assert read(broker, sent) == bytes(sent)
 
 
-def test_a_stall_is_for_connections_that_come_too(dial, proxy):
+def test_a_stall_also_applies_to_later_connections(dial, proxy):
     proxy.stall("to_client")
     client, broker = dial()
     broker.sendall(b"x")
@@ -191,7 +191,7 @@ def test_a_stall_is_for_connections_that_come_too(dial, proxy):
     assert read(client, 1) == b"x"
 
 
-def test_a_black_hole_takes_everything_and_tells_neither_side(dial, proxy):
+def test_a_black_hole_swallows_all_bytes_without_notice_to_either_side(dial, proxy):
     client, broker = dial()
     proxy.black_hole()
     client.sendall(bytes(1 << 20))
@@ -207,7 +207,7 @@ def test_a_black_hole_takes_everything_and_tells_neither_side(dial, proxy):
     assert ends(broker) in ("end", "reset")
 
 
-def test_who_comes_into_a_black_hole_is_accepted_and_never_answered_even_without_a_broker(listener, proxy):
+def test_a_connection_into_a_black_hole_is_accepted_and_never_answered_even_without_a_broker(listener, proxy):
     listener.close()
     proxy.black_hole()
     with socket.create_connection(("127.0.0.1", proxy.port), timeout=0.2) as client:
@@ -219,7 +219,7 @@ def test_who_comes_into_a_black_hole_is_accepted_and_never_answered_even_without
         assert picture.name_at_broker == ""
 
 
-def test_a_black_hole_takes_what_was_on_its_way_too(dial, proxy):
+def test_a_black_hole_also_swallows_bytes_in_flight(dial, proxy):
     client, broker = dial()
     proxy.delay(60.0)
     client.sendall(b"on its way")
@@ -231,7 +231,7 @@ def test_a_black_hole_takes_what_was_on_its_way_too(dial, proxy):
     assert has_nothing(client)
 
 
-def test_what_a_healed_black_hole_did_not_get_passes(dial, proxy):
+def test_bytes_sent_after_a_black_hole_ends_are_passed_on(dial, proxy):
     client, broker = dial()
     proxy.black_hole()
     proxy.heal()
@@ -239,7 +239,7 @@ def test_what_a_healed_black_hole_did_not_get_passes(dial, proxy):
     assert read(broker, 1) == b"x"
 
 
-def test_everything_arrives_later_and_in_order(dial, proxy):
+def test_delayed_bytes_arrive_later_and_in_order(dial, proxy):
     client, broker = dial()
     proxy.delay(0.05, jitter=0.05)
     began = time.monotonic()
@@ -253,7 +253,7 @@ def test_everything_arrives_later_and_in_order(dial, proxy):
     assert time.monotonic() - began >= 0.05
 
 
-def test_a_long_way_is_not_narrow(dial, proxy):
+def test_a_long_delay_does_not_limit_the_bandwidth(dial, proxy):
     client, broker = dial()
     proxy.delay(0.2)
     data = bytes(8 << 20)
@@ -264,7 +264,7 @@ def test_a_long_way_is_not_narrow(dial, proxy):
     assert time.monotonic() - began < 10
 
 
-def test_the_bandwidth_is_limited_on_the_average(dial, proxy):
+def test_the_average_bandwidth_is_limited(dial, proxy):
     client, broker = dial()
     proxy.limit(100_000, direction="to_broker")
     began = time.monotonic()
@@ -293,7 +293,7 @@ def sizes(monkeypatch) -> list[int]:
     return sizes
 
 
-def test_one_byte_at_a_time(dial, proxy, sizes):
+def test_bytes_can_be_passed_on_one_at_a_time(dial, proxy, sizes):
     client, broker = dial()
     proxy.split(1, pause=0.02, direction="to_client")
     began = time.monotonic()
@@ -303,7 +303,7 @@ def test_one_byte_at_a_time(dial, proxy, sizes):
     assert time.monotonic() - began >= 0.07
 
 
-def test_splits_are_drawn_from_the_seed(listener, sizes: list[int]):
+def test_split_positions_are_determined_by_the_seed(listener, sizes: list[int]):
     def pieces(seed: int) -> list[int]:
         sizes.clear()
         with FaultProxy(f"127.0.0.1:{listener.getsockname()[1]}", seed=seed) as proxy:
@@ -321,7 +321,7 @@ def test_splits_are_drawn_from_the_seed(listener, sizes: list[int]):
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 64])
-def test_what_is_split_and_merged_arrives_as_it_was(dial, proxy, size):
+def test_split_and_merged_bytes_arrive_unchanged(dial, proxy, size):
     client, broker = dial()
     data = b"".join(frame(bytes(number)) for number in range(40))
     proxy.split(size, size + 3, direction="to_broker")
@@ -333,7 +333,7 @@ def test_what_is_split_and_merged_arrives_as_it_was(dial, proxy, size):
     assert read(client, len(data)) == data
 
 
-def test_what_is_merged_leaves_in_writes_of_one_size_or_when_its_time_is_up(dial, proxy):
+def test_merged_bytes_are_written_in_chunks_of_one_size_or_after_a_timeout(dial, proxy):
     client, broker = dial()
     proxy.merge(10, wait=2.0)
     for number in range(9):
@@ -347,7 +347,7 @@ def test_what_is_merged_leaves_in_writes_of_one_size_or_when_its_time_is_up(dial
 
 
 @pytest.mark.parametrize("known", [0, 1, 6, 7, 8, 100, 107])
-def test_a_frame_is_injected_at_the_next_border(dial, proxy, known):
+def test_a_frame_is_injected_at_the_next_frame_boundary(dial, proxy, known):
     client, broker = dial()
     one, two = frame(bytes(100)), frame(b"two")
     broker.sendall(one + one[:known])
@@ -359,7 +359,7 @@ def test_a_frame_is_injected_at_the_next_border(dial, proxy, known):
     )
 
 
-def test_a_frame_is_injected_behind_protocol_headers_and_in_the_client_s_name(dial, proxy):
+def test_a_frame_can_be_injected_after_the_protocol_header_and_from_the_client(dial, proxy):
     client, broker = dial()
     client.sendall(b"AMQP\0\0")
     proxy.wait_until(lambda proxy: proxy.connections[0].bytes_to_broker == 6)
@@ -368,7 +368,7 @@ def test_a_frame_is_injected_behind_protocol_headers_and_in_the_client_s_name(di
     assert read(broker, 8 + 8 + 13) == b"AMQP\0\0\x09\x01" + b"injected" + frame(b"first")
 
 
-def test_nothing_is_injected_where_no_frames_are_seen(dial, proxy):
+def test_no_frame_is_injected_into_a_stream_without_frames(dial, proxy):
     client, broker = dial()
     client.sendall(b"\x16\x03\x01\0\0\0\0\0")
     read(broker, 8)
@@ -379,7 +379,7 @@ def test_nothing_is_injected_where_no_frames_are_seen(dial, proxy):
 
 
 @pytest.mark.parametrize("piece", [1, 3, 9, 10, 12, 1000])
-def test_the_answer_to_an_injected_frame_is_taken_out_once(dial, proxy, piece):
+def test_the_answer_to_an_injected_frame_is_removed_once(dial, proxy, piece):
     client, broker = dial()
     flow_ok = pamqp.frame.marshal(pamqp.commands.Channel.FlowOk(False), 1)
     elsewhere = pamqp.frame.marshal(pamqp.commands.Channel.FlowOk(False), 2)
@@ -397,7 +397,7 @@ def test_the_answer_to_an_injected_frame_is_taken_out_once(dial, proxy, piece):
 
 
 @pytest.mark.parametrize("frames", [1, 2, 3])
-def test_connections_end_after_so_many_frames(dial, proxy, frames):
+def test_connections_end_after_a_set_number_of_frames(dial, proxy, frames):
     client, broker = dial()
     proxy.cut_after(frames=frames)
     broker.sendall(b"".join(frame(b"%d" % number) for number in range(5)))
@@ -405,7 +405,7 @@ def test_connections_end_after_so_many_frames(dial, proxy, frames):
     assert ends(broker) in ("end", "reset")
 
 
-def test_each_connection_that_comes_ends_after_so_many_frames(dial, proxy):
+def test_each_new_connection_ends_after_a_set_number_of_frames(dial, proxy):
     proxy.cut_after(frames=1)
     for _ in range(3):
         client, broker = dial()
@@ -418,7 +418,7 @@ def test_each_connection_that_comes_ends_after_so_many_frames(dial, proxy):
 
 
 @pytest.mark.parametrize("size", range(1, 25))
-def test_connections_end_at_every_byte(dial, proxy, size):
+def test_connections_can_end_after_any_byte(dial, proxy, size):
     client, broker = dial()
     proxy.cut_after(size=size, direction="to_broker")
     data = frame(b"first") + frame(b"second")
@@ -427,7 +427,7 @@ def test_connections_end_at_every_byte(dial, proxy, size):
     assert ends(client) in ("end", "reset")
 
 
-def test_connections_are_refused_until_healed_and_those_that_there_are_stay(dial, proxy):
+def test_new_connections_are_refused_until_healed_and_existing_ones_stay(dial, proxy):
     client, broker = dial()
     proxy.refuse()
     with pytest.raises(ConnectionRefusedError):
@@ -439,7 +439,7 @@ def test_connections_are_refused_until_healed_and_those_that_there_are_stay(dial
     assert proxy.accepted == 2
 
 
-def test_steps_of_a_schedule_are_taken_in_order_and_in_time(dial, proxy):
+def test_the_steps_of_a_schedule_run_in_order_and_on_time(dial, proxy):
     dial()
     seen = []
     began = time.monotonic()
@@ -456,7 +456,7 @@ def test_steps_of_a_schedule_are_taken_in_order_and_in_time(dial, proxy):
     assert seen[1] >= 0.1
 
 
-def test_a_schedule_may_have_no_end_and_is_cancelled(proxy):
+def test_a_schedule_may_be_endless_and_can_be_cancelled(proxy):
     taken = threading.Semaphore(0)
 
     def steps():
@@ -473,7 +473,7 @@ def test_a_schedule_may_have_no_end_and_is_cancelled(proxy):
     assert schedule.done
 
 
-def test_a_step_that_fails_ends_its_schedule_and_is_told(proxy, caplog):
+def test_a_step_that_fails_ends_its_schedule_and_is_reported(proxy, caplog):
     schedule = proxy.schedule([(0.0, lambda proxy: proxy.cut(connection=5)), (0.0, FaultProxy.refuse)])
     with pytest.raises(LookupError, match="there is no connection 5; there are: none"):
         schedule.wait(PATIENCE)
@@ -481,7 +481,7 @@ def test_a_step_that_fails_ends_its_schedule_and_is_told(proxy, caplog):
     socket.create_connection(("127.0.0.1", proxy.port), timeout=PATIENCE).close()
 
 
-def test_steps_that_cannot_be_had_are_told(proxy):
+def test_invalid_steps_are_reported(proxy):
     def steps():
         yield 0.0, lambda _: None
         raise LookupError("no more steps")
@@ -490,7 +490,7 @@ def test_steps_that_cannot_be_had_are_told(proxy):
         proxy.schedule(steps()).wait(PATIENCE)
 
 
-def test_leaving_ends_what_there_is(listener):
+def test_leaving_the_proxy_ends_its_connections(listener):
     with FaultProxy(f"127.0.0.1:{listener.getsockname()[1]}") as proxy:
         proxy.stall()
         client = socket.create_connection(("127.0.0.1", proxy.port), timeout=PATIENCE)
@@ -512,7 +512,7 @@ def test_leaving_ends_what_there_is(listener):
     assert not [thread for thread in threading.enumerate() if thread.name == "qflow-proxy"]
 
 
-def test_a_port_that_is_taken_is_an_error(listener):
+def test_a_port_in_use_is_an_error(listener):
     taken = listener.getsockname()[1]
     with pytest.raises(OSError) as caught, FaultProxy("127.0.0.1:1", port=taken):
         pass
@@ -527,7 +527,7 @@ def test_a_port_that_is_taken_is_an_error(listener):
         ("amqps://[::1]/%2F", ("::1", 5671), "amqps://127.0.0.1:{port}/%2F"),
     ],
 )
-def test_the_url_is_the_broker_s_by_way_of_the_proxy(broker, target, url):
+def test_the_url_is_that_of_the_broker_with_the_address_of_the_proxy(broker, target, url):
     proxy = FaultProxy(broker)
     assert proxy.target == target
     with pytest.raises(RuntimeError, match="does not run yet"):
@@ -537,7 +537,7 @@ def test_the_url_is_the_broker_s_by_way_of_the_proxy(broker, target, url):
 
 
 @pytest.mark.parametrize("broker", ["", "localhost", "http://example.org"])
-def test_what_is_no_broker_is_refused(broker):
+def test_an_argument_that_is_not_a_broker_is_refused(broker):
     with pytest.raises(ValueError, match=r"AMQP URL or host:port"):
         FaultProxy(broker)
 
@@ -555,12 +555,12 @@ def test_what_is_no_broker_is_refused(broker):
         (lambda proxy: proxy.cut_after(frames=-1), "frames must be at least 0"),
     ],
 )
-def test_what_cannot_be_is_refused(proxy, call, words):
+def test_invalid_faults_are_refused(proxy, call, words):
     with pytest.raises(ValueError, match=words):
         call(proxy)
 
 
-def test_waiting_in_vain_says_what_there_is(dial, proxy):
+def test_a_wait_that_times_out_reports_the_connections(dial, proxy):
     dial()
     with pytest.raises(TimeoutError, match=r"not reached within 0 s; the proxy has \(ProxiedConnection\(number=1"):
         proxy.wait_until(lambda proxy: False, timeout=0)

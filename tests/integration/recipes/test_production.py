@@ -51,7 +51,7 @@ def arrived(broker: Broker) -> list[str | None]:
     ],
     ids=lambda program: program[1].partition(":")[0],
 )
-def test_E12_a_service_starts_without_its_broker_refuses_in_time_and_leaves_without_a_loss(
+def test_E12_a_service_starts_without_its_broker_refuses_in_time_and_ends_without_losses(
     folder: Path, program: tuple[str, ...]
 ) -> None:
     amqp, http = free_port(), free_port()
@@ -80,7 +80,7 @@ def test_E12_a_service_starts_without_its_broker_refuses_in_time_and_leaves_with
             assert set(service.accepted) <= set(map(str, arrived(broker)))
 
 
-def test_E12_with_an_outbox_a_service_takes_orders_under_an_alarm_and_loses_none_when_it_ends(folder: Path) -> None:
+def test_E12_with_an_outbox_a_service_accepts_orders_during_an_alarm_and_loses_none_when_it_ends(folder: Path) -> None:
     amqp, http = free_port(), free_port()
     service, outbox = Service(http), folder / "orders.outbox"
     shop = folder / "shop.py"
@@ -106,7 +106,7 @@ def test_E12_with_an_outbox_a_service_takes_orders_under_an_alarm_and_loses_none
 
 
 @pytest.mark.parametrize("start", ["fork", "spawn"])
-def test_each_process_of_a_pool_makes_its_producer(folder: Path, start: str) -> None:
+def test_each_process_of_a_pool_creates_its_own_producer(folder: Path, start: str) -> None:
     with Broker() as broker, running(folder, broker.port, "pool.py", start) as process:
         output, _ = process.communicate(timeout=PATIENCE)
         assert (process.returncode, output) == (0, "{'confirmed'}\n")
@@ -114,7 +114,7 @@ def test_each_process_of_a_pool_makes_its_producer(folder: Path, start: str) -> 
         assert broker.queue("orders").depth == 100
 
 
-def test_E12_a_worker_that_is_told_to_end_delivers_what_it_has_admitted(folder: Path) -> None:
+def test_E12_a_worker_that_is_terminated_delivers_its_admitted_messages(folder: Path) -> None:
     with Broker() as broker, running(folder, broker.port, "worker.py") as process:
         eventually(lambda: "orders" in [queue.name for queue in broker.queues()] and broker.queue("orders").depth > 100)
         process.send_signal(signal.SIGTERM)
@@ -138,7 +138,7 @@ with Producer(os.environ["AMQP_URL"]) as producer:
 """
 
 
-def test_the_table_of_errors_has_their_words(tmp_path: Path) -> None:
+def test_the_table_of_errors_quotes_them_correctly(tmp_path: Path) -> None:
     told: list[str] = []
 
     def note(expected: type[Exception], call: object) -> None:

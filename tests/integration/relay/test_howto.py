@@ -143,7 +143,7 @@ def database(postgresql: PostgresqlServer) -> Iterator[URL]:
     engine.dispose()
 
 
-def test_E14_the_application_with_fastapi_runs(database: URL, broker: Broker, tmp_path: Path) -> None:
+def test_E14_the_example_application_with_fastapi_runs(database: URL, broker: Broker, tmp_path: Path) -> None:
     if importlib.util.find_spec("fastapi") is None and not os.environ.get("QFLOW_REQUIRE_POSTGRES"):
         pytest.skip("FastAPI is not installed")
     write("outbox-fastapi.md", tmp_path)
@@ -161,7 +161,7 @@ def test_E14_the_application_with_fastapi_runs(database: URL, broker: Broker, tm
     engine.dispose()
 
 
-def test_E14_the_application_with_django_runs(database: URL, broker: Broker, tmp_path: Path) -> None:
+def test_E14_the_example_application_with_django_runs(database: URL, broker: Broker, tmp_path: Path) -> None:
     write("outbox-django.md", tmp_path)
     where = {"PGHOST": "127.0.0.1", "PGPORT": str(database.port), "PGDATABASE": "shop", "PGUSER": "postgres"}
     where |= {"AMQP_URL": broker.url, "DJANGO_SETTINGS_MODULE": "shop.settings"}

@@ -48,7 +48,7 @@ def test_E14_a_message_is_new_once_unless_its_transaction_is_rolled_back(engine:
             inbox.first_time(session, "")
 
 
-def test_E14_old_messages_are_forgotten(engine: Engine, inbox: Inbox) -> None:
+def test_E14_old_message_ids_are_forgotten(engine: Engine, inbox: Inbox) -> None:
     with engine.begin() as connection:
         assert inbox.first_time(connection, "1")
         assert inbox.forget(connection, older_than=3600) == 0
@@ -57,7 +57,7 @@ def test_E14_old_messages_are_forgotten(engine: Engine, inbox: Inbox) -> None:
 
 
 @pytest.mark.parametrize("commits", [True, False], ids=["commit", "rollback"])
-def test_E14_a_copy_waits_for_the_one_that_is_being_handled(postgresql: PostgresqlServer, commits: bool) -> None:
+def test_E14_a_copy_waits_while_the_first_is_being_handled(postgresql: PostgresqlServer, commits: bool) -> None:
     engine = create_engine(postgresql.url)
     inbox = Inbox(name="waiting")
     inbox.metadata.create_all(engine)
@@ -83,7 +83,7 @@ def test_E14_a_copy_waits_for_the_one_that_is_being_handled(postgresql: Postgres
     engine.dispose()
 
 
-def test_E14_asynchronous_sessions_ask_the_same(postgresql: PostgresqlServer) -> None:
+def test_E14_asynchronous_sessions_recognise_copies_too(postgresql: PostgresqlServer) -> None:
     async def main() -> list[bool]:
         engine = create_async_engine(postgresql.url.replace("+psycopg", "+asyncpg"))
         inbox = Inbox(name="of_coroutines")

@@ -52,7 +52,7 @@ def session_of(engine: Engine, outbox: Outbox) -> Session:
     return session
 
 
-def test_E14_what_is_committed_is_published_and_what_is_rolled_back_is_not(
+def test_E14_committed_messages_are_published_and_rolled_back_ones_are_not(
     engine: Engine, outbox: Outbox, broker: Broker
 ) -> None:
     message = Message(b"1", headers={"k": 1}, content_type="text/plain")
@@ -70,7 +70,7 @@ def test_E14_what_is_committed_is_published_and_what_is_rolled_back_is_not(
     assert found.properties.message_id == message_id
 
 
-def test_E8_a_relay_logs_in_with_credentials_that_change(engine: Engine, outbox: Outbox) -> None:
+def test_E8_a_relay_logs_in_with_renewable_credentials(engine: Engine, outbox: Outbox) -> None:
     passwords = iter(["old", "new"])
 
     def log_in() -> Credentials:
@@ -102,7 +102,7 @@ def test_E14_the_order_of_each_key_is_kept(engine: Engine, outbox: Outbox, broke
     assert not any(marks(broker))
 
 
-def test_E14_what_may_have_been_sent_before_is_marked_and_what_comes_later_is_not(
+def test_E14_rows_that_may_have_been_sent_before_are_marked_and_later_ones_are_not(
     engine: Engine, outbox: Outbox, broker: Broker
 ) -> None:
     add(engine, outbox, *"12345", key="k")
@@ -117,7 +117,7 @@ def test_E14_what_may_have_been_sent_before_is_marked_and_what_comes_later_is_no
     assert permitted(engine, outbox) == 0
 
 
-def test_E14_a_message_that_no_queue_takes_is_set_aside_with_the_reply_and_can_be_sent_back(
+def test_E14_an_unroutable_message_is_set_aside_with_the_reply_and_can_be_retried(
     engine: Engine, outbox: Outbox, broker: Broker
 ) -> None:
     add(engine, outbox, b"poison", key="k", to="nowhere")
@@ -140,7 +140,9 @@ def test_E14_a_message_that_no_queue_takes_is_set_aside_with_the_reply_and_can_b
     assert (status.depth, status.failed, status.relayed) == (0, 0, 2)
 
 
-def test_E10_a_damaged_row_is_set_aside_and_withholds_no_other(engine: Engine, outbox: Outbox, broker: Broker) -> None:
+def test_E10_a_damaged_row_is_set_aside_and_does_not_block_the_others(
+    engine: Engine, outbox: Outbox, broker: Broker
+) -> None:
     damaged = {"partition": 0, "exchange": "", "routing_key": "q", "properties": b"nonsense", "body": b"damaged"}
     header = content_header(Message(b""))
     with engine.begin() as connection:
@@ -159,7 +161,7 @@ def test_E10_a_damaged_row_is_set_aside_and_withholds_no_other(engine: Engine, o
         assert outbox.failed(connection) == []
 
 
-def test_E14_a_row_whose_number_was_set_aside_before_is_set_aside_as_well(
+def test_E14_a_row_whose_number_was_set_aside_before_is_set_aside_too(
     engine: Engine, outbox: Outbox, broker: Broker
 ) -> None:
     # As after TRUNCATE … RESTART IDENTITY.
@@ -174,7 +176,7 @@ def test_E14_a_row_whose_number_was_set_aside_before_is_set_aside_as_well(
         assert [row.id for row in outbox.failed(connection)] == [1, 2]
 
 
-def test_C4_a_page_of_rows_ends_with_so_many_bytes(
+def test_C4_a_page_of_rows_ends_at_its_maximum_size(
     engine: Engine, outbox: Outbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(of_postgresql, "PAGE_BYTES", 1000)
@@ -193,7 +195,9 @@ def test_C4_a_page_of_rows_ends_with_so_many_bytes(
     session.close()
 
 
-def test_E14_rows_are_permitted_when_they_are_read_and_deleted_when_others_are(engine: Engine, outbox: Outbox) -> None:
+def test_E14_rows_are_permitted_when_they_are_read_and_settled_rows_deleted_at_the_next_read(
+    engine: Engine, outbox: Outbox
+) -> None:
     add(engine, outbox, b"1", b"2", b"3", key="k")
     session = session_of(engine, outbox)
 
@@ -217,7 +221,7 @@ def test_E14_rows_are_permitted_when_they_are_read_and_deleted_when_others_are(e
     session.close()
 
 
-def test_E12_a_relay_says_whether_it_is_ready_and_why_not(
+def test_E12_a_relay_reports_whether_it_is_ready_and_why_not(
     engine: Engine, outbox: Outbox, broker: Broker, tmp_path: Path
 ) -> None:
     relay = OutboxRelay(engine, broker.url, outbox=outbox, **FAST)
@@ -234,7 +238,7 @@ def test_E12_a_relay_says_whether_it_is_ready_and_why_not(
         assert relay.health().state == "disconnected"
 
 
-def test_E14_status_tells_what_holds_a_relay(engine: Engine, outbox: Outbox, broker: Broker) -> None:
+def test_E14_status_shows_the_holds_of_a_relay(engine: Engine, outbox: Outbox, broker: Broker) -> None:
     def now() -> tuple[int | None, tuple[str, ...]]:
         with engine.begin() as connection:
             status = outbox.status(connection)
@@ -264,7 +268,7 @@ def test_E14_a_flowed_relay_reads_no_more_than_its_window(engine: Engine, outbox
     assert bodies(broker) == [b"%d" % number for number in range(2000)]
 
 
-def test_E14_a_relay_waits_for_a_broker_and_begins_again_with_another(
+def test_E14_a_relay_waits_for_a_broker_and_restarts_with_the_next_one(
     engine: Engine, outbox: Outbox, unused_port: int
 ) -> None:
     url = f"amqp://guest:guest@127.0.0.1:{unused_port}"
@@ -289,7 +293,7 @@ def unused_port() -> int:
     return port
 
 
-def test_E14_a_relay_that_cannot_reach_the_database_begins_again(broker: Broker, tmp_path: Path) -> None:
+def test_E14_a_relay_that_cannot_reach_the_database_retries(broker: Broker, tmp_path: Path) -> None:
     engine = create_engine(f"sqlite:///{tmp_path}/later.db")
     outbox = Outbox()
     with OutboxRelay(engine, broker.url, outbox=outbox, **FAST) as relay:
@@ -301,7 +305,7 @@ def test_E14_a_relay_that_cannot_reach_the_database_begins_again(broker: Broker,
     engine.dispose()
 
 
-def test_E14_on_sqlite_one_relay_works_and_the_next_takes_over(tmp_path: Path, broker: Broker) -> None:
+def test_E14_on_sqlite_one_relay_is_active_and_the_next_takes_over(tmp_path: Path, broker: Broker) -> None:
     engine = create_engine(f"sqlite:///{tmp_path}/application.db")
     outbox = Outbox()
     outbox.metadata.create_all(engine)
@@ -338,7 +342,7 @@ with OutboxRelay(sys.argv[1], sys.argv[2]) as relay:
 """
 
 
-def test_E14_a_child_process_does_not_keep_the_lock_of_a_relay_that_was_killed(tmp_path: Path, broker: Broker) -> None:
+def test_E14_a_child_process_does_not_keep_the_lock_of_a_killed_relay(tmp_path: Path, broker: Broker) -> None:
     engine = create_engine(f"sqlite:///{tmp_path}/application.db")
     outbox = Outbox()
     outbox.metadata.create_all(engine)
@@ -372,7 +376,9 @@ async def add_in_loop(url: str, outbox: Outbox) -> None:
 
 
 @pytest.mark.parametrize("driver", ["asyncpg", "psycopg"])
-def test_E14_asynchronous_sessions_add_messages(postgresql: PostgresqlServer, broker: Broker, driver: str) -> None:
+def test_E14_messages_can_be_added_in_asynchronous_sessions(
+    postgresql: PostgresqlServer, broker: Broker, driver: str
+) -> None:
     engine = create_engine(postgresql.url)
     outbox = Outbox(name=f"of_{driver}")
     outbox.metadata.create_all(engine)
@@ -394,12 +400,12 @@ def test_E14_asynchronous_sessions_add_messages(postgresql: PostgresqlServer, br
     ],
     ids=["mysql", "no url", "lease", "poll", "confirms", "setting"],
 )
-def test_E14_what_a_relay_cannot_do_is_refused(values: dict[str, Any], word: str) -> None:
+def test_E14_unsupported_arguments_of_a_relay_are_refused(values: dict[str, Any], word: str) -> None:
     with pytest.raises(SettingsError, match=word):
         OutboxRelay(**{"database": "sqlite://", **values})
 
 
-def test_E14_a_relay_needs_a_database_that_is_a_file(broker: Broker) -> None:
+def test_E14_a_relay_refuses_an_in_memory_database(broker: Broker) -> None:
     with OutboxRelay("sqlite://", broker.url) as relay:
         eventually(lambda: isinstance(relay.error, RelayError))
     assert "memory" in str(relay.error)
@@ -414,14 +420,14 @@ def test_E14_a_relay_needs_a_database_that_is_a_file(broker: Broker) -> None:
         "postgresql://root:half@s3cr3t@localhost/x",
     ],
 )
-def test_E8_no_password_of_the_database_is_in_an_error(url: str) -> None:
+def test_E8_no_error_contains_the_password_of_the_database(url: str) -> None:
     with pytest.raises(SettingsError) as caught:
         OutboxRelay(url)
     assert "s3cr3t" not in str(caught.value)
     assert caught.value.__context__ is None
 
 
-def test_E8_no_password_and_no_body_is_in_the_log_of_a_database_that_fails(
+def test_E8_the_log_of_a_failing_database_contains_no_password_and_no_body(
     broker: Broker, caplog: pytest.LogCaptureFixture, postgresql: PostgresqlServer
 ) -> None:
     url = make_url(postgresql.url).set(password="s3cr3t")

@@ -29,7 +29,7 @@ async def until(condition: Callable[[], object]) -> None:
     await asyncio.to_thread(eventually, condition)
 
 
-def test_E14_a_relay_runs_in_a_block_of_a_coroutine(engine: Engine, outbox: Outbox, broker: Broker) -> None:
+def test_E14_a_relay_runs_inside_an_async_with_block(engine: Engine, outbox: Outbox, broker: Broker) -> None:
     async def main() -> None:
         async with OutboxRelay(engine, broker.url, outbox=outbox, **FAST):
             await asyncio.to_thread(add, engine, outbox, b"1")
@@ -39,9 +39,7 @@ def test_E14_a_relay_runs_in_a_block_of_a_coroutine(engine: Engine, outbox: Outb
     assert permitted(engine, outbox) == 0
 
 
-def test_E14_a_relay_is_a_task_that_leaves_nothing_in_doubt_when_it_is_cancelled(
-    engine: Engine, outbox: Outbox, broker: Broker
-) -> None:
+def test_E14_a_cancelled_relay_task_leaves_no_row_undecided(engine: Engine, outbox: Outbox, broker: Broker) -> None:
     relay = OutboxRelay(engine, broker.url, outbox=outbox, **FAST)
 
     async def main() -> None:
@@ -101,7 +99,7 @@ def test_E14_the_loop_runs_while_a_relay_waits_for_its_last_confirm(
     assert (permitted(engine, outbox), depth(engine, outbox)) == (0, 0)
 
 
-def test_E4_a_task_that_is_cancelled_twice_waits_no_longer_and_its_relay_ends_by_itself(
+def test_E4_a_task_that_is_cancelled_twice_stops_waiting_and_its_relay_ends_by_itself(
     engine: Engine, outbox: Outbox, broker: Broker
 ) -> None:
     with FaultProxy(broker.url) as proxy:
@@ -126,6 +124,6 @@ def test_E4_a_task_that_is_cancelled_twice_waits_no_longer_and_its_relay_ends_by
     assert depth(engine, outbox) == 0
 
 
-def test_E14_a_relay_says_that_it_does_not_take_an_asynchronous_engine(broker: Broker) -> None:
+def test_E14_a_relay_refuses_an_asynchronous_engine_with_a_clear_error(broker: Broker) -> None:
     with pytest.raises(SettingsError, match=r"give engine\.url"):
         OutboxRelay(create_async_engine("postgresql+asyncpg://nowhere/shop"), broker.url)  # type: ignore[arg-type]

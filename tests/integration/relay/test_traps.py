@@ -91,7 +91,7 @@ def test_E14_a_row_of_a_slower_transaction_is_not_lost(
     assert read(session) == []
 
 
-def test_E14_a_row_that_was_added_after_the_commit_of_another_is_not_read_before_it(
+def test_E14_a_row_added_after_a_slow_commit_is_not_read_before_the_committed_row(
     engine: Engine, outbox: Outbox, session: PostgresqlSession
 ) -> None:
     with engine.connect() as slow, slow.begin() as transaction:
@@ -106,7 +106,7 @@ def test_E14_a_row_that_was_added_after_the_commit_of_another_is_not_read_before
     assert read(session) == [b"slow", b"after"]
 
 
-def test_E14_every_row_is_read_once_whatever_the_order_of_the_commits(
+def test_E14_every_row_is_read_once_for_every_order_of_the_commits(
     engine: Engine, outbox: Outbox, session: PostgresqlSession
 ) -> None:
     with ExitStack() as stack:
@@ -131,7 +131,7 @@ def test_E14_every_row_is_read_once_whatever_the_order_of_the_commits(
     assert sorted(found, key=int) == [b"%d" % number for number in range(20)]
 
 
-def test_E14_one_long_transaction_does_not_stop_the_rest(engine: Engine, outbox: Outbox, broker: Broker) -> None:
+def test_E14_one_long_transaction_does_not_delay_other_rows(engine: Engine, outbox: Outbox, broker: Broker) -> None:
     with engine.connect() as long, long.begin() as transaction:
         outbox.add(long, b"long", routing_key="q")
         with OutboxRelay(engine, broker.url, outbox=outbox, **FAST):
@@ -142,7 +142,7 @@ def test_E14_one_long_transaction_does_not_stop_the_rest(engine: Engine, outbox:
     assert len(bodies(broker)) == 3001
 
 
-def test_E14_no_row_is_changed_so_no_index_bloats(engine: Engine, outbox: Outbox, broker: Broker) -> None:
+def test_E14_rows_are_never_updated_so_no_index_bloats(engine: Engine, outbox: Outbox, broker: Broker) -> None:
     def counted() -> Any:
         with engine.begin() as connection:
             return connection.execute(
@@ -158,7 +158,7 @@ def test_E14_no_row_is_changed_so_no_index_bloats(engine: Engine, outbox: Outbox
     assert tuple(counted()) == (500, 0, 500)
 
 
-def test_E14_rows_of_a_low_rate_wait_for_no_disk_before_they_are_published(
+def test_E14_at_a_low_rate_rows_are_published_without_waiting_for_the_disk(
     engine: Engine, outbox: Outbox, session: PostgresqlSession
 ) -> None:
     def waited() -> bool:
@@ -181,7 +181,7 @@ def test_E14_rows_of_a_low_rate_wait_for_no_disk_before_they_are_published(
     assert permitted(engine, outbox) == first + 19 + AHEAD
 
 
-def test_E14_restored_rows_with_numbers_of_another_server_are_read(
+def test_E14_restored_rows_with_numbers_of_a_different_server_are_read(
     engine: Engine, outbox: Outbox, session: PostgresqlSession
 ) -> None:
     add(engine, outbox, b"restored", key="k")
@@ -220,7 +220,7 @@ def test_E14_two_relays_share_the_work_and_keep_the_order(engine: Engine, outbox
     assert not any(marks(broker))
 
 
-def test_E14_a_killed_relay_keeps_no_rows_and_what_it_may_have_sent_is_marked(
+def test_E14_a_killed_relay_keeps_no_rows_and_possible_copies_are_marked(
     engine: Engine, outbox: Outbox, broker: Broker
 ) -> None:
     with relay_process(engine, broker, capacity=10) as process:
@@ -238,7 +238,7 @@ def test_E14_a_killed_relay_keeps_no_rows_and_what_it_may_have_sent_is_marked(
     assert relay.counts.marked <= 10 + AHEAD
 
 
-def test_E14_what_is_in_doubt_stays_so_when_a_relay_ends_or_another_comes_before_it_is_sent(
+def test_E14_a_possibly_sent_row_stays_marked_when_its_relay_ends_or_is_replaced(
     engine: Engine, outbox: Outbox, broker: Broker
 ) -> None:
     keys = [f"key {number}" for number in range(40)]
@@ -290,7 +290,7 @@ def test_E14_a_relay_that_is_suspended_while_it_reads_loses_its_rows_with_its_le
 
 
 @pytest.mark.parametrize("says_so", [True, False], ids=["reset", "silence"])
-def test_E14_a_relay_that_is_cut_off_from_the_broker_leaves_its_rows_to_others(
+def test_E14_a_relay_that_is_cut_off_from_the_broker_leaves_its_rows_to_the_others(
     engine: Engine, outbox: Outbox, broker: Broker, says_so: bool
 ) -> None:
     with (
@@ -337,7 +337,9 @@ def test_E14_a_relay_that_is_cut_off_from_the_database_loses_its_rows_with_its_l
     assert len(bodies(broker)) == 20
 
 
-def test_E14_a_relay_whose_session_is_ended_begins_again(engine: Engine, outbox: Outbox, broker: Broker) -> None:
+def test_E14_a_relay_whose_database_session_is_terminated_restarts(
+    engine: Engine, outbox: Outbox, broker: Broker
+) -> None:
     with OutboxRelay(engine, broker.url, outbox=outbox, **FAST) as relay:
         eventually(lambda: len(relay.partitions) == PARTITIONS)
         with engine.begin() as connection:
@@ -350,7 +352,7 @@ def test_E14_a_relay_whose_session_is_ended_begins_again(engine: Engine, outbox:
         assert relay.counts.tenures == 2
 
 
-def test_E14_rows_are_found_without_notify(engine: Engine, broker: Broker) -> None:
+def test_E14_rows_are_found_without_notifications(engine: Engine, broker: Broker) -> None:
     outbox = Outbox(name="silent", notify=False)
     outbox.metadata.create_all(engine)
     with OutboxRelay(engine, broker.url, outbox=outbox, poll=0.05, **FAST):
@@ -373,7 +375,7 @@ def test_E14_tables_may_be_in_a_schema_with_any_name(engine: Engine, broker: Bro
         connection.execute(text('DROP SCHEMA "of the application"'))
 
 
-def test_E14_a_relay_says_which_driver_it_needs(postgresql: PostgresqlServer, outbox: Outbox) -> None:
+def test_E14_a_missing_database_driver_is_named_in_the_error(postgresql: PostgresqlServer, outbox: Outbox) -> None:
     engine = create_engine(postgresql.url.replace("+psycopg", "+asyncpg"))
     with pytest.raises(RelayError, match="psycopg"):
         PostgresqlSession(engine, outbox.tables, 30.0)

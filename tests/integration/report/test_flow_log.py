@@ -97,7 +97,7 @@ def _held(report: FlowReport) -> Any:
     )
 
 
-def test_C6_who_follows_the_advice_stays_within_the_maximum_and_is_held_less(tmp_path: Path) -> None:
+def test_C6_a_broker_that_follows_the_advice_stays_within_the_maximum_and_holds_producers_less(tmp_path: Path) -> None:
     before, _ = _work(tmp_path / "before", 20, 5, dict.fromkeys(NAMES, 100))
     advice = before.advice["orders"]
     assert set(advice.capacities) == set(NAMES)
@@ -115,7 +115,7 @@ def test_C6_who_follows_the_advice_stays_within_the_maximum_and_is_held_less(tmp
     assert _held(after) <= _held(before)
 
 
-def test_producers_and_broker_tell_the_same_story_and_qflow_report_says_it(
+def test_the_flow_logs_of_producers_and_broker_agree_and_the_report_shows_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     report, peak = _work(tmp_path, 20, 5, dict.fromkeys(NAMES, 30))
@@ -162,7 +162,7 @@ def test_producers_and_broker_tell_the_same_story_and_qflow_report_says_it(
     assert main(["report", str(tmp_path), "--delay", "0"]) == 2
 
 
-def test_an_async_producer_is_watched_alike(tmp_path: Path) -> None:
+def test_an_async_producer_is_recorded_in_the_same_way(tmp_path: Path) -> None:
     async def work() -> None:
         with FlowLog(tmp_path) as log:
             async with Broker() as broker:

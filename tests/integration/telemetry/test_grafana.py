@@ -59,7 +59,9 @@ def check(expression: str, said: str, labels: dict[str, set[str]]) -> None:
 
 
 @pytest.mark.parametrize(("name", "expression", "summary"), ALERTS, ids=[name for name, *_ in ALERTS])
-def test_an_alert_names_what_there_is(name: str, expression: str, summary: str, labels: dict[str, set[str]]) -> None:
+def test_every_alert_uses_existing_metrics(
+    name: str, expression: str, summary: str, labels: dict[str, set[str]]
+) -> None:
     check(expression, summary, labels)
     assert expression.count("(") == expression.count(")"), name
 
@@ -69,7 +71,7 @@ def test_every_alert_of_the_file_is_checked() -> None:
     assert len(ALERTS) == text.count("- alert:") == 8
 
 
-def test_the_dashboard_of_the_broker_names_what_there_is(labels: dict[str, set[str]]) -> None:
+def test_the_dashboard_of_the_broker_uses_existing_metrics(labels: dict[str, set[str]]) -> None:
     dashboard = json.loads((FOLDER / "qflow-broker.json").read_text(encoding="utf-8"))
     assert len({panel["id"] for panel in dashboard["panels"]}) == len(dashboard["panels"]) == 8
     for panel in dashboard["panels"]:

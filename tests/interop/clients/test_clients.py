@@ -205,7 +205,7 @@ def stop_any(program: Program, broker: Broker) -> None:
 
 
 @pytest.mark.parametrize("expected", EXPECTED, ids=lambda each: each.name)
-def test_a_client_of_another_hand_is_confirmed_served_blocked_and_stopped(
+def test_a_foreign_client_is_confirmed_served_blocked_and_stopped(
     expected: Expected,
     installed: Callable[..., list[str]],
     tmp_path: Path,

@@ -93,7 +93,7 @@ def send_until_held(
 
 
 @capability("confirmed, in order")
-def test_what_is_confirmed_arrives_in_order(provider: Provider, make: Make, inbox: Inbox, numbers: Numbers) -> None:
+def test_confirmed_messages_arrive_in_order(provider: Provider, make: Make, inbox: Inbox, numbers: Numbers) -> None:
     count = 500
     queue = inbox.declare()
     with make(provider.url, routing_key=queue) as producer:
@@ -116,7 +116,7 @@ def test_bodies_of_every_size_arrive(provider: Provider, make: Make, inbox: Inbo
 
 
 @capability("all properties and headers")
-def test_all_properties_arrive_whole(provider: Provider, make: Make, inbox: Inbox) -> None:
+def test_all_properties_arrive_unchanged(provider: Provider, make: Make, inbox: Inbox) -> None:
     headers = {"text": "größer", "number": 1 << 40, "truth": True, "nothing": None, "list": [1, "two"], "in": {"a": 1}}
     properties: dict[str, Any] = {
         "content_type": "application/json",
@@ -142,7 +142,7 @@ def test_all_properties_arrive_whole(provider: Provider, make: Make, inbox: Inbo
 
 
 @capability("a mandatory message without a queue is told")
-def test_a_mandatory_message_that_no_queue_takes_is_told(provider: Provider, make: Make, inbox: Inbox) -> None:
+def test_an_unroutable_mandatory_message_is_reported(provider: Provider, make: Make, inbox: Inbox) -> None:
     queue = inbox.declare()
     with make(provider.url, routing_key=queue, **if_it_has(make, on_refused="fail")) as producer:
         lost = producer.send(b"nobody's", routing_key=f"{queue}-not")
@@ -154,7 +154,7 @@ def test_a_mandatory_message_that_no_queue_takes_is_told(provider: Provider, mak
 
 
 @capability("a full queue's nacks are told")
-def test_a_full_queue_that_rejects_is_told_by_nacks(provider: Provider, make: Make, inbox: Inbox) -> None:
+def test_a_full_queue_that_rejects_answers_with_nacks(provider: Provider, make: Make, inbox: Inbox) -> None:
     queue = provider.rejecting(inbox)
     with make(provider.url, routing_key=queue, **if_it_has(make, on_refused="fail")) as producer:
         outcomes = []
@@ -168,7 +168,7 @@ def test_a_full_queue_that_rejects_is_told_by_nacks(provider: Provider, make: Ma
 
 
 @capability("Channel.Flow holds, in time", on=(OURS, *BROKERJ), without=())
-def test_J7_A4_who_is_stopped_by_a_queue_keeps_its_deadlines_and_goes_on_when_it_is_emptied(
+def test_J7_A4_a_producer_stopped_by_a_queue_keeps_its_deadlines_and_continues_when_it_is_emptied(
     provider: Provider, make: Make, inbox: Inbox, numbers: Numbers
 ) -> None:
     queue = provider.stopping(inbox)
@@ -185,7 +185,7 @@ def test_J7_A4_who_is_stopped_by_a_queue_keeps_its_deadlines_and_goes_on_when_it
 
 
 @capability("Connection.Blocked holds, in time", on=(OURS, *RABBITMQ))
-def test_A4_who_is_blocked_keeps_its_deadlines_and_goes_on_when_it_is_unblocked(
+def test_A4_a_blocked_producer_keeps_its_deadlines_and_continues_when_it_is_unblocked(
     provider: Provider, make: Make, inbox: Inbox, numbers: Numbers
 ) -> None:
     if provider.block is None:
@@ -200,7 +200,7 @@ def test_A4_who_is_blocked_keeps_its_deadlines_and_goes_on_when_it_is_unblocked(
 
 
 @capability("a lost connection: sent again, and marked", of=RECOVERING)
-def test_what_was_not_confirmed_when_the_connection_is_cut_is_sent_again_and_marked(
+def test_messages_unconfirmed_when_the_connection_is_cut_are_resent_and_marked(
     provider: Provider, make: Make, inbox: Inbox
 ) -> None:
     queue = inbox.declare()
@@ -223,7 +223,7 @@ def test_what_was_not_confirmed_when_the_connection_is_cut_is_sent_again_and_mar
 
 
 @capability("a closed channel costs only the message that closed it", of=RECOVERING)
-def test_a_message_to_a_missing_exchange_is_rejected_and_harms_no_other(
+def test_a_message_to_a_missing_exchange_is_rejected_and_does_not_affect_the_others(
     provider: Provider, make: Make, inbox: Inbox
 ) -> None:
     queue = inbox.declare()

@@ -51,7 +51,7 @@ def _publish_end(url: str, queue: str) -> None:
 
 
 @pytest.mark.parametrize(("broker", "producer"), _pairs())
-def test_the_flights_arrive_whole_in_order_and_marked_if_sent_again(
+def test_the_flights_arrive_complete_in_order_and_marked_if_they_were_resent(
     broker: str,
     producer: str,
     providers: Providers,

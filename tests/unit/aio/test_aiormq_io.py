@@ -99,7 +99,7 @@ def parts(takes: list[int]) -> Iterator[tuple[TapTransport, WritingChannel, byte
             yield tapped, channel, written, reader
 
 
-def test_the_library_gets_the_next_border_even_if_every_write_ends_in_mid_frame() -> None:
+def test_the_library_gets_the_next_frame_boundary_even_if_every_write_ends_in_the_middle_of_a_frame() -> None:
     # 100 bytes in each frame, and 33 in each write: only the hundredth write would end at a border by itself.
     with parts([33] * 90) as (tapped, channel, written, _):
         for _ in range(200):
@@ -113,7 +113,7 @@ def test_the_library_gets_the_next_border_even_if_every_write_ends_in_mid_frame(
         assert bytes(written[100:111]) == b"<heartbeat>"
 
 
-def test_two_that_both_have_much_to_write_take_turns() -> None:
+def test_two_writers_that_both_have_much_to_write_alternate() -> None:
     with parts([0]) as (tapped, channel, written, _):
         for _ in range(4):
             channel.outbound.add(b"[" + b"x" * 200_000 + b"]")
@@ -129,7 +129,9 @@ def test_two_that_both_have_much_to_write_take_turns() -> None:
     takes=st.lists(st.integers(0, 40), max_size=60),
     steps=st.lists(st.tuples(st.sampled_from("LCP"), st.integers(0, 120)), max_size=40),
 )
-def test_however_the_socket_cuts_frames_stay_whole_and_in_order(takes: list[int], steps: list[tuple[str, int]]) -> None:
+def test_frames_stay_whole_and_in_order_for_every_way_the_socket_splits_writes(
+    takes: list[int], steps: list[tuple[str, int]]
+) -> None:
     library, ours = [], []
     with parts(list(takes)) as (tapped, channel, written, reader):
         for number, (what, size) in enumerate(steps):
@@ -154,7 +156,7 @@ def test_however_the_socket_cuts_frames_stay_whole_and_in_order(takes: list[int]
         assert not tapped.awake
 
 
-def test_E2_a_wake_that_is_interrupted_anywhere_leaves_it_to_the_next() -> None:
+def test_E2_a_wake_up_that_is_interrupted_at_any_line_is_done_by_the_next_one() -> None:
     for at in range(1, 20):
         with parts([]) as (tapped, channel, written, _):
             channel.outbound.add(b"[1]")
@@ -179,7 +181,7 @@ def _split(data: bytes) -> list[bytes]:
     return found
 
 
-def test_the_library_is_asked_to_wait_while_much_of_its_own_is_not_written() -> None:
+def test_the_library_is_asked_to_wait_while_much_of_its_own_output_is_unwritten() -> None:
     with parts([1, 1, 10_000]) as (tapped, _, written, reader):
         tapped.write(b"<" + b"y" * 100_000 + b">")
         assert (reader.pauses, tapped.get_write_buffer_size()) == (1, 100_001)
@@ -192,7 +194,7 @@ def test_the_library_is_asked_to_wait_while_much_of_its_own_is_not_written() -> 
 
 
 @pytest.mark.parametrize("pauses", ["before", "meanwhile", "no longer"])
-def test_nothing_is_read_while_answers_gather_or_the_library_has_enough(pauses: str) -> None:
+def test_nothing_is_read_while_answers_accumulate_or_the_library_has_enough_input(pauses: str) -> None:
     with parts([]) as (tapped, _channel, _written, _reader):
         raw: Any = tapped._raw
         loop: Any = tapped._loop

@@ -12,7 +12,7 @@ from qflow_client.aio.connection import TappedConnection, TappedRobustConnection
 
 
 @pytest.mark.parametrize("kind", [TappedConnection, TappedRobustConnection])
-def test_a_connection_that_is_collected_while_its_loop_stands_still_warns_of_nothing(
+def test_a_connection_that_is_garbage_collected_while_its_loop_is_stopped_emits_no_warning(
     kind: type[TappedConnection], recwarn: pytest.WarningsRecorder
 ) -> None:
     async def make() -> TappedConnection:

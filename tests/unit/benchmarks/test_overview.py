@@ -47,7 +47,7 @@ def measured() -> dict[str, Any]:
     return found
 
 
-def test_the_tables_have_a_row_for_each_that_was_measured_and_say_what_failed() -> None:
+def test_the_tables_have_a_row_for_each_measured_client_and_list_failures() -> None:
     text = overview.tables(measured())
     rates, latency = text.split("**RabbitMQ 3.10.8, latency")
     assert "**RabbitMQ 3.10.8, confirmed, window 1000, median of 1 rounds**" in rates
@@ -61,7 +61,7 @@ def test_the_tables_have_a_row_for_each_that_was_measured_and_say_what_failed() 
     assert "secret" not in text
 
 
-def test_the_picture_has_a_bar_for_each_as_long_as_its_part_of_the_plain_socket() -> None:
+def test_the_picture_has_a_bar_for_each_client_in_proportion_to_the_plain_socket() -> None:
     root = ET.fromstring(overview.draw(measured()["rabbitmq confirmed"]))
     namespace = {"svg": "http://www.w3.org/2000/svg"}
     bars = [
@@ -74,7 +74,7 @@ def test_the_picture_has_a_bar_for_each_as_long_as_its_part_of_the_plain_socket(
     assert {"100 B", "64 KiB", "80,000", "the <qflow>"} <= set(texts)
 
 
-def test_the_page_is_written_between_its_lines_as_often_as_one_likes(tmp_path: Path) -> None:
+def test_the_section_of_the_page_can_be_rewritten_any_number_of_times(tmp_path: Path) -> None:
     page, picture, kept = tmp_path / "page.md", tmp_path / "picture.svg", tmp_path / "measured.json"
     page.write_text("before\n\n<!-- overview: made by benchmarks.overview -->\nold\n<!-- end of overview -->\nafter\n")
     kept.write_text(json.dumps(measured()))
@@ -92,6 +92,6 @@ def test_the_page_is_written_between_its_lines_as_often_as_one_likes(tmp_path: P
         overview.main(arguments)
 
 
-def test_the_documentation_has_a_place_for_it() -> None:
+def test_the_documentation_has_a_section_for_the_overview() -> None:
     text = (Path(__file__).parents[3] / "docs" / "benchmarks.md").read_text(encoding="utf-8")
     assert text.count(overview._BEGIN) == text.count(overview._END) == 1

@@ -26,7 +26,7 @@ def ack(tag: int, *, multiple: bool = False) -> bytes:
 
 
 @pytest.mark.parametrize("size", [0, 1, 100, 5000])
-def test_the_plain_socket_sends_what_ours_sends(size: int) -> None:
+def test_the_plain_socket_sends_the_same_bytes_as_our_producer(size: int) -> None:
     data, length = publish_frames("a queue", b"x" * size, 3, 4096)
     assert len(data) == 3 * length
     frames = []
@@ -47,7 +47,7 @@ def test_the_plain_socket_sends_what_ours_sends(size: int) -> None:
     assert b"".join(bodies) == b"x" * size * 3
 
 
-def test_messages_that_vary_have_headers_and_a_timestamp_of_their_own_and_one_length() -> None:
+def test_varied_messages_have_their_own_headers_and_timestamp_and_the_same_length() -> None:
     data, length = publish_frames("q", b"body", 3, 4096, varying=True)
     assert len(data) == 3 * length
     seen = []
@@ -60,7 +60,7 @@ def test_messages_that_vary_have_headers_and_a_timestamp_of_their_own_and_one_le
     assert [each and int(each.timestamp()) for _, each in seen] == [timestamp(number) for number in range(3)]
 
 
-def test_large_bodies_get_fewer_messages() -> None:
+def test_runs_with_large_bodies_send_fewer_messages() -> None:
     assert within_bytes(0) > 1_000_000
     assert within_bytes(1 << 20) == 256
     assert within_bytes(1 << 40) == 1
@@ -87,7 +87,7 @@ def test_latencies_are_percentiles_over_all_rounds_and_fairness_a_median() -> No
     assert (row.latency_p50, row.latency_p99, row.fairness) == (None, None, None)
 
 
-def test_acks_count_once_in_any_order_and_however_they_are_cut() -> None:
+def test_each_ack_counts_once_in_any_order_and_for_every_split_of_the_stream() -> None:
     data = ack(1) + ack(3) + ack(2, multiple=True) + ack(7) + b"\x08\0\0\0\0\0\0\xce" + ack(6) + ack(5, multiple=True)
     for cut in range(len(data) + 1):
         window = AckWindow()
@@ -104,7 +104,7 @@ def test_a_run_of_acks_may_leave_gaps() -> None:
     assert (window.confirmed, window.floor) == (5, 5)
 
 
-def test_a_nack_is_no_ack() -> None:
+def test_a_nack_is_not_counted_as_an_ack() -> None:
     with pytest.raises(ConnectionError):
         AckWindow().feed(ack(1).replace(b"\0\x50", b"\0\x78"))
 
@@ -112,7 +112,7 @@ def test_a_nack_is_no_ack() -> None:
 @pytest.mark.parametrize(
     ("messages", "rate", "count"), [(50_000, 100_000, 50_000), (50_000, 12_500, 50_000), (50_000, 100, 80), (9, 0.5, 1)]
 )
-def test_slow_peers_get_fewer_messages(messages: int, rate: float, count: int) -> None:
+def test_runs_against_slow_peers_send_fewer_messages(messages: int, rate: float, count: int) -> None:
     assert slow_count(messages, rate) == count
 
 
@@ -135,7 +135,7 @@ MEASUREMENTS = [
 ]
 
 
-def test_ratios_are_of_the_same_round() -> None:
+def test_a_ratio_compares_results_of_the_same_round() -> None:
     rows = {row.peer: row for row in summarize(["plain", "qflow", "amqpstorm"], STUBS, MEASUREMENTS)}
     assert rows["qflow"].rate == pytest.approx(800)
     assert rows["qflow"].slowest == pytest.approx(400)
@@ -147,7 +147,7 @@ def test_ratios_are_of_the_same_round() -> None:
     assert not rows["amqpstorm"].installed
 
 
-def test_bars_are_missed_below_them_only_and_when_nothing_was_measured() -> None:
+def test_a_bar_is_missed_only_by_a_lower_result_or_a_missing_measurement() -> None:
     rows = summarize(["plain", "qflow"], STUBS, MEASUREMENTS)
     assert missed([Bar("qflow", 100, "to_plain", 0.8), Bar("qflow", 100, "to_pika_select", 2.0)], rows) == []
     assert missed([Bar("qflow", 100, "to_plain", 0.81)], rows) == ["qflow, 100 bytes: to_plain >= 0.81: 0.800"]
@@ -166,13 +166,15 @@ def test_the_document_is_json_and_holds_every_measurement_and_no_password() -> N
     assert made["machine"]["cpus"] >= 1
 
 
-def test_the_table_says_what_is_not_installed() -> None:
+def test_the_table_shows_which_libraries_are_not_installed() -> None:
     table = plain_table("title", summarize(["qflow", "amqpstorm"], STUBS, MEASUREMENTS))
     assert "not installed" in table
     assert len(table.splitlines()) == 4
 
 
-def test_a_missing_library_is_not_installed_and_a_mistake_of_ours_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_library_is_reported_as_not_installed_and_our_own_mistake_as_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setitem(peers.PEERS, "gone", "no_such_library_anywhere:Peer")
     monkeypatch.setitem(peers.PEERS, "typo", "benchmarks.peers.no_such_module:Peer")
     assert peers.load("gone") is None

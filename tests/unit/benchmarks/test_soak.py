@@ -150,12 +150,12 @@ PLANTED: dict[Callable[[Soak], Soak], str] = {
 }
 
 
-def test_the_audit_passes_a_run_in_which_all_is_well() -> None:
+def test_the_audit_passes_a_run_without_faults() -> None:
     assert wrong(good()) == []
 
 
 @pytest.mark.parametrize(("plant", "statement"), PLANTED.items())
-def test_the_audit_finds_a_fault_that_is_planted(plant: Callable[[Soak], Soak], statement: str) -> None:
+def test_the_audit_finds_a_planted_fault(plant: Callable[[Soak], Soak], statement: str) -> None:
     soak = plant(good())
     assert wrong(soak) == [statement]
     lines = audit(soak)
@@ -166,27 +166,27 @@ def test_the_audit_finds_a_fault_that_is_planted(plant: Callable[[Soak], Soak], 
     ]
 
 
-def test_the_audit_names_what_is_missing_and_not_all_of_it() -> None:
+def test_the_audit_names_some_of_the_missing_messages() -> None:
     soak = good()
     line = next(line for line in audit(replace(soak, queue=[])) if not line.passed)
     assert line.difference == "54: 1 of sender 0, 2 of sender 0, 3 of sender 0, 4 of sender 0, 5 of sender 0, …"
 
 
-def test_what_is_neither_confirmed_nor_there_is_not_missing() -> None:
+def test_an_unconfirmed_message_that_is_absent_is_not_missing() -> None:
     soak = lost(good())
     soak.journals[1].outcomes[3] = 0
     soak.journals[1].told(3, Outcome.UNKNOWN)
     assert wrong(soak) == []
 
 
-def test_a_first_copy_that_was_held_up_is_the_one_without_a_mark() -> None:
+def test_a_delayed_first_copy_is_recognised_because_it_is_not_marked_as_a_second_copy() -> None:
     soak = good()
     held_up = soak.queue[5]
     queue = [*soak.queue[:5], held_up._replace(marked=True), *soak.queue[6:], held_up]
     assert wrong(replace(soak, queue=queue)) == []
 
 
-def test_a_deadline_is_late_by_what_the_process_did_not_lose_to_the_machine() -> None:
+def test_time_that_the_process_lost_to_the_machine_does_not_make_a_deadline_late() -> None:
     soak = late(good())
     overruns = soak.overruns[0][0]
     assert wrong(replace(soak, overruns=[(overruns, Stretches([(50.2, 50.5)]).within)])) == []
@@ -197,7 +197,7 @@ def test_a_deadline_is_late_by_what_the_process_did_not_lose_to_the_machine() ->
     assert document["deadlines"]["seconds"] == {"p50": 0.002, "p99": 0.003, "p99.9": 0.003, "max": 1.1}
 
 
-def test_percentiles_are_values_that_were_measured() -> None:
+def test_percentiles_are_measured_values() -> None:
     values = [float(value) for value in range(1, 1001)]
     Random(0).shuffle(values)
     assert (percentile(values, 0.5), percentile(values, 0.999), percentile(values, 1.0)) == (500.0, 999.0, 1000.0)
@@ -206,7 +206,7 @@ def test_percentiles_are_values_that_were_measured() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 50), st.integers(0, 10))), st.integers(0, 60), st.integers(0, 60))
-def test_stretches_that_overlap_count_once(found: list[tuple[int, int]], begin: int, end: int) -> None:
+def test_overlapping_intervals_count_once(found: list[tuple[int, int]], begin: int, end: int) -> None:
     stretches = Stretches((float(at), float(at + length)) for at, length in found)
     covered = {second for at, length in found for second in range(at, at + length)}
     assert stretches.total == len(covered)
@@ -214,7 +214,7 @@ def test_stretches_that_overlap_count_once(found: list[tuple[int, int]], begin: 
     assert stretches.longest <= stretches.total
 
 
-def test_a_message_says_who_sent_it_and_whether_it_is_whole() -> None:
+def test_a_message_shows_its_sender_and_whether_it_is_complete() -> None:
     lengths = set()
     for number in range(1, 1200):
         body = body_of(7, number)
@@ -229,7 +229,7 @@ def test_a_message_says_who_sent_it_and_whether_it_is_whole() -> None:
     assert not read_copy(b"short", {}).intact
 
 
-def test_the_watch_for_lag_knows_its_processes_and_survives_their_end() -> None:
+def test_the_lag_monitor_knows_its_processes_and_survives_their_end() -> None:
     with subprocess.Popen([sys.executable, "-c", ""]) as gone:
         pass
     began = time.monotonic()
@@ -240,7 +240,7 @@ def test_the_watch_for_lag_knows_its_processes_and_survives_their_end() -> None:
     assert watch.within(os.getpid())(began, began) == 0.0
 
 
-def test_a_history_says_of_the_messages_what_their_senders_noted(
+def test_a_history_contains_the_notes_of_the_senders_about_their_messages(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     soak = good()

@@ -39,7 +39,7 @@ def test_the_stages_can_run_and_use_both_lanes(found: list[Stage]) -> None:
     assert {stage.lane for stage in found} == {PYTHON, BROKERS}
 
 
-def test_every_environment_of_tox_is_run_by_a_stage_or_at_night(found: list[Stage]) -> None:
+def test_every_tox_environment_is_run_by_a_stage_or_at_night(found: list[Stage]) -> None:
     scripts = [stage.script for stage in found]
     scripts += [step.script for part in PARTS.values() for step in part.steps]
     named = {name for script in scripts for names in re.findall(r"-e ([\w,]+)", script) for name in names.split(",")}
@@ -54,7 +54,7 @@ def _expanded(section: str) -> list[str]:
     return [found[1] + number for number in found[2].split(",")] if found else [section]
 
 
-def test_the_pythons_that_are_claimed_are_those_from_the_oldest_that_is_required_on() -> None:
+def test_the_classifiers_list_every_python_from_the_oldest_required_one() -> None:
     claimed = claimed_pythons(PYPROJECT)
     assert f'requires-python = ">={claimed[0]}"' in PYPROJECT
     assert claimed == [f"3.{minor}" for minor in range(11, 11 + len(claimed))]

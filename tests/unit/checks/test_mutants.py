@@ -5,14 +5,14 @@ from __future__ import annotations
 from checks.mutants import ROOT, TARGETS, find_annotations
 
 
-def test_annotations_are_found_and_nothing_else() -> None:
+def test_annotations_and_only_annotations_are_found() -> None:
     source = "x: int | None = 1 + 2\ndef f(a: A, b=1) -> B:\n    return a | b\n"
     lines = source.splitlines()
     found = {lines[first - 1][start:end] for (first, start), (_, end) in find_annotations(source)}
     assert found == {"int | None", "A", "B"}
 
 
-def test_every_target_and_its_tests_are_there() -> None:
+def test_every_target_and_its_tests_exist() -> None:
     for pattern, tests in TARGETS.items():
         assert list(ROOT.glob(pattern)), pattern
         assert all((ROOT / path).exists() for path in tests), pattern

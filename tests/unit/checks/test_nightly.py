@@ -11,11 +11,11 @@ from checks.nightly import PARTS, Part, Record, last_line, load, load_all, rende
 from checks.stages import PASSED, Stage
 
 
-def test_the_page_is_what_is_made_of_the_records() -> None:
+def test_the_page_matches_the_records() -> None:
     assert nightly.PAGE.read_text(encoding="utf-8") == render(load_all()), "make it again: tox -e nightly -- --page"
 
 
-def test_no_part_takes_more_than_two_hours_and_a_bit_and_names_no_step_twice() -> None:
+def test_a_part_takes_little_more_than_two_hours_and_its_steps_have_different_names() -> None:
     for part in PARTS.values():
         names = [step.name for step in part.steps]
         assert len(set(names)) == len(names)
@@ -38,7 +38,7 @@ def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_a_part_goes_on_with_the_step_that_failed(folders: Path) -> None:
+def test_a_part_continues_with_the_step_that_failed(folders: Path) -> None:
     assert nightly.main([]) == 1
     assert "**failed**" in (folders / "page.md").read_text()
     (folders / "mended").touch()
@@ -59,7 +59,7 @@ def test_a_part_goes_on_with_the_step_that_failed(folders: Path) -> None:
     assert len((folders / "ran").read_text().split()) == 7
 
 
-def test_a_part_begins_again_on_other_code(folders: Path) -> None:
+def test_a_part_restarts_if_the_code_has_changed(folders: Path) -> None:
     run_part("part")
     save(Record("part", "c0", steps=[{"name": "first", "outcome": PASSED}]), folders / "unfinished")
     (folders / "ran").unlink()
@@ -74,7 +74,7 @@ def test_an_unknown_part_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert "unknown part moon; there are properties, " in capsys.readouterr().err
 
 
-def test_the_last_line_is_that_of_the_tests_if_there_is_one() -> None:
+def test_the_last_line_is_the_summary_of_the_tests_if_there_is_one() -> None:
     assert last_line("== 7 passed in 1.0s ==\n  py: OK (3 s)\n\n") == "7 passed in 1.0s"
     assert last_line("one\n=====\n") == "one"
     assert last_line("") == ""

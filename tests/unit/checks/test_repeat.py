@@ -11,7 +11,7 @@ from checks import repeat
 from checks.repeat import Run, busy, load_runs, run_once, totals
 
 
-def test_a_run_says_what_passed_and_what_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_shows_which_tests_passed_and_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # It needs none, and some take seconds to load.
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
     (tmp_path / "test_it.py").write_text("def test_good(): pass\ndef test_bad(): assert False\n")
@@ -22,13 +22,13 @@ def test_a_run_says_what_passed_and_what_failed(tmp_path: Path, monkeypatch: pyt
     assert run.commit == repeat.commit_of(repeat.ROOT)
 
 
-def test_load_is_there_meanwhile_and_gone_afterwards() -> None:
+def test_load_runs_during_the_tests_and_is_gone_afterwards() -> None:
     with busy(1) as processes:
         assert [process.poll() for process in processes] == [None]
     assert [process.poll() for process in processes] == [-signal.SIGKILL]
 
 
-def test_a_series_goes_on_until_the_commit_has_run_as_often_as_asked(
+def test_a_series_continues_until_the_commit_has_run_the_requested_number_of_times(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(repeat, "SUITES", {"default": f"echo x >> {tmp_path}/ran; echo 3 passed in 1 s"})
@@ -47,6 +47,6 @@ def test_a_series_goes_on_until_the_commit_has_run_as_often_as_asked(
     assert out.endswith("default at b: 1 runs, 1 failed; 0 tests, 0 s a run\n  tests/a.py::test_b\n")
 
 
-def test_totals_of_nothing_are_empty() -> None:
+def test_totals_without_runs_are_empty() -> None:
     assert totals([]) == ""
     assert totals([Run("s", "c", 0.0, 2.0, 2, "not over after 2 s", 0, [])]).endswith("not over after 2 s")

@@ -23,7 +23,7 @@ print("This is no sentence of the page.")
 """
 
 
-def test_code_tables_and_headings_are_no_sentences() -> None:
+def test_code_tables_and_headings_are_not_sentences() -> None:
     assert list(sentences(PAGE)) == [
         "One sentence, with a link to it.",
         "`Another` one goes on in the next line.",

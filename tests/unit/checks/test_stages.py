@@ -15,7 +15,7 @@ import pytest
 from checks.stages import LEFT_OUT, PASSED, Ended, Stage, run, summary
 
 
-def test_a_stage_passes_or_says_how_it_failed_and_its_output_is_printed(tmp_path: Path) -> None:
+def test_a_stage_passes_or_shows_how_it_failed_and_prints_its_output(tmp_path: Path) -> None:
     out = io.StringIO()
     stages = [
         Stage("good", "echo $WORD; test -t 0 && exit 3 || true", environment={"WORD": "heard"}),
@@ -26,7 +26,7 @@ def test_a_stage_passes_or_says_how_it_failed_and_its_output_is_printed(tmp_path
     assert re.search(r"=== good: passed \(\d+ s\)\nheard\n", out.getvalue())
 
 
-def test_a_stage_whose_need_has_failed_is_left_out_and_so_is_what_needs_it(tmp_path: Path) -> None:
+def test_a_stage_that_needs_a_failed_stage_is_skipped_and_so_are_the_stages_that_need_it(tmp_path: Path) -> None:
     stages = [
         Stage("install", "exit 1", "a"),
         Stage("use", "touch used", "b", ("install",)),
@@ -39,7 +39,7 @@ def test_a_stage_whose_need_has_failed_is_left_out_and_so_is_what_needs_it(tmp_p
     assert (tmp_path / "alone").exists()
 
 
-def test_lanes_run_beside_each_other_and_stages_of_a_lane_do_not(tmp_path: Path) -> None:
+def test_lanes_run_in_parallel_and_the_stages_of_a_lane_do_not(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     # Each end of a pipe waits for the other.
     stages = [
@@ -52,7 +52,7 @@ def test_lanes_run_beside_each_other_and_stages_of_a_lane_do_not(tmp_path: Path)
     assert (tmp_path / "order").read_text() == "first\nsecond\n"
 
 
-def test_a_stage_that_is_not_over_in_time_is_killed_with_what_it_started(tmp_path: Path) -> None:
+def test_a_stage_that_exceeds_its_time_is_killed_with_its_child_processes(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     stages = [Stage("hangs", "sleep 600 & echo $! > child; cat pipe", limit=0.5)]
     (ended,) = run(stages, tmp_path, tmp_path, io.StringIO())
@@ -60,7 +60,7 @@ def test_a_stage_that_is_not_over_in_time_is_killed_with_what_it_started(tmp_pat
     _wait_for_end(int((tmp_path / "child").read_text()))
 
 
-def test_an_interrupt_kills_what_runs_and_starts_nothing_more(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+def test_an_interrupt_kills_running_stages_and_starts_no_more(tmp_path: Path, request: pytest.FixtureRequest) -> None:
     # A shell starts background jobs with SIGINT ignored.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     request.addfinalizer(partial(signal.signal, signal.SIGINT, before))
@@ -105,7 +105,7 @@ def test_stages_that_could_never_run_are_refused(stages: list[Stage], error: str
         run(stages, tmp_path, tmp_path)
 
 
-def test_the_summary_has_a_line_for_each_stage_and_one_that_says_what_failed() -> None:
+def test_the_summary_has_a_line_for_each_stage_and_a_line_that_lists_failures() -> None:
     good, bad = Ended(Stage("docs", "", "python"), PASSED, 12.4), Ended(Stage("spark", ""), "exit code 1", 3.0)
     assert summary([good], 13.0) == "docs  python        12 s  passed\nAll passed (1 stages, 13 s)"
     assert summary([good, bad], 13.0).splitlines()[-1] == "FAILED: spark (2 stages, 13 s)"

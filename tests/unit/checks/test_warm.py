@@ -10,7 +10,7 @@ import pytest
 from checks import warm
 
 
-def test_what_is_new_is_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_new_files_are_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # None is needed, and some take seconds to load.
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
     monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
@@ -26,7 +26,7 @@ def test_what_is_new_is_compiled_once(tmp_path: Path, monkeypatch: pytest.Monkey
     assert (tmp_path / "characters").exists()
 
 
-def test_few_files_are_left_to_pytest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_files_are_left_for_pytest_to_compile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object, **__: object) -> None:
         raise AssertionError("a process was started")
 

@@ -75,7 +75,7 @@ def test_a_good_run_passes() -> None:
         ),
     ],
 )
-def test_what_is_wrong_is_named_with_its_difference(run: Run, expected: dict[str, str]) -> None:
+def test_a_fault_is_named_with_its_difference(run: Run, expected: dict[str, str]) -> None:
     assert failures(run) == expected
 
 
@@ -87,7 +87,7 @@ def test_what_is_wrong_is_named_with_its_difference(run: Run, expected: dict[str
         (Enforcement.COMPLETION, "capacity", "channel_flow"),
     ],
 )
-def test_a_producer_has_to_be_held_in_the_way_that_the_queue_enforces(
+def test_a_producer_must_be_held_in_the_way_that_the_queue_enforces(
     enforcement: Enforcement, kind: str, not_enough: str
 ) -> None:
     run = replace(RUN, queue=replace(RUN.queue, enforcement=enforcement))
@@ -109,11 +109,11 @@ def test_a_producer_has_to_be_held_in_the_way_that_the_queue_enforces(
         (166, {"peak at most the worst case, 165": "1 too many"}),
     ],
 )
-def test_C6_the_peak_depth_is_judged_from_both_sides(peak: int, expected: dict[str, str]) -> None:
+def test_C6_the_peak_depth_is_checked_against_a_lower_and_an_upper_bound(peak: int, expected: dict[str, str]) -> None:
     assert failures(replace(RUN, queue=replace(RUN.queue, peak_depth=peak))) == expected
 
 
-def test_the_audit_for_machines_says_all_of_it() -> None:
+def test_the_json_audit_contains_everything() -> None:
     run = replace(RUN, queue=replace(RUN.queue, peak_depth=200))
     told = json.loads(json.dumps(to_json(run, audit(run), seconds=2.0)))
     assert told["passed"] is False

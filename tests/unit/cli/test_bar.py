@@ -55,7 +55,7 @@ def drawn(
     ],
     ids=["unflowed", "for a moment", "one hold", "many holds"],
 )
-def test_large_numbers_and_holds_are_whole_at_80_columns(
+def test_large_numbers_and_holds_fit_into_80_columns(
     kinds: tuple[HoldKind, ...], lasted: float, told: str, no_color: bool
 ) -> None:
     bar, state = drawn("orders-of-2026.csv.gz", 1000 * GB, 999_999_900, kinds, lasted, no_color=no_color)
@@ -77,7 +77,7 @@ def test_a_long_name_leaves_room_for_the_bar() -> None:
     assert state.endswith("unflowed")
 
 
-def test_without_a_terminal_a_notice_is_one_line_with_the_names_as_they_are() -> None:
+def test_without_a_terminal_a_notice_is_one_line_with_unchanged_names() -> None:
     told: list[Any] = []
 
     def on_flow(tell: Any) -> Any:

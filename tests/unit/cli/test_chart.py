@@ -23,7 +23,7 @@ def drawn(chart: DepthChart, width: int) -> list[str]:
     return capture.get().splitlines()
 
 
-def test_marks_are_named_where_they_lie_and_the_newest_depth_is_at_the_right() -> None:
+def test_thresholds_are_labelled_at_their_height_and_the_newest_depth_is_at_the_right() -> None:
     chart = DepthChart([(0, 0), (10, 100)], {100: "stop", 50: "resume"}, resume=50, stop=100, height=4)
     assert drawn(chart, 20) == [
         " stop 100 ┤╌╌╌╌╌╌╌╌▄",
@@ -33,6 +33,6 @@ def test_marks_are_named_where_they_lie_and_the_newest_depth_is_at_the_right() -
     ]
 
 
-def test_what_does_not_fit_is_left_out_at_the_left() -> None:
+def test_samples_that_do_not_fit_are_cut_off_at_the_left() -> None:
     chart = DepthChart([(0, 8)] * 50 + [(0, 0)], {8: "stop"}, resume=4, stop=8, height=2)
     assert drawn(chart, 20)[1] == "       │" + "█" * 11 + " "

@@ -15,31 +15,31 @@ def tally(ids: list[str | None], messages: int = 3) -> ConsumerTally:
     return ledger.report(last=True)
 
 
-def test_each_message_once_in_any_order_is_right() -> None:
+def test_each_message_exactly_once_in_any_order_passes() -> None:
     assert tally(["flight-3", "flight-1", "flight-2"]) == ConsumerTally(consumed=3)
 
 
-def test_a_gap_is_missing_and_a_copy_is_repeated_though_the_totals_agree() -> None:
+def test_a_gap_is_missing_and_a_copy_is_repeated_even_if_the_totals_agree() -> None:
     assert tally(["flight-1", "flight-3", "flight-3"]) == ConsumerTally(consumed=3, repeated=1, missing=1)
 
 
-def test_every_copy_counts() -> None:
+def test_every_copy_is_counted() -> None:
     assert tally(["flight-1", "flight-2", "flight-3", *["flight-2"] * 300]).repeated == 300
 
 
 @pytest.mark.parametrize("stranger", ["flight-0", "flight-4", "flight--1", "flight-x", "flight-²", "flight-", "", None])
-def test_what_nobody_has_sent_is_unknown(stranger: str | None) -> None:
+def test_a_message_that_was_never_sent_is_unknown(stranger: str | None) -> None:
     assert tally(["flight-1", "flight-2", "flight-3", stranger]) == ConsumerTally(consumed=4, unknown=1)
 
 
-def test_what_is_still_to_come_is_not_missing_before_the_end() -> None:
+def test_a_message_that_may_still_arrive_is_not_missing_before_the_end() -> None:
     ledger = Ledger(3)
     ledger.enter("flight-2", b"body")
     assert ledger.report(last=False) == ConsumerTally(consumed=1, checksum=zlib.crc32(b"body"))
     assert ledger.report(last=True).missing == 2
 
 
-def test_bodies_are_summed_up_whatever_their_order() -> None:
+def test_the_checksum_of_the_bodies_does_not_depend_on_their_order() -> None:
     there, back = Ledger(2), Ledger(2)
     for ledger, order in ((there, (1, 2)), (back, (2, 1))):
         for number in order:

@@ -20,7 +20,7 @@ def test_importing_the_package_imports_neither_command_line_nor_its_libraries() 
     assert out.stdout.strip() == "[]"
 
 
-def test_without_its_extra_it_says_how_to_get_it(
+def test_without_its_extra_the_command_says_how_to_install_it(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(qflow_client.cli, "find_spec", lambda name: None if name == "typer" else object())
@@ -28,7 +28,7 @@ def test_without_its_extra_it_says_how_to_get_it(
     assert capsys.readouterr().err == "qflow: the command line needs typer: pip install 'qflow-client[cli]'\n"
 
 
-def test_it_tells_its_version(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_its_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"qflow {qflow_client.__version__}\n"
 
@@ -49,7 +49,7 @@ def _commands(command: Any, *names: str) -> Iterator[tuple[str, Any]]:
         yield " ".join(names), command
 
 
-def test_every_command_prints_json_if_it_is_asked_for() -> None:
+def test_every_command_can_print_json() -> None:
     found = dict(_commands(typer.main.get_command(app)))
     assert {"send", "outbox ls", "admin delete queue"} < found.keys()
     without = [name for name, command in found.items() if all("--json" not in each.opts for each in command.params)]
@@ -57,7 +57,7 @@ def test_every_command_prints_json_if_it_is_asked_for() -> None:
 
 
 @pytest.mark.parametrize("command", ["send", "broker", "demo"])
-def test_help_is_whole_at_80_columns(
+def test_help_fits_into_80_columns(
     command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said = {}

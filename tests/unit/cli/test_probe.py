@@ -29,7 +29,7 @@ def ask(url: str, method: str = "GET") -> HTTPResponse:
     return connection.getresponse()
 
 
-def test_E12_threads_that_cannot_be_started_keep_no_probe_out_later(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_E12_a_probe_works_again_after_threads_could_not_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
     start = threading.Thread.start
 
     def start_none_for_requests(thread: threading.Thread) -> None:
@@ -47,7 +47,7 @@ def test_E12_threads_that_cannot_be_started_keep_no_probe_out_later(monkeypatch:
         assert ask(url).status == 200
 
 
-def test_E12_a_probe_may_ask_for_the_head_alone() -> None:
+def test_E12_a_probe_may_send_a_head_request() -> None:
     with readiness_probe(Ready(), "127.0.0.1", 0) as url:
         answer = ask(url, "HEAD")
         assert (answer.status, answer.read()) == (200, b"")
@@ -62,6 +62,6 @@ def test_E12_probes_are_answered_on_ipv6() -> None:
 
 
 @pytest.mark.parametrize(("host", "port"), [("nowhere.invalid", 0), ("a" * 64 + ".example", 0), ("127.0.0.1", 70_000)])
-def test_E12_an_address_that_there_is_not_is_said(host: str, port: int) -> None:
+def test_E12_an_address_that_does_not_exist_is_reported(host: str, port: int) -> None:
     with pytest.raises(CommandError, match=f"^readiness on {host}:{port}: "), readiness_probe(Ready(), host, port):
         pass

@@ -40,11 +40,11 @@ def bodies(content: bytes, format: Format) -> list[bytes]:
         ("-", Format.LINES),
     ],
 )
-def test_the_ending_names_the_format(name: str, format: Format) -> None:
+def test_the_file_name_extension_decides_the_format(name: str, format: Format) -> None:
     assert Format.of(name) is format
 
 
-def test_a_line_is_sent_as_its_bytes_without_its_end() -> None:
+def test_a_line_is_sent_without_its_line_ending() -> None:
     assert bodies(b"one\ntwo\r\n\n\xff\xfe\nlast", Format.LINES) == [b"one", b"two", b"", b"\xff\xfe", b"last"]
 
 
@@ -65,7 +65,7 @@ def test_a_csv_record_is_a_json_object_with_names_from_the_first_row() -> None:
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "UTF-8", "utf8"])
-def test_a_byte_order_mark_is_no_part_of_the_first_name_of_a_csv_file(encoding: str) -> None:
+def test_a_byte_order_mark_is_not_part_of_the_first_name_of_a_csv_file(encoding: str) -> None:
     file = io.BytesIO("\ufeffid,b\n7,x\n".encode())
     with RecordSource("-", Format.CSV, file, Reading(encoding=encoding, message_id="id")) as source:
         (record,) = source
@@ -73,7 +73,7 @@ def test_a_byte_order_mark_is_no_part_of_the_first_name_of_a_csv_file(encoding: 
     assert (record.message.message_id, json.loads(record.message.body)) == ("7", {"id": "7", "b": "x"})
 
 
-def test_a_json_line_is_sent_as_it_stands_and_blank_lines_are_left_out() -> None:
+def test_a_json_line_is_sent_unchanged_and_blank_lines_are_skipped() -> None:
     content = b'\xef\xbb\xbf{"a": 1}\n\n  [2]  \r\n"three"'
     assert bodies(content, Format.JSONL) == [b'{"a": 1}', b"[2]", b'"three"']
     assert [record.line for record in read(content, Format.JSONL)] == [1, 3, 4]
@@ -107,7 +107,7 @@ def test_a_bad_record_is_an_error_that_names_file_and_line(
 
 
 @pytest.mark.parametrize("name", ["plain.csv", "packed.csv.gz", "packed.zip"])
-def test_files_are_decompressed_by_their_endings_and_tell_how_far_they_are_read(tmp_path: Path, name: str) -> None:
+def test_files_are_decompressed_by_extension_and_report_how_far_they_are_read(tmp_path: Path, name: str) -> None:
     content = b"n\n" + b"".join(b"%d\n" % n for n in range(1000))
     path = tmp_path / name
     if name.endswith(".gz"):
@@ -134,7 +134,7 @@ def test_an_archive_with_more_than_one_file_is_refused(tmp_path: Path) -> None:
         RecordSource(str(path), None, io.BytesIO())
 
 
-def test_what_is_no_archive_is_refused(tmp_path: Path) -> None:
+def test_a_file_that_is_not_an_archive_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "no.zip"
     path.write_bytes(b"a,b\n")
     with pytest.raises(CommandError, match=r"no\.zip: File is not a zip file"):
@@ -152,12 +152,12 @@ def test_damaged_compressed_data_is_an_error_that_names_the_file(tmp_path: Path,
         list(source)
 
 
-def test_a_field_may_be_as_long_as_a_message() -> None:
+def test_a_csv_field_may_be_as_long_as_a_message() -> None:
     (body,) = bodies(b"a\n" + b"x" * 200_000 + b"\n", Format.CSV)
     assert len(body) == 200_000 + len('{"a":""}')
 
 
-def test_a_file_that_cannot_be_read_on_is_an_error_behind_what_was_read() -> None:
+def test_a_read_error_in_a_file_is_reported_after_the_records_before_it() -> None:
     class Failing(io.BytesIO):
         def __next__(self) -> bytes:
             line = self.readline()
@@ -177,7 +177,7 @@ def test_a_closed_standard_input_is_refused() -> None:
         RecordSource("-", None, None)
 
 
-def test_a_pipe_by_name_tells_nothing_of_how_far_it_is_read(tmp_path: Path) -> None:
+def test_a_named_pipe_does_not_report_how_far_it_is_read(tmp_path: Path) -> None:
     path = tmp_path / "pipe"
     os.mkfifo(path)
     writer = threading.Thread(target=path.write_bytes, args=(b"one\n",))
@@ -232,7 +232,7 @@ def resumed(path: Path, format: Format, place: Place) -> list[Record]:
 
 @pytest.mark.parametrize("ending", ["txt", "gz", "zip"])
 @pytest.mark.parametrize("format", Format, ids=str)
-def test_E13_a_file_is_resumed_behind_any_of_its_records(tmp_path: Path, format: Format, ending: str) -> None:
+def test_E13_reading_a_file_can_resume_after_any_of_its_records(tmp_path: Path, format: Format, ending: str) -> None:
     path = write(tmp_path / f"records.{ending}", RECORDS[format])
     with RecordSource(str(path), format, None) as source:
         assert source.can_resume
@@ -251,7 +251,7 @@ def place_behind(path: Path, number: int) -> Place:
         return next(source.place for record in source if record.number == number)
 
 
-def test_E13_a_file_that_has_grown_is_resumed(tmp_path: Path) -> None:
+def test_E13_reading_a_file_that_has_grown_can_resume(tmp_path: Path) -> None:
     path = write(tmp_path / "a.txt", b"one\ntwo")
     place = place_behind(path, 2)
     for more in (b"\nthree", b"\r\nthree"):
@@ -271,7 +271,9 @@ def test_E13_a_file_that_has_grown_is_resumed(tmp_path: Path) -> None:
     ],
     ids=["shorter", "empty", "changed", "longer"],
 )
-def test_E13_a_file_that_is_not_the_same_is_not_resumed(tmp_path: Path, content: bytes, words: str) -> None:
+def test_E13_reading_does_not_resume_in_a_file_whose_content_has_changed(
+    tmp_path: Path, content: bytes, words: str
+) -> None:
     path = write(tmp_path / "a.txt", b"one\ntwo")
     place = place_behind(path, 2)
     write(path, content)
@@ -279,7 +281,7 @@ def test_E13_a_file_that_is_not_the_same_is_not_resumed(tmp_path: Path, content:
         resumed(path, Format.LINES, place)
 
 
-def test_E13_a_file_that_cannot_be_decompressed_any_more_is_not_resumed(tmp_path: Path) -> None:
+def test_E13_reading_does_not_resume_in_a_file_that_can_no_longer_be_decompressed(tmp_path: Path) -> None:
     path = write(tmp_path / "a.gz", b"one\ntwo\n")
     place = place_behind(path, 2)
     path.write_bytes(b"plain")
@@ -287,7 +289,7 @@ def test_E13_a_file_that_cannot_be_decompressed_any_more_is_not_resumed(tmp_path
         resumed(path, Format.LINES, place)
 
 
-def test_E13_what_is_no_file_cannot_be_resumed() -> None:
+def test_E13_only_a_regular_file_can_be_resumed() -> None:
     with RecordSource("-", None, io.BytesIO(b"one\n")) as source:
         assert not source.can_resume
 
@@ -301,13 +303,13 @@ def test_E13_what_is_no_file_cannot_be_resumed() -> None:
     ],
     ids=["number", "text", "format"],
 )
-def test_E13_a_position_of_something_else_is_refused(text: int | str, words: str) -> None:
+def test_E13_a_position_with_a_different_format_is_refused(text: int | str, words: str) -> None:
     with pytest.raises(CommandError) as refused:
         Reached.parse(text, Format.LINES, "x")
     assert str(refused.value) == words
 
 
-def test_E13_a_source_is_a_file_and_where_it_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_E13_a_source_is_a_file_and_its_destination(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "link").symlink_to("a.csv")
     assert source_of("link", "", "orders") == source_of(str(tmp_path / "a.csv"), "", "orders")

@@ -70,7 +70,7 @@ def test_E9_the_alarm_comes_and_goes_with_the_size_of_the_process(monkeypatch: p
             running.wait_until(lambda broker: not broker.alarms)
 
 
-def test_without_a_limit_nothing_is_watched() -> None:
+def test_without_a_limit_the_process_size_is_not_watched() -> None:
     with Broker() as running, ExitStack() as stack:
         command._watch_resident_size(running, stack)
         assert not stack.pop_all()._exit_callbacks  # type: ignore[attr-defined]

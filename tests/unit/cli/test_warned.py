@@ -28,7 +28,7 @@ def shown() -> str:
     return file.getvalue()
 
 
-def test_warnings_and_errors_are_shown_whole_and_steer_no_terminal() -> None:
+def test_warnings_and_errors_are_shown_whole_and_without_terminal_control_characters() -> None:
     with without_handlers():
         lines = shown().splitlines()
     assert lines == [
@@ -38,12 +38,12 @@ def test_warnings_and_errors_are_shown_whole_and_steer_no_terminal() -> None:
     ]
 
 
-def test_nothing_is_shown_twice_where_the_log_goes_somewhere_already() -> None:
+def test_no_warning_is_shown_twice_if_the_log_already_goes_to_a_handler() -> None:
     with patch.object(logging.getLogger(), "handlers", [logging.NullHandler()]):
         assert shown() == ""
 
 
-def test_E9_a_terminal_that_takes_nothing_holds_nobody() -> None:
+def test_E9_a_terminal_that_accepts_no_output_does_not_block_the_program() -> None:
     takes = threading.Event()
 
     class Stuck(io.StringIO):

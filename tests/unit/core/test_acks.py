@@ -63,14 +63,14 @@ def tapped(*numbers: int) -> tuple[Tap, list[Told]]:
     return tap, channels
 
 
-def test_single_acks_of_one_read_are_told_in_runs_and_multiple_ones_at_their_place() -> None:
+def test_single_acks_of_one_read_are_reported_as_runs_and_multiple_acks_in_their_place() -> None:
     tap, (channel,) = tapped(1)
     data = b"".join([*map(ack, (1, 2, 3)), *map(ack, (7, 8)), ack(9, 1), *map(ack, (10, 4, 5)), ack(20, 1), ack(11)])
     assert tap.received(data, 0.0) == b""
     assert channel.acks == [(1, 3), (7, 2), (9, 0), (10, 1), (4, 2), (20, 0), (11, 1)]
 
 
-def test_runs_are_seen_wherever_the_stream_is_cut() -> None:
+def test_runs_are_found_for_every_split_of_the_stream() -> None:
     stream = b"".join(map(ack, range(1, 201)))
     for size in (50, 64, 100, 1460):
         tap, (channel,) = tapped(1)
@@ -81,7 +81,7 @@ def test_runs_are_seen_wherever_the_stream_is_cut() -> None:
         assert len(channel.acks) <= 2 * (len(stream) // size) + 1
 
 
-def test_runs_of_several_channels_are_told_to_each() -> None:
+def test_runs_of_several_channels_are_reported_to_each_channel() -> None:
     tap, (one, two) = tapped(1, 0x00CE)
     data = [ack(1), ack(2), ack(1, channel=0xCE), ack(2, channel=0xCE), ack(3), ack(3, 1, channel=0xCE)]
     assert tap.received(b"".join(data), 0.0) == b""
@@ -96,7 +96,7 @@ def test_a_channel_that_is_detached_gets_no_runs() -> None:
     assert channel.acks == []
 
 
-def test_other_frames_among_acks_go_where_they_belong() -> None:
+def test_other_frames_between_acks_go_to_their_receivers() -> None:
     tap, (channel,) = tapped(1)
     theirs = ack(1, channel=2)
     data = [ack(1), ack(2), ack(3), HEARTBEAT, ack(4), ack(5), ack(6), theirs, ack(7), ack(8)]
@@ -106,20 +106,20 @@ def test_other_frames_among_acks_go_where_they_belong() -> None:
 
 
 @pytest.mark.parametrize("bad", [ack(4)[:-1] + b"\xcd", b"\4" + ack(4)[1:]], ids=["end", "type"])
-def test_acks_before_bytes_that_are_no_frame_count(bad: bytes) -> None:
+def test_acks_before_invalid_bytes_count(bad: bytes) -> None:
     tap, (channel,) = tapped(1)
     with pytest.raises(FrameError):
         tap.received(ack(1) + ack(2) + ack(3) + bad + ack(5) + ack(6), 0.0)
     assert channel.acks == [(1, 3)]
 
 
-def test_a_bit_that_means_nothing_is_not_looked_at() -> None:
+def test_undefined_bits_of_an_ack_are_ignored() -> None:
     tap, (channel,) = tapped(1)
     tap.received(ack(1) + ack(2) + ack(3, 2) + ack(4, 3) + ack(5) + ack(6), 0.0)
     assert channel.acks == [(1, 2), (3, 1), (4, 0), (5, 1), (6, 1)]
 
 
-def test_runs_of_acks_between_the_method_and_the_content_of_a_return_are_not_passed_over() -> None:
+def test_runs_of_acks_between_the_method_and_the_content_of_a_return_are_not_skipped() -> None:
     tap, (channel,) = tapped(1)
     tap.received(frame(METHOD_FRAME, 1, RETURN + b"\1\x38\0\0\0"), 0.0)
     with pytest.raises(FrameError, match="before the end of a returned message"):
@@ -128,14 +128,14 @@ def test_runs_of_acks_between_the_method_and_the_content_of_a_return_are_not_pas
 
 
 @pytest.mark.parametrize("cut", range(7, 40))
-def test_what_only_looks_like_acks_in_the_body_of_a_delivery_is_the_library_s(cut: int) -> None:
+def test_bytes_that_look_like_acks_in_the_body_of_a_delivery_go_to_the_library(cut: int) -> None:
     tap, (channel,) = tapped(1)
     data = frame(BODY_FRAME, 1, bytes(cut - 7) + ack(1) + ack(2) + ack(3) + ack(4))
     assert tap.received(data[:cut], 0.0) + tap.received(data[cut:] + ack(5), 0.0) == data
     assert channel.acks == [(5, 1)]
 
 
-def test_of_a_run_that_has_been_answered_in_part_the_rest_is_settled() -> None:
+def test_the_remainder_of_a_partly_answered_run_is_settled() -> None:
     protocol = make()
     receipts = [send(protocol) for _ in range(8)]
     drain(protocol)
@@ -160,7 +160,7 @@ def test_the_acks_of_one_read_settle_in_the_order_in_which_the_broker_sent_them(
     assert [receipts.index(receipt) + 1 for receipt in settled] == [1, 2, 3, 4, 5, 6, 9, 10, 7, 8, 11, 12]
 
 
-def test_of_a_run_beyond_what_is_written_only_the_written_is_settled() -> None:
+def test_only_written_messages_of_a_run_are_settled() -> None:
     protocol = make()
     protocol.reports.logs.clear()
     receipts = [send(protocol) for _ in range(3)]
@@ -239,7 +239,7 @@ answers = st.one_of(
     said=st.lists(answers, min_size=2, max_size=8),
     data=st.data(),
 )
-def test_however_acks_come_and_are_cut_they_do_what_they_do_one_by_one(
+def test_acks_that_arrive_in_any_grouping_have_the_same_effect_as_single_acks(
     sizes: list[int],
     share: float,
     settings: dict[str, Any],

@@ -26,7 +26,7 @@ def rounds(protocol: ProducerProtocol, count: int, now: float, seconds: float) -
     return now
 
 
-def test_the_window_grows_while_throughput_does_and_no_further_than_allowed() -> None:
+def test_the_window_grows_while_throughput_grows_up_to_its_maximum() -> None:
     protocol = make(capacity="auto", capacity_max=300)
     assert protocol.window.capacity == 32
     now = 0.0
@@ -38,7 +38,7 @@ def test_the_window_grows_while_throughput_does_and_no_further_than_allowed() ->
     assert max(found) == 300
 
 
-def test_c6_no_more_than_the_capacity_of_the_moment_is_unsettled() -> None:
+def test_c6_at_most_the_current_capacity_is_unsettled() -> None:
     protocol = make(capacity="auto")
     now = 0.0
     for _ in range(20):
@@ -48,7 +48,7 @@ def test_c6_no_more_than_the_capacity_of_the_moment_is_unsettled() -> None:
         protocol.on_ack(0, True, now)
 
 
-def test_who_waits_is_admitted_by_what_an_answer_adds_to_the_window() -> None:
+def test_waiting_senders_are_admitted_when_an_answer_enlarges_the_window() -> None:
     protocol = make(capacity="auto")
     now = 0.0
     fill(protocol, now)
@@ -61,7 +61,7 @@ def test_who_waits_is_admitted_by_what_an_answer_adds_to_the_window() -> None:
     assert sum(ticket.receipt is not None for ticket in tickets) % 32 == 0
 
 
-def test_the_window_shrinks_when_answers_are_held_back() -> None:
+def test_the_window_shrinks_when_confirms_are_withheld() -> None:
     protocol = make(capacity="auto")
     now = rounds(protocol, 40, 0.0, 0.01)
     before = protocol.window.capacity
@@ -75,7 +75,7 @@ def test_the_window_shrinks_when_answers_are_held_back() -> None:
     assert protocol.window.capacity < before / 8
 
 
-def test_a_number_fixes_it_for_good() -> None:
+def test_setting_a_number_fixes_the_capacity_permanently() -> None:
     protocol = make(capacity="auto")
     now = rounds(protocol, 3, 0.0, 0.1)
     protocol.set_capacity(50, now)
@@ -85,7 +85,7 @@ def test_a_number_fixes_it_for_good() -> None:
     assert protocol.unsettled == 50
 
 
-def test_a_producer_that_is_made_can_only_be_given_a_number() -> None:
+def test_the_capacity_of_an_existing_producer_can_only_be_set_to_a_number() -> None:
     for capacity in (10, "auto"):
         protocol = make(capacity=capacity)
         before = protocol.window.capacity
@@ -94,7 +94,7 @@ def test_a_producer_that_is_made_can_only_be_given_a_number() -> None:
         assert protocol.window.capacity == before
 
 
-def test_a_window_that_is_small_for_a_moment_does_not_make_callbacks_slow() -> None:
+def test_a_window_that_is_briefly_small_does_not_slow_down_callbacks() -> None:
     protocol = make(capacity="auto", capacity_max=100)
     protocol.reports.settled = []
     for untold in (50, 101):
@@ -108,7 +108,7 @@ def test_a_window_that_is_small_for_a_moment_does_not_make_callbacks_slow() -> N
     assert holds(protocol) == []
 
 
-def test_what_is_given_up_with_the_connection_leaves_all_of_the_window_free() -> None:
+def test_messages_withdrawn_with_the_connection_leave_the_whole_window_free() -> None:
     protocol = make(capacity="auto")
     now = rounds(protocol, 5, 0.0, 0.1)
     fill(protocol, now)

@@ -19,7 +19,7 @@ from .support import CHANNEL, FRAME_MAX, PREFIX, drain, holds, logged, make, pla
 NO_KEY = "k" * 256
 
 
-def test_a_producer_without_a_connection_is_flowed_and_admits_what_waits_once_there_is_one() -> None:
+def test_a_producer_without_a_connection_is_flowed_and_admits_waiting_messages_once_connected() -> None:
     protocol = make(opened=False)
     assert holds(protocol) == [HoldKind.DISCONNECTED]
     ticket = wait(protocol, waiter="me")
@@ -30,7 +30,7 @@ def test_a_producer_without_a_connection_is_flowed_and_admits_what_waits_once_th
     assert protocol.gate.is_open
 
 
-def test_c6_no_more_than_capacity_messages_are_unsettled() -> None:
+def test_c6_at_most_capacity_messages_are_unsettled() -> None:
     protocol = make(capacity=3)
     for _ in range(3):
         send(protocol)
@@ -45,7 +45,7 @@ def test_c6_no_more_than_capacity_messages_are_unsettled() -> None:
     assert protocol.admission.send(b"x", "", "q", 2.0) is None
 
 
-def test_c6_no_more_than_capacity_bytes_are_unsettled() -> None:
+def test_c6_at_most_capacity_bytes_are_unsettled() -> None:
     protocol = make(capacity_bytes=100)
     send(protocol, b"a" * 60)
     assert protocol.admission.send(b"b" * 41, "", "q", 0.0) is None
@@ -73,7 +73,7 @@ def test_a_message_larger_than_capacity_bytes_is_admitted_alone() -> None:
     assert after.receipt is not None
 
 
-def test_in_flight_is_what_has_begun_to_be_written_and_is_not_settled() -> None:
+def test_in_flight_messages_have_begun_to_be_written_and_are_not_settled() -> None:
     protocol = make()
     send(protocol, b"1")
     size = protocol.unwritten
@@ -106,7 +106,7 @@ def test_lowering_the_capacity_cancels_nothing_and_admits_nothing_until_there_is
     assert [receipt.delivered for receipt in receipts] == [True, True, True, False]
 
 
-def test_raising_the_capacity_admits_at_once_who_waits() -> None:
+def test_raising_the_capacity_admits_waiting_messages_immediately() -> None:
     protocol = make(capacity=1)
     send(protocol)
     tickets = [wait(protocol), *(place(protocol, b"x", 0.0) for _ in range(2))]
@@ -115,14 +115,14 @@ def test_raising_the_capacity_admits_at_once_who_waits() -> None:
 
 
 @pytest.mark.parametrize("capacity", [0, -1, 1.5, True, "5", None])
-def test_a_capacity_that_the_setting_cannot_have_is_refused_and_changes_nothing(capacity: Any) -> None:
+def test_an_invalid_capacity_is_refused_and_changes_nothing(capacity: Any) -> None:
     protocol = make(capacity=3)
     with pytest.raises(SettingsError, match=r"capacity=.*: it must be a whole number of messages, at least 1"):
         protocol.set_capacity(capacity, 1.0)
     assert protocol.window.capacity == 3
 
 
-def test_f4_waiting_messages_are_admitted_first_come_first_served_and_nobody_passes_them() -> None:
+def test_f4_waiting_messages_are_admitted_in_order_and_new_ones_do_not_overtake_them() -> None:
     protocol = make(capacity=1)
     send(protocol, b"0")
     tickets = [place(protocol, b"%d" % number, 0.0, waiter=number) for number in (1, 2, 3)]
@@ -136,7 +136,7 @@ def test_f4_waiting_messages_are_admitted_first_come_first_served_and_nobody_pas
     assert all(ticket.receipt for ticket in tickets)
 
 
-def test_f4_another_line_serves_in_another_order() -> None:
+def test_f4_a_custom_waiting_line_admits_in_its_own_order() -> None:
     settings = ProducerSettings(capacity=1)
     protocol = ProducerProtocol(settings, id_prefix=PREFIX, now=0.0, line=WeightedLine({"heavy": 2}))
     protocol.channel_opened(1, FRAME_MAX, 0.0)
@@ -149,7 +149,7 @@ def test_f4_another_line_serves_in_another_order() -> None:
     assert [source for source, _ in protocol.reports.wake] == ["", "heavy", "heavy", "", "heavy", "heavy", ""]
 
 
-def test_a_message_that_stands_in_line_when_nothing_is_in_the_way_is_admitted_at_once() -> None:
+def test_a_message_that_joins_the_waiting_line_while_nothing_holds_it_is_admitted_immediately() -> None:
     protocol = make()
     ticket = place(protocol, b"x", 0.0, waiter="me")
     assert ticket.receipt is not None
@@ -157,7 +157,7 @@ def test_a_message_that_stands_in_line_when_nothing_is_in_the_way_is_admitted_at
     assert protocol.line.look_at(ticket, 0.0) is None
 
 
-def test_a4_a_message_that_gave_up_is_never_sent() -> None:
+def test_a4_a_withdrawn_message_is_never_sent() -> None:
     protocol = make(capacity=1)
     send(protocol, b"first")
     ticket = wait(protocol, b"gone")
@@ -170,7 +170,7 @@ def test_a4_a_message_that_gave_up_is_never_sent() -> None:
     send(protocol, b"next", now=3.0)
 
 
-def test_giving_up_twice_counts_once() -> None:
+def test_withdrawing_a_message_twice_counts_once() -> None:
     protocol = make(capacity=1)
     send(protocol)
     ticket = wait(protocol)
@@ -179,7 +179,7 @@ def test_giving_up_twice_counts_once() -> None:
     assert protocol.controller.waiting == 0
 
 
-def test_it_is_too_late_to_give_up_what_is_admitted() -> None:
+def test_an_admitted_message_can_no_longer_be_withdrawn() -> None:
     protocol = make(capacity=1)
     send(protocol)
     ticket = wait(protocol)
@@ -222,7 +222,7 @@ def lost(protocol: ProducerProtocol, ticket: SendTicket) -> None:
 
 
 @pytest.mark.parametrize("decide", [admitted, refused, timed_out, given_up, dismissed, lost])
-def test_a_ticket_is_decided_once_and_leaves_the_line_once(
+def test_a_ticket_is_decided_once_and_leaves_the_waiting_line_once(
     decide: Callable[[ProducerProtocol, SendTicket], None],
 ) -> None:
     protocol = make(capacity=1)
@@ -246,7 +246,7 @@ def test_a_ticket_is_decided_once_and_leaves_the_line_once(
     assert (ticket.receipt, ticket.error) == fate
 
 
-def test_the_end_of_a_large_head_lets_in_the_small_ones_behind_it() -> None:
+def test_when_a_large_first_message_is_withdrawn_the_small_ones_after_it_are_admitted() -> None:
     protocol = make(capacity_bytes=100)
     send(protocol, b"a" * 90)
     head = wait(protocol, b"b" * 50)
@@ -257,7 +257,7 @@ def test_the_end_of_a_large_head_lets_in_the_small_ones_behind_it() -> None:
     assert protocol.reports.wake == [0, 1]
 
 
-def test_all_give_up_at_once_and_none_is_let_in_because_another_leaves() -> None:
+def test_all_waiting_messages_are_withdrawn_together_and_none_is_admitted_meanwhile() -> None:
     protocol = make(capacity_bytes=100)
     send(protocol, b"a" * 90)
     large = wait(protocol, b"b" * 50, waiter="large")
@@ -278,14 +278,14 @@ def test_all_give_up_at_once_and_none_is_let_in_because_another_leaves() -> None
     assert protocol.unsettled == 2
 
 
-def test_the_capacity_hold_ends_with_the_last_who_met_it() -> None:
+def test_the_capacity_hold_ends_with_the_last_message_that_waits_for_it() -> None:
     protocol = make(capacity_bytes=100)
     send(protocol, b"a" * 90)
     protocol.line.give_up(wait(protocol, b"b" * 50), 1.0)
     assert protocol.gate.is_open, "ten bytes of room are left"
 
 
-def test_c6_the_capacity_hold_ends_when_there_is_room_even_if_nobody_asks() -> None:
+def test_c6_the_capacity_hold_ends_when_there_is_room_even_without_a_waiting_sender() -> None:
     protocol = make(capacity=1)
     protocol.reports.events = []
     send(protocol)
@@ -302,7 +302,7 @@ def test_c6_the_capacity_hold_ends_when_there_is_room_even_if_nobody_asks() -> N
 # Deadlines and notices.
 
 
-def test_j7_a_message_that_waited_long_enough_times_out_and_is_never_sent() -> None:
+def test_j7_a_message_that_reaches_its_deadline_times_out_and_is_never_sent() -> None:
     protocol = make(capacity=1)
     send(protocol)
     payload = b"late"
@@ -329,7 +329,7 @@ def test_a_message_admitted_at_its_deadline_does_not_time_out() -> None:
     assert protocol.line.look_at(ticket, 1.0) is None
 
 
-def test_a_message_that_time_lets_in_at_its_deadline_does_not_time_out() -> None:
+def test_a_message_that_the_rate_admits_at_its_deadline_does_not_time_out() -> None:
     protocol = make(rate=10.0)
     send(protocol, now=0.0)
     ticket = wait(protocol, timeout=1.0)
@@ -337,7 +337,7 @@ def test_a_message_that_time_lets_in_at_its_deadline_does_not_time_out() -> None
     assert ticket.receipt is not None
 
 
-def test_while_a_send_waits_a_notice_comes_every_period() -> None:
+def test_a_notice_is_logged_every_period_while_a_send_waits() -> None:
     protocol = make(capacity=1, flow_control_wait_notify_period=2.0, name="orders", wall_offset=1000.0)
     protocol.reports.events = []
     send(protocol)
@@ -357,7 +357,7 @@ def test_while_a_send_waits_a_notice_comes_every_period() -> None:
     assert logged(protocol)[0] == "WARNING orders: a send has been waiting for 2.5 s: capacity"
 
 
-def test_of_many_who_wait_one_notice_comes_every_period_and_tells_how_many_and_the_longest() -> None:
+def test_with_many_waiting_senders_one_notice_every_period_shows_their_number_and_the_longest_wait() -> None:
     protocol = make(capacity=1, flow_control_wait_notify_period=2.0)
     protocol.reports.events = []
     send(protocol)
@@ -378,7 +378,7 @@ def test_of_many_who_wait_one_notice_comes_every_period_and_tells_how_many_and_t
     assert (waiting, round(seconds, 6)) == (98, 4.98)
 
 
-def test_who_came_later_says_nothing_before_the_next_notice_is_due() -> None:
+def test_a_sender_that_joins_later_logs_nothing_before_the_next_notice_is_due() -> None:
     protocol = make(capacity=1, flow_control_wait_notify_period=2.0)
     protocol.reports.events = []
     send(protocol)
@@ -392,7 +392,7 @@ def test_who_came_later_says_nothing_before_the_next_notice_is_due() -> None:
     assert [event.seconds for event in protocol.reports.events if event.waiting] == [2.0, 3.0]
 
 
-def test_one_who_asks_for_all_who_wait_gets_the_notices_of_all() -> None:
+def test_a_caller_that_asks_for_all_senders_gets_the_notices_of_all() -> None:
     protocol = make(flow_control_wait_notify_period=2.0)
     assert protocol.line.notice(1.0) is None, "nobody waits"
     protocol.hold("paused", 1.0)
@@ -416,7 +416,7 @@ def test_one_who_asks_for_all_who_wait_gets_the_notices_of_all() -> None:
     assert protocol.line.notice(18.5) is None
 
 
-def test_a_notice_for_one_who_only_waits_for_others_has_no_hold() -> None:
+def test_a_notice_for_a_sender_that_only_waits_for_other_senders_has_no_hold() -> None:
     protocol = make(capacity_bytes=10)
     send(protocol, b"a" * 8)
     wait(protocol, b"b" * 5)
@@ -449,7 +449,7 @@ def behind(capacity: int = 4, **settings: Any) -> ProducerProtocol:
     return protocol
 
 
-def test_who_tells_receipts_more_slowly_than_the_broker_confirms_is_held_until_half_is_told() -> None:
+def test_a_producer_with_slow_receipt_callbacks_is_held_until_half_of_the_receipts_are_reported() -> None:
     protocol = behind()
     assert list(map(str, protocol.gate.holds)) == ["capacity (on_delivery: callbacks are slower than confirms)"]
     ticket = wait(protocol)
@@ -460,7 +460,7 @@ def test_who_tells_receipts_more_slowly_than_the_broker_confirms_is_held_until_h
     assert protocol.gate.is_open
 
 
-def test_what_is_settled_by_the_end_holds_nothing() -> None:
+def test_receipts_settled_by_the_end_of_the_producer_hold_nothing() -> None:
     protocol = make(capacity=4)
     protocol.reports.settled = []
     protocol.close("the producer is closed", 1.0)
@@ -469,7 +469,7 @@ def test_what_is_settled_by_the_end_holds_nothing() -> None:
     assert holds(protocol) == []
 
 
-def test_the_send_of_a_callback_waits_neither_for_callbacks_nor_for_those_who_do() -> None:
+def test_a_send_in_a_callback_waits_neither_for_callbacks_nor_for_senders_that_wait_for_callbacks() -> None:
     protocol = behind()
     other = wait(protocol, b"other", waiter="other")
     for _ in range(4):
@@ -489,7 +489,7 @@ def test_the_send_of_a_callback_waits_neither_for_callbacks_nor_for_those_who_do
 
 
 @pytest.mark.parametrize(("kind", "source"), [("paused", ""), ("capacity", "operator"), ("channel_flow", "")])
-def test_the_send_of_a_callback_waits_for_every_other_hold(kind: str, source: str) -> None:
+def test_a_send_in_a_callback_waits_for_every_other_hold(kind: str, source: str) -> None:
     protocol = behind()
     protocol.hold(kind, 1.0, source=source)
     ticket = place(protocol, b"x", 1.0, first=True)
@@ -498,7 +498,7 @@ def test_the_send_of_a_callback_waits_for_every_other_hold(kind: str, source: st
     assert ticket.receipt is not None
 
 
-def test_f2_the_send_of_a_callback_waits_for_its_time() -> None:
+def test_f2_a_send_in_a_callback_waits_for_the_rate_limit() -> None:
     protocol = make(rate=1.0)
     send(protocol)
     assert protocol.admission.send(b"x", "", "q", 0.25) is None
@@ -509,7 +509,7 @@ def test_f2_the_send_of_a_callback_waits_for_its_time() -> None:
     assert ticket.receipt is not None
 
 
-def test_the_send_of_a_callback_in_an_open_producer_whose_window_is_full_is_let_in_by_an_answer() -> None:
+def test_a_send_in_a_callback_waits_for_room_in_a_full_window_and_is_admitted_by_an_answer() -> None:
     protocol = make(capacity=1)
     send(protocol)
     ticket = place(protocol, b"x", 0.0, first=True)
@@ -519,7 +519,7 @@ def test_the_send_of_a_callback_in_an_open_producer_whose_window_is_full_is_let_
     assert ticket.receipt is not None
 
 
-def test_the_send_of_a_callback_can_give_up_time_out_and_be_sent_away() -> None:
+def test_a_send_in_a_callback_can_be_withdrawn_time_out_and_be_refused() -> None:
     protocol = make(capacity=1)
     send(protocol)
     ticket = place(protocol, b"x", 0.0, first=True)
@@ -535,7 +535,7 @@ def test_the_send_of_a_callback_can_give_up_time_out_and_be_sent_away() -> None:
     assert protocol.reports.wake == ["first", "line"]
 
 
-def test_f4_nobody_passes_the_send_of_a_callback_and_who_is_timed_out_by_it_is_told_why() -> None:
+def test_f4_no_send_overtakes_a_send_in_a_callback_and_a_timeout_caused_by_it_names_the_reason() -> None:
     protocol = make(rate=10.0)
     send(protocol)
     assert protocol.admission.send(b"callback", "", "q", 0.01) is None
@@ -550,7 +550,7 @@ def test_f4_nobody_passes_the_send_of_a_callback_and_who_is_timed_out_by_it_is_t
     assert now == pytest.approx(0.1)
 
 
-def test_the_send_of_a_callback_that_times_out_names_what_held_it() -> None:
+def test_a_send_in_a_callback_that_times_out_names_the_hold() -> None:
     protocol = make(capacity_bytes=100)
     send(protocol, b"x" * 60)
     ticket = place(protocol, b"y" * 50, 0.0, timeout=1.0, first=True)
@@ -562,7 +562,7 @@ def test_the_send_of_a_callback_that_times_out_names_what_held_it() -> None:
     send(protocol, b"z")
 
 
-def test_a_callback_s_send_that_something_else_holds_asks_for_no_timer() -> None:
+def test_a_send_in_a_callback_with_a_different_hold_requests_no_timer() -> None:
     protocol = make(rate=10.0)
     protocol.hold("paused", 0.0)
     first = place(protocol, b"a", 0.0, first=True)
@@ -571,7 +571,7 @@ def test_a_callback_s_send_that_something_else_holds_asks_for_no_timer() -> None
     assert first.receipt is not None
 
 
-def test_a_callback_that_waits_for_the_producer_does_not_wait_for_itself() -> None:
+def test_a_callback_that_waits_for_an_open_gate_does_not_wait_for_itself() -> None:
     protocol = behind()
     assert [str(hold) for hold in protocol.gate.holds] == ["capacity (on_delivery: callbacks are slower than confirms)"]
     assert not protocol.waiters.when_unflowed("callback", 1.0, in_callback=True)
@@ -587,7 +587,7 @@ def test_a_callback_that_waits_for_the_producer_does_not_wait_for_itself() -> No
 # Messages that cannot be encoded.
 
 
-def test_a_name_that_cannot_be_encoded_is_refused_and_takes_no_room() -> None:
+def test_a_name_that_cannot_be_encoded_is_refused_and_uses_no_capacity() -> None:
     protocol = make(capacity=1, capacity_bytes=10)
     for payload in (b"x", Message(b"x")):
         with pytest.raises(ValueError, match="routing_key has 256 bytes"):
@@ -598,7 +598,7 @@ def test_a_name_that_cannot_be_encoded_is_refused_and_takes_no_room() -> None:
     assert receipt.message_id == "p-000000000001", "no number is spent"
 
 
-def test_what_cannot_be_encoded_is_refused_before_it_waits() -> None:
+def test_a_message_that_cannot_be_encoded_is_refused_before_it_waits() -> None:
     protocol = make(capacity=1)
     send(protocol)
     with pytest.raises(ValueError, match="exchange has 256 bytes"):
@@ -610,7 +610,7 @@ def test_what_cannot_be_encoded_is_refused_before_it_waits() -> None:
     assert protocol.controller.waiting == 0
 
 
-def test_a_header_too_large_for_the_broker_s_frames_is_the_ticket_s_error_and_the_next_gets_its_turn() -> None:
+def test_headers_too_large_for_a_frame_fail_their_ticket_and_the_next_message_is_admitted() -> None:
     protocol = make(capacity=1)
     send(protocol)
     large = place(protocol, Message(b"x", headers={"k": "v" * FRAME_MAX}), 0.0, waiter="large")
@@ -642,7 +642,7 @@ class Fickle(PublishEncoder):
 MARKED = Message(b"x", headers={"k": "v"})
 
 
-def test_whatever_encoding_raises_takes_no_room() -> None:
+def test_any_exception_from_encoding_uses_no_capacity() -> None:
     protocol = make(capacity=1, capacity_bytes=10)
     protocol.admission.encoder = Fickle()
     with pytest.raises(ZeroDivisionError):
@@ -653,7 +653,7 @@ def test_whatever_encoding_raises_takes_no_room() -> None:
     send(protocol)
 
 
-def test_whatever_an_observer_raises_takes_no_room_and_expects_no_return() -> None:
+def test_any_exception_from_an_observer_uses_no_capacity_and_records_no_expected_return() -> None:
     class Refusing(dict[int, float]):
         def __setitem__(self, number: int, value: float) -> None:
             raise ZeroDivisionError
@@ -674,7 +674,7 @@ def test_whatever_an_observer_raises_takes_no_room_and_expects_no_return() -> No
     assert protocol.unwritten == 0
 
 
-def test_whatever_encoding_raises_after_the_wait_is_the_ticket_s_error_and_the_next_gets_its_turn() -> None:
+def test_an_exception_from_encoding_after_the_wait_fails_the_ticket_and_the_next_message_is_admitted() -> None:
     protocol = make(capacity=1, capacity_bytes=10)
     send(protocol)
     bad, after = wait(protocol, MARKED), wait(protocol, b"y")
@@ -687,7 +687,7 @@ def test_whatever_encoding_raises_after_the_wait_is_the_ticket_s_error_and_the_n
     assert protocol.window.used == protocol.limits.byte_window.used == 1
 
 
-def test_ctrl_c_while_a_waiting_message_is_admitted_comes_through_and_leaves_it_waiting() -> None:
+def test_ctrl_c_while_a_waiting_message_is_admitted_is_raised_and_the_message_keeps_waiting() -> None:
     protocol = make(capacity=1)
     send(protocol)
     protocol.admission.encoder = encoder = Fickle(KeyboardInterrupt)
@@ -705,7 +705,7 @@ def test_ctrl_c_while_a_waiting_message_is_admitted_comes_through_and_leaves_it_
 # The rate.
 
 
-def test_f2_no_more_messages_than_the_rate_allows() -> None:
+def test_f2_the_rate_limits_the_number_of_messages() -> None:
     protocol = make(rate=10.0, rate_burst=2)
     send(protocol)
     send(protocol)
@@ -729,7 +729,7 @@ def test_f2_no_more_messages_than_the_rate_allows() -> None:
     assert protocol.next_timer(0.21) is None
 
 
-def test_c6_while_many_wait_the_capacity_hold_is_raised_once_and_told_once() -> None:
+def test_c6_while_many_senders_wait_the_capacity_hold_is_raised_and_reported_once() -> None:
     protocol = make(capacity=2)
     protocol.reports.events = []
     send(protocol), send(protocol)
@@ -744,7 +744,7 @@ def test_c6_while_many_wait_the_capacity_hold_is_raised_once_and_told_once() -> 
     assert protocol.flow_state(2.0).times_flowed == 1
 
 
-def test_f2_a_rate_hold_that_nobody_waits_for_ends_in_time() -> None:
+def test_f2_a_rate_hold_without_waiting_senders_ends_in_time() -> None:
     protocol = make(rate=1.0)
     protocol.reports.events = []
     send(protocol)
@@ -756,7 +756,7 @@ def test_f2_a_rate_hold_that_nobody_waits_for_ends_in_time() -> None:
     assert protocol.next_timer(1.0) is None
 
 
-def test_f2_time_alone_lets_nobody_into_a_full_window() -> None:
+def test_f2_passing_time_admits_nothing_to_a_full_window() -> None:
     protocol = make(rate=1.0, capacity=1)
     send(protocol)
     wait(protocol, now=5.0)
@@ -764,14 +764,14 @@ def test_f2_time_alone_lets_nobody_into_a_full_window() -> None:
     assert protocol.next_timer(5.0) is None
 
 
-def test_f2_time_alone_lets_nobody_into_a_byte_window_that_is_exactly_full() -> None:
+def test_f2_passing_time_admits_nothing_to_a_byte_window_that_is_exactly_full() -> None:
     protocol = make(rate=1.0, capacity_bytes=10)
     send(protocol, b"a" * 10)
     assert protocol.waiters.when_unflowed("me", 5.0)
     assert protocol.next_timer(5.0) is None, "or the timer fires without end"
 
 
-def test_the_window_and_the_rate_take_turns_without_opening_the_gate() -> None:
+def test_the_hold_changes_between_window_and_rate_without_opening_the_gate() -> None:
     protocol = make(rate=1.0, capacity=1)
     protocol.reports.events = []
     send(protocol, now=10.0)
@@ -787,7 +787,7 @@ def test_the_window_and_the_rate_take_turns_without_opening_the_gate() -> None:
 # The transport.
 
 
-def test_the_transport_holds_beyond_its_mark_and_lets_go_at_half_of_it() -> None:
+def test_the_transport_hold_begins_above_its_limit_and_ends_at_half_of_it() -> None:
     protocol = make(max_unwritten_bytes=1000)
     while protocol.gate.is_open:
         send(protocol, b"x" * 50)
@@ -802,7 +802,7 @@ def test_the_transport_holds_beyond_its_mark_and_lets_go_at_half_of_it() -> None
     assert protocol.reports.wake == ["me"]
 
 
-def test_a_message_that_has_waited_holds_the_transport_from_now_on_and_not_from_when_it_came() -> None:
+def test_a_message_that_has_waited_starts_the_transport_hold_at_its_admission_and_not_at_its_arrival() -> None:
     protocol = make(capacity=1, max_unwritten_bytes=100)
     send(protocol)
     drain(protocol)
@@ -811,7 +811,7 @@ def test_a_message_that_has_waited_holds_the_transport_from_now_on_and_not_from_
     assert {hold.kind: hold.since for hold in protocol.gate.holds}["transport"] == 9.0
 
 
-def test_the_transport_hold_stops_the_line_in_the_middle() -> None:
+def test_the_transport_hold_stops_admission_in_the_middle_of_the_waiting_line() -> None:
     protocol = make(capacity=1, max_unwritten_bytes=100)
     send(protocol)
     tickets = [place(protocol, b"y" * 200, 0.0) for _ in range(2)]
@@ -825,7 +825,7 @@ def test_the_transport_hold_stops_the_line_in_the_middle() -> None:
 # The end of admission.
 
 
-def test_who_waits_when_the_producer_closes_is_told_and_what_is_admitted_goes_on() -> None:
+def test_waiting_senders_are_refused_when_the_producer_closes_and_admitted_messages_continue() -> None:
     protocol = make(capacity=1)
     admitted = send(protocol, b"admitted")
     ticket = wait(protocol, b"waits", waiter="me")
@@ -860,7 +860,7 @@ def test_a_closed_producer_admits_nothing() -> None:
     assert not protocol.gate.holds
 
 
-def test_nobody_is_kept_waiting_for_a_closed_producer_to_be_unflowed() -> None:
+def test_waits_for_a_closed_producer_to_be_unflowed_end() -> None:
     protocol = make()
     protocol.close("closed by hand", 1.0)
     assert not protocol.waiters.when_unflowed("me", 2.0)
@@ -869,7 +869,7 @@ def test_nobody_is_kept_waiting_for_a_closed_producer_to_be_unflowed() -> None:
 # Waiting for an open gate, and for settled messages.
 
 
-def test_who_waits_for_an_open_gate_is_woken_by_the_last_hold_that_goes() -> None:
+def test_a_wait_for_an_open_gate_is_woken_when_the_last_hold_ends() -> None:
     protocol = make(capacity=1)
     assert not protocol.waiters.when_unflowed("at once", 0.0)
     send(protocol)
@@ -885,7 +885,7 @@ def test_who_waits_for_an_open_gate_is_woken_by_the_last_hold_that_goes() -> Non
     assert protocol.reports.wake == ["me"], "once"
 
 
-def test_who_no_longer_waits_is_not_woken() -> None:
+def test_a_sender_that_no_longer_waits_is_not_woken() -> None:
     protocol = make(capacity=1)
     send(protocol)
     assert protocol.waiters.when_unflowed("unflow", 0.0)
@@ -898,7 +898,7 @@ def test_who_no_longer_waits_is_not_woken() -> None:
     assert protocol.reports.wake == []
 
 
-def test_a_flush_waits_for_what_was_admitted_before_it_and_for_nothing_else() -> None:
+def test_a_flush_waits_only_for_messages_admitted_before_it() -> None:
     protocol = make()
     assert not protocol.waiters.when_flushed("nothing to wait for")
     for _ in range(3):

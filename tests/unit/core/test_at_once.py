@@ -33,7 +33,7 @@ class Watch:
     "payload", [b"abc", b"", b"x" * (3 * MAX_BODY), Message(b"abc", headers={"k": 1}), Message(b"", priority=3)]
 )
 @pytest.mark.parametrize("key", ["q", "another"])
-def test_it_is_as_if_it_were_sent(payload: bytes | Message, key: str) -> None:
+def test_send_at_once_has_the_same_effect_as_send(payload: bytes | Message, key: str) -> None:
     protocol, twin = make(), make()
     for each in (payload, b"after"):
         receipt, other = protocol.admission.send_at_once(each, "", key), twin.admission.send(each, "", key, 0.0)
@@ -64,7 +64,7 @@ REFUSED: dict[str, tuple[dict[str, Any], Callable[[ProducerProtocol], object]]] 
 
 
 @pytest.mark.parametrize("why", REFUSED)
-def test_what_takes_a_closer_look_is_not_admitted_and_nothing_has_happened(why: str) -> None:
+def test_a_message_that_needs_a_full_check_is_not_admitted_at_once_and_nothing_changes(why: str) -> None:
     settings, prepare = REFUSED[why]
     protocol = make(**settings)
     prepare(protocol)
@@ -79,9 +79,7 @@ def test_what_takes_a_closer_look_is_not_admitted_and_nothing_has_happened(why: 
 
 
 @pytest.mark.parametrize("missing", ["GIL", "CPython"])
-def test_nothing_is_where_others_may_come_between_any_two_instructions(
-    monkeypatch: pytest.MonkeyPatch, missing: str
-) -> None:
+def test_nothing_is_admitted_at_once_without_the_gil_or_on_pypy(monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
     if missing == "GIL":
         monkeypatch.setattr(sys, "_is_gil_enabled", lambda: False, raising=False)
     else:
@@ -91,14 +89,14 @@ def test_nothing_is_where_others_may_come_between_any_two_instructions(
     assert send(protocol, b"abc").message_id
 
 
-def test_nor_is_what_a_return_would_name_by_its_own_id() -> None:
+def test_a_mandatory_message_with_its_own_id_is_not_admitted_at_once() -> None:
     protocol = make()
     assert protocol.admission.send_at_once(Message(b"abc", message_id="own"), "", "q") is None
     protocol = make(mandatory=False)
     assert protocol.admission.send_at_once(Message(b"abc", message_id="own"), "", "q") is not None
 
 
-def test_what_was_made_for_a_channel_that_is_gone_is_not_admitted() -> None:
+def test_a_message_encoded_for_a_lost_channel_is_not_admitted() -> None:
     reopened: list[int] = []
 
     class Reopening(Receipt):
@@ -120,7 +118,7 @@ def test_what_was_made_for_a_channel_that_is_gone_is_not_admitted() -> None:
     assert write(protocol, 10)[1:3] == (CHANNEL + 1).to_bytes(2, "big")
 
 
-def test_it_is_admitted_whole_or_not_at_all_at_whatever_point_it_is_interrupted() -> None:
+def test_send_at_once_admits_a_whole_message_or_nothing_if_it_is_interrupted() -> None:
     admitted = []
     for at in range(1, 1000):
         protocol = make()
@@ -169,7 +167,7 @@ STEPS: dict[str, Callable[[ProducerProtocol], object]] = {
 
 
 @pytest.mark.parametrize("step", STEPS)
-def test_it_may_come_inside_any_step(step: str) -> None:
+def test_send_at_once_may_interrupt_any_step(step: str) -> None:
     nested = 0
     for at in range(1, 3000, EVERY):
         protocol = make(capacity=100)
@@ -232,7 +230,7 @@ class CountingChannel(Channel):
 
 
 @pytest.mark.parametrize(("times", "costs"), [(1, 0), (2, 0), (0, 1), (2, 2)])
-def test_what_is_admitted_while_all_is_counted_anew_is_counted(times: int, costs: int) -> None:
+def test_a_message_admitted_during_a_recount_is_counted(times: int, costs: int) -> None:
     protocol = make()
     protocol.admission.__class__, protocol.channel.__class__ = CountingAdmission, CountingChannel
     send(protocol)
@@ -246,7 +244,7 @@ def test_what_is_admitted_while_all_is_counted_anew_is_counted(times: int, costs
     assert protocol.unwritten == 0
 
 
-def test_threads_get_numbers_in_the_order_of_the_line() -> None:
+def test_messages_of_several_threads_are_numbered_in_the_order_of_admission() -> None:
     protocol = make(capacity=10_000)
     interval = sys.getswitchinterval()
 

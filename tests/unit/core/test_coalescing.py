@@ -18,7 +18,9 @@ _TICK = 0.001
     ("size", "in_flight", "delay"),
     [(_SIZE, 255, 0.0), (_SIZE, 256, 0.001), (8192, 5000, 0.001), (8193, 5000, 0.0)],
 )
-def test_answers_gather_behind_many_messages_and_few_bytes(size: int, in_flight: int, delay: float) -> None:
+def test_answers_are_coalesced_when_there_are_many_messages_with_few_bytes(
+    size: int, in_flight: int, delay: float
+) -> None:
     assert coalescing.delay(size, in_flight) == delay
 
 
@@ -54,6 +56,6 @@ def _throughput(window: int, way: float, coalesces: bool) -> float:
         (5000, 0.012, 0.9),
     ],
 )
-def test_a_broker_far_away_costs_a_producer_little_more(window: int, way: float, least: float) -> None:
+def test_a_distant_broker_costs_a_producer_little_more_cpu_time(window: int, way: float, least: float) -> None:
     ratio = _throughput(window, way, coalesces=True) / _throughput(window, way, coalesces=False)
     assert ratio >= least

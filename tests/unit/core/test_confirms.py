@@ -22,7 +22,7 @@ from tests.interrupting import interrupted
 from .support import FRAME_MAX, PREFIX, Wire, drain, logged, make, returned, send, wait, wire, write
 
 
-def test_an_ack_confirms_exactly_its_message() -> None:
+def test_an_ack_confirms_only_its_message() -> None:
     protocol = make()
     receipts = [send(protocol) for _ in range(3)]
     drain(protocol)
@@ -31,7 +31,7 @@ def test_an_ack_confirms_exactly_its_message() -> None:
     assert protocol.window.used == 2
 
 
-def test_a_multiple_ack_confirms_all_up_to_its_message() -> None:
+def test_a_multiple_ack_confirms_all_messages_up_to_its_tag() -> None:
     protocol = make()
     receipts = [send(protocol) for _ in range(5)]
     drain(protocol)
@@ -43,7 +43,7 @@ def test_a_multiple_ack_confirms_all_up_to_its_message() -> None:
     assert protocol.unsettled == 1
 
 
-def test_a_multiple_ack_of_tag_0_confirms_all_that_is_written_and_no_more() -> None:
+def test_a_multiple_ack_of_tag_0_confirms_exactly_the_written_messages() -> None:
     protocol = make()
     receipts = [send(protocol, b"1")]
     size = protocol.unwritten
@@ -71,7 +71,7 @@ def test_acks_in_any_order_settle_each_message_once() -> None:
 
 
 @pytest.mark.parametrize(("tag", "multiple"), [(0, False), (3, False), (3, True), (99, True), ((1 << 64) - 1, False)])
-def test_an_answer_to_what_was_never_written_settles_nothing_and_is_logged(tag: int, multiple: bool) -> None:
+def test_an_answer_to_a_message_that_was_not_written_settles_nothing_and_is_logged(tag: int, multiple: bool) -> None:
     protocol = make(name="orders")
     protocol.reports.logs.clear()
     receipts = [send(protocol, b"12")]
@@ -85,7 +85,7 @@ def test_an_answer_to_what_was_never_written_settles_nothing_and_is_logged(tag: 
     assert logged(protocol) == [said] * 2
 
 
-def test_a_half_written_message_is_confirmed_only_after_its_end() -> None:
+def test_a_half_written_message_is_confirmed_only_after_its_last_byte() -> None:
     protocol = make()
     receipt = send(protocol)
     write(protocol, protocol.unwritten - 1)
@@ -96,7 +96,7 @@ def test_a_half_written_message_is_confirmed_only_after_its_end() -> None:
     assert receipt.delivered
 
 
-def test_a_nack_settles_as_nacked_and_gives_back_the_room() -> None:
+def test_a_nack_settles_as_nacked_and_frees_capacity() -> None:
     protocol = make(capacity=2)
     receipts = [send(protocol), send(protocol)]
     ticket = wait(protocol)
@@ -108,7 +108,7 @@ def test_a_nack_settles_as_nacked_and_gives_back_the_room() -> None:
     assert ticket.receipt is not None
 
 
-def test_one_who_waits_for_a_receipt_is_woken_when_it_is_settled() -> None:
+def test_a_wait_for_a_receipt_is_woken_when_it_is_settled() -> None:
     protocol = make()
     receipts = [send(protocol), send(protocol), send(protocol)]
     receipts[0]._waiter = "acked"
@@ -138,7 +138,7 @@ def test_a_return_and_the_ack_that_follows_settle_as_returned() -> None:
     assert "(312 NO_ROUTE)" in str(error)
 
 
-def test_a_return_with_an_id_of_ours_finds_its_message_after_many_others_and_after_a_refused_one() -> None:
+def test_a_return_with_a_generated_id_finds_its_message_among_many_and_after_a_refused_one() -> None:
     protocol = make()
     with pytest.raises(ValueError):
         protocol.admission.send(b"x", "", "k" * 256, 0.0)
@@ -150,7 +150,7 @@ def test_a_return_with_an_id_of_ours_finds_its_message_after_many_others_and_aft
     assert [receipt for receipt in receipts if receipt.outcome is Outcome.RETURNED] == [receipts[15]]
 
 
-def test_a_return_with_an_id_of_the_application_finds_its_message() -> None:
+def test_a_return_with_an_id_set_by_the_application_finds_its_message() -> None:
     protocol = make()
     receipts = [send(protocol, Message(b"x", message_id=f"order {number}")) for number in range(3)]
     drain(protocol)
@@ -160,7 +160,7 @@ def test_a_return_with_an_id_of_the_application_finds_its_message() -> None:
     assert not protocol.parts.returns.by_id
 
 
-def test_of_two_messages_with_one_id_the_first_return_is_the_first_s() -> None:
+def test_the_first_return_belongs_to_the_first_of_two_messages_with_the_same_id() -> None:
     protocol = make()
     receipts = [send(protocol, Message(b"x", message_id="same")) for _ in range(3)]
     drain(protocol)
@@ -172,7 +172,7 @@ def test_of_two_messages_with_one_id_the_first_return_is_the_first_s() -> None:
     assert not protocol.parts.returns.by_id
 
 
-def test_of_two_messages_with_one_id_to_two_places_the_right_one_is_returned() -> None:
+def test_of_two_messages_with_the_same_id_and_different_destinations_the_right_one_is_returned() -> None:
     protocol = make()
     good = send(protocol, Message(b"x", message_id="same"), key="good")
     bad = send(protocol, Message(b"x", message_id="same"), key="bad")
@@ -182,7 +182,7 @@ def test_of_two_messages_with_one_id_to_two_places_the_right_one_is_returned() -
     assert (good.outcome, bad.outcome) == (Outcome.CONFIRMED, Outcome.RETURNED)
 
 
-def test_a_message_of_the_application_s_with_an_id_like_ours_is_its_own() -> None:
+def test_an_application_id_that_looks_generated_is_not_mistaken_for_a_generated_one() -> None:
     protocol = make()
     ours = send(protocol, b"1")
     own = send(protocol, Message(b"2", message_id=ours.message_id))
@@ -196,7 +196,7 @@ def test_a_message_of_the_application_s_with_an_id_like_ours_is_its_own() -> Non
 @pytest.mark.parametrize(
     "message_id", [None, "", "another", PREFIX, "p-no number", "p-000000000001 ", "p-000000000009", "p-000000000003"]
 )
-def test_a_return_that_fits_no_message_in_flight_settles_nothing_and_is_logged(message_id: str | None) -> None:
+def test_a_return_that_matches_no_message_in_flight_settles_nothing_and_is_logged(message_id: str | None) -> None:
     protocol = make()
     receipts = [send(protocol), send(protocol, Message(b"x", message_id="own")), send(protocol)]
     drain(protocol)
@@ -212,7 +212,7 @@ def test_a_return_that_fits_no_message_in_flight_settles_nothing_and_is_logged(m
 
 
 @pytest.mark.parametrize("message_id", [None, "own"])
-def test_what_is_not_all_written_cannot_have_come_back(message_id: str | None) -> None:
+def test_a_message_that_is_not_fully_written_cannot_be_returned(message_id: str | None) -> None:
     protocol = make()
     first = send(protocol, Message(b"1", message_id=message_id))
     size = protocol.unwritten
@@ -228,7 +228,7 @@ def test_what_is_not_all_written_cannot_have_come_back(message_id: str | None) -
     assert not protocol.parts.returns.by_id
 
 
-def test_a_message_that_is_returned_twice_is_returned() -> None:
+def test_a_message_that_is_returned_twice_settles_as_returned() -> None:
     protocol = make()
     receipts = [send(protocol), send(protocol, Message(b"x", message_id="own"))]
     drain(protocol)
@@ -239,7 +239,7 @@ def test_a_message_that_is_returned_twice_is_returned() -> None:
     assert protocol.window.used == 0
 
 
-def test_a_message_that_is_returned_and_then_nacked_is_nacked() -> None:
+def test_a_message_that_is_returned_and_then_nacked_settles_as_nacked() -> None:
     protocol = make()
     receipt = send(protocol)
     drain(protocol)
@@ -251,7 +251,7 @@ def test_a_message_that_is_returned_and_then_nacked_is_nacked() -> None:
 # Without confirms.
 
 
-def test_without_confirms_a_message_is_sent_once_all_of_it_is_written() -> None:
+def test_without_confirms_a_message_settles_as_sent_once_it_is_fully_written() -> None:
     protocol = make(confirms=False, capacity=2)
     protocol.reports.settled = []
     receipts = [send(protocol, b"1")]
@@ -269,7 +269,7 @@ def test_without_confirms_a_message_is_sent_once_all_of_it_is_written() -> None:
     assert protocol.unsettled == 0
 
 
-def test_without_confirms_what_is_sent_later_settles_too() -> None:
+def test_without_confirms_later_messages_settle_too() -> None:
     protocol = make(confirms=False)
     for _ in range(3):
         receipt = send(protocol, Message(b"x", message_id="own"))
@@ -278,7 +278,7 @@ def test_without_confirms_what_is_sent_later_settles_too() -> None:
     assert not protocol.parts.returns.by_id
 
 
-def test_without_confirms_a_return_is_a_failure_of_its_own() -> None:
+def test_without_confirms_a_return_is_a_separate_failure() -> None:
     protocol = make(confirms=False)
     receipt = send(protocol, b"lost")
     drain(protocol)
@@ -290,7 +290,7 @@ def test_without_confirms_a_return_is_a_failure_of_its_own() -> None:
     assert protocol.window.used == 0
 
 
-def test_without_confirms_a_return_of_what_is_not_written_changes_nothing_about_its_message() -> None:
+def test_without_confirms_a_return_of_an_unwritten_message_does_not_change_it() -> None:
     protocol = make(confirms=False)
     receipt = send(protocol)
     returned(protocol, receipt.message_id)
@@ -299,14 +299,14 @@ def test_without_confirms_a_return_of_what_is_not_written_changes_nothing_about_
     assert len(protocol.reports.take_failures()) == 1
 
 
-def test_without_confirms_a_return_of_names_that_cannot_be_is_a_frame_error() -> None:
+def test_without_confirms_a_return_with_invalid_names_is_a_frame_error() -> None:
     protocol = make(confirms=False)
     with pytest.raises(FrameError, match="routing_key has 765 bytes"):
         returned(protocol, None, key="\ufffd" * 255)
     assert not protocol.reports.failures
 
 
-def test_without_confirms_a_return_is_not_told_as_a_second_receipt_of_its_message() -> None:
+def test_without_confirms_a_return_is_not_reported_as_a_second_receipt_of_its_message() -> None:
     protocol = make(confirms=False, max_failed_bytes=1000 * 516)
     protocol.reports.settled = []
     send(protocol)
@@ -328,7 +328,7 @@ def test_without_confirms_a_return_is_not_told_as_a_second_receipt_of_its_messag
 # What is on the wire.
 
 
-def test_every_message_gets_an_id_of_fixed_width_unless_it_has_its_own() -> None:
+def test_every_message_gets_an_id_of_fixed_width_unless_it_has_an_id() -> None:
     protocol = make()
     receipts = [
         send(protocol, b"plain"),
@@ -345,7 +345,7 @@ def test_every_message_gets_an_id_of_fixed_width_unless_it_has_its_own() -> None
     assert [message.properties.delivery_mode for message in messages] == [2, 2, 2, 2]
 
 
-def test_with_message_ids_off_a_message_has_only_the_id_it_brings() -> None:
+def test_with_message_ids_off_a_message_has_an_id_only_if_the_application_sets_it() -> None:
     protocol = make(message_ids=False)
     receipts = [send(protocol, b"x"), send(protocol, Message(b"y", message_id="own")), send(protocol, Message(b""))]
     messages = wire(drain(protocol)).messages
@@ -361,7 +361,7 @@ def test_with_message_ids_off_a_message_has_only_the_id_it_brings() -> None:
     assert all(receipt.delivered for receipt in receipts)
 
 
-def test_mandatory_is_on_the_wire_as_it_is_set() -> None:
+def test_the_mandatory_flag_is_written_as_set() -> None:
     for mandatory in (True, False):
         protocol = make(mandatory=mandatory)
         send(protocol)
@@ -370,7 +370,7 @@ def test_mandatory_is_on_the_wire_as_it_is_set() -> None:
         assert bool(protocol.parts.returns.by_id) == mandatory, "what is never returned need not be found"
 
 
-def test_every_message_goes_to_its_own_place_also_on_the_next_channel() -> None:
+def test_every_message_goes_to_its_own_destination_also_on_the_next_channel() -> None:
     protocol = make(exchange="ex", routing_key="q")
     places = [("ex", "q"), ("ex", "q"), ("", "q"), ("ex", "a"), ("ex", "a"), ("", "a"), ("ex", "q")]
     for channel in (1, 2):
@@ -427,7 +427,7 @@ def test_a_message_with_every_property_arrives_with_every_property() -> None:
 # Failures that the application has not seen.
 
 
-def test_a_failure_that_nobody_looked_at_is_kept_until_it_is_taken() -> None:
+def test_a_failure_that_was_not_read_is_kept_until_it_is_read() -> None:
     protocol = make()
     receipts = [send(protocol) for _ in range(4)]
     drain(protocol)
@@ -442,7 +442,7 @@ def test_a_failure_that_nobody_looked_at_is_kept_until_it_is_taken() -> None:
     assert protocol.reports.take_failures() == []
 
 
-def test_failures_are_told_at_once_to_whoever_wants_all_receipts() -> None:
+def test_failures_are_reported_immediately_to_callers_that_want_all_receipts() -> None:
     protocol = make()
     protocol.reports.settled = []
     receipt = send(protocol)
@@ -452,7 +452,7 @@ def test_failures_are_told_at_once_to_whoever_wants_all_receipts() -> None:
     assert protocol.reports.take_failures() == []
 
 
-def test_failures_that_were_looked_at_do_not_pile_up_in_a_producer_that_never_flushes() -> None:
+def test_failures_that_were_read_do_not_pile_up_in_a_producer_that_never_flushes() -> None:
     protocol = make()
     kept: list[Receipt] = []
     for tag in range(1, 1001):
@@ -467,7 +467,7 @@ def test_failures_that_were_looked_at_do_not_pile_up_in_a_producer_that_never_fl
     assert protocol.reports.take_failures() == kept
 
 
-def test_nothing_is_kept_of_a_message_that_is_settled() -> None:
+def test_nothing_is_stored_about_a_settled_message() -> None:
     protocol = make()
     message = Message(b"x", message_id="own")
     before = sys.getrefcount(message)
@@ -477,7 +477,7 @@ def test_nothing_is_kept_of_a_message_that_is_settled() -> None:
     assert sys.getrefcount(message) == before
 
 
-def test_settling_does_not_open_a_gate_that_others_hold() -> None:
+def test_settling_does_not_open_a_gate_with_other_holds() -> None:
     protocol = make(capacity=1)
     protocol.reports.events = []
     send(protocol)
@@ -497,7 +497,7 @@ def test_settling_does_not_open_a_gate_that_others_hold() -> None:
     assert ticket.receipt is not None
 
 
-def test_E6_a_confirm_that_does_not_come_keeps_nothing_but_its_own_message() -> None:
+def test_E6_a_missing_confirm_keeps_only_its_own_message_in_memory() -> None:
     protocol = make(capacity=10)
     first = send(protocol, b"first")
     drain(protocol)
@@ -521,7 +521,7 @@ def nack(protocol: ProducerProtocol, body: bytes) -> Receipt:
     return receipt
 
 
-def test_E6_failures_that_nobody_asks_for_are_bounded_and_the_oldest_are_dropped() -> None:
+def test_E6_unread_failures_are_bounded_and_the_oldest_are_dropped() -> None:
     protocol = make(max_failed_bytes=100 * 1512, on_refused="fail")
     receipts = [nack(protocol, b"%01000d" % number) for number in range(1000)]
     assert 90 < len(protocol.reports.failures) <= 100
@@ -539,7 +539,7 @@ def test_E6_failures_that_nobody_asks_for_are_bounded_and_the_oldest_are_dropped
     assert len(protocol.reports.take_failures()) == 1, "it begins anew"
 
 
-def test_E6_failures_that_fail_together_are_not_dropped_for_each_other() -> None:
+def test_E6_failures_that_occur_together_do_not_drop_each_other() -> None:
     protocol = make(max_failed_bytes=1, on_refused="fail")
     receipts = [send(protocol, b"x" * 100) for _ in range(50)]
     drain(protocol)
@@ -548,7 +548,7 @@ def test_E6_failures_that_fail_together_are_not_dropped_for_each_other() -> None
     assert protocol.reports.take_dropped() == 0
 
 
-def test_E6_failures_that_were_looked_at_and_dropped_are_not_counted() -> None:
+def test_E6_failures_that_were_read_are_not_counted_as_dropped() -> None:
     protocol = make(max_failed_bytes=10_000, on_refused="fail")
     for _ in range(1000):
         nack(protocol, b"x" * 100).error()
@@ -557,7 +557,7 @@ def test_E6_failures_that_were_looked_at_and_dropped_are_not_counted() -> None:
     assert not [line for line in logged(protocol) if "max_failed_bytes" in line]
 
 
-def test_E6_what_fails_once_the_producer_is_closed_is_kept() -> None:
+def test_E6_failures_after_the_producer_is_closed_are_kept() -> None:
     protocol = make(max_failed_bytes=1, on_refused="fail")
     receipts = [send(protocol, b"x" * 100) for _ in range(50)]
     drain(protocol)
@@ -567,7 +567,7 @@ def test_E6_what_fails_once_the_producer_is_closed_is_kept() -> None:
     assert protocol.reports.take_failures() == receipts, "no more than was unsettled"
 
 
-def test_E7_failures_that_nobody_asks_for_cost_the_same_however_many_there_are() -> None:
+def test_E7_the_cost_of_an_unread_failure_does_not_depend_on_their_number() -> None:
     protocol = make(max_failed_bytes=2000 * 613, on_refused="fail")
     looks = 0
 
@@ -588,7 +588,7 @@ def test_E7_failures_that_nobody_asks_for_cost_the_same_however_many_there_are()
     assert looks < 5 * 20_000
 
 
-def test_E6_an_interrupt_while_failures_are_dropped_loses_none_that_is_kept() -> None:
+def test_E6_an_interrupt_while_failures_are_dropped_loses_no_kept_failure() -> None:
     for at in range(1, 1000):
         protocol = make(max_failed_bytes=5 * 612, on_refused="fail")
         for _ in range(5):

@@ -34,14 +34,14 @@ def test_the_secret_is_not_in_the_repr() -> None:
         (("ann", "s3cret", "30"), "Credentials.expires_in='30': it must be"),
     ],
 )
-def test_what_no_credentials_are_made_of(arguments: Any, words: str) -> None:
+def test_invalid_arguments_of_credentials_are_refused(arguments: Any, words: str) -> None:
     with pytest.raises(SettingsError) as caught:
         Credentials(*arguments)
     assert words in str(caught.value)
     assert "s3cret" not in str(caught.value)
 
 
-def test_they_are_replaced_after_four_fifths_of_their_life() -> None:
+def test_credentials_are_renewed_after_four_fifths_of_their_lifetime() -> None:
     expiry = Expiry(SETTINGS)
     assert expiry.wait(0.0) is None
     expiry.obtained(Credentials("ann", "", 30.0), 100.0)
@@ -50,13 +50,13 @@ def test_they_are_replaced_after_four_fifths_of_their_life() -> None:
     assert expiry.wait(1e9) is None
 
 
-def test_the_same_ones_are_not_asked_for_ever_faster_as_their_end_comes_near() -> None:
+def test_unchanged_credentials_are_not_requested_more_and_more_often_as_they_expire() -> None:
     expiry = Expiry(SETTINGS)
     expiry.obtained(Credentials("ann", "", 0.01), 0.0)
     assert expiry.wait(0.0) == 0.1
 
 
-def test_failures_are_tried_again_after_growing_pauses_until_the_present_ones_expire() -> None:
+def test_failures_are_retried_with_growing_delays_until_the_current_credentials_expire() -> None:
     expiry = Expiry(SETTINGS)
     expiry.obtained(Credentials("ann", "", 30.0), 0.0)
     assert [expiry.patience(now) for now in (24.0, 27.0, 31.0)] == [5.0, 3.0, 0.0]
@@ -89,7 +89,7 @@ def expired() -> Credentials:
         (lambda: "s3cret", "returned a str; return Credentials"),
     ],
 )
-def test_what_goes_wrong_in_the_callable_is_told_without_its_words(function: Any, words: str) -> None:
+def test_an_error_of_the_callable_is_reported_without_its_text(function: Any, words: str) -> None:
     answers: list[Answer] = []
     asker = Asker(function, "it")
     asker.ask(answers.append)
@@ -100,7 +100,7 @@ def test_what_goes_wrong_in_the_callable_is_told_without_its_words(function: Any
     assert re.search(words, answers[0].why)
 
 
-def test_without_a_thread_there_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_thread_that_cannot_be_started_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     def start(_thread: object) -> None:
         raise RuntimeError("can't start new thread")
 
@@ -220,7 +220,7 @@ def test_tokens_of_30_seconds_over_ten_minutes_cost_no_connection() -> None:
     assert len(world.issued) == 25
 
 
-def test_an_issuer_that_fails_for_less_than_a_fifth_of_the_life_costs_no_connection() -> None:
+def test_an_issuer_that_fails_for_less_than_a_fifth_of_the_lifetime_costs_no_connection() -> None:
     world = World()
     world.connect()
     world.run(20.0)
@@ -232,7 +232,7 @@ def test_an_issuer_that_fails_for_less_than_a_fifth_of_the_life_costs_no_connect
 
 
 @pytest.mark.parametrize("how", ["fails", "hangs", "is_mute", "has_no_channel"])
-def test_a_connection_is_left_before_the_broker_drops_it_if_nothing_comes_until_then(how: str) -> None:
+def test_without_new_credentials_a_connection_is_closed_before_the_broker_drops_it(how: str) -> None:
     world = World()
     world.connect()
     world.run(20.0)
@@ -253,7 +253,7 @@ def test_a_connection_is_left_before_the_broker_drops_it_if_nothing_comes_until_
 
 
 @pytest.mark.parametrize(("ends", "renewed"), [(27.0, []), (29.0, [30.0])], ids=["of the issuer", "of the broker"])
-def test_an_answer_that_comes_after_the_end_is_for_nobody(ends: float, renewed: list[float]) -> None:
+def test_new_credentials_that_arrive_after_the_end_are_ignored(ends: float, renewed: list[float]) -> None:
     world = World(latency=2.0)
     world.connect()
     world.run(ends)
@@ -264,7 +264,7 @@ def test_an_answer_that_comes_after_the_end_is_for_nobody(ends: float, renewed: 
     assert not world.renewer.is_asking
 
 
-def test_another_user_is_logged_in_on_another_connection() -> None:
+def test_credentials_of_a_different_user_need_a_new_connection() -> None:
     world = World()
     world.connect()
     world.run(10.0)

@@ -22,7 +22,7 @@ from .support import FRAME_MAX, MAX_BODY, drain, holds, logged, make, returned, 
 PUBLISH = (60, 40)
 
 
-def test_a_lost_connection_settles_the_written_as_unknown_and_the_others_as_failed() -> None:
+def test_a_lost_connection_settles_written_messages_as_unknown_and_unwritten_ones_as_failed() -> None:
     protocol = make(capacity_bytes=1000)
     protocol.reports.settled = []
     receipts = [send(protocol, b"1")]
@@ -41,7 +41,7 @@ def test_a_lost_connection_settles_the_written_as_unknown_and_the_others_as_fail
     assert protocol.unwritten == 0
 
 
-def test_a_message_of_many_frames_that_is_half_written_is_unknown() -> None:
+def test_a_half_written_message_of_many_frames_is_unknown() -> None:
     protocol = make()
     receipt = send(protocol, b"x" * 3 * MAX_BODY)
     write(protocol, MAX_BODY * 2)
@@ -49,7 +49,7 @@ def test_a_message_of_many_frames_that_is_half_written_is_unknown() -> None:
     assert receipt.outcome is Outcome.UNKNOWN
 
 
-def test_what_was_answered_before_the_end_keeps_its_outcome() -> None:
+def test_messages_answered_before_the_end_keep_their_outcome() -> None:
     protocol = make()
     receipts = [send(protocol) for _ in range(3)]
     drain(protocol)
@@ -61,7 +61,7 @@ def test_what_was_answered_before_the_end_keeps_its_outcome() -> None:
 
 
 @pytest.mark.parametrize("code", [312, 313, 404])
-def test_what_was_returned_and_not_yet_acked_is_returned(code: int) -> None:
+def test_a_message_that_was_returned_and_not_yet_acked_settles_as_returned(code: int) -> None:
     protocol = make()
     receipt = send(protocol, Message(b"x", message_id="own"))
     drain(protocol)
@@ -71,7 +71,7 @@ def test_what_was_returned_and_not_yet_acked_is_returned(code: int) -> None:
     assert not protocol.parts.returns.by_id
 
 
-def test_who_waits_learns_that_the_connection_is_lost_and_later_sends_raise() -> None:
+def test_waiting_senders_get_the_lost_connection_as_error_and_later_sends_raise_it() -> None:
     protocol = make(capacity=1)
     receipt = send(protocol)
     receipt._waiter = "receipt"
@@ -86,7 +86,7 @@ def test_who_waits_learns_that_the_connection_is_lost_and_later_sends_raise() ->
         protocol.admission.send(b"x", "", "q", 2.0)
 
 
-def test_what_broker_and_socket_said_ends_with_the_connection() -> None:
+def test_holds_by_the_broker_and_the_socket_end_with_the_connection() -> None:
     protocol = make(max_unwritten_bytes=1)
     protocol.reports.events = []
     send(protocol)
@@ -100,7 +100,7 @@ def test_what_broker_and_socket_said_ends_with_the_connection() -> None:
     assert all(event.flowed for event in protocol.reports.events), "it is never unflowed in between"
 
 
-def test_an_end_comes_once() -> None:
+def test_the_end_of_a_connection_is_handled_once() -> None:
     protocol = make()
     protocol.reports.settled = []
     receipt = send(protocol)
@@ -151,7 +151,7 @@ def test_a_channel_closed_over_a_publish_rejects_the_only_message_in_flight() ->
     ]
 
 
-def test_with_on_disconnect_fail_nothing_is_sent_again_on_a_new_channel_either() -> None:
+def test_with_on_disconnect_fail_nothing_is_resent_on_a_new_channel_either() -> None:
     protocol = make(on_disconnect="fail")
     receipts = [send(protocol), send(protocol)]
     drain(protocol)
@@ -166,7 +166,7 @@ def test_with_on_disconnect_fail_nothing_is_sent_again_on_a_new_channel_either()
     assert protocol.wants_channel
 
 
-def test_a_channel_closed_over_one_of_several_is_the_last_s_that_is_unsettled() -> None:
+def test_a_channel_closed_for_one_of_several_messages_rejects_the_last_unsettled_one() -> None:
     protocol = make()
     receipts = [send(protocol), send(protocol)]
     drain(protocol)
@@ -175,7 +175,7 @@ def test_a_channel_closed_over_one_of_several_is_the_last_s_that_is_unsettled() 
     assert [receipt.outcome for receipt in receipts] == [Outcome.CONFIRMED, Outcome.REJECTED]
 
 
-def test_a_channel_closed_over_something_else_rejects_nothing() -> None:
+def test_a_channel_closed_for_a_different_reason_rejects_nothing() -> None:
     protocol = make()
     receipt = send(protocol)
     drain(protocol)
@@ -183,7 +183,7 @@ def test_a_channel_closed_over_something_else_rejects_nothing() -> None:
     assert not receipt.done
 
 
-def test_a_message_that_was_returned_is_not_the_culprit() -> None:
+def test_a_returned_message_is_not_blamed() -> None:
     protocol = make()
     back = send(protocol)
     drain(protocol)
@@ -194,7 +194,7 @@ def test_a_message_that_was_returned_is_not_the_culprit() -> None:
     assert (error.reply_code, error.reply_text) == (312, "NO_ROUTE")
 
 
-def test_the_only_message_in_flight_that_was_not_returned_is_the_culprit() -> None:
+def test_the_only_message_in_flight_that_was_not_returned_is_blamed() -> None:
     protocol = make()
     receipts = [send(protocol), send(protocol)]
     drain(protocol)
@@ -203,7 +203,7 @@ def test_the_only_message_in_flight_that_was_not_returned_is_the_culprit() -> No
     assert [receipt.outcome for receipt in receipts] == [Outcome.RETURNED, Outcome.REJECTED]
 
 
-def test_without_confirms_nobody_knows_the_culprit() -> None:
+def test_without_confirms_no_message_is_blamed() -> None:
     protocol = make(confirms=False)
     written, half = send(protocol), send(protocol)
     write(protocol, protocol.unwritten - 1)
@@ -217,7 +217,7 @@ def test_without_confirms_nobody_knows_the_culprit() -> None:
     assert half.outcome is Outcome.REJECTED
 
 
-def test_a_half_written_message_can_be_the_culprit() -> None:
+def test_a_half_written_message_can_be_blamed() -> None:
     protocol = make()
     receipt = send(protocol, b"x" * 3 * MAX_BODY)
     write(protocol, MAX_BODY)
@@ -232,7 +232,7 @@ def test_a_channel_closed_with_nothing_in_flight_costs_nothing() -> None:
     assert not receipt.done
 
 
-def test_without_confirms_what_is_half_written_is_unknown() -> None:
+def test_without_confirms_a_half_written_message_is_unknown() -> None:
     protocol = make(confirms=False)
     receipts = [send(protocol), send(protocol)]
     write(protocol, 5)
@@ -240,7 +240,7 @@ def test_without_confirms_what_is_half_written_is_unknown() -> None:
     assert [receipt.outcome for receipt in receipts] == [Outcome.UNKNOWN, Outcome.FAILED]
 
 
-def test_the_unsettled_receipts_are_in_the_order_of_admission() -> None:
+def test_unsettled_receipts_are_listed_in_the_order_of_admission() -> None:
     protocol = make()
     receipts = [send(protocol) for _ in range(4)]
     drain(protocol)
@@ -253,7 +253,7 @@ def test_the_unsettled_receipts_are_in_the_order_of_admission() -> None:
     st.floats(0, 1),
     st.lists(st.tuples(st.integers(0, 9), st.booleans(), st.booleans()), max_size=8),
 )
-def test_however_far_writing_and_answers_got_every_receipt_is_settled_exactly_once(
+def test_every_receipt_is_settled_exactly_once_at_any_stage_of_writing_and_answering(
     sizes: list[int], share: float, answers: list[tuple[int, bool, bool]]
 ) -> None:
     protocol = make(capacity_bytes=1 << 20)
@@ -275,7 +275,7 @@ def test_however_far_writing_and_answers_got_every_receipt_is_settled_exactly_on
     assert protocol.window.used == protocol.in_flight == 0
 
 
-def test_a_clean_close_is_no_flow_control() -> None:
+def test_a_clean_close_is_not_a_flow_hold() -> None:
     protocol = make()
     protocol.reports.events = []
     protocol.reports.logs.clear()
@@ -286,7 +286,7 @@ def test_a_clean_close_is_no_flow_control() -> None:
     assert (state.flowed, state.times_flowed, state.closed) == (False, 0, "the producer is closed")
 
 
-def test_a_lost_connection_is_told_once() -> None:
+def test_a_lost_connection_is_reported_once() -> None:
     protocol = make()
     protocol.reports.events = []
     protocol.connection_lost("reset by peer", 2.0)
@@ -294,7 +294,7 @@ def test_a_lost_connection_is_told_once() -> None:
     assert protocol.flow_state(3.0).times_flowed == 1
 
 
-def test_what_ends_with_the_channel_says_why() -> None:
+def test_messages_that_fail_with_the_channel_carry_the_reason() -> None:
     protocol = make(on_disconnect="fail")
     receipts = [send(protocol) for _ in range(3)]
     write(protocol, 2 * protocol.unwritten // 3)
@@ -305,7 +305,7 @@ def test_what_ends_with_the_channel_says_why() -> None:
     ]
 
 
-def test_how_many_are_settled_so_far_only_grows() -> None:
+def test_the_number_of_settled_messages_never_decreases() -> None:
     protocol = make()
     for _ in range(3):
         send(protocol)

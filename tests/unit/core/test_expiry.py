@@ -40,7 +40,7 @@ def outcomes(receipts: list[Receipt]) -> list[Outcome | None]:
     st.floats(0.01, 100.0),
     st.lists(st.tuples(st.floats(0.0, 5.0), st.integers(0, 3)), min_size=1, max_size=30),
 )
-def test_no_message_expires_early_nor_later_than_a_mark_after_its_time(
+def test_no_message_expires_early_or_more_than_one_interval_late(
     timeout: float, steps: list[tuple[float, int]]
 ) -> None:
     expiry, now, number = Expiry(timeout, 0.0), 0.0, 1
@@ -66,7 +66,7 @@ def test_no_message_expires_early_nor_later_than_a_mark_after_its_time(
         number += count
 
 
-def test_E16_messages_are_settled_by_what_became_of_them() -> None:
+def test_E16_expired_messages_are_settled_by_how_far_they_got() -> None:
     protocol = expiring(mandatory=True)
     receipts = [send(protocol, b"written"), send(protocol, Message(b"returned", message_id="own"))]
     write(protocol, protocol.unwritten)
@@ -90,7 +90,7 @@ def test_E16_messages_are_settled_by_what_became_of_them() -> None:
     assert send(protocol, b"next", now=12.0)._number == 5
 
 
-def test_E16_a_message_in_time_goes_on() -> None:
+def test_E16_a_message_that_has_not_expired_is_sent() -> None:
     protocol = expiring()
     old = send(protocol, b"old")
     drain(protocol)
@@ -103,7 +103,7 @@ def test_E16_a_message_in_time_goes_on() -> None:
     assert young.outcome is Outcome.CONFIRMED
 
 
-def test_E16_a_message_that_was_lost_with_its_connection_is_not_republished_stale() -> None:
+def test_E16_an_expired_message_is_not_resent_after_a_lost_connection() -> None:
     protocol = expiring()
     written = send(protocol, b"written")
     drain(protocol)
@@ -117,7 +117,7 @@ def test_E16_a_message_that_was_lost_with_its_connection_is_not_republished_stal
 
 
 @pytest.mark.parametrize("probed", [False, True])
-def test_E16_a_refused_message_is_settled_as_nacked_unless_its_probe_is_on_its_way(probed: bool) -> None:
+def test_E16_a_refused_message_that_expires_is_settled_as_nacked_unless_its_probe_is_in_flight(probed: bool) -> None:
     protocol = expiring(retries=Backoff(1.0, 8.0, 0.0), retry_for=1000.0)
     refused, other = send(protocol, b"refused"), send(protocol, b"other")
     drain(protocol)
@@ -132,7 +132,7 @@ def test_E16_a_refused_message_is_settled_as_nacked_unless_its_probe_is_on_its_w
     assert protocol.gate.is_open, "nothing is left to try"
 
 
-def test_E16_what_expires_makes_room_for_the_senders_that_wait() -> None:
+def test_E16_expired_messages_make_room_for_waiting_senders() -> None:
     protocol = expiring(capacity=1)
     send(protocol, b"old")
     drain(protocol)
@@ -152,14 +152,14 @@ def test_E16_without_the_setting_no_timer_is_needed() -> None:
 
 
 @pytest.mark.parametrize("count", [1_000, 10_000])
-def test_E7_the_state_of_ten_thousand_messages_is_fifty_marks(count: int) -> None:
+def test_E7_the_expiry_of_ten_thousand_messages_is_stored_in_fifty_entries(count: int) -> None:
     expiry = Expiry(TIMEOUT, 0.0)
     for number in range(count):
         expiry.expired_before(number, number / count * TIMEOUT)
     assert len(expiry._marks) <= 51
 
 
-def test_E16_an_innocent_message_is_not_rejected_for_one_that_has_expired_on_the_wire() -> None:
+def test_E16_no_message_is_rejected_in_place_of_an_expired_one_that_was_already_written() -> None:
     protocol = expiring()
     culprit = send(protocol, b"culprit")
     drain(protocol)
@@ -176,7 +176,7 @@ def test_E16_an_innocent_message_is_not_rejected_for_one_that_has_expired_on_the
     assert innocent.outcome is Outcome.CONFIRMED
 
 
-def test_E16_a_message_whose_channel_closes_again_is_rejected_though_another_had_expired_before() -> None:
+def test_E16_a_message_whose_channel_closes_twice_is_rejected_even_if_another_expired_before() -> None:
     protocol = expiring()
     send(protocol, b"expires")
     drain(protocol)
@@ -192,7 +192,7 @@ def test_E16_a_message_whose_channel_closes_again_is_rejected_though_another_had
     assert culprit.outcome is Outcome.REJECTED
 
 
-def test_E16_of_a_message_and_one_that_has_expired_on_the_wire_it_is_not_known_which_was_refused() -> None:
+def test_E16_after_a_channel_close_with_an_expired_message_written_the_refused_message_is_unknown() -> None:
     protocol = expiring(retries=Backoff(1.0, 8.0, 0.0), retry_for=1000.0)
     send(protocol, b"expires")
     drain(protocol)

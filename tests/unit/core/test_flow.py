@@ -18,7 +18,7 @@ from .support import CHANNEL, FRAME_MAX, MAX_BODY, Published, Wire, drain, holds
 BODIES = [b"first", b"second", b"third"]
 
 
-def test_j7_flow_is_answered_and_then_nothing_leaves_until_flow_is_active() -> None:
+def test_j7_flow_is_answered_and_then_no_message_is_written_until_flow_is_active() -> None:
     protocol = make()
     for body in BODIES:
         send(protocol, body)
@@ -31,7 +31,7 @@ def test_j7_flow_is_answered_and_then_nothing_leaves_until_flow_is_active() -> N
     assert wire(drain(protocol)).short == [True, *BODIES]
 
 
-def test_j7_only_the_message_that_has_begun_precedes_the_answer() -> None:
+def test_j7_only_the_message_that_has_begun_is_written_before_the_answer() -> None:
     protocol = make()
     for body in BODIES:
         send(protocol, body)
@@ -44,7 +44,7 @@ def test_j7_only_the_message_that_has_begun_precedes_the_answer() -> None:
 
 
 @pytest.mark.parametrize("border", [-1, 0, 1], ids=["before", "at", "after"])
-def test_j7_a_message_of_many_frames_that_has_begun_is_brought_to_its_end(border: int) -> None:
+def test_j7_a_message_of_many_frames_that_has_begun_is_completed(border: int) -> None:
     protocol = make()
     large = b"L" * (3 * MAX_BODY)
     send(protocol, large)
@@ -59,7 +59,7 @@ def test_j7_a_message_of_many_frames_that_has_begun_is_brought_to_its_end(border
     assert read.read(drain(protocol)).short == [large, False, True, b"after"]
 
 
-def test_j7_a_message_that_is_written_whole_does_not_drag_the_next_along() -> None:
+def test_j7_completing_a_message_does_not_write_the_next_one() -> None:
     protocol = make()
     send(protocol, BODIES[0])
     size = protocol.unwritten
@@ -69,7 +69,7 @@ def test_j7_a_message_that_is_written_whole_does_not_drag_the_next_along() -> No
     assert read.read(drain(protocol)).short == [BODIES[0], False]
 
 
-def test_j7_what_waits_is_not_admitted_while_flowed_and_leaves_after_what_was_admitted_before() -> None:
+def test_j7_waiting_messages_are_not_admitted_while_flowed_and_follow_those_admitted_before() -> None:
     protocol = make()
     send(protocol, b"admitted")
     protocol.on_flow(False, 1.0)
@@ -80,7 +80,7 @@ def test_j7_what_waits_is_not_admitted_while_flowed_and_leaves_after_what_was_ad
     assert wire(written + drain(protocol)).short == [False, True, b"admitted", b"waits 1", b"waits 2"]
 
 
-def test_E15_a_probe_is_written_also_while_the_channel_is_flowed_and_never_within_a_message() -> None:
+def test_E15_a_probe_is_written_even_while_flowed_but_never_inside_a_message() -> None:
     protocol = make()
     send(protocol)
     size = protocol.unwritten
@@ -92,7 +92,7 @@ def test_E15_a_probe_is_written_also_while_the_channel_is_flowed_and_never_withi
     assert protocol.unwritten == 0
 
 
-def test_j7_every_flow_is_answered_even_if_it_says_nothing_new() -> None:
+def test_j7_every_flow_is_answered_even_if_it_repeats_the_current_state() -> None:
     protocol = make()
     send(protocol, b"x")
     read = Wire().read(write(protocol, 1))
@@ -103,7 +103,7 @@ def test_j7_every_flow_is_answered_even_if_it_says_nothing_new() -> None:
     assert protocol.gate.times_closed == 2
 
 
-def test_j7_an_answer_that_is_half_written_is_not_cut_by_the_next() -> None:
+def test_j7_a_half_written_answer_is_not_interrupted_by_the_next() -> None:
     protocol = make()
     protocol.on_flow(False, 1.0)
     read = Wire().read(write(protocol, 4))
@@ -112,7 +112,7 @@ def test_j7_an_answer_that_is_half_written_is_not_cut_by_the_next() -> None:
     assert read.read(drain(protocol)).short == [False, True, False]
 
 
-def test_an_answer_is_no_message() -> None:
+def test_a_flow_ok_does_not_count_as_a_message() -> None:
     protocol = make()
     send(protocol)
     protocol.on_flow(False, 1.0)
@@ -127,7 +127,7 @@ def test_an_answer_is_no_message() -> None:
     assert protocol.unsettled == 0
 
 
-def test_confirms_settle_while_flowed() -> None:
+def test_confirms_settle_messages_while_flowed() -> None:
     protocol = make()
     receipt = send(protocol)
     drain(protocol)
@@ -136,7 +136,7 @@ def test_confirms_settle_while_flowed() -> None:
     assert receipt.delivered
 
 
-def test_a_blocked_connection_holds_back_what_has_not_begun() -> None:
+def test_a_blocked_connection_holds_messages_that_have_not_begun() -> None:
     protocol = make()
     send(protocol, b"first")
     send(protocol, b"second")
@@ -152,7 +152,7 @@ def test_a_blocked_connection_holds_back_what_has_not_begun() -> None:
 
 
 @pytest.mark.parametrize("flow_first", [True, False])
-def test_flow_and_blocked_overlap_and_the_last_to_end_lets_go(flow_first: bool) -> None:
+def test_flow_and_blocked_may_overlap_and_the_last_one_to_end_releases_the_producer(flow_first: bool) -> None:
     protocol = make()
     send(protocol)
     protocol.on_flow(False, 1.0)
@@ -173,7 +173,7 @@ def test_flow_and_blocked_overlap_and_the_last_to_end_lets_go(flow_first: bool) 
     assert protocol.gate.is_open
 
 
-def test_d5_what_is_admitted_leaves_a_paused_producer() -> None:
+def test_d5_a_paused_producer_still_writes_admitted_messages() -> None:
     protocol = make()
     send(protocol)
     protocol.hold(HoldKind.PAUSED, 1.0, source="manager", detail="stock-taking")
@@ -183,7 +183,7 @@ def test_d5_what_is_admitted_leaves_a_paused_producer() -> None:
     assert ticket.receipt is not None
 
 
-def test_a_connection_that_is_blocked_before_the_channel_is_there_stays_blocked() -> None:
+def test_a_connection_that_is_blocked_before_the_channel_opens_stays_blocked() -> None:
     protocol = make(opened=False)
     ticket = wait(protocol)
     protocol.on_blocked("low on memory", 1.0)
@@ -195,7 +195,9 @@ def test_a_connection_that_is_blocked_before_the_channel_is_there_stays_blocked(
 
 
 @given(st.data())
-def test_j7_however_writes_and_flows_fall_nothing_begins_between_the_answer_and_active(data: st.DataObject) -> None:
+def test_j7_no_message_begins_between_the_answer_and_active_for_any_order_of_writes_and_flows(
+    data: st.DataObject,
+) -> None:
     protocol = make(max_unwritten_bytes=1 << 30)
     bodies = [b"%d" % number * size for number, size in enumerate(data.draw(st.lists(st.sampled_from([1, 5000]))))]
     for body in bodies:
@@ -225,7 +227,7 @@ def test_j7_however_writes_and_flows_fall_nothing_begins_between_the_answer_and_
 # Events.
 
 
-def test_events_tell_every_change_in_order_with_wall_time_and_durations() -> None:
+def test_events_report_every_change_in_order_with_wall_time_and_durations() -> None:
     protocol = make(name="orders", wall_offset=1000.0)
     protocol.reports.events = []
     protocol.on_flow(False, 10.0)
@@ -249,7 +251,7 @@ def test_events_tell_every_change_in_order_with_wall_time_and_durations() -> Non
     assert {event.producer for event in protocol.reports.events} == {"orders"}
 
 
-def test_every_time_that_is_told_of_a_hold_is_wall_time() -> None:
+def test_all_reported_times_of_a_hold_are_wall_time() -> None:
     protocol = make(capacity=1, wall_offset=1000.0, flow_control_wait_notify_period=2.0)
     protocol.reports.events = []
     send(protocol)
@@ -284,7 +286,7 @@ def told(holds: Iterable[Hold]) -> list[tuple[str, float]]:
 
 
 @pytest.mark.parametrize("listened", [True, False])
-def test_listeners_of_another_producer_are_told_only_of_holds_that_differ(listened: bool) -> None:
+def test_a_producer_that_takes_over_notifies_listeners_only_of_holds_that_differ(listened: bool) -> None:
     left, goes_on = make(), make()
     for protocol in (left, goes_on):
         protocol.reports.events = [] if listened or protocol is goes_on else None
@@ -303,13 +305,13 @@ def test_listeners_of_another_producer_are_told_only_of_holds_that_differ(listen
     ]
 
 
-def test_nobody_listens_and_no_event_is_made() -> None:
+def test_without_listeners_no_event_is_created() -> None:
     protocol = make()
     protocol.on_flow(False, 1.0)
     assert protocol.reports.events is None
 
 
-def test_the_flow_state_says_which_holds_since_when_how_often_and_how_long() -> None:
+def test_the_flow_state_shows_each_hold_its_start_its_count_and_its_duration() -> None:
     protocol = make(wall_offset=1000.0, opened=False)
     protocol.channel_opened(1, 4096, 2.0)
     state = protocol.flow_state(3.0)
@@ -323,7 +325,7 @@ def test_the_flow_state_says_which_holds_since_when_how_often_and_how_long() -> 
     assert protocol.flow_state(16.0).since == 1010.0, "it has not been unflowed in between"
 
 
-def test_what_holds_while_the_producer_first_connects_counts_from_then_on() -> None:
+def test_holds_during_the_first_connect_count_from_the_connection_on() -> None:
     protocol = make(opened=False, capacity=1)
     wait(protocol)
     wait(protocol)
@@ -338,7 +340,7 @@ def test_what_holds_while_the_producer_first_connects_counts_from_then_on() -> N
     assert paused.flow_state(3.0).times_flowed == 1
 
 
-def test_confirms_lift_no_hold_of_the_socket() -> None:
+def test_confirms_do_not_lift_a_hold_by_the_socket() -> None:
     protocol = make(max_unwritten_bytes=100)
     first = send(protocol)
     size = protocol.unwritten
@@ -353,7 +355,7 @@ def test_confirms_lift_no_hold_of_the_socket() -> None:
     assert ticket.receipt is not None
 
 
-def test_the_flow_state_says_whether_and_why_the_producer_is_closed() -> None:
+def test_the_flow_state_shows_whether_and_why_the_producer_is_closed() -> None:
     protocol = make(wall_offset=1000.0)
     assert protocol.flow_state(1.0).closed is None
     protocol.close("closed by hand", 2.0)
@@ -368,7 +370,7 @@ def test_the_flow_state_says_whether_and_why_the_producer_is_closed() -> None:
     assert (state.flowed, state.since, state.closed) == (True, 2.0, "reset by peer")
 
 
-def test_the_flow_state_sees_a_window_that_filled_or_a_rate_that_passed_since_somebody_asked() -> None:
+def test_the_flow_state_is_updated_for_a_window_or_a_rate_that_changed_since_the_last_call() -> None:
     protocol = make(capacity=1, rate=1.0)
     send(protocol, now=0.0)
     assert [hold.kind for hold in protocol.flow_state(0.0).holds] == ["capacity"]
@@ -378,7 +380,7 @@ def test_the_flow_state_sees_a_window_that_filled_or_a_rate_that_passed_since_so
     assert not protocol.flow_state(1.0).flowed
 
 
-def test_what_people_must_know_of_is_logged_louder(caplog: pytest.LogCaptureFixture) -> None:
+def test_holds_that_need_attention_are_logged_at_a_higher_level(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
     protocol = make(name="orders", capacity=1)
     protocol.reports.logs.clear()
@@ -401,7 +403,7 @@ def test_what_people_must_know_of_is_logged_louder(caplog: pytest.LogCaptureFixt
     assert {(record.filename, record.funcName) for record in caplog.records} == {("reporting.py", "report_hold")}
 
 
-def test_what_nobody_wants_to_read_is_not_kept(caplog: pytest.LogCaptureFixture) -> None:
+def test_log_records_below_the_level_are_not_stored(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING, "qflow_client")
     protocol = make()
     protocol.on_flow(False, 1.0)
@@ -409,7 +411,7 @@ def test_what_nobody_wants_to_read_is_not_kept(caplog: pytest.LogCaptureFixture)
     assert [level for level, *_ in protocol.reports.logs] == [logging.WARNING]
 
 
-def test_a_second_connection_counts_as_having_been_flowed_and_the_first_does_not() -> None:
+def test_only_connections_after_the_first_count_as_having_been_flowed() -> None:
     protocol = make(opened=False)
     protocol.channel_opened(1, 4096, 2.0)
     assert protocol.flow_state(3.0).times_flowed == 0
@@ -419,7 +421,7 @@ def test_a_second_connection_counts_as_having_been_flowed_and_the_first_does_not
     assert (state.times_flowed, state.seconds_flowed) == (1, {"disconnected": 2.0})
 
 
-def test_j7_a_message_of_many_frames_that_is_made_and_has_not_begun_waits_for_flow_to_be_active() -> None:
+def test_j7_an_encoded_message_of_many_frames_that_has_not_begun_waits_for_flow_active() -> None:
     protocol = make()
     send(protocol, bytes(3 * MAX_BODY))
     assert protocol.data_to_write(1)
@@ -436,7 +438,7 @@ def test_j7_a_message_of_many_frames_that_is_made_and_has_not_begun_waits_for_fl
     assert len(message.body) == 3 * MAX_BODY
 
 
-def test_who_ends_writing_is_told_whether_a_message_has_begun_and_not_ended() -> None:
+def test_stopping_the_writer_reports_whether_a_message_is_half_written() -> None:
     protocol = make()
     for _ in range(3):
         send(protocol, b"body")
@@ -449,7 +451,7 @@ def test_who_ends_writing_is_told_whether_a_message_has_begun_and_not_ended() ->
     assert (protocol.unsettled, protocol.written) == (3, 1)
 
 
-def test_E6_flow_events_that_cannot_be_passed_on_are_bounded_and_counted() -> None:
+def test_E6_undelivered_flow_events_are_bounded_and_counted() -> None:
     protocol = make(max_flow_events=5, capacity=1)
     protocol.reports.events = []
     for number in range(50):
@@ -465,7 +467,7 @@ def test_E6_flow_events_that_cannot_be_passed_on_are_bounded_and_counted() -> No
     assert protocol.reports.lost_events.get(None, 0) > 0, "notices of sends that wait for others have no hold"
 
 
-def test_no_message_begins_after_the_end_of_writing_though_a_stop_ends() -> None:
+def test_no_message_begins_after_writing_has_ended_even_if_a_stop_ends() -> None:
     protocol = make()
     protocol.on_blocked("memory", 0.0)
     protocol.on_unblocked(0.1)

@@ -85,7 +85,7 @@ def test_a_send_that_is_interrupted_at_any_line_is_admitted_whole_or_not_at_all(
     assert not admitted[0]
 
 
-def test_of_an_interrupted_message_with_an_id_of_its_own_no_return_is_expected_unless_it_is_admitted() -> None:
+def test_no_return_is_expected_for_an_interrupted_message_with_its_own_id_unless_it_is_admitted() -> None:
     for protocol, _ in interrupts(Message(b"abc", message_id="its own"), "q"):
         assert ("its own" in protocol.parts.returns.by_id) == (protocol.unsettled == 4)
 
@@ -98,7 +98,7 @@ def consistent(protocol: ProducerProtocol) -> bool:
 
 
 @pytest.mark.parametrize("payload", [b"abc", Message(b"abc", message_id="own")])
-def test_a_second_interrupt_while_the_first_one_is_put_right_changes_nothing(payload: bytes | Message) -> None:
+def test_a_second_interrupt_during_the_repair_of_the_first_changes_nothing(payload: bytes | Message) -> None:
     twice = 0
     every = min(EVERY, 13)
     for at in range(1, 1000, every):
@@ -129,7 +129,7 @@ class Watch:
     def tell(self, *, now: float) -> None: ...
 
 
-def test_an_observer_keeps_nothing_of_an_interrupted_message_unless_it_is_admitted() -> None:
+def test_an_observer_stores_nothing_about_an_interrupted_message_unless_it_is_admitted() -> None:
     kept = []
     for at in range(1, 1000):
         protocol, _ = started()
@@ -209,7 +209,7 @@ def all_get_out(protocol: ProducerProtocol, tickets: list[SendTicket]) -> list[b
         (weighted, True, 9),
     ],
 )
-def test_a_grant_that_is_interrupted_at_any_line_takes_nobody_s_turn(
+def test_a_grant_that_is_interrupted_at_any_line_skips_no_waiting_sender(
     line: Callable[[], Line], first: bool, capacity: int
 ) -> None:
     for at in range(1, 3000, EVERY):
@@ -227,7 +227,7 @@ def test_a_grant_that_is_interrupted_at_any_line_takes_nobody_s_turn(
 
 
 @pytest.mark.parametrize(("line", "first", "room"), PAIRS)
-def test_a_send_that_is_interrupted_as_it_stands_in_line_leaves_nothing_behind(
+def test_a_send_that_is_interrupted_while_it_waits_leaves_nothing_in_the_line(
     line: Callable[[], Line], first: bool, room: bool
 ) -> None:
     for at in range(1, 3000, EVERY):
@@ -253,7 +253,7 @@ def test_a_send_that_is_interrupted_as_it_stands_in_line_leaves_nothing_behind(
 
 
 @pytest.mark.parametrize(("line", "first", "room"), PAIRS)
-def test_a_send_that_is_interrupted_as_it_gives_up_has_given_up(
+def test_a_send_that_is_interrupted_while_it_is_withdrawn_is_withdrawn(
     line: Callable[[], Line], first: bool, room: bool
 ) -> None:
     for at in range(1, 3000, EVERY):
@@ -273,7 +273,7 @@ def test_a_send_that_is_interrupted_as_it_gives_up_has_given_up(
 
 
 @pytest.mark.parametrize("again", [2, 3, 8, 21])
-def test_nobody_in_line_is_forgotten_by_a_second_interrupt(again: int) -> None:
+def test_a_second_interrupt_loses_no_waiting_sender(again: int) -> None:
     for at in range(1, 1000, EVERY):
         protocol, (gone, *others) = crowd(FifoLine())
         protocol.window.capacity = 9
@@ -289,7 +289,7 @@ def test_nobody_in_line_is_forgotten_by_a_second_interrupt(again: int) -> None:
 
 @pytest.mark.parametrize("first", [False, True])
 @pytest.mark.parametrize("line", LINES)
-def test_when_all_give_up_and_that_is_interrupted_each_has_given_up_or_still_waits(
+def test_if_withdrawing_all_is_interrupted_each_sender_is_withdrawn_or_still_waits(
     line: Callable[[], Line], first: bool
 ) -> None:
     for at in range(1, 1000):
@@ -307,7 +307,7 @@ def test_when_all_give_up_and_that_is_interrupted_each_has_given_up_or_still_wai
 
 
 @pytest.mark.parametrize("first", [False, True])
-def test_a_close_that_is_interrupted_is_done_by_the_end_of_the_connection(first: bool) -> None:
+def test_an_interrupted_close_is_completed_by_the_end_of_the_connection(first: bool) -> None:
     for at in range(1, 1000):
         protocol, tickets = crowd(FifoLine(), first=first)
         assert protocol.waiters.when_unflowed("unflowed", 1.0)
@@ -326,7 +326,7 @@ def test_a_close_that_is_interrupted_is_done_by_the_end_of_the_connection(first:
 
 
 @pytest.mark.parametrize("settings", [{"capacity": 1}, {"capacity": 2, "rate": 1.0}, {"capacity": 1, "rate": 1.0}])
-def test_a_limit_that_is_met_or_left_and_interrupted_at_any_line_leaves_no_hold(settings: dict[str, Any]) -> None:
+def test_an_interrupt_at_any_line_around_a_limit_leaves_no_hold(settings: dict[str, Any]) -> None:
     for at in range(1, 1000):
         protocol = make(**settings)
         send(protocol, now=10.0)
@@ -380,7 +380,7 @@ class Pressed(FifoLine):
 
 
 @pytest.mark.parametrize("admitted", [False, True])
-def test_who_is_interrupted_in_line_was_admitted_or_is_not_there(admitted: bool) -> None:
+def test_a_sender_interrupted_in_the_waiting_line_was_admitted_or_has_left_the_line(admitted: bool) -> None:
     line = Pressed()
     protocol, tickets = crowd(line)
     if admitted:
@@ -395,7 +395,7 @@ def test_who_is_interrupted_in_line_was_admitted_or_is_not_there(admitted: bool)
     assert b"own" not in all_get_out(protocol, tickets)
 
 
-def test_who_is_interrupted_as_others_are_let_in_for_it_has_given_up() -> None:
+def test_a_sender_interrupted_while_it_admits_other_senders_has_been_withdrawn() -> None:
     line = Pressed()
     protocol, (gone, *others) = crowd(line)
     protocol.window.capacity = 9
@@ -406,7 +406,7 @@ def test_who_is_interrupted_as_others_are_let_in_for_it_has_given_up() -> None:
     assert all_get_out(protocol, others) == [b"4", b"5", b"6"]
 
 
-def test_who_was_to_give_up_with_all_others_as_ctrl_c_came_has_given_up() -> None:
+def test_ctrl_c_while_all_senders_are_withdrawn_leaves_none_in_the_line() -> None:
     line = Pressed("clear")
     protocol, tickets = crowd(line)
     with pytest.raises(KeyboardInterrupt):
@@ -416,7 +416,7 @@ def test_who_was_to_give_up_with_all_others_as_ctrl_c_came_has_given_up() -> Non
     assert all_get_out(protocol, tickets) == []
 
 
-def test_what_was_admitted_as_ctrl_c_came_is_admitted_once_and_told() -> None:
+def test_a_message_admitted_during_ctrl_c_is_admitted_and_reported_once() -> None:
     class Admitted(Admission):
         __slots__ = ()
         pressed = False
@@ -452,7 +452,7 @@ def test_what_was_admitted_as_ctrl_c_came_is_admitted_once_and_told() -> None:
     assert protocol.controller.waiting == 0
 
 
-def test_one_whose_admission_was_interrupted_does_not_take_the_place_of_the_next_under_its_number() -> None:
+def test_a_message_whose_admission_was_interrupted_does_not_replace_the_next_one_with_its_number() -> None:
     class Interrupted(Admission):
         __slots__ = ()
         pressed = False
@@ -480,7 +480,7 @@ def test_one_whose_admission_was_interrupted_does_not_take_the_place_of_the_next
     assert [receipt.message.body for receipt in protocol.unsettled_receipts] == [b"x", b"callback", b"another", b"2"]
 
 
-def test_a_resume_that_is_interrupted_at_any_line_is_made_good_for_who_waits() -> None:
+def test_a_resume_that_is_interrupted_at_any_line_is_repaired_for_waiting_senders() -> None:
     for at in range(1, 1000):
         protocol = make(capacity=2)
         protocol.hold("paused", 0.0)
@@ -499,7 +499,7 @@ def test_a_resume_that_is_interrupted_at_any_line_is_made_good_for_who_waits() -
             return
 
 
-def test_an_interrupted_send_never_gives_another_message_s_id() -> None:
+def test_an_interrupted_send_never_returns_the_id_of_another_message() -> None:
     for at in range(1, 1000):
         protocol = make()
         # As after 254 messages.
@@ -533,7 +533,7 @@ def stop(protocol: ProducerProtocol) -> None:
 @pytest.mark.parametrize("written", [0, 300, 3 * MAX_BODY])
 @pytest.mark.parametrize("second", [0, 2, 20])
 @pytest.mark.parametrize("step", [make_frames, stop])
-def test_every_message_leaves_once_and_in_order_whichever_step_is_interrupted(
+def test_every_message_is_written_once_and_in_order_whichever_step_is_interrupted(
     step: Callable[[ProducerProtocol], None], second: int, written: int
 ) -> None:
     for at in range(1, 1000, EVERY):
@@ -566,7 +566,7 @@ def test_every_message_leaves_once_and_in_order_whichever_step_is_interrupted(
         (Resending, "put_back"),
     ],
 )
-def test_a_step_that_runs_out_of_memory_is_made_good(
+def test_a_step_that_runs_out_of_memory_is_repaired(
     kind: type[Any], name: str, done: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     protocol = make()

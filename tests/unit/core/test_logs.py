@@ -33,7 +33,7 @@ def handle() -> Iterator[Callable[[Callable[[logging.LogRecord], object]], None]
         logs.logger.removeHandler(handler)
 
 
-def test_records_come_in_order_on_a_thread_of_their_own(
+def test_records_are_logged_in_order_on_a_separate_thread(
     handle: Callable[[Callable[[logging.LogRecord], object]], None],
 ) -> None:
     seen: list[tuple[str, str, str]] = []
@@ -43,7 +43,7 @@ def test_records_come_in_order_on_a_thread_of_their_own(
     assert seen == [("WARNING", "one of 2", "qflow-log"), ("INFO", "two", "qflow-log")]
 
 
-def test_a_record_tells_who_had_something_to_say(
+def test_a_record_shows_the_thread_that_logged_it(
     handle: Callable[[Callable[[logging.LogRecord], object]], None],
 ) -> None:
     seen: list[logging.LogRecord] = []
@@ -58,7 +58,7 @@ def test_a_record_tells_who_had_something_to_say(
 
 
 @pytest.mark.parametrize("where", ["a skin", "a protocol"])
-def test_nothing_that_is_logged_waits_for_the_lock_of_logging(where: str) -> None:
+def test_no_logging_call_waits_for_the_lock_of_logging(where: str) -> None:
     log = logs.log if where == "a skin" else make().reports.log
     thread = threading.Thread(target=log, args=(logging.DEBUG, "here"))
     logger = logs.logger.manager.root
@@ -73,7 +73,7 @@ def test_nothing_that_is_logged_waits_for_the_lock_of_logging(where: str) -> Non
 @pytest.mark.parametrize("level", [logging.DEBUG, logging.INFO, logging.WARNING])
 @pytest.mark.parametrize("least", [logging.NOTSET, logging.INFO, logging.CRITICAL])
 @pytest.mark.parametrize("disabled", [logging.NOTSET, logging.INFO, logging.CRITICAL])
-def test_a_level_is_logged_where_logging_says_so(level: int, least: int, disabled: int) -> None:
+def test_a_level_is_logged_if_the_configuration_of_logging_allows_it(level: int, least: int, disabled: int) -> None:
     logger = logs.logger
     before = logger.level
     try:
@@ -101,7 +101,7 @@ def test_a_record_names_the_line_that_logs(
     assert [(each.pathname, each.funcName, each.lineno) for each in seen] == [(__file__, here.f_code.co_name, line)] * 2
 
 
-def test_what_nobody_wants_to_read_is_not_made(
+def test_records_below_the_level_are_not_created(
     handle: Callable[[Callable[[logging.LogRecord], object]], None], caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING, "qflow_client")
@@ -112,7 +112,7 @@ def test_what_nobody_wants_to_read_is_not_made(
     assert seen == []
 
 
-def test_behind_a_handler_that_is_stuck_only_so_much_is_kept_and_the_rest_is_counted(
+def test_records_for_a_stuck_handler_are_bounded_and_further_ones_are_counted(
     handle: Callable[[Callable[[logging.LogRecord], object]], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(logs, "_MOST", 5)
@@ -136,7 +136,7 @@ def test_behind_a_handler_that_is_stuck_only_so_much_is_kept_and_the_rest_is_cou
     assert seen == ["first", dropped, *map(str, range(5))]
 
 
-def test_ctrl_c_while_the_thread_that_logs_is_started_costs_the_next_record_nothing(
+def test_ctrl_c_while_the_logging_thread_starts_loses_no_later_record(
     handle: Callable[[Callable[[logging.LogRecord], object]], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupted(_thread: threading.Thread) -> None:
@@ -155,7 +155,7 @@ def test_ctrl_c_while_the_thread_that_logs_is_started_costs_the_next_record_noth
     assert seen == ["first", "second"]
 
 
-def test_a_handler_that_flushes_does_not_wait_for_itself_from_the_first_record_on(
+def test_a_handler_that_flushes_does_not_wait_for_itself_even_at_the_first_record(
     handle: Callable[[Callable[[logging.LogRecord], object]], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Quick(threading.Thread):
@@ -179,7 +179,7 @@ def test_a_handler_that_flushes_does_not_wait_for_itself_from_the_first_record_o
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork, which this system does not have")
-def test_a_child_process_writes_its_own(handle: Callable[[Callable[[logging.LogRecord], object]], None]) -> None:
+def test_a_child_process_logs_its_own_records(handle: Callable[[Callable[[logging.LogRecord], object]], None]) -> None:
     reading, writing = os.pipe()
     handle(lambda record: os.write(writing, record.getMessage().encode()))
     logs.log(logging.INFO, "parent ")

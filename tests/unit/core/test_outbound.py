@@ -31,7 +31,7 @@ def batch(*messages: list[bytes]) -> Outbound:
     return outbound
 
 
-def test_an_empty_one_has_nothing_to_write() -> None:
+def test_an_empty_buffer_has_nothing_to_write() -> None:
     outbound = Outbound()
     assert outbound.data(100) == outbound.unfinished == b""
     assert outbound.is_empty
@@ -39,7 +39,7 @@ def test_an_empty_one_has_nothing_to_write() -> None:
     assert outbound.stop()
 
 
-def test_all_at_once() -> None:
+def test_one_write_can_take_all_bytes() -> None:
     outbound = batch([b"one"], [b"two"])
     assert outbound.data(1) == b"onetwo", "a batch is not cut"
     outbound.advance(6)
@@ -63,13 +63,13 @@ def test_messages_begin_with_their_first_byte_and_finish_with_their_last() -> No
     ]
 
 
-def test_taking_no_bytes_changes_nothing() -> None:
+def test_writing_0_bytes_changes_nothing() -> None:
     outbound = batch([b"ab"])
     outbound.advance(0)
     assert (outbound.begun, outbound.size, outbound.mid_frame) == (0, 2, False)
 
 
-def test_answers_go_behind_the_batch_in_their_order() -> None:
+def test_answers_follow_the_batch_in_order() -> None:
     outbound = batch([b"one"])
     outbound.put_control(b"A")
     outbound.put_control(b"B")
@@ -84,7 +84,7 @@ def test_answers_go_behind_the_batch_in_their_order() -> None:
 
 
 @pytest.mark.parametrize("limit", [1, 4, 100])
-def test_an_answer_goes_behind_all_frames_of_what_has_begun_and_before_what_has_not(limit: int) -> None:
+def test_an_answer_follows_all_frames_of_begun_messages_and_precedes_messages_that_have_not_begun(limit: int) -> None:
     outbound = Outbound()
     put(outbound, [[b"ab", b"cd", b"ef"]], limit)
     outbound.advance(2)
@@ -105,7 +105,7 @@ def test_an_answer_goes_behind_all_frames_of_what_has_begun_and_before_what_has_
 
 
 @given(batches=st.lists(MESSAGES, max_size=3), limit=st.integers(1, 12), data=st.data())
-def test_however_it_is_written_every_byte_leaves_once_and_in_order(
+def test_every_byte_is_written_once_and_in_order_for_every_split_of_the_writes(
     batches: list[list[list[bytes]]], limit: int, data: st.DataObject
 ) -> None:
     outbound = Outbound()
@@ -131,7 +131,7 @@ def test_however_it_is_written_every_byte_leaves_once_and_in_order(
 
 
 @given(messages=MESSAGES, limit=st.integers(1, 12), written=st.integers(0, 60))
-def test_what_has_not_begun_is_taken_back_and_the_rest_leaves_whole(
+def test_messages_that_have_not_begun_are_withdrawn_and_the_begun_one_is_completed(
     messages: list[list[bytes]], limit: int, written: int
 ) -> None:
     outbound = Outbound()
@@ -153,7 +153,7 @@ def test_what_has_not_begun_is_taken_back_and_the_rest_leaves_whole(
     assert outbound.is_empty
 
 
-def test_a_stop_tells_whether_a_message_has_begun_and_not_ended() -> None:
+def test_a_stop_reports_whether_a_message_is_half_written() -> None:
     outbound = batch([b"ab", b"cd"], [b"ef"])
     assert outbound.stop()
     seen = []

@@ -36,7 +36,7 @@ def five(protocol: ProducerProtocol) -> list[Receipt]:
     return receipts
 
 
-def test_suspects_leave_one_at_a_time_with_nothing_else_in_flight_and_in_order() -> None:
+def test_suspects_are_sent_one_at_a_time_in_order_with_nothing_else_in_flight() -> None:
     protocol = make(capacity=6)
     receipts = five(protocol)
     unwritten = send(protocol, b"6")
@@ -57,7 +57,7 @@ def test_suspects_leave_one_at_a_time_with_nothing_else_in_flight_and_in_order()
     assert {each.outcome for each in (*receipts, unwritten, waiting.receipt)} == {Outcome.CONFIRMED}
 
 
-def test_who_is_not_named_leaves_together_with_others_and_only_the_named_go_alone() -> None:
+def test_only_messages_named_by_the_broker_are_sent_alone() -> None:
     protocol = make()
     receipts = [
         protocol.admission.send(b"%d" % number, "missing" if number == 3 else "there", "q", 0.0)
@@ -77,7 +77,7 @@ def test_who_is_not_named_leaves_together_with_others_and_only_the_named_go_alon
     assert holds(protocol) == []
 
 
-def test_what_may_have_arrived_is_marked_whether_it_is_suspected_or_not() -> None:
+def test_messages_that_may_have_arrived_are_marked_as_second_copies_whether_suspected_or_not() -> None:
     protocol = make()
     send(protocol, b"1")
     send(protocol, b"2", key="bad")
@@ -96,7 +96,7 @@ def test_what_may_have_arrived_is_marked_whether_it_is_suspected_or_not() -> Non
     ]
 
 
-def test_words_are_believed_once() -> None:
+def test_the_text_of_an_error_is_trusted_once() -> None:
     protocol = make()
     protocol.admission.send(b"innocent", "named", "q", 0.0)
     culprit = protocol.admission.send(b"guilty", "other", "q", 0.0)
@@ -117,7 +117,7 @@ def test_words_are_believed_once() -> None:
     assert last.outcome is Outcome.CONFIRMED
 
 
-def test_a_lone_message_is_not_blamed_for_a_close_that_names_no_method_until_it_is_closed_again() -> None:
+def test_a_lone_message_is_not_blamed_for_a_close_that_names_no_method_until_the_second_close() -> None:
     protocol = make()
     receipt = send(protocol, b"1")
     drain(protocol)
@@ -128,7 +128,7 @@ def test_a_lone_message_is_not_blamed_for_a_close_that_names_no_method_until_it_
     assert receipt.outcome is Outcome.REJECTED
 
 
-def test_a_suspect_whose_connection_is_lost_still_goes_alone() -> None:
+def test_a_suspect_whose_connection_is_lost_is_still_sent_alone() -> None:
     protocol = make()
     five(protocol)
     close(protocol)
@@ -139,7 +139,7 @@ def test_a_suspect_whose_connection_is_lost_still_goes_alone() -> None:
     assert left(protocol) == [b"2"]
 
 
-def test_a_staged_message_that_the_new_broker_cannot_take_is_settled_and_those_behind_it_move_up() -> None:
+def test_a_staged_message_too_large_for_the_new_broker_is_settled_and_the_next_ones_move_up() -> None:
     protocol = make()
     headers = {"k": "v" * (FRAME_MAX - 200)}
     receipts = [send(protocol, b"1"), send(protocol, Message(b"2", headers=headers)), send(protocol, b"3")]
@@ -166,7 +166,7 @@ def test_a_staged_message_that_the_new_broker_cannot_take_is_settled_and_those_b
     assert left(protocol) == []
 
 
-def test_the_staged_leave_while_the_producer_closes() -> None:
+def test_staged_messages_are_sent_while_the_producer_closes() -> None:
     protocol = make()
     five(protocol)
     close(protocol)
@@ -181,7 +181,7 @@ def test_the_staged_leave_while_the_producer_closes() -> None:
     assert not protocol.wants_channel
 
 
-def test_a_window_that_is_given_back_while_no_channel_is_there_puts_nothing() -> None:
+def test_messages_are_not_written_if_the_window_has_room_while_there_is_no_channel() -> None:
     protocol = make()
     five(protocol)
     close(protocol)
@@ -201,7 +201,7 @@ def test_a_window_that_is_given_back_while_no_channel_is_there_puts_nothing() ->
         ("PRECONDITION_FAILED - 'x'", [0, 1, 2, 3]),
     ],
 )
-def test_whom_the_broker_s_words_name(text: str, expected: list[int]) -> None:
+def test_messages_that_match_the_text_of_the_error_are_suspects(text: str, expected: list[int]) -> None:
     protocol = make()
     places = [("a", "x"), ("a", "y"), ("b", "x"), ("", "z")]
     receipts = [protocol.admission.send(b"", exchange, key, 0.0) for exchange, key in places]
@@ -210,7 +210,7 @@ def test_whom_the_broker_s_words_name(text: str, expected: list[int]) -> None:
 
 
 @given(st.lists(st.sampled_from(["send", "poison", "part", "work", "lose", "wait"]), max_size=60), st.booleans())
-def test_exactly_the_poison_is_rejected_whatever_else_happens(steps: list[str], tells: bool) -> None:
+def test_exactly_the_poisonous_messages_are_rejected_under_any_further_failures(steps: list[str], tells: bool) -> None:
     """The broker reads message by message, and closes the channel at each poisonous one."""
     protocol = make(capacity=6)
     receipts: list[Receipt] = []
@@ -314,7 +314,7 @@ class Lossy:
 
 
 @pytest.mark.parametrize("hears", [True, False])
-def test_a_message_over_which_the_connection_is_lost_every_time_is_given_back_and_costs_no_other(hears: bool) -> None:
+def test_a_message_that_loses_the_connection_every_time_is_settled_and_no_other_message_is(hears: bool) -> None:
     protocol = make(reconnect_delay_max=PROVES)
     receipts = [send(protocol, b"%d" % number) for number in range(1, 6)]
     broker = Lossy(protocol, b"3")
@@ -338,7 +338,7 @@ def test_a_message_over_which_the_connection_is_lost_every_time_is_given_back_an
     assert not protocol.needs_timer
 
 
-def test_connections_that_do_not_hold_say_nothing_about_what_was_to_be_sent() -> None:
+def test_connections_that_are_lost_right_away_do_not_make_unsent_messages_suspects() -> None:
     protocol = make(reconnect_delay_max=PROVES)
     receipt = send(protocol, b"innocent")
     for at in range(100):
@@ -354,7 +354,7 @@ def test_connections_that_do_not_hold_say_nothing_about_what_was_to_be_sent() ->
     assert receipt.outcome is None
 
 
-def test_a_connection_that_is_lost_long_after_says_nothing_either() -> None:
+def test_a_connection_that_is_lost_long_after_a_message_does_not_make_it_a_suspect() -> None:
     protocol = make(reconnect_delay_max=PROVES)
     receipt = send(protocol, b"innocent")
     for at in range(100):
@@ -372,7 +372,7 @@ def test_a_connection_that_is_lost_long_after_says_nothing_either() -> None:
 
 
 @pytest.mark.parametrize("shared", [True, False])
-def test_only_a_connection_of_its_own_is_lost_over_its_own_messages(shared: bool) -> None:
+def test_a_shared_connection_that_is_lost_makes_no_message_a_suspect(shared: bool) -> None:
     protocol = make(reconnect_delay_max=PROVES)
     receipt = send(protocol, b"1")
     for at in range(20):
@@ -384,7 +384,7 @@ def test_only_a_connection_of_its_own_is_lost_over_its_own_messages(shared: bool
     assert receipt.outcome is (None if shared else Outcome.UNKNOWN)
 
 
-def test_whatever_is_settled_ends_the_suspicion() -> None:
+def test_any_answer_ends_the_suspicion() -> None:
     protocol = make(reconnect_delay_max=PROVES)
     receipts = [send(protocol, b"%d" % number) for number in range(20)]
     for at in range(19):
@@ -395,7 +395,7 @@ def test_whatever_is_settled_ends_the_suspicion() -> None:
     assert [receipt.outcome for receipt in receipts] == [Outcome.CONFIRMED] * 19 + [None]
 
 
-def test_a_connection_that_is_lost_with_nothing_in_flight_counts_for_nothing() -> None:
+def test_a_connection_that_is_lost_with_nothing_in_flight_does_not_count() -> None:
     protocol = make(reconnect_delay_max=PROVES)
     for at in range(10):
         protocol.channel_opened(CHANNEL, FRAME_MAX, float(at))
@@ -408,7 +408,7 @@ def test_a_connection_that_is_lost_with_nothing_in_flight_counts_for_nothing() -
     assert all(ticket.receipt is not None for ticket in receipts)
 
 
-def test_words_narrow_whom_a_lost_connection_is_blamed_on() -> None:
+def test_the_text_of_an_error_narrows_the_suspects_of_a_lost_connection() -> None:
     protocol = make(reconnect_delay_max=PROVES)
     for number, exchange in enumerate(("a", "b", "a", "b")):
         protocol.admission.send(b"%d" % number, exchange, "q", 0.0)

@@ -15,7 +15,7 @@ def reconnection(host: int = 0, **settings: object) -> Reconnection:
     return Reconnection(given, given.urls, host)
 
 
-def test_pauses_double_up_to_the_longest() -> None:
+def test_delays_double_up_to_the_maximum() -> None:
     backoff = Backoff(0.5, 3.0, 0.0)
     backoff.begin(100.0)
     assert [backoff.pause(100.0) for _ in range(5)] == [0.5, 1.0, 2.0, 3.0, 3.0]
@@ -23,7 +23,7 @@ def test_pauses_double_up_to_the_longest() -> None:
     assert backoff.pause(200.0) == 0.5
 
 
-def test_jitter_makes_every_pause_longer_also_the_longest_one() -> None:
+def test_jitter_lengthens_every_delay_including_the_longest() -> None:
     backoff = Backoff(0.5, 2.0, 0.5)
     backoff.begin(0.0)
     first = backoff.pause(0.0)
@@ -35,19 +35,19 @@ def test_jitter_makes_every_pause_longer_also_the_longest_one() -> None:
     assert len(set(later)) > 40
 
 
-def test_the_last_pause_ends_when_the_time_is_up() -> None:
+def test_the_last_delay_ends_at_the_deadline() -> None:
     backoff = Backoff(1.0, 60.0, 0.0, 5.0)
     backoff.begin(10.0)
     assert [backoff.pause(now) for now in (10.0, 11.0, 13.0, 15.0)] == [1.0, 2.0, 2.0, None]
 
 
-def test_without_any_time_there_is_no_try() -> None:
+def test_with_a_time_limit_of_0_there_is_no_attempt() -> None:
     lost = reconnection(reconnect_timeout=0)
     assert lost.lost("cut", 1.0) is None
     assert lost.verdict == "cut"
 
 
-def test_the_host_that_was_lost_comes_first_and_after_all_there_is_a_longer_pause() -> None:
+def test_the_lost_host_is_tried_first_and_a_longer_delay_follows_all_hosts() -> None:
     tries = reconnection(host=1)
     tries.opened(0.0)
     assert tries.lost("cut", 100.0) == 1.0
@@ -59,7 +59,7 @@ def test_the_host_that_was_lost_comes_first_and_after_all_there_is_a_longer_paus
     assert (tries.host, tries.url) == (0, "amqp://u:***@one/")
 
 
-def test_a_connection_that_does_not_last_does_not_make_the_pauses_short_again() -> None:
+def test_a_short_lived_connection_does_not_reset_the_delays() -> None:
     tries = reconnection(reconnect_delay_max=30)
     tries.opened(0.0)
     pauses = []
@@ -73,7 +73,7 @@ def test_a_connection_that_does_not_last_does_not_make_the_pauses_short_again() 
     assert tries.lost("cut", now + 30.0) == 1.0
 
 
-def test_E15_after_each_failed_try_the_next_address_of_a_name_comes_first() -> None:
+def test_E15_after_each_failed_attempt_the_next_address_of_a_host_name_is_tried_first() -> None:
     tries = reconnection(url="amqp://name/", connect_timeout=6)
     assert tries.addresses(["a"]) == (["a"], 6.0)
     seen = []
@@ -89,7 +89,7 @@ def test_E15_after_each_failed_try_the_next_address_of_a_name_comes_first() -> N
     assert tries.addresses(["a", "b", "c"]) == (["c", "a", "b"], 2.0)
 
 
-def test_what_no_try_can_cure_ends_it_if_all_hosts_say_so() -> None:
+def test_permanent_errors_end_the_attempts_if_all_hosts_report_them() -> None:
     tries = reconnection()
     assert tries.lost("the connection is lost: cut", 0.0) == 1.0
     assert tries.failed("403 ACCESS_REFUSED", True, 1.0) == 0.0
@@ -102,7 +102,7 @@ def test_what_no_try_can_cure_ends_it_if_all_hosts_say_so() -> None:
     )
 
 
-def test_where_credentials_change_no_refusal_is_the_last_word() -> None:
+def test_with_renewable_credentials_no_refusal_is_permanent() -> None:
     given = ProducerSettings(url=HOSTS[0], reconnect_jitter=0, reconnect_delay=1)
     tries = Reconnection(given, given.urls, 0, credentials_change=True)
     assert tries.lost("cut", 0.0) == 1.0
@@ -112,7 +112,7 @@ def test_where_credentials_change_no_refusal_is_the_last_word() -> None:
     assert tries.last == ""
 
 
-def test_it_ends_when_the_time_is_up_and_says_why_there_is_no_connection() -> None:
+def test_attempts_end_at_the_deadline_with_the_reason_of_the_last_failure() -> None:
     tries = reconnection(url=HOSTS[0], reconnect_timeout=3)
     assert tries.lost("cut", 0.0) == 1.0
     assert tries.failed("refused", False, 1.0) == 2.0
@@ -131,16 +131,16 @@ def test_it_ends_when_the_time_is_up_and_says_why_there_is_no_connection() -> No
         (541, "INTERNAL_ERROR - access to vhost '/' refused for user 'guest': vhost '/' is down", False),
     ],
 )
-def test_which_refusals_are_final(code: int, text: str, expected: bool) -> None:
+def test_refusals_are_classified_as_permanent_or_temporary(code: int, text: str, expected: bool) -> None:
     assert is_final(code, text) is expected
 
 
-def test_the_next_channel_comes_at_once_after_progress_and_otherwise_after_growing_pauses() -> None:
+def test_the_next_channel_opens_immediately_after_progress_and_otherwise_after_growing_delays() -> None:
     tries = reconnection()
     assert [tries.channel_closed(settled, 0.0) for settled in (0, 0, 0, 1, 1, 2)] == [0.0, 1.0, 2.0, 0.0, 1.0, 0.0]
 
 
-def test_refusals_are_retried_unless_the_settings_say_otherwise_or_nothing_is_confirmed() -> None:
+def test_refusals_are_retried_unless_the_settings_disable_it_or_confirms_are_off() -> None:
     pauses = retries(ProducerSettings(retry_delay=2, retry_delay_max=3, reconnect_jitter=0))
     assert pauses is not None
     pauses.begin(0.0)
@@ -164,7 +164,7 @@ def look(
     return watch.look(now, heard_at=heard_at, is_due=due, is_blocked=blocked, settled=settled)
 
 
-def test_E15_shuffled_hosts_are_the_same_hosts_in_an_order_of_the_producer_s_own() -> None:
+def test_E15_each_producer_shuffles_the_same_hosts_into_its_own_order() -> None:
     hosts = [f"amqp://host{number}/" for number in range(20)]
     assert hosts_in_order(ProducerSettings(url=hosts)) == tuple(hosts)
     orders = {hosts_in_order(ProducerSettings(url=hosts, host_order="shuffled")) for _ in range(5)}  # type: ignore[arg-type]
@@ -172,7 +172,7 @@ def test_E15_shuffled_hosts_are_the_same_hosts_in_an_order_of_the_producer_s_own
     assert all(sorted(order) == sorted(hosts) for order in orders)
 
 
-def test_E15_a_host_that_is_left_is_tried_after_the_next_one() -> None:
+def test_E15_an_abandoned_host_is_tried_after_the_next_one() -> None:
     tries = reconnection()
     tries.move_on()
     assert (tries.host, tries.host_url) == (1, HOSTS[1])
@@ -181,14 +181,14 @@ def test_E15_a_host_that_is_left_is_tried_after_the_next_one() -> None:
     assert tries.host == 0
 
 
-def test_E15_a_broker_that_owes_confirms_gets_a_probe_and_is_left_if_it_stays_silent() -> None:
+def test_E15_a_broker_with_overdue_confirms_is_probed_and_abandoned_if_it_stays_silent() -> None:
     one = watch(hosts=1, liveness=8.0)
     assert one.period == 1.0
     assert [look(one, now) for now in (107.9, 108.0, 111.9)] == [None, "", None]
     assert look(one, 112.0) == "the broker has sent nothing for 12 s, although confirms are due and a probe was sent"
 
 
-def test_E15_any_answer_and_any_time_in_which_nothing_is_due_begin_the_silence_anew() -> None:
+def test_E15_any_answer_and_any_time_without_overdue_confirms_restarts_the_silence() -> None:
     one = watch(liveness=8.0)
     assert look(one, 108.0) == ""
     # The answer to the probe.
@@ -199,7 +199,7 @@ def test_E15_any_answer_and_any_time_in_which_nothing_is_due_begin_the_silence_a
     assert look(one, 126.0, heard_at=108.5) == ""
 
 
-def test_E15_a_broker_that_blocks_the_connection_may_be_silent() -> None:
+def test_E15_a_broker_that_blocks_the_connection_is_allowed_to_be_silent() -> None:
     one = watch(liveness=8.0)
     assert one.period == 1.0
     assert look(one, 108.0) == ""
@@ -207,7 +207,7 @@ def test_E15_a_broker_that_blocks_the_connection_may_be_silent() -> None:
     assert [look(one, now) for now in (507.0, 508.0)] == [None, ""]
 
 
-def test_E15_a_connection_that_stays_blocked_is_left_and_ever_later_if_all_hosts_are_blocked() -> None:
+def test_E15_a_blocked_connection_is_abandoned_and_ever_later_if_all_hosts_are_blocked() -> None:
     hosts = watch(hosts=3, on_blocked="failover", failover_delay=4.0)
     now, left = 100.0, []
     for _ in range(7):
@@ -228,7 +228,7 @@ def test_E15_a_connection_that_stays_blocked_is_left_and_ever_later_if_all_hosts
 @pytest.mark.parametrize(
     ("hosts", "settings"), [(1, {"on_blocked": "failover"}), (2, {})], ids=["one host", "on_blocked='wait'"]
 )
-def test_E15_without_another_host_or_the_setting_a_blocked_connection_is_kept(
+def test_E15_without_a_second_host_or_the_setting_a_blocked_connection_is_kept(
     hosts: int, settings: dict[str, object]
 ) -> None:
     one = watch(hosts, **settings)
@@ -256,19 +256,19 @@ def returns(rule: Return, begin: float, end: float, down: tuple[float, float] = 
     return None
 
 
-def test_E15_a_producer_returns_once_the_first_host_has_answered_for_long_enough() -> None:
+def test_E15_a_producer_returns_to_the_first_host_once_it_has_answered_for_long_enough() -> None:
     rule = returning()
     assert rule.period == 15.0
     assert returns(rule, 0.0, 1000.0, down=(0.0, 300.0)) == 360.0
 
 
-def test_E15_a_first_host_that_comes_and_goes_is_not_returned_to() -> None:
+def test_E15_a_producer_does_not_return_to_an_unstable_first_host() -> None:
     rule = returning()
     rule.opened(1, 0.0)
     assert not any(rule.probed(step % 4 != 0, 15.0 * step) for step in range(1000))
 
 
-def test_E15_a_return_that_does_not_last_makes_the_next_one_later_and_one_that_does_ends_that() -> None:
+def test_E15_a_short_return_delays_the_next_one_and_a_lasting_return_resets_the_delay() -> None:
     rule = returning()
     now, waits = 0.0, []
     for kept in (None, 59.0, 1.0, 1.0, 1.0, 1.0, 1.0, 60.0, 1.0):
@@ -283,7 +283,7 @@ def test_E15_a_return_that_does_not_last_makes_the_next_one_later_and_one_that_d
     assert waits == [60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 1920.0, 1920.0, 60.0]
 
 
-def test_E15_a_channel_that_is_opened_anew_changes_nothing() -> None:
+def test_E15_reopening_a_channel_changes_nothing() -> None:
     rule = returning()
     rule.opened(1, 0.0)
     for now in (15.0, 30.0, 45.0, 60.0):
@@ -296,7 +296,7 @@ def test_E15_a_channel_that_is_opened_anew_changes_nothing() -> None:
     assert [rule.probed(True, now) for now in (140.0, 200.0)] == [False, True]
 
 
-def test_E15_without_the_setting_or_another_host_nothing_is_probed() -> None:
+def test_E15_without_the_setting_or_a_second_host_nothing_is_probed() -> None:
     for rule in (returning(return_to_first=None), returning(hosts=1)):
         assert rule.period is None
         rule.opened(0, 0.0)

@@ -70,7 +70,7 @@ def three(protocol: ProducerProtocol) -> list[Receipt]:
     return receipts
 
 
-def test_a_refused_message_holds_the_producer_and_a_probe_of_one_comes_first() -> None:
+def test_a_refused_message_holds_the_producer_and_is_retried_alone_as_a_probe() -> None:
     protocol = patient(capacity=4)
     receipts = three(protocol)
     protocol.on_nack(3, True, 10.0)
@@ -96,7 +96,7 @@ def test_a_refused_message_holds_the_producer_and_a_probe_of_one_comes_first() -
     assert "WARNING producer: held: refused (Basic.Nack)" in logged(protocol)
 
 
-def test_a_probe_that_is_refused_again_stays_the_first_and_the_pauses_grow() -> None:
+def test_a_probe_that_is_refused_again_stays_first_and_the_delays_grow() -> None:
     protocol = patient()
     three(protocol)
     protocol.on_nack(3, True, 0.0)
@@ -113,7 +113,7 @@ def test_a_probe_that_is_refused_again_stays_the_first_and_the_pauses_grow() -> 
     assert left(protocol) == [b"2", b"3"]
 
 
-def test_what_was_in_flight_behind_it_goes_on_and_who_is_refused_later_comes_in_its_order() -> None:
+def test_messages_in_flight_after_a_refused_one_continue_and_later_refusals_keep_their_order() -> None:
     protocol = patient(capacity=10)
     receipts = three(protocol)
     protocol.on_nack(3, False, 0.0)
@@ -126,7 +126,7 @@ def test_what_was_in_flight_behind_it_goes_on_and_who_is_refused_later_comes_in_
     assert left(protocol) == [b"3"]
 
 
-def test_after_retry_for_it_is_settled_whether_it_waits_or_is_refused_once_more() -> None:
+def test_after_retry_for_a_message_is_settled_whether_it_waits_or_is_refused_again() -> None:
     protocol = patient(retry_for=2.5)
     receipts = three(protocol)
     assert protocol.waiters.when_flushed("me")
@@ -150,7 +150,7 @@ def test_after_retry_for_it_is_settled_whether_it_waits_or_is_refused_once_more(
     assert holds(protocol) == []
 
 
-def test_who_waits_in_line_is_let_in_after_all_that_was_refused() -> None:
+def test_waiting_senders_are_admitted_after_all_refused_messages() -> None:
     protocol = patient(capacity=3)
     three(protocol)
     waiting = wait(protocol, b"4")
@@ -162,7 +162,7 @@ def test_who_waits_in_line_is_let_in_after_all_that_was_refused() -> None:
     assert left(protocol) == [b"2", b"3", b"4"]
 
 
-def test_a_flush_waits_for_what_is_refused_too() -> None:
+def test_a_flush_waits_for_refused_messages_too() -> None:
     protocol = patient()
     three(protocol)
     assert protocol.waiters.when_flushed("me")
@@ -175,7 +175,7 @@ def test_a_flush_waits_for_what_is_refused_too() -> None:
     assert protocol.reports.wake == ["me"]
 
 
-def test_a_returned_message_is_not_tried_again() -> None:
+def test_a_returned_message_is_not_retried() -> None:
     protocol = patient()
     receipts = three(protocol)
     returned(protocol, receipts[0].message_id)
@@ -184,7 +184,7 @@ def test_a_returned_message_is_not_tried_again() -> None:
     assert holds(protocol) == []
 
 
-def test_a_return_that_comes_after_the_nack_settles_it_instead_of_the_next_try() -> None:
+def test_a_return_after_the_nack_settles_the_message_in_place_of_the_next_attempt() -> None:
     protocol = patient()
     receipts = three(protocol)
     protocol.on_nack(3, True, 0.0)
@@ -208,7 +208,7 @@ def test_a_return_and_an_ack_of_a_probe_end_the_hold() -> None:
     assert holds(protocol) == []
 
 
-def test_a_channel_that_is_closed_for_want_of_room_is_a_refusal_and_no_poison() -> None:
+def test_a_channel_closed_for_lack_of_room_counts_as_a_refusal_and_not_as_poison() -> None:
     protocol = patient(retry_for=20)
     receipts = three(protocol)
     late = send(protocol, b"4")
@@ -236,7 +236,7 @@ def test_a_channel_that_is_closed_for_want_of_room_is_a_refusal_and_no_poison() 
     assert not late.done
 
 
-def test_a_channel_that_is_closed_for_want_of_room_when_all_have_tried_for_long_enough_holds_nothing() -> None:
+def test_a_channel_closed_for_lack_of_room_after_retry_for_leaves_no_hold() -> None:
     protocol = patient(retry_for=0)
     receipt = send(protocol)
     drain(protocol)
@@ -247,7 +247,7 @@ def test_a_channel_that_is_closed_for_want_of_room_when_all_have_tried_for_long_
     assert holds(protocol) == []
 
 
-def test_what_was_not_refused_itself_is_sent_though_nothing_is_tried_again() -> None:
+def test_a_message_that_was_not_refused_itself_is_resent_even_without_retries() -> None:
     protocol = patient(retry_for=0)
     refused = send(protocol, b"1")
     drain(protocol)
@@ -263,7 +263,7 @@ def test_what_was_not_refused_itself_is_sent_though_nothing_is_tried_again() -> 
     assert holds(protocol) == []
 
 
-def test_a_connection_that_is_lost_meanwhile_does_not_end_the_pause() -> None:
+def test_a_connection_lost_during_the_delay_does_not_end_the_delay() -> None:
     protocol = patient()
     three(protocol)
     protocol.on_nack(1, False, 0.0)
@@ -276,7 +276,7 @@ def test_a_connection_that_is_lost_meanwhile_does_not_end_the_pause() -> None:
     assert left(protocol) == [b"2", b"3"]
 
 
-def test_E1_what_was_refused_goes_before_younger_messages_that_were_lost_with_the_connection() -> None:
+def test_E1_refused_messages_are_resent_before_younger_ones_lost_with_the_connection() -> None:
     protocol = patient(capacity=20)
     bodies = [b"%d" % number for number in range(10)]
     for body in bodies:
@@ -297,7 +297,7 @@ def test_E1_what_was_refused_goes_before_younger_messages_that_were_lost_with_th
     assert protocol.reports.wake == ["me"]
 
 
-def test_a_flush_between_refused_and_younger_messages_waits_for_the_messages_before_it() -> None:
+def test_a_flush_called_between_refused_and_younger_messages_waits_for_the_older_ones() -> None:
     protocol = patient(capacity=20)
     three(protocol)
     protocol.on_nack(1, False, 0.0)
@@ -313,7 +313,7 @@ def test_a_flush_between_refused_and_younger_messages_waits_for_the_messages_bef
     assert protocol.reports.wake == ["me"]
 
 
-def test_a_message_that_is_sent_again_is_admitted_once() -> None:
+def test_a_message_that_is_resent_is_admitted_once() -> None:
     protocol = patient()
     protocol.reports.events = []
     three(protocol)
@@ -329,7 +329,7 @@ def test_a_message_that_is_sent_again_is_admitted_once() -> None:
     assert {event.admitted for event in protocol.reports.events} == {3}
 
 
-def test_what_is_refused_when_the_producer_ends_is_nacked() -> None:
+def test_refused_messages_are_nacked_when_the_producer_ends() -> None:
     protocol = patient()
     receipts = three(protocol)
     protocol.on_nack(1, False, 0.0)
@@ -355,13 +355,13 @@ def test_without_retries_a_nack_settles() -> None:
         (404, "NOT_FOUND - no exchange 'disk'", False),
     ],
 )
-def test_which_closed_channels_are_refusals(code: int, text: str, expected: bool) -> None:
+def test_reply_codes_of_closed_channels_are_classified_as_refusals(code: int, text: str, expected: bool) -> None:
     assert means_no_room(code, text) is expected
 
 
 @given(st.lists(st.sampled_from(["send", "write", "ack", "nack", "nacks", "lose", "room", "time"]), max_size=80))
 @example(["send", "send", "nack", "lose"])
-def test_whatever_happens_every_message_ends_once_and_the_window_is_right(steps: list[str]) -> None:
+def test_every_message_settles_once_and_the_window_stays_correct_for_any_sequence_of_events(steps: list[str]) -> None:
     protocol = patient(capacity=6, retry_for=1000)
     receipts: list[Receipt] = []
     seen = [Wire()]
@@ -416,7 +416,7 @@ def test_whatever_happens_every_message_ends_once_and_the_window_is_right(steps:
     assert holds(protocol) == []
 
 
-def test_a_multiple_nack_passes_over_what_is_settled() -> None:
+def test_a_multiple_nack_skips_settled_messages() -> None:
     protocol = patient()
     receipts = three(protocol)
     protocol.on_ack(2, False, 0.0)
@@ -429,7 +429,7 @@ def test_a_multiple_nack_passes_over_what_is_settled() -> None:
     assert {receipt.outcome for receipt in receipts} == {Outcome.CONFIRMED}
 
 
-def test_nothing_new_overtakes_suspects_that_wait_when_there_is_room_again() -> None:
+def test_new_messages_do_not_overtake_waiting_suspects_when_there_is_room_again() -> None:
     """Otherwise it would have the delivery tags of the waiting messages, and be confirmed by their answers."""
     protocol = patient(capacity=10)
     receipts = three(protocol)
@@ -456,7 +456,7 @@ def test_nothing_new_overtakes_suspects_that_wait_when_there_is_room_again() -> 
     assert new.outcome is Outcome.CONFIRMED
 
 
-def test_what_is_tried_again_is_flushed_although_younger_messages_left_before_it() -> None:
+def test_a_flush_waits_for_retried_messages_even_if_younger_ones_were_sent_first() -> None:
     protocol = patient(capacity=10)
     first = three(protocol)[0]
     protocol.on_nack(1, False, 0.0)
@@ -473,7 +473,7 @@ def test_what_is_tried_again_is_flushed_although_younger_messages_left_before_it
     assert protocol.reports.wake == ["flush"]
 
 
-def test_a_refused_message_whose_mark_makes_it_too_large_is_nacked_alone() -> None:
+def test_a_refused_message_that_is_too_large_with_its_mark_is_nacked_alone() -> None:
     protocol = patient()
     room = FRAME_MAX - 8
     # Class, weight and body size; flags; delivery mode; message id; the table's head; a key and its value's head.
@@ -491,7 +491,7 @@ def test_a_refused_message_whose_mark_makes_it_too_large_is_nacked_alone() -> No
 
 
 @pytest.mark.parametrize("how", ["nacked", "closed channel", "lost"])
-def test_E7_to_give_up_many_refused_messages_costs_each_the_same(how: str) -> None:
+def test_E7_the_cost_to_withdraw_a_refused_message_does_not_depend_on_their_number(how: str) -> None:
     def cost(count: int) -> int:
         protocol = patient(capacity=count, retry_for=5.0)
         receipts = [send(protocol, b"x") for _ in range(count)]
@@ -511,7 +511,7 @@ def test_E7_to_give_up_many_refused_messages_costs_each_the_same(how: str) -> No
     assert cost(400) < 4.4 * cost(100)
 
 
-def test_E7_to_flush_what_leaves_again_behind_younger_messages_costs_each_the_same() -> None:
+def test_E7_the_cost_to_flush_messages_resent_after_younger_ones_does_not_depend_on_their_number() -> None:
     def cost(count: int) -> int:
         protocol = patient(capacity=2 * count)
         for _ in range(2 * count):
@@ -537,7 +537,7 @@ def test_E7_to_flush_what_leaves_again_behind_younger_messages_costs_each_the_sa
     assert cost(400) < 4.4 * cost(100)
 
 
-def test_E6_what_is_settled_behind_the_oldest_while_somebody_flushes_is_let_go() -> None:
+def test_E6_messages_settled_after_the_oldest_one_are_freed_during_a_flush() -> None:
     protocol = patient(capacity=10)
     one, two, three = (send(protocol, b"%d" % number) for number in range(1, 4))
     drain(protocol)
@@ -561,7 +561,7 @@ def test_E6_what_is_settled_behind_the_oldest_while_somebody_flushes_is_let_go()
     assert protocol.reports.wake == ["flush"]
 
 
-def test_a_probe_that_is_refused_when_its_time_is_up_does_not_mean_that_there_is_room() -> None:
+def test_a_probe_refused_at_its_deadline_does_not_count_as_room() -> None:
     protocol = make(retries=Backoff(1.0, 8.0, 0.0), retry_for=1.5)
     probe, other = send(protocol, b"probe"), send(protocol, b"other")
     drain(protocol)
@@ -576,7 +576,7 @@ def test_a_probe_that_is_refused_when_its_time_is_up_does_not_mean_that_there_is
 
 
 @pytest.mark.parametrize("retry_for", [0.0, 5.0])
-def test_E6_nothing_is_kept_of_refused_messages_that_are_settled(retry_for: float) -> None:
+def test_E6_nothing_is_stored_about_settled_refused_messages(retry_for: float) -> None:
     protocol = make(retries=Backoff(1.0, 8.0, 0.0), retry_for=retry_for, mandatory=True)
     for tag in range(1, 101):
         send(protocol, Message(b"x", message_id=str(tag)))
@@ -588,7 +588,7 @@ def test_E6_nothing_is_kept_of_refused_messages_that_are_settled(retry_for: floa
     assert protocol.unsettled == 0
 
 
-def test_E7_no_timer_runs_while_a_stop_keeps_the_probe_back() -> None:
+def test_E7_no_timer_runs_while_a_stop_holds_the_probe() -> None:
     protocol = make(retries=Backoff(1.0, 8.0, 0.0), retry_for=60.0)
     send(protocol, b"refused")
     drain(protocol)
@@ -603,7 +603,7 @@ def test_E7_no_timer_runs_while_a_stop_keeps_the_probe_back() -> None:
     assert protocol.next_timer(3.0) == 3.05
 
 
-def test_a_probe_that_may_be_poisonous_waits_for_both_times_and_no_timer_is_due_before() -> None:
+def test_a_probe_that_is_a_suspect_waits_for_both_delays_and_no_timer_is_due_earlier() -> None:
     resending = Resending(5.0, Backoff(1.0, 8.0, 0.0), 15.0)
     resending.again.append(send(make()))
     resending.poison.candidate = 1
@@ -612,7 +612,7 @@ def test_a_probe_that_may_be_poisonous_waits_for_both_times_and_no_timer_is_due_
     assert [min(resending.next_times(True, now)) for now in (0.5, 1.0, 4.0)] == [1.0, 5.0, 5.0]
 
 
-def test_the_hold_of_the_transport_ends_when_what_was_to_be_written_is_settled() -> None:
+def test_the_transport_hold_ends_when_the_unwritten_messages_are_settled() -> None:
     protocol = patient(max_unwritten_bytes=1000, retry_for=0.5)
     receipts = []
     for _ in range(20):
@@ -628,7 +628,7 @@ def test_the_hold_of_the_transport_ends_when_what_was_to_be_written_is_settled()
 
 
 @pytest.mark.parametrize("end", ["closed", "too late"])
-def test_a_refused_message_whose_copy_may_have_arrived_is_unknown_in_the_end(end: str) -> None:
+def test_a_refused_message_whose_copy_may_have_arrived_settles_as_unknown(end: str) -> None:
     protocol = patient(retry_for=5.0)
     receipt = send(protocol)
     drain(protocol)
@@ -644,7 +644,7 @@ def test_a_refused_message_whose_copy_may_have_arrived_is_unknown_in_the_end(end
     assert receipt.outcome is Outcome.UNKNOWN
 
 
-def test_a_copy_that_is_refused_again_is_known_to_be_refused() -> None:
+def test_a_copy_that_is_refused_again_settles_as_nacked() -> None:
     protocol = patient(retry_for=5.0)
     receipt = send(protocol)
     drain(protocol)
@@ -660,7 +660,9 @@ def test_a_copy_that_is_refused_again_is_known_to_be_refused() -> None:
 
 
 @pytest.mark.parametrize(("count", "outcome"), [(1, Outcome.NACKED), (2, Outcome.UNKNOWN)])
-def test_of_several_messages_the_end_of_a_channel_does_not_say_which_was_refused(count: int, outcome: Outcome) -> None:
+def test_with_several_messages_in_flight_a_channel_close_does_not_show_which_one_was_refused(
+    count: int, outcome: Outcome
+) -> None:
     protocol = patient(retry_for=5.0)
     receipts = [send(protocol) for _ in range(count)]
     drain(protocol)
@@ -670,7 +672,7 @@ def test_of_several_messages_the_end_of_a_channel_does_not_say_which_was_refused
 
 
 @pytest.mark.parametrize("end", ["closed", "too late"])
-def test_a_refused_message_whose_second_copy_never_began_is_nacked(end: str) -> None:
+def test_a_refused_message_whose_second_copy_was_not_begun_is_nacked(end: str) -> None:
     protocol = patient(retry_for=5.0)
     receipt = send(protocol)
     drain(protocol)
@@ -687,7 +689,7 @@ def test_a_refused_message_whose_second_copy_never_began_is_nacked(end: str) -> 
     assert receipt.outcome is Outcome.NACKED
 
 
-def test_of_several_messages_whose_time_is_over_none_is_blamed_for_the_end_of_a_channel() -> None:
+def test_of_several_messages_beyond_retry_for_none_is_blamed_for_the_channel_close() -> None:
     protocol = patient(retry_for=10.0)
     one, two, three = (send(protocol) for _ in range(3))
     drain(protocol)
@@ -700,7 +702,7 @@ def test_of_several_messages_whose_time_is_over_none_is_blamed_for_the_end_of_a_
     assert [each.outcome for each in (one, two, three)] == [Outcome.CONFIRMED, Outcome.UNKNOWN, Outcome.UNKNOWN]
 
 
-def test_a_refused_message_that_does_not_fit_the_next_channel_is_nacked() -> None:
+def test_a_refused_message_that_is_too_large_for_the_next_channel_is_nacked() -> None:
     protocol = patient()
     receipt = send(protocol, Message(b"x", headers={"k": "x" * 3000}))
     drain(protocol)
@@ -711,7 +713,7 @@ def test_a_refused_message_that_does_not_fit_the_next_channel_is_nacked() -> Non
     assert "it cannot be encoded again" in str(receipt.error())
 
 
-def test_a_probe_that_is_refused_and_too_large_for_the_mark_does_not_mean_that_there_is_room() -> None:
+def test_a_refused_probe_that_is_too_large_with_its_mark_does_not_count_as_room() -> None:
     protocol = patient(retry_for=0.5)
     send(protocol, b"refused")
     # As in the test of a message that is nacked alone.
@@ -732,7 +734,7 @@ def test_a_probe_that_is_refused_and_too_large_for_the_mark_does_not_mean_that_t
     assert left(protocol, 2.5) == [b"other"]
 
 
-def test_a_message_is_given_up_in_time_though_the_probe_has_no_answer() -> None:
+def test_a_message_settles_in_time_even_if_the_probe_has_no_answer() -> None:
     protocol = patient(retry_for=10.0)
     receipts = [send(protocol) for _ in range(3)]
     drain(protocol)
@@ -748,7 +750,7 @@ def test_a_message_is_given_up_in_time_though_the_probe_has_no_answer() -> None:
     assert [each.outcome for each in receipts] == [None, Outcome.NACKED, Outcome.NACKED]
 
 
-def test_no_timer_is_due_while_a_suspect_waits_for_the_answers_of_others() -> None:
+def test_no_timer_is_due_while_a_suspect_waits_for_answers_to_other_messages() -> None:
     protocol = patient(retry_for=0.5)
     others = [send(protocol) for _ in range(2)]
     suspect = protocol.admission.send(b"x", "b", "q", 0.0)
@@ -771,7 +773,7 @@ def test_no_timer_is_due_while_a_suspect_waits_for_the_answers_of_others() -> No
     assert suspect.outcome is None
 
 
-def test_a_message_that_is_taken_back_without_a_channel_leaves_no_count_behind() -> None:
+def test_a_message_withdrawn_without_a_channel_leaves_the_counts_correct() -> None:
     protocol = make()
     receipt = send(protocol)
     protocol.connection_lost("gone", 0.0, reconnects=True)

@@ -41,7 +41,7 @@ def is_marked(message: Published) -> bool:
     return bool((message.properties.headers or {}).get(REPUBLISHED))
 
 
-def test_what_is_unsettled_leaves_again_in_order_and_before_anything_new() -> None:
+def test_unsettled_messages_are_resent_in_order_before_new_ones() -> None:
     protocol = make(capacity=4)
     receipts = [send(protocol, body) for body in (b"1", b"2", b"3", b"4")]
     waiting = wait(protocol, b"5", waiter="me")
@@ -65,7 +65,7 @@ def _sent(protocol: ProducerProtocol, body: bytes) -> bytes:
     return drain(protocol)
 
 
-def test_only_what_may_have_arrived_is_marked_and_every_message_keeps_its_id() -> None:
+def test_only_messages_that_may_have_arrived_are_marked_and_every_message_keeps_its_id() -> None:
     protocol = make()
     receipts = [send(protocol, b"whole"), send(protocol, b"begun"), send(protocol, Message(b"not", headers={"k": 1}))]
     data = protocol.data_to_write(1 << 20)
@@ -78,7 +78,7 @@ def test_only_what_may_have_arrived_is_marked_and_every_message_keeps_its_id() -
     assert again[2].properties.headers == {"k": 1}
 
 
-def test_a_message_stays_marked_through_further_losses_though_it_was_not_written_again() -> None:
+def test_a_message_stays_marked_through_further_losses_even_if_it_was_not_written_again() -> None:
     protocol = make()
     receipt = send(protocol, Message(b"x", headers={"k": 1}))
     drain(protocol)
@@ -91,7 +91,7 @@ def test_a_message_stays_marked_through_further_losses_though_it_was_not_written
     assert receipt.outcome is Outcome.CONFIRMED
 
 
-def test_what_was_never_written_again_is_unknown_at_the_end_if_it_may_have_arrived() -> None:
+def test_a_message_that_was_never_rewritten_settles_as_unknown_if_it_may_have_arrived() -> None:
     protocol = make()
     written = send(protocol)
     drain(protocol)
@@ -102,7 +102,7 @@ def test_what_was_never_written_again_is_unknown_at_the_end_if_it_may_have_arriv
     assert protocol.closed == "given up"
 
 
-def test_what_is_unsettled_leaves_again_while_the_producer_closes_and_then_nothing_is_wanted() -> None:
+def test_unsettled_messages_are_resent_while_the_producer_closes_and_then_no_connection_is_needed() -> None:
     protocol = make()
     receipt = send(protocol)
     drain(protocol)
@@ -116,7 +116,7 @@ def test_what_is_unsettled_leaves_again_while_the_producer_closes_and_then_nothi
     assert holds(protocol) == []
 
 
-def test_with_on_disconnect_fail_all_is_settled_and_the_producer_goes_on() -> None:
+def test_with_on_disconnect_fail_all_messages_are_settled_and_the_producer_continues() -> None:
     protocol = make(on_disconnect="fail", capacity=3)
     written = send(protocol)
     drain(protocol)
@@ -140,7 +140,7 @@ def test_with_on_disconnect_fail_all_is_settled_and_the_producer_goes_on() -> No
     assert waiting.receipt.outcome is Outcome.CONFIRMED
 
 
-def test_with_on_disconnect_fail_nothing_is_wanted_of_a_connection_once_the_producer_is_closed() -> None:
+def test_with_on_disconnect_fail_a_closed_producer_needs_no_connection() -> None:
     protocol = make(on_disconnect="fail")
     receipt = send(protocol)
     drain(protocol)
@@ -149,7 +149,7 @@ def test_with_on_disconnect_fail_nothing_is_wanted_of_a_connection_once_the_prod
     assert receipt.outcome is Outcome.UNKNOWN
 
 
-def test_a_lost_connection_is_worth_a_warning_and_the_first_one_to_come_is_not() -> None:
+def test_a_lost_connection_is_logged_as_a_warning_and_the_first_connection_is_not() -> None:
     protocol = make()
     assert [line.split()[0] for line in logged(protocol)] == ["DEBUG"] * 2
     protocol.reports.logs.clear()
@@ -161,7 +161,7 @@ def test_a_lost_connection_is_worth_a_warning_and_the_first_one_to_come_is_not()
     ]
 
 
-def test_a_returned_message_whose_ack_did_not_come_is_settled() -> None:
+def test_a_returned_message_whose_ack_was_lost_is_settled() -> None:
     protocol = make(capacity=2)
     receipt, other = send(protocol), send(protocol)
     drain(protocol)
@@ -174,7 +174,7 @@ def test_a_returned_message_whose_ack_did_not_come_is_settled() -> None:
 
 
 @pytest.mark.parametrize("own_id", [None, "mine"])
-def test_a_return_finds_a_message_that_was_sent_again_once_it_is_written(own_id: str | None) -> None:
+def test_a_return_finds_a_resent_message_once_it_is_written(own_id: str | None) -> None:
     protocol = make()
     first = send(protocol)
     settled = send(protocol)
@@ -193,7 +193,7 @@ def test_a_return_finds_a_message_that_was_sent_again_once_it_is_written(own_id:
     assert receipt.outcome is Outcome.RETURNED
 
 
-def test_a_flush_waits_for_what_was_admitted_before_it_and_no_more() -> None:
+def test_a_flush_after_a_loss_waits_only_for_messages_admitted_before_it() -> None:
     protocol = make()
     for _ in range(3):
         send(protocol)
@@ -210,7 +210,7 @@ def test_a_flush_waits_for_what_was_admitted_before_it_and_no_more() -> None:
     assert protocol.unsettled == 1
 
 
-def test_a_flush_ends_with_the_connection_if_that_settles_the_last_one() -> None:
+def test_a_flush_ends_with_the_connection_if_its_last_message_is_settled_then() -> None:
     protocol = make()
     receipt = send(protocol)
     drain(protocol)
@@ -220,7 +220,7 @@ def test_a_flush_ends_with_the_connection_if_that_settles_the_last_one() -> None
     assert protocol.reports.wake == ["me"]
 
 
-def test_what_the_new_broker_cannot_take_is_settled_alone() -> None:
+def test_a_message_that_the_new_broker_cannot_accept_is_settled_and_no_other_is() -> None:
     protocol = make()
     headers = {"k": "v" * (FRAME_MAX - 200)}
     unwritten_twin = Message(b"", headers=headers)
@@ -236,7 +236,7 @@ def test_what_the_new_broker_cannot_take_is_settled_alone() -> None:
     assert protocol.window.used == 0
 
 
-def test_more_than_may_be_unwritten_is_a_hold_until_half_of_it_has_left() -> None:
+def test_too_many_unwritten_messages_are_a_hold_until_half_of_them_are_written() -> None:
     protocol = make(max_unwritten_bytes=1000)
     send(protocol, bytes(3000))
     drain(protocol)
@@ -247,7 +247,7 @@ def test_more_than_may_be_unwritten_is_a_hold_until_half_of_it_has_left() -> Non
     assert holds(protocol) == []
 
 
-def test_a_stop_on_the_new_channel_holds_back_what_is_sent_again() -> None:
+def test_a_stop_on_the_new_channel_holds_resent_messages() -> None:
     protocol = make()
     send(protocol, b"1")
     drain(protocol)
@@ -259,7 +259,7 @@ def test_a_stop_on_the_new_channel_holds_back_what_is_sent_again() -> None:
     assert wire(drain(protocol)).short == [True, b"1"]
 
 
-def test_without_confirms_what_was_not_wholly_written_leaves_again() -> None:
+def test_without_confirms_messages_that_were_not_fully_written_are_resent() -> None:
     protocol = make(confirms=False)
     receipts = [send(protocol, b"1"), send(protocol, b"22222")]
     data = protocol.data_to_write(1 << 20)
@@ -271,7 +271,7 @@ def test_without_confirms_what_was_not_wholly_written_leaves_again() -> None:
     assert receipts[1].outcome is Outcome.SENT
 
 
-def test_messages_without_ids_leave_again_too() -> None:
+def test_messages_without_ids_are_resent_too() -> None:
     protocol = make(message_ids=False)
     receipt = send(protocol, b"x")
     drain(protocol)
@@ -283,7 +283,7 @@ def test_messages_without_ids_leave_again_too() -> None:
 
 
 @given(st.lists(st.sampled_from(["send", "write", "ack", "acks", "lose"]), max_size=60))
-def test_every_message_ends_once_and_first_copies_stay_in_order(steps: list[str]) -> None:
+def test_every_message_settles_once_and_first_copies_stay_in_order(steps: list[str]) -> None:
     protocol = make(capacity=5)
     receipts = []
     seen: list[str] = []
@@ -320,7 +320,7 @@ def test_every_message_ends_once_and_first_copies_stay_in_order(steps: list[str]
     assert firsts == [f"{PREFIX}{number:012x}" for number in range(1, len(receipts) + 1)]
 
 
-def test_headers_that_are_too_large_for_the_next_broker_harm_their_own_message_alone() -> None:
+def test_headers_that_are_too_large_for_the_next_broker_fail_only_their_own_message() -> None:
     protocol = make()
     large = Message(b"2", headers={"k": "x" * 1000})
     first, unfit, last = send(protocol, b"1"), send(protocol, large), send(protocol, b"3")
@@ -335,7 +335,7 @@ def test_headers_that_are_too_large_for_the_next_broker_harm_their_own_message_a
     assert protocol.window.used == 0
 
 
-def test_the_delivery_tag_of_a_message_is_that_of_its_last_channel() -> None:
+def test_the_delivery_tag_of_a_message_belongs_to_its_last_channel() -> None:
     protocol = make()
     receipts = [send(protocol, b"%d" % number) for number in range(3)]
     drain(protocol)
@@ -349,7 +349,7 @@ def test_the_delivery_tag_of_a_message_is_that_of_its_last_channel() -> None:
     assert [receipt._tag for receipt in receipts[1:]] == [1, 2, 3]
 
 
-def test_what_leaves_again_is_made_as_the_socket_takes_it() -> None:
+def test_resent_messages_are_encoded_as_the_socket_accepts_them() -> None:
     protocol = make(capacity=1000, max_unwritten_bytes=10_000_000)
     body = bytes(100_000)
     for _ in range(50):
@@ -371,7 +371,7 @@ def test_what_leaves_again_is_made_as_the_socket_takes_it() -> None:
     assert protocol.unwritten == 0
 
 
-def test_while_what_was_declared_is_declared_again_only_answers_leave() -> None:
+def test_only_answers_are_written_while_the_topology_is_redeclared() -> None:
     protocol = make()
     send(protocol, b"written")
     drain(protocol)
@@ -393,7 +393,7 @@ def test_while_what_was_declared_is_declared_again_only_answers_leave() -> None:
     assert holds(protocol) == []
 
 
-def test_a_channel_that_is_lost_while_it_is_restored_leaves_everything_to_the_next_one() -> None:
+def test_a_channel_that_is_lost_during_its_restoration_leaves_all_messages_to_the_next_one() -> None:
     protocol = make()
     send(protocol, b"1")
     drain(protocol)
@@ -407,7 +407,7 @@ def test_a_channel_that_is_lost_while_it_is_restored_leaves_everything_to_the_ne
     assert holds(protocol) == []
 
 
-def test_no_hold_of_a_channel_that_was_never_restored_is_left_to_the_next_one() -> None:
+def test_a_channel_that_was_never_restored_leaves_no_hold_to_the_next_one() -> None:
     protocol = make()
     lose(protocol, 1.0)
     protocol.channel_opened(CHANNEL, FRAME_MAX, 2.0, restores=True)
@@ -418,7 +418,7 @@ def test_no_hold_of_a_channel_that_was_never_restored_is_left_to_the_next_one() 
     assert drain(protocol, 4.0)
 
 
-def test_a_producer_that_is_closed_while_its_channel_is_restored_is_held_by_nothing_of_it() -> None:
+def test_a_producer_that_is_closed_during_the_restoration_has_no_hold_from_it() -> None:
     protocol = make()
     lose(protocol, 1.0)
     protocol.channel_opened(CHANNEL, FRAME_MAX, 2.0, restores=True)

@@ -83,7 +83,7 @@ def default(name: str) -> Any:
     return {setting.name: setting.default for setting in fields(ProducerSettings)}[name]
 
 
-def test_type_checkers_know_every_setting_with_its_type() -> None:
+def test_type_checkers_see_every_setting_with_its_type() -> None:
     settings = {field.name: field.type for field in fields(ProducerSettings) if field.metadata and field.name != "url"}
     keywords = SettingsKeywords.__annotations__
     assert list(keywords) == list(settings)
@@ -92,16 +92,16 @@ def test_type_checkers_know_every_setting_with_its_type() -> None:
         assert known.__forward_arg__.split(" | Literal")[0] == str(settings[name]).split(" | Literal")[0]
 
 
-def test_every_setting_is_in_the_table_above() -> None:
+def test_every_setting_is_in_the_table_of_this_test() -> None:
     assert {each[0] for each in TEXTS} | {"url"} == {each.name for each in fields(ProducerSettings) if each.metadata}
 
 
-def test_f2_a_burst_that_is_not_given_is_what_the_rate_gives_in_50_ms() -> None:
+def test_f2_the_default_burst_is_what_the_rate_allows_in_50_ms() -> None:
     assert [ProducerSettings(rate=rate).burst for rate in (None, 0.1, 20, 3000)] == [1, 1, 1, 150]
     assert ProducerSettings(rate=3000, rate_burst=1).burst == 1
 
 
-def test_the_defaults() -> None:
+def test_the_defaults_are_as_documented() -> None:
     settings = load()
     assert settings == ProducerSettings()
     assert settings.url == URL
@@ -119,7 +119,7 @@ def test_the_defaults() -> None:
 
 
 @pytest.mark.parametrize(("name", "text", "value"), CHANGED)
-def test_a_setting_comes_from_the_first_place_that_has_it(name: str, text: str, value: Any) -> None:
+def test_a_setting_is_taken_from_the_first_source_that_has_it(name: str, text: str, value: Any) -> None:
     environ = {f"QFLOW_{name.upper()}": text}
     url = f"{URL}?{name}={text}"
     # Another value of the same kind.
@@ -153,7 +153,7 @@ FOLLOWS: list[tuple[dict[str, Any], bool]] = [
 
 
 @pytest.mark.parametrize(("given", "mandatory"), FOLLOWS)
-def test_mandatory_is_as_message_ids_unless_it_is_given(given: dict[str, Any], mandatory: bool) -> None:
+def test_mandatory_follows_message_ids_unless_it_is_set(given: dict[str, Any], mandatory: bool) -> None:
     texts = {name: str(value) for name, value in given.items()}
     query = "&".join(f"{name}={text}" for name, text in texts.items())
     for settings in (
@@ -166,7 +166,7 @@ def test_mandatory_is_as_message_ids_unless_it_is_given(given: dict[str, Any], m
         assert settings.is_mandatory is mandatory
 
 
-def test_a_mandatory_of_none_wins_over_what_comes_after_it_and_follows_the_message_ids_that_are_in_force() -> None:
+def test_mandatory_none_overrides_later_sources_and_follows_message_ids() -> None:
     environ = {"QFLOW_MANDATORY": "1"}
     assert not load(environ=environ, message_ids=False, mandatory=None).is_mandatory
     assert not load(f"{URL}?mandatory=", environ=environ, message_ids=False).is_mandatory
@@ -175,14 +175,14 @@ def test_a_mandatory_of_none_wins_over_what_comes_after_it_and_follows_the_messa
 
 
 @pytest.mark.parametrize("text", ["auto", "AUTO"])
-def test_the_capacity_may_be_left_to_the_producer(text: str) -> None:
+def test_the_capacity_may_be_adaptive(text: str) -> None:
     assert load(environ={"QFLOW_CAPACITY": text}).capacity == "auto"
     assert load(f"{URL}?capacity={text}").capacity == "auto"
     assert ProducerSettings(capacity="auto").capacity_max == 10_000
     assert "capacity='auto'" in repr(ProducerSettings(capacity="auto"))
 
 
-def test_it_may_not_without_confirms() -> None:
+def test_an_adaptive_capacity_without_confirms_is_refused() -> None:
     with pytest.raises(SettingsError, match=r"capacity='auto' with confirms=False: .* give a number"):
         ProducerSettings(capacity="auto", confirms=False)
 
@@ -197,7 +197,7 @@ def test_E15_failover_without_time_to_reconnect_is_refused() -> None:
         ProducerSettings(on_blocked="failover", reconnect_timeout=0)  # type: ignore[arg-type]
 
 
-def test_mandatory_without_message_ids_is_refused_wherever_they_come_from() -> None:
+def test_mandatory_without_message_ids_is_refused_whichever_source_sets_them() -> None:
     refused = "mandatory=True with message_ids=False: .* leave mandatory out"
     with pytest.raises(SettingsError, match=refused):
         ProducerSettings(message_ids=False, mandatory=True)
@@ -206,18 +206,18 @@ def test_mandatory_without_message_ids_is_refused_wherever_they_come_from() -> N
 
 
 @pytest.mark.parametrize("text", ["1", "true", "YES", "On"])
-def test_words_for_true(text: str) -> None:
+def test_texts_for_true_are_accepted(text: str) -> None:
     assert load(environ={"QFLOW_MANDATORY": "false", "QFLOW_CONFIRMS": text}).confirms is True
 
 
 @pytest.mark.parametrize("text", ["0", "False", "NO", "off"])
-def test_words_for_false(text: str) -> None:
+def test_texts_for_false_are_accepted(text: str) -> None:
     assert load(environ={"QFLOW_CONFIRMS": text}).confirms is False
 
 
 @pytest.mark.parametrize("name", ["max_producer_flow_control_wait", "rate", "capacity_bytes", "mandatory"])
 @pytest.mark.parametrize("text", ["none", "None"])
-def test_words_for_none(name: str, text: str) -> None:
+def test_texts_for_none_are_accepted(name: str, text: str) -> None:
     assert getattr(load(environ={f"QFLOW_{name.upper()}": text}), name) is None
     assert getattr(load(f"{URL}?{name}={text}"), name) is None
     assert getattr(load(f"{URL}?{name}="), name) is None
@@ -228,16 +228,16 @@ def test_an_empty_variable_is_not_set(name: str) -> None:
     assert getattr(load(environ={f"QFLOW_{name.upper()}": ""}), name) == default(name)
 
 
-def test_for_ever_is_a_word_too() -> None:
+def test_forever_is_accepted_as_a_text_for_none() -> None:
     assert load(f"{URL}?max_producer_flow_control_wait=forever").max_producer_flow_control_wait is None
 
 
-def test_none_for_ever_can_be_said_by_keyword() -> None:
+def test_none_can_be_passed_by_keyword_for_no_time_limit() -> None:
     environ = {"QFLOW_MAX_PRODUCER_FLOW_CONTROL_WAIT": "5"}
     assert load(environ=environ, max_producer_flow_control_wait=None).max_producer_flow_control_wait is None
 
 
-def test_the_environment_of_the_process_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_of_the_process_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QFLOW_CAPACITY", "7")
     assert ProducerSettings.load().capacity == 7
 
@@ -299,7 +299,9 @@ REFUSED: list[tuple[str, Any, str]] = [
 
 
 @pytest.mark.parametrize(("name", "value", "allowed"), REFUSED)
-def test_a_refused_value_is_named_with_its_setting_and_what_is_allowed(name: str, value: Any, allowed: str) -> None:
+def test_a_refused_value_is_reported_with_its_setting_and_the_allowed_values(
+    name: str, value: Any, allowed: str
+) -> None:
     with pytest.raises(SettingsError) as caught:
         ProducerSettings(**{name: value})
     assert str(caught.value) == f"{name}={hide_password(repr(value))}: it must be {allowed}"
@@ -322,7 +324,7 @@ def test_a_refused_value_is_named_with_its_setting_and_what_is_allowed(name: str
         ("routing_key", "k" * 256, "a str of at most 255 bytes"),
     ],
 )
-def test_a_refused_text_is_named_with_the_place_it_came_from(name: str, text: str, allowed: str) -> None:
+def test_a_refused_text_is_reported_with_its_source(name: str, text: str, allowed: str) -> None:
     with pytest.raises(SettingsError) as caught:
         load(environ={f"QFLOW_{name.upper()}": text})
     assert str(caught.value) == f"QFLOW_{name.upper()}={text!r}: it must be {allowed}"
@@ -331,7 +333,7 @@ def test_a_refused_text_is_named_with_the_place_it_came_from(name: str, text: st
     assert str(caught.value) == f"the URL's {name}={text!r}: it must be {allowed}"
 
 
-def test_a_setting_that_does_not_exist_is_refused_with_those_that_do() -> None:
+def test_an_unknown_setting_is_refused_and_the_error_lists_the_known_ones() -> None:
     with pytest.raises(SettingsError, match=r"capcity=\*\*\*: there is no such setting; there are url, .*capacity"):
         load(capcity=5)
 
@@ -347,7 +349,7 @@ def test_a_setting_that_does_not_exist_is_refused_with_those_that_do() -> None:
         ("amqp://user:secret@localhost//", "the virtual host / is written /%2F, or left out"),
     ],
 )
-def test_a_url_that_lacks_something_is_refused_with_what_it_lacks(url: str, hint: str) -> None:
+def test_an_incomplete_url_is_refused_and_the_error_shows_the_missing_part(url: str, hint: str) -> None:
     with pytest.raises(SettingsError, match=f"; {re.escape(hint)}$") as caught:
         ProducerSettings(url=url)
     assert "secret" not in str(caught.value)
@@ -361,7 +363,7 @@ def test_a_list_of_urls_is_a_list_of_hosts_to_try() -> None:
     assert ProducerSettings(url=URL).urls == (URL,)
 
 
-def test_the_environment_lists_urls_with_commas() -> None:
+def test_urls_in_the_environment_are_separated_by_commas() -> None:
     assert load(environ={"QFLOW_URL": "amqp://one/,amqp://two/"}).urls == ("amqp://one/", "amqp://two/")
     assert load(environ={"QFLOW_URL": "amqp://one/"}).urls == ("amqp://one/",)
     assert load(environ={"QFLOW_URL": "amqp://one:1, amqps://two:2"}).urls == ("amqp://one:1", "amqps://two:2")
@@ -371,7 +373,7 @@ def test_the_environment_lists_urls_with_commas() -> None:
         load(environ={"QFLOW_URL": "one"})
 
 
-def test_the_url_too_comes_from_the_first_place_that_has_it() -> None:
+def test_the_url_is_taken_from_the_first_source_that_has_it() -> None:
     environ = {"QFLOW_URL": "amqp://env/"}
     settings = ProducerSettings(url="amqp://settings/")
     assert load(environ=environ).urls == ("amqp://env/",)
@@ -381,7 +383,7 @@ def test_the_url_too_comes_from_the_first_place_that_has_it() -> None:
 
 
 @pytest.mark.parametrize("separator", [",", ", ", " , "])
-def test_a_comma_separates_urls_only_before_another_url(separator: str) -> None:
+def test_a_comma_separates_urls_only_before_the_start_of_a_url(separator: str) -> None:
     one = "amqps://one/?ssl_options={'certfile': 'a.pem', 'keyfile': 'a.key'}"
     two = "amqps://u:p,w@two:5671/v?client_properties={'a': 1,'b': 2}"
     assert load(environ={"QFLOW_URL": one}).url == one
@@ -391,7 +393,7 @@ def test_a_comma_separates_urls_only_before_another_url(separator: str) -> None:
             load(environ={"QFLOW_URL": text})
 
 
-def test_of_several_urls_the_first_that_names_a_setting_decides() -> None:
+def test_of_several_urls_the_first_one_with_a_setting_decides() -> None:
     settings = load(["amqp://one/?capacity=1", "amqp://two/?capacity=2&rate=3"])
     assert (settings.capacity, settings.rate) == (1, 3.0)
 
@@ -405,7 +407,7 @@ def test_of_several_urls_the_first_that_names_a_setting_decides() -> None:
         ["amqp://one/?capacity=0&capacity=5"],
     ],
 )
-def test_a_bad_value_in_the_query_of_any_url_is_refused_whether_or_not_it_would_ever_be_used(urls: list[str]) -> None:
+def test_a_bad_value_in_the_query_of_any_url_is_refused_even_if_it_is_never_used(urls: list[str]) -> None:
     refused = f"the URL's capacity='0': it must be {WHOLE}"
     with pytest.raises(SettingsError, match=refused):
         load(urls)
@@ -417,7 +419,7 @@ def test_a_bad_value_in_the_query_of_any_url_is_refused_whether_or_not_it_would_
         load(environ={"QFLOW_URL": ",".join(urls)})
 
 
-def test_query_parameters_that_are_pika_s_pass_through_and_ours_do_not() -> None:
+def test_query_parameters_of_pika_are_passed_to_pika_and_ours_are_not() -> None:
     url = "amqp://u:p@host:1/v%2Fh?heartbeat=3&capacity=5&ssl_options=%7B%27a%27%3A+1%7D&name=n&blank="
     settings = load(url)
     assert (settings.capacity, settings.name) == (5, "n")
@@ -449,14 +451,14 @@ def test_a_password_is_not_shown(url: str) -> None:
 
 
 @pytest.mark.parametrize("url", SECRETS[:4])
-def test_a_password_is_not_shown_by_the_settings(url: str) -> None:
+def test_the_settings_do_not_show_a_password(url: str) -> None:
     assert "secret" not in repr(ProducerSettings(url=url))
     assert "secret" not in repr(ProducerSettings(url=[url, url]))
     assert "secret" not in repr(load(environ={"QFLOW_URL": SECRETS[4]}))
 
 
 @pytest.mark.parametrize("url", ["amqp://host:5672/", "amqp://user@host/", "amqp://host/?name=me@box", "no URL"])
-def test_what_has_no_password_is_shown_as_it_is(url: str) -> None:
+def test_a_url_without_a_password_is_shown_unchanged(url: str) -> None:
     assert hide_password(url) == url
 
 
@@ -470,7 +472,7 @@ def test_what_has_no_password_is_shown_as_it_is(url: str) -> None:
         "amqp://u:12%23#secret@h/?heartbeat=3",
     ],
 )
-def test_a_password_is_not_shown_by_a_refusal_either(url: str) -> None:
+def test_an_error_does_not_show_a_password(url: str) -> None:
     refused: list[Any] = [url, [url], [URL, url]]
     for value in refused:
         with pytest.raises(SettingsError) as caught:
@@ -488,7 +490,7 @@ def test_a_password_is_not_shown_by_a_refusal_either(url: str) -> None:
 
 
 @pytest.mark.parametrize("url", ["amqp://u:12#3secret@h", "amqp://h/v#", "amqp://h/?routing_key=#"])
-def test_a_fragment_is_refused_with_the_way_out(url: str) -> None:
+def test_a_fragment_is_refused_and_the_error_says_how_to_write_it(url: str) -> None:
     with pytest.raises(SettingsError, match=r"it must be an amqp:// .*; a # is written %23$") as caught:
         ProducerSettings(url=url)
     assert "secret" not in str(caught.value)
@@ -497,7 +499,7 @@ def test_a_fragment_is_refused_with_the_way_out(url: str) -> None:
     assert load("amqp://u:12%233@h/?routing_key=%23").routing_key == "#"
 
 
-def test_what_is_replaced_is_given_and_what_was_not_given_still_is_not() -> None:
+def test_a_replaced_setting_counts_as_set_and_all_other_settings_keep_their_source() -> None:
     environ = {"QFLOW_CAPACITY": "7", "QFLOW_RATE": "5", "QFLOW_MANDATORY": "no", "QFLOW_NAME": "environment"}
     settings = ProducerSettings(mandatory=None, rate=3).replace(name="replaced").replace(rate_burst=2)
     assert settings == ProducerSettings(mandatory=None, rate=3, name="replaced", rate_burst=2)
@@ -511,7 +513,7 @@ def test_what_is_replaced_is_given_and_what_was_not_given_still_is_not() -> None
     )
 
 
-def test_a_copy_of_another_maker_has_every_setting_explicit() -> None:
+def test_a_copy_made_by_a_generic_tool_has_every_setting_explicit() -> None:
     settings = replace(ProducerSettings(url=f"{URL}?rate=3"), name="replaced")
     assert settings == ProducerSettings(url=f"{URL}?rate=3", name="replaced")
     loaded = load(URL, settings=settings, environ={"QFLOW_CAPACITY": "7"})
@@ -519,7 +521,7 @@ def test_a_copy_of_another_maker_has_every_setting_explicit() -> None:
 
 
 @pytest.mark.parametrize(("name", "text", "value"), CHANGED)
-def test_the_settings_of_a_url_are_in_force_in_settings_made_of_it(name: str, text: str, value: Any) -> None:
+def test_settings_derived_from_a_url_keep_the_settings_of_the_url(name: str, text: str, value: Any) -> None:
     settings = ProducerSettings(url=f"{URL}?{name}={text}")
     assert getattr(settings, name) == value
     assert getattr(load(settings=settings), name) == value
@@ -531,7 +533,7 @@ def test_the_settings_of_a_url_are_in_force_in_settings_made_of_it(name: str, te
 
 
 @pytest.mark.parametrize(("name", "text", "value"), CHANGED)
-def test_what_is_replaced_by_the_default_wins_over_the_url_and_the_environment(
+def test_a_setting_replaced_by_its_default_overrides_the_url_and_the_environment(
     name: str, text: str, value: Any
 ) -> None:
     settings = ProducerSettings(url=f"{URL}?{name}={text}").replace(**{name: default(name)})
@@ -545,7 +547,7 @@ def test_what_is_replaced_by_the_default_wins_over_the_url_and_the_environment(
         assert getattr(load(settings=copied, environ=environ), name) == default(name)
 
 
-def test_a_setting_that_is_made_impossible_by_the_url_is_refused() -> None:
+def test_a_setting_that_contradicts_the_url_is_refused() -> None:
     with pytest.raises(SettingsError, match="when_flowed='spill' with outbox=None"):
         ProducerSettings(url=f"{URL}?when_flowed=spill")
     assert ProducerSettings(url=f"{URL}?when_flowed=spill&outbox=o").when_flowed is WhenFlowed.SPILL
@@ -570,7 +572,7 @@ def nothing_was_said(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 @pytest.mark.usefixtures("nothing_was_said")
-def test_a_variable_that_is_nearly_a_setting_is_warned_of_once(name: str, meant: str) -> None:
+def test_a_variable_whose_name_is_almost_a_setting_is_warned_about_once(name: str, meant: str) -> None:
     said = f"the environment variable {name} is not a setting of qflow_client and is ignored; did you mean {meant}?"
     with pytest.warns(UserWarning, match=f"^{re.escape(said)}$") as warned:
         assert load(environ={name: "amqp://u:s3cr3t-pw@h"}).capacity == 1000
@@ -579,7 +581,7 @@ def test_a_variable_that_is_nearly_a_setting_is_warned_of_once(name: str, meant:
 
 
 @pytest.mark.usefixtures("nothing_was_said")
-def test_other_variables_are_not_warned_of() -> None:
+def test_unrelated_variables_cause_no_warning() -> None:
     words = [
         "REQUIRE_BROKERS",
         "FLIGHTS",
@@ -594,13 +596,13 @@ def test_other_variables_are_not_warned_of() -> None:
     load(environ={f"QFLOW_{word}": "1" for word in words} | {"OFLOW_CAPCITY": "5"})
 
 
-def test_the_repr_says_what_is_not_as_usual() -> None:
+def test_the_repr_shows_settings_that_differ_from_the_defaults() -> None:
     assert repr(ProducerSettings()) == "ProducerSettings(url='amqp://guest:***@localhost:5672/%2F')"
     settings = ProducerSettings(url=["amqp://one/", "amqp://two/"], capacity=5, name="n")
     assert repr(settings) == "ProducerSettings(url=['amqp://one/', 'amqp://two/'], capacity=5, name='n')"
 
 
-def test_settings_are_values() -> None:
+def test_settings_compare_and_hash_by_value() -> None:
     assert ProducerSettings(capacity=5) == ProducerSettings(capacity=5)
     assert len({ProducerSettings(url=[URL]), ProducerSettings(url=[URL])}) == 1
     with pytest.raises(AttributeError):

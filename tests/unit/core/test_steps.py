@@ -252,7 +252,7 @@ STEPS: dict[str, tuple[Callable[[Life], object], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("told", [True, False], ids=["told", "failures"])
 @pytest.mark.parametrize("name", STEPS)
-def test_E2_every_message_is_settled_and_told_once_whichever_step_is_interrupted(name: str, told: bool) -> None:
+def test_E2_every_message_is_settled_and_reported_once_whichever_step_is_interrupted(name: str, told: bool) -> None:
     step, settings = STEPS[name]
     for at in range(0, 5000, EVERY):
         life = Life(told, **settings)
@@ -278,7 +278,7 @@ def test_E2_every_message_is_settled_and_told_once_whichever_step_is_interrupted
     ],
     ids=["acks", "advance", "write"],
 )
-def test_E2_whatever_step_follows_brings_an_unfinished_one_to_its_end(
+def test_E2_any_next_step_completes_an_unfinished_one(
     follow: Callable[[ProducerProtocol], object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupt(*_: object) -> None:
@@ -297,14 +297,14 @@ def test_E2_whatever_step_follows_brings_an_unfinished_one_to_its_end(
     life.check()
 
 
-def test_a_route_that_was_made_for_another_channel_is_made_anew_with_the_frames() -> None:
+def test_a_message_encoded_for_a_lost_channel_is_encoded_again_for_the_next_one() -> None:
     protocol = make()
     send(protocol, b"1")
     protocol.parts.unconfirmed.encoder = PublishEncoder(CHANNEL, FRAME_MAX, id_prefix="p-", mandatory=True)
     assert wire(drain(protocol)).short == [b"1"]
 
 
-def test_E2_a_return_that_is_interrupted_is_no_confirm_when_it_is_told_again() -> None:
+def test_E2_a_return_that_is_interrupted_and_then_repeated_is_not_a_confirm() -> None:
     for at in range(1, 1000, EVERY):
         life = Life(told=False)
         message = Message(b"again", message_id="again")
@@ -322,7 +322,7 @@ def test_E2_a_return_that_is_interrupted_is_no_confirm_when_it_is_told_again() -
             return
 
 
-def test_E2_a_probe_that_was_about_to_leave_as_an_interrupt_came_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_E2_a_probe_interrupted_before_it_is_written_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
@@ -353,7 +353,7 @@ def test_E2_a_flush_does_not_wait_for_a_message_whose_admission_failed(monkeypat
 
 
 @pytest.mark.parametrize("told", [True, False])
-def test_a_message_that_was_never_admitted_is_settled_and_told(told: bool) -> None:
+def test_a_message_that_was_never_admitted_is_settled_and_reported(told: bool) -> None:
     protocol = make()
     protocol.reports.settled = [] if told else None
     admitted = send(protocol)
@@ -367,7 +367,7 @@ def test_a_message_that_was_never_admitted_is_settled_and_told(told: bool) -> No
     assert protocol.unsettled == 1
 
 
-def test_a_message_that_has_begun_is_not_withdrawn() -> None:
+def test_a_half_written_message_is_not_withdrawn() -> None:
     protocol = make()
     receipt = send(protocol, b"1")
     begun = write(protocol, 1)
@@ -375,7 +375,7 @@ def test_a_message_that_has_begun_is_not_withdrawn() -> None:
     assert wire(begun + drain(protocol)).short == [b"1"]
 
 
-def test_E2_an_interrupt_leaves_no_hold_of_a_socket_that_has_taken_all() -> None:
+def test_E2_an_interrupt_leaves_no_hold_by_a_socket_that_has_accepted_all_bytes() -> None:
     for at in range(1, 1000):
         protocol = make(max_unwritten_bytes=100)
         send(protocol, bytes(200))
@@ -390,7 +390,7 @@ def test_E2_an_interrupt_leaves_no_hold_of_a_socket_that_has_taken_all() -> None
             return
 
 
-def test_E2_an_interrupt_leaves_no_hold_of_callbacks_that_have_come_to_their_end() -> None:
+def test_E2_an_interrupt_leaves_no_hold_by_finished_callbacks() -> None:
     lifted = 0
     for at in range(1, 1000):
         protocol = make(capacity=2)
@@ -411,7 +411,7 @@ def test_E2_an_interrupt_leaves_no_hold_of_callbacks_that_have_come_to_their_end
 
 
 @pytest.mark.parametrize("lose", [_lose, lambda life: life.protocol.channel_closed(541, "ERROR", (0, 0), 1.0)])
-def test_E2_an_interrupt_leaves_no_hold_of_a_channel_that_has_ended(lose: Callable[[Life], object]) -> None:
+def test_E2_an_interrupt_leaves_no_hold_by_a_channel_that_has_ended(lose: Callable[[Life], object]) -> None:
     for at in range(1, 1000, EVERY):
         life = Life(told=False)
         protocol = life.protocol
@@ -429,7 +429,7 @@ def test_E2_an_interrupt_leaves_no_hold_of_a_channel_that_has_ended(lose: Callab
             return
 
 
-def test_E2_a_second_try_to_withdraw_a_message_comes_to_the_end_of_the_first() -> None:
+def test_E2_a_second_call_to_withdraw_a_message_completes_the_first() -> None:
     for at in range(1, 1000):
         protocol = make()
         receipt = send(protocol)
@@ -459,7 +459,7 @@ def test_E2_the_time_for_retries_does_not_jump_when_a_step_is_repaired() -> None
             return
 
 
-def test_E2_an_interrupted_refusal_leaves_no_message_behind() -> None:
+def test_E2_an_interrupted_refusal_loses_no_message() -> None:
     for at in range(1, 1000, EVERY):
         protocol = make(retries=Backoff(1.0, 8.0, 0.0), retry_for=1e9)
         receipts = [send(protocol) for _ in range(3)]
@@ -481,7 +481,7 @@ def test_E2_an_interrupted_refusal_leaves_no_message_behind() -> None:
             return
 
 
-def test_E2_an_end_that_is_interrupted_settles_all() -> None:
+def test_E2_an_interrupted_end_settles_all_messages() -> None:
     for at in range(1, 2000, EVERY):
         life = Life(told=False)
         protocol = life.protocol
@@ -496,7 +496,7 @@ def test_E2_an_end_that_is_interrupted_settles_all() -> None:
             return
 
 
-def test_E2_receipts_that_are_taken_as_an_interrupt_comes_are_taken_once_more() -> None:
+def test_E2_receipts_that_are_fetched_during_an_interrupt_are_fetched_again() -> None:
     for at in range(1, 1000):
         protocol = make(capacity=2)
         protocol.reports.settled = []
@@ -514,7 +514,7 @@ def test_E2_receipts_that_are_taken_as_an_interrupt_comes_are_taken_once_more() 
             return
 
 
-def test_E2_a_first_channel_whose_opening_was_interrupted_counts() -> None:
+def test_E2_a_first_channel_whose_opening_was_interrupted_counts_as_opened() -> None:
     for at in range(1, 1000):
         protocol = make(opened=False)
         come = interrupted(lambda: protocol.channel_opened(CHANNEL, FRAME_MAX, 0.0), at)  # noqa: B023  # called at once

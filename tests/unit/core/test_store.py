@@ -83,7 +83,9 @@ def attached(**settings: Any) -> tuple[ProducerProtocol, Store]:
 
 
 @pytest.mark.parametrize("line", [None, WeightedLine({"a": 1, "b": 1})], ids=["own line", "given line"])
-def test_senders_that_wait_before_the_store_is_attached_are_served_by_it_in_order(line: WeightedLine | None) -> None:
+def test_senders_that_wait_before_the_store_is_attached_are_admitted_by_the_store_in_order(
+    line: WeightedLine | None,
+) -> None:
     protocol, store = make(opened=False, line=line), Store()
     first, second, third = (wait(protocol, waiter=number, timeout=5.0) for number in range(3))
     protocol.line.give_up(second, 0.5)
@@ -101,7 +103,7 @@ def test_senders_that_wait_before_the_store_is_attached_are_served_by_it_in_orde
     assert protocol.reports.wake == [0, 2]
 
 
-def test_a_sender_for_which_the_store_never_has_room_gets_its_error_and_keeps_no_other_back() -> None:
+def test_a_sender_whose_message_can_never_fit_the_store_gets_an_error_and_blocks_no_other_sender() -> None:
     protocol, store = make(opened=False), Store(max_size=10)
     large, small = wait(protocol, bytes(11), waiter="large"), wait(protocol, b"small", waiter="small")
     protocol.attach_store(store, 1.0)
@@ -112,7 +114,7 @@ def test_a_sender_for_which_the_store_never_has_room_gets_its_error_and_keeps_no
     assert small.receipt is not None
 
 
-def test_the_room_of_the_store_limits_admission_besides_the_window() -> None:
+def test_the_room_in_the_store_limits_admission_in_addition_to_the_window() -> None:
     protocol, store = make(capacity=5), Store(room=2)
     protocol.attach_store(store, 0.0)
     send(protocol)
@@ -122,7 +124,7 @@ def test_the_room_of_the_store_limits_admission_besides_the_window() -> None:
     assert store.kept == [1, 2]
 
 
-def test_with_a_store_every_message_takes_a_step() -> None:
+def test_with_a_store_every_message_is_admitted_by_a_step() -> None:
     protocol, store = attached()
     assert protocol.admission.send_at_once(b"x", "", "q") is None
     assert store.kept == []
@@ -131,7 +133,7 @@ def test_with_a_store_every_message_takes_a_step() -> None:
     assert protocol.admission.id_prefix == PREFIX
 
 
-def test_E13_what_the_store_keeps_back_is_not_written_nor_what_was_admitted_after_it() -> None:
+def test_E13_messages_not_yet_on_disk_are_not_written_and_neither_are_later_ones() -> None:
     protocol, store = attached()
     first, second, third = (send(protocol, body) for body in (b"1", b"2", b"3"))
     store.kept_back = second._number
@@ -149,7 +151,7 @@ def test_E13_what_the_store_keeps_back_is_not_written_nor_what_was_admitted_afte
     assert [receipt.outcome for receipt in (first, second, third)] == [Outcome.CONFIRMED] * 3
 
 
-def test_E13_what_was_written_leaves_again_before_what_the_store_keeps_back() -> None:
+def test_E13_written_messages_are_resent_before_messages_not_yet_on_disk() -> None:
     protocol, store = attached()
     send(protocol, b"1")
     drain(protocol)
@@ -161,7 +163,7 @@ def test_E13_what_was_written_leaves_again_before_what_the_store_keeps_back() ->
     assert [message.body for message in wire(drain(protocol, 2.0)).messages] == [b"2"]
 
 
-def test_a_flush_waits_for_the_backlog_and_may_give_up() -> None:
+def test_a_flush_waits_for_the_backlog_and_may_time_out() -> None:
     protocol, store = attached()
     assert not protocol.waiters.when_flushed("nothing to wait for")
     store.has_backlog = True
@@ -175,7 +177,7 @@ def test_a_flush_waits_for_the_backlog_and_may_give_up() -> None:
     assert protocol.waiters.forget("window")
 
 
-def test_a_closed_producer_wants_a_channel_as_long_as_there_is_a_backlog() -> None:
+def test_a_closed_producer_needs_a_channel_as_long_as_there_is_a_backlog() -> None:
     protocol, store = attached()
     store.has_backlog = True
     protocol.close("closed by hand", 1.0)
@@ -188,7 +190,7 @@ def test_a_closed_producer_wants_a_channel_as_long_as_there_is_a_backlog() -> No
     assert not protocol.wants_channel
 
 
-def test_the_next_timer_is_the_backlogs_if_that_comes_first() -> None:
+def test_the_next_timer_is_the_timer_of_the_backlog_if_it_is_earlier() -> None:
     protocol, store = attached(rate=1.0)
     assert protocol.next_timer(0.0) is None
     store.timer = 7.0

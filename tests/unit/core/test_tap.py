@@ -125,13 +125,13 @@ def started(data: bytes) -> pamqp.commands.Connection.Start:
 CONFIRMS = {"product": "qpid", "qpid.confirmed_publish_supported": "true", "qpid.close_when_no_route": "true"}
 
 
-def test_a_broker_that_confirms_in_its_own_words_is_given_the_capabilities_that_it_has() -> None:
+def test_a_broker_that_announces_confirms_differently_is_given_the_capabilities_it_has() -> None:
     seen = started(Tap().received(start(CONFIRMS), 0.0))
     assert seen.server_properties == CONFIRMS | {"capabilities": {"publisher_confirms": True, "basic.nack": True}}
     assert (seen.version_major, seen.version_minor, seen.mechanisms, seen.locales) == (0, 9, "PLAIN", "en_US")
 
 
-def test_capabilities_are_added_however_the_stream_is_cut_and_what_follows_comes_behind_them() -> None:
+def test_capabilities_are_inserted_for_every_split_of_the_stream_and_later_bytes_follow_them() -> None:
     whole = start(CONFIRMS) + HEARTBEAT
     expected = Tap().received(whole, 0.0)
     assert expected.endswith(HEARTBEAT)
@@ -148,26 +148,26 @@ def test_capabilities_are_added_however_the_stream_is_cut_and_what_follows_comes
     ],
     ids=str,
 )
-def test_a_broker_that_lists_capabilities_is_taken_at_its_word(properties: dict[str, Any]) -> None:
+def test_a_list_of_capabilities_from_the_broker_is_trusted(properties: dict[str, Any]) -> None:
     assert Tap().received(start(properties), 0.0) == start(properties)
 
 
 @pytest.mark.parametrize(
     "properties", [CONFIRMS | {"qpid.confirmed_publish_supported": "false"}, {"product": "qpid"}, {}], ids=str
 )
-def test_a_broker_that_lists_none_and_tells_of_none_is_said_to_have_none(properties: dict[str, Any]) -> None:
+def test_a_broker_that_announces_no_capabilities_is_reported_to_have_none(properties: dict[str, Any]) -> None:
     """WSO2's broker, for example. aiormq looks into the table, and fails without one."""
     seen = started(Tap().received(start(properties), 0.0))
     assert seen.server_properties == properties | {"capabilities": {}}
 
 
 @pytest.mark.parametrize("length", [4, 6, 9, 30, 60])
-def test_what_is_wrong_with_a_connection_start_is_the_library_s_to_say(length: int) -> None:
+def test_errors_in_a_connection_start_are_left_to_the_library(length: int) -> None:
     data = frame(METHOD_FRAME, 0, start(CONFIRMS)[7 : 7 + length])
     assert Tap().received(data, 0.0) == data
 
 
-def test_a_connection_start_that_comes_late_stays_where_it_is() -> None:
+def test_a_late_connection_start_is_not_changed() -> None:
     data = HEARTBEAT + start(CONFIRMS)
     assert Tap().received(data, 0.0) == data
 
@@ -221,7 +221,7 @@ def frames(draw: st.DrawFn) -> tuple[bytes, bytes, list[tuple[Any, ...]]]:
 
 @settings(max_examples=rounds(60))
 @given(st.lists(frames(), max_size=8), st.data())
-def test_however_the_stream_is_cut_each_side_gets_its_own_frames_whole_and_in_order(
+def test_for_every_split_of_the_stream_each_side_gets_its_own_frames_whole_and_in_order(
     broker: list[tuple[bytes, bytes, list[tuple[Any, ...]]]], data: st.DataObject
 ) -> None:
     tap, channel = attached()
@@ -240,7 +240,7 @@ def test_however_the_stream_is_cut_each_side_gets_its_own_frames_whole_and_in_or
     assert channel.told == [told for each in broker for told in each[2]]
 
 
-def test_a_channel_that_is_not_attached_is_the_library_s() -> None:
+def test_frames_of_a_channel_that_is_not_attached_go_to_the_library() -> None:
     tap = Tap()
     data = encode(Basic.Ack(1)) + encode(Channel.Flow(False)) + encode(RETURN_METHOD) + content(b"abc")
     assert tap.received(data, 0.0) == data
@@ -256,14 +256,14 @@ def test_a_channel_that_is_not_attached_is_the_library_s() -> None:
         HEARTBEAT,
     ],
 )
-def test_what_is_no_business_of_a_publishing_channel_passes_on_unchanged(data: bytes) -> None:
+def test_frames_that_a_publishing_channel_does_not_handle_are_passed_on_unchanged(data: bytes) -> None:
     tap, channel = attached()
     ack = encode(Basic.Ack(1))
     assert tap.received(data + ack + data, 0.0) == data + data
     assert channel.told == [("ack", 1, False)]
 
 
-def test_a_close_is_told_to_the_channel_and_to_the_library_which_answers_it() -> None:
+def test_a_close_is_reported_to_the_channel_and_to_the_library_which_answers_it() -> None:
     tap, channel = attached()
     before, close = encode(Basic.Ack(1)), encode(Channel.Close(404, "NOT_FOUND", 60, 40))
     after = encode(Basic.Ack(2))
@@ -271,7 +271,7 @@ def test_a_close_is_told_to_the_channel_and_to_the_library_which_answers_it() ->
     assert channel.told == [("ack", 1, False), ("closed", 404, "NOT_FOUND", (60, 40))]
 
 
-def test_blocked_and_unblocked_are_told_to_every_channel_and_to_the_library() -> None:
+def test_blocked_and_unblocked_are_reported_to_every_channel_and_to_the_library() -> None:
     tap, channel = attached()
     other = Recorder()
     tap.attach(2, other, 0.0)
@@ -283,7 +283,7 @@ def test_blocked_and_unblocked_are_told_to_every_channel_and_to_the_library() ->
     assert channel.told == other.told == [("blocked", "low on memory"), ("unblocked",)]
 
 
-def test_blocked_without_a_reason_blocks_all_the_same() -> None:
+def test_blocked_without_a_reason_is_also_a_hold() -> None:
     tap, channel = attached()
     tap.received(frame(METHOD_FRAME, 0, CONNECTION_BLOCKED), 0.0)
     assert channel.told == [("blocked", "")]
@@ -303,7 +303,7 @@ def test_E15_the_library_does_not_see_the_answer_to_a_probe() -> None:
     assert channel.told == []
 
 
-def test_a_channel_that_comes_to_a_blocked_connection_is_told() -> None:
+def test_a_channel_that_is_attached_to_a_blocked_connection_is_notified() -> None:
     tap = Tap()
     tap.received(encode(Connection.Blocked("low on disk"), 0), 0.0)
     channel = Recorder()
@@ -314,7 +314,7 @@ def test_a_channel_that_comes_to_a_blocked_connection_is_told() -> None:
     assert holds(protocol) == ["connection_blocked"]
 
 
-def test_a_flow_that_comes_before_the_channel_is_attached_is_kept_for_it() -> None:
+def test_a_flow_that_arrives_before_the_channel_is_attached_is_kept_for_it() -> None:
     tap = Tap()
     tap.expect(1)
     opened = encode(Channel.OpenOk())
@@ -328,7 +328,7 @@ def test_a_flow_that_comes_before_the_channel_is_attached_is_kept_for_it() -> No
     assert len(channel.told) == 3, "each once"
 
 
-def test_a_flow_that_is_stopped_before_the_channel_is_attached_holds_the_producer() -> None:
+def test_a_flow_stop_before_the_channel_is_attached_holds_the_producer() -> None:
     tap, protocol = Tap(), make(opened=False)
     tap.expect(1)
     tap.received(encode(Channel.Flow(False)), 0.0)
@@ -341,21 +341,21 @@ def test_a_flow_that_is_stopped_before_the_channel_is_attached_holds_the_produce
     assert wire(drain(protocol)).short == [True, b"x"]
 
 
-def test_a_malformed_flow_that_comes_before_the_channel_is_attached_is_a_frame_error() -> None:
+def test_a_malformed_flow_before_the_channel_is_attached_is_a_frame_error() -> None:
     tap = Tap()
     tap.expect(1)
     with pytest.raises(FrameError):
         tap.received(frame(METHOD_FRAME, 1, CHANNEL_FLOW) + NEXT, 0.0)
 
 
-def test_d11_another_channel_s_acks_and_deliveries_pass_while_one_is_flowed() -> None:
+def test_d11_acks_and_deliveries_of_other_channels_pass_while_one_channel_is_flowed() -> None:
     tap, channel = attached()
     deliver = encode(Basic.Deliver("c", 1, False, "", "q"), 2) + content(b"abc", channel=2)
     assert tap.received(encode(Channel.Flow(False)) + deliver, 0.0) == deliver
     assert channel.told == [("flow", False)]
 
 
-def test_text_that_is_no_utf_8_does_no_harm() -> None:
+def test_text_that_is_not_utf_8_does_no_harm() -> None:
     tap, channel = attached()
     tap.received(frame(METHOD_FRAME, 1, CHANNEL_CLOSE + b"\1\x38\2\xff\xfe\0\x3c\0\x28"), 0.0)
     assert channel.told == [("closed", 312, "\ufffd\ufffd", (60, 40))]
@@ -382,9 +382,7 @@ NEXT = encode(Basic.Ack(7, True)) * 3
         CHANNEL_CLOSE + b"\1\x38\0\0\x3c",
     ],
 )
-def test_a_malformed_method_of_a_channel_of_ours_is_a_frame_error_and_tells_nothing(
-    payload: bytes, after: bytes
-) -> None:
+def test_a_malformed_method_on_our_channel_is_a_frame_error_and_is_not_reported(payload: bytes, after: bytes) -> None:
     tap, channel = attached()
     with pytest.raises(FrameError, match="a frame on channel 1 that cannot be decoded"):
         tap.received(frame(METHOD_FRAME, 1, payload) + after, 0.0)
@@ -398,7 +396,7 @@ def test_a_malformed_blocked_is_a_frame_error() -> None:
     assert channel.told == []
 
 
-def test_a_returned_content_header_that_is_cut_short_is_a_frame_error() -> None:
+def test_a_truncated_content_header_of_a_return_is_a_frame_error() -> None:
     tap, channel = attached()
     with pytest.raises(FrameError):
         tap.received(encode(RETURN_METHOD) + frame(HEADER_FRAME, 1, bytes(11)) + NEXT, 0.0)
@@ -421,7 +419,7 @@ NO_CONTENT = {
 
 
 @pytest.mark.parametrize("wrong", NO_CONTENT.values(), ids=NO_CONTENT)
-def test_what_is_no_content_where_that_of_a_return_must_come_is_a_frame_error(wrong: bytes) -> None:
+def test_a_frame_that_is_not_content_after_a_return_is_a_frame_error(wrong: bytes) -> None:
     tap, channel = attached()
     with pytest.raises(FrameError, match="returned message"):
         tap.received(encode(RETURN_METHOD) + wrong, 0.0)
@@ -429,7 +427,7 @@ def test_what_is_no_content_where_that_of_a_return_must_come_is_a_frame_error(wr
 
 
 @pytest.mark.parametrize("begun", [b"", HEADER, HEADER + frame(BODY_FRAME, 1, b"ab")])
-def test_a_close_in_the_middle_of_a_return_ends_both(begun: bytes) -> None:
+def test_a_close_in_the_middle_of_a_return_ends_the_return_and_the_channel(begun: bytes) -> None:
     tap, channel = attached()
     assert tap.received(encode(RETURN_METHOD) + begun + CLOSE, 0.0) == CLOSE
     assert channel.told == [("closed", 406, "PRECONDITION_FAILED", (60, 40))]
@@ -442,7 +440,7 @@ def test_a_close_in_the_middle_of_a_return_ends_both(begun: bytes) -> None:
     assert len(channel.told) == 1
 
 
-def test_of_a_return_that_was_broken_off_on_a_channel_that_is_detached_the_library_sees_nothing() -> None:
+def test_the_library_sees_no_frame_of_an_incomplete_return_on_a_detached_channel() -> None:
     tap, _ = attached()
     assert tap.received(encode(RETURN_METHOD) + HEADER + frame(BODY_FRAME, 1, b"ab"), 0.0) == b""
     tap.detach(1)
@@ -452,7 +450,7 @@ def test_of_a_return_that_was_broken_off_on_a_channel_that_is_detached_the_libra
 
 
 @given(st.binary(max_size=40))
-def test_whatever_header_is_returned_the_producer_takes_it_or_it_is_a_frame_error(payload: bytes) -> None:
+def test_any_header_of_a_return_is_accepted_by_the_producer_or_a_frame_error(payload: bytes) -> None:
     protocol = make()
     tap = Tap()
     tap.attach(1, protocol, 0.0)
@@ -462,7 +460,7 @@ def test_whatever_header_is_returned_the_producer_takes_it_or_it_is_a_frame_erro
         pass
 
 
-def test_bytes_that_are_no_frames_are_a_frame_error() -> None:
+def test_bytes_that_are_not_frames_are_a_frame_error() -> None:
     tap, _ = attached()
     with pytest.raises(FrameError):
         tap.received(b"HTTP/1.1 400 Bad Request\r\n\r\n", 0.0)
@@ -479,7 +477,7 @@ BROKEN = {
 
 @pytest.mark.parametrize("broken", BROKEN.values(), ids=BROKEN)
 @pytest.mark.parametrize("after", [b"", encode(Basic.Ack(9)) + HEARTBEAT], ids=["last", "before others"])
-def test_what_comes_before_broken_bytes_reaches_everybody_and_then_the_error_does(broken: bytes, after: bytes) -> None:
+def test_frames_before_invalid_bytes_reach_their_receivers_before_the_error(broken: bytes, after: bytes) -> None:
     tap, channel = attached()
     good = encode(Basic.Ack(1)) + CONNECTION_CLOSE + encode(Basic.Ack(2)) + HEARTBEAT
     assert tap.error is None
@@ -494,7 +492,7 @@ def test_what_comes_before_broken_bytes_reaches_everybody_and_then_the_error_doe
 
 
 @pytest.mark.parametrize("broken", BROKEN.values(), ids=BROKEN)
-def test_broken_bytes_before_which_the_library_has_nothing_to_see_are_an_error_at_once(broken: bytes) -> None:
+def test_invalid_bytes_without_earlier_frames_for_the_library_are_an_error_immediately(broken: bytes) -> None:
     tap, channel = attached()
     with pytest.raises(FrameError):
         tap.received(encode(Basic.Ack(1)) + broken, 0.0)
@@ -503,7 +501,7 @@ def test_broken_bytes_before_which_the_library_has_nothing_to_see_are_an_error_a
         tap.received(b"", 0.0)
 
 
-def test_a_frame_beyond_frame_max_is_refused_when_it_is_announced() -> None:
+def test_a_frame_beyond_frame_max_is_refused_as_soon_as_its_size_is_read() -> None:
     tap, _ = attached()
     for size in (1 << 17, 0x7FFF_FFFF, 0xFFFF_FFFF):
         with pytest.raises(FrameError, match=f"a frame of {size + 8} bytes is larger than frame-max 131072"):
@@ -519,14 +517,14 @@ def test_a_frame_beyond_frame_max_is_refused_when_it_is_announced() -> None:
     assert unlimited.received(b"\3\0\1\x7f\xff\xff\xffx", 0.0) == b""
 
 
-def test_content_that_is_not_returned_is_the_library_s() -> None:
+def test_content_that_is_not_part_of_a_return_goes_to_the_library() -> None:
     tap, channel = attached()
     data = content(b"abc")
     assert tap.received(data, 0.0) == data
     assert channel.told == []
 
 
-def test_what_is_still_to_come_of_a_returned_message_never_reaches_the_library() -> None:
+def test_the_remaining_frames_of_a_return_never_reach_the_library() -> None:
     tap, channel = attached()
     data = encode(RETURN_METHOD) + content(b"0123456789")
     assert tap.received(data[:60], 0.0) == b""
@@ -537,7 +535,7 @@ def test_what_is_still_to_come_of_a_returned_message_never_reaches_the_library()
 
 
 @pytest.mark.parametrize("end", [Channel.CloseOk(), Channel.Close(200, "", 0, 0)])
-def test_what_a_broker_says_to_who_published_on_a_channel_that_was_left_is_for_nobody(end: Any) -> None:
+def test_frames_for_a_producer_that_has_left_its_channel_are_dropped(end: Any) -> None:
     tap, channel = attached()
     tap.detach(1)
     returned = encode(RETURN_METHOD) + content(b"abc")
@@ -549,13 +547,13 @@ def test_what_a_broker_says_to_who_published_on_a_channel_that_was_left_is_for_n
     assert tap.received(told, 0.0) == told, "the number is the library's again"
 
 
-def test_a_channel_that_the_broker_has_closed_was_not_left() -> None:
+def test_a_channel_closed_by_the_broker_does_not_count_as_left() -> None:
     tap, _ = attached()
     assert tap.received(CLOSE, 0.0) == CLOSE
     assert tap.received(encode(Basic.Ack(1)), 0.0) == encode(Basic.Ack(1))
 
 
-def test_of_a_channel_that_the_library_does_not_know_it_sees_nothing_until_its_number_is_given_back() -> None:
+def test_the_library_sees_no_frame_of_a_channel_that_it_does_not_know_until_its_number_is_free() -> None:
     tap = Tap()
     told: list[bytes] = []
     tap.own(7, told.append)
@@ -574,7 +572,7 @@ def test_of_a_channel_that_the_library_does_not_know_it_sees_nothing_until_its_n
     tap.disown(7)
 
 
-def test_a_new_secret_is_sent_in_the_broker_s_words_and_its_answer_is_not_for_the_library() -> None:
+def test_a_new_secret_is_sent_in_the_dialect_of_the_broker_and_the_library_does_not_see_the_answer() -> None:
     tap = Tap()
     told: list[str] = []
     sent = tap.update_secret("töken", lambda: told.append("first")) + tap.update_secret(
@@ -591,7 +589,7 @@ def test_a_new_secret_is_sent_in_the_broker_s_words_and_its_answer_is_not_for_th
     assert tap.received(answer, 0.0) == answer
 
 
-def test_why_the_broker_closes_the_connection_is_noted() -> None:
+def test_the_reason_of_a_connection_close_is_stored() -> None:
     tap = Tap()
     close = encode(Connection.Close(320, "CONNECTION_FORCED", 0, 0), 0)
     assert tap.closed is None
@@ -603,7 +601,7 @@ def test_why_the_broker_closes_the_connection_is_noted() -> None:
 
 
 @given(st.lists(st.tuples(st.floats(0.01, 1.5), st.sampled_from(["ours", "theirs", "part"])), max_size=30))
-def test_a_library_from_which_all_is_withheld_hears_something_every_half_interval(
+def test_a_library_that_sees_no_frames_gets_a_heartbeat_every_half_interval(
     steps: list[tuple[float, str]],
 ) -> None:
     tap, _ = attached()
@@ -632,7 +630,7 @@ def test_a_library_from_which_all_is_withheld_hears_something_every_half_interva
             heard = now
 
 
-def test_without_heartbeats_none_is_made_up() -> None:
+def test_without_heartbeats_no_heartbeat_is_generated() -> None:
     tap, _ = attached()
     for now in range(0, 1000, 100):
         assert tap.received(encode(Basic.Ack(1)), float(now)) == b""
@@ -648,14 +646,14 @@ def one(tap: Tap, count: int, limit: int = 1 << 20) -> bytes:
     return data
 
 
-def test_nothing_to_write() -> None:
+def test_a_connection_without_output_has_nothing_to_write() -> None:
     tap, _ = attached()
     assert tap.data_to_write(100) == b""
     assert tap.at_border
     assert Tap().data_to_write(100) == b""
 
 
-def test_the_library_writes_only_at_a_border_of_our_frames() -> None:
+def test_the_library_writes_only_at_a_boundary_of_our_frames() -> None:
     tap, channel = attached()
     channel.outbound.add(b"one")
     channel.outbound.add(b"two")
@@ -670,7 +668,7 @@ def test_the_library_writes_only_at_a_border_of_our_frames() -> None:
     assert tap.at_border
 
 
-def test_a_socket_that_takes_nothing_begins_nothing() -> None:
+def test_a_socket_that_accepts_nothing_begins_no_message() -> None:
     tap, channel = attached()
     channel.outbound.add(b"one")
     assert one(tap, 0) == b""
@@ -693,7 +691,7 @@ def test_several_channels_write_in_turn() -> None:
     assert written == b"1351351353"
 
 
-def test_a_channel_whose_writes_all_end_in_mid_frame_still_lets_the_others_write() -> None:
+def test_a_channel_whose_writes_all_end_inside_a_frame_still_lets_the_other_channels_write() -> None:
     tap = Tap()
     channels = [Recorder(), Recorder()]
     for number, channel in enumerate(channels):
@@ -738,7 +736,7 @@ def test_between_the_frames_of_a_message_other_channels_may_write_and_its_own_ch
 
 
 @pytest.mark.parametrize("close", [lambda tap: tap.detach(1), lambda tap: tap.received(CLOSE, 0.0)])
-def test_a_frame_that_has_begun_is_brought_to_its_end_when_its_channel_goes(close: Callable[[Tap], object]) -> None:
+def test_a_begun_frame_is_completed_when_its_channel_is_detached(close: Callable[[Tap], object]) -> None:
     tap, channel = attached()
     other = Recorder()
     tap.attach(2, other, 0.0)
@@ -758,7 +756,7 @@ def test_a_frame_that_has_begun_is_brought_to_its_end_when_its_channel_goes(clos
     assert tap.data_to_write(100) == b""
 
 
-def test_a_channel_that_goes_at_a_border_leaves_nothing_behind() -> None:
+def test_a_channel_detached_at_a_frame_boundary_leaves_nothing_behind() -> None:
     tap, channel = attached()
     channel.outbound.add(b"one")
     channel.outbound.add(b"two")
@@ -769,7 +767,7 @@ def test_a_channel_that_goes_at_a_border_leaves_nothing_behind() -> None:
     assert tap.data_to_write(100) == b""
 
 
-def test_another_channel_goes_while_one_is_in_mid_frame() -> None:
+def test_a_channel_is_detached_while_a_different_one_is_inside_a_frame() -> None:
     tap, channel = attached()
     other = Recorder()
     tap.attach(2, other, 0.0)
@@ -782,7 +780,7 @@ def test_another_channel_goes_while_one_is_in_mid_frame() -> None:
     assert tap.data_to_write(100) == b""
 
 
-def test_a_connection_that_is_lost_in_mid_frame_needs_no_end_of_it() -> None:
+def test_a_half_written_frame_of_a_lost_connection_is_not_completed() -> None:
     protocol = make()
     tap = Tap()
     tap.attach(1, protocol, 0.0)
@@ -798,7 +796,7 @@ def test_a_connection_that_is_lost_in_mid_frame_needs_no_end_of_it() -> None:
 # A library that chooses the numbers of its channels.
 
 
-def test_J7_a_stop_that_comes_before_any_channel_is_known_is_kept_for_it() -> None:
+def test_J7_a_stop_that_arrives_before_any_channel_is_attached_is_kept_for_it() -> None:
     tap = Tap()
     tap.expects_all = True
     stop, go_on = encode(Channel.Flow(False), 7), encode(Channel.Flow(True), 7)
@@ -809,7 +807,7 @@ def test_J7_a_stop_that_comes_before_any_channel_is_known_is_kept_for_it() -> No
     assert channel.told == [("flow", False), ("flow", True), ("flow", False)]
 
 
-def test_what_was_said_to_a_channel_that_is_closed_before_it_is_known_is_for_nobody() -> None:
+def test_frames_for_a_channel_that_closes_before_it_is_attached_are_dropped() -> None:
     tap = Tap()
     tap.expects_all = True
     close = encode(Channel.Close(406, "PRECONDITION_FAILED", 60, 40), 7)
@@ -819,7 +817,7 @@ def test_what_was_said_to_a_channel_that_is_closed_before_it_is_known_is_for_nob
     assert channel.told == []
 
 
-def test_behind_the_librarys_close_of_a_channel_no_message_comes_but_answers_are_told() -> None:
+def test_after_the_library_closes_a_channel_no_message_follows_but_answers_are_reported() -> None:
     tap, channel = attached()
     other = Recorder()
     tap.attach(2, other, 0.0)
@@ -850,7 +848,7 @@ def test_behind_the_librarys_close_of_a_channel_no_message_comes_but_answers_are
 
 
 @pytest.mark.parametrize("body", [b"x" * 100, b"x" * 3 * 4096], ids=["of one frame", "of several frames"])
-def test_an_answer_to_the_message_that_ends_behind_the_librarys_close_of_its_channel_is_taken(body: bytes) -> None:
+def test_an_answer_to_a_message_completed_after_the_library_closed_its_channel_is_handled(body: bytes) -> None:
     tap = Tap()
     protocol = make()
     tap.attach(1, protocol, 0.0)
@@ -876,7 +874,7 @@ def test_an_answer_to_the_message_that_ends_behind_the_librarys_close_of_its_cha
     assert protocol.unsettled == 1
 
 
-def test_a_channel_that_goes_in_the_middle_of_its_last_frame_has_that_ended_all_the_same() -> None:
+def test_the_last_frame_of_a_channel_that_is_detached_inside_it_is_completed() -> None:
     tap, channel = attached()
     other = Recorder()
     tap.attach(2, other, 0.0)
@@ -896,7 +894,7 @@ def test_a_channel_that_goes_in_the_middle_of_its_last_frame_has_that_ended_all_
 
 
 @pytest.mark.parametrize("cut", [0, 30, 63, 65])
-def test_E2_after_an_interrupted_read_the_tap_takes_nothing_more_so_no_answer_is_missed(cut: int) -> None:
+def test_E2_after_an_interrupted_read_the_tap_accepts_no_more_input_so_no_answer_is_missed(cut: int) -> None:
     data = b"".join(encode(Basic.Ack(delivery_tag=tag)) for tag in range(1, 9))
     data += encode(Basic.Nack(delivery_tag=9))
     missed = 0

@@ -36,7 +36,7 @@ def seconds(recorded: Recorded) -> list[float]:
     return [each for each, _ in recorded]
 
 
-def test_a_duration_is_that_of_the_oldest_of_what_is_settled_together(recorded: Recorded) -> None:
+def test_the_duration_of_messages_settled_together_is_that_of_the_oldest(recorded: Recorded) -> None:
     protocol = make()
     observer = observe(protocol, recorded)
     for at in range(5):
@@ -63,7 +63,7 @@ def test_a_duration_is_that_of_the_oldest_of_what_is_settled_together(recorded: 
     }
 
 
-def test_what_a_lost_connection_and_the_next_one_settle_counts_once_and_what_is_sent_again_as_one_message(
+def test_messages_settled_over_two_connections_count_once_and_a_resent_message_as_one(
     recorded: Recorded,
 ) -> None:
     protocol = make()
@@ -86,7 +86,7 @@ def test_what_a_lost_connection_and_the_next_one_settle_counts_once_and_what_is_
     assert seconds(recorded) == [4.0, 4.0, 4.0]
 
 
-def test_nothing_is_kept_of_a_message_that_cannot_be_encoded(recorded: Recorded) -> None:
+def test_nothing_is_stored_about_a_message_that_cannot_be_encoded(recorded: Recorded) -> None:
     protocol = make()
     observer = observe(protocol, recorded)
     with pytest.raises(TypeError):
@@ -113,7 +113,7 @@ def test_durations_are_recorded_at_most_a_hundred_times_a_second_and_the_longest
     assert len(recorded) == 11
 
 
-def test_the_wait_for_admission_is_a_part_of_the_duration(recorded: Recorded) -> None:
+def test_the_wait_for_admission_is_part_of_the_duration(recorded: Recorded) -> None:
     protocol = make()
     observer = observe(protocol, recorded)
     protocol.hold("paused", 0.0)
@@ -125,7 +125,7 @@ def test_the_wait_for_admission_is_a_part_of_the_duration(recorded: Recorded) ->
     assert seconds(recorded) == [6.0]
 
 
-def test_what_was_sent_before_is_counted_and_has_no_duration(recorded: Recorded) -> None:
+def test_messages_sent_before_the_observer_are_counted_without_a_duration(recorded: Recorded) -> None:
     protocol = make()
     send(protocol)
     observer = observe(protocol, recorded)
@@ -136,7 +136,7 @@ def test_what_was_sent_before_is_counted_and_has_no_duration(recorded: Recorded)
     assert observer.counts == {("q", Outcome.CONFIRMED): 1}
 
 
-def test_one_ack_of_several_destinations_and_outcomes_is_told_apart(recorded: Recorded) -> None:
+def test_one_ack_of_several_destinations_and_outcomes_is_counted_separately(recorded: Recorded) -> None:
     protocol = make(mandatory=True)
     observer = observe(protocol, recorded)
     send(protocol, key="a")
@@ -155,7 +155,7 @@ def test_one_ack_of_several_destinations_and_outcomes_is_told_apart(recorded: Re
     assert errors == [(3.0, "a", None), (3.0, "a", "returned"), (2.0, "b", None)]
 
 
-def test_what_stays_in_the_outbox_because_it_was_not_delivered_is_counted_as_such(recorded: Recorded) -> None:
+def test_undelivered_messages_that_stay_in_the_outbox_are_counted_as_such(recorded: Recorded) -> None:
     protocol = make(outbox="kept", outbox_keep_undelivered=True, on_refused="fail", mandatory=True)
     observer = observe(protocol, recorded)
     receipts = [send(protocol, now=0.0) for _ in range(4)]
@@ -170,7 +170,7 @@ def test_what_stays_in_the_outbox_because_it_was_not_delivered_is_counted_as_suc
     assert [attributes.get("error.type") for _, attributes in recorded] == [None, "returned", "nacked"]
 
 
-def test_what_a_connection_takes_with_it_is_told(recorded: Recorded) -> None:
+def test_messages_lost_with_a_connection_are_reported(recorded: Recorded) -> None:
     protocol = make()
     observer = observe(protocol, recorded)
     send(protocol)
@@ -190,7 +190,7 @@ def test_what_a_connection_takes_with_it_is_told(recorded: Recorded) -> None:
         empty.admission.send(b"x", "", "q", 3.0)
 
 
-def test_without_confirms_what_is_written_is_settled(recorded: Recorded) -> None:
+def test_without_confirms_a_written_message_counts_as_settled(recorded: Recorded) -> None:
     protocol = make(confirms=False)
     observer = observe(protocol, recorded)
     send(protocol, now=1.0)
@@ -200,7 +200,7 @@ def test_without_confirms_what_is_written_is_settled(recorded: Recorded) -> None
     assert observer.counts == {("q", Outcome.SENT): 1}
 
 
-def test_a_refusal_is_counted_by_the_oldest_hold_or_by_the_line() -> None:
+def test_a_refusal_is_counted_under_the_oldest_hold_or_the_waiting_line() -> None:
     protocol = make()
     protocol.line.count_flowed_error()
     protocol.hold("paused", 0.0)
@@ -210,7 +210,7 @@ def test_a_refusal_is_counted_by_the_oldest_hold_or_by_the_line() -> None:
     assert protocol.line.flowed_errors == {"line": 1, "paused": 2}
 
 
-def test_what_a_producer_that_is_collected_as_garbage_has_counted_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_counts_of_a_garbage_collected_producer_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     class Producer:
         """An object that supports weak references."""
 

@@ -52,7 +52,7 @@ def test_a_send_without_notices_waits_until_its_deadline() -> None:
     assert protocol.controller.waiting == 0
 
 
-def test_a_send_that_may_not_wait_gets_the_error_that_it_asks_for_and_is_counted() -> None:
+def test_a_send_without_waiting_gets_the_requested_error_and_is_counted() -> None:
     protocol = full()
     assert protocol.admission.send(b"x", "", "q", 0.0) is None
     cannot_wait = CannotWait(ProducerFlowed, "do something else")
@@ -64,7 +64,7 @@ def test_a_send_that_may_not_wait_gets_the_error_that_it_asks_for_and_is_counted
 
 
 @pytest.mark.parametrize("room", [False, True])
-def test_a_callback_that_may_not_wait_passes_all_that_do(room: bool) -> None:
+def test_a_callback_that_does_not_wait_overtakes_all_waiting_senders(room: bool) -> None:
     protocol = full()
     others = calls.send(protocol.line, ticket_of(protocol), 0.0)
     resume(others, None)
@@ -98,7 +98,7 @@ def test_a_send_ends_when_the_producer_is_closed(waits: bool) -> None:
     assert not protocol.line.tickets
 
 
-def test_a_ticket_that_was_given_up_before_it_stood_in_line_is_never_admitted() -> None:
+def test_a_ticket_withdrawn_before_it_joined_the_waiting_line_is_never_admitted() -> None:
     protocol = full()
     ticket = ticket_of(protocol)
     assert protocol.line.give_up(ticket, 0.0)
@@ -106,7 +106,7 @@ def test_a_ticket_that_was_given_up_before_it_stood_in_line_is_never_admitted() 
     assert protocol.controller.waiting == 0
 
 
-def test_E2_a_message_that_its_sender_gave_up_without_a_step_is_never_admitted_and_takes_no_room() -> None:
+def test_E2_a_message_withdrawn_by_its_sender_outside_a_step_is_never_admitted_and_uses_no_capacity() -> None:
     protocol = full(capacity_bytes=100)
     first, second = (ticket_of(protocol) for _ in range(2))
     for ticket in first, second:
@@ -122,7 +122,7 @@ def test_E2_a_message_that_its_sender_gave_up_without_a_step_is_never_admitted_a
     assert list(protocol.line.tickets) == []
 
 
-def test_E2_the_error_of_a_signal_handler_takes_no_room_from_a_message_that_is_admitted(
+def test_E2_an_exception_from_a_signal_handler_does_not_take_capacity_from_an_admitted_message(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     protocol = full()
@@ -145,7 +145,7 @@ def test_E2_the_error_of_a_signal_handler_takes_no_room_from_a_message_that_is_a
     assert "me" in protocol.reports.wake
 
 
-def test_E2_a_sender_cannot_give_up_what_is_being_admitted() -> None:
+def test_E2_a_sender_cannot_withdraw_a_message_that_is_being_admitted() -> None:
     ticket = ticket_of(full())
     assert ticket.claim()
     assert not ticket.claim(for_sender=True)
@@ -153,7 +153,7 @@ def test_E2_a_sender_cannot_give_up_what_is_being_admitted() -> None:
 
 
 @pytest.mark.parametrize("settled", [False, True])
-def test_a_flush_tells_whether_all_is_settled(settled: bool) -> None:
+def test_a_flush_returns_whether_all_messages_are_settled(settled: bool) -> None:
     protocol = full()
     call = calls.flush(protocol, "me", 5.0)
     assert resume(call, None) == (5.0, None)
@@ -167,7 +167,7 @@ def test_a_flush_tells_whether_all_is_settled(settled: bool) -> None:
 
 
 @pytest.mark.parametrize("unflowed", [False, True])
-def test_a_wait_for_an_open_gate_tells_whether_it_is(unflowed: bool) -> None:
+def test_a_wait_for_an_open_gate_returns_whether_it_is_open(unflowed: bool) -> None:
     protocol = make()
     protocol.hold("paused", 0.0)
     call = calls.wait_unflowed(protocol, "me", 5.0, 0.0)
@@ -193,7 +193,7 @@ def test_a_wait_for_an_open_gate_ends_when_the_producer_is_closed(waits: bool) -
         resume(call, 1.0 if waits else None)
 
 
-def test_a_close_admits_nothing_and_waits_for_what_is_unsettled_whatever_holds() -> None:
+def test_a_close_admits_nothing_and_waits_for_unsettled_messages_despite_any_hold() -> None:
     protocol = full()
     protocol.on_blocked("memory", 0.0)
     call = calls.close(protocol, "me", 5.0, 0.0, "closed for a test", waits_for_holds=True)
@@ -202,7 +202,7 @@ def test_a_close_admits_nothing_and_waits_for_what_is_unsettled_whatever_holds()
     assert resume(call, 5.0) == (None, None)
 
 
-def test_a_close_that_waits_for_no_hold_ends_when_the_broker_has_not_answered_for_a_while() -> None:
+def test_a_close_that_ignores_holds_ends_when_the_broker_has_not_answered_for_a_while() -> None:
     protocol = make(capacity=2)
     send(protocol)
     send(protocol)
@@ -219,7 +219,7 @@ def test_a_close_that_waits_for_no_hold_ends_when_the_broker_has_not_answered_fo
 
 
 @pytest.mark.parametrize("hold", ["blocked", "capacity", "refused deadline"])
-def test_what_is_held_is_not_waited_for(hold: str) -> None:
+def test_a_close_does_not_wait_for_held_messages(hold: str) -> None:
     protocol = full()
     if hold == "blocked":
         protocol.on_blocked("memory", 0.0)
@@ -233,5 +233,5 @@ def test_what_is_held_is_not_waited_for(hold: str) -> None:
     assert until is None
 
 
-def test_nothing_is_waited_for_if_nothing_is_unsettled() -> None:
+def test_a_close_without_unsettled_messages_does_not_wait() -> None:
     assert resume(calls.drain(make(), "me", 5.0, 0.0), None) == (None, None)

@@ -97,7 +97,7 @@ def test_a_receipt_knows_its_message() -> None:
     assert receipt(Outcome.UNKNOWN, (0, "reset by peer")).describe().endswith(": unknown (reset by peer)")
 
 
-def test_a4_the_two_families_of_errors_never_mix() -> None:
+def test_a4_the_two_families_of_errors_are_disjoint() -> None:
     not_sent = (ProducerFlowed, FlowControlTimeout)
     admitted = (
         ConfirmTimeout,
@@ -121,7 +121,7 @@ def test_a4_the_two_families_of_errors_never_mix() -> None:
     assert issubclass(SettingsError, ValueError)
 
 
-def test_a4_a_flow_error_names_every_hold_how_long_it_waited_and_its_message() -> None:
+def test_a4_a_flow_error_names_every_hold_its_duration_and_the_message() -> None:
     error = FlowControlTimeout(HOLDS, 0.5, b"message")
     assert str(error) == (
         "the message was not sent within 0.5 s, the producer is flowed: channel_flow, paused (manager: stock-taking)"
@@ -136,14 +136,14 @@ def test_a4_a_flow_error_names_every_hold_how_long_it_waited_and_its_message() -
     )
 
 
-def test_other_errors_carry_what_they_are_about() -> None:
+def test_other_errors_carry_their_subject() -> None:
     assert ProducerClosed("closed").message is None
     assert ProducerClosed("closed", b"m").message == b"m"
     assert ConfirmTimeout("late").unsettled == 1
     assert ConfirmTimeout("late", 7).unsettled == 7
 
 
-def test_undelivered_messages_are_told_apart_by_what_sending_them_again_does() -> None:
+def test_undelivered_messages_are_classified_by_whether_resending_may_duplicate_them() -> None:
     receipts = [receipt(Outcome.NACKED), receipt(Outcome.UNKNOWN, number=2), receipt(Outcome.FAILED, number=3)]
     error = UndeliveredMessages(receipts)
     assert error.receipts == tuple(receipts)
@@ -166,7 +166,7 @@ def test_undelivered_messages_are_told_apart_by_what_sending_them_again_does() -
     assert str(UndeliveredMessages([])).startswith("0 admitted messages")
 
 
-def test_events_and_states_say_what_they_mean() -> None:
+def test_events_and_states_have_a_readable_text() -> None:
     event = FlowEvent(FlowEventKind.FLOWED, "orders", HOLDS[1], HOLDS, 10.0, 10.0, 0.0)
     assert str(event) == "orders: flowed: paused (manager: stock-taking)"
     assert event.flowed
@@ -177,7 +177,7 @@ def test_events_and_states_say_what_they_mean() -> None:
     assert not FlowState((), None, 1, {}).flowed
 
 
-def test_the_package_brings_no_library_that_is_not_used() -> None:
+def test_importing_the_package_imports_no_unused_library() -> None:
     program = (
         "import sys, qflow_client; "
         "heavy = {'pika', 'aio_pika', 'aiormq', 'pyspark', 'typer', 'rich', 'opentelemetry', 'sqlite3', "
@@ -194,7 +194,7 @@ def test_the_package_brings_no_library_that_is_not_used() -> None:
     ]
 
 
-def test_the_package_gives_out_what_its_producers_return() -> None:
+def test_the_package_exports_the_types_that_its_producers_return() -> None:
     from qflow_client.sync import Producer, SyncReceipt
 
     assert (qflow_client.Producer, qflow_client.SyncReceipt) == (Producer, SyncReceipt)
@@ -202,7 +202,7 @@ def test_the_package_gives_out_what_its_producers_return() -> None:
     assert issubclass(SyncReceipt, Receipt)
 
 
-def test_the_package_s_face_has_all_that_it_promises_and_nothing_else() -> None:
+def test_the_package_exports_exactly_the_documented_names() -> None:
     for name in qflow_client.__all__:
         assert getattr(qflow_client, name) is not None
     assert list(qflow_client.__all__) == sorted(qflow_client.__all__)
@@ -210,7 +210,7 @@ def test_the_package_s_face_has_all_that_it_promises_and_nothing_else() -> None:
         _ = qflow_client.Consumer
 
 
-def test_d5_the_process_has_a_registry_of_its_own() -> None:
+def test_d5_the_process_has_its_own_registry() -> None:
     assert isinstance(qflow_client.flow_manager, qflow_client.FlowManager)
     assert not qflow_client.flow_manager.is_stopped
 
@@ -223,7 +223,9 @@ def test_d5_the_process_has_a_registry_of_its_own() -> None:
         ("ex", 313, ""),
     ],
 )
-def test_a_message_that_nobody_takes_is_told_with_the_way_out(exchange: str, code: int, words: str) -> None:
+def test_a_message_type_that_no_producer_accepts_is_refused_and_the_error_names_the_accepted_ones(
+    exchange: str, code: int, words: str
+) -> None:
     made = Receipt(b"body", Route(1, exchange, "key", True), "p-")
     made._number = 1
     made._outcome = Outcome.RETURNED

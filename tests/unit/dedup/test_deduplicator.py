@@ -74,14 +74,16 @@ def test_messages_without_an_id_are_all_handled(make: Callable[..., Deduplicator
     assert len(deduplicator) == 0
 
 
-def test_the_oldest_are_forgotten_beyond_the_count(make: Callable[..., Deduplicator]) -> None:
+def test_the_oldest_ids_beyond_the_maximum_count_are_forgotten(make: Callable[..., Deduplicator]) -> None:
     deduplicator = make(max_count=2)
     for each in "abc":
         deduplicator.remember(each)
     assert ("a" in deduplicator, "b" in deduplicator, "c" in deduplicator) == (False, True, True)
 
 
-def test_who_does_not_look_handles_a_copy_and_its_id_is_remembered(make: Callable[..., Deduplicator]) -> None:
+def test_a_consumer_that_does_not_check_handles_a_copy_and_its_id_is_remembered(
+    make: Callable[..., Deduplicator],
+) -> None:
     deduplicator = make()
     assert handle(deduplicator, "a", look_up=False)
     assert handle(deduplicator, "a", look_up=False)
@@ -92,15 +94,17 @@ def test_who_does_not_look_handles_a_copy_and_its_id_is_remembered(make: Callabl
     ("headers", "redelivered", "may"),
     [(None, False, False), (None, True, True), ({}, False, False), ({REPUBLISHED: True}, False, True)],
 )
-def test_a_message_says_that_it_may_be_a_second_copy(headers, redelivered, may) -> None:
+def test_a_message_shows_that_it_may_be_a_second_copy(headers, redelivered, may) -> None:
     assert may_be_second_copy(headers, redelivered) is may
 
 
-def test_a_copy_that_comes_meanwhile_waits_and_is_dropped(make: Callable[..., Deduplicator]) -> None:
+def test_a_copy_that_arrives_while_the_first_is_handled_waits_and_is_dropped(make: Callable[..., Deduplicator]) -> None:
     assert copy_while_handling(make(), fails=False) is False
 
 
-def test_a_copy_that_comes_meanwhile_is_handled_if_the_other_fails(make: Callable[..., Deduplicator]) -> None:
+def test_a_copy_that_arrives_while_the_first_is_handled_is_handled_if_the_first_fails(
+    make: Callable[..., Deduplicator],
+) -> None:
     assert copy_while_handling(make(), fails=True) is True
 
 
@@ -124,7 +128,7 @@ def copy_while_handling(deduplicator: Deduplicator, *, fails: bool) -> bool:
     return results[0]
 
 
-def test_a_thread_that_would_wait_for_itself_is_told(make: Callable[..., Deduplicator]) -> None:
+def test_a_thread_that_would_wait_for_itself_gets_an_error(make: Callable[..., Deduplicator]) -> None:
     deduplicator = make()
     with (
         deduplicator.first_time("a"),
@@ -135,7 +139,7 @@ def test_a_thread_that_would_wait_for_itself_is_told(make: Callable[..., Dedupli
     assert not handle(deduplicator, "a")
 
 
-def test_coroutines_wait_without_holding_up_their_loop(make: Callable[..., Deduplicator]) -> None:
+def test_coroutines_wait_without_blocking_their_loop(make: Callable[..., Deduplicator]) -> None:
     deduplicator = make()
 
     async def consume(fails: bool) -> bool:
@@ -189,7 +193,7 @@ def test_a_coroutine_waits_for_a_thread(make: Callable[..., Deduplicator]) -> No
     thread.join(PATIENCE)
 
 
-def test_of_many_threads_one_handles_each_message(make: Callable[..., Deduplicator]) -> None:
+def test_exactly_one_of_many_threads_handles_each_message(make: Callable[..., Deduplicator]) -> None:
     deduplicator = make()
     handled: list[str] = []
 
@@ -210,7 +214,7 @@ def test_of_many_threads_one_handles_each_message(make: Callable[..., Deduplicat
     ("bounds", "words"),
     [({"max_count": 0}, "max_count must be more than 0"), ({"max_age": 0}, "max_age must be more than 0 seconds")],
 )
-def test_bounds_that_are_none_are_refused(bounds, words) -> None:
+def test_invalid_bounds_are_refused(bounds, words) -> None:
     with pytest.raises(ValueError, match=words):
         Deduplicator(**bounds)
 
@@ -218,7 +222,7 @@ def test_bounds_that_are_none_are_refused(bounds, words) -> None:
 # On disk.
 
 
-def test_what_was_handled_is_known_to_the_next_process_and_what_was_not_is_not(tmp_path: Path) -> None:
+def test_the_next_process_knows_exactly_the_messages_that_were_handled(tmp_path: Path) -> None:
     path = tmp_path / "ids"
     child = multiprocessing.get_context("spawn").Process(target=_die_half_way, args=(path,))
     child.start()
@@ -259,7 +263,7 @@ def _remember(path: Path, number: int) -> None:
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork.*:DeprecationWarning")
-def test_a_forked_child_is_told_that_the_file_is_not_its_own(tmp_path: Path) -> None:
+def test_a_forked_child_gets_an_error_that_the_file_belongs_to_its_parent(tmp_path: Path) -> None:
     with Deduplicator(tmp_path / "ids") as deduplicator:
         child = os.fork()
         if not child:
@@ -271,7 +275,7 @@ def test_a_forked_child_is_told_that_the_file_is_not_its_own(tmp_path: Path) -> 
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
 
 
-def test_a_file_of_something_else_is_left_alone(tmp_path: Path) -> None:
+def test_a_file_of_a_different_format_is_left_unchanged(tmp_path: Path) -> None:
     path = tmp_path / "mail"
     other = sqlite3.connect(path)
     other.execute("CREATE TABLE mail (text TEXT)")
@@ -287,7 +291,7 @@ def test_a_file_of_something_else_is_left_alone(tmp_path: Path) -> None:
         Deduplicator(tmp_path / "nowhere" / "ids")
 
 
-def test_tables_of_another_version_are_refused(tmp_path: Path) -> None:
+def test_tables_of_an_unsupported_version_are_refused(tmp_path: Path) -> None:
     Deduplicator(tmp_path / "ids").close()
     other = sqlite3.connect(tmp_path / "ids")
     other.execute("PRAGMA user_version = 2")
@@ -296,7 +300,7 @@ def test_tables_of_another_version_are_refused(tmp_path: Path) -> None:
         Deduplicator(tmp_path / "ids")
 
 
-def test_a_file_that_cannot_be_written_is_an_error_and_the_message_comes_again(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_written_is_an_error_and_the_message_is_handled_again(tmp_path: Path) -> None:
     with Deduplicator(tmp_path / "ids") as deduplicator:
         other = sqlite3.connect(tmp_path / "ids")
         other.execute("DROP TABLE handled")

@@ -24,13 +24,13 @@ def pairs() -> set[tuple[str, str, str]]:
     return found
 
 
-def test_the_page_is_what_is_made_of_the_results() -> None:
+def test_the_page_matches_the_results() -> None:
     assert matrix.PAGE.read_text(encoding="utf-8") == matrix.render(matrix.load()), (
         "it was changed by hand, or not made again: python -m tests.interop.matrix"
     )
 
 
-def test_the_results_are_those_of_the_tests_that_there_are() -> None:
+def test_the_results_belong_to_existing_tests() -> None:
     kept = matrix.load()
     shown = {(result["broker"], result["producer"], result["capability"]) for result in kept["results"]}
     assert shown == pairs(), "run tox -e nightly -- interop"
@@ -38,7 +38,7 @@ def test_the_results_are_those_of_the_tests_that_there_are() -> None:
     assert [client["client"] for client in kept["clients"]] == [each.name for each in EXPECTED]
 
 
-def test_the_flights_were_all_sent_by_every_producer_to_each_broker_that_is_named() -> None:
+def test_every_producer_sent_all_flights_to_each_named_broker() -> None:
     flights = matrix.load()["flights"]
     for broker in {each["broker"] for each in flights}:
         assert [each["producer"] for each in flights if each["broker"] == broker] == list(SENDERS)
@@ -46,7 +46,7 @@ def test_the_flights_were_all_sent_by_every_producer_to_each_broker_that_is_name
     assert {each["count"] for each in flights} == {FLIGHTS}, "run tox -e nightly -- interop"
 
 
-def test_of_each_pair_the_last_run_of_the_flights_is_kept() -> None:
+def test_the_last_run_of_the_flights_is_kept_for_each_pair() -> None:
     def sent(broker: str, count: int) -> dict[str, Any]:
         found = {"sent again": 0, "twice": 0}
         return {"broker": broker, "producer": "P", "version": "1", "count": count, "seconds": 2.0, "found": found}
@@ -58,7 +58,7 @@ def test_of_each_pair_the_last_run_of_the_flights_is_kept() -> None:
     assert f"| A 1 | {kept['flights'][0]['date']} | 3,000 at 1,500/s |\n" in page
 
 
-def test_what_failed_or_was_not_tried_is_told() -> None:
+def test_failed_and_untested_combinations_are_listed() -> None:
     def result(producer: str, outcome: str) -> dict[str, Any]:
         of = {"broker": "RabbitMQ", "version": "4.0", "producer": producer, "capability": "all of it"}
         return {**of, "outcome": outcome, "numbers": {"s": 0.5}}

@@ -16,7 +16,7 @@ def rows() -> dict[str, str]:
     return dict(re.findall(r"^\| `(\w+)` \|.*\| (`test_.*`) \|$", PAGE, re.MULTILINE))
 
 
-def test_every_hold_that_a_broker_or_an_operator_raises_has_a_row() -> None:
+def test_every_hold_by_a_broker_or_an_operator_has_a_row() -> None:
     assert list(rows()) == [
         "channel_flow",
         "connection_blocked",
@@ -30,7 +30,7 @@ def test_every_hold_that_a_broker_or_an_operator_raises_has_a_row() -> None:
     assert set(rows()) <= {str(kind) for kind in HoldKind}
 
 
-def test_every_row_names_tests_that_there_are() -> None:
+def test_every_row_names_existing_tests() -> None:
     there = set()
     for path in (ROOT / "tests").rglob("test_*.py"):
         there |= set(re.findall(r"^def (test_\w+)", path.read_text(encoding="utf-8"), re.MULTILINE))

@@ -66,13 +66,13 @@ def snippets(page: Path) -> list[Snippet]:
     return found
 
 
-def test_there_are_pages_with_snippets() -> None:
+def test_some_pages_have_snippets() -> None:
     assert len(snippets(ROOT / "docs" / "quickstart.md")) > 5
 
 
 @pytest.mark.usefixtures("no_settings_from_outside")
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_the_python_blocks_of_a_page_run_and_print_what_it_says(
+def test_the_python_blocks_of_a_page_run_and_print_the_shown_output(
     page: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with Broker() as broker:
@@ -97,7 +97,7 @@ def test_the_python_blocks_of_a_page_run_and_print_what_it_says(
                 each.dispose()
 
 
-def test_the_tests_that_the_page_on_testing_shows_pass(tmp_path: Path) -> None:
+def test_the_tests_shown_on_the_page_about_testing_pass(tmp_path: Path) -> None:
     files = {snippet.title: snippet.code for snippet in snippets(ROOT / "docs" / "testing.md")}
     assert None not in files, "every block of this page is a file: give it a title"
     if os.environ.get("QFLOW_REQUIRE_BROKERS") != "1":
@@ -141,7 +141,7 @@ def _environment() -> dict[str, str]:
     return os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
 
 
-def test_the_table_of_settings_is_complete_and_true() -> None:
+def test_the_table_of_settings_is_complete_and_correct() -> None:
     text = (ROOT / "docs" / "quickstart.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| `(\w+)` \| `(.*)` \| `(QFLOW_\w+)` \|$", text, re.MULTILINE)
     assert rows == [

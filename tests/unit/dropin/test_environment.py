@@ -35,7 +35,7 @@ def test_a_variable_for_a_setting_that_a_drop_in_does_not_have_is_ignored(
     assert not settings.tracing
 
 
-def test_without_an_outbox_the_environment_cannot_have_messages_spilled(
+def test_without_an_outbox_the_environment_cannot_enable_spilling(
     drop_in: DropIn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("QFLOW_WHEN_FLOWED", "spill")
@@ -45,7 +45,9 @@ def test_without_an_outbox_the_environment_cannot_have_messages_spilled(
 
 
 @pytest.mark.parametrize("name", OUTBOX)
-def test_an_outbox_that_a_program_asks_for_is_refused_with_the_way_out(drop_in: DropIn, name: str) -> None:
+def test_an_outbox_requested_by_a_program_is_refused_and_the_error_names_an_alternative(
+    drop_in: DropIn, name: str
+) -> None:
     words = f"{name} is no setting of a connection of {drop_in.library}'s: .* Producer"
     with pytest.raises(TypeError, match=words):
         drop_in.split([(name, OUTBOX[name])])

@@ -78,7 +78,7 @@ LIBRARIES = {
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
-def test_E11_a_class_is_derived_from_another_exactly_where_it_is_in_the_library(library: str) -> None:
+def test_E11_a_class_has_a_base_class_exactly_if_it_has_it_in_the_library(library: str) -> None:
     found = LIBRARIES[library]
     assert sum(theirs is not ours for theirs, ours in found.values()) >= 4
     wrong = [
@@ -92,5 +92,5 @@ def test_E11_a_class_is_derived_from_another_exactly_where_it_is_in_the_library(
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
-def test_E11_every_class_is_one_of_the_librarys_own(library: str) -> None:
+def test_E11_every_class_is_a_subclass_of_the_class_of_the_library(library: str) -> None:
     assert [name for name, (theirs, ours) in LIBRARIES[library].items() if not issubclass(ours, theirs)] == []

@@ -47,7 +47,9 @@ def outcome(encode: Any, properties: dict[str, Any]) -> Any:
 
 
 @given(PROPERTIES, st.randoms(use_true_random=False))
-def test_they_are_py_amqps_to_the_byte_or_raise_as_there(properties: dict[str, Any], random: Any) -> None:
+def test_properties_equal_those_of_py_amqp_to_the_byte_or_raise_the_same_error(
+    properties: dict[str, Any], random: Any
+) -> None:
     # In any order.
     items = list(properties.items())
     random.shuffle(items)
@@ -55,7 +57,7 @@ def test_they_are_py_amqps_to_the_byte_or_raise_as_there(properties: dict[str, A
     assert outcome(encode_properties, given) == outcome(Message._serialize_properties, given)
 
 
-def test_what_celery_sends_py_amqp_is_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_properties_that_celery_sends_do_not_need_py_amqp(monkeypatch: pytest.MonkeyPatch) -> None:
     headers = {"lang": "py", "retries": 0, "eta": None, "timelimit": [None, 1.5], "stamps": {}, "ignore_result": True}
     message = Message(b"", application_headers=headers, content_type="application/json", delivery_mode=2, priority=0)
     expected = message._serialize_properties()

@@ -53,7 +53,7 @@ def drain(protocol: EncodedProtocol) -> bytes:
 
 
 @pytest.mark.parametrize("size", [0, 1, 100, 250])
-def test_on_the_channel_that_it_was_made_for_it_is_as_the_library_made_it(size: int) -> None:
+def test_on_its_own_channel_a_message_has_the_same_bytes_as_from_the_library(size: int) -> None:
     message = encoded(bytes(size))
     assert message.frames_on(1, 100) is message.frames
     assert message.frames_on(1, 1 << 30) is message.frames
@@ -61,7 +61,7 @@ def test_on_the_channel_that_it_was_made_for_it_is_as_the_library_made_it(size: 
 
 @pytest.mark.parametrize(("channel", "most"), [(2, 100), (1, 99), (700, 40), (2, 1 << 30)])
 @pytest.mark.parametrize("size", [0, 1, 100, 250])
-def test_on_another_channel_it_has_its_number_and_frames_that_fit(channel: int, most: int, size: int) -> None:
+def test_on_a_new_channel_a_message_gets_its_number_and_frames_that_fit(channel: int, most: int, size: int) -> None:
     body = bytes(range(size))
     method, header, *bodies = decoded(encoded(body, message_id="7").frames_on(channel, most))
     assert (method[0], method[1].name, method[1].routing_key) == (channel, "Basic.Publish", "q")
@@ -75,7 +75,7 @@ def test_properties_that_do_not_fit_into_a_frame_are_refused() -> None:
         encoded(b"", correlation_id="c" * 38).frames_on(2, 50)
 
 
-def test_after_a_loss_second_copies_are_marked_and_first_copies_go_to_the_new_channel() -> None:
+def test_after_a_loss_second_copies_are_marked_and_first_copies_are_sent_on_the_new_channel() -> None:
     protocol = opened()
     headers = {"a": [1, "b"]}
     receipts = [send(protocol, encoded(b"%d" % number, headers=headers, message_id="7")) for number in range(2)]
@@ -95,7 +95,7 @@ def test_after_a_loss_second_copies_are_marked_and_first_copies_go_to_the_new_ch
     assert {receipt.outcome for receipt in receipts} == {Outcome.CONFIRMED}
 
 
-def test_a_message_that_is_marked_already_is_marked_once() -> None:
+def test_a_message_that_already_carries_the_mark_is_marked_once() -> None:
     protocol = opened()
     send(protocol, encoded(b"", headers={REPUBLISHED: True}))
     drain(protocol)
@@ -104,7 +104,7 @@ def test_a_message_that_is_marked_already_is_marked_once() -> None:
     assert decoded(drain(protocol))[1][1].properties.headers == {REPUBLISHED: True}
 
 
-def test_one_whose_mark_does_not_fit_into_a_frame_is_settled_as_unknown() -> None:
+def test_a_message_whose_mark_does_not_fit_into_a_frame_settles_as_unknown() -> None:
     protocol = opened()
     receipts = [send(protocol, encoded(b"", correlation_id="c" * length)) for length in (80, 1)]
     drain(protocol)
@@ -116,7 +116,7 @@ def test_one_whose_mark_does_not_fit_into_a_frame_is_settled_as_unknown() -> Non
 
 
 @pytest.mark.parametrize("when", ["in flight", "away", "opened"])
-def test_what_nobody_waits_for_any_more_does_not_leave_again(when: str) -> None:
+def test_a_message_without_a_waiter_is_not_resent(when: str) -> None:
     protocol = opened(capacity=3)
     receipts = [send(protocol, encoded(b"%d" % number)) for number in range(3)]
     drain(protocol)
@@ -135,7 +135,7 @@ def test_what_nobody_waits_for_any_more_does_not_leave_again(when: str) -> None:
     assert [receipts[0].outcome, receipts[2].outcome] == [Outcome.CONFIRMED] * 2
 
 
-def test_a_channel_that_ends_for_good_settles_what_was_written_and_what_was_not() -> None:
+def test_a_permanently_closed_channel_settles_written_and_unwritten_messages() -> None:
     protocol = opened()
     written = send(protocol, encoded(b"0"))
     drain(protocol)

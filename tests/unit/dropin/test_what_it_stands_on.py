@@ -49,7 +49,7 @@ if find_spec("pika.adapters.thread_safe_connection"):
 @pytest.mark.parametrize(
     ("owner", "name"), [(owner, name) for owner, names in PRIVATE.items() for name in names], ids=lambda each: str(each)
 )
-def test_a_private_method_is_as_it_was_seen(owner: type, name: str) -> None:
+def test_a_private_method_has_not_changed(owner: type, name: str) -> None:
     assert list(inspect.signature(getattr(owner, name)).parameters) == PRIVATE[owner][name]
 
 
@@ -71,25 +71,25 @@ def test_a_private_method_is_as_it_was_seen(owner: type, name: str) -> None:
         ),
     ],
 )
-def test_a_private_attribute_is_there(owner: Any, names: list[str]) -> None:
+def test_a_private_attribute_exists(owner: Any, names: list[str]) -> None:
     source = inspect.getsource(owner)
     for name in names:
         assert f"self.{name}" in source, name
 
 
-def test_a_private_attribute_of_the_thread_safe_adapter_is_there() -> None:
+def test_a_private_attribute_of_the_thread_safe_adapter_exists() -> None:
     adapter = pytest.importorskip("pika.adapters.thread_safe_connection")
     assert "self._channel = " in inspect.getsource(adapter.Channel)
     assert "self._work_queue_put_timeout = " in inspect.getsource(adapter.Connection)
 
 
-def test_what_stands_for_the_one_answer_that_pika_expects() -> None:
+def test_a_replacement_works_for_the_one_answer_that_pika_expects() -> None:
     result = blocking._CallbackResult(blocking.BlockingChannel._OnMessageConfirmationReportArgs)  # type: ignore[attr-defined]
     for name in "set_value_once", "reset", "is_ready":
         assert callable(getattr(result, name))
 
 
-def test_importing_the_package_brings_neither_pika_nor_the_drop_in() -> None:
+def test_importing_the_package_imports_neither_pika_nor_the_drop_in() -> None:
     program = "import qflow_client, sys; sys.exit(any(name in sys.modules for name in ('pika', 'qflow_client.pika')))"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 

@@ -15,21 +15,21 @@ from aio_pika.abc import UnderlayChannel
 PUBLISH = "body exchange routing_key properties mandatory immediate timeout wait"
 
 
-def test_exchanges_publish_by_basic_publish_of_aiormqs_channel() -> None:
+def test_exchanges_publish_through_basic_publish_of_the_aiormq_channel() -> None:
     assert "channel.basic_publish(" in inspect.getsource(aio_pika.Exchange.publish)
     assert "publish" not in vars(aio_pika.RobustExchange)
     assert list(inspect.signature(aiormq.Channel.basic_publish).parameters)[1:] == PUBLISH.split()
 
 
 @pytest.mark.parametrize("kind", [aio_pika.Channel, aio_pika.RobustChannel])
-def test_a_channel_says_when_it_is_open_and_has_aiormqs_channel_then(kind: type[aio_pika.Channel]) -> None:
+def test_a_channel_reports_that_it_is_open_and_then_has_its_aiormq_channel(kind: type[aio_pika.Channel]) -> None:
     assert list(inspect.signature(kind._on_open).parameters) == ["self"]
     source = inspect.getsource(aio_pika.Channel._open)
     assert source.index("self._channel = channel") < source.index("await self._on_open()")
     assert {"channel", "close_callback"} <= set(UnderlayChannel.__annotations__)
 
 
-def test_aiormqs_channel_has_what_is_used_of_it() -> None:
+def test_the_aiormq_channel_has_the_attributes_that_we_use() -> None:
     source = inspect.getsource(aiormq.Channel)
     for name in "max_content_size", "on_return_raises", "on_return_callbacks", "number", "connection":
         assert f"self.{name}" in source, name
@@ -37,7 +37,7 @@ def test_aiormqs_channel_has_what_is_used_of_it() -> None:
     assert list(inspect.signature(aiormq.Channel.create_future).parameters) == ["self"]
 
 
-def test_aiormq_tells_who_publishes_in_a_consumer_why_the_channel_was_closed() -> None:
+def test_aiormq_reports_to_a_publishing_consumer_why_the_channel_was_closed() -> None:
     # Not every release has it. It handles calls that are cancelled inside it.
     translate = getattr(aiormq.Channel, "_raise_on_channel_close", None)
     if translate is not None:
@@ -45,7 +45,7 @@ def test_aiormq_tells_who_publishes_in_a_consumer_why_the_channel_was_closed() -
         assert "except asyncio.CancelledError" in inspect.getsource(translate)
 
 
-def test_aiormqs_queues_carry_what_a_wrapped_channel_sends_and_gets() -> None:
+def test_aiormq_queues_carry_what_a_wrapped_channel_sends_and_receives() -> None:
     connection = vars(aiormq.Connection)
     reader = inspect.getsource(connection["_Connection__reader"])
     assert "await ch.frames.put((weight, frame))" in reader

@@ -37,7 +37,7 @@ _STEPS = st.one_of(
 
 
 @given(st.lists(_STEPS, max_size=40))
-def test_A4_what_is_taken_back_is_never_sent_and_all_else_is_confirmed_as_if_it_had_not_been(
+def test_A4_a_withdrawn_message_is_never_sent_and_all_others_are_confirmed_normally(
     steps: list[tuple[str, int]],
 ) -> None:
     protocol = opened()
@@ -82,7 +82,7 @@ def test_A4_what_is_taken_back_is_never_sent_and_all_else_is_confirmed_as_if_it_
     assert protocol.limits.byte_window.used == 0
 
 
-def test_taking_back_makes_room() -> None:
+def test_withdrawing_a_message_makes_room() -> None:
     protocol = opened(capacity=2, max_unwritten_bytes=4)
     first = send(protocol, b"12345")
     assert protocol.gate.is_held_by(HoldKind.TRANSPORT)

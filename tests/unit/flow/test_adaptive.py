@@ -54,9 +54,7 @@ def adapted(conditions: Conditions, seconds: float, *, producers: int = 1) -> Si
     ("round_trip", "bottleneck"),
     [(0.0001, 60_000), *([] if EFFORT == "quick" else [(0.001, 30_000), (0.02, 30_000)]), (0.2, 20_000)],
 )
-def test_it_finds_what_is_under_way_on_paths_of_any_length_and_little_more(
-    round_trip: float, bottleneck: float
-) -> None:
+def test_the_window_finds_the_capacity_of_any_path_and_little_more(round_trip: float, bottleneck: float) -> None:
     conditions = Conditions(delay=round_trip / 2, rate=bottleneck, batch=max(4, int(bottleneck * round_trip / 100)))
     simulation = adapted(conditions, 2.0 + 20 * round_trip)
     under_way = bottleneck * round_trip
@@ -67,12 +65,12 @@ def test_it_finds_what_is_under_way_on_paths_of_any_length_and_little_more(
 
 
 @pytest.mark.parametrize("conditions", [FAST, SLOW, FAR], ids=["fast", "slow", "far"])
-def test_it_keeps_the_throughput_of_the_best_fixed_window(conditions: Conditions) -> None:
+def test_the_window_keeps_the_throughput_of_the_best_fixed_window(conditions: Conditions) -> None:
     best = max(rate(conditions, WindowLimiter(capacity), after=1.0) for capacity in (100, 1000, 10_000))
     assert rate(conditions, AdaptiveWindow(MAXIMUM)) >= 0.95 * best
 
 
-def test_it_keeps_most_of_it_on_a_machine_that_does_other_things_as_well() -> None:
+def test_the_window_keeps_most_of_the_throughput_on_a_busy_machine() -> None:
     moody = replace(FAST, mood=0.1, preempted=0.05, turn=0.005)
     best = rate(moody, WindowLimiter(MAXIMUM), after=1.0)
     window = AdaptiveWindow(MAXIMUM)
@@ -80,7 +78,7 @@ def test_it_keeps_most_of_it_on_a_machine_that_does_other_things_as_well() -> No
     assert window.capacity < 1000
 
 
-def test_a_slow_broker_gets_the_floor_and_one_trial_more() -> None:
+def test_a_slow_broker_gets_the_minimum_window_and_one_more_trial() -> None:
     simulation = adapted(SLOW, 10.0)
     assert mean_capacity(simulation, 5.0) <= 1.5 * FLOOR
     assert simulation.windows[0].capacity >= FLOOR
@@ -88,7 +86,7 @@ def test_a_slow_broker_gets_the_floor_and_one_trial_more() -> None:
 
 @pytest.mark.parametrize("commit", [0.005, 0.01, 0.02, 0.05])
 @pytest.mark.parametrize("batch", [8, 128])
-def test_the_latency_of_group_commits_is_no_queue(commit: float, batch: int) -> None:
+def test_the_latency_of_group_commits_is_not_taken_for_a_queue(commit: float, batch: int) -> None:
     conditions = Conditions(delay=0.0001, rate=30_000, commit=commit, batch=batch)
     best = rate(conditions, WindowLimiter(MAXIMUM), after=1.0)
     window = AdaptiveWindow(MAXIMUM)
@@ -109,7 +107,7 @@ def overshoot(simulation: Simulation, seconds: float) -> int:
     return simulation.peak - simulation.conditions.stop
 
 
-def test_it_shrinks_when_a_queue_fills_and_holds_the_confirms_back() -> None:
+def test_the_window_shrinks_when_a_queue_fills_and_withholds_confirms() -> None:
     simulation = adapted(replace(QUEUE, stop=0, consumed=None), 3.0)
     before = simulation.in_use
     assert before > 100
@@ -122,7 +120,7 @@ def test_it_shrinks_when_a_queue_fills_and_holds_the_confirms_back() -> None:
 
 
 @pytest.mark.parametrize("producers", [1, 8] if EFFORT == "quick" else [1, 2, 8])
-def test_overshoot_is_a_fraction_of_that_of_a_fixed_window(producers: int) -> None:
+def test_the_overshoot_is_a_fraction_of_that_of_a_fixed_window(producers: int) -> None:
     fixed = Simulation(QUEUE, [WindowLimiter(1000) for _ in range(producers)])
     adaptive = Simulation(QUEUE, [AdaptiveWindow(MAXIMUM) for _ in range(producers)])
     assert overshoot(adaptive, 10.0) < overshoot(fixed, 10.0) / 5
@@ -131,7 +129,7 @@ def test_overshoot_is_a_fraction_of_that_of_a_fixed_window(producers: int) -> No
 
 # Two drive each other up less than four do.
 @pytest.mark.parametrize("producers", [4] if EFFORT == "quick" else [2, 4])
-def test_producers_that_share_a_broker_do_not_drive_each_other_up(producers: int) -> None:
+def test_producers_that_share_a_broker_do_not_enlarge_each_other_s_window(producers: int) -> None:
     simulation = adapted(replace(FAST, mood=0.05), 6.0, producers=producers)
     confirmed = list(simulation.confirmed)
     assert mean_capacity(simulation, 2.0) < MAXIMUM
@@ -143,14 +141,14 @@ def test_producers_that_share_a_broker_do_not_drive_each_other_up(producers: int
 # What changes.
 
 
-def test_it_recovers_within_a_second_when_the_broker_becomes_faster() -> None:
+def test_the_window_recovers_within_a_second_when_the_broker_becomes_faster() -> None:
     simulation = adapted(SLOW, 5.0)
     simulation.conditions = replace(SLOW, rate=60_000, batch=8)
     simulation.run(1.0)
     assert simulation.run(1.0) >= 0.95 * 60_000
 
 
-def test_it_shrinks_within_two_seconds_when_the_broker_becomes_slower() -> None:
+def test_the_window_shrinks_within_two_seconds_when_the_broker_becomes_slower() -> None:
     simulation = adapted(replace(SLOW, rate=60_000, batch=8), 3.0)
     simulation.conditions = SLOW
     simulation.run(2.0)
@@ -161,7 +159,7 @@ def test_it_shrinks_within_two_seconds_when_the_broker_becomes_slower() -> None:
 @pytest.mark.parametrize(
     ("before", "after"), [(0.001, 0.05), (0.05, 0.001), *([] if EFFORT == "quick" else [(0.02, 0.04)])]
 )
-def test_it_survives_that_the_way_becomes_another_one(before: float, after: float) -> None:
+def test_the_window_adapts_to_a_change_of_the_network_path(before: float, after: float) -> None:
     conditions = Conditions(delay=before / 2, rate=8000)
     simulation = adapted(conditions, 3.0)
     simulation.conditions = replace(conditions, delay=after / 2)
@@ -172,7 +170,7 @@ def test_it_survives_that_the_way_becomes_another_one(before: float, after: floa
     assert window.way <= after * 1.5
 
 
-def test_the_way_is_looked_at_again_when_it_was_not_seen_for_long() -> None:
+def test_the_round_trip_time_is_measured_again_when_it_is_old() -> None:
     simulation = adapted(replace(FAST, rate=10_000), 3.0)
     assert simulation.in_use > 2 * FLOOR
     assert min_capacity(simulation, 9.0) == FLOOR
@@ -203,7 +201,7 @@ def test_an_application_that_sends_little_does_not_change_the_window() -> None:
     assert simulation.run(0.5) >= 0.95 * 0.5 * 60_000, "and it is there when it is needed"
 
 
-def test_nor_does_a_pause() -> None:
+def test_a_pause_does_not_change_the_window() -> None:
     simulation = adapted(Conditions(), 1.0)
     simulation.backlog[0] = 0
     simulation.run(600.0)
@@ -212,7 +210,7 @@ def test_nor_does_a_pause() -> None:
     assert simulation.run(0.5) >= 0.95 * 0.5 * 60_000
 
 
-def test_bursts_with_pauses_between_them_do_not_shrink_it() -> None:
+def test_bursts_with_pauses_between_them_do_not_shrink_the_window() -> None:
     simulation = adapted(Conditions(), 1.0)
     simulation.backlog[0] = 0
     simulation.run(0.1)
@@ -246,7 +244,7 @@ def rounds(window: AdaptiveWindow, count: int, start: float, seconds: float) -> 
     return now
 
 
-def test_it_doubles_as_long_as_throughput_does() -> None:
+def test_the_window_doubles_as_long_as_throughput_doubles() -> None:
     window = AdaptiveWindow(MAXIMUM)
     seen = [window.capacity]
     now = 0.0
@@ -260,7 +258,7 @@ def test_it_doubles_as_long_as_throughput_does() -> None:
     assert window.rate == pytest.approx(81_920)
 
 
-def test_at_its_maximum_it_does_not_try_less_all_the_time() -> None:
+def test_at_its_maximum_the_window_is_not_reduced_all_the_time() -> None:
     window = AdaptiveWindow(100)
     now = rounds(window, 40, 0.0, 0.1)
     full = 0
@@ -271,7 +269,7 @@ def test_at_its_maximum_it_does_not_try_less_all_the_time() -> None:
     assert window.capacity >= 70
 
 
-def test_answers_that_are_held_back_halve_it_before_the_next_message_enters() -> None:
+def test_withheld_answers_halve_the_window_before_the_next_message_is_admitted() -> None:
     window = AdaptiveWindow(MAXIMUM)
     now = rounds(window, 30, 0.0, 0.01)
     before = window.capacity
@@ -285,7 +283,7 @@ def test_answers_that_are_held_back_halve_it_before_the_next_message_enters() ->
     assert window.refusal(1, now) == "capacity", "nothing is cancelled, and nothing enters until there is room"
 
 
-def test_at_the_floor_nothing_is_taken_for_held_back_so_that_a_long_way_can_be_seen() -> None:
+def test_at_the_minimum_no_answer_counts_as_withheld_so_that_a_long_path_can_be_measured() -> None:
     window = AdaptiveWindow(MAXIMUM)
     now = rounds(window, 4, 0.0, 0.001)
     now = rounds(window, 40, now, 5.0)
@@ -293,7 +291,7 @@ def test_at_the_floor_nothing_is_taken_for_held_back_so_that_a_long_way_can_be_s
     assert window.capacity > 100
 
 
-def test_a_pause_of_the_application_is_not_taken_for_answers_that_are_held_back() -> None:
+def test_a_pause_of_the_application_is_not_taken_for_withheld_answers() -> None:
     window = AdaptiveWindow(MAXIMUM)
     now = rounds(window, 30, 0.0, 0.01)
     before = window.capacity
@@ -304,7 +302,7 @@ def test_a_pause_of_the_application_is_not_taken_for_answers_that_are_held_back(
 
 
 @pytest.mark.parametrize("maximum", [1, 2, 8, 9, 31])
-def test_a_small_maximum_is_kept(maximum: int) -> None:
+def test_a_small_maximum_is_respected(maximum: int) -> None:
     window = AdaptiveWindow(maximum)
     now = 0.0
     for _ in range(300):
@@ -313,12 +311,12 @@ def test_a_small_maximum_is_kept(maximum: int) -> None:
 
 
 @pytest.mark.parametrize("maximum", [0, -1])
-def test_a_maximum_of_nothing_is_refused(maximum: int) -> None:
+def test_a_maximum_of_0_is_refused(maximum: int) -> None:
     with pytest.raises(ValueError, match=f"maximum must be at least 1 and finite, not {maximum}"):
         AdaptiveWindow(maximum)
 
 
-def test_it_is_a_limiter_like_the_others() -> None:
+def test_the_adaptive_window_has_the_interface_of_a_limiter() -> None:
     window = AdaptiveWindow(MAXIMUM, kind="full")
     controller = FlowController(window)
     admitted = 0
@@ -331,7 +329,7 @@ def test_it_is_a_limiter_like_the_others() -> None:
     assert controller.look(0.1)
 
 
-def test_what_leaves_as_soon_as_it_enters_says_nothing() -> None:
+def test_messages_that_settle_immediately_give_no_measurement() -> None:
     window = AdaptiveWindow(MAXIMUM)
     now = 0.0
     for _ in range(60):
@@ -341,7 +339,7 @@ def test_what_leaves_as_soon_as_it_enters_says_nothing() -> None:
     assert window.way == pytest.approx(0.01)
 
 
-def test_a_capacity_that_is_set_from_outside_holds_until_the_next_epoch() -> None:
+def test_a_capacity_set_from_outside_applies_until_the_next_epoch() -> None:
     window = AdaptiveWindow(MAXIMUM)
     now = 0.0
     for _ in range(3):

@@ -32,7 +32,7 @@ def line_up(controller: FlowController, *sizes: int, now: float = 0.0) -> list[T
     return tickets
 
 
-def test_F8_while_there_is_room_nobody_waits() -> None:
+def test_F8_while_there_is_room_no_sender_waits() -> None:
     controller = FlowController(WindowLimiter(2), name="orders")
     assert controller.try_acquire(1, 0.0)
     assert controller.try_acquire(1, 0.0)
@@ -41,7 +41,7 @@ def test_F8_while_there_is_room_nobody_waits() -> None:
     assert controller.name == "orders"
 
 
-def test_who_is_refused_closes_the_gate_with_the_limiters_kind() -> None:
+def test_a_refused_element_closes_the_gate_with_the_kind_of_the_limiter() -> None:
     controller = FlowController(WindowLimiter(1, kind="capacity"))
     controller.try_acquire(1, 0.0)
     assert not controller.try_acquire(1, 1.0)
@@ -53,7 +53,7 @@ def test_who_is_refused_closes_the_gate_with_the_limiters_kind() -> None:
     assert controller.gate.seconds_held(2.0) == {"capacity": 1.0}
 
 
-def test_a_refused_element_takes_no_room() -> None:
+def test_a_refused_element_uses_no_capacity() -> None:
     window = WindowLimiter(1)
     controller = FlowController(window)
     controller.try_acquire(1, 0.0)
@@ -63,7 +63,7 @@ def test_a_refused_element_takes_no_room() -> None:
     assert controller.gate.times_closed == 1
 
 
-def test_F4_nobody_who_comes_later_passes_one_who_waits() -> None:
+def test_F4_a_later_element_does_not_overtake_a_waiting_one() -> None:
     controller = FlowController(WindowLimiter(1))
     controller.try_acquire(1, 0.0)
     first, second = line_up(controller, 1, 1)
@@ -78,7 +78,7 @@ def test_F4_nobody_who_comes_later_passes_one_who_waits() -> None:
     assert controller.try_acquire(1, 1.0)
 
 
-def test_F4_a_small_element_does_not_pass_a_large_one() -> None:
+def test_F4_a_small_element_does_not_overtake_a_large_one() -> None:
     controller = FlowController(SizeLimiter(10))
     controller.try_acquire(6, 0.0)
     large, small = line_up(controller, 5, 1)
@@ -87,7 +87,7 @@ def test_F4_a_small_element_does_not_pass_a_large_one() -> None:
     assert [controller.grant(0.0), controller.grant(0.0)] == [large, small]
 
 
-def test_who_stood_behind_one_that_gives_up_is_next() -> None:
+def test_the_ticket_after_a_withdrawn_one_is_next() -> None:
     controller = FlowController(SizeLimiter(10))
     controller.try_acquire(6, 0.0)
     large, small = line_up(controller, 5, 1)
@@ -98,7 +98,7 @@ def test_who_stood_behind_one_that_gives_up_is_next() -> None:
     assert controller.waiting == 0
 
 
-def test_a_hold_for_one_that_gave_up_does_not_outlive_the_next_attempt() -> None:
+def test_a_hold_for_a_withdrawn_element_does_not_outlive_the_next_attempt() -> None:
     controller = FlowController(SizeLimiter(10))
     controller.try_acquire(6, 0.0)
     (large,) = line_up(controller, 5)
@@ -108,7 +108,7 @@ def test_a_hold_for_one_that_gave_up_does_not_outlive_the_next_attempt() -> None
     assert controller.gate.is_open
 
 
-def test_a_gate_held_by_something_else_lets_nobody_in() -> None:
+def test_a_gate_with_a_different_hold_admits_nothing() -> None:
     controller = FlowController(WindowLimiter(5))
     controller.gate.hold("paused", now=0.0)
     assert not controller.try_acquire(1, 0.0)
@@ -120,7 +120,7 @@ def test_a_gate_held_by_something_else_lets_nobody_in() -> None:
     assert controller.grant(1.0) is ticket
 
 
-def test_the_limiters_hold_comes_and_goes_while_something_else_holds_too() -> None:
+def test_the_hold_of_the_limiter_begins_and_ends_independently_of_other_holds() -> None:
     controller = FlowController(WindowLimiter(1))
     controller.try_acquire(1, 0.0)
     (ticket,) = line_up(controller, 1)
@@ -134,7 +134,7 @@ def test_the_limiters_hold_comes_and_goes_while_something_else_holds_too() -> No
     assert controller.gate.is_open
 
 
-def test_try_acquire_lifts_a_hold_that_is_outlived_even_if_something_else_holds() -> None:
+def test_try_acquire_lifts_an_outdated_hold_even_if_there_is_a_different_hold() -> None:
     controller = FlowController(WindowLimiter(1))
     controller.try_acquire(1, 0.0)
     controller.try_acquire(1, 0.0)
@@ -144,7 +144,7 @@ def test_try_acquire_lifts_a_hold_that_is_outlived_even_if_something_else_holds(
     assert kinds(controller) == ["paused"]
 
 
-def test_the_gate_can_be_shared_with_the_reasons_of_others() -> None:
+def test_the_gate_can_be_shared_with_other_reasons() -> None:
     gate = Gate()
     controller = FlowController(WindowLimiter(1), gate=gate)
     assert controller.gate is gate
@@ -152,7 +152,7 @@ def test_the_gate_can_be_shared_with_the_reasons_of_others() -> None:
     assert not controller.try_acquire(1, 0.0)
 
 
-def test_one_hold_gives_way_to_another_without_opening_the_gate() -> None:
+def test_one_hold_replaces_another_without_opening_the_gate() -> None:
     rate = RateLimiter(1.0)
     controller = FlowController(CompositeLimiter([WindowLimiter(1), rate]))
     seen: list[bool] = []
@@ -172,7 +172,7 @@ def test_one_hold_gives_way_to_another_without_opening_the_gate() -> None:
     assert seen == [False] * 5 + [True]
 
 
-def test_F4_the_limiters_hold_stays_while_others_wait_behind_it() -> None:
+def test_F4_the_hold_of_the_limiter_stays_while_elements_wait_behind_it() -> None:
     controller = FlowController(WindowLimiter(2))
     seen: list[bool] = []
     controller.gate.observer = lambda hold, raised, now: seen.append(raised)
@@ -192,7 +192,7 @@ def test_F4_the_limiters_hold_stays_while_others_wait_behind_it() -> None:
     assert controller.gate.times_closed == 1
 
 
-def test_the_last_in_line_opens_the_gate_if_it_leaves_room() -> None:
+def test_the_last_waiting_element_opens_the_gate_if_it_leaves_room() -> None:
     controller = FlowController(WindowLimiter(2))
     for _ in range(2):
         controller.try_acquire(1, 0.0)
@@ -202,7 +202,7 @@ def test_the_last_in_line_opens_the_gate_if_it_leaves_room() -> None:
     assert controller.gate.is_open
 
 
-def test_F2_ready_at_says_when_time_lets_the_head_in() -> None:
+def test_F2_ready_at_returns_when_the_rate_admits_the_head() -> None:
     controller = FlowController(RateLimiter(2.0))
     assert controller.ready_at(0.0) is None, "nothing holds"
     controller.try_acquire(1, 0.0)
@@ -212,7 +212,7 @@ def test_F2_ready_at_says_when_time_lets_the_head_in() -> None:
     assert controller.grant(0.5) is ticket
 
 
-def test_F2_ready_at_says_when_time_lifts_a_hold_with_nobody_waiting() -> None:
+def test_F2_ready_at_returns_when_the_rate_lifts_a_hold_without_waiting_elements() -> None:
     controller = FlowController(RateLimiter(2.0, burst=2, by_size=True))
     assert controller.try_acquire(2, 0.0)
     assert not controller.try_acquire(2, 0.0)
@@ -223,7 +223,7 @@ def test_F2_ready_at_says_when_time_lifts_a_hold_with_nobody_waiting() -> None:
     assert controller.ready_at(at) is None, "there is nothing left to wait for"
 
 
-def test_grant_does_all_that_ready_at_announced_even_with_nobody_waiting() -> None:
+def test_grant_does_everything_that_ready_at_announced_even_without_waiting_elements() -> None:
     controller = FlowController(RateLimiter(2.0))
     controller.try_acquire(1, 0.0)
     assert not controller.try_acquire(1, 0.0)
@@ -235,21 +235,21 @@ def test_grant_does_all_that_ready_at_announced_even_with_nobody_waiting() -> No
     assert controller.ready_at(0.5) is None, "or its user would never get to sleep"
 
 
-def test_grant_raises_no_hold_when_nobody_asks() -> None:
+def test_grant_raises_no_hold_without_a_waiting_element() -> None:
     controller = FlowController(WindowLimiter(1))
     controller.try_acquire(1, 0.0)
     assert controller.grant(0.0) is None
     assert controller.gate.is_open
 
 
-def test_ready_at_is_never_for_a_full_window() -> None:
+def test_ready_at_returns_no_time_for_a_full_window() -> None:
     controller = FlowController(WindowLimiter(1))
     controller.try_acquire(1, 0.0)
     line_up(controller, 1)
     assert controller.ready_at(100.0) is None
 
 
-def test_look_lifts_what_is_outlived_with_nobody_waiting() -> None:
+def test_look_lifts_an_outdated_hold_without_waiting_elements() -> None:
     controller = FlowController(WindowLimiter(1))
     controller.try_acquire(1, 0.0)
     controller.try_acquire(1, 0.0)
@@ -260,7 +260,7 @@ def test_look_lifts_what_is_outlived_with_nobody_waiting() -> None:
     assert controller.gate.is_open
 
 
-def test_look_says_no_while_somebody_waits_even_if_there_is_room() -> None:
+def test_look_returns_false_while_an_element_waits_even_if_there_is_room() -> None:
     controller = FlowController(WindowLimiter(1))
     controller.try_acquire(1, 0.0)
     line_up(controller, 1)
@@ -269,7 +269,7 @@ def test_look_says_no_while_somebody_waits_even_if_there_is_room() -> None:
     assert kinds(controller) == ["capacity"]
 
 
-def test_look_does_not_take_a_size_limiter_that_is_exactly_full_for_one_with_room() -> None:
+def test_look_does_not_mistake_a_size_limiter_that_is_exactly_full_for_one_with_room() -> None:
     controller = FlowController(SizeLimiter(10))
     controller.try_acquire(10, 0.0)
     assert not controller.look(1.0)
@@ -279,7 +279,7 @@ def test_look_does_not_take_a_size_limiter_that_is_exactly_full_for_one_with_roo
     assert controller.look(2.0)
 
 
-def test_C6_lowering_the_capacity_cancels_nothing_and_raising_it_lets_more_in() -> None:
+def test_C6_lowering_the_capacity_cancels_nothing_and_raising_it_admits_more() -> None:
     window = WindowLimiter(2)
     controller = FlowController(window)
     for _ in range(2):
@@ -305,7 +305,7 @@ def test_an_element_larger_than_the_capacity_waits_until_it_is_alone() -> None:
     assert controller.grant(0.0) is small
 
 
-def test_F8_who_enters_at_once_is_asked_about_and_added_in_one_call() -> None:
+def test_F8_an_element_admitted_immediately_is_checked_and_added_in_one_call() -> None:
     asked: list[str] = []
 
     class Watched(WindowLimiter):
@@ -327,7 +327,7 @@ def test_F8_who_enters_at_once_is_asked_about_and_added_in_one_call() -> None:
     assert asked == ["try_add", "try_add"]
 
 
-def test_who_gives_up_twice_has_given_up_once() -> None:
+def test_withdrawing_a_ticket_twice_counts_once() -> None:
     controller = FlowController(WindowLimiter(1))
     controller.try_acquire(1, 0.0)
     gone, stays = line_up(controller, 1, 1)
@@ -342,7 +342,7 @@ def test_who_gives_up_twice_has_given_up_once() -> None:
 
 
 @pytest.mark.parametrize("end", ["granted", "dismissed", "elsewhere", "never"])
-def test_who_does_not_stand_in_line_cannot_leave_it(end: str) -> None:
+def test_a_ticket_that_does_not_wait_cannot_leave_the_line(end: str) -> None:
     controller, elsewhere = FlowController(WindowLimiter(1)), FlowController(WindowLimiter(1))
     elsewhere.try_acquire(1, 0.0)
     ticket = Ticket(1)
@@ -356,7 +356,7 @@ def test_who_does_not_stand_in_line_cannot_leave_it(end: str) -> None:
     assert (controller.waiting, elsewhere.waiting) == (0, end == "elsewhere")
 
 
-def test_a_ticket_stands_in_one_line_once() -> None:
+def test_a_ticket_waits_in_one_line_only_once() -> None:
     controller, elsewhere = FlowController(WindowLimiter(1)), FlowController(WindowLimiter(1))
     controller.try_acquire(1, 0.0)
     (ticket,) = line_up(controller, 1)
@@ -371,7 +371,7 @@ def test_a_ticket_stands_in_one_line_once() -> None:
     assert controller.try_acquire(1, 0.0)
 
 
-def test_C6_two_controllers_that_share_a_gate_and_a_reason_let_in_no_more_than_there_is_room_for() -> None:
+def test_C6_two_controllers_with_the_same_gate_and_reason_admit_no_more_than_there_is_room_for() -> None:
     gate = Gate()
     windows = WindowLimiter(1), WindowLimiter(1)
     one, other = (FlowController(window, gate=gate) for window in windows)
@@ -389,7 +389,7 @@ def test_C6_two_controllers_that_share_a_gate_and_a_reason_let_in_no_more_than_t
     assert one.grant(2.0) is ticket
 
 
-def test_a_limiters_hold_that_somebody_else_lifts_lets_nobody_in() -> None:
+def test_lifting_the_hold_of_a_limiter_from_outside_admits_nothing() -> None:
     window = WindowLimiter(1)
     controller = FlowController(window)
     controller.try_acquire(1, 0.0)
@@ -407,7 +407,7 @@ def test_a_limiters_hold_that_somebody_else_lifts_lets_nobody_in() -> None:
     assert window.used == 1
 
 
-def test_dismiss_sends_the_line_away_in_order_and_takes_no_room() -> None:
+def test_dismiss_removes_all_waiting_tickets_in_order_and_uses_no_capacity() -> None:
     window = WindowLimiter(1)
     controller = FlowController(window)
     controller.try_acquire(1, 0.0)
@@ -418,7 +418,7 @@ def test_dismiss_sends_the_line_away_in_order_and_takes_no_room() -> None:
     assert window.used == 1
 
 
-def test_F4_another_line_serves_in_another_order() -> None:
+def test_F4_a_custom_waiting_line_admits_in_its_own_order() -> None:
     controller = FlowController(WindowLimiter(1), line=WeightedLine())
     controller.try_acquire(1, 0.0)
     for source in "aab":
@@ -623,7 +623,7 @@ TestAdmissionMachine = AdmissionMachine.TestCase
 
 
 @pytest.mark.parametrize("limiter", [WindowLimiter(1), SizeLimiter(1)], ids=["window", "size"])
-def test_a_release_of_what_was_never_taken_is_an_error(limiter: Limiter) -> None:
+def test_releasing_an_element_that_was_never_added_is_an_error(limiter: Limiter) -> None:
     controller = FlowController(limiter)
     with pytest.raises(ValueError, match="cannot leave"):
         controller.release(1)
@@ -632,7 +632,7 @@ def test_a_release_of_what_was_never_taken_is_an_error(limiter: Limiter) -> None
 # In front of the line, and after an interrupted step.
 
 
-def test_who_stands_in_front_goes_before_the_line_and_past_the_holds_that_it_ignores() -> None:
+def test_a_ticket_in_front_goes_before_the_line_and_past_the_holds_that_it_ignores() -> None:
     controller = FlowController(WindowLimiter(2, kind="capacity"))
     assert controller.try_acquire(1, 0.0)
     controller.gate.hold("capacity", now=0.0, source="callbacks")
@@ -657,7 +657,7 @@ def test_who_stands_in_front_goes_before_the_line_and_past_the_holds_that_it_ign
         controller.stand_in_front(late, 2.0, ignoring="callbacks")
 
 
-def test_who_stands_in_front_of_a_full_window_raises_its_hold_and_is_sent_away_first() -> None:
+def test_a_ticket_in_front_of_a_full_window_raises_its_hold_and_is_dismissed_first() -> None:
     controller = FlowController(WindowLimiter(1, kind="capacity"))
     assert controller.try_acquire(1, 0.0)
     front, waiting = Ticket(1), Ticket(1)
@@ -667,7 +667,7 @@ def test_who_stands_in_front_of_a_full_window_raises_its_hold_and_is_sent_away_f
     assert [controller.dismiss(), controller.dismiss(), controller.dismiss()] == [front, waiting, None]
 
 
-def test_a_shut_gate_lets_nobody_in_and_blocks_who_cannot_wait() -> None:
+def test_a_shut_gate_admits_nothing_and_overflow_blocks_its_source() -> None:
     controller = FlowController(WindowLimiter(1))
     waiting, source = Ticket(1), FlowSource("source")
     controller.gate.shut()
@@ -678,7 +678,7 @@ def test_a_shut_gate_lets_nobody_in_and_blocks_who_cannot_wait() -> None:
 
 
 @pytest.mark.parametrize("line", [FifoLine(), WeightedLine({"b": 2.0})])
-def test_who_is_listed_anew_waits_in_that_order_and_nobody_else_does(line: FifoLine | WeightedLine) -> None:
+def test_exactly_the_relisted_tickets_wait_and_in_their_new_order(line: FifoLine | WeightedLine) -> None:
     controller = FlowController(WindowLimiter(1), line=line)
     first, second, third, front = (Ticket(1) for _ in range(4))
     for ticket in (first, second, third):

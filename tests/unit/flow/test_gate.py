@@ -54,7 +54,7 @@ def test_two_sources_with_the_same_reason_never_lift_each_other() -> None:
     assert not gate.is_held_by("paused")
 
 
-def test_a_hold_that_is_already_there_stays_as_it_is() -> None:
+def test_raising_an_existing_hold_again_changes_nothing() -> None:
     gate = Gate()
     gate.hold("paused", now=1.0, detail="first")
     assert not gate.hold("paused", now=2.0, detail="second")
@@ -63,7 +63,7 @@ def test_a_hold_that_is_already_there_stays_as_it_is() -> None:
     assert gate.is_open, "holding twice needs no lifting twice"
 
 
-def test_lifting_what_does_not_hold_changes_nothing() -> None:
+def test_lifting_a_hold_that_does_not_exist_changes_nothing() -> None:
     gate = Gate()
     gate.hold("paused", now=1.0, source="a")
     assert gate.lift("paused", now=2.0, source="b") is None
@@ -72,7 +72,7 @@ def test_lifting_what_does_not_hold_changes_nothing() -> None:
     assert gate.seconds_held(2.0) == {"paused": 1.0}
 
 
-def test_seconds_held_count_what_is_over_and_what_goes_on() -> None:
+def test_seconds_held_count_ended_and_current_holds() -> None:
     gate = Gate()
     gate.hold("rate", now=0.0)
     gate.lift("rate", now=2.0)
@@ -83,7 +83,7 @@ def test_seconds_held_count_what_is_over_and_what_goes_on() -> None:
     assert gate.seconds_held(20.0) == {"rate": 5.0, "paused": 9.0}
 
 
-def test_the_past_can_be_forgotten_but_not_what_goes_on() -> None:
+def test_ended_holds_can_be_forgotten_and_current_ones_cannot() -> None:
     gate = Gate()
     gate.hold("rate", now=0.0)
     gate.lift("rate", now=2.0)
@@ -97,7 +97,7 @@ def test_the_past_can_be_forgotten_but_not_what_goes_on() -> None:
     assert not gate.is_open
 
 
-def test_the_observer_is_told_after_the_fact() -> None:
+def test_the_observer_is_called_after_the_change() -> None:
     gate = Gate()
     seen: list[tuple[str, bool, float, bool]] = []
     gate.observer = lambda hold, raised, now: seen.append((hold.kind, raised, now, gate.is_open))
@@ -110,7 +110,7 @@ def test_the_observer_is_told_after_the_fact() -> None:
     assert seen == [("a", True, 1.0, False), ("b", True, 2.0, False), ("a", False, 4.0, False), ("b", False, 6.0, True)]
 
 
-def test_a_hold_reads_as_a_sentence() -> None:
+def test_the_text_of_a_hold_is_a_sentence() -> None:
     assert str(Hold("paused", 0.0)) == "paused"
     assert str(Hold("paused", 0.0, "operator")) == "paused (operator)"
     assert str(Hold("connection_blocked", 0.0, "", "low on memory")) == "connection_blocked (low on memory)"
@@ -199,7 +199,7 @@ class GateMachine(RuleBasedStateMachine):
 TestGateMachine = GateMachine.TestCase
 
 
-def test_a_lift_that_was_interrupted_is_made_good_by_the_next() -> None:
+def test_an_interrupted_lift_is_completed_by_the_next_one() -> None:
     gate = Gate()
     gate.hold("capacity", now=1.0)
     # Ctrl-C came in between.
@@ -209,7 +209,7 @@ def test_a_lift_that_was_interrupted_is_made_good_by_the_next() -> None:
     assert gate.closed_since is None
 
 
-def test_a_gate_that_is_shut_has_no_hold_and_stays_so() -> None:
+def test_a_shut_gate_has_no_hold_and_stays_shut() -> None:
     gate, told = Gate(), []
     gate.observer = lambda hold, raised, now: told.append((hold.kind, raised))
     gate.shut()
@@ -224,7 +224,7 @@ def test_a_gate_that_is_shut_has_no_hold_and_stays_so() -> None:
 
 
 @pytest.mark.parametrize("change", ["hold", "second hold", "lift", "first lift"])
-def test_a_gate_whose_change_was_interrupted_at_any_line_can_be_mended(change: str) -> None:
+def test_a_gate_whose_change_was_interrupted_at_any_line_can_be_repaired(change: str) -> None:
     for at in range(1, 100):
         gate = Gate()
         if change != "hold":
@@ -243,7 +243,7 @@ def test_a_gate_whose_change_was_interrupted_at_any_line_can_be_mended(change: s
             return
 
 
-def test_a_shut_gate_is_not_opened_by_mending() -> None:
+def test_a_repair_does_not_open_a_shut_gate() -> None:
     gate = Gate()
     gate.shut()
     gate.heal()

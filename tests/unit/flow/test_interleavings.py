@@ -21,7 +21,7 @@ from tests.interleavings import (
 
 
 @pytest.mark.parametrize("marks", MARKS)
-def test_J5_no_order_of_publishers_and_consumers_leaves_one_blocked_for_nothing(marks: str) -> None:
+def test_J5_no_order_of_publishers_and_consumers_leaves_one_blocked_without_reason(marks: str) -> None:
     assert_nobody_is_blocked_for_nothing(marks, [(1, 1), (1, 3), (2, 2), (3, 1), (3, 3)], made_of(Stepwise))
 
 
@@ -60,14 +60,16 @@ class ReleasesWithoutLooking(Stepwise):
 
 @pytest.mark.parametrize("marks", MARKS)
 @pytest.mark.parametrize("mutant", [WithoutSecondLook, LooksBeforeItBlocks, ReleasesWithoutLooking])
-def test_J5_the_same_walk_catches_one_without_the_second_look(marks: str, mutant: type[Stepwise]) -> None:
+def test_J5_the_same_search_finds_a_blocked_publisher_without_the_second_check(
+    marks: str, mutant: type[Stepwise]
+) -> None:
     for publishers in (1, 2):
         with pytest.raises(AssertionError, match="goes wrong in"):
             assert_nobody_is_blocked_for_nothing(marks, [(publishers, 3)], made_of(mutant))
 
 
 @pytest.mark.parametrize("marks", MARKS)
-def test_J5_without_the_second_look_it_takes_one_to_come_in_between(marks: str) -> None:
+def test_J5_without_the_second_check_a_publisher_is_blocked_only_if_a_step_comes_in_between(marks: str) -> None:
     scenario = Scenario(MARKS[marks], 3, 1, 3)
     orders, wrong, examples = scenario.walk(made_of(WithoutSecondLook))
     assert 0 < wrong < orders
@@ -77,7 +79,7 @@ def test_J5_without_the_second_look_it_takes_one_to_come_in_between(marks: str) 
 
 
 @pytest.mark.parametrize(("marks", "mutant"), [("count, gap", WithoutSecondLook), ("capacity", Stepwise)])
-def test_J5_the_walk_leaves_no_order_out(marks: str, mutant: type[Stepwise]) -> None:
+def test_J5_the_search_covers_every_order(marks: str, mutant: type[Stepwise]) -> None:
     scenario = Scenario(MARKS[marks], 3, 2, 2)
     walked = itertools.count()
     wrong = itertools.count()
@@ -98,7 +100,9 @@ def test_J5_the_walk_leaves_no_order_out(marks: str, mutant: type[Stepwise]) -> 
 
 @pytest.mark.parametrize("publishers", [1, 2])
 @pytest.mark.parametrize("depth", DEPTHS)
-def test_J5_whoever_publishes_while_a_hold_is_lifted_is_not_left_blocked_by_it(depth: int, publishers: int) -> None:
+def test_J5_a_publisher_that_publishes_while_a_hold_is_lifted_is_not_left_blocked_by_it(
+    depth: int, publishers: int
+) -> None:
     def lift(controller: FlowController) -> Iterator[str]:
         controller.gate.lift("paused", now=0.0)
         yield "lifted"
@@ -124,7 +128,7 @@ def test_J5_whoever_publishes_while_a_hold_is_lifted_is_not_left_blocked_by_it(d
 
 
 @pytest.mark.parametrize("marks", MARKS)
-def test_J6_whoever_is_still_blocked_at_the_end_is_unblocked_when_the_queue_is_drained(marks: str) -> None:
+def test_J6_a_publisher_that_is_still_blocked_at_the_end_is_unblocked_when_the_queue_is_drained(marks: str) -> None:
     scenario = Scenario(MARKS[marks], 3, 2, 1)
     # In these orders nobody comes in between.
     for order in itertools.permutations(range(3)):

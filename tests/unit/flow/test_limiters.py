@@ -24,7 +24,7 @@ from qflow_client.flow import (
 # Window.
 
 
-def test_F2_a_window_lets_in_as_many_as_its_capacity_whatever_their_size() -> None:
+def test_F2_a_window_admits_as_many_elements_as_its_capacity_of_any_size() -> None:
     window = WindowLimiter(2)
     assert window.refusal(10**9, 0.0) is None
     assert not window.add(10**9, 0.0)
@@ -46,7 +46,7 @@ def test_F3_a_window_overflows_with_the_first_element_beyond_its_capacity() -> N
     assert window.resumable
 
 
-def test_C6_a_lower_capacity_lets_nothing_in_until_there_is_room() -> None:
+def test_C6_after_lowering_the_capacity_nothing_is_admitted_until_there_is_room() -> None:
     window = WindowLimiter(3)
     for _ in range(3):
         window.add(1, 0.0)
@@ -57,7 +57,7 @@ def test_C6_a_lower_capacity_lets_nothing_in_until_there_is_room() -> None:
     assert window.refusal(1, 0.0) is None
 
 
-def test_a_window_gives_back_only_what_it_has() -> None:
+def test_a_window_releases_only_elements_that_it_holds() -> None:
     window = WindowLimiter(3)
     window.add(1, 0.0)
     with pytest.raises(ValueError, match="2 elements cannot leave a window that holds 1"):
@@ -67,7 +67,7 @@ def test_a_window_gives_back_only_what_it_has() -> None:
 
 @pytest.mark.parametrize("capacity", [0, -1, math.nan, math.inf])
 @pytest.mark.parametrize("limiter_type", [WindowLimiter, SizeLimiter])
-def test_a_capacity_of_nothing_is_refused_at_first_and_later(
+def test_a_capacity_of_0_is_refused_at_construction_and_later(
     limiter_type: type[WindowLimiter] | type[SizeLimiter], capacity: int
 ) -> None:
     with pytest.raises(ValueError, match=f"capacity must be at least 1 and finite, not {capacity}"):
@@ -91,14 +91,14 @@ def test_the_kind_of_a_refusal_can_be_chosen() -> None:
 
 
 @pytest.mark.parametrize(("size", "refusal"), [(3, None), (4, None), (5, "capacity")])
-def test_F2_elements_of_together_the_capacity_fit_and_not_one_more(size: int, refusal: str | None) -> None:
+def test_F2_elements_up_to_the_total_capacity_fit_and_not_one_more(size: int, refusal: str | None) -> None:
     limiter = SizeLimiter(10)
     limiter.add(6, 0.0)
     assert limiter.refusal(size, 0.0) == refusal
     assert limiter.ready_at(size, 7.0) == (7.0 if refusal is None else None)
 
 
-def test_C6_an_element_larger_than_the_capacity_enters_alone() -> None:
+def test_C6_an_element_larger_than_the_capacity_is_admitted_alone() -> None:
     limiter = SizeLimiter(10)
     assert limiter.refusal(11, 0.0) is None
     limiter.add(11, 0.0)
@@ -118,7 +118,7 @@ def test_F3_a_size_limiter_overflows_with_the_first_unit_beyond_its_capacity() -
     assert limiter.resumable
 
 
-def test_a_size_limiter_gives_back_only_what_it_has() -> None:
+def test_a_size_limiter_releases_only_elements_that_it_holds() -> None:
     limiter = SizeLimiter(10)
     limiter.add(3, 0.0)
     with pytest.raises(ValueError, match="a size of 4 cannot leave a limiter that holds 3"):
@@ -129,7 +129,7 @@ def test_a_size_limiter_gives_back_only_what_it_has() -> None:
 # Rate.
 
 
-def test_F2_a_rate_lets_a_burst_through_and_then_one_by_one() -> None:
+def test_F2_a_rate_admits_a_burst_and_then_elements_one_by_one() -> None:
     limiter = RateLimiter(4.0, burst=2)
     assert not limiter.add(100, 0.0)
     assert not limiter.add(100, 0.0)
@@ -141,7 +141,7 @@ def test_F2_a_rate_lets_a_burst_through_and_then_one_by_one() -> None:
     assert limiter.ready_at(100, 0.25) == 0.5
 
 
-def test_F2_rest_regains_the_burst_and_no_more() -> None:
+def test_F2_idle_time_restores_the_burst_and_no_more() -> None:
     limiter = RateLimiter(4.0, burst=2)
     for _ in range(2):
         limiter.add(1, 0.0)
@@ -151,7 +151,7 @@ def test_F2_rest_regains_the_burst_and_no_more() -> None:
     assert limiter.refusal(1, 1000.0) == "rate"
 
 
-def test_F2_by_size_an_element_costs_its_size_and_a_large_one_is_owed() -> None:
+def test_F2_by_size_an_element_costs_its_size_and_a_large_one_leaves_a_debt() -> None:
     limiter = RateLimiter(10.0, burst=20, by_size=True)
     limiter.add(15, 0.0)
     assert limiter.refusal(5, 0.0) is None
@@ -162,14 +162,14 @@ def test_F2_by_size_an_element_costs_its_size_and_a_large_one_is_owed() -> None:
     assert limiter.ready_at(1, 1.5) == pytest.approx(1.5 + 3.1)
 
 
-def test_F3_what_passes_too_soon_overflows_and_is_owed() -> None:
+def test_F3_an_element_that_passes_too_soon_overflows_and_leaves_a_debt() -> None:
     limiter = RateLimiter(1.0)
     assert not limiter.add(1, 0.0)
     assert limiter.add(1, 0.5)
     assert limiter.ready_at(1, 0.5) == 2.0
 
 
-def test_F3_sources_go_on_once_nothing_is_owed() -> None:
+def test_F3_sources_continue_once_the_debt_is_paid() -> None:
     limiter = RateLimiter(2.0, burst=3)
     for _ in range(3):
         assert not limiter.add(1, 0.0)
@@ -183,7 +183,7 @@ def test_F3_sources_go_on_once_nothing_is_owed() -> None:
     assert not limiter.resumable, "it was not told that time has passed"
 
 
-def test_what_has_passed_has_passed() -> None:
+def test_releasing_an_element_does_not_return_its_rate_credit() -> None:
     limiter = RateLimiter(1.0)
     limiter.add(1, 0.0)
     limiter.remove(1)
@@ -191,7 +191,7 @@ def test_what_has_passed_has_passed() -> None:
     assert limiter.resumable
 
 
-def test_who_read_the_clock_first_and_came_second_is_not_charged_for_it() -> None:
+def test_an_element_whose_clock_was_read_first_but_that_came_second_pays_no_extra() -> None:
     limiter = RateLimiter(1.0, burst=2)
     limiter.add(1, 10.0)
     limiter.add(1, 9.0)
@@ -201,7 +201,7 @@ def test_who_read_the_clock_first_and_came_second_is_not_charged_for_it() -> Non
 
 
 @pytest.mark.parametrize("rate", [0, -1.0, math.nan, math.inf])
-def test_a_rate_of_nothing_is_refused_at_first_and_later(rate: float) -> None:
+def test_a_rate_of_0_is_refused_at_construction_and_later(rate: float) -> None:
     with pytest.raises(ValueError, match=f"rate must be more than 0 per second and finite, not {rate}"):
         RateLimiter(rate)
     limiter = RateLimiter(7)
@@ -211,7 +211,7 @@ def test_a_rate_of_nothing_is_refused_at_first_and_later(rate: float) -> None:
 
 
 @pytest.mark.parametrize("burst", [0, 0.5, math.nan, math.inf])
-def test_a_burst_of_less_than_one_is_refused_at_first_and_later(burst: float) -> None:
+def test_a_burst_of_less_than_one_is_refused_at_construction_and_later(burst: float) -> None:
     with pytest.raises(ValueError, match=f"burst must be at least 1 and finite, not {burst}"):
         RateLimiter(1, burst=burst)
     limiter = RateLimiter(1, burst=7)
@@ -220,7 +220,7 @@ def test_a_burst_of_less_than_one_is_refused_at_first_and_later(burst: float) ->
     assert limiter.burst == 7
 
 
-def test_F6_a_higher_rate_does_not_wait_for_what_the_lower_one_would_have_taken() -> None:
+def test_F6_after_raising_the_rate_the_wait_is_not_the_one_of_the_lower_rate() -> None:
     limiter = RateLimiter(1 / 1024)
     limiter.add(1, 0.0)
     assert limiter.ready_at(1, 0.0) == 1024.0
@@ -228,7 +228,7 @@ def test_F6_a_higher_rate_does_not_wait_for_what_the_lower_one_would_have_taken(
     assert limiter.ready_at(1, 0.0) == 0.5
 
 
-def test_F6_a_lower_rate_does_not_regain_the_burst_at_the_higher_one() -> None:
+def test_F6_after_lowering_the_rate_the_burst_does_not_return_at_the_higher_rate() -> None:
     limiter = RateLimiter(1024.0, burst=1024)
     for _ in range(1024):
         limiter.add(1, 0.0)
@@ -238,7 +238,7 @@ def test_F6_a_lower_rate_does_not_regain_the_burst_at_the_higher_one() -> None:
     assert limiter.refusal(1, 1.0) == "rate"
 
 
-def test_F6_a_smaller_burst_keeps_what_fits_into_it_and_what_is_owed() -> None:
+def test_F6_a_smaller_burst_keeps_the_credit_that_fits_and_the_debt() -> None:
     limiter = RateLimiter(1.0, burst=8)
     for _ in range(3):
         limiter.add(1, 0.0)
@@ -251,7 +251,7 @@ def test_F6_a_smaller_burst_keeps_what_fits_into_it_and_what_is_owed() -> None:
     assert limiter.resumes_at(0.0) == 3.0, "3 are owed as before"
 
 
-def test_F6_a_larger_burst_has_to_be_saved_up() -> None:
+def test_F6_a_larger_burst_must_be_saved_up() -> None:
     limiter = RateLimiter(1.0)
     limiter.burst = 4
     for _ in range(4):
@@ -273,7 +273,7 @@ def test_F6_a_larger_burst_has_to_be_saved_up() -> None:
         max_size=20,
     )
 )
-def test_F6_whatever_is_set_live_no_more_passes_than_the_highest_rate_and_the_largest_burst_allow(
+def test_F6_with_live_changes_no_more_passes_than_the_highest_rate_and_the_largest_burst_allow(
     steps: list[tuple[str, float]],
 ) -> None:
     limiter = RateLimiter(1.0, burst=2)
@@ -298,7 +298,7 @@ def test_F6_whatever_is_set_live_no_more_passes_than_the_highest_rate_and_the_la
 # Composite.
 
 
-def test_F2_all_parts_must_agree_and_the_first_that_does_not_says_why() -> None:
+def test_F2_all_parts_must_agree_and_the_first_that_refuses_gives_the_reason() -> None:
     both = CompositeLimiter([WindowLimiter(2, kind="count"), SizeLimiter(10, kind="size")])
     both.add(9, 0.0)
     assert both.refusal(1, 0.0) is None
@@ -323,7 +323,7 @@ def test_F3_every_part_counts_an_element_even_if_an_earlier_one_overflows() -> N
     assert not both.resumable
 
 
-def test_F2_the_slowest_part_says_when() -> None:
+def test_F2_the_slowest_part_decides_when_an_element_is_admitted() -> None:
     window, slow, fast = WindowLimiter(2), RateLimiter(1.0), RateLimiter(4.0)
     composite = CompositeLimiter([slow, fast, window])
     assert composite.ready_at(1, 3.0) == 3.0
@@ -333,7 +333,7 @@ def test_F2_the_slowest_part_says_when() -> None:
     assert composite.ready_at(1, 4.0) is None, "a full window does not empty with time"
 
 
-def test_F3_the_slowest_part_says_when_sources_go_on() -> None:
+def test_F3_the_slowest_part_decides_when_sources_continue() -> None:
     window, slow, fast = WindowLimiter(3), RateLimiter(1.0), RateLimiter(4.0)
     composite = CompositeLimiter([slow, fast, window])
     assert composite.resumes_at(0.0) == 0.0
@@ -347,7 +347,7 @@ def test_F3_the_slowest_part_says_when_sources_go_on() -> None:
     assert composite.resumes_at(4.0) == 4.0
 
 
-def test_nothing_limits_when_there_are_no_parts() -> None:
+def test_a_composite_without_parts_limits_nothing() -> None:
     nothing = CompositeLimiter([])
     assert nothing.refusal(10**9, 0.0) is None
     assert nothing.try_add(10**9, 0.0) is None
@@ -361,7 +361,7 @@ def test_nothing_limits_when_there_are_no_parts() -> None:
 # `refusal` and `add` in one call.
 
 
-def test_F2_a_composite_that_refuses_has_spent_nothing_of_any_part() -> None:
+def test_F2_a_composite_that_refuses_has_used_no_capacity_of_any_part() -> None:
     window, size, rate = WindowLimiter(2), SizeLimiter(10, kind="size"), RateLimiter(1.0, burst=2)
     composite = CompositeLimiter([rate, window, size])
     assert composite.try_add(9, 0.0) is None
@@ -374,7 +374,7 @@ def test_F2_a_composite_that_refuses_has_spent_nothing_of_any_part() -> None:
     assert (window.used, size.used) == (2, 10)
 
 
-def test_a_limiter_of_ones_own_needs_no_more_than_the_rule() -> None:
+def test_a_custom_limiter_needs_only_the_methods_of_the_protocol() -> None:
     class Even(Limiter):
         """A limiter that admits only elements of even size."""
 
@@ -421,7 +421,7 @@ LIMITERS: dict[str, Callable[[], Limiter]] = {
 
 @pytest.mark.parametrize("make", LIMITERS.values(), ids=LIMITERS)
 @given(st.lists(st.tuples(st.integers(0, 12), st.booleans(), st.integers(0, 32).map(lambda n: n / 16)), max_size=30))
-def test_F2_refusal_and_add_in_one_is_refusal_and_then_add(
+def test_F2_refusal_and_add_in_one_call_equals_the_two_calls(
     make: Callable[[], Limiter], steps: list[tuple[int, bool, float]]
 ) -> None:
     one, two = make(), make()
@@ -588,7 +588,7 @@ TestRateMachine = RateMachine.TestCase
 
 
 @given(RATES, st.integers(1, 8), st.booleans(), st.lists(st.tuples(SIXTEENTHS, SIZES), max_size=30))
-def test_F3_what_is_taken_at_once_is_owed_exactly(
+def test_F3_an_overflow_leaves_exactly_its_debt(
     rate: float, burst: int, by_size: bool, arrivals: list[tuple[float, int]]
 ) -> None:
     limiter = RateLimiter(rate, burst=burst, by_size=by_size)

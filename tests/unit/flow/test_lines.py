@@ -37,7 +37,7 @@ def line(request: pytest.FixtureRequest) -> Line:
     return lines[request.param]
 
 
-def test_nobody_is_the_head_of_an_empty_line(line: Line) -> None:
+def test_an_empty_line_has_no_head(line: Line) -> None:
     assert line.head() is None
     ticket = Ticket(1, "a")
     line.push(ticket)
@@ -86,21 +86,21 @@ def test_F4_a_line_swept_of_cancelled_tickets_keeps_its_order() -> None:
 # Weights.
 
 
-def test_F4_sources_of_equal_weight_take_turns_however_much_each_brings() -> None:
+def test_F4_sources_of_equal_weight_alternate_however_many_tickets_each_has() -> None:
     line = WeightedLine()
     for source in "aaaaaabbc":
         line.push(Ticket(1, source))
     assert served_sources(line, 9) == "abcabaaaa"
 
 
-def test_F4_a_source_of_weight_3_gets_three_turns_of_four() -> None:
+def test_F4_a_source_of_weight_3_gets_three_of_four_turns() -> None:
     line = WeightedLine({"a": 3})
     for source in "bbbb" + "a" * 12:
         line.push(Ticket(1, source))
     assert Counter(served_sources(line, 12)) == {"a": 9, "b": 3}
 
 
-def test_F4_who_comes_late_is_owed_nothing_for_the_time_before() -> None:
+def test_F4_a_source_that_arrives_late_gets_no_credit_for_the_time_before() -> None:
     line = WeightedLine()
     for _ in range(10):
         line.push(Ticket(1, "a"))
@@ -110,7 +110,7 @@ def test_F4_who_comes_late_is_owed_nothing_for_the_time_before() -> None:
     assert served_sources(line, 6) in ("bababa", "ababab")
 
 
-def test_F4_who_has_just_been_served_does_not_pass_who_waits() -> None:
+def test_F4_a_source_that_was_just_served_does_not_overtake_a_waiting_one() -> None:
     line = WeightedLine()
     for source in "ab":
         line.push(Ticket(1, source))
@@ -137,7 +137,7 @@ def test_F4_a_source_gets_no_more_than_its_share_by_coming_back_with_one_ticket_
     assert turns == {"heavy": 20, "light": 10}
 
 
-def test_F4_a_source_that_gives_up_again_and_again_is_not_put_behind_for_it() -> None:
+def test_F4_a_source_that_often_withdraws_gets_no_penalty() -> None:
     line = WeightedLine()
     for _ in range(10):
         line.push(Ticket(1, "patient"))
@@ -150,7 +150,7 @@ def test_F4_a_source_that_gives_up_again_and_again_is_not_put_behind_for_it() ->
     assert last in [serve(line) for _ in range(2)], "it has had no turn yet"
 
 
-def test_F4_who_gives_up_with_nobody_else_in_line_leaves_no_trace() -> None:
+def test_F4_a_source_that_withdraws_from_an_otherwise_empty_line_leaves_no_trace() -> None:
     line = WeightedLine()
     gone = Ticket(1, "a")
     line.push(gone)
@@ -162,7 +162,7 @@ def test_F4_who_gives_up_with_nobody_else_in_line_leaves_no_trace() -> None:
 
 
 @pytest.mark.parametrize("weight", [0, -1.0, math.nan, math.inf])
-def test_a_weight_of_nothing_or_of_everything_is_refused_at_first_and_later(weight: float) -> None:
+def test_a_weight_of_0_or_infinity_is_refused_at_construction_and_later(weight: float) -> None:
     with pytest.raises(ValueError, match=f"the weight of 'a' must be more than 0 and finite, not {weight}"):
         WeightedLine({"a": weight})
     line = WeightedLine({"a": 2})
@@ -173,7 +173,7 @@ def test_a_weight_of_nothing_or_of_everything_is_refused_at_first_and_later(weig
         line.weights["a"] = weight  # type: ignore[index]
 
 
-def test_F4_new_weights_count_for_the_turns_that_come() -> None:
+def test_F4_new_weights_apply_to_later_turns() -> None:
     given = {"a": 1.0}
     line = WeightedLine(given)
     for source in "ab" * 24:
@@ -191,7 +191,7 @@ class Name(str):
     """The name of a source, which supports weak references to check whether it is still referred to."""
 
 
-def test_F4_sources_that_are_gone_are_forgotten_although_somebody_always_waits() -> None:
+def test_F4_sources_that_are_gone_are_forgotten_even_if_the_line_is_never_empty() -> None:
     line = WeightedLine()
     for _ in range(2000):
         line.push(Ticket(1, "patient"))
@@ -208,7 +208,7 @@ def test_F4_sources_that_are_gone_are_forgotten_although_somebody_always_waits()
     assert most <= 128
 
 
-def test_F4_who_has_had_a_long_turn_is_not_forgotten_before_it_is_over() -> None:
+def test_F4_a_source_that_was_served_a_large_element_is_not_forgotten_before_its_cost_is_paid() -> None:
     line = WeightedLine({"light": 1 / 128})
     line.push(Ticket(1, "light"))
     for _ in range(200):

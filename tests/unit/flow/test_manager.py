@@ -73,7 +73,7 @@ def test_D5_stop_all_stops_every_resource_and_start_all_starts_it() -> None:
     assert all(resource.gate.is_open for resource in resources)
 
 
-def test_D5_what_registers_late_is_stopped_too() -> None:
+def test_D5_a_resource_that_registers_late_is_stopped_too() -> None:
     manager, late, later = FlowManager(), Resource(), Resource()
     manager.stop_all("why")
     manager.register(late)
@@ -84,7 +84,7 @@ def test_D5_what_registers_late_is_stopped_too() -> None:
     assert later.gate.is_open
 
 
-def test_D5_start_all_lifts_no_other_hold() -> None:
+def test_D5_start_all_lifts_no_hold_of_a_different_kind() -> None:
     manager, resource = FlowManager("operator"), Resource()
     manager.register(resource)
     resource.hold("paused", source="", detail="by the application itself")
@@ -105,7 +105,7 @@ def test_D5_stopping_twice_needs_one_start() -> None:
     assert resource.gate.is_open
 
 
-def test_D5_two_managers_with_names_of_their_own_do_not_start_what_the_other_stopped() -> None:
+def test_D5_two_managers_with_different_names_do_not_start_resources_stopped_by_the_other() -> None:
     here, there, resource = FlowManager("here"), FlowManager("there"), Resource()
     for manager in (here, there):
         manager.register(resource)
@@ -116,7 +116,7 @@ def test_D5_two_managers_with_names_of_their_own_do_not_start_what_the_other_sto
     assert not resource.is_stopped
 
 
-def test_F5_the_manager_lists_what_is_registered() -> None:
+def test_F5_the_manager_lists_registered_resources() -> None:
     manager, one, two = FlowManager(), Resource("one"), Resource("two")
     assert not manager.resources
     for resource in (one, two, two):
@@ -139,7 +139,7 @@ class Broken(Resource):
         raise OSError("no lift")
 
 
-def test_D5_one_that_cannot_be_stopped_or_started_keeps_no_other_from_it_and_is_reported() -> None:
+def test_D5_a_resource_whose_stop_or_start_fails_is_reported_and_the_other_resources_are_handled() -> None:
     manager = FlowManager("operator")
     sound, broken = [Resource() for _ in range(5)], [Broken(f"broken {number}") for number in range(2)]
     for resource in (*sound, *broken):
@@ -158,7 +158,7 @@ def test_D5_one_that_cannot_be_stopped_or_started_keeps_no_other_from_it_and_is_
     assert [str(error) for error in starting.value.exceptions] == ["no lift", "no lift"]
 
 
-def test_D5_what_cannot_be_stopped_does_not_get_in_while_all_are_stopped() -> None:
+def test_D5_a_resource_that_cannot_be_stopped_cannot_register_while_all_are_stopped() -> None:
     manager, broken = FlowManager(), Broken()
     manager.stop_all()
     with pytest.raises(OSError, match="no hold"):
@@ -169,7 +169,7 @@ def test_D5_what_cannot_be_stopped_does_not_get_in_while_all_are_stopped() -> No
     assert manager.resources == (broken,)
 
 
-def test_D5_what_is_unregistered_while_all_are_stopped_is_let_go() -> None:
+def test_D5_a_resource_that_unregisters_while_all_are_stopped_is_started() -> None:
     manager, goes, stays = FlowManager("operator"), Resource("goes"), Resource("stays")
     for resource in (goes, stays):
         manager.register(resource)
@@ -184,7 +184,7 @@ def test_D5_what_is_unregistered_while_all_are_stopped_is_let_go() -> None:
     assert len(goes.gate.holds) == 1
 
 
-def test_D5_what_was_never_registered_is_left_as_it_is() -> None:
+def test_D5_a_resource_that_was_never_registered_is_not_changed() -> None:
     manager, other, stranger = FlowManager("operator"), FlowManager("operator"), Resource()
     for each in (manager, other):
         each.stop_all()
@@ -193,7 +193,7 @@ def test_D5_what_was_never_registered_is_left_as_it_is() -> None:
     assert stranger.is_stopped
 
 
-def test_D5_what_another_ends_while_all_are_being_stopped_is_not_held_afterwards() -> None:
+def test_D5_a_resource_unregistered_by_another_during_stop_all_is_not_held_afterwards() -> None:
     manager = FlowManager()
 
     class Selfish(Resource):
@@ -215,7 +215,7 @@ def test_D5_what_another_ends_while_all_are_being_stopped_is_not_held_afterwards
     assert {resource for resource in (one, two) if resource.is_stopped} == {left}
 
 
-def test_the_manager_keeps_nothing_alive() -> None:
+def test_the_manager_keeps_no_resource_alive() -> None:
     manager, stays, goes = FlowManager(), Resource("stays"), Resource("goes")
     gone = weakref.ref(goes)
     manager.register(stays)
@@ -350,7 +350,7 @@ def test_D5_with_many_threads_a_resource_is_stopped_exactly_if_the_manager_is() 
         assert {resource.is_stopped for resource in registered} == {manager.is_stopped}
 
 
-def test_a_child_process_can_register_whatever_the_parent_s_threads_were_doing() -> None:
+def test_a_child_process_can_register_whichever_locks_the_threads_of_the_parent_held() -> None:
     manager, held, go_on = FlowManager(), threading.Event(), threading.Event()
     resource = Resource("in the child")
 

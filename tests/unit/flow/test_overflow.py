@@ -39,7 +39,7 @@ class Source(FlowSource):
         self.told.append("unblocked")
 
 
-def test_a_source_that_is_never_told_what_to_do_can_still_be_asked() -> None:
+def test_a_source_without_callbacks_can_still_be_queried() -> None:
     source, controller = FlowSource("plain"), FlowController(WindowLimiter(1))
     controller.offer(source, 1, 0.0)
     assert not source.is_blocked
@@ -50,7 +50,7 @@ def test_a_source_that_is_never_told_what_to_do_can_still_be_asked() -> None:
     assert source.name == "plain"
 
 
-def test_F3_what_overflows_is_taken_at_once_and_its_source_blocked() -> None:
+def test_F3_an_element_that_overflows_is_accepted_and_its_source_is_blocked() -> None:
     window = WindowLimiter(1)
     controller, source = FlowController(window), Source()
     assert not controller.offer(source, 1, 0.0)
@@ -69,7 +69,7 @@ def test_J3_only_the_source_of_the_overflow_is_blocked() -> None:
     assert (good.is_blocked, bad.is_blocked) == (False, True)
 
 
-def test_J4_a_source_that_overflows_again_is_told_once() -> None:
+def test_J4_a_source_that_overflows_again_is_notified_once() -> None:
     controller, source = FlowController(WindowLimiter(1)), Source()
     for _ in range(4):
         controller.offer(source, 1, 0.0)
@@ -112,7 +112,7 @@ def test_J4_the_sources_of_one_controller_are_unblocked_together_the_oldest_firs
     assert order == ["c", "a", "b"]
 
 
-def test_J6_every_release_looks_whether_the_blocked_can_go_on() -> None:
+def test_J6_every_release_checks_whether_blocked_sources_can_continue() -> None:
     queue = ThresholdLimiter(StopResume(stop_count=3, resume_count=2))
     controller, source = FlowController(queue), Source()
     for _ in range(4):
@@ -125,7 +125,7 @@ def test_J6_every_release_looks_whether_the_blocked_can_go_on() -> None:
     assert not source.is_blocked
 
 
-def test_J2_between_the_marks_who_is_blocked_stays_blocked_and_who_is_not_goes_on() -> None:
+def test_J2_between_resume_and_stop_a_blocked_source_stays_blocked_and_an_unblocked_one_continues() -> None:
     controller = FlowController(ThresholdLimiter(Capacity(100, 50)))
     blocked, other = Source("blocked"), Source("other")
     assert controller.offer(blocked, 101, 0.0)
@@ -138,7 +138,7 @@ def test_J2_between_the_marks_who_is_blocked_stays_blocked_and_who_is_not_goes_o
     assert not blocked.is_blocked
 
 
-def test_D4_new_marks_unblock_when_resume_is_called() -> None:
+def test_D4_new_thresholds_unblock_sources_when_resume_is_called() -> None:
     queue = ThresholdLimiter(StopResume(stop_count=1))
     controller, source = FlowController(queue), Source()
     for _ in range(2):
@@ -150,7 +150,7 @@ def test_D4_new_marks_unblock_when_resume_is_called() -> None:
     assert source.told == ["blocked", "unblocked"]
 
 
-def test_D12_a_source_that_brought_nothing_now_can_be_blocked_with_the_others() -> None:
+def test_D12_a_source_without_a_current_element_can_be_blocked_with_the_others() -> None:
     controller = FlowController(ThresholdLimiter(StopResume(stop_count=1)))
     offender, recent = Source("offender"), Source("recent")
     for _ in range(2):
@@ -167,7 +167,7 @@ def test_D12_a_source_that_brought_nothing_now_can_be_blocked_with_the_others() 
     assert len(controller.blocked) == 0
 
 
-def test_D12_a_source_that_makes_room_when_it_is_blocked_is_let_go() -> None:
+def test_D12_a_source_that_makes_room_when_it_is_blocked_is_unblocked() -> None:
     controller = FlowController(WindowLimiter(1))
 
     class Yielding(Source):
@@ -198,7 +198,7 @@ def test_a_source_that_is_gone_is_forgotten() -> None:
     controller.forget(Source("never seen"))
 
 
-def test_letting_a_source_go_that_is_not_blocked_changes_nothing() -> None:
+def test_unblocking_a_source_that_is_not_blocked_changes_nothing() -> None:
     controller, source = FlowController(WindowLimiter(1)), Source()
     source.unblock(controller)
     assert source.told == []
@@ -207,7 +207,7 @@ def test_letting_a_source_go_that_is_not_blocked_changes_nothing() -> None:
 # Rates: time unblocks.
 
 
-def test_F6_a_source_that_is_too_fast_is_blocked_until_the_time_that_it_owes_is_over() -> None:
+def test_F6_a_source_above_the_rate_is_blocked_until_its_debt_is_paid() -> None:
     controller, source = FlowController(RateLimiter(2.0, burst=3)), Source()
     for _ in range(3):
         assert not controller.offer(source, 1, 0.0)
@@ -225,7 +225,7 @@ def test_F6_a_source_that_is_too_fast_is_blocked_until_the_time_that_it_owes_is_
     assert controller.ready_at(1.0) is None
 
 
-def test_F6_a_source_that_goes_on_the_moment_it_may_keeps_to_the_rate() -> None:
+def test_F6_a_source_that_continues_as_soon_as_allowed_keeps_to_the_rate() -> None:
     controller, source = FlowController(RateLimiter(4.0)), Source()
     now, passed = 0.0, 0
     while now < 100.0:
@@ -240,7 +240,7 @@ def test_F6_a_source_that_goes_on_the_moment_it_may_keeps_to_the_rate() -> None:
     assert passed == 1 + 400, "one at once, and then one every quarter of a second"
 
 
-def test_F6_a_higher_rate_lets_go_at_once_whom_the_lower_one_held() -> None:
+def test_F6_raising_the_rate_unblocks_sources_immediately_if_the_lower_rate_held_them() -> None:
     limiter = RateLimiter(1 / 1024)
     controller, source = FlowController(limiter), Source()
     for _ in range(2):
@@ -252,7 +252,7 @@ def test_F6_a_higher_rate_lets_go_at_once_whom_the_lower_one_held() -> None:
     assert not source.is_blocked
 
 
-def test_F6_a_release_does_not_let_go_whom_a_rate_holds() -> None:
+def test_F6_a_release_does_not_unblock_sources_held_by_a_rate() -> None:
     controller = FlowController(CompositeLimiter([WindowLimiter(1), RateLimiter(1.0)]))
     source = Source()
     for _ in range(2):
@@ -267,7 +267,7 @@ def test_F6_a_release_does_not_let_go_whom_a_rate_holds() -> None:
     assert not source.is_blocked
 
 
-def test_F6_a_release_lets_go_whom_no_rate_holds() -> None:
+def test_F6_a_release_unblocks_sources_not_held_by_a_rate() -> None:
     controller = FlowController(CompositeLimiter([WindowLimiter(1), RateLimiter(1.0, burst=2)]))
     source = Source()
     for _ in range(2):
@@ -276,7 +276,7 @@ def test_F6_a_release_lets_go_whom_no_rate_holds() -> None:
     assert not source.is_blocked
 
 
-def test_D12_whether_a_rate_holds_those_who_brought_nothing_depends_on_the_time() -> None:
+def test_D12_whether_a_rate_holds_sources_without_an_element_depends_on_the_time() -> None:
     controller, source, recent = FlowController(RateLimiter(1.0)), Source(), Source("recent")
     for _ in range(2):
         controller.offer(source, 1, 0.0)
@@ -288,7 +288,7 @@ def test_D12_whether_a_rate_holds_those_who_brought_nothing_depends_on_the_time(
     assert recent.told == ["blocked", "unblocked"]
 
 
-def test_ready_at_is_for_whoever_can_go_on_first_in_line_or_blocked() -> None:
+def test_ready_at_returns_the_earliest_time_at_which_a_waiting_or_blocked_source_can_continue() -> None:
     rate = RateLimiter(1.0, burst=4)
     controller, source = FlowController(rate), Source()
     for _ in range(5):
@@ -306,7 +306,7 @@ def test_ready_at_is_for_whoever_can_go_on_first_in_line_or_blocked() -> None:
 # Gates: other holds.
 
 
-def test_F3_what_is_offered_while_the_gate_is_closed_is_taken_and_its_source_blocked() -> None:
+def test_F3_an_element_offered_while_the_gate_is_closed_is_accepted_and_its_source_blocked() -> None:
     window = WindowLimiter(5)
     controller, source = FlowController(window), Source()
     controller.gate.hold("paused", now=0.0)
@@ -324,7 +324,7 @@ def test_F3_what_is_offered_while_the_gate_is_closed_is_taken_and_its_source_blo
     assert not controller.offer(source, 1, 2.0)
 
 
-def test_J5_with_a_closed_gate_the_steps_are_those_of_an_overflow() -> None:
+def test_J5_a_closed_gate_takes_the_same_steps_as_an_overflow() -> None:
     controller, source = Stepwise(WindowLimiter(5)), Source()
     assert list(controller.offer_steps(source, 1, 0.0)) == []
     controller.gate.hold("paused", now=0.0)
@@ -332,7 +332,7 @@ def test_J5_with_a_closed_gate_the_steps_are_those_of_an_overflow() -> None:
     assert source.is_blocked
 
 
-def test_F3_a_source_goes_on_when_neither_the_gate_nor_the_limiter_holds_it_in_either_order() -> None:
+def test_F3_a_source_continues_when_gate_and_limiter_have_released_it_in_either_order() -> None:
     for gate_first in (True, False):
         controller, source = FlowController(WindowLimiter(1)), Source()
         controller.gate.hold("paused", now=0.0, source="operator")
@@ -348,7 +348,7 @@ def test_F3_a_source_goes_on_when_neither_the_gate_nor_the_limiter_holds_it_in_e
         assert source.told == ["blocked", "unblocked"]
 
 
-def test_F3_a_gate_that_only_the_limiter_holds_blocks_nobody_who_does_not_overflow() -> None:
+def test_F3_a_gate_held_only_by_the_limiter_blocks_no_source_that_does_not_overflow() -> None:
     controller, source = FlowController(SizeLimiter(10)), Source()
     controller.try_acquire(6, 0.0)
     assert not controller.try_acquire(5, 0.0), "it is too large, which closes the gate"
@@ -365,7 +365,7 @@ def test_F3_a_gate_that_only_the_limiter_holds_blocks_nobody_who_does_not_overfl
     assert [hold.kind for hold in controller.gate.holds] == ["capacity"]
 
 
-def test_D5_a_closed_gate_blocks_those_who_brought_nothing() -> None:
+def test_D5_a_closed_gate_blocks_sources_without_an_element() -> None:
     controller, source = FlowController(ThresholdLimiter(StopResume())), Source()
     controller.gate.hold("paused", now=0.0)
     controller.block(source)
@@ -375,7 +375,7 @@ def test_D5_a_closed_gate_blocks_those_who_brought_nothing() -> None:
     assert source.told == ["blocked", "unblocked"]
 
 
-def test_J6_unblocking_stops_at_the_source_that_fills_it_again() -> None:
+def test_J6_unblocking_stops_at_the_source_that_fills_the_limiter_again() -> None:
     controller = FlowController(WindowLimiter(1))
 
     class Eager(Source):
@@ -401,7 +401,7 @@ def test_J6_unblocking_stops_at_the_source_that_fills_it_again() -> None:
 # From one resource to the next.
 
 
-def test_F3_what_fits_downstream_is_given_back_upstream_at_once() -> None:
+def test_F3_an_element_that_fits_downstream_is_released_upstream_immediately() -> None:
     upstream, downstream = SizeLimiter(10), SizeLimiter(10)
     above, below, source = FlowController(upstream), FlowController(downstream), Source()
     above.try_acquire(4, 0.0)
@@ -409,7 +409,7 @@ def test_F3_what_fits_downstream_is_given_back_upstream_at_once() -> None:
     assert (upstream.used, downstream.used) == (0, 4)
 
 
-def test_F3_what_overflows_downstream_stays_reserved_upstream_until_its_source_is_unblocked() -> None:
+def test_F3_an_element_that_overflows_downstream_stays_reserved_upstream_until_its_source_is_unblocked() -> None:
     upstream, downstream = SizeLimiter(10), SizeLimiter(10)
     above, below, source = FlowController(upstream), FlowController(downstream), Source()
     for _ in range(2):
@@ -427,7 +427,7 @@ def test_F3_what_overflows_downstream_stays_reserved_upstream_until_its_source_i
     assert above.try_acquire(1, 0.0)
 
 
-def test_F3_all_that_a_source_passes_on_while_it_is_blocked_is_reserved_and_given_back() -> None:
+def test_F3_all_elements_that_a_source_passes_on_while_blocked_are_reserved_and_then_released() -> None:
     upstream = SizeLimiter(10)
     above, below, source = FlowController(upstream), FlowController(SizeLimiter(1)), Source()
     for size in (2, 3, 4):
@@ -440,7 +440,7 @@ def test_F3_all_that_a_source_passes_on_while_it_is_blocked_is_reserved_and_give
     assert upstream.used == 0
 
 
-def test_F3_without_a_place_upstream_nothing_is_reserved() -> None:
+def test_F3_without_an_upstream_controller_nothing_is_reserved() -> None:
     downstream = SizeLimiter(1)
     below, source = FlowController(downstream), Source()
     assert source.forward(2, below, 0.0)
@@ -448,7 +448,7 @@ def test_F3_without_a_place_upstream_nothing_is_reserved() -> None:
     assert source.told == ["blocked", "unblocked"]
 
 
-def test_F3_each_downstream_frees_only_what_it_had_blocked() -> None:
+def test_F3_each_downstream_controller_releases_only_what_it_had_blocked() -> None:
     upstream = SizeLimiter(10)
     above, source = FlowController(upstream), Source()
     left, right = FlowController(SizeLimiter(1)), FlowController(SizeLimiter(1))
@@ -464,7 +464,7 @@ def test_F3_each_downstream_frees_only_what_it_had_blocked() -> None:
     assert not source.is_blocked
 
 
-def test_F3_a_chain_pushes_back_to_its_beginning_and_is_freed_from_its_end() -> None:
+def test_F3_backpressure_in_a_chain_reaches_its_beginning_and_is_released_from_its_end() -> None:
     limiters = [WindowLimiter(1) for _ in range(3)]
     chain = [FlowController(limiter) for limiter in limiters]
     outside, *sources = [Source(name) for name in ("outside", "first", "second")]
@@ -486,7 +486,7 @@ def test_F3_a_chain_pushes_back_to_its_beginning_and_is_freed_from_its_end() -> 
     st.integers(1, 30),
     st.lists(st.tuples(st.sampled_from("abcd"), st.integers(0, 10), st.integers(0, 20)), max_size=60),
 )
-def test_F3_the_overshoot_is_at_most_one_element_of_each_source(
+def test_F3_the_overshoot_is_at_most_one_element_for_each_source(
     capacity: int, steps: list[tuple[str, int, int]]
 ) -> None:
     limiter = SizeLimiter(capacity)
@@ -549,7 +549,7 @@ class Client(Source):
     st.tuples(st.integers(1, 15), st.integers(1, 15), st.integers(1, 3)),
     st.data(),
 )
-def test_F3_sources_that_go_on_from_inside_a_notice_lose_nothing_and_keep_their_order(
+def test_F3_sources_that_continue_inside_a_notification_lose_nothing_and_keep_their_order(
     backlogs: list[list[int]], capacities: tuple[int, int, int], data: st.DataObject
 ) -> None:
     last = Stage("last", WindowLimiter(capacities[2]), None)
@@ -858,7 +858,7 @@ TestToldMachine = ToldMachine.TestCase
 
 
 @pytest.mark.parametrize("shares", [True, False])
-def test_a_source_that_is_unblocked_gives_back_upstream_only_what_that_controller_had_blocked(shares: bool) -> None:
+def test_an_unblocked_source_releases_upstream_only_what_that_controller_had_blocked(shares: bool) -> None:
     limiter = SizeLimiter(10)
     above, source = FlowController(limiter), Source()
     paused, full = FlowController(SizeLimiter(10)), FlowController(SizeLimiter(1))

@@ -43,7 +43,7 @@ def test_C1_at_the_stop_threshold_the_state_stays_off_and_the_next_message_turns
     assert queue.times_on == 1
 
 
-def test_C1_a_byte_more_than_the_stop_size_turns_it_on() -> None:
+def test_C1_one_byte_more_than_the_stop_size_turns_the_state_on() -> None:
     queue = depth(StopResume(stop_size=100, resume_size=50), 0)
     assert not queue.add(100, 0.0)
     assert not queue.add(0, 0.0), "an empty message adds no bytes"
@@ -115,11 +115,11 @@ def test_C2_either_stop_threshold_turns_the_state_on(count: int, size: int, on: 
         (0, 0, False),
     ],
 )
-def test_C2_only_both_resume_thresholds_turn_it_off(count: int, size: int, on: bool) -> None:
+def test_C2_only_both_resume_thresholds_turn_the_state_off(count: int, size: int, on: bool) -> None:
     assert on_at(EXAMPLE, count, size).on is on
 
 
-def test_C2_a_dimension_without_a_stop_is_ignored_on_the_way_up_and_on_the_way_down() -> None:
+def test_C2_a_dimension_without_a_stop_is_ignored_in_both_directions() -> None:
     by_count = on_at(StopResume(stop_count=10, resume_count=5), 4, 1_000_000)
     assert not by_count.on, "bytes do not keep it ON"
     by_size = on_at(StopResume(stop_size=10, resume_size=5), 1_000_000, 4)
@@ -129,7 +129,7 @@ def test_C2_a_dimension_without_a_stop_is_ignored_on_the_way_up_and_on_the_way_d
 
 
 @pytest.mark.parametrize("unit", ["count", "size"])
-def test_C2_a_stop_below_its_resume_is_refused_and_both_values_are_named(unit: str) -> None:
+def test_C2_a_stop_below_its_resume_is_refused_and_the_error_shows_both_values(unit: str) -> None:
     with pytest.raises(ValueError, match=f"flow_stop_{unit}=99 and flow_resume_{unit}=100"):
         StopResume(**{f"stop_{unit}": 99, f"resume_{unit}": 100})
     equal = StopResume(**{f"stop_{unit}": 100, f"resume_{unit}": 100})
@@ -139,7 +139,7 @@ def test_C2_a_stop_below_its_resume_is_refused_and_both_values_are_named(unit: s
 
 @pytest.mark.parametrize("unit", ["count", "size"])
 @pytest.mark.parametrize("resume", [0, -1])
-def test_C2_a_resume_below_1_is_refused_and_both_values_are_named(unit: str, resume: int) -> None:
+def test_C2_a_resume_below_1_is_refused_and_the_error_shows_both_values(unit: str, resume: int) -> None:
     with pytest.raises(ValueError, match=f"flow_stop_{unit}=10 and flow_resume_{unit}={resume}"):
         StopResume(**{f"stop_{unit}": 10, f"resume_{unit}": resume})
     assert StopResume(**{f"stop_{unit}": 10, f"resume_{unit}": 1}).is_set
@@ -172,12 +172,12 @@ def test_C1_equal_thresholds_still_leave_a_gap_of_one() -> None:
 
 
 @pytest.mark.parametrize(("stop", "resume"), [(1, 1), (2, 1), (7, 6), (8, 7), (9, 7), (15, 13), (16, 14), (1000, 875)])
-def test_C3_a_stop_without_a_resume_takes_seven_eighths_of_it(stop: int, resume: int) -> None:
+def test_C3_a_stop_without_a_resume_gets_a_resume_of_seven_eighths(stop: int, resume: int) -> None:
     assert StopResume(stop_count=stop).resume_count == resume
     assert StopResume(stop_size=stop).resume_size == resume
 
 
-def test_C3_both_stops_0_turn_flow_control_off_for_the_queue() -> None:
+def test_C3_0_for_both_stops_turns_flow_control_off_for_the_queue() -> None:
     off = StopResume()
     assert not off.is_set
     assert (off.resume_count, off.resume_size) == (0, 0)
@@ -188,7 +188,7 @@ def test_C3_both_stops_0_turn_flow_control_off_for_the_queue() -> None:
 
 
 @pytest.mark.parametrize(("count", "size"), [(1, 0), (0, 1), (1, 1)])
-def test_C3_one_stop_is_enough_to_be_set(count: int, size: int) -> None:
+def test_C3_one_stop_threshold_is_sufficient(count: int, size: int) -> None:
     assert StopResume(stop_count=count, stop_size=size).is_set
 
 
@@ -214,12 +214,12 @@ def test_C4_the_worked_example_of_90_and_75_percent_of_10000_bytes() -> None:
     assert (thresholds.stop_count, thresholds.resume_count) == (0, 0)
 
 
-def test_C4_both_maxima_give_both_thresholds_and_none_gives_none() -> None:
+def test_C4_both_maxima_give_both_thresholds_and_no_maximum_gives_none() -> None:
     assert StopResume.from_limits(100, 1000) == StopResume(80, 70, 800, 700)
     assert not StopResume.from_limits().is_set
 
 
-def test_C4_both_percentages_0_set_no_defaults() -> None:
+def test_C4_0_for_both_percentages_sets_no_defaults() -> None:
     assert not StopResume.from_limits(100, 1000, stop_percent=0, resume_percent=0).is_set
 
 
@@ -236,7 +236,7 @@ def test_C4_a_percentage_is_from_0_to_100(percent: int) -> None:
     assert StopResume.from_limits(100, stop_percent=100, resume_percent=100) == StopResume(100, 100)
 
 
-def test_C4_a_stop_percentage_below_the_resume_is_refused_and_both_values_are_named() -> None:
+def test_C4_a_stop_percentage_below_the_resume_is_refused_and_the_error_shows_both_values() -> None:
     with pytest.raises(ValueError, match="stop_percent=69 and resume_percent=70"):
         StopResume.from_limits(100, stop_percent=69)
     assert StopResume.from_limits(100, stop_percent=70) == StopResume(70, 70)
@@ -278,7 +278,7 @@ def test_J2_the_resume_capacity_defaults_to_the_capacity(size: int, on: bool) ->
     assert on_at(Capacity(1000), 1, size).on is on
 
 
-def test_J1_capacity_0_is_no_maximum() -> None:
+def test_J1_a_capacity_of_0_means_no_limit() -> None:
     assert not Capacity().is_set
     assert Capacity(1).is_set
     queue = depth(Capacity(), 1_000_000, 1_000_000_000)
@@ -290,7 +290,7 @@ def test_J1_the_number_of_messages_does_not_matter() -> None:
     assert not depth(Capacity(10), 1_000_000, 10).on
 
 
-def test_J2_a_resume_capacity_above_the_capacity_is_refused_and_both_values_are_named() -> None:
+def test_J2_a_resume_capacity_above_the_capacity_is_refused_and_the_error_shows_both_values() -> None:
     with pytest.raises(ValueError, match="capacity=1000 and flow_resume_capacity=1001"):
         Capacity(1000, 1001)
     with pytest.raises(ValueError, match="capacity=0 and flow_resume_capacity=1"):
@@ -316,12 +316,12 @@ def test_J2_with_a_resume_capacity_of_0_only_an_empty_queue_resumes() -> None:
 # Which publisher is held.
 
 
-def test_C1_whoever_publishes_while_the_state_is_on_is_held() -> None:
+def test_C1_every_publisher_is_held_while_the_state_is_on() -> None:
     queue = on_at(StopResume(stop_count=10, resume_count=5), 6)
     assert queue.add(1, 0.0), "7 messages are below the stop, but the state is ON"
 
 
-def test_J3_only_who_publishes_past_the_capacity_is_held() -> None:
+def test_J3_only_a_publisher_beyond_the_capacity_is_held() -> None:
     queue = on_at(Capacity(10, 5), 1, 6)
     assert queue.on
     assert not queue.add(4, 0.0), "10 bytes are not past it, although the state is still ON"
@@ -332,14 +332,14 @@ def test_J3_only_who_publishes_past_the_capacity_is_held() -> None:
 # The limiter between the thresholds.
 
 
-def test_a_queue_never_refuses() -> None:
+def test_a_queue_never_refuses_an_element() -> None:
     queue = depth(StopResume(stop_count=1), 100, 100)
     assert queue.on
     assert queue.refusal(1_000_000, 5.0) is None
     assert queue.ready_at(1_000_000, 5.0) == 5.0
 
 
-def test_a_queue_gives_back_only_what_it_has() -> None:
+def test_a_queue_releases_only_elements_that_it_holds() -> None:
     queue = depth(StopResume(stop_count=10), 2, 5)
     with pytest.raises(ValueError, match="3 messages of 5 bytes"):
         queue.remove(5, 3)
@@ -350,7 +350,7 @@ def test_a_queue_gives_back_only_what_it_has() -> None:
     assert (queue.count, queue.size) == (0, 0)
 
 
-def test_peaks_are_the_most_there_ever_was_in_each_dimension() -> None:
+def test_peaks_are_the_maximum_of_each_dimension() -> None:
     queue = depth(StopResume(), 1, 100)
     queue.remove(100)
     queue.add(10, 0.0)
@@ -359,13 +359,13 @@ def test_peaks_are_the_most_there_ever_was_in_each_dimension() -> None:
     assert (queue.peak_count, queue.peak_size) == (2, 100)
 
 
-def test_a_queue_that_is_found_too_deep_starts_on() -> None:
+def test_a_queue_that_is_already_too_deep_starts_in_state_on() -> None:
     queue = depth(StopResume(stop_count=10, resume_count=5), 11)
     assert queue.on
     assert queue.times_on == 1
 
 
-def test_D4_new_marks_are_in_force_at_once() -> None:
+def test_D4_new_thresholds_apply_immediately() -> None:
     queue = depth(StopResume(stop_count=10, resume_count=5), 8)
     queue.change(StopResume(stop_count=7, resume_count=5))
     assert queue.on
@@ -395,7 +395,7 @@ def marks(draw: st.DrawFn) -> Thresholds:
 
 
 @given(marks(), st.integers(0, 30), st.integers(0, 30))
-def test_no_depth_both_stops_and_resumes(thresholds: Thresholds, count: int, size: int) -> None:
+def test_no_depth_both_stops_and_resumes_publishers(thresholds: Thresholds, count: int, size: int) -> None:
     assert not (thresholds.stops(count, size) and thresholds.resumes(count, size))
 
 

@@ -17,7 +17,7 @@ from .support import ALL_PROPERTIES, MESSAGES, content_header, encode
 
 
 @given(MESSAGES)
-def test_a_message_that_comes_back_is_the_one_that_went_out(message: Message) -> None:
+def test_a_decoded_message_equals_the_encoded_one(message: Message) -> None:
     back = decode_message(content_header(encode(message)), message.body)
     if message.timestamp is not None:
         assert isinstance(message.timestamp, int)
@@ -49,7 +49,7 @@ def test_the_stored_content_header_of_a_plain_body_has_its_id_and_is_persistent(
         ((1 << 63) - 1, (1 << 63) - 1),
     ],
 )
-def test_a_timestamp_that_comes_back_is_the_one_that_went_out(seconds: int, timestamp: datetime | int) -> None:
+def test_a_decoded_timestamp_equals_the_encoded_one(seconds: int, timestamp: datetime | int) -> None:
     header = content_header(encode(Message(b"", timestamp=seconds)))
     assert decode_message(header, b"").timestamp == timestamp
     if isinstance(timestamp, datetime):
@@ -60,7 +60,7 @@ def test_a_timestamp_that_comes_back_is_the_one_that_went_out(seconds: int, time
 GOOD = content_header(encode(ALL_PROPERTIES))
 
 
-def test_a_header_that_ends_too_soon_is_a_frame_error() -> None:
+def test_a_truncated_header_is_a_frame_error() -> None:
     assert decode_message(GOOD, b"body") == replace(
         ALL_PROPERTIES, timestamp=datetime.fromtimestamp(1_357_017_300, UTC)
     )
@@ -69,7 +69,7 @@ def test_a_header_that_ends_too_soon_is_a_frame_error() -> None:
             decode_message(GOOD[:size], b"")
 
 
-def test_a_header_that_does_not_end_is_a_frame_error() -> None:
+def test_a_header_without_an_end_is_a_frame_error() -> None:
     with pytest.raises(FrameError, match="2 bytes follow the last property"):
         decode_message(GOOD + b"\0\0", b"")
 
@@ -78,7 +78,7 @@ def test_a_header_that_does_not_end_is_a_frame_error() -> None:
     ("at", "byte", "error"),
     [(1, 61, "class 61"), (13, 0x01, "0x..01 that are none of class basic"), (13, 0x02, "0x..02 that are none of")],
 )
-def test_a_header_of_another_class_or_with_properties_that_none_has_is_a_frame_error(
+def test_a_header_of_a_different_class_or_with_undefined_properties_is_a_frame_error(
     at: int, byte: int, error: str
 ) -> None:
     header = bytearray(GOOD)
@@ -87,7 +87,7 @@ def test_a_header_of_another_class_or_with_properties_that_none_has_is_a_frame_e
         decode_message(bytes(header), b"")
 
 
-def test_a_header_with_what_no_message_can_have_is_a_frame_error() -> None:
+def test_a_header_with_values_that_no_message_can_have_is_a_frame_error() -> None:
     header = bytearray(content_header(encode(Message(b"", delivery_mode=2))))
     header[-1] = 3
     with pytest.raises(FrameError, match="delivery_mode must be from 1 to 2, not 3"):
@@ -102,7 +102,7 @@ def nested_header(depth: int) -> bytes:
     return (60).to_bytes(2, "big") + bytes(10) + (1 << 13).to_bytes(2, "big") + table
 
 
-def test_a_header_nested_too_deep_is_a_frame_error() -> None:
+def test_a_header_that_is_nested_too_deep_is_a_frame_error() -> None:
     assert decode_message(nested_header(2), b"").headers == {"k": {"k": {}}}
     with pytest.raises(FrameError, match="more than 100 tables and arrays lie in one another"):
         decode_message(nested_header(2000), b"")
@@ -110,7 +110,7 @@ def test_a_header_nested_too_deep_is_a_frame_error() -> None:
 
 @given(st.binary(max_size=60) | st.binary(max_size=60).map(lambda rest: GOOD[:14] + rest))
 @example(GOOD)
-def test_arbitrary_bytes_are_a_message_or_a_frame_error(header: bytes) -> None:
+def test_arbitrary_bytes_decode_to_a_message_or_a_frame_error(header: bytes) -> None:
     try:
         assert decode_message(header, b"body").body == b"body"
     except FrameError:
@@ -118,7 +118,7 @@ def test_arbitrary_bytes_are_a_message_or_a_frame_error(header: bytes) -> None:
 
 
 @given(st.integers(0, len(GOOD) - 1), st.integers(0, 255), st.integers(0, len(GOOD) - 1), st.integers(0, 255))
-def test_a_header_with_two_bytes_that_are_others_is_a_message_or_a_frame_error(
+def test_a_header_with_two_changed_bytes_decodes_to_a_message_or_a_frame_error(
     first: int, one: int, second: int, other: int
 ) -> None:
     header = bytearray(GOOD)

@@ -39,7 +39,7 @@ def decode(data: bytes) -> dict[str, Any]:
 @given(HEADERS)
 @example({"float": 0.1, "large": 1e300, "small": -5e-324, "none": None, "list": [1, [], {}, [2]], "": {"": ""}})
 @example({"k" * 255: "ü" * 300, "ints": [-(1 << 31), (1 << 31) - 1, 1 << 31, -(1 << 63), (1 << 63) - 1]})
-def test_two_other_decoders_and_our_own_read_what_was_asked(headers: dict[str, Any]) -> None:
+def test_two_independent_decoders_and_our_own_read_the_encoded_values(headers: dict[str, Any]) -> None:
     data = encode(headers)
     assert pamqp.decode.field_table(data) == (len(data), as_pamqp_reads(headers))
     assert pika.data.decode_table(data, 0) == (as_pika_reads(headers), len(data))
@@ -54,7 +54,7 @@ def test_two_other_decoders_and_our_own_read_what_was_asked(headers: dict[str, A
         (b"t\0VV", [False, None, None]),
     ],
 )
-def test_runs_of_nulls_are_read_in_their_places(items: bytes, expected: list[Any]) -> None:
+def test_runs_of_nulls_are_read_at_their_positions(items: bytes, expected: list[Any]) -> None:
     array = len(items).to_bytes(4, "big") + items
     table = b"\1a" + b"A" + array + b"\1b" + b"V"
     assert decode(len(table).to_bytes(4, "big") + table) == {"a": expected, "b": None}
@@ -134,7 +134,7 @@ def test_a_table_can_be_any_mapping_and_keeps_its_order() -> None:
     assert list(decode(encode(MappingProxyType({"b": 2, "a": 1})))) == ["b", "a"]
 
 
-def test_a_key_has_at_most_255_bytes() -> None:
+def test_a_field_name_has_at_most_255_bytes() -> None:
     for key in ("k" * 255, "ü" * 127 + "k"):
         assert decode(encode({key: 1})) == {key: 1}
     for key in ("k" * 256, "ü" * 128):
@@ -143,7 +143,7 @@ def test_a_key_has_at_most_255_bytes() -> None:
                 encode({key: 1})
 
 
-def test_ever_new_keys_do_not_eat_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ever_new_keys_do_not_grow_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fields, "_keys", {})
     monkeypatch.setattr(fields, "_MAX_KEYS", 3)
     for number in range(7):
@@ -191,7 +191,7 @@ WEST = timezone(timedelta(hours=-12))
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_cannot_be_encoded_is_named_by_its_keys_with_the_way_out(
+def test_a_value_that_cannot_be_encoded_is_reported_with_its_keys_and_advice(
     headers: Any, error: type[Exception], text: str
 ) -> None:
     # Twice, because keys are cached.
@@ -212,7 +212,7 @@ def nested(depth: int, *, lists: bool = False) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("lists", [False, True])
-def test_what_is_nested_as_deep_as_is_allowed_is_read_by_everybody(lists: bool) -> None:
+def test_every_decoder_reads_the_maximum_nesting_depth(lists: bool) -> None:
     headers = nested(MAX_DEPTH, lists=lists)
     data = encode(headers)
     assert pamqp.decode.field_table(data) == (len(data), headers)
@@ -222,7 +222,7 @@ def test_what_is_nested_as_deep_as_is_allowed_is_read_by_everybody(lists: bool) 
         encode(nested(MAX_DEPTH + 1, lists=lists))
 
 
-def test_what_contains_itself_is_refused() -> None:
+def test_a_value_that_contains_itself_is_refused() -> None:
     table: dict[str, Any] = {"a": 1}
     table["self"] = table
     items: list[Any] = [table]
@@ -250,7 +250,7 @@ class Changing(Mapping[str, int]):
         return len(self.values_of)
 
 
-def test_headers_that_change_meanwhile_are_a_value_error() -> None:
+def test_headers_that_change_during_encoding_are_a_value_error() -> None:
     with pytest.raises(ValueError, match="headers cannot be encoded: dictionary changed size during iteration"):
         encode(Changing())
 
@@ -266,7 +266,7 @@ class Nowhere(tzinfo):
         return None
 
 
-def test_what_a_value_itself_raises_is_told_with_its_keys() -> None:
+def test_an_exception_raised_by_a_value_is_reported_with_its_keys() -> None:
     released = memoryview(b"gone")
     released.release()
     with pytest.raises(ValueError, match=r"headers\['a'\]\[0\]: operation forbidden on released memoryview"):
@@ -302,13 +302,13 @@ def table_of(value: bytes) -> bytes:
         (b"T\xff\xff\xff\xff\xff\xff\xff\xff", (1 << 64) - 1),
     ],
 )
-def test_what_others_write_and_we_do_not_is_read(data: bytes, value: object) -> None:
+def test_field_types_that_only_other_encoders_write_are_read(data: bytes, value: object) -> None:
     found = decode(table_of(data))["v"]
     assert found == value
     assert type(found) is type(value)
 
 
-def test_a_table_is_read_where_it_starts_and_no_further() -> None:
+def test_a_table_is_read_from_its_start_to_its_end_only() -> None:
     data = encode({"a": 1})
     assert decode_table(b"before" + data + b"after", 6) == ({"a": 1}, 6 + len(data))
 
@@ -321,7 +321,7 @@ EVERYTHING = encode(
 )
 
 
-def test_a_table_that_ends_too_soon_is_refused_wherever_it_ends() -> None:
+def test_a_table_that_is_truncated_at_any_byte_is_refused() -> None:
     for size in range(len(EVERYTHING)):
         with pytest.raises(UNREADABLE):
             decode_table(EVERYTHING[:size], 0)
@@ -339,13 +339,13 @@ def test_a_table_that_ends_too_soon_is_refused_wherever_it_ends() -> None:
         (b"\0\0\0\2\1v", "there is no field type b''"),
     ],
 )
-def test_a_table_that_is_none_is_refused(data: bytes, error: str) -> None:
+def test_bytes_that_are_not_a_table_are_refused(data: bytes, error: str) -> None:
     with pytest.raises(ValueError, match=error):
         decode_table(data, 0)
 
 
 @pytest.mark.parametrize("letter", [b"F", b"A"])
-def test_a_table_nested_too_deep_is_refused(letter: bytes) -> None:
+def test_a_table_that_is_nested_too_deep_is_refused(letter: bytes) -> None:
     def nested_data(depth: int) -> bytes:
         value = b""
         for _ in range(depth - 1):
@@ -361,7 +361,7 @@ def test_a_table_nested_too_deep_is_refused(letter: bytes) -> None:
 
 @given(st.binary(max_size=60) | st.binary(max_size=60).map(table_of))
 @example(EVERYTHING)
-def test_arbitrary_bytes_are_a_table_or_unreadable(data: bytes) -> None:
+def test_arbitrary_bytes_decode_to_a_table_or_are_unreadable(data: bytes) -> None:
     try:
         _, stop = decode_table(data, 0)
     except UNREADABLE:
@@ -370,7 +370,7 @@ def test_arbitrary_bytes_are_a_table_or_unreadable(data: bytes) -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, len(EVERYTHING) - 1), st.integers(0, 255)), max_size=3))
-def test_a_table_with_bytes_that_are_others_is_a_table_or_unreadable(others: list[tuple[int, int]]) -> None:
+def test_a_table_with_changed_bytes_decodes_to_a_table_or_is_unreadable(others: list[tuple[int, int]]) -> None:
     data = bytearray(EVERYTHING)
     for at, byte in others:
         data[at] = byte

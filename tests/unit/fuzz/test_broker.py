@@ -87,7 +87,7 @@ said = st.sampled_from(CORPUS).map(Path.read_bytes)
 
 @settings(max_examples=rounds(300))
 @given(cut(mutated(said)))
-def test_whatever_a_client_says_its_connection_ends_in_order(pieces: list[bytes]) -> None:
+def test_a_connection_with_any_client_input_ends_cleanly(pieces: list[bytes]) -> None:
     run(pieces)
 
 
@@ -98,7 +98,7 @@ def test_noise_after_the_protocol_header_is_refused(pieces: list[bytes]) -> None
 
 
 @pytest.mark.parametrize("path", CORPUS, ids=lambda path: path.stem)
-def test_what_clients_really_said_is_understood_however_it_is_cut(path: Path) -> None:
+def test_recorded_client_sessions_are_understood_for_every_split(path: Path) -> None:
     data = path.read_bytes()
     whole = run([data])
     published = whole.session.channels.published
@@ -115,7 +115,7 @@ def test_what_clients_really_said_is_understood_however_it_is_cut(path: Path) ->
         server.end()
 
 
-def test_a_client_that_never_comes_to_the_point_has_its_time() -> None:
+def test_a_client_that_never_completes_its_handshake_is_disconnected_in_time() -> None:
     data = CORPUS[0].read_bytes()
     server = Server()
     for at in itertools.count():

@@ -192,13 +192,13 @@ said = st.one_of(st.lists(frames, max_size=12).map(b"".join), st.sampled_from(CO
 @given(cut(mutated(said)))
 @example([b"\1\0\1\0\0\0\0\xce"])
 @example([b"\1\0\1\0\0\0\4\0<\0P\xce"])
-def test_whatever_a_broker_says_the_client_ends_in_order(pieces: list[bytes]) -> None:
+def test_a_client_with_any_broker_input_ends_cleanly(pieces: list[bytes]) -> None:
     run(pieces)
 
 
 @settings(max_examples=rounds(100))
 @given(mutated(said), st.integers(0, 4000))
-def test_how_it_is_cut_changes_nothing(data: bytes, at: int) -> None:
+def test_the_split_of_the_input_does_not_change_the_result(data: bytes, at: int) -> None:
     # All are sent before, so that what is known when something arrives is the same.
     outcomes = []
     for pieces in ([data], [data[:at], data[at:]], [data[each : each + 1] for each in range(len(data))]):
@@ -218,7 +218,7 @@ def test_how_it_is_cut_changes_nothing(data: bytes, at: int) -> None:
 
 @pytest.mark.parametrize("index", OURS)
 @pytest.mark.parametrize("number", [0, CHANNEL])
-def test_a_method_that_ends_too_early_is_no_more_than_an_error(index: int, number: int) -> None:
+def test_a_truncated_method_is_only_an_error(index: int, number: int) -> None:
     for filling in (b"\0", b"\x05", b"\xff"):
         for length in range(40):
             run([frame(1, number, index.to_bytes(4, "big") + filling * length)])
@@ -227,7 +227,7 @@ def test_a_method_that_ends_too_early_is_no_more_than_an_error(index: int, numbe
 
 
 @pytest.mark.parametrize("path", CORPUS, ids=lambda path: path.stem)
-def test_what_brokers_really_said_is_understood(path: Path) -> None:
+def test_recorded_broker_sessions_are_understood(path: Path) -> None:
     client = Client(capacity=500)
     for _ in range(300):
         client.send()
@@ -241,5 +241,5 @@ def test_what_brokers_really_said_is_understood(path: Path) -> None:
     client.end()
 
 
-def test_there_is_a_corpus() -> None:
+def test_the_corpus_exists() -> None:
     assert len(CORPUS) > 3

@@ -50,7 +50,7 @@ def bodies(outbox: Outbox) -> list[bytes]:
     return [stored.message.body for stored in outbox.read()]
 
 
-def test_what_is_durable_is_there_after_a_crash_in_order_and_what_is_settled_is_not(path: Path) -> None:
+def test_after_a_crash_durable_messages_are_there_in_order_and_settled_ones_are_not(path: Path) -> None:
     outbox = Outbox(path)
     one, two, three = put(outbox, b"1", b"2", b"3")
     assert outbox.durable < one
@@ -66,7 +66,7 @@ def test_what_is_durable_is_there_after_a_crash_in_order_and_what_is_settled_is_
         assert put(outbox, b"5") == [three + 1]
 
 
-def test_sequences_are_not_given_twice_even_if_nothing_is_left(path: Path) -> None:
+def test_sequence_numbers_are_not_reused_even_if_the_outbox_is_empty(path: Path) -> None:
     with Outbox(path) as outbox:
         (one,) = put(outbox, b"1")
         outbox.settle(one)
@@ -75,7 +75,7 @@ def test_sequences_are_not_given_twice_even_if_nothing_is_left(path: Path) -> No
         assert put(outbox, b"2") == [one + 1]
 
 
-def test_a_message_comes_back_as_it_was_put(path: Path) -> None:
+def test_a_message_is_read_back_as_it_was_put(path: Path) -> None:
     message = Message(
         b"body",
         content_type="text/plain",
@@ -106,7 +106,9 @@ def test_a_message_comes_back_as_it_was_put(path: Path) -> None:
     assert plain.message == Message(b"plain", message_id="plain-id")
 
 
-def test_what_may_have_been_written_is_marked_after_a_crash_and_what_was_not_permitted_is_not(path: Path) -> None:
+def test_after_a_crash_messages_permitted_to_be_written_are_marked_as_second_copies_and_others_are_not(
+    path: Path,
+) -> None:
     outbox = Outbox(path)
     put(outbox, b"written")
     waiting = put(outbox, b"taken up", b"spilled", permit=False)
@@ -123,7 +125,7 @@ def test_what_may_have_been_written_is_marked_after_a_crash_and_what_was_not_per
         assert third.to_send() is third.message
 
 
-def test_a_permission_counts_once_it_is_committed(path: Path) -> None:
+def test_a_permission_to_write_counts_once_it_is_committed(path: Path) -> None:
     outbox = Outbox(path)
     (one,) = put(outbox, b"1", permit=False)
     outbox.commit()
@@ -139,14 +141,14 @@ def test_a_permission_counts_once_it_is_committed(path: Path) -> None:
         assert outbox.read()[0].may_be_second_copy
 
 
-def test_the_mark_keeps_the_headers(path: Path) -> None:
+def test_marking_a_message_keeps_its_headers(path: Path) -> None:
     with Outbox(path) as outbox:
         outbox.put(Message(b"", headers={"k": "v"}), "", "q", "id")
     with Outbox(path) as outbox:
         assert outbox.read()[0].to_send().headers == {"k": "v", REPUBLISHED: True}
 
 
-def test_a_message_is_settled_before_it_is_durable(path: Path) -> None:
+def test_a_message_can_be_settled_before_it_is_durable(path: Path) -> None:
     with Outbox(path) as outbox:
         one, _ = put(outbox, b"1", b"2")
         outbox.settle(one)
@@ -154,7 +156,7 @@ def test_a_message_is_settled_before_it_is_durable(path: Path) -> None:
         assert bodies(outbox) == [b"2"]
 
 
-def test_it_counts_messages_and_bytes_and_is_full_at_its_bound(path: Path) -> None:
+def test_the_outbox_counts_messages_and_bytes_and_is_full_at_its_limit(path: Path) -> None:
     with Outbox(path, max_bytes=700) as outbox:
         sequences = put(outbox, *[b"x" * 100] * 3)
         with pytest.raises(OutboxFull, match=r"no room for a message of \d+ bytes: \d+ of at most 700 bytes"):
@@ -171,7 +173,7 @@ def test_it_counts_messages_and_bytes_and_is_full_at_its_bound(path: Path) -> No
         assert outbox.read()[0].size == size
 
 
-def test_what_amqp_cannot_carry_is_refused_and_takes_no_place(path: Path) -> None:
+def test_a_message_that_amqp_cannot_carry_is_refused_and_uses_no_room(path: Path) -> None:
     with Outbox(path) as outbox:
         with pytest.raises(TypeError, match=r"headers\['k'\]"):
             outbox.put(Message(b"", headers={"k": object()}), "", "q", "id")
@@ -180,7 +182,7 @@ def test_what_amqp_cannot_carry_is_refused_and_takes_no_place(path: Path) -> Non
         assert (outbox.last, len(outbox), outbox.size) == (0, 0, 0)
 
 
-def test_it_is_read_in_batches(path: Path) -> None:
+def test_the_outbox_is_read_in_batches(path: Path) -> None:
     with Outbox(path) as outbox:
         put(outbox, *(b"%d" % number for number in range(10)))
         found: list[StoredMessage] = []
@@ -190,7 +192,7 @@ def test_it_is_read_in_batches(path: Path) -> None:
         assert [stored.message.body for stored in found] == [b"%d" % number for number in range(10)]
 
 
-def test_messages_that_are_too_old_are_taken_out_and_returned(path: Path) -> None:
+def test_messages_that_are_too_old_are_removed_and_returned(path: Path) -> None:
     with Outbox(path) as outbox:
         put(outbox, b"old", b"older")
         limit = time.time() + 0.001
@@ -202,7 +204,7 @@ def test_messages_that_are_too_old_are_taken_out_and_returned(path: Path) -> Non
         assert outbox.expire(limit) == []
 
 
-def test_of_many_threads_one_commits_for_all(path: Path) -> None:
+def test_one_of_many_threads_commits_for_all(path: Path) -> None:
     with Outbox(path) as outbox:
         commits = 0
         commit = outbox._commit
@@ -235,7 +237,7 @@ def test_of_many_threads_one_commits_for_all(path: Path) -> None:
         assert commits < 16
 
 
-def test_a_commit_that_fails_raises_and_the_next_one_tries_again(path: Path) -> None:
+def test_a_failed_commit_raises_and_the_next_one_retries(path: Path) -> None:
     with Outbox(path) as outbox:
         one, two = put(outbox, b"1", b"2")
         outbox.settle(one)
@@ -251,7 +253,7 @@ def test_a_commit_that_fails_raises_and_the_next_one_tries_again(path: Path) -> 
         assert outbox.size == sum(stored.size for stored in outbox.read())
 
 
-def test_a_wait_that_fails_raises_and_the_next_one_tries_again(path: Path) -> None:
+def test_a_failed_wait_raises_and_the_next_one_retries(path: Path) -> None:
     with Outbox(path) as outbox:
         (one,) = put(outbox, b"1")
         outbox._file.execute("ALTER TABLE message RENAME TO gone")
@@ -264,7 +266,7 @@ def test_a_wait_that_fails_raises_and_the_next_one_tries_again(path: Path) -> No
         assert (len(outbox), outbox.size) == (1, outbox.read()[0].size)
 
 
-def test_a_wait_takes_out_settled_messages_if_there_are_many(path: Path) -> None:
+def test_a_wait_removes_settled_messages_if_there_are_many(path: Path) -> None:
     with Outbox(path) as outbox:
         sequences = put(outbox, *(b"%d" % number for number in range(1000)))
         outbox.wait_durable(sequences[-1])
@@ -279,7 +281,7 @@ def test_a_wait_takes_out_settled_messages_if_there_are_many(path: Path) -> None
         assert len(outbox) == 2
 
 
-def test_a_commit_that_ctrl_c_breaks_off_when_it_is_done_can_be_repeated(path: Path) -> None:
+def test_a_commit_that_ctrl_c_interrupts_at_its_end_can_be_repeated(path: Path) -> None:
     with Outbox(path) as outbox:
         one, _ = put(outbox, b"1", b"2")
         outbox.settle(one)
@@ -309,7 +311,7 @@ def locked(path: Path) -> Iterator[None]:
         yield
 
 
-def test_E4_every_wait_for_a_file_that_another_process_has_locked_ends_by_its_timeout(path: Path) -> None:
+def test_E4_every_wait_for_a_file_locked_by_another_process_ends_by_its_timeout(path: Path) -> None:
     outbox = Outbox(path)
     one = outbox.put(b"1", "", "q", "id-1")
     with locked(path):
@@ -323,7 +325,7 @@ def test_E4_every_wait_for_a_file_that_another_process_has_locked_ends_by_its_ti
     outbox.close()
 
 
-def test_E4_a_file_that_stays_locked_is_closed_and_names_the_messages_that_were_not_written(path: Path) -> None:
+def test_E4_closing_while_the_file_stays_locked_reports_the_messages_that_were_not_written(path: Path) -> None:
     outbox = Outbox(path)
     outbox.commit()
     outbox.put(Message(b"1", message_id="own"), "", "q", "id-1")
@@ -336,7 +338,7 @@ def test_E4_a_file_that_stays_locked_is_closed_and_names_the_messages_that_were_
         assert outbox.read() == []
 
 
-def test_E4_close_does_not_wait_for_a_thread_that_writes_longer_than_its_timeout(path: Path) -> None:
+def test_E4_close_waits_no_longer_than_its_timeout_for_a_thread_that_writes(path: Path) -> None:
     outbox = Outbox(path)
     one = outbox.put(b"1", "", "q", "id-1")
     with locked(path):
@@ -351,7 +353,7 @@ def test_E4_close_does_not_wait_for_a_thread_that_writes_longer_than_its_timeout
     assert [stored.message.body for stored in Outbox.look(path)] == [b"1"]
 
 
-def test_E4_a_wait_of_another_thread_can_be_ended(path: Path) -> None:
+def test_E4_a_wait_can_be_ended_from_another_thread(path: Path) -> None:
     outbox = Outbox(path)
     one = outbox.put(b"1", "", "q", "id-1")
     errors: list[OutboxError] = []
@@ -374,7 +376,7 @@ def test_E4_a_wait_of_another_thread_can_be_ended(path: Path) -> None:
     outbox.close()
 
 
-def test_it_is_closed_once_and_twice_is_no_harm(path: Path) -> None:
+def test_closing_the_outbox_twice_does_no_harm(path: Path) -> None:
     outbox = Outbox(path)
     outbox.close()
     outbox.close()
@@ -383,13 +385,13 @@ def test_it_is_closed_once_and_twice_is_no_harm(path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "words"), [({"synchronous": "off"}, "must be 'normal' or 'full'"), ({"max_bytes": 0}, "max_bytes")]
 )
-def test_settings_that_are_none_are_refused(path: Path, options, words) -> None:
+def test_invalid_settings_are_refused(path: Path, options, words) -> None:
     with pytest.raises(ValueError, match=words):
         Outbox(path, **options)
     assert not path.exists()
 
 
-def test_full_synchronous_is_what_it_says(path: Path) -> None:
+def test_synchronous_full_is_passed_to_sqlite(path: Path) -> None:
     with Outbox(path, synchronous="full") as outbox:
         assert outbox._file.one("PRAGMA synchronous") == 2
         assert outbox._file.one("PRAGMA journal_mode") == "wal"
@@ -407,7 +409,7 @@ def test_a_second_outbox_on_a_file_in_the_same_process_is_refused(path: Path) ->
     Outbox(path).close()
 
 
-def test_another_name_of_the_file_does_not_help(path: Path, tmp_path: Path) -> None:
+def test_the_same_file_under_a_different_name_is_refused_too(path: Path, tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(path)
     with Outbox(path), pytest.raises(OutboxInUse):
         Outbox(tmp_path / "link")
@@ -442,7 +444,7 @@ def test_a_second_process_is_refused_and_the_lock_of_a_dead_one_is_taken_over(pa
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork.*:DeprecationWarning")
-def test_a_forked_child_neither_uses_it_nor_keeps_its_lock(path: Path) -> None:
+def test_a_forked_child_does_not_use_the_outbox_and_does_not_keep_its_lock(path: Path) -> None:
     outbox = Outbox(path)
     go_on, tell = os.pipe()
     child = os.fork()
@@ -464,7 +466,7 @@ def test_a_forked_child_neither_uses_it_nor_keeps_its_lock(path: Path) -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
 
 
-def test_a_child_that_releases_the_lock_before_its_fork_handlers_run_leaves_it_to_its_parent(path: Path) -> None:
+def test_a_child_that_releases_the_lock_before_its_fork_handlers_run_leaves_the_lock_to_its_parent(path: Path) -> None:
     def lock() -> LockFile:
         return LockFile(path, error=OutboxError, in_use=OutboxInUse, told=("a test", "wait"))
 
@@ -482,7 +484,7 @@ def test_a_child_that_releases_the_lock_before_its_fork_handlers_run_leaves_it_t
 # Files that are not outboxes.
 
 
-def test_what_is_no_outbox_is_left_alone(path: Path, tmp_path: Path) -> None:
+def test_a_file_that_is_not_an_outbox_is_left_unchanged(path: Path, tmp_path: Path) -> None:
     path.write_bytes(b"Dear Sir or Madam, " * 1000)
     with pytest.raises(OutboxError, match="outbox: file is not a database"):
         Outbox(path)
@@ -500,7 +502,7 @@ def test_what_is_no_outbox_is_left_alone(path: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "nothing").exists()
 
 
-def test_an_outbox_of_the_first_commit_that_had_one_still_opens(path: Path) -> None:
+def test_an_outbox_written_by_the_first_version_can_still_be_opened(path: Path) -> None:
     # As written by commit a766ba8: one message that was sent, one that was held, and the state.
     with closing(sqlite3.connect(path)) as file, file:
         file.executescript(
@@ -532,7 +534,7 @@ def test_an_outbox_of_the_first_commit_that_had_one_still_opens(path: Path) -> N
         assert put(outbox, b"new") == [8]
 
 
-def test_tables_of_another_version_are_refused(path: Path) -> None:
+def test_tables_of_an_unsupported_version_are_refused(path: Path) -> None:
     Outbox(path).close()
     with sqlite3.connect(path) as file:
         file.execute("PRAGMA user_version = 9")
@@ -555,7 +557,7 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_message_is_set_aside_and_hides_no_other(path: Path, damage: str) -> None:
+def test_a_damaged_message_is_set_aside_and_all_others_are_read(path: Path, damage: str) -> None:
     column, words = DAMAGES[damage]
     with Outbox(path) as outbox:
         put(outbox, b"1", b"2", b"3")
@@ -592,7 +594,7 @@ def test_a_damaged_message_is_set_aside_and_hides_no_other(path: Path, damage: s
         Outbox.find(path, 2)
 
 
-def test_what_was_set_aside_stays_so_also_if_it_can_be_read_again(path: Path) -> None:
+def test_a_message_that_was_set_aside_stays_so_even_if_it_becomes_readable_again(path: Path) -> None:
     with Outbox(path) as outbox:
         put(outbox, b"1", b"2", permit=False)
     change(path, "UPDATE message SET held = held | 2 WHERE sequence = 1")
@@ -613,7 +615,7 @@ def test_any_message_can_be_dropped(path: Path) -> None:
             outbox.drop(2)
 
 
-def test_one_can_look_at_it_while_it_is_used(path: Path) -> None:
+def test_the_outbox_can_be_inspected_while_it_is_in_use(path: Path) -> None:
     with Outbox(path) as outbox:
         put(outbox, b"1", b"2")
         outbox.commit()
@@ -626,7 +628,7 @@ def test_one_can_look_at_it_while_it_is_used(path: Path) -> None:
 # Against a model.
 
 
-def test_an_outbox_whose_making_was_killed_is_read_as_empty(tmp_path: Path) -> None:
+def test_an_outbox_whose_creation_was_killed_is_read_as_empty(tmp_path: Path) -> None:
     beginning = sqlite3.connect(tmp_path / "beginning", isolation_level=None)
     # Pages are written to the file, and their old content to the journal, before the commit.
     beginning.executescript("PRAGMA cache_size = 1; BEGIN IMMEDIATE; CREATE TABLE other (content);")

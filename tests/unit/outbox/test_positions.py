@@ -66,7 +66,7 @@ def test_E13_a_position_that_cannot_be_stored_is_refused(
     [0, -1, (1 << 63) - 1, -(1 << 63), "", "key", "1200", "a\0b", "Åse" * 1000],
     ids=lambda value: f"{value!r:.30}",
 )
-def test_E13_a_position_comes_back_as_it_was_put(path: Path, value: int | str) -> None:
+def test_E13_a_position_is_read_back_as_it_was_put(path: Path, value: int | str) -> None:
     with Outbox(path) as outbox:
         assert outbox.position(ROWS) is None
         put(outbox, value)
@@ -77,14 +77,14 @@ def test_E13_a_position_comes_back_as_it_was_put(path: Path, value: int | str) -
         assert outbox.position("another") is None
 
 
-def test_E13_what_is_no_position_is_refused(path: Path) -> None:
+def test_E13_a_value_that_is_not_a_position_is_refused(path: Path) -> None:
     with Outbox(path) as outbox:
         with pytest.raises(TypeError, match="position must be a Position, not int: 7"):
             outbox.put(b"1", "", "q", "id", position=7)  # type: ignore[arg-type]  # on purpose
         assert (outbox.last, len(outbox)) == (0, 0)
 
 
-def test_E13_a_position_is_on_disk_with_its_message_and_not_before(path: Path) -> None:
+def test_E13_a_position_is_written_to_disk_together_with_its_message(path: Path) -> None:
     outbox = Outbox(path)
     outbox.wait_durable(put(outbox, 1))
     put(outbox, 2)
@@ -95,7 +95,7 @@ def test_E13_a_position_is_on_disk_with_its_message_and_not_before(path: Path) -
         assert [stored.message.body for stored in outbox.read()] == [b"1"]
 
 
-def test_E13_of_several_messages_of_a_commit_the_last_one_of_each_source_counts(path: Path) -> None:
+def test_E13_the_last_position_of_each_source_in_a_commit_counts(path: Path) -> None:
     outbox = Outbox(path)
     for source, value in [("a", 1), ("b", 10), ("a", 3), ("b", 20), ("a", 2)]:
         put(outbox, value, source)
@@ -116,7 +116,7 @@ def test_E13_a_position_stays_when_its_message_is_settled(path: Path) -> None:
 
 
 @pytest.mark.parametrize("count", [1, 2], ids=["one", "several"])
-def test_E13_a_commit_that_fails_stores_no_position_and_the_next_one_does(
+def test_E13_a_failed_commit_stores_no_position_and_the_next_one_does(
     path: Path, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     outbox = Outbox(path)
@@ -143,7 +143,7 @@ def test_E13_a_commit_that_fails_stores_no_position_and_the_next_one_does(
         assert outbox.position(ROWS) == 1 + count
 
 
-def test_E13_a_message_that_is_never_written_takes_its_position_along(
+def test_E13_the_position_of_a_message_that_is_never_stored_is_not_stored_either(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     outbox = Outbox(path)
@@ -156,7 +156,7 @@ def test_E13_a_message_that_is_never_written_takes_its_position_along(
 
 
 @pytest.mark.parametrize("when", ["on disk", "noted", "one commit"])
-def test_E13_a_message_that_is_withdrawn_takes_its_position_along(path: Path, when: str) -> None:
+def test_E13_the_position_of_a_withdrawn_message_is_withdrawn_too(path: Path, when: str) -> None:
     outbox = Outbox(path)
     last = put(outbox, 1)
     if when != "one commit":
@@ -175,7 +175,7 @@ def test_E13_a_message_that_is_withdrawn_takes_its_position_along(path: Path, wh
         assert [stored.sequence for stored in outbox.read()] == [last, withdrawn + 1]
 
 
-def test_E13_a_withdrawn_message_that_was_the_first_of_its_source_leaves_no_position(path: Path) -> None:
+def test_E13_withdrawing_the_first_message_of_a_source_leaves_no_position(path: Path) -> None:
     outbox = Outbox(path)
     put(outbox, 1)
     outbox.commit()
@@ -188,7 +188,7 @@ def test_E13_a_withdrawn_message_that_was_the_first_of_its_source_leaves_no_posi
         assert (outbox.position(ROWS), outbox.position("another")) == (None, 5)
 
 
-def test_E13_what_is_put_after_a_withdrawn_message_counts(path: Path) -> None:
+def test_E13_a_message_put_after_a_withdrawn_one_counts(path: Path) -> None:
     outbox = Outbox(path)
     put(outbox, 1)
     outbox.commit()
@@ -200,7 +200,7 @@ def test_E13_what_is_put_after_a_withdrawn_message_counts(path: Path) -> None:
         assert outbox.position(ROWS) == 3
 
 
-def test_E13_a_position_can_be_set_and_forgotten_without_a_message(path: Path) -> None:
+def test_E13_a_position_can_be_set_and_deleted_without_a_message(path: Path) -> None:
     with Outbox(path) as outbox:
         put(outbox, 9)
         outbox.set_position(ROWS, "elsewhere")
@@ -216,7 +216,7 @@ def test_E13_a_position_can_be_set_and_forgotten_without_a_message(path: Path) -
         assert outbox.position(ROWS) == 10
 
 
-def test_E13_an_outbox_of_an_earlier_release_gets_positions_when_it_needs_them(path: Path) -> None:
+def test_E13_an_outbox_of_an_earlier_version_gets_the_positions_table_when_needed(path: Path) -> None:
     with Outbox(path) as outbox:
         outbox.put(b"left", "", "q", "id")
     # The tables of an earlier release, and of an outbox without positions.
@@ -229,7 +229,7 @@ def test_E13_an_outbox_of_an_earlier_release_gets_positions_when_it_needs_them(p
 
 
 @pytest.mark.parametrize("value", ["CAST(x'ff' AS TEXT)", "x'31'", "1.5"], ids=["no UTF-8", "bytes", "real"])
-def test_E13_a_damaged_position_is_an_error_when_it_is_asked_for_and_can_be_set_again(path: Path, value: str) -> None:
+def test_E13_reading_a_damaged_position_is_an_error_and_it_can_be_set_again(path: Path, value: str) -> None:
     with Outbox(path) as outbox:
         put(outbox, 1)
         put(outbox, 2, "another")
@@ -258,7 +258,7 @@ def test_E13_a_damaged_source_is_an_error(path: Path) -> None:
     [b"body", Message(b"body", headers={"a": [1]}, priority=3), RoutedMessage(b"body", routing_key="elsewhere")],
     ids=["bytes", "message", "routed"],
 )
-def test_E13_a_message_with_a_position_is_equal_to_the_one_that_was_given_and_errors_name_that(
+def test_E13_a_message_with_a_position_equals_the_original_and_errors_carry_the_original(
     given: bytes | Message,
 ) -> None:
     made = with_position(given, Position(ROWS, 1))
@@ -304,7 +304,7 @@ def test_E13_a_message_with_a_position_is_not_written_before_it_is_on_disk(path:
     kept.outbox.close()
 
 
-def test_E13_the_io_is_not_woken_for_what_waits_for_the_disk(path: Path) -> None:
+def test_E13_the_io_thread_is_not_woken_for_a_message_that_waits_for_the_disk(path: Path) -> None:
     kept = Kept(path)
     has_output = [kept.protocol.has_output]
     send(kept, 1)
@@ -331,7 +331,7 @@ def test_E13_the_io_is_not_woken_for_what_waits_for_the_disk(path: Path) -> None
     kept.outbox.close()
 
 
-def test_E13_what_is_settled_before_it_is_on_disk_keeps_nothing_back(path: Path) -> None:
+def test_E13_a_message_settled_before_it_is_on_disk_delays_no_other(path: Path) -> None:
     # The disk does not answer, and the time limit of the first message is over.
     kept = Kept(path, delivery_timeout=5.0)
     late = send(kept, 1)
@@ -349,7 +349,7 @@ def test_E13_what_is_settled_before_it_is_on_disk_keeps_nothing_back(path: Path)
     kept.outbox.close()
 
 
-def test_E13_a_request_that_is_interrupted_does_not_keep_the_next_one_from_the_writer(
+def test_E13_an_interrupted_request_does_not_hide_the_next_one_from_the_writer(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Interrupted(list[Any]):
@@ -366,7 +366,7 @@ def test_E13_a_request_that_is_interrupted_does_not_keep_the_next_one_from_the_w
     kept.outbox.close()
 
 
-def test_E13_a_commit_does_not_look_at_all_sources_that_there_are(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_E13_a_commit_does_not_scan_all_known_sources(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Reached(dict[str, Any]):
         def items(self) -> Any:
             raise AssertionError("all sources were looked at")
@@ -380,7 +380,9 @@ def test_E13_a_commit_does_not_look_at_all_sources_that_there_are(path: Path, mo
         assert outbox.position(ROWS) == 2
 
 
-def test_E13_a_position_whose_message_was_not_noted_does_not_count(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_E13_a_position_whose_message_was_not_recorded_does_not_count(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Interrupted(list[Any]):
         def append(self, _row: Any) -> None:
             raise KeyboardInterrupt
@@ -395,7 +397,7 @@ def test_E13_a_position_whose_message_was_not_noted_does_not_count(path: Path, m
         assert outbox.position(ROWS) == 1
 
 
-def test_E13_the_writer_commits_what_its_sender_does_not_and_has_it_written(path: Path) -> None:
+def test_E13_the_writer_commits_messages_that_their_sender_does_not_commit_and_then_they_are_sent(path: Path) -> None:
     kept = Kept(path)
     steps: list[Callable[[float], None]] = []
     take = kept.step
@@ -413,7 +415,7 @@ def test_E13_the_writer_commits_what_its_sender_does_not_and_has_it_written(path
     kept.outbox.close()
 
 
-def test_E13_after_a_crash_what_was_not_on_disk_was_not_written_and_the_rest_is_marked(path: Path) -> None:
+def test_E13_after_a_crash_messages_not_on_disk_were_not_sent_and_all_others_are_marked(path: Path) -> None:
     kept = Kept(path)
     for value in (1, 2):
         send(kept, value)
@@ -430,7 +432,7 @@ def test_E13_after_a_crash_what_was_not_on_disk_was_not_written_and_the_rest_is_
     kept.outbox.close()
 
 
-def test_E13_a_spilled_message_has_its_position(path: Path) -> None:
+def test_E13_a_spilled_message_keeps_its_position(path: Path) -> None:
     kept = Kept(path, when_flowed="spill")
     kept.protocol.hold("paused", kept.now)
     send(kept, 1, spills=True)
@@ -441,7 +443,7 @@ def test_E13_a_spilled_message_has_its_position(path: Path) -> None:
         assert [stored.message.body for stored in outbox.read()] == [b"1"]
 
 
-def test_E13_what_could_not_be_stored_at_the_end_is_safe_to_send_again(
+def test_E13_a_message_that_could_not_be_stored_at_the_end_is_safe_to_send_again(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kept = Kept(path)
@@ -474,7 +476,7 @@ def _nothing(kept: Kept) -> None: ...
 
 @pytest.mark.parametrize("then", [_nothing, _commit_by_another, _go_on], ids=lambda then: then.__name__)
 @pytest.mark.parametrize("way", ["admitted", "spilled"])
-def test_E13_whatever_is_interrupted_a_position_is_on_disk_if_and_only_if_its_message_is(
+def test_E13_after_any_interrupt_a_position_is_on_disk_exactly_if_its_message_is(
     tmp_path: Path, then: Callable[[Kept], None], way: str
 ) -> None:
     settings: dict[str, Any] = {"when_flowed": "spill"} if way == "spilled" else {}

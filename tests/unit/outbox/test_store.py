@@ -84,7 +84,7 @@ def read_and_held(path: Path) -> Kept:
     return kept
 
 
-def test_what_is_read_of_the_backlog_gets_too_old_while_the_producer_is_flowed(path: Path) -> None:
+def test_messages_read_from_the_backlog_can_become_too_old_while_the_producer_is_flowed(path: Path) -> None:
     leave(path, b"1", b"2", b"3")
     kept = read_and_held(path)
     assert kept.protocol.waiters.when_flushed("flush")
@@ -102,7 +102,7 @@ def test_what_is_read_of_the_backlog_gets_too_old_while_the_producer_is_flowed(p
     assert Outbox.look(path) == []
 
 
-def test_what_has_got_too_old_in_memory_does_not_leave_when_the_producer_is_unflowed(path: Path) -> None:
+def test_messages_that_became_too_old_in_memory_are_not_sent_when_the_producer_is_unflowed(path: Path) -> None:
     leave(path, b"1", b"2", b"3")
     kept = read_and_held(path)
     kept.now += DAY
@@ -115,7 +115,7 @@ def test_what_has_got_too_old_in_memory_does_not_leave_when_the_producer_is_unfl
     assert bodies(kept.write()) == [b"new"]
 
 
-def test_the_receipt_of_a_spilled_message_says_that_it_became_too_old_in_memory(path: Path) -> None:
+def test_the_receipt_of_a_spilled_message_shows_that_it_became_too_old_in_memory(path: Path) -> None:
     kept = Kept(path, when_flowed="spill", outbox_max_age=60.0, capacity=1)
     kept.send(b"in the window")
     receipt = kept.send(b"waits", spills=True)
@@ -133,7 +133,7 @@ def test_the_receipt_of_a_spilled_message_says_that_it_became_too_old_in_memory(
 
 
 @pytest.mark.parametrize("too_old", [False, True], ids=["young", "old"])
-def test_what_is_spilled_and_read_when_the_producer_ends_stays_on_disk_and_each_receipt_says_so(
+def test_spilled_messages_read_before_the_producer_ends_stay_on_disk_and_their_receipts_show_it(
     path: Path, too_old: bool
 ) -> None:
     kept = Kept(path, when_flowed="spill", capacity=2, outbox_max_age=60.0)
@@ -175,7 +175,7 @@ def is_returned(kept: Kept, receipt: Receipt) -> None:
         (is_returned, "stored (312 NO_ROUTE); there is no queue 'q': declare it"),
     ],
 )
-def test_E13_a_message_that_is_not_delivered_stays_and_the_next_producer_sends_it_with_a_mark(
+def test_E13_an_undelivered_message_stays_and_the_next_producer_sends_it_with_a_mark(
     path: Path, refuse: Callable[[Kept, Receipt], None], words: str
 ) -> None:
     kept = Kept(path, outbox_keep_undelivered=True, on_refused="fail")
@@ -202,7 +202,7 @@ def test_E13_a_message_that_is_not_delivered_stays_and_the_next_producer_sends_i
     assert Outbox.look(path) == []
 
 
-def test_E13_a_message_that_has_got_too_old_on_disk_stays_and_is_settled_once(path: Path) -> None:
+def test_E13_a_message_that_became_too_old_on_disk_stays_and_is_settled_once(path: Path) -> None:
     leave(path, b"1", b"2")
     kept = Kept(path, opened=False, outbox_max_age=60.0, outbox_keep_undelivered=True)
     kept.now += DAY
@@ -217,7 +217,7 @@ def test_E13_a_message_that_has_got_too_old_on_disk_stays_and_is_settled_once(pa
     assert [stored.message.body for stored in Outbox.look(path)] == [b"1", b"2"]
 
 
-def test_E13_what_stays_and_is_on_disk_is_kept_in_no_memory(path: Path) -> None:
+def test_E13_messages_that_stay_on_disk_are_not_kept_in_memory(path: Path) -> None:
     kept = Kept(path, outbox_keep_undelivered=True, on_refused="fail")
     for tag in range(1, 100):
         assert kept.send(b"one") is not None
@@ -230,7 +230,7 @@ def test_E13_what_stays_and_is_on_disk_is_kept_in_no_memory(path: Path) -> None:
 
 
 @pytest.mark.parametrize("which", [[1], [2], [4], [1, 2], [3, 4], [1, 2, 3, 4]], ids=str)
-def test_a_damaged_message_is_set_aside_and_all_others_leave_in_order(
+def test_a_damaged_message_is_set_aside_and_all_others_are_sent_in_order(
     path: Path, which: list[int], caplog: pytest.LogCaptureFixture
 ) -> None:
     leave(path, b"1", b"2", b"3", b"4")
@@ -264,7 +264,7 @@ def test_a_damaged_message_is_set_aside_and_all_others_leave_in_order(
     kept.outbox.close()
 
 
-def test_E2_a_message_that_its_sender_gave_up_without_a_step_is_not_spilled(path: Path) -> None:
+def test_E2_a_message_withdrawn_by_its_sender_outside_a_step_is_not_spilled(path: Path) -> None:
     kept = Kept(path, when_flowed="spill", outbox_max_bytes=800)
     kept.send(bytes(500))
     kept.write()
@@ -281,7 +281,7 @@ def test_E2_a_message_that_its_sender_gave_up_without_a_step_is_not_spilled(path
     kept.outbox.close()
 
 
-def test_E2_the_error_of_a_signal_handler_is_not_that_of_a_message_that_is_spilled(
+def test_E2_an_exception_from_a_signal_handler_is_not_the_error_of_a_spilled_message(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kept = Kept(path, when_flowed="spill", outbox_max_bytes=800)
@@ -306,7 +306,7 @@ def test_E2_the_error_of_a_signal_handler_is_not_that_of_a_message_that_is_spill
     kept.outbox.close()
 
 
-def test_the_receipt_of_a_spilled_message_says_that_it_is_damaged_on_disk(path: Path) -> None:
+def test_the_receipt_of_a_spilled_message_shows_that_it_is_damaged_on_disk(path: Path) -> None:
     kept = Kept(path, when_flowed="spill", capacity=1)
     kept.protocol.hold("paused", kept.now)
     receipts = [kept.send(b"%d" % number, spills=True) for number in range(3)]
@@ -326,9 +326,7 @@ def test_the_receipt_of_a_spilled_message_says_that_it_is_damaged_on_disk(path: 
     assert list(Outbox.look_damaged(path)) == [2]
 
 
-def test_a_read_that_fails_is_tried_again_and_fails_no_wait_for_a_commit(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_read_is_retried_and_fails_no_wait_for_a_commit(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     leave(path, b"1", b"2")
     kept = Kept(path)
     read = kept.outbox.read
@@ -353,7 +351,7 @@ def test_a_read_that_fails_is_tried_again_and_fails_no_wait_for_a_commit(
     assert bodies(kept.write())[:2] == [b"1", b"2"]
 
 
-def test_a_commit_that_fails_fails_the_waits_for_it(path: Path) -> None:
+def test_a_failed_commit_fails_the_waits_for_it(path: Path) -> None:
     kept = Kept(path)
     kept.outbox.put(b"1", "", "q", "id")
     change(path, "ALTER TABLE message RENAME TO gone")

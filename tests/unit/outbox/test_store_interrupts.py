@@ -94,7 +94,9 @@ def every_line(
 
 
 @pytest.mark.parametrize("payload", OWN.values(), ids=OWN)
-def test_a_message_that_is_stored_is_admitted_whole_or_not_at_all(path: Path, payload: bytes | Message) -> None:
+def test_an_interrupted_send_with_an_outbox_admits_the_whole_message_or_nothing(
+    path: Path, payload: bytes | Message
+) -> None:
     admitted = []
 
     def begin(kept: Kept) -> None:
@@ -109,7 +111,7 @@ def test_a_message_that_is_stored_is_admitted_whole_or_not_at_all(path: Path, pa
     assert not admitted[0]
 
 
-def test_a_message_that_is_spilled_waits_on_disk_or_nowhere(path: Path) -> None:
+def test_an_interrupted_spill_leaves_the_message_on_disk_or_withdrawn(path: Path) -> None:
     def begin(kept: Kept) -> None:
         kept.protocol.hold("paused", kept.now)
         assert kept.send(b"before", spills=True) is not None
@@ -124,7 +126,7 @@ def test_a_message_that_is_spilled_waits_on_disk_or_nowhere(path: Path) -> None:
     assert not spilled[0]
 
 
-def test_nothing_overtakes_the_first_message_that_is_spilled(path: Path) -> None:
+def test_no_message_overtakes_the_first_spilled_one(path: Path) -> None:
     for kept, _ in every_line(
         path,
         lambda kept: kept.protocol.hold("paused", kept.now),
@@ -139,7 +141,7 @@ def test_nothing_overtakes_the_first_message_that_is_spilled(path: Path) -> None
 
 
 @pytest.mark.parametrize("way", ["resume", "capacity"])
-def test_what_waits_on_disk_is_taken_up_once_and_in_order(path: Path, way: str) -> None:
+def test_messages_on_disk_are_read_once_and_in_order(path: Path, way: str) -> None:
     def begin(kept: Kept) -> None:
         kept.send(b"before")
         kept.write()
@@ -161,7 +163,7 @@ def test_what_waits_on_disk_is_taken_up_once_and_in_order(path: Path, way: str) 
         assert all_gets_out(kept) == [b"0", b"1", b"2"]
 
 
-def test_E2_a_flush_is_woken_although_an_interrupt_came_as_its_messages_left_the_disk(
+def test_E2_a_flush_is_woken_even_if_an_interrupt_came_when_its_messages_left_the_disk(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupt(*_: object) -> None:
@@ -208,9 +210,7 @@ def test_waiting_senders_are_spilled_once_and_in_order(path: Path) -> None:
 
 
 @pytest.mark.parametrize("told", [False, True], ids=["failures", "on_delivery"])
-def test_a_message_that_is_too_old_when_it_would_be_admitted_is_settled_and_reported_once(
-    path: Path, told: bool
-) -> None:
+def test_a_message_that_is_too_old_at_its_admission_is_settled_and_reported_once(path: Path, told: bool) -> None:
     receipts: list[Receipt | None] = []
 
     def begin(kept: Kept) -> None:
@@ -239,7 +239,7 @@ def test_a_message_that_is_too_old_when_it_would_be_admitted_is_settled_and_repo
         assert [receipt and receipt.outcome for receipt in receipts] == [Outcome.FAILED] * 2
 
 
-def test_a_wait_for_the_disk_can_be_interrupted_and_begun_anew(path: Path) -> None:
+def test_a_wait_for_the_disk_can_be_interrupted_and_restarted(path: Path) -> None:
     def begin(kept: Kept) -> None:
         assert kept.store.send(b"own", "", "q", kept.now, spills=False) is not None
 
@@ -249,7 +249,7 @@ def test_a_wait_for_the_disk_can_be_interrupted_and_begun_anew(path: Path) -> No
         assert all_gets_out(kept) == [b"own"]
 
 
-def test_a_read_can_be_interrupted_and_begun_anew(path: Path) -> None:
+def test_a_read_can_be_interrupted_and_restarted(path: Path) -> None:
     for kept, _ in every_line(
         path, lambda kept: kept.outbox.put(b"own", "", "q", "id"), lambda kept: kept.outbox.read(), 10
     ):
@@ -259,7 +259,7 @@ def test_a_read_can_be_interrupted_and_begun_anew(path: Path) -> None:
         assert (len(kept.outbox), kept.outbox.size) == (0, 0)
 
 
-def test_a_crash_after_an_interrupt_leaves_what_was_stored_before(path: Path) -> None:
+def test_a_crash_after_an_interrupt_keeps_messages_stored_before(path: Path) -> None:
     # In any state of the memory, the file has the admitted messages.
     leave(path, b"left", permit=True)
     kept = Kept(path)
@@ -279,7 +279,7 @@ def test_a_crash_after_an_interrupt_leaves_what_was_stored_before(path: Path) ->
     assert found[-1].sequence > sequence
 
 
-def test_E2_a_step_that_is_interrupted_after_the_end_leaves_stored_messages_in_the_outbox(path: Path) -> None:
+def test_E2_a_step_interrupted_after_the_end_leaves_stored_messages_in_the_outbox(path: Path) -> None:
     kept = Kept(path)
     receipts = [kept.store.send(b"%d" % number, "", "q", kept.now, spills=False) for number in range(3)]
     kept.outbox.commit()
@@ -291,7 +291,7 @@ def test_E2_a_step_that_is_interrupted_after_the_end_leaves_stored_messages_in_t
     assert [stored.message.body for stored in Outbox.look(path)] == [b"0", b"1", b"2"]
 
 
-def test_E2_an_interrupt_while_messages_are_settled_leaves_none_of_them_in_the_outbox(path: Path) -> None:
+def test_E2_an_interrupt_while_messages_are_settled_leaves_no_settled_message_in_the_outbox(path: Path) -> None:
     for at in range(1, 2000, EVERY):
         kept = Kept(path, f"{at}-")
         for number in range(3):

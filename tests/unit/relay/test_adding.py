@@ -34,7 +34,7 @@ def rows(engine: Engine, outbox: Outbox) -> list[Any]:
         return list(connection.execute(select(outbox.tables.rows).order_by(outbox.tables.rows.c.id)))
 
 
-def test_E14_a_message_is_there_if_the_transaction_commits(engine: Engine, outbox: Outbox) -> None:
+def test_E14_a_message_is_stored_if_the_transaction_commits(engine: Engine, outbox: Outbox) -> None:
     with Session(engine) as session:
         outbox.add(session, "an order", exchange="x", routing_key="orders", ordering_key="7")
         session.commit()
@@ -45,7 +45,7 @@ def test_E14_a_message_is_there_if_the_transaction_commits(engine: Engine, outbo
     assert (second.exchange, second.routing_key, second.ordering_key, second.body) == ("", "orders", None, b"another")
 
 
-def test_E14_a_message_is_gone_with_its_transaction_or_savepoint(engine: Engine, outbox: Outbox) -> None:
+def test_E14_a_message_is_rolled_back_with_its_transaction_or_savepoint(engine: Engine, outbox: Outbox) -> None:
     with Session(engine) as session:
         outbox.add(session, b"rolled back", routing_key="q")
         session.rollback()
@@ -68,7 +68,7 @@ def test_E3_a_message_is_encoded_when_it_is_added(engine: Engine, outbox: Outbox
     assert decode_message(row.properties, row.body) == expected
 
 
-def test_E14_a_message_id_is_given_once_and_for_all(engine: Engine, outbox: Outbox) -> None:
+def test_E14_a_message_id_is_assigned_once_and_never_changes(engine: Engine, outbox: Outbox) -> None:
     with engine.begin() as connection:
         given = outbox.add(connection, b"", routing_key="q")
         own = outbox.add(connection, Message(b"", message_id="mine"), routing_key="q")
@@ -77,7 +77,9 @@ def test_E14_a_message_id_is_given_once_and_for_all(engine: Engine, outbox: Outb
     assert [decode_message(row.properties, row.body).message_id for row in rows(engine, outbox)] == [given, "mine"]
 
 
-def test_E14_a_routed_message_knows_where_to_go_and_arguments_take_precedence(engine: Engine, outbox: Outbox) -> None:
+def test_E14_a_routed_message_goes_to_its_own_route_unless_arguments_override_it(
+    engine: Engine, outbox: Outbox
+) -> None:
     message = RoutedMessage(b"", exchange="x", routing_key="k")
     with engine.begin() as connection:
         outbox.add(connection, message)
@@ -96,7 +98,7 @@ def test_E14_add_many_keeps_the_order(engine: Engine, outbox: Outbox) -> None:
     assert len({row.partition for row in found}) == 1
 
 
-def test_E14_messages_without_a_key_are_spread_over_all_partitions(engine: Engine, outbox: Outbox) -> None:
+def test_E14_messages_without_a_key_are_distributed_over_all_partitions(engine: Engine, outbox: Outbox) -> None:
     with engine.begin() as connection:
         outbox.add_many(connection, [b""] * 1000, routing_key="q")
     assert {row.partition for row in rows(engine, outbox)} == set(range(PARTITIONS))
@@ -112,7 +114,7 @@ def test_E14_messages_without_a_key_are_spread_over_all_partitions(engine: Engin
     ],
     ids=["no message", "routing key", "exchange", "headers"],
 )
-def test_E14_what_cannot_be_sent_is_not_added(
+def test_E14_a_message_that_cannot_be_sent_is_not_added(
     engine: Engine, outbox: Outbox, message: Any, given: dict[str, str], error: type[Exception]
 ) -> None:
     with engine.begin() as connection:
@@ -123,7 +125,7 @@ def test_E14_what_cannot_be_sent_is_not_added(
     assert rows(engine, outbox) == []
 
 
-def test_E14_one_application_has_several_outboxes(engine: Engine) -> None:
+def test_E14_one_application_can_have_several_outboxes(engine: Engine) -> None:
     metadata = MetaData()
     first, second = Outbox(metadata, name="first"), Outbox(metadata, name="second")
     metadata.create_all(engine)
@@ -135,7 +137,7 @@ def test_E14_one_application_has_several_outboxes(engine: Engine) -> None:
     assert first.tables.channel != second.tables.channel
 
 
-def test_E14_status_counts_what_waits(engine: Engine, outbox: Outbox) -> None:
+def test_E14_status_counts_waiting_messages(engine: Engine, outbox: Outbox) -> None:
     with engine.begin() as connection:
         assert outbox.status(connection).depth == 0
         outbox.add_many(connection, [b""] * 3, routing_key="q")

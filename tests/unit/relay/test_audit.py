@@ -10,11 +10,11 @@ def wrong(queue: list[tuple[bytes, bool]]) -> dict[str, int]:
     return {name: count for name, count in audit(COMMITTED, queue).items() if count and name != "committed"}
 
 
-def test_E14_the_audit_finds_nothing_where_nothing_is_wrong() -> None:
+def test_E14_the_audit_reports_nothing_for_a_correct_run() -> None:
     assert wrong(GOOD) == {}
 
 
-def test_E14_the_audit_counts_what_is_missing_and_what_is_too_much() -> None:
+def test_E14_the_audit_counts_missing_and_surplus_messages() -> None:
     assert wrong(GOOD[:2]) == {"missing": 1}
     assert wrong([*GOOD, (b"1 3 y", False)]) == {"rolled_back_and_sent": 1}
 

@@ -56,7 +56,7 @@ def test_E12_the_backlog_is_the_number_of_rows_and_the_age_of_the_oldest(engine:
         assert measure(connection, outbox.tables) == (2, 0.0)
 
 
-def test_E12_a_flood_of_readers_asks_the_database_once_in_ten_seconds(
+def test_E12_many_readers_cause_one_database_query_in_ten_seconds(
     engine: Engine, outbox: Outbox, clock: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[Any] = []
@@ -86,7 +86,7 @@ def test_E12_a_flood_of_readers_asks_the_database_once_in_ten_seconds(
     assert len(asked) == 2
 
 
-def test_E12_a_slow_database_is_asked_for_a_hundredth_of_the_time(
+def test_E12_queries_take_at_most_a_hundredth_of_the_time_of_a_slow_database(
     engine: Engine, outbox: Outbox, clock: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = []
@@ -104,7 +104,7 @@ def test_E12_a_slow_database_is_asked_for_a_hundredth_of_the_time(
     assert asked == [1000.0, 1202.0, 1404.0]
 
 
-def test_E12_a_database_that_does_not_answer_delays_no_reader_for_long_and_is_not_asked_again(
+def test_E12_a_database_that_does_not_answer_delays_readers_only_briefly_and_is_not_queried_again(
     engine: Engine, outbox: Outbox, clock: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answers = threading.Event()

@@ -128,7 +128,7 @@ def work(database: Database, seconds: float) -> None:
     waker.close()
 
 
-def test_E14_a_flowed_relay_rests_while_a_row_that_is_permitted_waits(database: Database) -> None:
+def test_E14_a_flowed_relay_pauses_while_a_permitted_row_waits(database: Database) -> None:
     database.rows = [Row(1, 0, "", "q", HEADER, b"")]
     work(database, 10.0)
     # Once a second.
@@ -137,7 +137,7 @@ def test_E14_a_flowed_relay_rests_while_a_row_that_is_permitted_waits(database: 
     assert database.said == ["", "channel_flow, connection_blocked"]
 
 
-def test_E14_a_flowed_relay_rests_while_partitions_are_to_change(database: Database) -> None:
+def test_E14_a_flowed_relay_pauses_while_partitions_are_about_to_change(database: Database) -> None:
     database.rows = [Row(1, 0, "", "q", HEADER, b"")]
     # Another relay joins, and waits for the unconfirmed row.
     database.shares = [EVERY, EVERY, set(range(0, PARTITIONS, 2))]
@@ -145,7 +145,7 @@ def test_E14_a_flowed_relay_rests_while_partitions_are_to_change(database: Datab
     assert len(database.waits) < 30
 
 
-def test_E14_a_relay_that_is_flowed_after_it_has_read_everything_rests(database: Database) -> None:
+def test_E14_a_relay_that_is_flowed_after_reading_all_rows_pauses(database: Database) -> None:
     database.flows_at = database.now + 5.0
     work(database, 10.0)
     assert len(database.waits) < 30
@@ -153,7 +153,9 @@ def test_E14_a_relay_that_is_flowed_after_it_has_read_everything_rests(database:
     assert 4 <= database.reads <= 6
 
 
-def test_E14_a_flowed_relay_looks_often_for_a_moment_after_its_producer_told_of_a_change(database: Database) -> None:
+def test_E14_a_flowed_relay_checks_often_for_a_moment_after_a_change_reported_by_its_producer(
+    database: Database,
+) -> None:
     database.rows = [Row(1, 0, "", "q", HEADER, b"")]
     told = database.tells_at = database.now + 5.5
     work(database, 10.0)

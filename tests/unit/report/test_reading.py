@@ -29,7 +29,7 @@ def _write(path: Path, lines, *, end: str = "") -> None:
     path.write_bytes(gzip.compress(text.encode()) if path.suffix == ".gz" else text.encode())
 
 
-def test_a_folder_is_read_with_its_unfinished_and_its_compressed_files(
+def test_a_folder_is_read_including_its_unfinished_and_compressed_files(
     tmp_path: Path, lines: list[dict[str, Any]]
 ) -> None:
     whole = tmp_path / "whole.jsonl"
@@ -49,7 +49,7 @@ def test_a_folder_is_read_with_its_unfinished_and_its_compressed_files(
     assert [line["kind"] for line in logs.lines("off")] == [line["kind"] for line in lines if line["kind"] == "off"]
 
 
-def test_a_line_that_a_killed_process_left_half_written_is_counted_and_passed_over(
+def test_a_line_left_half_written_by_a_killed_process_is_counted_and_skipped(
     tmp_path: Path, lines: list[dict[str, Any]]
 ) -> None:
     path = tmp_path / "torn.jsonl"
@@ -67,7 +67,9 @@ def test_a_line_that_a_killed_process_left_half_written_is_counted_and_passed_ov
     st.integers(1, 30),
     st.integers(1, 30),
 )
-def test_every_line_belongs_to_one_part_of_its_file(lines: list[bytes], is_torn: bool, size: int, block: int) -> None:
+def test_every_line_belongs_to_exactly_one_part_of_its_file(
+    lines: list[bytes], is_torn: bool, size: int, block: int
+) -> None:
     with TemporaryDirectory() as folder, mock.patch.object(reading_module, "_BLOCK", block):
         text = b"".join(line + b"\n" for line in lines)
         path = Path(folder, "flow.jsonl")
@@ -91,13 +93,13 @@ def test_every_line_belongs_to_one_part_of_its_file(lines: list[bytes], is_torn:
         ("[1]", None),
     ],
 )
-def test_a_line_is_what_json_of_Python_takes_it_for(raw: str, expected: dict[str, object] | None) -> None:
+def test_a_line_is_parsed_like_the_json_module_of_Python_does(raw: str, expected: dict[str, object] | None) -> None:
     for given_raw in (raw, raw.encode()):
         line = line_of(given_raw)
         assert line is None if expected is None else line is not None and expected.items() <= line.items()
 
 
-def test_what_is_no_flow_log_is_refused_by_name(tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_flow_log_is_refused_and_named(tmp_path: Path) -> None:
     with pytest.raises(FlowLogError, match="nowhere: there is no such file or folder"):
         FlowLogs([tmp_path / "nowhere"])
     with pytest.raises(FlowLogError, match=r"there is no flow log \(\.jsonl, \.jsonl\.gz, \.parquet\)"):

@@ -29,7 +29,7 @@ samples = st.lists(
 
 
 @given(samples, st.integers(1, 50), st.tuples(*(st.integers(1, 30) for _ in NAMES)), st.data())
-def test_C6_a_replay_never_goes_beyond_the_stop_threshold_and_the_sum_of_the_capacities(
+def test_C6_a_replay_never_exceeds_the_stop_threshold_plus_the_sum_of_the_capacities(
     recorded: list[Sample], stop: int, capacities: tuple[int, ...], data: st.DataObject
 ) -> None:
     marks = StopResume(stop, data.draw(st.integers(1, stop)))
@@ -49,7 +49,7 @@ def test_C6_the_worst_case_is_reached() -> None:
     assert result.peak == 165
 
 
-def test_the_same_arrivals_flow_nobody_with_marks_that_are_high_enough() -> None:
+def test_the_same_arrivals_flow_no_producer_if_the_thresholds_are_high_enough() -> None:
     bursts = [Sample(0.1, {"one": 100}, 50, was_busy=True), Sample(0.1, {}, 50, was_busy=True)]
     low = replay(bursts, StopResume(10, 5), {"one": 1000}, drain_rate=500.0)
     high = replay(bursts, StopResume(500, 250), {"one": 1000}, drain_rate=500.0)
@@ -69,7 +69,7 @@ PUBLISHERS = {"one": 300, "two": 100}
 @pytest.mark.parametrize(
     ("maximum", "delay", "bound"), [(200, None, 200), (None, 1.5, 150), (200, 1.5, 150), (150, 9, 150)]
 )
-def test_advice_keeps_the_maximum_and_the_delay_whatever_is_published(maximum, delay, bound) -> None:
+def test_the_advice_keeps_the_maximum_and_the_delay_for_any_load(maximum, delay, bound) -> None:
     advice = advise("q", _queue(), BURSTS, PUBLISHERS, {}, maximum=maximum, delay=delay)
     assert advice.worst_case == bound
     assert advice.longest_delay == bound / 100
@@ -83,13 +83,13 @@ def test_advice_keeps_the_maximum_and_the_delay_whatever_is_published(maximum, d
     assert {row["what"] for row in advice.replay_rows()} == {"recorded", "advice", "tried"}
 
 
-def test_more_room_is_never_advised_to_hold_longer() -> None:
+def test_with_more_room_the_advice_never_holds_producers_longer() -> None:
     held = [advise("q", _queue(), BURSTS, PUBLISHERS, {}, maximum=n).expected.seconds_held for n in (30, 100, 300, 900)]
     assert all(more >= less - 0.1 for more, less in pairwise(held))
     assert held[-1] < held[0]
 
 
-def test_what_cannot_be_kept_is_said_with_its_numbers() -> None:
+def test_a_limit_that_cannot_be_kept_is_reported_with_its_numbers() -> None:
     with pytest.raises(AdviceError, match=r"queue 'q': maximum=2 leaves room for 2 messages, and 2 publishers .* to 3"):
         advise("q", _queue(), BURSTS, PUBLISHERS, {}, maximum=2)
     with pytest.raises(AdviceError, match=r"delay=0.01 s at 100 messages per second leaves room for 1 message"):
@@ -100,7 +100,7 @@ def test_what_cannot_be_kept_is_said_with_its_numbers() -> None:
         advise("q", _queue(), BURSTS, PUBLISHERS, {})
 
 
-def test_samples_are_those_around_the_deepest_time_in_order() -> None:
+def test_samples_around_the_deepest_time_are_selected_in_order() -> None:
     lines = list(lines_of(range(3, 4), 5000))
     tables = sum_up(lines, 1_000_000)
     wanted = windows(tables)

@@ -23,7 +23,7 @@ def _lines():
     return list(lines_of(range(16), COUNT))
 
 
-def test_the_tables_of_simulated_lives_equal_the_plain_reference_exactly(lines) -> None:
+def test_the_tables_of_simulated_runs_equal_a_simple_reference_exactly(lines) -> None:
     assert len(lines) == COUNT
     width = bin_width(lines[0]["at"], lines[-1]["at"])
     expected = reference(lines, width)
@@ -44,7 +44,7 @@ def test_the_order_of_the_lines_does_not_matter(lines) -> None:
     assert sum_up(shuffled, 1_000_000).tables() == before
 
 
-def test_what_was_summed_up_in_parts_is_the_same_when_added_up(lines) -> None:
+def test_totals_of_parts_add_up_to_the_total_of_the_whole(lines) -> None:
     some = [*lines[:10_000], {"at": lines[0]["at"], "kind": "lost", "lost": 3}]
     whole = sum_up(some, 8_000_000)
     whole.unreadable = 2
@@ -69,7 +69,7 @@ def test_memory_grows_with_producers_and_queues_not_with_lines(lines) -> None:
         assert len(spread.buckets) <= 32 * max(2, spread.largest.bit_length() - 4)
 
 
-def test_a_hold_that_has_not_ended_counts_with_the_time_that_was_told() -> None:
+def test_a_hold_that_has_not_ended_counts_with_its_recorded_duration() -> None:
     who = {"origin": "producer", "producer": "p", "connection": "p", "queue": "q", "reason": "paused"}
     tables = sum_up(
         [
@@ -91,7 +91,7 @@ def test_a_hold_whose_beginning_was_rotated_away_counts_by_its_end() -> None:
 
 
 @given(st.integers(0, 10**13))
-def test_a_bucket_is_at_most_a_32nd_wide(value: int) -> None:
+def test_a_histogram_bucket_is_at_most_a_32nd_wide(value: int) -> None:
     bucket = bucket_of(value)
     assert value <= top_of(bucket) <= value + value // 32
     assert bucket_of(top_of(bucket)) == bucket

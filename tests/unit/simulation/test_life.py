@@ -35,7 +35,7 @@ def test_the_contract_holds_for_hours_of_flow_blocks_acks_nacks_and_returns(seed
     assert set(life.counts) == {do.__name__ for do, _ in Life.STEPS}
 
 
-def test_the_contract_holds_for_one_life_that_comes_to_rest_again_and_again() -> None:
+def test_the_contract_holds_for_a_long_run_that_repeatedly_becomes_idle() -> None:
     life = Life(12)
     begun = life.now
     periods = rounds(12, least=3)

@@ -22,7 +22,7 @@ def test_nothing_is_lost_over_lost_connections_closed_channels_and_refusals(seed
     Outages(seed).live(STEPS)
 
 
-def test_all_that_can_befall_a_message_does() -> None:
+def test_every_possible_outcome_of_a_message_occurs() -> None:
     outages = Outages(0)
     outages.live(STEPS)
     assert set(outages.counts) == {do.__name__ for do, _ in Outages.STEPS}

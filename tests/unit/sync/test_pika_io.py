@@ -27,7 +27,7 @@ def is_due(services: TapIOServices) -> bool:
 
 
 @pytest.mark.parametrize("meanwhile", ["Ctrl-C", "a pump"])
-def test_E2_whoever_finds_it_awake_need_not_wake_it_whatever_came_in_between(
+def test_E2_a_caller_that_finds_the_io_thread_awake_need_not_wake_it_in_any_interleaving(
     services: TapIOServices, meanwhile: str
 ) -> None:
     for at in range(1, 20):

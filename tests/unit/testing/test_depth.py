@@ -40,11 +40,11 @@ def steps(picture: str) -> list[list[float]]:
     ]
 
 
-def test_the_same_samples_give_the_same_bytes() -> None:
+def test_the_same_samples_draw_the_same_bytes() -> None:
     assert draw(DepthPanel("run", RUN, None, MARKS)) == draw(DepthPanel("run", list(RUN), None, dict(MARKS)))
 
 
-def test_a_value_holds_until_the_next_is_seen_and_time_goes_to_the_right() -> None:
+def test_a_value_is_drawn_until_the_next_sample_and_time_runs_to_the_right() -> None:
     (line,) = steps(draw(DepthPanel("run", RUN)))
     xs, ys = [line[0], *line[2::2]], [line[1], *line[3::2]]
     assert xs == sorted(xs)
@@ -53,7 +53,7 @@ def test_a_value_holds_until_the_next_is_seen_and_time_goes_to_the_right() -> No
     assert (xs[2] - xs[0]) / (xs[3] - xs[0]) == pytest.approx(0.5, abs=0.01)
 
 
-def test_the_times_at_which_it_was_on_are_coloured_to_the_end() -> None:
+def test_periods_in_state_on_are_coloured_to_their_end() -> None:
     picture = draw(DepthPanel("run", RUN, None, MARKS))
     on = elements(picture, "rect", "on")
     widths = [float(each.get("width", "")) for each in on]
@@ -64,7 +64,7 @@ def test_the_times_at_which_it_was_on_are_coloured_to_the_end() -> None:
     assert "red background: the flow state is ON" in texts(picture)[-1]
 
 
-def test_marks_and_the_peak_are_named_and_lie_where_they_belong() -> None:
+def test_thresholds_and_the_peak_are_labelled_at_their_height() -> None:
     picture = draw(DepthPanel("run", RUN, 166, MARKS))
     assert {"165 highest", "100 stop", "70 resume", "peak 166"} <= set(texts(picture))
     heights = {each.get("class"): each.get("d", "").split()[1] for each in elements(picture, "path", "mark")}
@@ -73,7 +73,7 @@ def test_marks_and_the_peak_are_named_and_lie_where_they_belong() -> None:
     assert f"{line[3]}H648" == heights["mark highest"]
 
 
-def test_marks_that_lie_close_are_named_below_one_another() -> None:
+def test_labels_of_close_thresholds_are_placed_below_one_another() -> None:
     picture = draw(DepthPanel("run", RUN, None, {"stop": 100, "resume": 99, "highest": 101}))
     at = [
         float(each.get("y", "")) for kind in ("highest", "stop", "resume") for each in elements(picture, "text", kind)
@@ -89,7 +89,7 @@ def test_bytes_are_drawn_as_bytes() -> None:
     )
 
 
-def test_panels_share_their_scales_and_none_is_above_another() -> None:
+def test_panels_share_their_scales_and_do_not_overlap() -> None:
     low = tuple(replace(sample, depth=sample.depth // 5, on=False) for sample in RUN[:3])
     picture = draw(DepthPanel("high", RUN), DepthPanel("low & <lower>", low))
     high, flat = steps(picture)
@@ -100,7 +100,7 @@ def test_panels_share_their_scales_and_none_is_above_another() -> None:
     assert "A queue. high: peak 165; low & <lower>: peak 33" in (ET.fromstring(picture).findtext(SVG + "title") or "")
 
 
-def test_a_line_has_no_more_corners_than_can_be_seen_and_keeps_every_peak() -> None:
+def test_a_line_has_no_more_corners_than_are_visible_and_keeps_every_peak() -> None:
     run = [DepthSample(at / 10_000, at % 7, 0, False) for at in range(20_000)]
     run[5555] = replace(run[5555], depth=99)
     (line,) = steps(draw(DepthPanel("run", run)))
@@ -109,11 +109,11 @@ def test_a_line_has_no_more_corners_than_can_be_seen_and_keeps_every_peak() -> N
     assert min(line[1::2]) < sorted(set(line[1::2]))[1]
 
 
-def test_a_recording_of_one_moment_can_be_drawn() -> None:
+def test_a_recording_with_one_sample_can_be_drawn() -> None:
     assert "peak 0" in texts(draw(DepthPanel("run", RUN[:1])))
 
 
 @pytest.mark.parametrize("panels", [(), (DepthPanel("run", ()),)])
-def test_nothing_cannot_be_drawn(panels: tuple[DepthPanel, ...]) -> None:
+def test_a_recording_without_samples_cannot_be_drawn(panels: tuple[DepthPanel, ...]) -> None:
     with pytest.raises(ValueError, match="nothing to draw"):
         draw(*panels)

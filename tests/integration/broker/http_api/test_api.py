@@ -15,7 +15,7 @@ from tests.integration.producer.tools import Stopwatch
 from .tools import Client
 
 
-def test_C7_queues_and_channels_have_qpids_names(broker: Broker, ask: Client) -> None:
+def test_C7_queues_and_channels_have_the_same_field_names_as_in_Qpid(broker: Broker, ask: Client) -> None:
     broker.declare_queue("orders", arguments={"qpid.flow_stop_count": 1})
     with Producer(broker.url, routing_key="orders") as producer:
         for _ in range(2):
@@ -63,7 +63,7 @@ def test_D5_two_producers_are_stopped_within_a_second_and_started_again(broker: 
                 producer.send(b"y").result(20)
 
 
-def test_D5_one_producer_is_stopped_and_the_other_goes_on(broker: Broker, ask: Client) -> None:
+def test_D5_one_producer_is_stopped_and_the_other_continues(broker: Broker, ask: Client) -> None:
     broker.declare_queue("orders")
     with Producer(broker.url, routing_key="orders") as one, Producer(broker.url, routing_key="orders") as two:
         one.send(b"x").result(20)
@@ -76,7 +76,7 @@ def test_D5_one_producer_is_stopped_and_the_other_goes_on(broker: Broker, ask: C
         one.send(b"y").result(20)
 
 
-def test_a_queue_is_declared_found_and_deleted(broker: Broker, ask: Client) -> None:
+def test_a_queue_can_be_declared_queried_and_deleted(broker: Broker, ask: Client) -> None:
     body = {"durable": True, "arguments": {"qpid.flow_stop_count": 100, "qpid.flow_resume_count": 70}}
     made = ask("PUT", "/api/queues/orders", body)
     assert (made.status, made.json["durable"], made.json["arguments"]) == (201, True, body["arguments"])
@@ -91,7 +91,7 @@ def test_a_queue_is_declared_found_and_deleted(broker: Broker, ask: Client) -> N
 
 
 @pytest.mark.parametrize("name", ["a/b", "a b", "ä ö", "a%2Fb", "100%", "?", "#", ".", "a+b"])
-def test_any_name_can_stand_in_a_path(broker: Broker, ask: Client, name: str) -> None:
+def test_any_name_can_be_part_of_a_path(broker: Broker, ask: Client, name: str) -> None:
     path = f"/api/queues/{quote(name, safe='')}"
     assert ask("PUT", path, {}).json["name"] == name
     assert [queue.name for queue in broker.queues()] == [name]
@@ -131,7 +131,7 @@ def test_any_name_can_stand_in_a_path(broker: Broker, ask: Client, name: str) ->
         ("GET", "/api/events?period=1&period=2", None, ["period"], "twice"),
     ],
 )
-def test_bad_input_is_answered_with_400_and_the_field(
+def test_bad_input_is_answered_with_400_and_the_name_of_the_field(
     broker: Broker, ask: Client, method: str, path: str, body: object, fields: list[str], words: str
 ) -> None:
     broker.declare_queue("orders")
@@ -142,7 +142,7 @@ def test_bad_input_is_answered_with_400_and_the_field(
 
 
 @pytest.mark.parametrize("raw", [b"", b"{", b"\xff", b'{"arguments": {"x": NaN}}', b'{"arguments":' * 5000])
-def test_what_is_not_json_is_answered_with_400(ask: Client, raw: bytes) -> None:
+def test_a_body_that_is_not_json_is_answered_with_400(ask: Client, raw: bytes) -> None:
     answer = ask("PUT", "/api/queues/q", raw=raw)
     assert (answer.status, answer.fields) == (400, [""])
 
@@ -152,7 +152,7 @@ def test_a_body_that_is_too_large_is_refused(ask: Client) -> None:
     assert (answer.status, answer.fields) == (413, [])
 
 
-def test_what_there_is_not_is_told_as_a_problem(ask: Client) -> None:
+def test_a_missing_resource_is_answered_with_a_problem_document(ask: Client) -> None:
     for method, path, status in (
         ("GET", "/nowhere", 404),
         ("GET", "/api/channels/x", 404),
@@ -167,7 +167,7 @@ def test_what_there_is_not_is_told_as_a_problem(ask: Client) -> None:
         assert (answer.status, answer.fields) == (status, []), (method, path)
 
 
-def test_exchanges_and_bindings_are_made_and_deleted(broker: Broker, ask: Client) -> None:
+def test_exchanges_and_bindings_can_be_created_and_deleted(broker: Broker, ask: Client) -> None:
     broker.declare_queue("orders")
     assert ask("PUT", "/api/exchanges/shop", {"type": "topic"}).status == 201
     assert ask("PUT", "/api/exchanges/shop", {"type": "topic"}).status == 200
@@ -187,7 +187,7 @@ def test_exchanges_and_bindings_are_made_and_deleted(broker: Broker, ask: Client
     assert "shop" not in {exchange["name"] for exchange in ask("GET", "/api/exchanges").json}
 
 
-def test_a_connection_is_closed(broker: Broker, ask: Client) -> None:
+def test_a_connection_can_be_closed(broker: Broker, ask: Client) -> None:
     connection = pika.BlockingConnection(pika.URLParameters(broker.url))
     (told,) = ask("GET", "/api/connections").json
     assert ask("DELETE", f"/api/connections/{told['name']}").status == 204
@@ -219,7 +219,7 @@ def test_definitions_are_exported_and_imported(broker: Broker, ask: Client) -> N
         assert Client(other)("GET", "/api/definitions").json == document
 
 
-def test_definitions_of_rabbitmq_are_understood(broker: Broker, ask: Client) -> None:
+def test_definitions_exported_by_rabbitmq_are_accepted(broker: Broker, ask: Client) -> None:
     document = {
         "rabbit_version": "3.10.8",
         "users": [{"name": "guest", "password_hash": "x", "tags": ["administrator"]}],
@@ -288,7 +288,7 @@ def test_definitions_of_rabbitmq_are_understood(broker: Broker, ask: Client) -> 
         ),
     ],
 )
-def test_definitions_are_loaded_as_a_whole_or_not_at_all(
+def test_definitions_are_imported_as_a_whole_or_not_at_all(
     broker: Broker, ask: Client, wrong: object, field: str, words: str
 ) -> None:
     broker.declare_queue("there")
@@ -301,7 +301,7 @@ def test_definitions_are_loaded_as_a_whole_or_not_at_all(
     assert (broker.queues(), broker.exchanges(), broker.bindings(), broker.policies) == before
 
 
-def test_a_queue_of_a_connection_is_not_exported(broker: Broker, ask: Client) -> None:
+def test_an_exclusive_queue_is_not_exported(broker: Broker, ask: Client) -> None:
     connection = pika.BlockingConnection(pika.URLParameters(broker.url))
     channel = connection.channel()
     channel.queue_declare("mine", exclusive=True)
@@ -311,12 +311,12 @@ def test_a_queue_of_a_connection_is_not_exported(broker: Broker, ask: Client) ->
     connection.close()
 
 
-def test_what_json_cannot_tell_is_told_otherwise(broker: Broker, ask: Client) -> None:
+def test_values_that_json_cannot_represent_are_written_differently(broker: Broker, ask: Client) -> None:
     broker.declare_queue("q", arguments={"raw": b"\xff", "much": float("inf")})
     assert ask("GET", "/api/queues/q").json["arguments"] == {"raw": "\\xff", "much": None}
 
 
-def test_a_broker_without_http_does_not_import_what_http_needs() -> None:
+def test_a_broker_without_http_does_not_import_the_libraries_for_http() -> None:
     code = """
 import sys
 import qflow_client
@@ -334,21 +334,21 @@ with Broker() as broker:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
-def test_without_the_extra_the_broker_says_what_http_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_extra_the_broker_says_what_to_install_for_http(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("qflow_client.broker.settings.find_spec", lambda name: None if name == "aiohttp" else name)
     with pytest.raises(ValueError, match=r"HTTP needs aiohttp: pip install 'qflow-client\[broker\]'"):
         Broker(http_port=0)
     Broker()
 
 
-def test_an_http_port_in_use_ends_the_start(broker: Broker) -> None:
+def test_starting_with_an_http_port_in_use_fails(broker: Broker) -> None:
     port = int(broker.http_url.rpartition(":")[2])
     second = Broker(http_port=port)
     with pytest.raises(OSError, match=rf"cannot listen on 127\.0\.0\.1:{port}: "), second:
         pass
 
 
-def test_it_runs_on_the_loop_of_its_user() -> None:
+def test_the_http_server_runs_on_the_loop_of_the_application() -> None:
     async def run() -> None:
         async with Broker(http_port=0) as broker:
             answer = await asyncio.to_thread(Client(broker), "PUT", "/api/queues/orders", {})
@@ -358,7 +358,7 @@ def test_it_runs_on_the_loop_of_its_user() -> None:
     asyncio.run(run())
 
 
-def test_D3_policies_are_set_replaced_and_deleted_and_queues_follow(broker: Broker, ask: Client) -> None:
+def test_D3_policies_can_be_set_replaced_and_deleted_and_queues_follow(broker: Broker, ask: Client) -> None:
     broker.declare_queue("orders")
     for _ in range(3):
         broker.publish(b"x", "orders")
@@ -396,13 +396,15 @@ def test_D3_policies_are_set_replaced_and_deleted_and_queues_follow(broker: Brok
         ({"definition": {"maxCount": 1}, "applyTo": "routing_keys"}, ["applyTo", "routingKey"]),
     ],
 )
-def test_a_policy_that_is_refused_names_the_field(broker: Broker, ask: Client, body: object, fields: list[str]) -> None:
+def test_a_refused_policy_is_answered_with_the_name_of_the_field(
+    broker: Broker, ask: Client, body: object, fields: list[str]
+) -> None:
     answer = ask("PUT", "/api/policies/narrow", body)
     assert (answer.status, answer.fields) == (400, fields)
     assert broker.policies == ()
 
 
-def test_F6_rates_are_limited_and_set_free(broker: Broker, ask: Client) -> None:
+def test_F6_rate_limits_can_be_set_and_removed(broker: Broker, ask: Client) -> None:
     broker.declare_queue("orders")
     path = "/api/rate-limits/queue/orders"
     made = ask("PUT", path, {"messages": 1})
@@ -431,7 +433,7 @@ def test_F6_rates_are_limited_and_set_free(broker: Broker, ask: Client) -> None:
         ("host/orders", {"messages": 1}, ["scope"]),
     ],
 )
-def test_a_rate_limit_that_is_refused_names_the_field(
+def test_a_refused_rate_limit_is_answered_with_the_name_of_the_field(
     broker: Broker, ask: Client, path: str, body: object, fields: list[str]
 ) -> None:
     answer = ask("PUT", f"/api/rate-limits/{path}", body)

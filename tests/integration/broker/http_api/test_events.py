@@ -40,7 +40,7 @@ def listening(broker: Broker) -> Iterator[Iterator[tuple[str, Any]]]:
         connection.close()
 
 
-def test_the_first_event_has_everything(broker: Broker, ask: Client) -> None:
+def test_the_first_event_contains_the_complete_state(broker: Broker, ask: Client) -> None:
     broker.declare_queue("orders")
     with listening(broker) as events:
         kind, told = next(events)
@@ -51,7 +51,7 @@ def test_the_first_event_has_everything(broker: Broker, ask: Client) -> None:
         assert told["producersStopped"] is False
 
 
-def test_C7_a_queue_that_goes_on_and_off_is_told(broker: Broker) -> None:
+def test_C7_a_queue_that_turns_on_and_off_sends_events(broker: Broker) -> None:
     broker.declare_queue("orders", arguments={"qpid.flow_stop_count": 1})
     broker.declare_queue("other")
     with listening(broker) as events:
@@ -66,7 +66,7 @@ def test_C7_a_queue_that_goes_on_and_off_is_told(broker: Broker) -> None:
         assert told["queues"][0]["flowStoppedCount"] == 1
 
 
-def test_what_comes_and_goes_is_told(broker: Broker) -> None:
+def test_created_and_deleted_objects_send_events(broker: Broker) -> None:
     with listening(broker) as events:
         next(events)
         connection = pika.BlockingConnection(pika.URLParameters(broker.url))
@@ -90,7 +90,7 @@ def test_what_comes_and_goes_is_told(broker: Broker) -> None:
         assert gone == {"queues": ["mine"], "channels": [name], "connections": [name.partition(" ")[0]]}
 
 
-def test_time_that_passes_is_no_event(broker: Broker) -> None:
+def test_passing_time_alone_sends_no_event(broker: Broker) -> None:
     connection = pika.BlockingConnection(pika.URLParameters(broker.url))
     channel = connection.channel()
     channel.confirm_delivery()
@@ -119,7 +119,7 @@ def test_a_broker_that_stops_ends_its_event_streams(caplog: pytest.LogCaptureFix
     assert caplog.records == []
 
 
-def test_who_listens_and_goes_leaves_nothing(broker: Broker, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_listener_that_disconnects_leaves_nothing_behind(broker: Broker, caplog: pytest.LogCaptureFixture) -> None:
     assert broker._http is not None
     streams = broker._http._streams
     with caplog.at_level(logging.WARNING):

@@ -42,13 +42,13 @@ PLAIN = "text/plain; version=0.0.4; charset=utf-8"
         ("application/openmetrics-text; q=nan", PLAIN),
     ],
 )
-def test_the_format_is_the_one_that_the_client_prefers(ask: Client, accept: str, answered: str) -> None:
+def test_the_client_chooses_the_metrics_format_with_its_accept_header(ask: Client, accept: str, answered: str) -> None:
     answer = ask("GET", "/metrics", headers={"Accept": accept})
     assert (answer.status, answer.headers["Content-Type"], answer.headers["Vary"]) == (200, answered, "Accept")
     assert answer.text.endswith("\n# EOF\n") is (answered == OPEN)
 
 
-def test_both_formats_say_the_same(broker: Broker, ask: Client) -> None:
+def test_both_formats_contain_the_same_metrics(broker: Broker, ask: Client) -> None:
     broker.declare_queue('a "quoted"\nname', arguments={"qpid.flow_stop_count": 2, "qpid.flow_resume_count": 1})
     plain = text_string_to_metric_families(ask("GET", "/metrics", headers={"Accept": PLAIN}).text)
     # It checks what the format demands, such as the end and the names.
@@ -61,7 +61,7 @@ def test_both_formats_say_the_same(broker: Broker, ask: Client) -> None:
     assert len(said[0]) > 20
 
 
-def test_prometheus_is_told_what_queues_are_at(broker: Broker, ask: Client) -> None:
+def test_prometheus_metrics_contain_the_current_state_of_queues(broker: Broker, ask: Client) -> None:
     broker.declare_queue('a "quoted"\nname', arguments={"qpid.flow_stop_count": 2, "qpid.flow_resume_count": 1})
     broker.declare_queue("orders", arguments={"qpid.flow_stop_count": 1})
     with Producer(broker.url, routing_key="orders") as producer:

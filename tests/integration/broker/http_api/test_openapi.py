@@ -35,7 +35,7 @@ _SCHEMATHESIS = [
 ]
 
 
-def test_every_answer_is_one_that_is_described(tmp_path: Path) -> None:
+def test_every_answer_matches_the_openapi_description(tmp_path: Path) -> None:
     with Broker(http_port=0) as broker:
         broker.declare_queue("orders", arguments={"qpid.flow_stop_count": 1})
         broker.bind("amq.topic", "orders", "orders.#")
@@ -54,7 +54,7 @@ def test_every_answer_is_one_that_is_described(tmp_path: Path) -> None:
     assert int(found[1]) == int(found[2]) - 1 == int(found[3])
 
 
-def test_what_may_find_no_room_is_described_with_503(ask: Client) -> None:
+def test_requests_that_may_find_no_room_are_described_with_503(ask: Client) -> None:
     paths = ask("GET", "/api/openapi.json").json["paths"]
     assert {path for path, has in paths.items() if "503" in has.get("get", {}).get("responses", {})} == {
         "/metrics",
@@ -63,7 +63,7 @@ def test_what_may_find_no_room_is_described_with_503(ask: Client) -> None:
     }
 
 
-def test_the_description_is_made_once(ask: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_openapi_description_is_generated_once(ask: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     first = ask("GET", "/api/openapi.json").json
     monkeypatch.setattr(type(api), "_schemas", None)
     assert ask("GET", "/api/openapi.json").json == first

@@ -26,14 +26,14 @@ def _guarded() -> Iterator[Broker]:
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1", "broker.example", ""])
-def test_off_loopback_a_token_is_required(host: str) -> None:
+def test_listening_beyond_loopback_requires_a_token(host: str) -> None:
     with pytest.raises(ValueError, match="is not a loopback address: set an http_token"):
         Broker(http_host=host, http_port=0)
     Broker(http_host=host, http_port=0, http_token=TOKEN)
 
 
 @pytest.mark.parametrize("token", ["", "short", "with a space in it", "with\nnewline", "pässwörter"])
-def test_a_token_that_cannot_be_one_is_refused_and_not_repeated(token: str) -> None:
+def test_an_invalid_token_is_refused_and_not_shown_in_the_error(token: str) -> None:
     with pytest.raises(ValueError, match="http_token must be at least 8") as caught:
         Broker(http_port=0, http_token=token)
     assert not token or token not in str(caught.value)
@@ -55,7 +55,7 @@ def path_of(operation: Operation) -> str:
     return operation.path.format(name="orders", id="x", scope="queue")
 
 
-def test_without_the_token_nothing_is_done(guarded: Broker) -> None:
+def test_requests_without_the_token_change_nothing(guarded: Broker) -> None:
     ask = Client(guarded)
     for operation in api.operations:
         # What is shown is looked at in one place, before it is known what is asked for.
@@ -71,7 +71,7 @@ def test_without_the_token_nothing_is_done(guarded: Broker) -> None:
         assert not guarded.producers_stopped, operation
 
 
-def test_the_token_opens(guarded: Broker) -> None:
+def test_requests_with_the_token_are_accepted(guarded: Broker) -> None:
     ask = Client(guarded, {"Authorization": f"bearer {TOKEN}"})
     assert ask("GET", "/api/queues").json[0]["name"] == "orders"
     assert ask("GET", "/metrics").status == 200
@@ -92,7 +92,7 @@ ELSEWHERE = (
 
 
 @pytest.mark.parametrize("token", [None, TOKEN])
-def test_another_site_changes_nothing(token: str | None) -> None:
+def test_a_request_from_a_foreign_origin_changes_nothing(token: str | None) -> None:
     with Broker(http_port=0, http_token=token) as broker:
         broker.declare_queue("orders")
         ask = Client(broker, {"Authorization": f"Bearer {TOKEN}"})
@@ -104,14 +104,14 @@ def test_another_site_changes_nothing(token: str | None) -> None:
             assert not broker.producers_stopped, operation
 
 
-def test_a_page_of_its_own_does(broker: Broker, ask: Client) -> None:
+def test_a_request_from_the_own_origin_is_accepted(broker: Broker, ask: Client) -> None:
     own = {"Origin": broker.http_url, "Sec-Fetch-Site": "same-origin"}
     assert ask("POST", "/api/producers/stop", headers=own).status == 204
     assert broker.producers_stopped
 
 
 @pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data", ""])
-def test_a_form_is_not_json(broker: Broker, ask: Client, kind: str) -> None:
+def test_a_form_is_not_accepted_in_place_of_json(broker: Broker, ask: Client, kind: str) -> None:
     """What another site's form can send without asking first."""
     answer = ask("PUT", "/api/queues/q", {}, headers={"Content-Type": kind})
     assert (answer.status, answer.fields) == (415, [])
@@ -119,18 +119,18 @@ def test_a_form_is_not_json(broker: Broker, ask: Client, kind: str) -> None:
 
 
 @pytest.mark.parametrize("host", ["evil.example", "evil.example:80", "127.0.0.1.evil.example", "[", "", "192.0.2.1"])
-def test_a_name_that_leads_here_is_not_ours(ask: Client, host: str) -> None:
+def test_a_foreign_host_name_that_resolves_to_this_machine_is_refused(ask: Client, host: str) -> None:
     """DNS rebinding: a page of evil.example, whose name now resolves to this machine."""
     for method, path in (("GET", "/api/queues"), ("POST", "/api/producers/stop"), ("GET", "/api/events")):
         assert ask(method, path, headers={"Host": host}).status == 403
 
 
 @pytest.mark.parametrize("host", ["localhost", "LOCALHOST:80", "127.0.0.1:5", "[::1]:15672", "127.1.2.3"])
-def test_the_names_of_this_machine_are_ours(ask: Client, host: str) -> None:
+def test_the_host_names_of_this_machine_are_accepted(ask: Client, host: str) -> None:
     assert ask("GET", "/api/queues", headers={"Host": host}).status == 200
 
 
-def test_no_other_page_may_read_or_frame_what_is_answered(ask: Client) -> None:
+def test_no_foreign_page_may_read_or_frame_an_answer(ask: Client) -> None:
     for path in ("/api/queues", "/api/queues/none", "/nowhere"):
         headers = ask("GET", path, headers={"Origin": "http://evil.example"}).headers
         assert "Access-Control-Allow-Origin" not in headers
@@ -140,7 +140,7 @@ def test_no_other_page_may_read_or_frame_what_is_answered(ask: Client) -> None:
     assert ask("OPTIONS", "/api/queues/q", headers={"Origin": "http://evil.example"}).status == 405
 
 
-def test_with_tls_for_amqp_http_has_it_too(tmp_path: Path) -> None:
+def test_if_amqp_uses_tls_http_uses_it_too(tmp_path: Path) -> None:
     certificate, key = tmp_path / "certificate.pem", tmp_path / "key.pem"
     command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
     command += ["-keyout", str(key), "-out", str(certificate), "-days", "1", "-subj", "/CN=localhost"]

@@ -62,7 +62,7 @@ async def serving(**options: Any) -> Any:
             yield broker, session
 
 
-def test_E9_lists_imports_and_metrics_of_thousands_of_queues_take_turns_of_500_objects_at_most(turn: Turn) -> None:
+def test_E9_lists_imports_and_metrics_of_thousands_of_queues_run_in_slices_of_at_most_500_objects(turn: Turn) -> None:
     async def main() -> None:
         async with serving() as (_, session):
             turn.begin()
@@ -97,7 +97,7 @@ def test_E9_lists_imports_and_metrics_of_thousands_of_queues_take_turns_of_500_o
     asyncio.run(main())
 
 
-def test_E9_a_refused_import_of_several_turns_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_E9_a_refused_import_that_took_several_slices_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Turns, "MOST", 1)
 
     async def main() -> None:
@@ -138,7 +138,7 @@ def test_E9_a_refused_import_of_several_turns_leaves_nothing(monkeypatch: pytest
         (b'{"queues": [{"name": "a", "arguments": {"x": NaN}}]}', ""),
     ],
 )
-def test_a_document_that_is_none_is_answered_with_400(raw: bytes, field: str) -> None:
+def test_an_invalid_document_is_answered_with_400(raw: bytes, field: str) -> None:
     async def main() -> None:
         async with serving() as (broker, session):
             headers = {"Content-Type": "application/json"}
@@ -149,7 +149,7 @@ def test_a_document_that_is_none_is_answered_with_400(raw: bytes, field: str) ->
     asyncio.run(main())
 
 
-def test_E9_one_request_of_a_stranger_is_answered_in_a_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_E9_a_request_without_a_token_is_answered_in_one_slice(monkeypatch: pytest.MonkeyPatch) -> None:
     turn = Turn()
 
     def check(*_: object) -> None:
@@ -193,7 +193,7 @@ def counted(monkeypatch: pytest.MonkeyPatch, place: Any, name: str) -> Callable[
     return lambda: len(calls)
 
 
-def test_E9_a_hundred_streams_share_their_looks_and_each_costs_what_has_changed(
+def test_E9_a_hundred_streams_share_their_snapshots_and_each_pays_only_for_changes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     encodings = counted(monkeypatch, events, "encoded")
@@ -225,7 +225,7 @@ def test_E9_a_hundred_streams_share_their_looks_and_each_costs_what_has_changed(
     asyncio.run(main())
 
 
-def test_E9_what_comes_back_and_what_is_gone_is_told_to_slow_and_fast_streams() -> None:
+def test_E9_objects_that_are_deleted_and_created_again_are_reported_to_slow_and_fast_streams() -> None:
     async def main() -> None:
         async with Broker() as broker:
             watch = Watch(broker, Turns())
@@ -251,7 +251,7 @@ def test_E9_what_comes_back_and_what_is_gone_is_told_to_slow_and_fast_streams() 
     asyncio.run(main())
 
 
-def test_E9_event_streams_are_limited_in_all_and_for_each_address(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_E9_event_streams_are_limited_in_total_and_for_each_address(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(HttpServer, "MAX_STREAMS_OF_ADDRESS", 2)
 
     async def main() -> None:
@@ -276,7 +276,7 @@ def test_E9_event_streams_are_limited_in_all_and_for_each_address(monkeypatch: p
     asyncio.run(main())
 
 
-def test_json_of_nothing_is_a_list() -> None:
+def test_the_json_of_an_empty_iterator_is_an_empty_list() -> None:
     assert asyncio.run(documents.encode(iter(()), Turns())) == b"[]"
 
 
@@ -302,7 +302,7 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.001)
 
 
-def test_E9_large_answers_that_clients_have_not_taken_are_limited_and_in_the_account(
+def test_E9_large_unread_answers_are_limited_and_counted_as_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def main() -> None:
@@ -328,9 +328,7 @@ def test_E9_large_answers_that_clients_have_not_taken_are_limited_and_in_the_acc
 
 
 @pytest.mark.parametrize("limit", [0, 1 << 20])
-def test_E9_an_answer_has_a_quarter_of_the_memory_at_most_if_that_is_limited(
-    monkeypatch: pytest.MonkeyPatch, limit: int
-) -> None:
+def test_E9_an_answer_uses_at_most_a_quarter_of_a_memory_limit(monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
     async def main() -> None:
         hold_answers(monkeypatch).set()
         monkeypatch.setattr(HttpServer, "MAX_ANSWERS", 1 << 18)
@@ -345,7 +343,7 @@ def test_E9_an_answer_has_a_quarter_of_the_memory_at_most_if_that_is_limited(
     asyncio.run(main())
 
 
-def test_A1_a_publisher_that_waits_for_an_answer_to_be_taken_goes_on_when_it_is(
+def test_A1_a_publisher_that_waits_for_an_unread_answer_continues_when_it_is_read(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def main() -> None:
@@ -369,7 +367,7 @@ def test_A1_a_publisher_that_waits_for_an_answer_to_be_taken_goes_on_when_it_is(
 
 
 @pytest.mark.parametrize("why", ["it is gone", "it is slow"])
-def test_E9_a_client_that_does_not_take_an_answer_is_cut_and_nothing_is_logged(
+def test_E9_a_client_that_does_not_read_its_answer_is_disconnected_and_nothing_is_logged(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, why: str
 ) -> None:
     async def main() -> None:
@@ -393,7 +391,9 @@ def test_E9_a_client_that_does_not_take_an_answer_is_cut_and_nothing_is_logged(
     assert [record for record in caplog.records if record.levelname == "ERROR"] == []
 
 
-def test_E9_large_answers_are_made_one_at_a_time_and_small_ones_wait_for_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_E9_large_answers_are_generated_one_at_a_time_and_small_ones_do_not_wait_for_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     async def main() -> None:
         making: list[int] = []
         has_begun, is_made = asyncio.Event(), asyncio.Event()
@@ -433,7 +433,7 @@ def test_E9_large_answers_are_made_one_at_a_time_and_small_ones_wait_for_none(mo
     asyncio.run(main())
 
 
-def test_E9_what_a_client_asked_for_before_it_went_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_E9_a_request_is_completed_even_if_its_client_disconnects(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "_is_gone", lambda request: True)
 
     async def main() -> None:

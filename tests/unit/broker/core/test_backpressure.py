@@ -38,7 +38,7 @@ def read_all(client):
 ANSWER = ["Basic.GetOk", "ContentHeader", "ContentBody"]
 
 
-def test_E6_what_is_asked_for_in_one_piece_and_not_read_does_not_pile_up(world):
+def test_E6_answers_to_requests_in_one_write_do_not_pile_up_if_they_are_not_read(world):
     client = world.client().channel()
     client.declare()
     client.publish(bytes(SIZE))
@@ -53,7 +53,7 @@ def test_E6_what_is_asked_for_in_one_piece_and_not_read_does_not_pile_up(world):
     assert (world.queue().contents.ready_count, client.session.memory) == (1, 0)
 
 
-def test_E6_what_comes_while_input_is_held_is_handled_after_it_however_it_is_cut(world):
+def test_E6_input_that_arrives_while_input_is_held_is_handled_afterwards_for_every_split(world):
     client = world.client().channel()
     client.declare()
     client.publish(bytes(SIZE))
@@ -64,7 +64,7 @@ def test_E6_what_comes_while_input_is_held_is_handled_after_it_however_it_is_cut
     assert read_all(client)[0] == [*ANSWER * COUNT, "Channel.CloseOk"]
 
 
-def test_E6_messages_that_must_be_read_from_disk_first_count_before_they_are_read():
+def test_E6_messages_on_disk_count_before_they_are_read():
     it = Evicting(1)
     it.declare("q")
     it.client.publish(bytes(SIZE))
@@ -80,7 +80,7 @@ def test_E6_messages_that_must_be_read_from_disk_first_count_before_they_are_rea
     assert names == ANSWER * COUNT
 
 
-def test_E6_messages_that_are_returned_wait_to_be_read_before_more_are_taken(world):
+def test_E6_returned_messages_are_read_by_the_client_before_more_messages_are_accepted(world):
     client = world.client().channel()
     publish = commands.Basic.Publish(routing_key="nowhere", mandatory=True)
     parts = (publish, header.ContentHeader(body_size=SIZE), body.ContentBody(bytes(SIZE)))
@@ -89,7 +89,7 @@ def test_E6_messages_that_are_returned_wait_to_be_read_before_more_are_taken(wor
     assert read_all(client)[0] == ["Basic.Return", "ContentHeader", "ContentBody"] * COUNT
 
 
-def test_E6_recover_gives_out_again_only_what_there_is_room_for(world):
+def test_E6_recover_redelivers_only_as_many_messages_as_there_is_room_for(world):
     client = world.client().channel()
     client.declare()
     client.consume()
@@ -103,7 +103,7 @@ def test_E6_recover_gives_out_again_only_what_there_is_room_for(world):
     assert names.count("Basic.Deliver") == 50
 
 
-def test_E6_an_error_and_a_close_behind_held_input_come_in_their_turn(world):
+def test_E6_an_error_and_a_close_after_held_input_are_handled_in_order(world):
     client = world.client().channel()
     client.declare()
     client.publish(bytes(SIZE))
@@ -112,7 +112,7 @@ def test_E6_an_error_and_a_close_behind_held_input_come_in_their_turn(world):
     assert read_all(client)[0][-1] == "Connection.Close"
 
 
-def test_E6_each_frame_is_traced_once_though_input_was_held(make_world):
+def test_E6_each_frame_is_traced_once_even_if_input_was_held(make_world):
     traced = []
     world = make_world(trace=lambda direction, connection, channel, name: traced.append((direction, name)))
     client = world.client().channel()
@@ -124,7 +124,7 @@ def test_E6_each_frame_is_traced_once_though_input_was_held(make_world):
     assert traced.count(("out", "Basic.GetOk")) == COUNT
 
 
-def test_a_connection_whose_input_waits_for_the_disk_is_not_silent():
+def test_a_connection_whose_input_waits_for_the_disk_does_not_count_as_silent():
     it = Evicting(1)
     it.declare("q")
     it.client.publish(bytes(SIZE))

@@ -14,7 +14,7 @@ def bodies(queue):
     return [entry.message.body for entry in queue.contents.oldest_first()]
 
 
-def test_a_message_is_delivered_as_it_came(world):
+def test_a_message_is_delivered_unchanged(world):
     client = world.client().channel()
     client.declare()
     properties = Basic.Properties(
@@ -40,7 +40,7 @@ def test_a_message_is_delivered_as_it_came(world):
 
 
 @pytest.mark.parametrize("size", [0, 1, 4087, 4088, 4089, 3 * 4088, 10_000])
-def test_bodies_of_any_length_go_through_frames_of_any_length(world, size):
+def test_bodies_of_any_length_pass_through_frames_of_any_length(world, size):
     publisher, consumer = world.client().channel(), world.client(frame_max=4096).channel()
     publisher.declare()
     content = bytes(at % 251 for at in range(size))
@@ -52,7 +52,7 @@ def test_bodies_of_any_length_go_through_frames_of_any_length(world, size):
     assert b"".join(each.value for each in frames) == content
 
 
-def test_a_body_may_come_in_pieces_even_empty_ones(world):
+def test_a_body_may_arrive_in_several_frames_even_empty_ones(world):
     client = world.client().channel()
     client.declare()
     client.send(
@@ -79,7 +79,7 @@ def test_messages_of_two_channels_may_be_interleaved(world):
     assert bodies(world.queue()) == [b"2", b"1"]
 
 
-def test_a_message_larger_than_the_broker_takes_closes_the_channel_with_406(make_world):
+def test_a_message_larger_than_the_broker_accepts_closes_the_channel_with_406(make_world):
     world = make_world(max_message_size=10)
     client = world.client().channel()
     client.declare()
@@ -90,14 +90,14 @@ def test_a_message_larger_than_the_broker_takes_closes_the_channel_with_406(make
     assert (close.reply_code, "11" in close.reply_text, "10" in close.reply_text) == (406, True, True)
 
 
-def test_a_user_id_that_is_not_the_connections_is_refused_with_406(world):
+def test_a_user_id_of_a_different_user_is_refused_with_406(world):
     client = world.client().channel()
     client.declare()
     client.publish(properties=Basic.Properties(user_id="someone"))
     assert client.only(CHANNEL_CLOSE).reply_code == 406
 
 
-def test_confirms_of_one_turn_are_one_frame(world):
+def test_confirms_of_one_step_are_sent_in_one_frame(world):
     client = world.client().channel(confirms=True)
     client.declare()
     for _ in range(5):
@@ -122,7 +122,7 @@ def test_withheld_confirms_are_sent_when_released(world):
     assert client.only(Basic.Ack).delivery_tag == 2
 
 
-def test_withheld_confirms_are_not_sent_by_a_close(world):
+def test_withheld_confirms_are_not_sent_when_the_channel_closes(world):
     client = world.client().channel(confirms=True)
     client.declare()
     world.controls.withhold_confirms = True
@@ -134,7 +134,7 @@ def test_withheld_confirms_are_not_sent_by_a_close(world):
     assert client.received() == []
 
 
-def test_what_is_enqueued_is_confirmed_before_its_channel_is_closed(world):
+def test_an_enqueued_message_is_confirmed_before_its_channel_is_closed(world):
     client = world.client().channel(confirms=True)
     client.declare()
     client.publish()
@@ -142,7 +142,7 @@ def test_what_is_enqueued_is_confirmed_before_its_channel_is_closed(world):
     assert client.names() == ["Basic.Ack", "Channel.Close"]
 
 
-def test_refused_publishes_are_nacked_and_not_enqueued(world):
+def test_refused_messages_are_nacked_and_not_enqueued(world):
     client = world.client().channel(confirms=True)
     client.declare()
     client.publish()
@@ -170,7 +170,7 @@ def test_a_full_queue_nacks_or_closes_the_channel_with_506(world, confirms):
     assert bodies(world.queue()) == [b"in"]
 
 
-def test_if_one_of_several_queues_refuses_none_gets_it(world):
+def test_if_one_of_several_queues_refuses_a_message_no_queue_gets_it(world):
     client = world.client().channel(confirms=True)
     client.declare("a")
     client.declare("b", arguments={"qpid.max_count": 1, "qpid.flow_stop_count": 0})
@@ -183,7 +183,7 @@ def test_if_one_of_several_queues_refuses_none_gets_it(world):
 
 
 @pytest.mark.parametrize("confirms", [True, False])
-def test_mandatory_messages_that_go_nowhere_come_back_before_their_ack(world, confirms):
+def test_unroutable_mandatory_messages_are_returned_before_their_ack(world, confirms):
     client = world.client().channel(confirms=confirms)
     client.publish(b"back", "nowhere", mandatory=True)
     returned, content_header, content, *rest = (each for _, each in client.received())
@@ -192,13 +192,13 @@ def test_mandatory_messages_that_go_nowhere_come_back_before_their_ack(world, co
     assert [each.name for each in rest] == (["Basic.Ack"] if confirms else [])
 
 
-def test_messages_that_go_nowhere_are_confirmed(world):
+def test_unroutable_messages_are_confirmed(world):
     client = world.client().channel(confirms=True)
     client.publish(routing_key="nowhere")
     assert client.only(Basic.Ack).delivery_tag == 1
 
 
-def test_prefetch_counts_each_consumer(world):
+def test_prefetch_limits_each_consumer(world):
     client = world.client().channel()
     client.declare()
     client.call(1, Basic.Qos(prefetch_count=2), Basic.QosOk)
@@ -215,7 +215,7 @@ def test_prefetch_counts_each_consumer(world):
     assert world.queue().depth == 2
 
 
-def test_global_prefetch_counts_the_channel(world):
+def test_global_prefetch_limits_the_channel(world):
     client = world.client().channel()
     client.declare()
     client.call(1, Basic.Qos(prefetch_count=3, global_=True), Basic.QosOk)
@@ -230,7 +230,7 @@ def test_global_prefetch_counts_the_channel(world):
     assert client.names().count("Basic.Deliver") == 2
 
 
-def test_the_clients_own_flow_stops_deliveries_to_it(world):
+def test_channel_flow_from_the_client_stops_deliveries_to_it(world):
     client = world.client().channel()
     client.declare()
     client.consume()
@@ -242,7 +242,7 @@ def test_the_clients_own_flow_stops_deliveries_to_it(world):
     assert client.names()[:2] == ["Channel.FlowOk", "Basic.Deliver"]
 
 
-def test_a_socket_that_takes_nothing_gets_nothing(world):
+def test_a_socket_that_accepts_no_bytes_gets_no_deliveries(world):
     client, other = world.client().channel(), world.client().channel()
     client.declare()
     client.consume(no_ack=True)
@@ -256,7 +256,7 @@ def test_a_socket_that_takes_nothing_gets_nothing(world):
     assert len(client.deliveries()) == 3
 
 
-def test_deliveries_of_one_turn_are_bounded(world):
+def test_deliveries_of_one_step_are_bounded(world):
     client, other = world.client().channel(), world.client().channel()
     client.declare()
     for _ in range(1000):
@@ -270,7 +270,7 @@ def test_deliveries_of_one_turn_are_bounded(world):
     assert max(sizes) < limit + 2000
 
 
-def test_acks_settle_one_several_or_all(world):
+def test_an_ack_settles_one_several_or_all_deliveries(world):
     client = world.client().channel()
     client.declare()
     client.consume()
@@ -303,7 +303,7 @@ def test_an_unknown_delivery_tag_closes_the_channel_with_406(world, settle):
 
 
 @pytest.mark.parametrize("settle", [Basic.Nack(1, requeue=True), Basic.Reject(1, requeue=True)])
-def test_what_is_requeued_is_delivered_again_in_its_place(world, settle):
+def test_a_requeued_message_is_delivered_again_at_its_old_position(world, settle):
     client = world.client().channel()
     client.declare()
     client.call(1, Basic.Qos(prefetch_count=1), Basic.QosOk)
@@ -317,7 +317,7 @@ def test_what_is_requeued_is_delivered_again_in_its_place(world, settle):
     assert client.deliveries() == [(3, b"2", False)]
 
 
-def test_recover_with_requeue_puts_everything_back(world):
+def test_recover_with_requeue_requeues_all_deliveries(world):
     client, other = world.client().channel(), world.client().channel()
     client.declare()
     client.publish(b"1")
@@ -349,7 +349,7 @@ def test_recover_without_requeue_delivers_to_the_same_consumer(world, recover):
     assert world.queue().depth == 0
 
 
-def test_recover_without_requeue_delivers_nothing_to_a_client_that_wants_nothing_now(world):
+def test_recover_without_requeue_delivers_nothing_while_the_client_has_stopped_the_flow(world):
     client, other = world.client().channel(), world.client().channel()
     client.declare()
     client.consume()
@@ -361,7 +361,7 @@ def test_recover_without_requeue_delivers_nothing_to_a_client_that_wants_nothing
     assert other.names() == ["Basic.ConsumeOk", "Basic.Deliver", "ContentHeader", "ContentBody"]
 
 
-def test_a_cancelled_consumer_gets_nothing_more_and_may_still_ack(world):
+def test_a_cancelled_consumer_gets_no_more_deliveries_and_may_still_ack(world):
     client = world.client().channel()
     client.declare()
     client.consume()
@@ -375,7 +375,7 @@ def test_a_cancelled_consumer_gets_nothing_more_and_may_still_ack(world):
     client.call(1, Basic.Cancel("unknown"), Basic.CancelOk)
 
 
-def test_when_a_channel_ends_what_it_has_not_acked_returns(world):
+def test_when_a_channel_ends_its_unacked_messages_are_requeued(world):
     client, other = world.client().channel(), world.client().channel()
     client.declare()
     client.consume()
@@ -390,7 +390,7 @@ def test_when_a_channel_ends_what_it_has_not_acked_returns(world):
 
 
 @pytest.mark.parametrize("how", ["lost", "closed", "failed"])
-def test_when_a_connection_ends_no_channel_of_it_takes_what_another_gives_back(world, how):
+def test_when_a_connection_ends_messages_requeued_by_one_of_its_channels_do_not_go_to_another(world, how):
     client = world.client().channel(1).channel(2)
     client.declare()
     client.consume(channel=1)
@@ -417,7 +417,7 @@ def test_a_consumer_tag_in_use_closes_the_connection_with_530(world):
 
 
 @pytest.mark.parametrize(("first", "second"), [(True, False), (False, True)])
-def test_an_exclusive_consumer_shares_with_nobody(world, first, second):
+def test_a_queue_with_an_exclusive_consumer_refuses_other_consumers(world, first, second):
     client, other = world.client().channel(), world.client().channel()
     client.declare()
     client.consume(exclusive=first)
@@ -430,7 +430,7 @@ def test_an_exclusive_consumer_shares_with_nobody(world, first, second):
     other.only(Basic.ConsumeOk)
 
 
-def test_consumers_of_a_deleted_queue_are_told_if_they_understand(world):
+def test_consumers_of_a_deleted_queue_are_notified_if_they_support_it(world):
     client, deaf = world.client().channel(), world.client(capabilities={}).channel()
     client.declare()
     for each in (client, deaf):
@@ -445,7 +445,7 @@ def test_consumers_of_a_deleted_queue_are_told_if_they_understand(world):
     client.only(Basic.ConsumeOk)
 
 
-def test_a_consumer_without_a_tag_is_given_one(world):
+def test_a_consumer_without_a_tag_gets_a_generated_tag(world):
     client = world.client().channel()
     client.declare()
     client.consume(tag="")
@@ -460,20 +460,20 @@ class TestTransactions:
         client.declare()
         return client
 
-    def test_publishes_are_seen_at_commit(self, world, client):
+    def test_published_messages_become_visible_at_commit(self, world, client):
         client.publish(b"1")
         client.publish(b"2")
         assert world.queue().depth == 0
         client.call(1, commands.Tx.Commit(), commands.Tx.CommitOk)
         assert bodies(world.queue()) == [b"1", b"2"]
 
-    def test_publishes_are_forgotten_at_rollback(self, world, client):
+    def test_published_messages_are_discarded_at_rollback(self, world, client):
         client.publish()
         client.call(1, commands.Tx.Rollback(), commands.Tx.RollbackOk)
         client.call(1, commands.Tx.Commit(), commands.Tx.CommitOk)
         assert world.queue().depth == 0
 
-    def test_acks_count_at_commit_and_not_after_a_rollback(self, world, client):
+    def test_acks_take_effect_at_commit_and_not_after_a_rollback(self, world, client):
         world.host.publish("", "q", b"1")
         world.host.publish("", "q", b"2")
         client.consume()
@@ -485,7 +485,7 @@ class TestTransactions:
         client.call(1, commands.Tx.Commit(), commands.Tx.CommitOk)
         assert world.queue().depth == 0
 
-    def test_what_a_rollback_unsettles_counts_for_the_prefetch_again(self, world, client):
+    def test_deliveries_that_a_rollback_makes_unacked_count_for_the_prefetch_again(self, world, client):
         client.call(1, Basic.Qos(prefetch_count=1), Basic.QosOk)
         client.consume()
         world.host.publish("", "q", b"1")
@@ -498,7 +498,7 @@ class TestTransactions:
         client.send(1, commands.Tx.Commit())
         assert client.names() == ["Basic.Deliver", "ContentHeader", "ContentBody", "Tx.CommitOk"]
 
-    def test_requeues_happen_at_commit(self, world, client):
+    def test_requeues_take_effect_at_commit(self, world, client):
         world.host.publish("", "q", b"1")
         client.send(1, Basic.Get(queue="q"))
         client.received()
@@ -507,7 +507,7 @@ class TestTransactions:
         client.call(1, commands.Tx.Commit(), commands.Tx.CommitOk)
         assert world.queue().contents.ready[0].redelivered
 
-    def test_an_end_rolls_back(self, world, client):
+    def test_the_end_of_a_channel_rolls_back_its_transaction(self, world, client):
         world.host.publish("", "q", b"1")
         client.send(1, Basic.Get(queue="q"))
         client.send(1, Basic.Ack(1))
@@ -516,7 +516,9 @@ class TestTransactions:
         assert bodies(world.queue()) == [b"1"]
         assert len(world.queue().contents.ready) == 1
 
-    def test_a_queue_without_room_for_all_of_it_refuses_with_406_and_nothing_is_done(self, world, client):
+    def test_a_queue_without_room_for_the_whole_transaction_refuses_it_with_406_and_nothing_changes(
+        self, world, client
+    ):
         client.declare("small", arguments={"qpid.max_count": 2, "qpid.flow_stop_count": 0})
         for name in ("q", "small", "small", "small"):
             client.publish(routing_key=name)
@@ -525,7 +527,7 @@ class TestTransactions:
         assert (close.reply_code, "queue full" in close.reply_text) == (406, True)
         assert (world.queue().depth, world.queue("small").depth) == (0, 0)
 
-    def test_what_it_acks_makes_room_for_what_it_publishes(self, world, client):
+    def test_acks_of_a_transaction_make_room_for_the_messages_that_it_publishes(self, world, client):
         client.declare("small", arguments={"qpid.max_count": 1, "qpid.flow_stop_count": 0})
         world.host.publish("", "small", b"old")
         client.send(1, Basic.Get(queue="small"))
@@ -535,7 +537,7 @@ class TestTransactions:
         client.call(1, commands.Tx.Commit(), commands.Tx.CommitOk)
         assert bodies(world.queue("small")) == [b"new"]
 
-    def test_a_message_larger_than_a_ring_queue_is_refused_in_whatever_company(self, world, client):
+    def test_a_message_larger_than_a_ring_queue_is_refused_in_any_transaction(self, world, client):
         client.declare("ring", arguments={"qpid.max_size": 10, "qpid.policy_type": "ring"})
         client.publish(b"x", "ring")
         client.publish(b"y" * 11, "ring")
@@ -544,7 +546,7 @@ class TestTransactions:
         assert (close.reply_code, "11 bytes" in close.reply_text) == (406, True)
         assert world.queue("ring").size == 0
 
-    def test_messages_that_fit_a_ring_queue_one_by_one_are_not_refused_for_their_sum(self, world, client):
+    def test_messages_that_each_fit_a_ring_queue_are_not_refused_for_their_total_size(self, world, client):
         client.declare("ring", arguments={"qpid.max_size": 10, "qpid.policy_type": "ring"})
         world.host.publish("", "ring", b"z")
         client.send(1, Basic.Get(queue="ring"))
@@ -555,24 +557,24 @@ class TestTransactions:
         client.call(1, commands.Tx.Commit(), commands.Tx.CommitOk)
         assert bodies(world.queue("ring")) == [b"y" * 6]
 
-    def test_J3_a_commit_past_the_mark_flows_the_channel(self, world, client):
+    def test_J3_a_commit_beyond_the_stop_threshold_flows_the_channel(self, world, client):
         client.declare("marked", arguments={"qpid.flow_stop_count": 1})
         client.publish(routing_key="marked")
         client.publish(routing_key="marked")
         client.send(1, commands.Tx.Commit())
         assert client.names() == ["Channel.Flow", "Tx.CommitOk"]
 
-    def test_mandatory_messages_come_back_at_commit(self, client):
+    def test_unroutable_mandatory_messages_are_returned_at_commit(self, client):
         client.publish(routing_key="nowhere", mandatory=True)
         assert client.received() == []
         client.send(1, commands.Tx.Commit())
         assert client.names() == ["Basic.Return", "ContentHeader", "ContentBody", "Tx.CommitOk"]
 
-    def test_there_are_no_confirms_in_it(self, client):
+    def test_confirms_cannot_be_selected_in_a_transaction(self, client):
         client.send(1, commands.Confirm.Select())
         assert client.only(CHANNEL_CLOSE).reply_code == 406
 
-    def test_there_is_none_with_confirms_or_without_select(self, world):
+    def test_a_transaction_is_refused_with_confirms_or_without_tx_select(self, world):
         client = world.client().channel(confirms=True)
         client.send(1, commands.Tx.Select())
         assert client.only(CHANNEL_CLOSE).reply_code == 406

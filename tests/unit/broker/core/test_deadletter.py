@@ -32,7 +32,7 @@ def _client(world):
     return client
 
 
-def test_what_a_consumer_rejects_goes_there_with_all_its_properties(world, client):
+def test_a_rejected_message_is_dead_lettered_with_all_its_properties(world, client):
     client.declare(arguments=DLX)
     properties = commands.Basic.Properties(
         content_type="text/plain",
@@ -74,7 +74,7 @@ def test_what_a_consumer_rejects_goes_there_with_all_its_properties(world, clien
     assert (entry.message.target.exchange, entry.message.target.routing_key) == ("", "dead")
 
 
-def test_what_a_channel_leaves_behind_is_back_in_all_queues_before_what_has_expired_goes_there(world, client):
+def test_messages_of_an_ended_channel_are_requeued_everywhere_before_expired_ones_are_dead_lettered(world, client):
     client.declare(arguments={**DLX, "x-message-ttl": 1000})
     client.publish(b"expires")
     client.publish(b"stays", "dead")
@@ -88,7 +88,7 @@ def test_what_a_channel_leaves_behind_is_back_in_all_queues_before_what_has_expi
     assert [body for _, body, _ in heir.deliveries()] == [b"stays", b"expires"]
 
 
-def test_without_an_exchange_for_it_what_dies_is_only_counted(world, client):
+def test_without_a_dead_letter_exchange_removed_messages_are_only_counted(world, client):
     client.declare()
     client.publish()
     client.send(1, commands.Basic.Get(queue="q"))
@@ -96,7 +96,7 @@ def test_without_an_exchange_for_it_what_dies_is_only_counted(world, client):
     assert (world.queue().contents.drops, world.queue("dead").depth) == ({DropReason.REJECTED: 1}, 0)
 
 
-def test_purging_and_deleting_are_no_deaths(world, client):
+def test_purging_and_deleting_dead_letter_nothing(world, client):
     client.declare(arguments=DLX)
     client.publish()
     world.queue().purge()
@@ -105,7 +105,7 @@ def test_purging_and_deleting_are_no_deaths(world, client):
     assert world.queue("dead").depth == 0
 
 
-def test_an_ack_is_no_death(world, client):
+def test_an_acked_message_is_not_dead_lettered(world, client):
     client.declare(arguments=DLX)
     client.publish()
     client.send(1, commands.Basic.Get(queue="q"))
@@ -114,7 +114,7 @@ def test_an_ack_is_no_death(world, client):
 
 
 @pytest.mark.parametrize("policy", [{"x-max-length": 1}, {"qpid.max_count": 1, "qpid.policy_type": "ring"}])
-def test_what_makes_room_goes_there(world, client, policy):
+def test_a_message_dropped_to_make_room_is_dead_lettered(world, client, policy):
     client.declare(arguments={**DLX, **policy})
     client.publish(b"1")
     client.publish(b"2")
@@ -122,7 +122,7 @@ def test_what_makes_room_goes_there(world, client, policy):
     assert headers(world.queue("dead"))["x-first-death-reason"] == "maxlen"
 
 
-def test_a_dead_letter_is_delivered_and_flows_nobody(world, client):
+def test_a_dead_letter_is_delivered_and_flows_no_channel(world, client):
     client.declare("small", arguments={"qpid.flow_stop_count": 1, "qpid.flow_resume_count": 1})
     client.declare(arguments={"x-dead-letter-exchange": "", "x-dead-letter-routing-key": "small", "x-max-length": 1})
     for _ in range(3):
@@ -144,7 +144,7 @@ def test_a_full_queue_refuses_dead_letters_and_counts_them(world, client):
     assert bodies(world.queue("dead")) == [b"1", b"2"]
 
 
-def test_an_exchange_that_clients_may_not_publish_to_takes_dead_letters(world, client):
+def test_an_exchange_closed_to_clients_accepts_dead_letters(world, client):
     declare = commands.Exchange.Declare(exchange="inner", exchange_type="fanout", internal=True)
     client.call(1, declare, commands.Exchange.DeclareOk)
     client.call(1, commands.Queue.Bind(queue="dead", exchange="inner"), commands.Queue.BindOk)
@@ -162,7 +162,7 @@ def test_dead_letters_find_queues_by_their_headers_too(world, client):
     assert world.queue("dead").depth == 1
 
 
-def test_a_long_chain_of_queues_is_no_chain_of_calls(world, client):
+def test_a_long_chain_of_queues_does_not_nest_calls(world, client):
     for number in range(300):
         to = f"q{number + 1}" if number < 299 else "dead"
         arguments = {"x-max-length": 0, "x-dead-letter-exchange": "", "x-dead-letter-routing-key": to}
@@ -172,7 +172,7 @@ def test_a_long_chain_of_queues_is_no_chain_of_calls(world, client):
     assert len(headers(world.queue("dead"))["x-death"]) == 300
 
 
-def test_a_message_goes_round_as_long_as_somebody_rejects_it(world, client):
+def test_a_message_cycles_as_long_as_consumers_reject_it(world, client):
     client.declare("a", arguments={"x-dead-letter-exchange": "", "x-dead-letter-routing-key": "b"})
     client.declare("b", arguments={"x-message-ttl": 10, "x-dead-letter-exchange": "", "x-dead-letter-routing-key": "a"})
     client.publish(routing_key="a")
@@ -187,7 +187,7 @@ def test_a_message_goes_round_as_long_as_somebody_rejects_it(world, client):
     ]
 
 
-def test_a_message_that_nobody_rejects_does_not_come_back(world, client):
+def test_a_message_does_not_cycle_without_a_rejection(world, client):
     client.declare("a", arguments={"x-message-ttl": 10, "x-dead-letter-exchange": ""})
     client.publish(routing_key="a")
     world.now = 0.01
@@ -206,7 +206,9 @@ def make_web(world, client, count, **arguments):
 
 
 @pytest.mark.parametrize("count", [3, 8, 40])
-def test_E7_queues_that_dead_letter_to_each_other_cost_no_more_than_there_are_ways_between_them(world, client, count):
+def test_E7_the_cost_of_queues_that_dead_letter_to_each_other_is_bounded_by_the_paths_between_them(
+    world, client, count
+):
     queues = make_web(world, client, count, **{"x-max-length": 0})
     client.publish(routing_key="q0")
     assert [queue.depth for queue in queues] == [0] * count
@@ -225,7 +227,7 @@ def test_E7_copies_in_several_queues_count_as_one_message(world, client):
     assert sum(queue.contents.published for queue in queues) <= count + count * count
 
 
-def test_E7_queues_that_dead_letter_to_each_other_as_time_passes_cost_no_more_either(world, client):
+def test_E7_expiry_in_queues_that_dead_letter_to_each_other_has_the_same_bound(world, client):
     count = 12
     queues = make_web(world, client, count, **{"x-message-ttl": 1})
     client.publish(routing_key="q0")
@@ -235,7 +237,7 @@ def test_E7_queues_that_dead_letter_to_each_other_as_time_passes_cost_no_more_ei
     assert sum(queue.contents.published for queue in queues) <= count * count
 
 
-def test_E7_a_rejection_by_a_consumer_begins_anew(world, client):
+def test_E7_a_rejection_by_a_consumer_starts_a_new_count(world, client):
     queues = make_web(world, client, 3, **{"x-max-length": 0})
     client.declare("work", arguments={"x-dead-letter-exchange": "amq.fanout"})
     client.call(1, commands.Queue.Bind(queue="work", exchange="amq.fanout"), commands.Queue.BindOk)
@@ -248,7 +250,7 @@ def test_E7_a_rejection_by_a_consumer_begins_anew(world, client):
     assert world.queue("work").depth > copies
 
 
-def test_copies_with_other_routing_keys_go_through_one_queue(world, client):
+def test_copies_with_different_routing_keys_go_through_one_queue(world, client):
     """Two services share a queue that delays what they could not handle, and each has its own archive."""
     for name in ("billing", "shipping"):
         client.declare(
@@ -274,7 +276,7 @@ def test_copies_with_other_routing_keys_go_through_one_queue(world, client):
     assert [bodies(world.queue(f"{name}-archive")) for name in ("billing", "shipping")] == [[b"x"]] * 2
 
 
-def test_copies_that_die_in_one_queue_are_dead_lettered_once_and_counted(world, client, caplog):
+def test_copies_that_expire_in_one_queue_are_dead_lettered_once_and_counted(world, client, caplog):
     """Two services share a queue that delays what they could not handle, and one archive."""
     late = {"x-message-ttl": 1, "x-dead-letter-exchange": ""}
     for name in ("billing", "shipping"):
@@ -294,7 +296,7 @@ def test_copies_that_die_in_one_queue_are_dead_lettered_once_and_counted(world, 
     assert [record.args for record in caplog.records] == [("delay",)]
 
 
-def test_two_ways_to_a_queue_bring_two_dead_letters_there(world, client):
+def test_two_paths_to_a_queue_deliver_two_dead_letters(world, client):
     for name, to in (("a", "amq.fanout"), ("b", ""), ("c", "")):
         arguments = {"x-max-length": 0, "x-dead-letter-exchange": to}
         client.declare(name, arguments=arguments | ({} if to else {"x-dead-letter-routing-key": "dead"}))
@@ -317,7 +319,7 @@ def test_a_cycle_of_dead_letters_is_logged_once_for_each_queue(world, client, ca
     [1, "x", [], [1], [{"queue": "q", "reason": "rejected", "count": 2**63 - 1}], [{"count": float("nan")}]],
     ids=repr,
 )
-def test_what_clients_write_into_the_header_does_no_harm(world, client, forged):
+def test_an_x_death_header_written_by_a_client_does_no_harm(world, client, forged):
     client.declare(arguments=DLX)
     client.publish(properties=commands.Basic.Properties(headers={"x-death": forged}))
     client.send(1, commands.Basic.Get(queue="q"))
@@ -340,7 +342,7 @@ PUBLISHES = {
 
 
 @pytest.mark.parametrize("publish", [*PUBLISHES, "from inside", "after a wait"])
-def test_no_dead_letter_takes_the_room_of_a_publish_that_was_found_to_fit(world, client, publish):
+def test_a_dead_letter_does_not_use_room_that_was_reserved_for_a_published_message(world, client, publish):
     # "a" is full and drops its message for the new one; "b" has room for one message, and takes the publish.
     client.declare("a", arguments=FULL)
     client.declare("b", arguments={"qpid.max_count": 1, "x-qflow-policy": "wait"})
@@ -360,7 +362,7 @@ def test_no_dead_letter_takes_the_room_of_a_publish_that_was_found_to_fit(world,
     assert world.queue("b").contents.drops == {DropReason.REFUSED: 1}
 
 
-def test_what_dies_for_a_publish_comes_after_it(world, client):
+def test_a_message_dropped_for_a_new_message_is_dead_lettered_after_it(world, client):
     client.declare("b", arguments={"x-max-length": 1})
     client.declare("a", arguments=FULL)
     for name in ("a", "b"):
@@ -370,7 +372,7 @@ def test_what_dies_for_a_publish_comes_after_it(world, client):
     assert (bodies(world.queue("a")), bodies(world.queue("b"))) == ([b"2"], [b"1"])
 
 
-def test_reject_publish_dlx_sends_there_what_it_refuses(world, client):
+def test_reject_publish_dlx_dead_letters_refused_messages(world, client):
     client.declare(arguments={**DLX, "x-max-length": 1, "x-overflow": "reject-publish-dlx"})
     client.call(1, commands.Confirm.Select(), commands.Confirm.SelectOk)
     client.publish(b"1")
@@ -379,7 +381,7 @@ def test_reject_publish_dlx_sends_there_what_it_refuses(world, client):
     assert (bodies(world.queue()), bodies(world.queue("dead"))) == ([b"1"], [b"2"])
 
 
-def test_reject_publish_counts_what_it_refuses_without_confirms(world, client):
+def test_reject_publish_counts_refused_messages_without_confirms(world, client):
     client.declare(arguments={"x-max-length": 1, "x-overflow": "reject-publish"})
     client.publish(b"1")
     client.publish(b"2")
@@ -388,7 +390,7 @@ def test_reject_publish_counts_what_it_refuses_without_confirms(world, client):
 
 
 @pytest.mark.parametrize(("maximum", "left"), [(0, []), (1, [3]), (2, [2, 3]), (3, [1, 2, 3]), (4, [1, 2, 3])])
-def test_x_max_length_keeps_so_many_ready_messages(maximum, left):
+def test_x_max_length_limits_ready_messages(maximum, left):
     queue = make_queue({"x-max-length": maximum})
     for size in (1, 2, 3):
         queue.enqueue(message(size))
@@ -397,7 +399,7 @@ def test_x_max_length_keeps_so_many_ready_messages(maximum, left):
 
 
 @pytest.mark.parametrize(("maximum", "left"), [(2, []), (3, [3]), (4, [3]), (5, [2, 3]), (6, [1, 2, 3])])
-def test_x_max_length_bytes_keeps_so_many_ready_bytes(maximum, left):
+def test_x_max_length_bytes_limits_ready_bytes(maximum, left):
     queue = make_queue({"x-max-length-bytes": maximum})
     for size in (1, 2, 3):
         queue.enqueue(message(size))
@@ -405,7 +407,7 @@ def test_x_max_length_bytes_keeps_so_many_ready_bytes(maximum, left):
     assert [entry.message.size for entry in queue.contents.oldest_first()] == left
 
 
-def test_x_max_length_drops_nothing_that_a_consumer_has():
+def test_x_max_length_drops_no_unacked_message():
     queue = make_queue({"x-max-length": 1, "x-max-length-bytes": 3})
     taker = Taker()
     queue.dispatcher.add(taker, exclusive=False)
@@ -425,7 +427,7 @@ def test_x_max_length_drops_nothing_that_a_consumer_has():
     assert [entry.message.size for entry in queue.contents.oldest_first()] == [1]
 
 
-def test_a_single_active_consumer_is_the_oldest_that_is_left():
+def test_the_single_active_consumer_is_the_oldest_remaining_consumer():
     queue = make_queue({"x-single-active-consumer": True})
     first, second, third = (Taker() for _ in range(3))
     for taker in (first, second, third):
@@ -472,7 +474,7 @@ def test_x_death_counts_are_64_bit_integers_as_on_rabbitmq(world, client):
 
 
 @pytest.mark.parametrize("count", [2**63 - 1, -(2**63), -1, 0, True, "1", None])
-def test_a_count_that_a_client_forged_starts_again_at_1(world, client, count):
+def test_a_forged_x_death_count_restarts_at_1(world, client, count):
     client.declare(arguments=DLX)
     forged: Any = [{"count": count, "queue": "q", "reason": "rejected"}]
     client.publish(b"1", properties=commands.Basic.Properties(headers={"x-death": forged}))
@@ -482,7 +484,7 @@ def test_a_count_that_a_client_forged_starts_again_at_1(world, client, count):
 
 
 @pytest.mark.parametrize("how", ["nack", "recover", "close"])
-def test_a_requeue_does_not_exceed_x_max_length_and_the_oldest_go(world, client, how):
+def test_a_requeue_does_not_exceed_x_max_length_and_drops_the_oldest_messages(world, client, how):
     client.declare(arguments=DLX | {"x-max-length": 2})
     for number in b"1234":
         client.publish(bytes([number]))
@@ -500,7 +502,7 @@ def test_a_requeue_does_not_exceed_x_max_length_and_the_oldest_go(world, client,
     assert world.queue().contents.drops == {DropReason.MAXLEN: 3}
 
 
-def test_a_requeue_is_cut_to_x_max_length_before_a_consumer_gets_any_of_it_as_on_rabbitmq(world, client):
+def test_a_requeue_is_cut_to_x_max_length_before_any_delivery_as_on_rabbitmq(world, client):
     client.declare(arguments={"x-max-length": 1})
     for body in (b"1", b"2", b"3"):
         client.publish(body)
@@ -511,7 +513,7 @@ def test_a_requeue_is_cut_to_x_max_length_before_a_consumer_gets_any_of_it_as_on
     assert [body for _, body, _ in other.deliveries_after_ok()] == [b"3"]
 
 
-def test_a_requeue_may_exceed_the_maximum_of_reject_publish_as_on_rabbitmq(world, client):
+def test_a_requeue_may_exceed_the_maximum_of_a_reject_publish_queue_as_on_rabbitmq(world, client):
     client.declare(arguments={"x-max-length": 1, "x-overflow": "reject-publish"})
     for body in (b"1", b"2"):
         client.publish(body)

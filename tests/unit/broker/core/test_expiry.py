@@ -29,7 +29,7 @@ def ready(queue):
 
 
 @pytest.mark.parametrize(("now", "left"), [(0.999, 1), (1.0, 0), (1.001, 0)])
-def test_a_message_expires_when_its_time_has_come(now, left):
+def test_a_message_expires_after_its_time_to_live(now, left):
     queue = fill(make_queue({"x-message-ttl": 1000}), [1])
     around = queue._surroundings
     assert around.alarms == [1.0]
@@ -38,7 +38,7 @@ def test_a_message_expires_when_its_time_has_come(now, left):
     assert (queue.depth, queue.contents.dropped) == (left, 1 - left)
 
 
-def test_the_shorter_time_counts():
+def test_the_shorter_time_to_live_applies():
     queue = make_queue({"x-message-ttl": 1000})
     for size, own in ((1, 500), (2, None), (3, 2000)):
         queue.enqueue(expiring(size, own))
@@ -52,7 +52,7 @@ def test_the_shorter_time_counts():
     assert queue.contents.drops == {DropReason.EXPIRED: 3}
 
 
-def test_messages_expire_from_the_middle_and_the_order_of_the_others_stays():
+def test_messages_in_the_middle_of_a_queue_expire_and_the_order_of_the_remaining_ones_is_kept():
     queue = make_queue()
     for size in range(1, 9):
         queue.enqueue(expiring(size, 100 if size in (3, 4, 7) else None))
@@ -66,7 +66,7 @@ def test_messages_expire_from_the_middle_and_the_order_of_the_others_stays():
     assert taken == [1, 2, 5, 6, 8]
 
 
-def test_gaps_are_closed_when_they_are_most_of_what_is_ready():
+def test_gaps_are_closed_when_they_are_most_of_the_ready_entries():
     queue = make_queue()
     queue.enqueue(message(1))
     for at in range(Contents.MAX_GAPS * 2):
@@ -84,7 +84,7 @@ def test_gaps_are_closed_when_they_are_most_of_what_is_ready():
     assert (queue.depth, queue.size) == (0, 0)
 
 
-def test_a_consumer_is_given_nothing_that_has_expired():
+def test_a_consumer_gets_no_expired_message():
     queue = make_queue()
     for size, own in ((1, 100), (2, None), (3, 100), (4, None)):
         queue.enqueue(expiring(size, own))
@@ -95,7 +95,7 @@ def test_a_consumer_is_given_nothing_that_has_expired():
     assert [entry.message.size for entry in taker.entries] == [2, 4]
 
 
-def test_what_is_with_a_consumer_expires_only_when_it_is_put_back():
+def test_an_unacked_message_expires_only_when_it_is_requeued():
     queue = fill(make_queue({"x-message-ttl": 100}), [1, 2])
     first, second = queue.take(no_ack=False), queue.dispatcher.take(no_ack=False)
     queue._surroundings.now = 1.0
@@ -107,7 +107,7 @@ def test_what_is_with_a_consumer_expires_only_when_it_is_put_back():
     assert (queue.depth, queue.dispatcher.acked, queue.contents.drops) == (0, 1, {DropReason.EXPIRED: 1})
 
 
-def test_what_was_put_back_expires_once():
+def test_a_requeued_message_expires_once():
     queue = fill(make_queue({"x-message-ttl": 100, "qpid.flow_stop_count": 1}), [1])
     queue.dispatcher.requeue([queue.take(no_ack=False)])
     queue._surroundings.now = 0.1
@@ -126,7 +126,7 @@ def test_expired_messages_go_first_when_a_queue_is_full():
     assert ready(queue) == [1, 3]
 
 
-def test_expired_messages_go_before_the_oldest_of_a_ring():
+def test_expired_messages_are_removed_before_the_oldest_of_a_ring():
     queue = make_queue({"qpid.max_count": 2, "qpid.policy_type": "ring"})
     queue.enqueue(message(1))
     queue.enqueue(expiring(2, 100))
@@ -136,7 +136,7 @@ def test_expired_messages_go_before_the_oldest_of_a_ring():
     assert ready(queue) == [1, 3]
 
 
-def test_J6_expiry_unblocks_and_releases_confirms(world):
+def test_J6_expiry_unflows_channels_and_releases_confirms(world):
     client = world.client().channel(confirms=True)
     client.declare(arguments={**STOP_2, "x-message-ttl": 1000})
     for _ in range(3):
@@ -151,7 +151,7 @@ def test_J6_expiry_unblocks_and_releases_confirms(world):
     assert (world.queue().flows.held_confirms, world.queue().flows.is_on, world.queue().depth) == (0, False, 0)
 
 
-def test_J6_each_expiry_is_looked_at_by_itself(world):
+def test_J6_after_each_expired_message_the_queue_checks_whether_publishers_can_resume(world):
     client = world.client().channel()
     client.declare(arguments=STOP_2)
     for milliseconds in ("300", "100", "200"):
@@ -172,7 +172,7 @@ def test_a_tick_that_comes_early_or_twice_does_nothing():
     assert (queue.depth, queue._surroundings.alarms) == (1, [1.0])
 
 
-def test_entries_that_are_gone_do_not_pile_up():
+def test_entries_of_removed_messages_do_not_pile_up():
     queue = make_queue({"x-message-ttl": 86_400_000})
     for _ in range(10 * Expiry.MIN_SWEEP):
         queue.enqueue(message())
@@ -180,7 +180,7 @@ def test_entries_that_are_gone_do_not_pile_up():
     assert len(queue.dropping.expiry._heap) <= Expiry.MIN_SWEEP + 1
 
 
-def test_a_message_that_is_put_back_again_and_again_does_not_pile_up_either():
+def test_entries_of_a_message_that_is_requeued_repeatedly_do_not_pile_up():
     queue = fill(make_queue({"x-message-ttl": 86_400_000}), [1])
     for _ in range(10 * Expiry.MIN_SWEEP):
         queue.dispatcher.requeue([queue.take(no_ack=False)])
@@ -188,7 +188,7 @@ def test_a_message_that_is_put_back_again_and_again_does_not_pile_up_either():
     assert queue.dropping.expiry.next_at == 86_400.0
 
 
-def test_what_consumers_had_when_its_time_came_and_then_acked_does_not_pile_up():
+def test_entries_of_messages_that_expired_while_unacked_do_not_pile_up():
     queue = make_queue({"x-message-ttl": 1000})
     for number in range(10 * Expiry.MIN_SWEEP):
         queue.enqueue(message())
@@ -201,7 +201,7 @@ def test_what_consumers_had_when_its_time_came_and_then_acked_does_not_pile_up()
 
 
 @pytest.mark.parametrize(("used", "now", "is_unused"), [(0.0, 0.99, False), (0.0, 1.0, True), (0.5, 1.49, False)])
-def test_a_queue_expires_when_it_was_unused_for_long_enough(used, now, is_unused):
+def test_an_unused_queue_expires_after_x_expires(used, now, is_unused):
     queue = make_queue({"x-expires": 1000})
     around = queue._surroundings
     around.now = used
@@ -214,7 +214,7 @@ def test_a_queue_expires_when_it_was_unused_for_long_enough(used, now, is_unused
 
 
 @pytest.mark.parametrize("use", ["get", "declare", "declare passively", "consume"])
-def test_get_declare_and_consumers_keep_a_queue_alive(world, use):
+def test_get_declare_and_consumers_count_as_use_of_a_queue(world, use):
     client = world.client().channel()
     client.declare(arguments={"x-expires": 1000})
     if use == "consume":
@@ -244,7 +244,7 @@ def test_a_queue_with_a_consumer_never_expires(world):
     assert world.host.timers.next_tick == float("inf")
 
 
-def test_a_queue_that_is_deleted_is_not_looked_at_again(world):
+def test_a_deleted_queue_is_not_checked_for_expiry(world):
     client = world.client().channel()
     client.declare(arguments={"x-expires": 1000, "x-message-ttl": 100})
     client.publish()
@@ -254,7 +254,7 @@ def test_a_queue_that_is_deleted_is_not_looked_at_again(world):
     assert client.received() == []
 
 
-def test_times_are_in_milliseconds_and_0_expires_at_once():
+def test_times_are_in_milliseconds_and_0_expires_immediately():
     assert read_options("q", {"x-message-ttl": 1500, "x-expires": 1}) == QueueOptions(1.5, 0.001)
     queue = make_queue({"x-message-ttl": 0})
     queue.enqueue(message())
@@ -262,7 +262,7 @@ def test_times_are_in_milliseconds_and_0_expires_at_once():
     assert queue.contents.drops == {DropReason.EXPIRED: 1}
 
 
-def test_what_may_not_wait_is_delivered_if_a_consumer_can_take_it():
+def test_a_message_with_expiration_0_is_delivered_if_a_consumer_is_ready():
     queue = make_queue({"x-message-ttl": 0})
     taker = Taker()
     queue.dispatcher.add(taker, exclusive=False)
@@ -272,7 +272,7 @@ def test_what_may_not_wait_is_delivered_if_a_consumer_can_take_it():
 
 
 @pytest.mark.parametrize("expiration", ["x", "-1", "1.0", " 1", "١"])
-def test_an_expiration_that_is_no_number_closes_the_channel_with_406(world, expiration):
+def test_an_expiration_that_is_not_a_number_closes_the_channel_with_406(world, expiration):
     client = world.client().channel()
     client.declare()
     client.publish(properties=commands.Basic.Properties(expiration=expiration))

@@ -19,7 +19,7 @@ def tags(client):
     return [(each.delivery_tag, each.multiple) for each in received]
 
 
-def test_J3_the_publisher_of_the_overfilling_message_is_flowed_at_once(world):
+def test_J3_the_publisher_of_the_overfilling_message_is_flowed_immediately(world):
     client = world.client().channel()
     client.declare(arguments=STOP_2)
     client.publish()
@@ -40,7 +40,7 @@ def test_J3_D2_the_message_that_overfills_is_enqueued_and_delivered(world):
     assert world.queue().depth == 1
 
 
-def test_J3_only_the_offender_is_flowed(world):
+def test_J3_only_the_overfilling_publisher_is_flowed(world):
     offender, other = world.client().channel(), world.client().channel()
     offender.declare(arguments=STOP_2)
     other.publish()
@@ -50,7 +50,7 @@ def test_J3_only_the_offender_is_flowed(world):
     assert other.received() == []
 
 
-def test_J3_other_channels_of_the_connection_go_on(world):
+def test_J3_other_channels_of_the_connection_continue(world):
     client = world.client().channel(1).channel(2)
     client.declare(arguments=STOP_2)
     for _ in range(4):
@@ -58,7 +58,7 @@ def test_J3_other_channels_of_the_connection_go_on(world):
     assert client.only(commands.Channel.Flow, channel=1).active is False
 
 
-def test_one_flow_frame_for_each_transition(world):
+def test_each_transition_sends_one_flow_frame(world):
     client = world.client().channel()
     client.declare(arguments=STOP_2)
     for _ in range(10):
@@ -73,7 +73,7 @@ def test_one_flow_frame_for_each_transition(world):
     assert client.received() == []
 
 
-def test_it_is_known_whether_the_client_has_answered_every_flow(world):
+def test_the_broker_knows_whether_the_client_has_answered_every_flow(world):
     client = world.client().channel()
     client.declare(arguments=STOP_2)
     channel = client.session.channels[1]
@@ -102,7 +102,7 @@ def test_J4_a_channel_blocked_by_two_queues_stays_flowed_until_both_have_drained
     assert flows(client) == [True]
 
 
-def test_J4_a_queue_that_blocks_by_both_families_of_marks_is_named_once(world):
+def test_J4_a_queue_over_both_kinds_of_thresholds_is_reported_once(world):
     client = world.client().channel()
     client.declare(arguments={**STOP_2, "x-qpid-capacity": 2})
     for _ in range(3):
@@ -112,7 +112,7 @@ def test_J4_a_queue_that_blocks_by_both_families_of_marks_is_named_once(world):
     assert channel_snapshot(channel).blocked_by == ("q",)
 
 
-def test_J4_one_message_to_two_queues_gives_one_flow_frame(world):
+def test_J4_one_message_to_two_full_queues_sends_one_flow_frame(world):
     client = world.client().channel()
     for name in ("a", "b"):
         client.declare(name, arguments=STOP_2)
@@ -137,7 +137,7 @@ def test_J4_one_message_to_two_queues_gives_one_flow_frame(world):
     ],
     ids=["ack", "ack multiple", "nack", "nack multiple", "reject"],
 )
-def test_J6_settling_a_delivery_unflows(world, settle):
+def test_J6_settling_a_delivery_unflows_the_channel(world, settle):
     publisher, consumer = world.client().channel(), world.client().channel()
     publisher.declare(arguments={"qpid.flow_stop_count": 1, "qpid.flow_resume_count": 1})
     publisher.publish()
@@ -151,7 +151,7 @@ def test_J6_settling_a_delivery_unflows(world, settle):
     assert flows(publisher) == [True]
 
 
-def test_J6_requeueing_does_not_unflow(world):
+def test_J6_requeueing_does_not_unflow_the_channel(world):
     publisher, consumer = world.client().channel(), world.client().channel()
     publisher.declare(arguments={"qpid.flow_stop_count": 1, "qpid.flow_resume_count": 1})
     publisher.publish()
@@ -169,7 +169,7 @@ def test_J6_requeueing_does_not_unflow(world):
     [commands.Queue.Purge(queue="q"), commands.Queue.Delete(queue="q"), commands.Basic.Consume(queue="q", no_ack=True)],
     ids=lambda method: method.name,
 )
-def test_J6_purge_delete_and_no_ack_consumers_unflow(world, shrink):
+def test_J6_purge_delete_and_no_ack_consumers_unflow_the_channel(world, shrink):
     publisher, other = world.client().channel(), world.client().channel()
     publisher.declare(arguments=STOP_2)
     for _ in range(3):
@@ -178,7 +178,7 @@ def test_J6_purge_delete_and_no_ack_consumers_unflow(world, shrink):
     assert flows(publisher) == [False, True]
 
 
-def test_J6_get_without_ack_unflows(world):
+def test_J6_get_without_ack_unflows_the_channel(world):
     client = world.client().channel(1).channel(2)
     client.declare(arguments=STOP_2)
     for _ in range(3):
@@ -206,7 +206,7 @@ def test_a_channel_that_ends_while_flowed_is_forgotten(world, how):
     assert flows(client) == [False]
 
 
-def test_flowed_time_and_times_are_counted(world):
+def test_flowed_time_and_the_number_of_flows_are_counted(world):
     client = world.client().channel()
     client.declare(arguments=STOP_2)
     channel = client.session.channels[1]
@@ -235,7 +235,7 @@ def test_C5_a_message_that_turns_the_queue_ON_or_finds_it_ON_is_not_acked_until_
     assert client.session.channels[1].unconfirmed == 0
 
 
-def test_C5_or_until_the_message_itself_has_been_dequeued(world):
+def test_C5_a_withheld_message_is_also_acked_when_it_is_dequeued(world):
     client = world.client().channel(confirms=True)
     client.declare(
         arguments={"qpid.flow_stop_count": 2, "qpid.flow_resume_count": 1, "x-qflow-enforcement": "completion"}
@@ -255,7 +255,7 @@ def test_C5_or_until_the_message_itself_has_been_dequeued(world):
     assert tags(client) == [(4, False)]
 
 
-def test_C5_a_delivery_is_no_dequeue_until_it_is_settled(world):
+def test_C5_a_delivery_counts_as_dequeued_only_when_it_is_settled(world):
     client = world.client().channel(1, confirms=True).channel(2)
     client.declare(
         arguments={"qpid.flow_stop_count": 1, "qpid.flow_resume_count": 1, "x-qflow-enforcement": "completion"}
@@ -285,7 +285,7 @@ def test_C5_every_destination_that_was_ON_must_be_OFF(world):
     assert world.queue("c").depth == 3
 
 
-def test_C5_acks_of_later_messages_do_not_pass_for_held_ones(world):
+def test_C5_an_ack_of_a_later_message_does_not_confirm_a_withheld_one(world):
     client = world.client().channel(confirms=True)
     client.declare("free")
     client.declare("full", arguments={"qpid.flow_stop_count": 1, "x-qflow-enforcement": "completion"})
@@ -296,7 +296,7 @@ def test_C5_acks_of_later_messages_do_not_pass_for_held_ones(world):
     assert tags(client) == [(5, True)]
 
 
-def test_C5_both_flows_the_channel_too(world):
+def test_C5_enforcement_both_also_flows_the_channel(world):
     client = world.client().channel(confirms=True)
     client.declare(arguments=STOP_2)
     for _ in range(3):
@@ -306,7 +306,7 @@ def test_C5_both_flows_the_channel_too(world):
     assert client.names() == ["Channel.Flow", "Basic.Ack"]
 
 
-def test_C5_without_confirms_nothing_is_held(world):
+def test_C5_without_confirm_mode_nothing_is_withheld(world):
     client = world.client().channel()
     client.declare(arguments={**STOP_2, "x-qflow-enforcement": "completion"})
     for _ in range(5):
@@ -315,7 +315,7 @@ def test_C5_without_confirms_nothing_is_held(world):
     assert world.queue().flows.held_confirms == 0
 
 
-def test_C5_a_channel_that_is_gone_is_confirmed_nothing(world):
+def test_C5_a_closed_channel_gets_no_confirms(world):
     client = world.client().channel(confirms=True)
     client.declare(arguments={**STOP_2, "x-qflow-enforcement": "completion"})
     for _ in range(4):
@@ -356,7 +356,7 @@ def test_C6_two_producers_never_overshoot_the_sum_of_their_capacities(world, enf
         assert available == [0, 0]
 
 
-def test_D12_everyone_who_published_recently_is_told(make_world):
+def test_D12_all_recent_publishers_are_flowed(make_world):
     world = make_world(flow_scope="publishers", recent=10.0)
     clients = [world.client().channel() for _ in range(4)]
     stale, ended, recent, offender = clients
@@ -378,7 +378,7 @@ def test_D12_everyone_who_published_recently_is_told(make_world):
     assert flows(recent) == [True]
 
 
-def test_D5_an_operators_hold_and_a_queues_hold_do_not_lift_each_other(world):
+def test_D5_a_hold_by_an_operator_and_a_hold_by_a_queue_do_not_lift_each_other(world):
     client = world.client().channel()
     client.declare(arguments=STOP_2)
     channel = client.session.channels[1]
@@ -397,7 +397,7 @@ def test_D5_an_operators_hold_and_a_queues_hold_do_not_lift_each_other(world):
     [(commands.Confirm.Select(), "Confirm.SelectOk"), (commands.Tx.Select(), "Tx.SelectOk"), (None, None)],
     ids=["confirms", "transactions", "publishes"],
 )
-def test_D5_a_channel_that_turns_out_to_be_a_producer_is_stopped_with_the_others(world, method, reply):
+def test_D5_a_channel_that_starts_to_publish_is_stopped_with_the_others(world, method, reply):
     world.controls.producers_stopped = True
     client = world.client().channel()
     client.declare()
@@ -409,7 +409,7 @@ def test_D5_a_channel_that_turns_out_to_be_a_producer_is_stopped_with_the_others
         assert client.names() == [reply, "Channel.Flow"]
 
 
-def test_D5_a_consumers_channel_is_not_stopped(world):
+def test_D5_a_channel_that_only_consumes_is_not_stopped(world):
     world.controls.producers_stopped = True
     client = world.client().channel()
     client.declare()

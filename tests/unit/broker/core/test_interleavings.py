@@ -30,12 +30,12 @@ class WithoutSecondLook(StepwiseQueueFlow):
 
 
 @pytest.mark.parametrize("marks", MARKS)
-def test_J5_no_order_leaves_a_publisher_of_a_queue_blocked_for_nothing(marks: str) -> None:
+def test_J5_no_order_of_steps_leaves_a_publisher_blocked_without_reason(marks: str) -> None:
     assert_nobody_is_blocked_for_nothing(marks, [(1, 3), (2, 2), (3, 3)], of_a_queue(StepwiseQueueFlow))
 
 
 @pytest.mark.parametrize("marks", MARKS)
-def test_J5_without_the_second_look_one_stays_blocked(marks: str) -> None:
+def test_J5_without_the_second_check_a_publisher_stays_blocked(marks: str) -> None:
     for publishers in (1, 2):
         with pytest.raises(AssertionError, match="goes wrong in"):
             assert_nobody_is_blocked_for_nothing(marks, [(publishers, 3)], of_a_queue(WithoutSecondLook))
@@ -76,12 +76,12 @@ class Timed(World):
 
 
 @pytest.mark.parametrize("marks", MARKS)
-def test_J5_whose_turn_comes_later_is_not_left_blocked_either(marks: str) -> None:
+def test_J5_a_publisher_that_is_resumed_later_is_not_left_blocked_either(marks: str) -> None:
     assert_nobody_is_blocked_for_nothing(marks, [(1, 3), (2, 3), (3, 2)], of_a_queue(StepwiseQueueFlow), Timed)
 
 
 @pytest.mark.parametrize("marks", MARKS)
-def test_F4_publishers_that_a_queue_lets_go_are_told_one_after_the_other(marks: str) -> None:
+def test_F4_publishers_released_by_a_queue_are_unflowed_one_by_one(marks: str) -> None:
     timed = Timed(of_a_queue(StepwiseQueueFlow), MARKS[marks], 4, 3, 0)
     while timed.running:
         timed.step(next(iter(timed.running)))
@@ -94,7 +94,7 @@ def test_F4_publishers_that_a_queue_lets_go_are_told_one_after_the_other(marks: 
     assert not any(source.is_blocked for source in timed.sources)
 
 
-def test_F4_who_has_published_least_is_told_first() -> None:
+def test_F4_the_publisher_with_the_fewest_messages_is_unflowed_first() -> None:
     told: list[str] = []
 
     class Publisher(CountedSource):

@@ -48,7 +48,7 @@ def declare(fields):
     ],
     ids=["check", "headers", "properties", "method"],
 )
-def test_an_array_of_nulls_is_decoded_in_proportion_to_its_size(decode, make):
+def test_the_time_to_decode_an_array_of_nulls_is_proportional_to_its_size(decode, make):
     data = make(b"\1a" + NULLS)
     Counted.copied = 0
     decode(data)
@@ -63,13 +63,13 @@ def nested(depth):
 
 
 @pytest.mark.parametrize(("decode", "make"), [(wire.check_properties, header), (wire.decode_method, declare)])
-def test_nesting_too_deep_is_refused_by_name(decode, make):
+def test_tables_that_are_nested_too_deep_are_refused_with_a_clear_error(decode, make):
     decode(make(nested(99)))
     with pytest.raises(ConnectionException, match="more than 100 tables and arrays lie in one another"):
         decode(make(nested(100)))
 
 
-def test_what_is_decoded_is_what_pamqp_encodes():
+def test_decoding_reverses_the_encoding_of_pamqp():
     properties = commands.Basic.Properties(
         content_type="a",
         content_encoding="b",
@@ -87,11 +87,11 @@ def test_what_is_decoded_is_what_pamqp_encodes():
     assert dict(decode_properties(wire.encode_header(0, properties))) == dict(properties)
 
 
-def test_a_null_may_be_written_as_RabbitMQ_once_did():
+def test_a_null_in_the_old_encoding_of_RabbitMQ_is_decoded():
     assert decode_headers(header(b"\1a\0\1bV")) == {"a": None, "b": None}
 
 
-def test_E9_tables_that_were_found_sound_take_little_memory_however_large_they_are(monkeypatch):
+def test_E9_validated_tables_use_little_memory_at_any_size(monkeypatch):
     known: set[bytes] = set()
     monkeypatch.setattr(wire, "_sound_tables", known)
     for number in range(20):

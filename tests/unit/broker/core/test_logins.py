@@ -38,7 +38,7 @@ def table(**fields):
 
 
 @pytest.mark.parametrize("password", ["guest", "wrong"])
-def test_AMQPLAIN_logs_in_with_the_right_password_only(world, password):
+def test_AMQPLAIN_accepts_only_the_right_password(world, password):
     client = amqplain(world, table(LOGIN="guest", PASSWORD=password))
     if password == "guest":
         client.only(commands.Connection.Tune, 0)
@@ -60,7 +60,7 @@ def test_AMQPLAIN_without_a_user_or_a_password_is_a_syntax_error_as_on_rabbitmq(
     assert "LOGIN and PASSWORD" in close.reply_text
 
 
-def test_a_login_does_not_show_its_password():
+def test_a_login_does_not_show_its_password_in_its_repr():
     assert "sesame" not in repr(Login("PLAIN", "ann", b"sesame"))
 
 
@@ -78,17 +78,17 @@ def test_guest_does_not_log_in_from_another_machine_as_on_rabbitmq(make_world, a
     start(make_world(users={"ann": "sesame"}), address, "ann", "sesame").only(commands.Connection.Tune, 0)
 
 
-def test_a_wrong_password_of_guest_from_elsewhere_tells_no_more_than_any_wrong_password(world):
+def test_a_wrong_password_for_guest_from_another_machine_gets_the_same_answer_as_any_wrong_password(world):
     assert "localhost" not in start(world, FAR, password="wrong").only(CLOSE, 0).reply_text
 
 
-def test_a_blank_password_is_no_setting():
+def test_a_blank_password_is_refused_as_a_setting():
     with pytest.raises(ValueError, match="password of user 'ann' is blank"):
         BrokerSettings(users={"ann": ""})
 
 
 @pytest.mark.parametrize("value", ["guest", [1]])
-def test_loopback_users_are_names(value):
+def test_loopback_users_must_be_names(value):
     with pytest.raises(TypeError, match="loopback_users must be names"):
         BrokerSettings(loopback_users=value)
 
@@ -98,7 +98,7 @@ def fail(world, times, address=FAR):
         assert start(world, address, "ann", "wrong").only(CLOSE, 0).reply_code == 403
 
 
-def test_after_many_failed_logins_the_next_ones_wait_right_or_wrong(make_world):
+def test_after_many_failed_logins_further_logins_wait_even_with_the_right_password(make_world):
     world = make_world(users={"ann": "right"}, max_failed_logins=3)
     fail(world, 4)
     right, wrong = start(world, FAR, "ann", "right"), start(world, FAR, "ann", "wrong")
@@ -123,7 +123,7 @@ def authenticate(user, password):
     return {"ann": {"once": 10.0, "ever": math.inf}}.get(user, {}).get(password, 0)
 
 
-def test_who_logs_in_is_asked_of_the_application_and_wrong_logins_count(make_world):
+def test_the_application_checks_logins_and_failed_logins_are_counted(make_world):
     world = make_world(users={"ann": "right"}, authenticate=authenticate, max_failed_logins=1)
     start(world, FAR, "ann", "ever").only(commands.Connection.Tune, 0)
     assert start(world, FAR, "ann", "right").only(CLOSE, 0).reply_code == 403
@@ -157,7 +157,7 @@ def test_a_connection_is_closed_when_its_credentials_have_expired(make_world):
     )
 
 
-def test_a_new_secret_prolongs_a_connection_and_a_wrong_one_ends_it(make_world):
+def test_a_new_secret_extends_a_connection_and_a_wrong_one_ends_it(make_world):
     world = make_world(authenticate=authenticate)
     client = logged_in(world, "once")
     world.now = 8.0
@@ -177,7 +177,7 @@ def test_logins_from_another_address_do_not_wait(make_world):
     start(world, "192.0.2.8", "ann", "right").only(commands.Connection.Tune, 0)
 
 
-def test_failed_logins_are_forgotten_as_time_passes(make_world):
+def test_failed_logins_are_forgotten_over_time(make_world):
     world = make_world(users={"ann": "right"}, max_failed_logins=3)
     fail(world, 3)
     world.now = 3.0
@@ -185,7 +185,7 @@ def test_failed_logins_are_forgotten_as_time_passes(make_world):
     start(world, FAR, "ann", "right").only(commands.Connection.Tune, 0)
 
 
-def test_a_client_whose_login_waits_has_no_more_time_to_open_than_others_and_may_not_talk(make_world):
+def test_a_client_that_waits_for_its_login_has_the_usual_time_to_open_and_must_not_send_frames(make_world):
     world = make_world(users={"ann": "right"}, max_failed_logins=1, unauthenticated_timeout=0.5)
     fail(world, 2)
     slow, loud = start(world, FAR, "ann", "right"), start(world, FAR, "ann", "right")
@@ -196,13 +196,13 @@ def test_a_client_whose_login_waits_has_no_more_time_to_open_than_others_and_may
     assert (world.now, slow.session.state) == (0.5, State.ENDED)
 
 
-def test_0_slows_nothing(make_world):
+def test_a_maximum_of_0_failed_logins_delays_no_login(make_world):
     world = make_world(users={"ann": "right"}, max_failed_logins=0)
     fail(world, 100)
     start(world, FAR, "ann", "right").only(commands.Connection.Tune, 0)
 
 
-def test_an_address_waits_5_seconds_at_most_and_memory_is_bounded():
+def test_an_address_waits_at_most_5_seconds_and_memory_is_bounded():
     failed = FailedLogins(10)
     for _ in range(1000):
         failed.failed(FAR, 0.0)
@@ -213,7 +213,7 @@ def test_an_address_waits_5_seconds_at_most_and_memory_is_bounded():
     assert failed.delay(FAR, 0.0) == 0.0
 
 
-def test_a_network_of_64_bits_counts_as_one_address():
+def test_an_ipv6_network_of_64_bits_counts_as_one_address():
     failed = FailedLogins(1)
     for number in range(3):
         failed.failed(f"2001:db8::{number}:1", 0.0)
@@ -233,7 +233,7 @@ def cheap(password: str) -> str:
     return CHEAP + base64.b64encode(digest).decode().rstrip("=")
 
 
-def test_a_hash_fits_its_password_only_and_has_a_salt_of_its_own():
+def test_a_hash_matches_only_its_password_and_has_its_own_salt():
     hashes = [hash_password("sesame") for _ in range(2)]
     assert hashes[0] != hashes[1]
     assert "sesame" not in "".join(hashes)
@@ -250,7 +250,7 @@ def test_a_hash_fits_its_password_only_and_has_a_salt_of_its_own():
         ("$scrypt$ln=14,r=8,p=1$c2FsdHNhbHQ$" + "A" * 41, "in base64"),
     ],
 )
-def test_a_hash_that_cannot_be_used_is_refused_and_not_repeated(hashed, words):
+def test_an_unusable_hash_is_refused_and_not_shown_in_the_error(hashed, words):
     with pytest.raises(ValueError, match=words) as caught:
         BrokerSettings(users={"ann": hashed})
     assert "'ann'" in str(caught.value)
@@ -258,7 +258,7 @@ def test_a_hash_that_cannot_be_used_is_refused_and_not_repeated(hashed, words):
 
 
 @pytest.mark.parametrize(("user", "password"), [("ann", "sesame"), ("ann", "wrong"), ("bob", "sesame"), ("ann", "")])
-def test_E8_a_hashed_password_logs_in_and_any_other_does_not(make_world, user, password):
+def test_E8_only_the_right_password_logs_in_against_a_hash(make_world, user, password):
     world = make_world(users={"ann": cheap("sesame")})
     client = start(world, user=user, password=password)
     if (user, password) == ("ann", "sesame"):
@@ -267,7 +267,7 @@ def test_E8_a_hashed_password_logs_in_and_any_other_does_not(make_world, user, p
         assert client.only(CLOSE, 0).reply_code == 403
 
 
-def test_E9_hashes_are_checked_elsewhere_and_a_right_password_once(make_world):
+def test_E9_hashes_are_checked_outside_the_loop_and_a_right_password_only_once(make_world):
     world = make_world(users={"ann": cheap("sesame")})
     jobs = []
     world.host.logins.run = lambda function, done: jobs.append((function, done))
@@ -289,7 +289,7 @@ def test_E9_hashes_are_checked_elsewhere_and_a_right_password_once(make_world):
     assert len(jobs) == 4
 
 
-def test_E9_an_address_has_no_more_checks_at_once_than_failed_logins(make_world):
+def test_E9_an_address_has_at_most_as_many_concurrent_checks_as_allowed_failed_logins(make_world):
     world = make_world(users={"ann": cheap("sesame")}, max_failed_logins=3)
     jobs = []
     world.host.logins.run = lambda function, done: jobs.append((function, done))

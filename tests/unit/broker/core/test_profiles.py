@@ -23,20 +23,20 @@ def connect(world, header=PROTOCOL_HEADER):
 
 
 @pytest.mark.parametrize("value", ["rabbitmq", "", None, 1, ["wso2"]], ids=str)
-def test_a_profile_that_there_is_not_is_refused_with_those_that_there_are(value):
+def test_an_unknown_profile_is_refused_and_the_error_lists_the_known_ones(value):
     words = "profile must be one of 'qflow', 'lavinmq', 'wso2', 'amqp-0-9-1', 'amqp-0-9', not "
     with pytest.raises(ValueError, match=words):
         Broker(profile=value)
 
 
-def test_there_is_a_dialect_for_each_profile_and_its_settings_are_allowed():
+def test_each_profile_has_a_dialect_and_its_settings_are_allowed():
     assert list(DIALECTS) == list(Profile)
     for profile in Profile:
         settings = BrokerSettings.of({"profile": profile})
         assert {name: getattr(settings, name) for name in settings.dialect.settings} == settings.dialect.settings
 
 
-def test_what_a_profile_proposes_is_proposed_unless_it_is_given(make_world):
+def test_values_proposed_by_a_profile_apply_unless_they_are_set(make_world):
     for profile in (Profile.LAVINMQ, Profile.WSO2, Profile.AMQP_0_9_1):
         expected = DIALECTS[profile].settings
         _, tune = connect(make_world(profile=profile))
@@ -55,7 +55,7 @@ def test_what_a_profile_proposes_is_proposed_unless_it_is_given(make_world):
         (Profile.AMQP_0_9_1, "AMQP 0-9-1 without extensions", 0),
     ],
 )
-def test_what_it_says_of_itself(make_world, profile, product, extensions):
+def test_a_profile_announces_its_product_and_capabilities(make_world, profile, product, extensions):
     start, _ = connect(make_world(profile=profile))
     assert start.server_properties.get("product") == product
     capabilities = start.server_properties.get("capabilities")
@@ -72,7 +72,7 @@ def test_what_it_says_of_itself(make_world, profile, product, extensions):
         (Profile.AMQP_0_9, {AMQP_0_9}, AMQP_0_9),
     ],
 )
-def test_the_headers_that_it_accepts_and_what_it_answers_to_others(make_world, profile, accepted, answer):
+def test_a_profile_accepts_its_protocol_headers_and_answers_unsupported_ones(make_world, profile, accepted, answer):
     world = make_world(profile=profile)
     for header in (PROTOCOL_HEADER, AMQP_0_9, AMQP_1_0):
         client = world.stranger()
@@ -85,7 +85,7 @@ def test_the_headers_that_it_accepts_and_what_it_answers_to_others(make_world, p
 
 
 @pytest.mark.parametrize("profile", WITHOUT_EXTENSIONS)
-def test_E11_update_secret_is_refused_where_there_are_no_extensions(make_world, profile):
+def test_E11_update_secret_is_refused_by_profiles_without_extensions(make_world, profile):
     client = make_world(profile=profile).client()
     client.send(0, commands.Connection.UpdateSecret("guest", "it has expired"))
     assert client.close_of(commands.Connection.Close).reply_code == 503
@@ -97,7 +97,7 @@ def test_E11_update_secret_is_refused_where_there_are_no_extensions(make_world, 
     [commands.Confirm.Select(), commands.Basic.Nack(1), commands.Exchange.Bind(0, "amq.fanout", "amq.direct")],
     ids=lambda method: method.name,
 )
-def test_an_extension_that_it_has_not_ends_the_connection(make_world, profile, method):
+def test_an_extension_that_the_profile_lacks_ends_the_connection(make_world, profile, method):
     client = make_world(profile=profile).client().channel()
     client.send(1, method)
     close = client.close_of(commands.Connection.Close)
@@ -105,7 +105,7 @@ def test_an_extension_that_it_has_not_ends_the_connection(make_world, profile, m
     assert close.reply_text == f"NOT_IMPLEMENTED - {method.name} is an extension, which this broker does not have"
 
 
-def test_without_the_extension_a_consumer_is_not_told_that_its_queue_is_gone(make_world):
+def test_without_the_extension_a_consumer_is_not_notified_that_its_queue_is_gone(make_world):
     client = make_world(profile=Profile.AMQP_0_9_1).client().channel()
     client.declare()
     client.call(1, commands.Basic.Consume(queue="q", consumer_tag="c"), commands.Basic.ConsumeOk)
@@ -117,7 +117,7 @@ def alarm(world, client, reason="full"):
     client.session.block(reason, "disk")
 
 
-def test_an_alarm_of_lavinmq_closes_the_channel_of_who_publishes_and_of_who_makes_a_queue(make_world):
+def test_an_alarm_of_lavinmq_closes_channels_that_publish_or_declare_a_queue(make_world):
     world = make_world(profile=Profile.LAVINMQ)
     client = world.client()
     for number in (1, 2, 3, 4):
@@ -151,7 +151,7 @@ def test_an_alarm_of_lavinmq_closes_the_channel_of_who_publishes_and_of_who_make
 
 
 @pytest.mark.parametrize("profile", WITHOUT_EXTENSIONS)
-def test_an_alarm_told_by_channel_flow_stops_all_who_publish_until_the_last_is_over(make_world, profile):
+def test_an_alarm_signalled_by_channel_flow_stops_all_publishers_until_the_last_alarm_ends(make_world, profile):
     world = make_world(profile=profile, channel_max=10)
     client = world.client().channel(1).channel(2).channel(3)
     client.declare()
@@ -176,7 +176,7 @@ def test_an_alarm_told_by_channel_flow_stops_all_who_publish_until_the_last_is_o
     assert [(number, each.active) for number, each in client.received()] == [(1, True), (2, True), (3, True)]
 
 
-def test_a_channel_that_closes_is_stopped_by_no_alarm(make_world):
+def test_a_closing_channel_is_not_stopped_by_an_alarm(make_world):
     world = make_world(profile=Profile.AMQP_0_9_1)
     client = world.client().channel()
     client.publish(routing_key="q")
@@ -186,7 +186,7 @@ def test_a_channel_that_closes_is_stopped_by_no_alarm(make_world):
     assert client.names() == []
 
 
-def test_an_error_of_a_channel_of_wso2_ends_the_connection(make_world):
+def test_a_channel_error_of_wso2_ends_the_connection(make_world):
     client = make_world(profile=Profile.WSO2).client().channel()
     client.send(1, commands.Queue.Declare(queue="none", passive=True))
     close = client.close_of(commands.Connection.Close)

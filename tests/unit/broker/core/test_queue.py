@@ -83,7 +83,7 @@ BOTH = {
         pytest.param([26, 25, 25, 25], True, id="count and bytes above"),
     ],
 )
-def test_C1_either_stop_suffices(sizes, on):
+def test_C1_exceeding_one_stop_threshold_turns_the_state_ON(sizes, on):
     assert fill(make_queue(BOTH), sizes).flows.is_on is on
 
 
@@ -101,7 +101,7 @@ def test_C1_either_stop_suffices(sizes, on):
         pytest.param([], False, id="empty"),
     ],
 )
-def test_C1_both_resumes_are_needed(left, on):
+def test_C1_both_resume_thresholds_must_be_met_to_turn_the_state_OFF(left, on):
     queue = fill(make_queue(BOTH), [101, *left])
     assert queue.flows.is_on
     queue.take(no_ack=True)
@@ -109,12 +109,12 @@ def test_C1_both_resumes_are_needed(left, on):
 
 
 @pytest.mark.parametrize(("depth", "on"), [(7, False), (8, False), (9, True)])
-def test_C4_a_maximum_count_stops_above_80_percent_of_it(depth, on):
+def test_C4_a_maximum_count_gives_a_stop_threshold_of_80_percent(depth, on):
     assert fill(make_queue({"qpid.max_count": 10}), [1] * depth).flows.is_on is on
 
 
 @pytest.mark.parametrize(("left", "on"), [(8, True), (7, True), (6, False)])
-def test_C4_a_maximum_count_resumes_below_70_percent_of_it(left, on):
+def test_C4_a_maximum_count_gives_a_resume_threshold_of_70_percent(left, on):
     queue = fill(make_queue({"qpid.max_count": 10}), [1] * 9)
     for _ in range(9 - left):
         queue.take(no_ack=True)
@@ -122,18 +122,18 @@ def test_C4_a_maximum_count_resumes_below_70_percent_of_it(left, on):
 
 
 @pytest.mark.parametrize(("size", "on"), [(799, False), (800, False), (801, True)])
-def test_C4_a_maximum_size_stops_above_80_percent_of_it(size, on):
+def test_C4_a_maximum_size_gives_a_stop_threshold_of_80_percent(size, on):
     assert fill(make_queue({"qpid.max_size": 1000}), [size]).flows.is_on is on
 
 
 @pytest.mark.parametrize(("left", "on"), [(701, True), (700, True), (699, False)])
-def test_C4_a_maximum_size_resumes_below_70_percent_of_it(left, on):
+def test_C4_a_maximum_size_gives_a_resume_threshold_of_70_percent(left, on):
     queue = fill(make_queue({"qpid.max_size": 1000}), [900 - left, left])
     queue.take(no_ack=True)
     assert queue.flows.is_on is on
 
 
-def test_C2_stop_equal_to_resume_is_a_band_of_two_messages():
+def test_C2_a_stop_threshold_equal_to_the_resume_threshold_leaves_a_band_of_two_messages():
     queue = make_queue({"qpid.flow_stop_count": 2, "qpid.flow_resume_count": 2})
     fill(queue, [1, 1, 1])
     assert queue.flows.is_on
@@ -172,13 +172,13 @@ def test_J1_J2_a_queue_is_OFF_at_its_resume_capacity(arguments, settings, left, 
     assert publisher.told == ([False] if on else [False, True])
 
 
-def test_J2_capacity_0_is_no_maximum():
+def test_J2_a_capacity_of_0_means_no_limit():
     queue = fill(make_queue({"x-qpid-capacity": 0}), [10**6])
     assert not queue.flows.is_on
     assert not queue.is_watched
 
 
-def test_J3_who_publishes_between_the_java_marks_is_not_flowed():
+def test_J3_a_publisher_between_resume_capacity_and_capacity_is_not_flowed():
     first, second = Publisher("first"), Publisher("second")
     queue = make_queue({"x-qpid-capacity": 100, "x-qpid-flow-resume-capacity": 50})
     fill(queue, [60, 41], first)
@@ -192,7 +192,7 @@ def test_J3_who_publishes_between_the_java_marks_is_not_flowed():
     assert (first.told, second.told) == ([False, True, False], [])
 
 
-def test_C1_who_publishes_while_a_cpp_queue_is_ON_is_flowed():
+def test_C1_a_publisher_to_a_cpp_queue_that_is_ON_is_flowed():
     first, second = Publisher("first"), Publisher("second")
     queue = make_queue({"qpid.flow_stop_count": 2, "qpid.flow_resume_count": 1})
     fill(queue, [1, 1, 1], first)
@@ -202,7 +202,7 @@ def test_C1_who_publishes_while_a_cpp_queue_is_ON_is_flowed():
     assert queue.flows.blocked == (first, second)
 
 
-def test_both_families_work_each_for_itself():
+def test_thresholds_and_capacities_work_independently():
     publisher = Publisher()
     queue = make_queue({"qpid.flow_stop_count": 2, "qpid.flow_resume_count": 2, "x-qpid-capacity": 100})
     fill(queue, [1, 1, 101], publisher)
@@ -257,7 +257,7 @@ SHRINKERS = [
     ],
     ids=["count", "size", "capacity"],
 )
-def test_J6_every_way_a_queue_shrinks_unflows(shrink, arguments):
+def test_J6_every_removal_from_a_queue_can_unflow_publishers(shrink, arguments):
     publisher = Publisher()
     confirmed: list[int] = []
     queue = make_queue(arguments)
@@ -280,7 +280,7 @@ def test_J6_every_way_a_queue_shrinks_unflows(shrink, arguments):
 @pytest.mark.parametrize(
     "arguments", [{"qpid.flow_stop_count": 2, "qpid.flow_resume_count": 2}, {"x-qpid-capacity": 2}]
 )
-def test_J5_who_is_about_to_be_flowed_while_the_queue_shrinks_is_not_flowed_for_ever(arguments, step, taken):
+def test_J5_a_publisher_about_to_be_flowed_while_the_queue_shrinks_is_unflowed(arguments, step, taken):
     class Interrupted(Stepwise, QueueFlow):
         """Messages leave between two steps of blocking who published."""
 
@@ -313,7 +313,7 @@ def test_J6_a_delivery_and_a_requeue_do_not_change_the_depth():
 @pytest.mark.parametrize(
     ("enforcement", "told", "holds"), [("completion", [], 1), ("channel_flow", [False], 0), ("both", [False], 1)]
 )
-def test_enforcement_says_whether_publishers_are_flowed_and_whether_confirms_are_held(enforcement, told, holds):
+def test_enforcement_decides_whether_publishers_are_flowed_and_whether_confirms_are_withheld(enforcement, told, holds):
     publisher = Publisher()
     completion = Completion(1, print)
     queue = make_queue({"qpid.flow_stop_count": 1, "x-qflow-enforcement": enforcement})
@@ -322,7 +322,7 @@ def test_enforcement_says_whether_publishers_are_flowed_and_whether_confirms_are
     assert (publisher.told, completion.holds) == (told, holds)
 
 
-def test_C5_a_completion_says_nothing_before_every_destination_has_the_message():
+def test_C5_no_completion_is_reported_before_every_destination_has_the_message():
     completed: list[int] = []
     completion = Completion(7, completed.append)
     completion.holds = 1
@@ -344,7 +344,7 @@ def test_order_is_kept_through_requeues():
     assert queue.contents.unacked == {}
 
 
-def test_consumers_take_turns_and_those_who_cannot_are_passed_over():
+def test_consumers_are_served_round_robin_and_consumers_that_cannot_accept_are_skipped():
     queue = make_queue()
     takers = [Taker(), Taker(), Taker()]
     for taker in takers:
@@ -363,7 +363,7 @@ def test_consumers_take_turns_and_those_who_cannot_are_passed_over():
     assert [len(taker.entries) for taker in takers] == [4, 1, 4]
 
 
-def test_a_deleted_queue_tells_its_consumers_and_ignores_their_acks():
+def test_a_deleted_queue_notifies_its_consumers_and_ignores_their_acks():
     queue = make_queue()
     taker = Taker()
     queue.dispatcher.add(taker, exclusive=False)
@@ -378,13 +378,13 @@ def test_a_deleted_queue_tells_its_consumers_and_ignores_their_acks():
 
 
 @pytest.mark.parametrize(("count", "refused"), [(9, False), (10, True)])
-def test_reject_refuses_what_leads_past_the_maximum_count(count, refused):
+def test_reject_refuses_messages_beyond_the_maximum_count(count, refused):
     queue = fill(make_queue({"qpid.max_count": 10}), [1] * count)
     assert (queue.refusal(1) is not None) is refused
 
 
 @pytest.mark.parametrize(("size", "refused"), [(9, False), (10, False), (11, True)])
-def test_reject_refuses_what_leads_past_the_maximum_size(size, refused):
+def test_reject_refuses_messages_beyond_the_maximum_size(size, refused):
     queue = fill(make_queue({"qpid.max_size": 20}), [10])
     assert (queue.refusal(size) is not None) is refused
 
@@ -397,20 +397,20 @@ def test_unacked_messages_count_for_the_maximum():
     assert queue.refusal(1) is None
 
 
-def test_ring_drops_the_oldest():
+def test_ring_drops_the_oldest_message():
     queue = fill(make_queue({"qpid.max_count": 3, "qpid.policy_type": "ring"}), [1, 2, 3, 4, 5])
     assert [entry.message.size for entry in queue.contents.ready] == [3, 4, 5]
     assert (queue.depth, queue.contents.dropped, queue.contents.peak_depth) == (3, 2, 3)
 
 
-def test_ring_drops_as_many_as_it_takes_for_the_size():
+def test_ring_drops_as_many_messages_as_the_maximum_size_requires():
     queue = fill(make_queue({"qpid.max_size": 10, "qpid.policy_type": "ring"}), [3, 3, 3, 8])
     assert [entry.message.size for entry in queue.contents.ready] == [8]
     assert queue.contents.dropped == 3
     assert "larger than queue 'q'" in queue.refusal(11)
 
 
-def test_ring_drops_the_oldest_even_from_its_consumer():
+def test_ring_drops_the_oldest_message_even_if_it_is_unacked():
     queue = fill(make_queue({"qpid.max_count": 2, "qpid.policy_type": "ring"}), [1, 2])
     entry = queue.take(no_ack=False)
     fill(queue, [3])
@@ -419,7 +419,7 @@ def test_ring_drops_the_oldest_even_from_its_consumer():
     assert (queue.depth, queue.contents.dropped, queue.dispatcher.acked) == (2, 1, 0)
 
 
-def test_ring_strict_refuses_while_a_consumer_has_the_oldest():
+def test_ring_strict_refuses_while_the_oldest_message_is_unacked():
     queue = fill(make_queue({"qpid.max_count": 2, "qpid.policy_type": "ring_strict"}), [1, 2])
     assert queue.refusal(1) is None
     entry = queue.take(no_ack=False)
@@ -439,7 +439,7 @@ MARKED = {"qpid.flow_stop_count": 1, "x-message-ttl": 10, "x-dead-letter-exchang
 
 @pytest.mark.parametrize("arguments", [{}, MARKED], ids=["plain", "marked"])
 @pytest.mark.parametrize("depth", [0, 2, 2500])
-def test_a_deleted_queue_need_not_wait_to_be_collected(arguments, depth):
+def test_a_deleted_queue_is_freed_without_the_garbage_collector(arguments, depth):
     gc.collect()
     gc.disable()
     try:

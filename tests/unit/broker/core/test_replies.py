@@ -34,7 +34,7 @@ def asked(client):
     return header.properties
 
 
-def test_a_reply_comes_to_the_channel_that_asked_without_a_queue_being_declared(world, client):
+def test_a_reply_goes_to_the_channel_of_the_request_without_declaring_a_queue(world, client):
     server = world.client().channel()
     listen(client)
     request(client)
@@ -49,7 +49,7 @@ def test_a_reply_comes_to_the_channel_that_asked_without_a_queue_being_declared(
     assert server.received() == []
 
 
-def test_each_channel_has_replies_of_its_own(world, client):
+def test_each_channel_gets_its_own_replies(world, client):
     server = world.client().channel()
     client.channel(2)
     listen(client)
@@ -63,7 +63,7 @@ def test_each_channel_has_replies_of_its_own(world, client):
     assert [number for number, frame in client.received() if frame.name == "Basic.Deliver"] == [2, 1]
 
 
-def test_a_reply_consumer_that_would_acknowledge_is_refused_with_406_as_on_rabbitmq(world, client):
+def test_a_reply_consumer_without_no_ack_is_refused_with_406_as_on_rabbitmq(world, client):
     client.send(1, Basic.Consume(queue=REPLY_TO))
     close = client.only(CHANNEL_CLOSE)
     assert close.reply_code == 406
@@ -90,7 +90,7 @@ def test_a_request_without_a_reply_consumer_is_refused_with_406_as_on_rabbitmq(w
 
 
 @pytest.mark.parametrize("how", ["cancel", "channel", "connection"])
-def test_replies_to_a_client_that_has_left_go_nowhere_and_are_returned_if_mandatory(world, client, how):
+def test_replies_to_a_disconnected_client_are_dropped_or_returned_if_mandatory(world, client, how):
     server = world.client().channel()
     listen(client)
     request(client)
@@ -108,13 +108,13 @@ def test_replies_to_a_client_that_has_left_go_nowhere_and_are_returned_if_mandat
     assert server.names() == ["Basic.Return", "ContentHeader", "ContentBody"]
 
 
-def test_a_cancelled_reply_consumer_may_be_followed_by_another(client):
+def test_a_new_reply_consumer_is_accepted_after_a_cancelled_one(client):
     listen(client)
     client.call(1, Basic.Cancel("replies"), Basic.CancelOk)
     listen(client)
 
 
-def test_a_responder_declares_the_name_to_find_out_whether_the_requester_is_there_as_on_rabbitmq(world, client):
+def test_a_responder_declares_the_reply_queue_to_check_whether_the_requester_exists_as_on_rabbitmq(world, client):
     server = world.client().channel()
     listen(client)
     request(client)
@@ -130,7 +130,7 @@ def test_a_responder_declares_the_name_to_find_out_whether_the_requester_is_ther
 
 @pytest.mark.parametrize("own", [True, False])
 @pytest.mark.parametrize("kind", [Basic.Get, Basic.Consume, Queue.Purge, Queue.Bind], ids=lambda kind: kind.name)
-def test_no_other_method_reaches_the_queue_by_its_name(world, client, own, kind):
+def test_no_other_method_reaches_the_reply_queue_by_its_name(world, client, own, kind):
     server = world.client().channel()
     listen(client)
     request(client)
@@ -140,7 +140,7 @@ def test_no_other_method_reaches_the_queue_by_its_name(world, client, own, kind)
     assert one.only(CHANNEL_CLOSE).reply_code == 404
 
 
-def test_another_reply_to_is_left_as_it_is(client):
+def test_an_ordinary_reply_to_is_left_unchanged(client):
     client.publish(b"x", "requests", properties=Basic.Properties(reply_to=f"{REPLY_TO}x"))
     assert asked(client).reply_to == f"{REPLY_TO}x"
 

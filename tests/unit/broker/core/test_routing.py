@@ -27,7 +27,7 @@ def depths(world):
     return {queue.name: queue.depth for queue in world.host.queues.values()}
 
 
-def test_what_an_exchange_cannot_route_goes_to_its_alternate_exchange_and_nothing_else_does(world, client):
+def test_only_unroutable_messages_go_to_the_alternate_exchange(world, client):
     exchange(client, "main", to="other")
     exchange(client, "other", "fanout")
     bound(client, "q", "main", "known")
@@ -38,7 +38,7 @@ def test_what_an_exchange_cannot_route_goes_to_its_alternate_exchange_and_nothin
     assert client.received() == []
 
 
-def test_alternate_exchanges_are_followed_one_after_the_other_even_in_a_circle(world, client):
+def test_alternate_exchanges_are_followed_one_by_one_even_in_a_cycle(world, client):
     for name, to in (("one", "two"), ("two", "three"), ("three", "one")):
         exchange(client, name, to=to)
     bound(client, "q", "three", "k")
@@ -48,7 +48,7 @@ def test_alternate_exchanges_are_followed_one_after_the_other_even_in_a_circle(w
     assert client.names() == ["Basic.Return", "ContentHeader", "ContentBody"]
 
 
-def test_each_exchange_on_the_way_has_its_own_alternate_as_on_rabbitmq(world, client):
+def test_each_exchange_on_the_path_uses_its_own_alternate_exchange_as_on_rabbitmq(world, client):
     exchange(client, "first", "fanout", to="unused")
     exchange(client, "unused", "fanout")
     exchange(client, "second", to="rest")
@@ -60,7 +60,7 @@ def test_each_exchange_on_the_way_has_its_own_alternate_as_on_rabbitmq(world, cl
     assert depths(world) == {"q": 1, "not": 0}
 
 
-def test_an_alternate_exchange_that_does_not_exist_is_passed_over_until_it_does(world, client):
+def test_an_alternate_exchange_is_skipped_until_it_exists(world, client):
     exchange(client, "main", to="later")
     client.publish(exchange="main", routing_key="k", mandatory=True)
     assert client.names() == ["Basic.Return", "ContentHeader", "ContentBody"]
@@ -90,7 +90,7 @@ def test_a_headers_exchange_may_have_an_alternate_exchange(world, client):
     assert depths(world) == {"q": 1, "rest": 1}
 
 
-def test_dead_letters_take_an_alternate_exchange_too(world, client):
+def test_unroutable_dead_letters_go_to_the_alternate_exchange(world, client):
     exchange(client, "dlx", to="amq.fanout")
     bound(client, "dead", "amq.fanout")
     client.declare(arguments={"x-dead-letter-exchange": "dlx"})
@@ -101,7 +101,7 @@ def test_dead_letters_take_an_alternate_exchange_too(world, client):
 
 
 @pytest.mark.parametrize("value", [1, True, bytearray(b"\xff"), ["x"]])
-def test_an_alternate_exchange_is_a_name(client, value):
+def test_an_alternate_exchange_must_be_a_name(client, value):
     client.send(1, Exchange.Declare(exchange="e", arguments={"alternate-exchange": value}))
     close = client.only(CHANNEL_CLOSE)
     assert close.reply_code == 406
@@ -111,7 +111,7 @@ def test_an_alternate_exchange_is_a_name(client, value):
 @pytest.mark.parametrize(
     "again", [None, {"alternate-exchange": "amq.direct"}, {"alternate-exchange": "amq.fanout", "x": 1}]
 )
-def test_an_exchange_is_declared_again_with_the_same_arguments_only(client, again):
+def test_an_exchange_can_be_redeclared_only_with_the_same_arguments(client, again):
     exchange(client, "e", to="amq.fanout")
     exchange(client, "e", to="amq.fanout")
     client.send(1, Exchange.Declare(exchange="e", arguments=again))
@@ -134,7 +134,7 @@ def test_an_exchange_is_declared_again_with_the_same_arguments_only(client, agai
     ],
     ids=lambda method: method.name + str(getattr(method, "passive", "")),
 )
-def test_another_connections_exclusive_queue_is_locked_with_405_as_on_rabbitmq(world, client, method):
+def test_an_exclusive_queue_of_another_connection_is_refused_with_405_as_on_rabbitmq(world, client, method):
     client.declare(exclusive=True)
     client.call(1, Queue.Bind(queue="q", exchange="amq.direct", routing_key="k"), Queue.BindOk)
     other = world.client().channel()

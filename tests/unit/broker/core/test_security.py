@@ -23,7 +23,7 @@ START_OK = frame.marshal(commands.Connection.StartOk({}, "PLAIN", "\0guest\0sesa
 @pytest.mark.parametrize(
     ("user", "password"), [("guest", "wrong"), ("guest", "guest"), ("nobody", "guest"), ("nobody", "")]
 )
-def test_passwords_are_compared_in_constant_time_also_of_users_that_there_are_not(
+def test_passwords_are_compared_in_constant_time_even_for_unknown_users(
     world, monkeypatch: pytest.MonkeyPatch, user: str, password: str
 ) -> None:
     compared = []
@@ -38,13 +38,13 @@ def test_passwords_are_compared_in_constant_time_also_of_users_that_there_are_no
     assert compared == [password.encode()]
 
 
-def test_a_user_that_there_is_not_cannot_log_in_without_a_password(world) -> None:
+def test_an_unknown_user_cannot_log_in_without_a_password(world) -> None:
     client = world.stranger()
     client.start(user="nobody", password="")
     assert client.only(CLOSE, 0).reply_code == 403
 
 
-def test_it_listens_on_the_loopback_interface_unless_told_otherwise() -> None:
+def test_the_broker_listens_on_the_loopback_interface_by_default() -> None:
     assert BrokerSettings().host == "127.0.0.1"
 
 
@@ -55,7 +55,7 @@ def test_settings_do_not_show_passwords() -> None:
 
 
 @pytest.mark.parametrize("length", range(0, len(START_OK) - 8, 3))
-def test_no_password_comes_into_logs_or_answers_however_a_login_is_broken(
+def test_no_password_reaches_logs_or_answers_after_any_malformed_login(
     world, caplog: pytest.LogCaptureFixture, length: int
 ) -> None:
     payload = START_OK[7:-1][:length]
@@ -68,7 +68,7 @@ def test_no_password_comes_into_logs_or_answers_however_a_login_is_broken(
     assert "sesame" not in caplog.text
 
 
-def test_names_that_a_stranger_gives_make_no_lines_of_their_own_in_the_log(
+def test_names_sent_by_an_unauthenticated_client_cannot_add_lines_to_the_log(
     world, caplog: pytest.LogCaptureFixture
 ) -> None:
     forged = "x\n2026-01-01 all is well"
@@ -98,7 +98,7 @@ def start_ok_with(table: bytes) -> bytes:
 
 @pytest.mark.parametrize("kind", [b"F", b"A"])
 @pytest.mark.parametrize(("depth", "is_taken"), [(MAX_DEPTH, True), (MAX_DEPTH + 1, False), (260, False)])
-def test_E9_tables_and_arrays_of_a_stranger_lie_in_one_another_no_deeper_than_is_told(
+def test_E9_tables_and_arrays_from_an_unauthenticated_client_have_a_maximum_nesting_depth(
     world, kind: bytes, depth: int, is_taken: bool
 ) -> None:
     stranger = world.stranger()
@@ -116,7 +116,7 @@ def test_E9_tables_and_arrays_of_a_stranger_lie_in_one_another_no_deeper_than_is
 
 @pytest.mark.parametrize("kind", [b"F", b"A"])
 @pytest.mark.parametrize(("depth", "is_taken"), [(MAX_DEPTH, True), (MAX_DEPTH + 1, False)])
-def test_E9_tables_and_arrays_of_arguments_and_headers_are_no_deeper_either(
+def test_E9_tables_and_arrays_in_arguments_and_headers_have_a_maximum_nesting_depth(
     world, kind: bytes, depth: int, is_taken: bool
 ) -> None:
     table = nested(kind, depth)
@@ -130,7 +130,7 @@ def test_E9_tables_and_arrays_of_arguments_and_headers_are_no_deeper_either(
 
 
 @pytest.mark.parametrize("steps", [0, 1])
-def test_a_stranger_gets_the_smallest_frames_only(world, steps: int) -> None:
+def test_an_unauthenticated_client_may_only_send_the_smallest_frames(world, steps: int) -> None:
     client = world.stranger()
     client.feed(PROTOCOL_HEADER)
     if steps:
@@ -144,7 +144,7 @@ def test_a_stranger_gets_the_smallest_frames_only(world, steps: int) -> None:
 @pytest.mark.parametrize(
     ("channel_max", "frame_max"), [(2048, 0), (65535, 0), (0, 131073), (0, 2**31), (0, FRAME_MIN_SIZE - 1), (0, 1)]
 )
-def test_what_is_beyond_the_broker_s_limits_is_refused_and_not_taken(world, channel_max: int, frame_max: int) -> None:
+def test_values_beyond_the_limits_of_the_broker_are_refused(world, channel_max: int, frame_max: int) -> None:
     client = world.stranger()
     client.start()
     client.raw_output()
@@ -154,7 +154,7 @@ def test_what_is_beyond_the_broker_s_limits_is_refused_and_not_taken(world, chan
     assert client.session.handshake.channel_max == BrokerSettings().channel_max
 
 
-def test_a_connection_has_no_more_channels_than_were_agreed(world) -> None:
+def test_a_connection_has_at_most_the_negotiated_number_of_channels(world) -> None:
     client = world.client(channel_max=3)
     for number in (1, 2, 3):
         client.channel(number)
@@ -162,7 +162,7 @@ def test_a_connection_has_no_more_channels_than_were_agreed(world) -> None:
     assert client.close_of(CLOSE).reply_code == 530
 
 
-def test_talking_does_not_give_a_stranger_more_time(make_world) -> None:
+def test_sending_frames_does_not_give_an_unauthenticated_client_more_time(make_world) -> None:
     world = make_world(unauthenticated_timeout=10)
     client = world.stranger()
     data = PROTOCOL_HEADER + START_OK

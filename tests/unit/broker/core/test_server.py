@@ -120,7 +120,7 @@ def _peer(world, make_peer):
     return make_peer(world).ask_for_too_much()
 
 
-def test_E6_a_client_that_does_not_read_is_not_read_and_makes_little_wait(peer):
+def test_E6_a_client_that_does_not_read_is_not_read_from_and_little_output_waits_for_it(peer):
     assert not peer.transport.reads
     assert peer.transport.buffered <= Connection.MAX_BACKLOG + peer.session.MAX_OUTPUT + 1_100_000
     peer.turn()
@@ -132,14 +132,14 @@ def test_E6_a_client_that_does_not_read_is_not_read_and_makes_little_wait(peer):
     assert (peer.session.channels.delivered, peer.transport.reads) == (20, True)
 
 
-def test_a_client_that_takes_bytes_slowly_is_not_silent(peer):
+def test_a_client_that_reads_slowly_does_not_count_as_silent(peer):
     for _ in range(10):
         peer.pass_time(HEARTBEAT_SECONDS * 0.9)
         peer.take(1000)
     assert peer.session.state is State.RUNNING
 
 
-def test_a_client_that_takes_nothing_for_two_heartbeats_is_given_up(peer):
+def test_a_client_that_reads_nothing_for_two_heartbeats_is_disconnected(peer):
     peer.pass_time(HEARTBEAT_SECONDS)
     peer.turn()
     peer.pass_time(HEARTBEAT_SECONDS)
@@ -167,7 +167,7 @@ def _slow_world(make_world):
     return world
 
 
-def test_E9_input_that_takes_long_goes_on_in_turns_that_connections_share_evenly(slow_world, make_peer):
+def test_E9_input_that_takes_long_is_handled_in_slices_shared_evenly_by_connections(slow_world, make_peer):
     busy = [make_peer(slow_world).open() for _ in range(3)]
     for peer in busy:
         peer.connection.data_received(b"".join(frame.marshal(each, 1) for each in PUBLISH * 50))
@@ -184,7 +184,7 @@ def test_E9_input_that_takes_long_goes_on_in_turns_that_connections_share_evenly
     assert all(peer.transport.reads for peer in busy)
 
 
-def test_E9_a_client_that_asks_for_little_waits_for_no_more_than_a_turn(slow_world, make_peer):
+def test_E9_a_small_request_waits_for_at_most_one_slice(slow_world, make_peer):
     busy = [make_peer(slow_world).open() for _ in range(20)]
     asks = make_peer(slow_world).open()
     for peer in busy:
@@ -199,7 +199,7 @@ def test_E9_a_client_that_asks_for_little_waits_for_no_more_than_a_turn(slow_wor
 
 
 @pytest.mark.parametrize("size", [7, 50, 1001])
-def test_E9_input_that_takes_long_may_be_cut_anywhere(slow_world, make_peer, size):
+def test_E9_input_that_takes_long_may_be_split_anywhere(slow_world, make_peer, size):
     peer = make_peer(slow_world).open()
     data = b"".join(frame.marshal(each, 1) for each in PUBLISH * 50)
     for at in range(0, len(data), size):
@@ -209,7 +209,7 @@ def test_E9_input_that_takes_long_may_be_cut_anywhere(slow_world, make_peer, siz
     assert (peer.session.state, peer.session.channels.published) == (State.RUNNING, 50)
 
 
-def test_E9_heartbeats_and_the_end_of_a_connection_whose_input_is_held(slow_world, make_peer):
+def test_E9_a_connection_whose_input_is_held_keeps_its_heartbeats_and_can_end(slow_world, make_peer):
     busy = make_peer(slow_world).open()
     busy.connection.data_received(b"".join(frame.marshal(each, 1) for each in PUBLISH * 50))
     for _ in range(3):
@@ -239,7 +239,7 @@ def test_E9_publishers_whose_input_is_held_do_not_wait_for_each_other(slow_world
     assert not any(peer.session.is_paused or peer.transport.is_closed for peer in peers)
 
 
-def test_E9_publishes_that_are_held_wait_as_long_as_memory_is_full(slow_world, make_peer):
+def test_E9_held_messages_wait_while_memory_is_full(slow_world, make_peer):
     busy = make_peer(slow_world).open()
     busy.connection.data_received(b"".join(frame.marshal(each, 1) for each in PUBLISH * 50))
     busy.connection.pause(True)
@@ -253,7 +253,7 @@ def test_E9_publishes_that_are_held_wait_as_long_as_memory_is_full(slow_world, m
     assert busy.session.channels.published == 50
 
 
-def test_E9_after_a_message_to_very_many_queues_others_have_their_turn(world, make_peer):
+def test_E9_after_a_message_to_very_many_queues_other_connections_are_served(world, make_peer):
     peer = make_peer(world).open()
     for number in range(MANY_QUEUES + 1):
         world.host.topology.bind(world.host.declare_queue(f"q{number}"), "amq.fanout", "", None)
@@ -278,7 +278,7 @@ def ask_and_read_nothing(peer, count):
     peer.turn()
 
 
-def test_E9_replies_that_are_not_read_count_until_they_are(small_world, make_peer):
+def test_E9_unread_replies_count_until_they_are_read(small_world, make_peer):
     peer = make_peer(small_world).open()
     journal = small_world.host.journal
     ask_and_read_nothing(peer, 1000)
@@ -288,7 +288,7 @@ def test_E9_replies_that_are_not_read_count_until_they_are(small_world, make_pee
     assert journal.held == 0
 
 
-def test_E9_clients_that_read_least_are_cut_off_when_that_takes_half_of_memory(small_world, make_peer):
+def test_E9_the_slowest_readers_are_disconnected_when_unread_replies_fill_half_of_memory(small_world, make_peer):
     little, much = (make_peer(small_world).open() for _ in range(2))
     ask_and_read_nothing(little, 1000)
     ask_and_read_nothing(much, 25_000)
@@ -299,7 +299,7 @@ def test_E9_clients_that_read_least_are_cut_off_when_that_takes_half_of_memory(s
     assert small_world.host.journal.buffered == little.transport.buffered
 
 
-def test_E9_at_the_limit_of_memory_clients_are_not_read_until_they_read(small_world, make_peer):
+def test_E9_at_the_memory_limit_the_broker_does_not_read_from_clients_with_unread_replies(small_world, make_peer):
     slow, reads = (make_peer(small_world).open() for _ in range(2))
     small_world.host.publish("", "q", bytes(LIMIT))
     reads.turn()
@@ -311,7 +311,7 @@ def test_E9_at_the_limit_of_memory_clients_are_not_read_until_they_read(small_wo
     assert slow.transport.reads
 
 
-def test_E9_at_the_limit_of_memory_the_first_publish_of_a_connection_waits(small_world, make_peer):
+def test_E9_at_the_memory_limit_the_first_message_of_a_connection_waits(small_world, make_peer):
     peer = make_peer(small_world).open()
     small_world.host.publish("", "q", bytes(LIMIT))
     peer.turn()
@@ -331,7 +331,9 @@ def test_E9_at_the_limit_of_memory_the_first_publish_of_a_connection_waits(small
     assert peer.session.channels.published == 4
 
 
-def test_E9_new_connections_whose_first_publish_waits_are_cut_when_they_are_too_many(small_world, make_peer, caplog):
+def test_E9_new_connections_whose_first_message_waits_are_closed_when_there_are_too_many(
+    small_world, make_peer, caplog
+):
     old = make_peer(small_world).open()
     publish = b"".join(frame.marshal(each, 1) for each in PUBLISH)
     old.connection.data_received(publish)
@@ -353,7 +355,7 @@ def test_E9_new_connections_whose_first_publish_waits_are_cut_when_they_are_too_
     assert old.session.channels.published == 1 + len(much) // len(publish)
 
 
-def test_E9_large_input_waits_when_the_time_of_a_turn_is_used_up_and_small_input_does_not(slow_world, make_peer):
+def test_E9_large_input_waits_when_the_time_of_a_slice_is_used_up_and_small_input_does_not(slow_world, make_peer):
     peers = [make_peer(slow_world).open() for _ in range(4)]
     sizes = (400, 400, 400, 1)
     for peer, size in zip(peers, sizes, strict=True):
@@ -369,7 +371,7 @@ TARPIT = {"tarpit_after": 2, "tarpit_time": 60, "flow_grace": 0}
 STOP_1: dict[str, Any] = {"qpid.flow_stop_count": 1, "qpid.flow_resume_count": 1}
 
 
-def test_D8_a_tarpit_holds_what_has_come_with_the_publish_that_caused_it(make_world, make_peer):
+def test_D8_a_tarpit_holds_input_that_arrived_together_with_the_message_that_caused_it(make_world, make_peer):
     peer = make_peer(make_world(**TARPIT)).open()
     peer.say(1, commands.Queue.Declare(queue="stop", arguments=STOP_1))
     publish = (commands.Basic.Publish(routing_key="stop"), header.ContentHeader(body_size=0))
@@ -384,7 +386,7 @@ def test_D8_a_tarpit_holds_what_has_come_with_the_publish_that_caused_it(make_wo
     assert peer.transport.reads
 
 
-def test_D8_a_tarpit_holds_what_comes_next_on_any_channel(make_world, make_peer):
+def test_D8_a_tarpit_holds_later_input_on_every_channel(make_world, make_peer):
     world = make_world(**TARPIT)
     peer = make_peer(world).open()
     peer.say(1, commands.Queue.Declare(queue="stop", arguments=STOP_1))
@@ -403,7 +405,7 @@ def test_D8_a_tarpit_holds_what_comes_next_on_any_channel(make_world, make_peer)
 
 
 @pytest.mark.parametrize("why", ["tarpit", "memory", "memory, with input that is held"])
-def test_a_connection_that_is_not_read_is_read_for_the_answer_to_its_close(make_world, make_peer, why):
+def test_a_connection_that_is_not_read_from_is_still_read_for_close_ok(make_world, make_peer, why):
     world = make_world(**TARPIT, journal=Journal(float, has_store=False, limit=LIMIT))
     peer = make_peer(world).open()
     peer.say(1, commands.Queue.Declare(queue="stop", arguments=STOP_1))
@@ -428,7 +430,7 @@ def test_a_connection_that_is_not_read_is_read_for_the_answer_to_its_close(make_
     assert not peer.session.is_unresponsive
 
 
-def test_the_stream_ends_when_a_client_that_has_closed_is_quiet(world, make_peer, monkeypatch):
+def test_the_stream_ends_when_a_client_that_has_closed_sends_nothing_more(world, make_peer, monkeypatch):
     peer = make_peer(world).open()
     ended, later = [], []
     monkeypatch.setattr(peer.transport, "can_write_eof", lambda: True)

@@ -29,14 +29,14 @@ PUBLISH = frame.marshal(commands.Basic.Publish(routing_key="q"), 1)
     "beginning",
     [b"HTTP/1.1", b"AMQP\0\1\0\0", b"AMQP\1\1\0\x09", b"G", b"AMQP\0\0\x09\x02", b"\x16\x03\x01\x02\0\1\0\1"],
 )
-def test_another_protocol_header_is_answered_with_the_right_one_and_the_end(world, beginning):
+def test_an_unsupported_protocol_header_is_answered_with_the_supported_one_and_a_disconnect(world, beginning):
     client = world.stranger()
     client.feed(beginning)
     assert client.raw_output() == PROTOCOL_HEADER
     assert client.session.state is State.ENDED
 
 
-def test_the_protocol_header_may_come_in_pieces_and_with_frames_behind_it(world):
+def test_the_protocol_header_may_arrive_in_pieces_and_with_frames_after_it(world):
     client = world.stranger()
     start_ok = frame.marshal(commands.Connection.StartOk({}, "PLAIN", "\0guest\0guest", "en_US"), 0)
     data = PROTOCOL_HEADER + start_ok
@@ -45,7 +45,7 @@ def test_the_protocol_header_may_come_in_pieces_and_with_frames_behind_it(world)
     assert client.names() == ["Connection.Start", "Connection.Tune"]
 
 
-def test_E11_the_broker_tells_its_version_platform_and_copyright_as_rabbitmq_does(world):
+def test_E11_the_broker_announces_its_version_platform_and_copyright_as_rabbitmq_does(world):
     client = world.stranger()
     client.feed(PROTOCOL_HEADER)
     told = client.only(commands.Connection.Start, 0).server_properties
@@ -55,7 +55,7 @@ def test_E11_the_broker_tells_its_version_platform_and_copyright_as_rabbitmq_doe
 
 
 @pytest.mark.parametrize("frame_max", [0, 4096])
-def test_E11_a_frame_may_be_longer_than_agreed_by_its_overhead_as_on_rabbitmq_and_none_that_is_sent_is(
+def test_E11_a_received_frame_may_exceed_frame_max_by_its_overhead_as_on_rabbitmq_but_a_sent_one_does_not(
     world, frame_max
 ):
     client = world.client(frame_max=frame_max).channel()
@@ -100,7 +100,7 @@ def test_capabilities_are_announced(world):
 
 
 @pytest.mark.parametrize(("user", "password"), [("guest", "wrong"), ("nobody", "guest"), ("guest", ""), ("", "")])
-def test_a_wrong_login_is_refused_with_403_where_that_is_understood(world, user, password):
+def test_a_wrong_login_is_refused_with_403_if_the_client_supports_it(world, user, password):
     client = world.stranger()
     client.start(user=user, password=password)
     close = client.only(CLOSE, 0)
@@ -108,14 +108,14 @@ def test_a_wrong_login_is_refused_with_403_where_that_is_understood(world, user,
     assert repr(user)[1:-1] in close.reply_text
 
 
-def test_a_wrong_login_is_cut_off_where_403_is_not_understood(world):
+def test_a_wrong_login_is_disconnected_if_the_client_does_not_support_403(world):
     client = world.stranger()
     client.start(password="wrong", capabilities={})
     assert client.received() == []
     assert client.session.state is State.ENDED
 
 
-def test_another_mechanism_is_refused_with_403(world):
+def test_an_unsupported_mechanism_is_refused_with_403(world):
     client = world.stranger()
     client.start(mechanism="EXTERNAL")
     assert "EXTERNAL" in client.only(CLOSE, 0).reply_text
@@ -194,7 +194,7 @@ def test_tuning_beyond_what_was_offered_is_refused_with_530(world, tune):
         pytest.param(raw(1, 1, b"\0\x3c\0\xff"), 540, id="unknown method"),
     ],
 )
-def test_what_makes_no_sense_gets_the_code_that_the_standard_names_and_disturbs_nobody(world, data, code):
+def test_an_invalid_method_gets_the_code_of_the_standard_and_disturbs_no_other_connection(world, data, code):
     other = world.client().channel()
     other.declare()
     client = world.client().channel()
@@ -221,7 +221,7 @@ def test_a_close_names_the_method_at_fault(world):
     assert (close.reply_code, close.class_id, close.method_id) == (404, 60, 40)
 
 
-def test_before_tuning_frames_are_at_most_4096_bytes(world):
+def test_before_tuning_frames_have_at_most_4096_bytes(world):
     client = world.stranger()
     client.feed(PROTOCOL_HEADER)
     client.received()
@@ -237,7 +237,7 @@ def test_after_close_ok_the_session_has_ended(world):
     assert client.session.state is State.ENDED
 
 
-def test_a_peer_that_does_not_answer_close_is_given_up(make_world):
+def test_a_peer_that_does_not_answer_close_is_disconnected(make_world):
     world = make_world(close_timeout=5)
     client = world.client(heartbeat=2).channel()
     client.feed(raw(8, 1, b""))
@@ -248,7 +248,7 @@ def test_a_peer_that_does_not_answer_close_is_given_up(make_world):
         assert client.session.state is state
 
 
-def test_the_clients_close_is_answered_after_the_confirms_that_are_due(world):
+def test_a_close_from_the_client_is_answered_after_the_confirms_that_are_due(world):
     client = world.client().channel(confirms=True)
     client.declare()
     client.publish()
@@ -258,7 +258,7 @@ def test_the_clients_close_is_answered_after_the_confirms_that_are_due(world):
 
 
 @pytest.mark.parametrize("steps", [0, 1, 2])
-def test_a_half_open_connection_is_given_up(make_world, steps):
+def test_a_half_open_connection_is_closed(make_world, steps):
     world = make_world(unauthenticated_timeout=10)
     client = world.stranger()
     if steps > 0:
@@ -273,7 +273,7 @@ def test_a_half_open_connection_is_given_up(make_world, steps):
         assert (client.session.state is State.ENDED) is ended
 
 
-def test_a_peer_silent_for_two_heartbeat_intervals_is_given_up(world):
+def test_a_peer_silent_for_two_heartbeat_intervals_is_disconnected(world):
     client = world.client(heartbeat=4)
     world.now = 3.0
     client.feed(HEARTBEAT)
@@ -287,7 +287,7 @@ def test_a_peer_silent_for_two_heartbeat_intervals_is_given_up(world):
     assert beats == 5
 
 
-def test_other_output_stands_for_a_heartbeat(world):
+def test_other_output_replaces_a_heartbeat(world):
     client = world.client(heartbeat=4).channel()
     world.now = 1.5
     client.declare()
@@ -296,14 +296,14 @@ def test_other_output_stands_for_a_heartbeat(world):
     assert client.session.deadlines.at == 3.5
 
 
-def test_without_a_heartbeat_silence_is_no_matter(world):
+def test_without_heartbeats_a_silent_peer_is_not_disconnected(world):
     client = world.client(heartbeat=0)
     client.session.tick(1e9)
     assert client.session.state is State.RUNNING
     assert client.session.deadlines.at == float("inf")
 
 
-def test_blocked_goes_to_those_who_announced_the_capability(world):
+def test_connection_blocked_goes_to_clients_that_announced_the_capability(world):
     listening, deaf = world.client(), world.client(capabilities={})
     for client in (listening, deaf):
         client.session.block("memory", "operator")
@@ -316,19 +316,19 @@ def test_blocked_goes_to_those_who_announced_the_capability(world):
     assert deaf.received() == []
 
 
-def test_who_comes_while_blocked_is_told_after_open_ok(world):
+def test_a_client_that_connects_while_blocked_is_notified_after_open_ok(world):
     world.controls.alarms["memory"] = "disk"
     assert world.client().names_at_open == ["Connection.OpenOk", "Connection.Blocked"]
 
 
-def test_a_channel_can_be_opened_anew_after_its_close(world):
+def test_a_channel_can_be_opened_again_after_its_close(world):
     client = world.client().channel()
     client.send(1, CHANNEL_CLOSE(200, "bye", 0, 0))
     client.only(commands.Channel.CloseOk)
     client.channel()
 
 
-def test_what_a_client_sends_before_it_has_read_its_channels_close_is_ignored(world):
+def test_frames_that_a_client_sends_before_it_reads_the_close_of_its_channel_are_ignored(world):
     client = world.client().channel()
     client.declare()
     client.send(1, commands.Basic.Ack(1))
@@ -341,7 +341,7 @@ def test_what_a_client_sends_before_it_has_read_its_channels_close_is_ignored(wo
     client.channel()
 
 
-def test_closes_that_cross_are_both_answered(world):
+def test_closes_that_cross_on_the_wire_are_both_answered(world):
     client = world.client().channel()
     client.send(1, commands.Basic.Ack(1))
     client.only(CHANNEL_CLOSE)
@@ -351,7 +351,7 @@ def test_closes_that_cross_are_both_answered(world):
     client.channel()
 
 
-def test_output_is_announced_once_until_it_is_taken(world):
+def test_output_is_announced_once_until_it_is_read(world):
     client = world.client().channel()
     client.announced = 0
     client.declare("a")
@@ -360,7 +360,7 @@ def test_output_is_announced_once_until_it_is_taken(world):
     assert client.names() == ["Basic.GetEmpty", "Basic.GetEmpty"]
 
 
-def test_every_frame_is_traced_in_the_order_of_the_wire(make_world):
+def test_every_frame_is_traced_in_wire_order(make_world):
     lines = []
     world = make_world(trace=lambda *line: lines.append(line))
     client = world.client().channel(confirms=True)
@@ -378,7 +378,7 @@ def test_every_frame_is_traced_in_the_order_of_the_wire(make_world):
     ]
 
 
-def test_a_time_that_no_date_can_tell_is_passed_on_as_it_came(world):
+def test_a_timestamp_outside_the_range_of_datetime_is_passed_on_unchanged(world):
     client = world.client().channel()
     client.declare()
     client.call(1, commands.Queue.Bind(queue="q", exchange="amq.headers", arguments={"k": 1}), commands.Queue.BindOk)
@@ -394,7 +394,7 @@ def test_a_time_that_no_date_can_tell_is_passed_on_as_it_came(world):
     assert late in client.raw_output()
 
 
-def test_a_message_from_inside_is_routed_by_its_headers(world):
+def test_a_message_published_by_the_host_is_routed_by_its_headers(world):
     client = world.client().channel()
     client.declare()
     client.call(1, commands.Queue.Bind(queue="q", exchange="amq.headers", arguments={"k": 1}), commands.Queue.BindOk)
@@ -403,14 +403,14 @@ def test_a_message_from_inside_is_routed_by_its_headers(world):
     assert world.host.publish("amq.headers", "", b"x", properties) == 1
 
 
-def test_an_error_of_the_brokers_own_is_541(world):
+def test_an_internal_error_of_the_broker_is_541(world):
     client = world.client()
     client.session.fail_internally(world.now)
     assert client.only(CLOSE, 0).reply_code == 541
 
 
 @pytest.mark.parametrize("depth", [10, 5000])
-def test_headers_nested_however_deep_do_no_harm(world, depth):
+def test_headers_nested_to_any_depth_do_no_harm(world, depth):
     table = b""
     for _ in range(depth):
         table = b"\1kF" + struct.pack(">I", len(table)) + table
@@ -424,7 +424,7 @@ def test_headers_nested_however_deep_do_no_harm(world, depth):
         assert client.only(CLOSE, 0).reply_code == 502
 
 
-def test_E9_a_connection_that_is_not_open_in_time_ends_then_even_while_it_is_closing(make_world):
+def test_E9_a_connection_that_is_not_open_in_time_ends_even_while_it_is_closing(make_world):
     world = make_world(unauthenticated_timeout=10, close_timeout=5)
     stranger = world.stranger()
     world.now = 9.0
@@ -436,7 +436,7 @@ def test_E9_a_connection_that_is_not_open_in_time_ends_then_even_while_it_is_clo
     assert stranger.session.state is State.ENDED
 
 
-def test_a_connection_that_was_open_has_its_whole_time_to_answer_a_close(make_world):
+def test_a_connection_that_was_open_has_the_full_time_to_answer_a_close(make_world):
     world = make_world(unauthenticated_timeout=10, close_timeout=5)
     client = world.client()
     world.now = 9.0
@@ -444,7 +444,7 @@ def test_a_connection_that_was_open_has_its_whole_time_to_answer_a_close(make_wo
     assert client.session.deadlines.at == 14
 
 
-def test_names_that_clients_choose_reach_the_log_without_control_characters(make_world, caplog):
+def test_names_chosen_by_clients_are_logged_without_control_characters(make_world, caplog):
     world = make_world(max_producer_flow_control_wait=1)
     client = world.client().channel()
     with caplog.at_level(logging.INFO, "qflow_client.broker"):

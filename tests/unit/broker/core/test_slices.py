@@ -33,7 +33,7 @@ def slices(queue):
 
 
 @pytest.mark.parametrize("arguments", [{}, {"qpid.flow_stop_count": 10}, {"x-message-ttl": 60_000}], ids=str)
-def test_E9_what_is_purged_leaves_in_slices_and_nobody_gets_it(arguments):
+def test_E9_purged_messages_are_removed_in_slices_and_not_delivered(arguments):
     queue = fill(make_queue(arguments), [1] * MANY)
     queue._surroundings.alarms.clear()
     assert queue.purge() == MANY
@@ -50,7 +50,7 @@ def test_E9_what_is_purged_leaves_in_slices_and_nobody_gets_it(arguments):
     assert (queue.depth, queue.size, len(queue.contents.leaving), queue.flows.is_on) == (1, 7, 0, False)
 
 
-def test_E9_a_second_purge_comes_behind_the_first():
+def test_E9_a_second_purge_is_done_after_the_first():
     queue = fill(make_queue(), [1] * MANY)
     queue.purge()
     fill(queue, [2] * MANY)
@@ -60,7 +60,7 @@ def test_E9_a_second_purge_comes_behind_the_first():
     assert (queue.depth, queue.size, queue.contents.leaving_size) == (0, 0, 0)
 
 
-def test_E9_a_queue_that_is_deleted_lets_its_messages_go_in_slices():
+def test_E9_a_deleted_queue_removes_its_messages_in_slices():
     queue = fill(make_queue(), [1] * MANY)
     queue.dispatcher.add(taker := Taker(), exclusive=False)
     queue.dispatcher.dispatch()
@@ -75,7 +75,7 @@ def test_E9_a_queue_that_is_deleted_lets_its_messages_go_in_slices():
 
 
 @pytest.mark.parametrize("policy", ["ring", "reject"])
-def test_E9_a_full_queue_that_was_purged_takes_messages_at_once(policy):
+def test_E9_a_full_queue_that_was_purged_accepts_messages_immediately(policy):
     queue = fill(make_queue({"x-qflow-policy": policy, "qpid.max_count": MANY}), [1] * MANY)
     queue.purge()
     for _ in range(MANY):
@@ -85,14 +85,14 @@ def test_E9_a_full_queue_that_was_purged_takes_messages_at_once(policy):
     assert (queue.contents.ready_count, queue.contents.dropped) == (MANY, 0)
 
 
-def test_E9_a_ring_that_is_purged_and_overrun_drops_nothing_that_came_since():
+def test_E9_a_ring_that_overflows_during_a_purge_keeps_messages_published_since():
     queue = fill(make_queue({"x-qflow-policy": "ring", "qpid.max_count": MANY}), [1] * MANY)
     queue.purge()
     fill(queue, [2] * MANY)
     assert (queue.contents.ready_count, queue.contents.ready_size, queue.contents.dropped) == (MANY, 2 * MANY, 0)
 
 
-def test_E9_what_is_purged_is_no_last_value_and_gives_no_memory(make_world):
+def test_E9_a_purged_message_is_not_a_last_value_and_is_not_dropped_for_memory(make_world):
     world = make_world(journal=Journal(float, has_store=False, limit=1 << 30))
     arguments = {"x-qflow-policy": "conflate", "qpid.max_count": 10_000, "x-qflow-drop-transient": True}
     queue = world.host.declare_queue("q", arguments=arguments)
@@ -110,7 +110,7 @@ def test_E9_what_is_purged_is_no_last_value_and_gives_no_memory(make_world):
     assert (queue.depth, world.host.journal.memory, queue.contents.dropped) == (0, 0, 0)
 
 
-def test_E9_messages_expire_in_slices_and_nothing_is_delivered_before_all_have():
+def test_E9_messages_expire_in_slices_and_nothing_is_delivered_before_the_last_slice():
     queue = make_queue({"x-message-ttl": 1000})
     fill(queue, [1] * MANY)
     around = queue._surroundings
@@ -125,7 +125,7 @@ def test_E9_messages_expire_in_slices_and_nothing_is_delivered_before_all_have()
     assert [entry.message.size for entry in taker.entries] == [7]
 
 
-def test_E9_a_tick_leaves_the_rest_to_the_next_when_its_time_is_over(make_world):
+def test_E9_a_tick_that_runs_out_of_time_leaves_the_remainder_to_the_next_one(make_world):
     world = make_world()
     times = count()
     world.host.timers._clock = lambda: next(times) * Timers.MAX_TICK
@@ -174,7 +174,7 @@ def test_E9_a_policy_is_applied_to_one_queue_in_each_step(world):
     assert marked(world) == []
 
 
-def test_E9_definitions_that_are_refused_are_taken_back_in_steps(world):
+def test_E9_refused_definitions_are_rolled_back_in_steps(world):
     world.host.declare_queue("q there")
     definitions = Definitions(
         queues=(QueueDefinition("q0"), QueueDefinition("q1"), QueueDefinition("q there", durable=True)),
@@ -188,9 +188,7 @@ def test_E9_definitions_that_are_refused_are_taken_back_in_steps(world):
 
 
 @pytest.mark.parametrize("method", [commands.Basic.Ack, commands.Basic.Nack], ids=["ack", "nack"])
-def test_E9_an_ack_of_very_many_deliveries_settles_them_in_slices_before_what_comes_after_it(
-    world, monkeypatch, method
-):
+def test_E9_an_ack_of_very_many_deliveries_settles_them_in_slices_before_later_frames(world, monkeypatch, method):
     monkeypatch.setattr(Consuming, "AT_ONCE", 10)
     client = world.client().channel()
     client.declare()
@@ -215,7 +213,7 @@ def test_E9_an_ack_of_very_many_deliveries_settles_them_in_slices_before_what_co
 
 
 @pytest.mark.parametrize("method", [commands.Basic.Ack, commands.Basic.Nack], ids=["ack", "nack"])
-def test_E9_an_ack_of_all_deliveries_settles_those_that_there_are_in_slices(world, monkeypatch, method):
+def test_E9_an_ack_of_all_deliveries_settles_the_existing_ones_in_slices(world, monkeypatch, method):
     monkeypatch.setattr(Consuming, "AT_ONCE", 10)
     client = world.client().channel()
     client.declare()
@@ -241,7 +239,7 @@ def test_E9_an_ack_of_all_deliveries_settles_those_that_there_are_in_slices(worl
     assert (len(consuming.unacked), world.queue().depth, client.session.is_held) == (0, 0, False)
 
 
-def test_E9_what_is_dead_lettered_is_rejected_in_smaller_slices(world, monkeypatch):
+def test_E9_messages_that_are_dead_lettered_are_rejected_in_smaller_slices(world, monkeypatch):
     monkeypatch.setattr(Consuming, "AT_ONCE", 10)
     monkeypatch.setattr(Consuming, "LETTER", 5)
     client = world.client().channel()
@@ -278,7 +276,7 @@ def test_E9_very_many_deliveries_are_recovered_in_slices_and_once_each(world, mo
     assert sorted(client.session.channels[1].consuming.unacked) == [tag for tag, _, _ in deliveries]
 
 
-def test_E9_what_a_lost_connection_had_comes_back_in_slices_and_in_order(world, monkeypatch):
+def test_E9_unacked_messages_of_a_lost_connection_are_requeued_in_slices_and_in_order(world, monkeypatch):
     monkeypatch.setattr(Returning, "AT_ONCE", 10)
     client, other = (world.client().channel() for _ in range(2))
     client.declare("q")
@@ -306,7 +304,7 @@ def test_E9_what_a_lost_connection_had_comes_back_in_slices_and_in_order(world, 
     assert [entry.redelivered for entry in queues[1].contents.oldest_first()] == [True, False]
 
 
-def test_E9_what_a_lost_connection_had_of_a_queue_that_is_deleted_meanwhile_is_gone(world, monkeypatch):
+def test_E9_unacked_messages_of_a_lost_connection_are_gone_if_their_queue_is_deleted_meanwhile(world, monkeypatch):
     monkeypatch.setattr(Returning, "AT_ONCE", 10)
     client = world.client().channel()
     client.declare()

@@ -78,7 +78,7 @@ PATTERNS = st.lists(st.sampled_from(["a", "b", "*", "#"]), max_size=6).map(".".j
     st.lists(st.lists(st.sampled_from(["a", "b"]), max_size=6).map(".".join), min_size=1, max_size=4),
     st.randoms(use_true_random=False),
 )
-def test_topic_patterns_match_what_the_definition_says_in_the_order_of_the_bindings(patterns, keys, random):
+def test_topic_patterns_match_as_defined_in_the_order_of_the_bindings(patterns, keys, random):
     topics = TopicExchange("topics")
     bound = [Binding(END, pattern, {}) for pattern in patterns]
     for binding in bound:
@@ -101,7 +101,7 @@ def test_topic_patterns_match_what_the_definition_says_in_the_order_of_the_bindi
     assert topics.matching(keys[0], {}) == []
 
 
-def test_E7_a_message_costs_nothing_for_bindings_that_it_does_not_match(monkeypatch):
+def test_E7_bindings_that_do_not_match_a_message_cost_nothing(monkeypatch):
     topics = TopicExchange("topics")
     for number in range(20_000):
         topics.bind(Binding(END, f"a.{number}.*", {}))
@@ -154,7 +154,7 @@ def test_a_wrong_x_match_is_refused_with_406(world):
     assert client.only(CHANNEL_CLOSE).reply_code == 406
 
 
-def test_a_queue_gets_a_message_once_however_many_bindings_match(world):
+def test_a_queue_gets_a_message_once_even_if_several_bindings_match(world):
     client = world.client().channel()
     client.declare()
     for key in ("#", "a", "*"):
@@ -163,7 +163,7 @@ def test_a_queue_gets_a_message_once_however_many_bindings_match(world):
     assert world.queue().depth == 1
 
 
-def test_exchanges_bound_to_exchanges_even_in_a_circle(world):
+def test_exchanges_can_be_bound_to_exchanges_even_in_a_cycle(world):
     client = world.client().channel()
     client.declare()
     for name in ("one", "two"):
@@ -178,7 +178,7 @@ def test_exchanges_bound_to_exchanges_even_in_a_circle(world):
     assert world.queue().depth == 1
 
 
-def test_a_headers_exchange_behind_another_sees_the_headers(world):
+def test_a_headers_exchange_bound_to_another_exchange_sees_the_headers(world):
     client = world.client().channel()
     client.declare()
     client.call(1, Exchange.Bind(destination="amq.headers", source="amq.fanout"), Exchange.BindOk)
@@ -188,7 +188,7 @@ def test_a_headers_exchange_behind_another_sees_the_headers(world):
     assert world.queue().depth == 1
 
 
-def test_a_change_of_the_topology_is_seen_by_the_next_message(world):
+def test_a_change_of_the_topology_applies_to_the_next_message(world):
     client, other = world.client().channel(), world.client().channel()
     client.publish(mandatory=True)
     assert client.names() == ["Basic.Return", "ContentHeader", "ContentBody"]
@@ -204,7 +204,7 @@ def test_a_change_of_the_topology_is_seen_by_the_next_message(world):
     assert client.only(commands.Channel.Flow).active is False
 
 
-def test_declaring_tells_the_depth_and_the_consumers(world):
+def test_declare_ok_contains_the_depth_and_the_number_of_consumers(world):
     client = world.client().channel()
     client.declare()
     client.publish()
@@ -215,7 +215,7 @@ def test_declaring_tells_the_depth_and_the_consumers(world):
     assert (ok.queue, ok.message_count, ok.consumer_count) == ("q", 0, 1)
 
 
-def test_a_queue_without_a_name_gets_one_and_is_the_channels_last(world):
+def test_a_queue_without_a_name_gets_one_and_becomes_the_last_queue_of_the_channel(world):
     client = world.client().channel()
     name = client.declare("").queue
     assert name.startswith("amq.gen-")
@@ -262,7 +262,7 @@ def test_a_queue_without_a_name_gets_one_and_is_the_channels_last(world):
     ],
     ids=lambda value: value.name if hasattr(value, "name") else value,
 )
-def test_what_cannot_be_done_closes_the_channel_with_the_code_that_the_standard_names(world, method, code):
+def test_an_invalid_declaration_closes_the_channel_with_the_code_of_the_standard(world, method, code):
     other, client = world.client().channel(), world.client().channel()
     other.declare()
     other.publish()
@@ -273,7 +273,7 @@ def test_what_cannot_be_done_closes_the_channel_with_the_code_that_the_standard_
     assert (close.class_id, close.method_id) == divmod(method.index, 1 << 16)
 
 
-def test_C2_a_stop_below_its_resume_is_refused_with_406_and_both_values(world):
+def test_C2_a_stop_below_its_resume_is_refused_with_406_and_the_error_shows_both(world):
     client = world.client().channel()
     client.send(1, Queue.Declare(queue="q", arguments={"qpid.flow_stop_count": 5, "qpid.flow_resume_count": 6}))
     close = client.only(CHANNEL_CLOSE)
@@ -288,7 +288,7 @@ def test_an_unknown_exchange_type_closes_the_connection_with_503(world):
     assert client.only(CLOSE, 0).reply_code == 503
 
 
-def test_an_internal_exchange_takes_only_from_exchanges(world):
+def test_an_internal_exchange_accepts_messages_only_from_exchanges(world):
     client = world.client().channel()
     client.declare()
     declare = Exchange.Declare(exchange="e", exchange_type="fanout", internal=True)
@@ -301,7 +301,7 @@ def test_an_internal_exchange_takes_only_from_exchanges(world):
     assert client.only(CHANNEL_CLOSE).reply_code == 403
 
 
-def test_an_exclusive_queue_is_its_connections_and_goes_with_it(world):
+def test_an_exclusive_queue_belongs_to_its_connection_and_ends_with_it(world):
     client, other = world.client().channel(), world.client().channel()
     client.declare(exclusive=True)
     client.declare(exclusive=True)
@@ -316,7 +316,7 @@ def test_an_exclusive_queue_is_its_connections_and_goes_with_it(world):
     assert "q" not in world.host.queues
 
 
-def test_an_auto_delete_queue_goes_with_its_last_consumer(world):
+def test_an_auto_delete_queue_is_deleted_with_its_last_consumer(world):
     client, other = world.client().channel(), world.client().channel()
     client.declare(auto_delete=True)
     client.consume()
@@ -327,7 +327,7 @@ def test_an_auto_delete_queue_goes_with_its_last_consumer(world):
     assert "q" not in world.host.queues
 
 
-def test_an_auto_delete_exchange_goes_with_its_last_binding(world):
+def test_an_auto_delete_exchange_is_deleted_with_its_last_binding(world):
     client = world.client().channel()
     declare = Exchange.Declare(exchange="e", exchange_type="fanout", auto_delete=True)
     client.call(1, declare, Exchange.DeclareOk)
@@ -337,7 +337,7 @@ def test_an_auto_delete_exchange_goes_with_its_last_binding(world):
     assert "e" not in world.host.topology.exchanges
 
 
-def test_an_exchange_in_use_is_not_deleted_if_unused(world):
+def test_an_exchange_in_use_is_not_deleted_with_if_unused(world):
     client = world.client().channel()
     client.call(1, Exchange.Declare(exchange="e", exchange_type="fanout"), Exchange.DeclareOk)
     client.declare()
@@ -351,7 +351,7 @@ def test_an_exchange_in_use_is_not_deleted_if_unused(world):
     assert client.only(CHANNEL_CLOSE).reply_code == 404
 
 
-def test_deleting_what_is_not_there_is_no_error(world):
+def test_deleting_a_queue_or_exchange_that_does_not_exist_is_not_an_error(world):
     client = world.client().channel()
     assert client.call(1, Queue.Delete(queue="nowhere"), Queue.DeleteOk).message_count == 0
     client.call(1, Exchange.Delete(exchange="nowhere"), Exchange.DeleteOk)
@@ -359,7 +359,7 @@ def test_deleting_what_is_not_there_is_no_error(world):
 
 @pytest.mark.parametrize("queue", ["q", "nowhere"])
 @pytest.mark.parametrize("exchange", ["amq.direct", "nowhere"])
-def test_E11_unbinding_a_queue_from_what_it_is_not_bound_to_is_ok_as_on_rabbitmq(world, queue, exchange):
+def test_E11_removing_a_binding_that_a_queue_does_not_have_succeeds_as_on_rabbitmq(world, queue, exchange):
     client = world.client().channel()
     client.declare()
     client.call(1, Queue.Unbind(queue=queue, exchange=exchange, routing_key="k"), Queue.UnbindOk)
@@ -367,12 +367,12 @@ def test_E11_unbinding_a_queue_from_what_it_is_not_bound_to_is_ok_as_on_rabbitmq
 
 @pytest.mark.parametrize("source", ["amq.fanout", "nowhere"])
 @pytest.mark.parametrize("destination", ["amq.direct", "nowhere"])
-def test_E11_unbinding_an_exchange_from_what_it_is_not_bound_to_is_ok_as_on_rabbitmq(world, source, destination):
+def test_E11_removing_a_binding_that_an_exchange_does_not_have_succeeds_as_on_rabbitmq(world, source, destination):
     client = world.client().channel()
     client.call(1, Exchange.Unbind(source=source, destination=destination, routing_key="k"), Exchange.UnbindOk)
 
 
-def test_E11_only_its_owner_unbinds_an_exclusive_queue_that_is_bound(world):
+def test_E11_only_the_owner_of_an_exclusive_queue_can_unbind_it(world):
     client, other = world.client().channel(), world.client().channel()
     client.declare(exclusive=True)
     unbind = Queue.Unbind(queue="q", exchange="amq.direct", routing_key="k")
@@ -383,7 +383,7 @@ def test_E11_only_its_owner_unbinds_an_exclusive_queue_that_is_bound(world):
     client.call(1, unbind, Queue.UnbindOk)
 
 
-def test_E11_if_empty_counts_ready_messages_only_as_on_rabbitmq(world):
+def test_E11_if_empty_checks_ready_messages_only_as_on_rabbitmq(world):
     client = world.client().channel()
     client.declare()
     client.publish()
@@ -437,7 +437,7 @@ def test_nowait_is_not_answered(world):
     assert client.received() == []
 
 
-def test_purge_and_delete_say_how_many_messages_were_ready(world):
+def test_purge_ok_and_delete_ok_contain_the_number_of_ready_messages(world):
     client = world.client().channel()
     client.declare()
     for _ in range(3):
@@ -450,7 +450,7 @@ def test_purge_and_delete_say_how_many_messages_were_ready(world):
     assert client.call(1, Queue.Delete(queue="q"), Queue.DeleteOk).message_count == 1
 
 
-def test_arguments_are_nested_no_deeper_than_AMQP_carries_them(world):
+def test_arguments_are_nested_no_deeper_than_AMQP_allows(world):
     def nested(depth):
         value: object = 1
         for number in range(depth):

@@ -15,7 +15,7 @@ def _client(world):
 
 
 @pytest.mark.parametrize("value", [1, 10, 255, False, True, "x", None])
-def test_a_queue_with_priorities_is_refused_with_406_and_not_made(world, client, value):
+def test_a_queue_with_priorities_is_refused_with_406_and_not_created(world, client, value):
     client.send(1, Queue.Declare(queue="q", arguments={"x-max-priority": value}))
     close = client.only(CHANNEL_CLOSE)
     assert close.reply_code == 406
@@ -33,7 +33,7 @@ def test_a_consumer_priority_is_refused_with_406(world, client, value):
     assert not world.queue().dispatcher.consumers
 
 
-def test_a_priority_of_0_is_what_everything_has(world, client):
+def test_a_consumer_priority_of_0_is_accepted(world, client):
     client.declare(arguments={"x-max-priority": 0})
     client.consume(arguments={"x-priority": 0})
     client.only(Basic.ConsumeOk)
@@ -42,7 +42,7 @@ def test_a_priority_of_0_is_what_everything_has(world, client):
 @pytest.mark.parametrize("name", ["CC", "BCC"])
 @pytest.mark.parametrize("value", [["other"], [], "other", None], ids=repr)
 @pytest.mark.parametrize("confirms", [False, True])
-def test_a_message_with_copies_is_refused_with_406_and_in_no_queue(world, name, value, confirms):
+def test_a_message_with_copies_is_refused_with_406_and_not_enqueued(world, name, value, confirms):
     client = world.client().channel(confirms=confirms)
     client.declare()
     client.publish(properties=Basic.Properties(headers={name: value}))
@@ -53,12 +53,12 @@ def test_a_message_with_copies_is_refused_with_406_and_in_no_queue(world, name, 
     assert client.channel(2)
 
 
-def test_a_header_that_only_has_such_a_name_in_it_is_taken(world, client):
+def test_a_header_whose_name_only_contains_cc_or_bcc_is_accepted(world, client):
     client.declare()
     client.publish(properties=Basic.Properties(headers={"a": "\x02CC \x03BCC", "XCC": 1, "cc": 2}))
     assert world.queue().depth == 1
 
 
-def test_the_broker_s_own_publish_refuses_copies_too(world):
+def test_messages_published_by_the_broker_itself_with_copies_are_refused_too(world):
     with pytest.raises(ChannelException, match="header 'CC'"):
         world.host.publish("", "q", b"", Basic.Properties(headers={"CC": ["other"]}))

@@ -29,7 +29,7 @@ def flowed(client, **options):
 
 @pytest.mark.parametrize("enforcement", ["channel_flow", "both"])
 @pytest.mark.parametrize(("more", "all_are_flowed"), [(8, False), (9, False), (11, True)])
-def test_D7_a_backlog_beyond_its_stop_flows_all_channels_that_publish(make_world, enforcement, more, all_are_flowed):
+def test_D7_a_backlog_beyond_its_stop_flows_all_publishing_channels(make_world, enforcement, more, all_are_flowed):
     client = flowed(make_world(backlog_count=10, enforcement=enforcement).client())
     client.channel(2, confirms=True).channel(3)
     for _ in range(more):
@@ -43,7 +43,7 @@ def test_D7_a_backlog_beyond_its_stop_flows_all_channels_that_publish(make_world
         assert channel_snapshot(client.session.channels[1]).blocked_by == ("q", "backlog")
 
 
-def test_D7_bytes_count_too(make_world):
+def test_D7_the_size_of_the_backlog_is_limited_too(make_world):
     client = flowed(make_world(backlog_size=10).client())
     client.channel(2, confirms=True)
     client.publish(b"x" * 10)
@@ -53,7 +53,7 @@ def test_D7_bytes_count_too(make_world):
     assert connection_snapshot(client.session).backlog_bytes == 11
 
 
-def test_D7_another_connection_goes_on(make_world):
+def test_D7_other_connections_are_not_flowed(make_world):
     world = make_world(backlog_count=1)
     client, other = flowed(world.client()), world.client().channel(confirms=True)
     for _ in range(5):
@@ -61,7 +61,7 @@ def test_D7_another_connection_goes_on(make_world):
     assert not other.session.channels[1].flow.is_blocked
 
 
-def test_D7_a_channel_that_turns_out_to_publish_is_flowed_at_once(make_world):
+def test_D7_a_channel_that_starts_to_publish_is_flowed_immediately(make_world):
     client = flowed(make_world(backlog_count=1).client())
     for _ in range(3):
         client.publish()
@@ -73,7 +73,7 @@ def test_D7_a_channel_that_turns_out_to_publish_is_flowed_at_once(make_world):
 
 @pytest.mark.parametrize("enforcement", ["channel_flow", "completion", "both"])
 @pytest.mark.parametrize("confirms", [True, False])
-def test_D7_when_the_queue_has_drained_nothing_is_left_of_the_backlog(make_world, enforcement, confirms):
+def test_D7_when_the_queue_has_drained_the_backlog_is_empty(make_world, enforcement, confirms):
     world = make_world(backlog_count=3, enforcement=enforcement)
     client = world.client().channel(1, confirms=confirms).channel(2, confirms=True)
     client.declare(arguments=STOP_1)
@@ -89,7 +89,7 @@ def test_D7_when_the_queue_has_drained_nothing_is_left_of_the_backlog(make_world
     assert client.session.channels[1].flow._owed == [0, 0]
 
 
-def test_D7_what_waits_for_room_is_in_the_backlog_until_it_is_taken_or_given_up(make_world):
+def test_D7_a_message_that_waits_for_room_is_in_the_backlog_until_it_is_accepted_or_dropped(make_world):
     world = make_world(backlog_count=2)
     client = world.client().channel(1, confirms=True).channel(2)
     client.declare(arguments={"x-qflow-policy": "wait", "qpid.max_count": 1})
@@ -107,7 +107,7 @@ def test_D7_what_waits_for_room_is_in_the_backlog_until_it_is_taken_or_given_up(
 
 
 @pytest.mark.parametrize("enforcement", ["channel_flow", "completion", "both"])
-def test_D7_what_is_delivered_at_once_is_not_left_in_the_backlog(make_world, enforcement):
+def test_D7_a_message_that_is_delivered_immediately_is_not_left_in_the_backlog(make_world, enforcement):
     world = make_world(backlog_count=5, enforcement=enforcement)
     client, consumer = world.client().channel(confirms=True), world.client().channel(1).channel(2)
     client.declare(arguments=STOP_1)
@@ -125,7 +125,7 @@ def test_D7_what_is_delivered_at_once_is_not_left_in_the_backlog(make_world, enf
     assert connection_snapshot(client.session).backlog == 0
 
 
-def test_D7_a_queue_may_have_the_name_of_the_backlog(make_world):
+def test_D7_a_queue_may_have_the_same_name_as_the_backlog(make_world):
     client = make_world(backlog_count=10, enforcement="channel_flow").client().channel()
     client.declare("backlog", arguments=STOP_1)
     for _ in range(5):
@@ -133,7 +133,7 @@ def test_D7_a_queue_may_have_the_name_of_the_backlog(make_world):
     assert connection_snapshot(client.session).backlog == 3
 
 
-def test_D7_a_channel_that_ends_takes_its_part_of_the_backlog_along(make_world):
+def test_D7_a_channel_that_ends_removes_its_part_of_the_backlog(make_world):
     client = flowed(make_world(backlog_count=3).client(), confirms=False)
     client.channel(2, confirms=True)
     for _ in range(5):
@@ -146,7 +146,7 @@ def test_D7_a_channel_that_ends_takes_its_part_of_the_backlog_along(make_world):
     assert connection_snapshot(client.session).backlog == 0
 
 
-def test_D7_without_a_limit_nothing_is_counted(world):
+def test_D7_without_a_limit_no_backlog_is_counted(world):
     client = flowed(world.client())
     client.publish()
     assert client.session.discipline is None
@@ -156,7 +156,7 @@ def test_D7_without_a_limit_nothing_is_counted(world):
 # What is done about clients that go on (D8).
 
 
-def test_D8_publishing_on_is_not_held_against_a_client_for_a_time_of_grace(make_world):
+def test_D8_a_client_has_a_grace_period_before_further_publishing_counts(make_world):
     world = make_world(close_channel_after=1, flow_grace=5)
     client = flowed(world.client())
     for now in (0.0, 4.999):
@@ -173,7 +173,7 @@ def test_D8_publishing_on_is_not_held_against_a_client_for_a_time_of_grace(make_
 
 @pytest.mark.parametrize(("more", "is_closed"), [(3, False), (4, True)])
 @pytest.mark.parametrize("way", ["plain", "confirms", "tx"])
-def test_D8_a_channel_that_publishes_on_is_closed_with_311(make_world, more, is_closed, way):
+def test_D8_a_channel_that_keeps_publishing_is_closed_with_311(make_world, more, is_closed, way):
     world = make_world(close_channel_after=3, flow_grace=0)
     client = flowed(world.client(), confirms=way == "confirms")
     if way == "tx":
@@ -190,7 +190,7 @@ def test_D8_a_channel_that_publishes_on_is_closed_with_311(make_world, more, is_
     assert world.controls.sanctions["channels_closed"] == is_closed
 
 
-def test_D8_a_client_that_listens_after_all_begins_anew(make_world):
+def test_D8_the_count_restarts_for_a_client_that_stops_publishing(make_world):
     world = make_world(close_channel_after=3, flow_grace=0)
     client = flowed(world.client())
     for _ in range(5):
@@ -204,7 +204,7 @@ def test_D8_a_client_that_listens_after_all_begins_anew(make_world):
     assert connection_snapshot(client.session).past_flow == 15
 
 
-def test_D8_publishes_to_other_queues_count_because_the_channel_is_flowed(make_world):
+def test_D8_messages_to_other_queues_count_because_the_channel_is_flowed(make_world):
     client = flowed(make_world(close_channel_after=1, flow_grace=0).client())
     client.declare("free")
     client.publish(routing_key="free")
@@ -213,7 +213,7 @@ def test_D8_publishes_to_other_queues_count_because_the_channel_is_flowed(make_w
 
 
 @pytest.mark.parametrize(("more", "is_closed"), [(5, False), (6, True)])
-def test_D8_a_connection_whose_channels_go_on_is_closed(make_world, more, is_closed):
+def test_D8_a_connection_whose_channels_keep_publishing_is_closed(make_world, more, is_closed):
     world = make_world(close_channel_after=2, close_connection_after=5, flow_grace=0)
     client = world.client().channel(9)
     client.declare(channel=9, arguments=STOP_1)
@@ -231,7 +231,7 @@ def test_D8_a_connection_whose_channels_go_on_is_closed(make_world, more, is_clo
     assert world.controls.sanctions == {"tarpits": 0, "channels_closed": 1, "connections_closed": is_closed}
 
 
-def test_D8_a_tarpit_stops_the_reading_for_a_time(make_world):
+def test_D8_a_tarpit_pauses_reading_for_a_time(make_world):
     world = make_world(tarpit_after=3, tarpit_time=2, flow_grace=0)
     client = flowed(world.client(heartbeat=1))
     for number in range(1, 8):
@@ -251,7 +251,7 @@ def test_D8_a_tarpit_stops_the_reading_for_a_time(make_world):
     assert client.session.state is State.ENDED
 
 
-def test_D8_each_step_can_be_left_out_and_they_come_in_order(make_world):
+def test_D8_each_step_can_be_disabled_and_the_steps_come_in_order(make_world):
     world = make_world(tarpit_after=2, close_channel_after=4, close_connection_after=6, flow_grace=0)
     client = flowed(world.client())
     seen = []
@@ -273,7 +273,7 @@ def test_D8_each_step_can_be_left_out_and_they_come_in_order(make_world):
         ({"close_connection_after": True}, TypeError),
     ],
 )
-def test_D8_settings_that_cannot_be_are_refused(options, error):
+def test_D8_invalid_settings_are_refused(options, error):
     (name,) = options
     with pytest.raises(error, match=name):
         BrokerSettings(**options)
@@ -282,7 +282,7 @@ def test_D8_settings_that_cannot_be_are_refused(options, error):
 # Alarms.
 
 
-def test_a_client_is_unblocked_when_the_last_alarm_is_over(world):
+def test_a_client_is_unblocked_when_the_last_alarm_ends(world):
     client = world.client()
     client.session.block("no memory", "memory")
     assert client.only(commands.Connection.Blocked, 0).reason == "no memory"
@@ -295,7 +295,7 @@ def test_a_client_is_unblocked_when_the_last_alarm_is_over(world):
     client.only(commands.Connection.Unblocked, 0)
 
 
-def test_D11_acks_are_taken_from_a_connection_whose_channels_are_all_flowed(make_world):
+def test_D11_acks_are_accepted_from_a_connection_whose_channels_are_all_flowed(make_world):
     world = make_world(backlog_count=1, close_channel_after=100)
     client = flowed(world.client(), confirms=True)
     for _ in range(3):

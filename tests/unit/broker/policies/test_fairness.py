@@ -35,7 +35,7 @@ def three_flowed(world):
     return clients
 
 
-def test_F4_without_an_interval_all_come_back_at_once(world):
+def test_F4_without_an_interval_all_publishers_are_unflowed_together(world):
     clients = three_flowed(world)
     world.queue().purge()
     assert [flows(client) for client in clients] == [[True]] * 3
@@ -53,7 +53,7 @@ class Source(CountedSource):
         self.let_go.append(self.name)
 
 
-def test_F4_when_all_come_back_at_once_who_was_served_least_is_told_first():
+def test_F4_when_all_are_unflowed_together_the_least_served_publisher_is_first():
     let_go: list[str] = []
     flow = QueueFlow(StopResume(stop_count=2, resume_count=2), "q", count=2, size=2)
     for name, published in (("first", 9), ("second", 3), ("third", 9), ("fourth", 0)):
@@ -66,7 +66,7 @@ def test_F4_when_all_come_back_at_once_who_was_served_least_is_told_first():
 
 
 @pytest.mark.parametrize(("now", "back"), [(0.0, 1), (0.0999, 1), (0.1, 2), (0.1999, 2), (0.2, 3)])
-def test_F4_with_an_interval_they_come_back_one_after_the_other_the_oldest_first(make_world, now, back):
+def test_F4_with_an_interval_publishers_are_unflowed_one_by_one_the_oldest_first(make_world, now, back):
     world = make_world(resume_interval=0.1)
     clients = three_flowed(world)
     world.queue().purge()
@@ -77,7 +77,7 @@ def test_F4_with_an_interval_they_come_back_one_after_the_other_the_oldest_first
     assert len(queue_snapshot(world.queue()).blocked) == 3 - back
 
 
-def test_F4_who_has_not_come_back_when_the_queue_is_full_again_is_the_first_the_next_time(make_world):
+def test_F4_a_publisher_that_is_still_flowed_when_the_queue_is_full_again_is_first_next_time(make_world):
     world = make_world(resume_interval=0.1)
     first, *_ = clients = three_flowed(world)
     world.queue().purge()
@@ -94,14 +94,14 @@ def test_F4_who_has_not_come_back_when_the_queue_is_full_again_is_the_first_the_
     assert [flows(client) for client in clients] == [[True], [], []]
 
 
-def test_F4_the_deletion_of_the_queue_lets_all_go_at_once(make_world):
+def test_F4_deleting_the_queue_unflows_all_publishers_together(make_world):
     world = make_world(resume_interval=10)
     clients = three_flowed(world)
     world.host.delete_queue(world.queue())
     assert [flows(client) for client in clients] == [[True]] * 3
 
 
-def test_F4_a_publisher_that_ends_is_passed_over(make_world):
+def test_F4_a_publisher_that_ends_is_skipped(make_world):
     world = make_world(resume_interval=0.1)
     first, second, third = three_flowed(world)
     second.send(1, commands.Channel.Close(200, "", 0, 0))
@@ -143,7 +143,7 @@ def flap(make_world, interval, publishers=10, burst=20, rounds=500):
 
 
 @pytest.mark.parametrize(("interval", "highest"), [(0.0, 270), (1.0, 150)])
-def test_F4_equal_publishers_are_served_alike_and_overflow_less_if_they_take_turns(make_world, interval, highest):
+def test_F4_equal_publishers_are_served_equally_and_overflow_less_if_they_alternate(make_world, interval, highest):
     served, peak = flap(make_world, interval)
     assert max(served) - min(served) <= 0.2 * max(served), served
     assert peak == highest
@@ -178,7 +178,9 @@ def limit(world, *args, **options):
         ("user", "ann", "", False),
     ],
 )
-def test_F6_whoever_publishes_faster_is_flowed_until_nothing_is_owed(world, client, scope, name, exchange, is_limited):
+def test_F6_a_publisher_above_the_rate_is_flowed_until_it_owes_nothing(
+    world, client, scope, name, exchange, is_limited
+):
     limit(world, scope, name, messages=10)
     client.publish(exchange=exchange)
     assert flows(client) == []
@@ -207,7 +209,7 @@ def test_F6_bytes_are_limited_too(world, client):
     assert flows(client) == [True]
 
 
-def test_F6_a_burst_passes_after_a_rest(world, client):
+def test_F6_a_burst_is_allowed_after_idle_time(world, client):
     limit(world, "queue", "q", messages=10, burst=0.5)
     for _ in range(5):
         client.publish()
@@ -216,7 +218,7 @@ def test_F6_a_burst_passes_after_a_rest(world, client):
     assert flows(client) == [False]
 
 
-def test_F6_a_user_has_one_rate_for_all_connections(world, client):
+def test_F6_a_user_has_one_rate_limit_for_all_connections(world, client):
     other = world.client().channel()
     limit(world, "user", "guest", messages=10)
     client.publish()
@@ -224,7 +226,7 @@ def test_F6_a_user_has_one_rate_for_all_connections(world, client):
     assert (flows(client), flows(other)) == ([], [False])
 
 
-def test_F6_a_limit_is_changed_live_and_what_is_owed_stays_owed(world, client):
+def test_F6_a_limit_can_be_changed_while_running_and_debt_remains(world, client):
     limit(world, "queue", "q", messages=1)
     for _ in range(3):
         client.publish()
@@ -238,7 +240,7 @@ def test_F6_a_limit_is_changed_live_and_what_is_owed_stays_owed(world, client):
 
 
 @pytest.mark.parametrize("way", ["delete", "only bytes"])
-def test_F6_who_is_held_by_a_limit_that_goes_is_let_go(world, client, way):
+def test_F6_removing_a_limit_unflows_the_publishers_that_it_held(world, client, way):
     limit(world, "queue", "q", messages=1, bytes=1e9)
     client.publish()
     client.publish()
@@ -251,7 +253,7 @@ def test_F6_who_is_held_by_a_limit_that_goes_is_let_go(world, client, way):
     assert bool(world.rates) is (way != "delete")
 
 
-def test_F6_a_transaction_counts_when_it_is_committed(world, client):
+def test_F6_a_transaction_counts_when_it_commits(world, client):
     limit(world, "queue", "q", messages=1)
     client.call(1, commands.Tx.Select(), commands.Tx.SelectOk)
     for _ in range(3):
@@ -261,7 +263,7 @@ def test_F6_a_transaction_counts_when_it_is_committed(world, client):
     assert sorted(client.names()) == ["Channel.Flow", "Tx.CommitOk"]
 
 
-def test_F6_what_is_refused_does_not_count(world, client):
+def test_F6_a_refused_message_does_not_count(world, client):
     client.declare("small", arguments={"x-max-length": 0, "x-overflow": "reject-publish"})
     limit(world, "exchange", "", messages=1)
     for _ in range(3):
@@ -269,7 +271,7 @@ def test_F6_what_is_refused_does_not_count(world, client):
     assert client.received() == []
 
 
-def test_J4_a_rate_and_a_queue_must_both_let_go(world, client):
+def test_J4_a_channel_held_by_a_rate_and_a_queue_resumes_when_both_release_it(world, client):
     limit(world, "exchange", "", messages=1)
     client.declare("narrow", arguments=STOP_2)
     for _ in range(3):
@@ -293,18 +295,18 @@ def test_J4_a_rate_and_a_queue_must_both_let_go(world, client):
         ({"messages": 1, "name": None}, TypeError, "name=None"),
     ],
 )
-def test_F6_a_limit_that_cannot_be_is_refused(options, error, word):
+def test_F6_an_invalid_limit_is_refused(options, error, word):
     with pytest.raises(error, match=word):
         RateLimit(**{"apply_to": "queue", "name": "q", **options})
 
 
-def test_F6_a_limit_that_is_not_there_cannot_be_deleted(world):
+def test_F6_a_limit_that_does_not_exist_cannot_be_deleted(world):
     with pytest.raises(LookupError, match="rate limit of queue 'q'"):
         world.rates.delete(RateScope.QUEUE, "q")
     assert list(Rates(lambda *_: None)) == []
 
 
 @pytest.mark.parametrize("interval", [-1, "1"])
-def test_F4_an_interval_that_cannot_be_is_refused(interval):
+def test_F4_an_invalid_interval_is_refused(interval):
     with pytest.raises((TypeError, ValueError), match="resume_interval"):
         BrokerSettings(resume_interval=interval)

@@ -41,7 +41,7 @@ def tick(world, now):
     ("stop", "resume", "told"),
     [(2, 2, []), (3, 3, []), (4, 4, [True]), (3, 4, None), (10, 1, []), (10, 3, []), (10, 4, [True]), (0, 0, [True])],
 )
-def test_D4_J6_thresholds_that_are_raised_let_go_who_may_go(world, stop, resume, told):
+def test_D4_J6_raising_the_thresholds_unflows_publishers_that_may_continue(world, stop, resume, told):
     client = world.client().channel()
     client.declare(arguments=STOP_2)
     for _ in range(3):
@@ -57,7 +57,7 @@ def test_D4_J6_thresholds_that_are_raised_let_go_who_may_go(world, stop, resume,
     assert world.queue().flows.is_on is (not told)
 
 
-def test_D4_thresholds_that_are_lowered_turn_ON_and_flow_who_publishes_next(world):
+def test_D4_lowering_the_thresholds_turns_the_queue_ON_and_flows_the_next_publisher(world):
     client = world.client().channel()
     client.declare()
     for _ in range(3):
@@ -71,7 +71,7 @@ def test_D4_thresholds_that_are_lowered_turn_ON_and_flow_who_publishes_next(worl
     assert (world.queue().flows.is_on, world.queue().flows.times_on, world.queue().depth) == (False, 1, 4)
 
 
-def test_D4_D12_recent_publishers_are_told_when_a_lower_threshold_turns_it_ON(make_world):
+def test_D4_D12_recent_publishers_are_flowed_when_a_lower_threshold_turns_the_queue_ON(make_world):
     world = make_world(flow_scope="publishers")
     client = world.client().channel()
     client.declare(arguments={"qpid.flow_stop_count": 10})
@@ -81,7 +81,7 @@ def test_D4_D12_recent_publishers_are_told_when_a_lower_threshold_turns_it_ON(ma
     assert flows(client) == [False]
 
 
-def test_D4_C5_a_family_of_marks_that_is_taken_away_releases_its_confirms(world):
+def test_D4_C5_removing_thresholds_releases_the_confirms_that_they_withheld(world):
     client = world.client().channel(confirms=True)
     client.declare()
     set_policy(world, capacity=2)
@@ -95,7 +95,7 @@ def test_D4_C5_a_family_of_marks_that_is_taken_away_releases_its_confirms(world)
 @pytest.mark.parametrize(
     ("enforcement", "left"), [("completion", ["Channel.Flow"]), ("channel_flow", ["Basic.Ack"]), ("both", [])]
 )
-def test_D4_how_producers_are_held_can_be_changed_while_they_are(world, enforcement, left):
+def test_D4_the_enforcement_can_be_changed_while_producers_are_held(world, enforcement, left):
     client = world.client().channel(confirms=True)
     client.declare(arguments={"qpid.flow_stop_count": 1, "qpid.flow_resume_count": 1})
     for _ in range(2):
@@ -108,7 +108,7 @@ def test_D4_how_producers_are_held_can_be_changed_while_they_are(world, enforcem
 
 
 @pytest.mark.parametrize(("maximum", "left"), [(1, [b"3"]), (2, [b"2", b"3"]), (3, [b"1", b"2", b"3"])])
-def test_D4_a_ring_whose_maximum_is_lowered_drops_the_oldest_at_once(world, maximum, left):
+def test_D4_lowering_the_maximum_of_a_ring_drops_the_oldest_messages_immediately(world, maximum, left):
     client = world.client().channel()
     client.declare()
     for body in (b"1", b"2", b"3"):
@@ -118,7 +118,7 @@ def test_D4_a_ring_whose_maximum_is_lowered_drops_the_oldest_at_once(world, maxi
     assert world.queue().contents.dropped == 3 - len(left)
 
 
-def test_D4_a_maximum_that_is_lowered_takes_nothing_away_from_a_queue_that_refuses(world):
+def test_D4_lowering_the_maximum_of_a_reject_queue_drops_no_messages(world):
     client = world.client().channel(confirms=True)
     client.declare()
     for _ in range(3):
@@ -132,7 +132,7 @@ def test_D4_a_maximum_that_is_lowered_takes_nothing_away_from_a_queue_that_refus
     assert (client.names(), world.queue().depth) == (["Basic.Ack"], 4)
 
 
-def test_D4_a_policy_is_in_force_for_the_very_next_message_of_a_channel_that_publishes_already(world):
+def test_D4_a_policy_applies_to_the_next_message_of_a_channel_that_is_already_publishing(world):
     client = world.client().channel(confirms=True)
     client.declare()
     client.publish()
@@ -142,7 +142,7 @@ def test_D4_a_policy_is_in_force_for_the_very_next_message_of_a_channel_that_pub
     assert client.names() == ["Basic.Nack"]
 
 
-def test_D4_the_same_policy_again_changes_nothing(world):
+def test_D4_setting_the_same_policy_again_changes_nothing(world):
     client = world.client().channel()
     client.declare()
     set_policy(world, flow_stop_count=2, flow_resume_count=2)
@@ -157,7 +157,7 @@ def test_D4_the_same_policy_again_changes_nothing(world):
 
 
 @pytest.mark.parametrize(("now", "is_overdue"), [(9.999, False), (10.0, True)])
-def test_D10_a_queue_that_is_ON_for_max_flow_wait_lets_its_producers_go(world, now, is_overdue, caplog):
+def test_D10_a_queue_that_is_ON_for_max_flow_wait_unflows_its_producers(world, now, is_overdue, caplog):
     client = world.client().channel(confirms=True)
     client.declare(arguments={**STOP_2, "x-qflow-max-flow-wait": 10})
     for _ in range(3):
@@ -177,7 +177,7 @@ def test_D10_a_queue_that_is_ON_for_max_flow_wait_lets_its_producers_go(world, n
     assert ("has been ON for 10 s" in caplog.text) is is_overdue
 
 
-def test_D10_then_reject_refuses_beyond_the_stop_until_it_is_OFF(world):
+def test_D10_after_max_flow_wait_reject_refuses_messages_beyond_the_stop_until_the_queue_is_OFF(world):
     client = world.client().channel(confirms=True)
     client.declare(arguments={**STOP_2, "x-qflow-max-flow-wait": 10})
     for _ in range(3):
@@ -197,7 +197,7 @@ def test_D10_then_reject_refuses_beyond_the_stop_until_it_is_OFF(world):
     assert sorted(client.names()) == ["Basic.Ack", "Channel.Flow"]
 
 
-def test_D10_then_ring_drops_the_oldest_and_holds_nobody(world):
+def test_D10_after_max_flow_wait_ring_drops_the_oldest_and_holds_no_producer(world):
     client = world.client().channel(confirms=True)
     client.declare(arguments={**STOP_2, "x-qflow-max-flow-wait": 10, "x-qflow-then": "ring"})
     for body in (b"1", b"2", b"3"):
@@ -210,7 +210,7 @@ def test_D10_then_ring_drops_the_oldest_and_holds_nobody(world):
     assert (bodies(world.queue()), world.queue().contents.drops) == ([b"4", b"5"], {DropReason.MAXLEN: 3})
 
 
-def test_D10_a_queue_that_was_OFF_in_between_has_its_whole_time_again(world):
+def test_D10_max_flow_wait_restarts_after_the_queue_was_OFF(world):
     client = world.client().channel()
     client.declare(arguments={**STOP_2, "x-qflow-max-flow-wait": 10})
     for now in (0.0, 5.0):
@@ -226,7 +226,7 @@ def test_D10_a_queue_that_was_OFF_in_between_has_its_whole_time_again(world):
     assert flows(client) == [True]
 
 
-def test_D10_one_dead_queue_does_not_stop_an_exchange_for_ever(world):
+def test_D10_a_queue_without_consumers_stops_an_exchange_only_for_max_flow_wait(world):
     client = world.client().channel(confirms=True)
     client.declare("dead")
     client.declare("alive")
@@ -248,7 +248,7 @@ def test_D10_one_dead_queue_does_not_stop_an_exchange_for_ever(world):
     assert not client.session.channels[1].flow.is_blocked
 
 
-def test_D10_a_time_that_is_set_while_ON_counts_from_when_it_turned_ON(world):
+def test_D10_a_max_flow_wait_set_while_ON_counts_from_when_the_queue_turned_ON(world):
     client = world.client().channel()
     client.declare(arguments=STOP_2)
     for _ in range(3):
@@ -281,7 +281,7 @@ def test_D9_conflate_keeps_the_last_message_of_each_key(world):
     assert tags(client) == [(7, True)]
 
 
-def test_D9_without_a_header_the_routing_key_is_the_key(world):
+def test_D9_without_a_header_the_routing_key_is_the_conflation_key(world):
     client = world.client().channel()
     client.declare(arguments={"x-qflow-policy": "conflate"})
     bind = commands.Queue.Bind(queue="q", exchange="amq.topic", routing_key="#")
@@ -291,7 +291,7 @@ def test_D9_without_a_header_the_routing_key_is_the_key(world):
     assert bodies(world.queue()) == [b"2", b"3"]
 
 
-def test_D9_what_a_consumer_has_is_not_conflated_but_not_put_back_either(world):
+def test_D9_an_unacked_message_is_not_conflated_and_not_requeued_after_a_newer_value(world):
     client = world.client().channel()
     client.declare(arguments={"x-qflow-policy": "conflate"})
     client.publish(b"1")
@@ -305,7 +305,7 @@ def test_D9_what_a_consumer_has_is_not_conflated_but_not_put_back_either(world):
     assert bodies(world.queue()) == [b"2"]
 
 
-def test_D9_a_value_whose_successor_was_consumed_is_put_back(world):
+def test_D9_an_unacked_value_is_requeued_if_its_newer_value_was_consumed(world):
     client = world.client().channel()
     client.declare(arguments={"x-qflow-policy": "conflate"})
     client.publish(b"1")
@@ -325,7 +325,7 @@ def test_D9_conflation_makes_room_before_a_maximum_drops_the_oldest(world):
     assert world.queue().contents.drops == {DropReason.CONFLATED: 1, DropReason.MAXLEN: 1}
 
 
-def test_D9_J6_conflation_releases_confirms_and_turns_OFF(world):
+def test_D9_J6_conflation_releases_confirms_and_turns_the_queue_OFF(world):
     client = world.client().channel(confirms=True)
     marks = {"qpid.flow_stop_size": 5, "qpid.flow_resume_size": 5}
     client.declare(arguments={"x-qflow-policy": "conflate", **marks})
@@ -336,7 +336,7 @@ def test_D9_J6_conflation_releases_confirms_and_turns_OFF(world):
     assert world.queue().flows.is_on is False
 
 
-def test_D9_D4_a_queue_that_comes_to_conflate_drops_what_it_has_twice(world):
+def test_D9_D4_a_queue_that_switches_to_conflate_drops_older_values_of_each_key(world):
     client = world.client().channel()
     client.declare()
     for key, body in (("a", b"1"), ("b", b"2"), ("a", b"3")):
@@ -354,7 +354,7 @@ def test_D9_D4_a_queue_that_comes_to_conflate_drops_what_it_has_twice(world):
 WAIT_1: dict[str, object] = {"x-qflow-policy": "wait", "qpid.max_count": 1}
 
 
-def test_A4_a_publish_to_a_full_queue_waits_for_room_and_is_acked_then(world):
+def test_A4_a_message_to_a_full_queue_waits_for_room_and_is_then_acked(world):
     client = world.client().channel(confirms=True)
     client.declare(arguments=WAIT_1)
     for body in (b"1", b"2", b"3"):
@@ -374,7 +374,7 @@ def test_A4_a_publish_to_a_full_queue_waits_for_room_and_is_acked_then(world):
 
 
 @pytest.mark.parametrize(("now", "nacked"), [(59.999, []), (60.0, [2])])
-def test_A4_a_publish_that_has_waited_for_too_long_is_nacked(world, now, nacked):
+def test_A4_a_message_that_has_waited_too_long_is_nacked(world, now, nacked):
     client = world.client().channel(confirms=True)
     client.declare(arguments=WAIT_1)
     client.publish()
@@ -389,7 +389,7 @@ def test_A4_a_publish_that_has_waited_for_too_long_is_nacked(world, now, nacked)
     assert world.queue().depth == 1 - len(nacked)
 
 
-def test_A4_how_long_is_a_setting(make_world):
+def test_A4_the_maximum_wait_is_a_setting(make_world):
     world = make_world(max_producer_flow_control_wait=2)
     client = world.client().channel(confirms=True)
     client.declare(arguments=WAIT_1)
@@ -403,7 +403,7 @@ def test_A4_how_long_is_a_setting(make_world):
     assert settled(client) == ([], [2, 3])
 
 
-def test_A4_without_confirms_who_waits_for_too_long_loses_its_channel(world):
+def test_A4_without_confirms_a_channel_whose_message_waits_too_long_is_closed(world):
     client = world.client().channel()
     client.declare(arguments=WAIT_1)
     client.publish()
@@ -416,7 +416,7 @@ def test_A4_without_confirms_who_waits_for_too_long_loses_its_channel(world):
 
 
 @pytest.mark.parametrize("is_taken", [True, False])
-def test_A4_a_publish_that_is_older_than_confirm_mode_gets_no_confirm(world, is_taken):
+def test_A4_a_message_published_before_confirm_mode_gets_no_confirm(world, is_taken):
     client = world.client().channel()
     client.declare(arguments=WAIT_1)
     client.publish()
@@ -439,7 +439,7 @@ def test_A4_a_publish_that_is_older_than_confirm_mode_gets_no_confirm(world, is_
         assert settled(other) == ([], [1])
 
 
-def test_A4_what_never_fits_is_refused_at_once(world):
+def test_A4_a_message_that_can_never_fit_is_refused_immediately(world):
     client = world.client().channel(confirms=True)
     client.declare(arguments={"x-qflow-policy": "wait", "qpid.max_size": 3})
     client.publish(b"xxx")
@@ -449,7 +449,7 @@ def test_A4_what_never_fits_is_refused_at_once(world):
     assert queue_snapshot(world.queue()).waiting == 1
 
 
-def test_A4_F4_who_came_first_is_let_in_first_and_nobody_passes(world):
+def test_A4_F4_waiting_messages_are_accepted_in_order_of_arrival(world):
     first, second = world.client().channel(confirms=True), world.client().channel(confirms=True)
     first.declare(arguments={"x-qflow-policy": "wait", "qpid.max_size": 4})
     first.publish(b"4444")
@@ -466,7 +466,7 @@ def test_A4_F4_who_came_first_is_let_in_first_and_nobody_passes(world):
     assert bodies(world.queue()) == [b"1", b"2"]
 
 
-def test_A4_a_message_to_several_queues_enters_all_or_none_and_keeps_its_place(world):
+def test_A4_a_message_to_several_queues_is_accepted_by_all_or_none_and_keeps_its_position(world):
     client = world.client().channel(confirms=True)
     client.declare("narrow", arguments=WAIT_1)
     client.declare("wide")
@@ -484,7 +484,7 @@ def test_A4_a_message_to_several_queues_enters_all_or_none_and_keeps_its_place(w
     assert client.session.channels[1].unconfirmed == 1 + 1 + 1 + 1
 
 
-def test_A4_if_another_queue_refuses_nothing_waits(world):
+def test_A4_a_message_does_not_wait_if_another_of_its_queues_refuses_it(world):
     client = world.client().channel(confirms=True)
     client.declare("waits", arguments=WAIT_1)
     client.declare("rejects", arguments={"qpid.max_count": 1, "qpid.flow_stop_count": 0})
@@ -506,7 +506,7 @@ def test_A4_if_another_queue_refuses_nothing_waits(world):
     assert (settled(client), world.queue("waits").depth) == (([3], []), 1)
 
 
-def test_A4_the_deletion_of_a_queue_ends_the_wait_for_it(world):
+def test_A4_deleting_a_queue_ends_the_wait_for_it(world):
     client = world.client().channel(confirms=True)
     client.declare("narrow", arguments=WAIT_1)
     client.declare("wide")
@@ -521,7 +521,7 @@ def test_A4_the_deletion_of_a_queue_ends_the_wait_for_it(world):
 
 
 @pytest.mark.parametrize("confirms", [True, False])
-def test_A4_a_channel_that_ends_takes_along_only_what_it_would_hear_of(world, confirms):
+def test_A4_a_channel_that_ends_drops_its_waiting_messages_only_with_confirms(world, confirms):
     client, other = world.client().channel(confirms=confirms), world.client().channel()
     client.declare(arguments=WAIT_1)
     for body in (b"1", b"2"):
@@ -534,7 +534,7 @@ def test_A4_a_channel_that_ends_takes_along_only_what_it_would_hear_of(world, co
     assert world.queue().contents.drops == ({DropReason.REFUSED: 1} if confirms else {})
 
 
-def test_A4_what_a_closed_channel_left_behind_is_dropped_and_counted_in_time(world):
+def test_A4_waiting_messages_of_a_closed_channel_are_dropped_in_time_and_counted(world):
     client = world.client().channel()
     client.declare(arguments=WAIT_1)
     client.publish(b"1")
@@ -555,7 +555,7 @@ def test_A4_what_a_closed_channel_left_behind_is_dropped_and_counted_in_time(wor
     ],
     ids=repr,
 )
-def test_A4_D4_who_waits_when_the_policy_changes_is_treated_by_the_new_one(world, definition, in_queue, outcome):
+def test_A4_D4_a_waiting_message_is_handled_by_the_new_policy_after_a_change(world, definition, in_queue, outcome):
     client = world.client().channel(confirms=True)
     client.declare(arguments=WAIT_1)
     for body in (b"1", b"2", b"3"):
@@ -584,7 +584,7 @@ def test_A4_D9_a_commit_does_not_wait(world):
     assert "queue full" in close.reply_text
 
 
-def test_A4_a_commit_does_not_pass_a_publish_that_waits(world):
+def test_A4_a_commit_does_not_overtake_a_waiting_message(world):
     first, second = world.client().channel(confirms=True), world.client().channel()
     first.declare(arguments={"x-qflow-policy": "wait", "qpid.max_size": 4})
     first.publish(b"4444")
@@ -599,7 +599,7 @@ def test_A4_a_commit_does_not_pass_a_publish_that_waits(world):
 
 
 @pytest.mark.parametrize("policy", ["reject", "wait", "ring_strict"])
-def test_D9_a_commit_that_does_not_fit_is_rolled_back_everywhere(world, policy):
+def test_D9_a_commit_that_does_not_fit_is_rolled_back_in_all_queues(world, policy):
     client = world.client().channel()
     client.declare("wide")
     client.declare(arguments={"x-qflow-policy": policy, "qpid.max_count": 2, "qpid.flow_stop_count": 0})

@@ -30,7 +30,7 @@ PATTERNS = st.recursive(st.tuples(ATOMS, REPEATS).map("".join), combined, max_le
 @example(r"a\Z", "a\n", False)
 @example("(a*)*", "", False)
 @example("[^a]", "A", True)
-def test_a_pattern_matches_what_re_matches(text, name, ignores_case):
+def test_a_pattern_matches_the_same_text_as_re(text, name, ignores_case):
     text = f"(?i){text}" if ignores_case else text
     try:
         expected = re.compile(text)
@@ -42,7 +42,7 @@ def test_a_pattern_matches_what_re_matches(text, name, ignores_case):
 
 
 @pytest.mark.parametrize("text", ["(a+)+$", "^(a|aa)+$", "(a*)*b", ".*.*.*.*.*.*b", "(a?){200}a{200}"])
-def test_no_pattern_takes_more_steps_than_its_nodes_for_each_character(text):
+def test_a_pattern_takes_at_most_one_step_for_each_node_and_character(text):
     name = "a" * 254 + "!"
     pattern = Pattern(text)
     tests = 0
@@ -86,12 +86,12 @@ def reachable(node):
         ("(", "unterminated"),
     ],
 )
-def test_a_pattern_that_cannot_be_bounded_is_refused_by_name(text, why):
+def test_a_pattern_without_a_bound_on_its_steps_is_refused_with_a_clear_error(text, why):
     with pytest.raises(ValueError, match=why):
         Policy("p", PolicyDefinition(max_count=1), pattern=text)
 
 
-def test_what_repeats_nothing_is_no_work():
+def test_repeating_an_empty_group_costs_nothing():
     assert Pattern("(?:){4000000000}a").search("ba")
 
 

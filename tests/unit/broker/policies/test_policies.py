@@ -29,7 +29,7 @@ def limits(definition, arguments=None, **settings):
 # Definitions.
 
 
-def test_a_definition_takes_names_for_what_they_stand_for():
+def test_a_definition_accepts_names_of_policies_and_enforcements():
     found = Definition.from_mapping({"policy": "ring", "max_count": 5, "enforcement": "completion"})
     assert found == Definition(policy=QueuePolicy.RING, max_count=5, enforcement=Enforcement.COMPLETION)
     assert found.to_json() == {"policy": "ring", "max_count": 5, "enforcement": "completion"}
@@ -64,7 +64,7 @@ def test_a_definition_takes_names_for_what_they_stand_for():
         ({"drop_transient": 1}, TypeError, ("drop_transient=1", "true or false")),
     ],
 )
-def test_a_definition_that_cannot_be_is_refused_and_says_why(definition, error, words):
+def test_an_invalid_definition_is_refused_with_the_reason(definition, error, words):
     with pytest.raises(error) as caught:
         Definition.from_mapping(definition)
     for word in words:
@@ -87,7 +87,7 @@ def test_a_definition_that_cannot_be_is_refused_and_says_why(definition, error, 
         ({"priority": "1"}, TypeError, ("priority='1'",)),
     ],
 )
-def test_a_policy_that_cannot_be_is_refused_and_says_why(options, error, words):
+def test_an_invalid_policy_is_refused_with_the_reason(options, error, words):
     given: dict[str, Any] = {"name": "p", "definition": {"max_count": 1}, **options}
     with pytest.raises(error) as caught:
         Policy(**given)
@@ -95,7 +95,7 @@ def test_a_policy_that_cannot_be_is_refused_and_says_why(options, error, words):
         assert word in str(caught.value)
 
 
-def test_a_policy_is_typed_as_name_and_pairs():
+def test_a_policy_is_written_as_a_name_and_pairs():
     assert Policy.parse("small pattern='^a b' max_count=9 policy=ring priority=2") == Policy(
         "small", Definition(max_count=9, policy=QueuePolicy.RING), "^a b", priority=2
     )
@@ -122,7 +122,7 @@ def test_a_policy_is_typed_as_name_and_pairs():
         ("p", ("sets nothing",)),
     ],
 )
-def test_a_policy_that_is_mistyped_says_what_is_wrong(text, words):
+def test_a_mistyped_policy_is_refused_with_the_reason(text, words):
     with pytest.raises(ValueError) as caught:
         Policy.parse(text)
     for word in words:
@@ -144,7 +144,7 @@ def test_a_policy_that_is_mistyped_says_what_is_wrong(text, words):
         ("conflate", Conflate(10), StopResume()),
     ],
 )
-def test_C4_only_policies_that_refuse_or_flow_bring_thresholds_with_their_maximum(policy, overflow, stop_resume):
+def test_C4_a_maximum_sets_thresholds_only_with_policies_that_refuse_or_flow(policy, overflow, stop_resume):
     found = limits(Definition.from_mapping({"policy": policy, "max_count": 10}))
     assert (found.overflow, found.stop_resume) == (overflow, stop_resume)
     assert found.policy == (policy or "reject")
@@ -152,7 +152,7 @@ def test_C4_only_policies_that_refuse_or_flow_bring_thresholds_with_their_maximu
     assert limits(Definition(), arguments) == found
 
 
-def test_a_policy_for_queues_goes_before_arguments_and_leaves_what_it_does_not_set():
+def test_a_policy_for_queues_overrides_arguments_only_for_the_settings_that_it_has():
     arguments = {"qpid.flow_stop_count": 100, "qpid.flow_resume_count": 90, "qpid.max_count": 200, "qpid.max_size": 50}
     found = limits(Definition(flow_stop_count=20), arguments)
     assert found.stop_resume == StopResume(20, 17)
@@ -167,14 +167,14 @@ def test_a_policy_for_queues_goes_before_arguments_and_leaves_what_it_does_not_s
     assert (found.stop_resume, found.policy) == (StopResume(5, 4), "drop-head")
 
 
-def test_D10_a_queue_turns_to_its_maximum_or_else_to_its_stops():
+def test_D10_after_max_flow_wait_a_queue_uses_its_maximum_or_else_its_stop_thresholds():
     assert limits(Definition(flow_stop_count=9, max_flow_wait=1)).then == Reject(9)
     assert limits(Definition(capacity=9, max_flow_wait=1, then=QueuePolicy.RING)).then == Ring(None, 9)
     found = limits(Definition(flow_stop_size=9, max_size=20, max_flow_wait=1, then=QueuePolicy.WAIT))
     assert found.then == Wait(None, 20)
 
 
-def test_the_strictest_of_each_thing_that_is_set():
+def test_the_strictest_value_of_each_setting_applies():
     found = Definition.strictest(
         [
             Definition(flow_stop_count=100, flow_resume_count=10, max_size=1000, policy=QueuePolicy.RING),
@@ -213,7 +213,7 @@ def test_A1_a_policy_that_lets_messages_be_dropped_is_the_stricter(said, stricte
 
 
 @pytest.mark.parametrize(("word", "value"), [("true", True), ("false", False)])
-def test_A1_dropping_is_typed_as_true_or_false(word, value):
+def test_A1_allowing_drops_is_written_as_true_or_false(word, value):
     policy = Policy.parse(f"p drop_transient={word}")
     assert policy.definition == Definition(drop_transient=value)
     assert policy.to_json()["definition"] == {"drop_transient": value}
@@ -231,7 +231,7 @@ def test_A1_dropping_is_typed_as_true_or_false(word, value):
         (["conflate", "flow"], "conflate"),
     ],
 )
-def test_policies_have_an_order_of_strictness(policies, strictest):
+def test_policies_are_ordered_by_strictness(policies, strictest):
     found = Definition.strictest(Definition.from_mapping({"policy": each}) for each in policies)
     assert found.policy == strictest
 
@@ -252,7 +252,7 @@ def test_policies_have_an_order_of_strictness(policies, strictest):
         ({"x-qflow-polcy": "ring"}, ("x-qflow-polcy", "nearest is x-qflow-policy")),
     ],
 )
-def test_arguments_for_policies_are_refused_by_their_own_names(arguments, words):
+def test_errors_about_policy_arguments_use_the_names_of_the_arguments(arguments, words):
     with pytest.raises(ChannelException) as caught:
         QueueArguments.read("q", arguments)
     assert caught.value.code == 406
@@ -293,7 +293,7 @@ ALL = (
 )
 
 
-def test_D3_the_queue_then_the_routing_key_then_the_exchange_then_the_virtual_host(world, client):
+def test_D3_the_order_is_queue_then_routing_key_then_exchange_then_virtual_host(world, client):
     for each, count in zip(ALL, (1, 2, 3, 4), strict=True):
         world.set_policy(each)
         assert in_force(world) == (count, (each.name,))
@@ -303,7 +303,7 @@ def test_D3_the_queue_then_the_routing_key_then_the_exchange_then_the_virtual_ho
     assert in_force(world) == (None, ())
 
 
-def test_D3_what_a_queues_arguments_say_goes_before_what_it_would_inherit(world, client):
+def test_D3_the_arguments_of_a_queue_override_inherited_settings(world, client):
     for each in ALL[:3]:
         world.set_policy(each)
     client.declare("own", arguments={"qpid.max_count": 9, "x-qflow-policy": "ring"})
@@ -345,7 +345,7 @@ def test_D3_queues_inherit_from_exchanges_through_exchanges(world, client):
     assert in_force(world) == (None, ())
 
 
-def test_D3_of_several_exchanges_the_strictest_counts_and_bindings_are_followed(world, client):
+def test_D3_the_strictest_of_several_exchanges_applies_and_bindings_are_followed(world, client):
     world.set_policy(policy("a", "^amq.topic$", "exchanges", max_count=7, policy="ring"))
     world.set_policy(policy("b", "^amq.fanout$", "exchanges", max_count=5))
     assert (in_force(world), world.queue().overflow) == ((7, ("a",)), Ring(7))
@@ -355,7 +355,7 @@ def test_D3_of_several_exchanges_the_strictest_counts_and_bindings_are_followed(
     assert (in_force(world), world.queue().overflow) == ((5, ("b",)), Reject(5))
 
 
-def test_the_policy_with_the_highest_priority_counts_and_of_equals_the_strictest(world, client):
+def test_the_policy_with_the_highest_priority_applies_and_of_equal_priorities_the_strictest(world, client):
     world.set_policy(policy("a", max_count=3))
     world.set_policy(policy("b", max_count=9, priority=1))
     world.set_policy(policy("c", max_count=8, priority=1))
@@ -366,7 +366,7 @@ def test_the_policy_with_the_highest_priority_counts_and_of_equals_the_strictest
     assert in_force(world) == (9, ("b", "c"))
 
 
-def test_policies_of_the_settings_apply_to_queues_that_come(make_world):
+def test_policies_from_the_settings_apply_to_new_queues(make_world):
     world = make_world(policies=[policy("p", "^q", max_count=5)])
     client = world.client().channel()
     client.declare("q1")
@@ -378,12 +378,12 @@ def test_policies_of_the_settings_apply_to_queues_that_come(make_world):
 @pytest.mark.parametrize(
     ("policies", "error"), [([1], TypeError), ([policy("p", max_count=1), policy("p", max_count=2)], ValueError)]
 )
-def test_settings_take_policies_of_different_names(policies, error):
+def test_settings_accept_policies_with_different_names(policies, error):
     with pytest.raises(error, match="policies"):
         BrokerSettings(policies=policies)
 
 
-def test_a_policy_that_is_not_there_cannot_be_deleted(world, client):
+def test_a_policy_that_does_not_exist_cannot_be_deleted(world, client):
     world.set_policy(policy("there", max_count=1))
     with pytest.raises(LookupError, match=r"'gone'.*there"):
         world.delete_policy("gone")

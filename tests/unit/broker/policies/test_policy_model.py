@@ -52,13 +52,13 @@ def test_the_broker_and_the_model_agree_for_many_steps():
 
 
 @pytest.mark.parametrize("limit", [0, 12, 40])
-def test_A2_what_flows_to_disk_is_decided_as_if_it_were_in_memory(limit):
+def test_A2_decisions_for_flow_to_disk_queues_are_the_same_as_in_memory(limit):
     drive_all(SEEDS, limit=limit)
 
 
 @given(st.data())
 @settings(max_examples=rounds(30))
-def test_the_broker_and_the_model_agree_whatever_hypothesis_thinks_of(data):
+def test_the_broker_and_the_model_agree_on_all_sequences_generated_by_hypothesis(data):
     drive(lambda values: data.draw(st.sampled_from(list(values))), 30)
 
 
@@ -164,7 +164,7 @@ FIRST_SEEDS = {"D9: an older value comes back": 21}
 
 
 @pytest.mark.parametrize("bug", [*BUGS, *DISK_BUGS], ids=lambda bug: bug[0])
-def test_the_model_catches_what_is_wrong(bug, monkeypatch):
+def test_the_model_catches_planted_errors(bug, monkeypatch):
     _, function, right, wrong = bug
     options = {"limit": 12} if bug in DISK_BUGS else {}
     source = textwrap.dedent(inspect.getsource(function))

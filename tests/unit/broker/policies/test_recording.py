@@ -38,7 +38,7 @@ def _get(client, count=1):
     client.raw_output()
 
 
-def test_a_queue_that_nobody_records_is_not_watched(make_world) -> None:
+def test_a_queue_without_a_recorder_is_not_watched(make_world) -> None:
     world = make_world()
     world.client().channel().declare()
     assert not world.queue().is_watched
@@ -47,7 +47,7 @@ def test_a_queue_that_nobody_records_is_not_watched(make_world) -> None:
     assert recorded.queue().is_watched
 
 
-def test_J4_who_waits_for_which_queue_and_who_had_filled_it(make_world) -> None:
+def test_J4_the_recording_shows_which_channel_waits_for_which_queue_and_which_channel_filled_it(make_world) -> None:
     world, lines = _recorded(make_world)
     one, two = world.client().channel(), world.client().channel()
     one.declare(arguments=ARGUMENTS)
@@ -80,7 +80,7 @@ def test_J4_who_waits_for_which_queue_and_who_had_filled_it(make_world) -> None:
     assert _of(lines, "lifted")[-1]["causes"] == {"client-2/p": 1_000_000}
 
 
-def test_C5_confirms_that_are_kept_back_are_a_wait_of_their_own(make_world) -> None:
+def test_C5_withheld_confirms_are_recorded_as_a_separate_wait(make_world) -> None:
     world, lines = _recorded(make_world)
     client = world.client().channel(confirms=True)
     client.declare(arguments={**ARGUMENTS, "x-qflow-enforcement": "completion"})
@@ -93,7 +93,7 @@ def test_C5_confirms_that_are_kept_back_are_a_wait_of_their_own(make_world) -> N
     assert (lifted["reason"], lifted["at"] - lifted["since"]) == ("completion", 2_000_000)
 
 
-def test_C5_D4_confirms_that_a_change_of_enforcement_releases_are_shown_as_released(make_world) -> None:
+def test_C5_D4_confirms_released_by_a_change_of_enforcement_are_recorded_as_released(make_world) -> None:
     world, lines = _recorded(make_world)
     client = world.client().channel(confirms=True)
     client.declare(arguments={**ARGUMENTS, "x-qflow-enforcement": "completion"})
@@ -114,7 +114,7 @@ def test_a_broker_has_one_observer(make_world) -> None:
         world.host.observe(FlowRecorder(print, lambda: 0.0, lambda: 0.0))
 
 
-def test_two_marks_of_one_queue_are_one_wait(make_world) -> None:
+def test_two_exceeded_thresholds_of_one_queue_are_one_wait(make_world) -> None:
     world, lines = _recorded(make_world)
     client = world.client().channel()
     client.declare(arguments={**ARGUMENTS, "x-qpid-capacity": 4, "x-qpid-flow-resume-capacity": 0})
@@ -125,7 +125,7 @@ def test_two_marks_of_one_queue_are_one_wait(make_world) -> None:
     assert [line["kind"] for line in lines if line.get("reason")] == ["raised", "lifted"]
 
 
-def test_samples_add_up_to_what_came_and_went(make_world) -> None:
+def test_samples_add_up_to_the_messages_that_were_enqueued_and_dequeued(make_world) -> None:
     world, lines = _recorded(make_world)
     client = world.client().channel()
     client.declare(arguments=ARGUMENTS)
@@ -145,7 +145,7 @@ def test_samples_add_up_to_what_came_and_went(make_world) -> None:
     assert {(line["stop"], line["resume"]) for line in samples} == {(2, 1)}
 
 
-def test_a_queue_in_which_nothing_is_or_happens_is_not_told_of(make_world) -> None:
+def test_an_empty_idle_queue_is_not_recorded(make_world) -> None:
     world, lines = _recorded(make_world)
     client = world.client().channel()
     client.declare()
@@ -157,7 +157,7 @@ def test_a_queue_in_which_nothing_is_or_happens_is_not_told_of(make_world) -> No
     assert len(_of(lines, "depth")) == 1
 
 
-def test_a_channel_that_ends_and_a_queue_that_is_deleted_leave_no_wait_behind(make_world) -> None:
+def test_a_channel_that_ends_and_a_queue_that_is_deleted_end_their_recorded_waits(make_world) -> None:
     world, lines = _recorded(make_world)
     one, two = world.client().channel(confirms=True), world.client().channel(confirms=True)
     one.declare(arguments=ARGUMENTS)
@@ -177,7 +177,7 @@ def test_a_channel_that_ends_and_a_queue_that_is_deleted_leave_no_wait_behind(ma
     assert len(lines) == count
 
 
-def test_D5_the_operators_hold_is_told_without_a_queue(make_world) -> None:
+def test_D5_a_hold_by_an_operator_is_recorded_without_a_queue(make_world) -> None:
     world, lines = _recorded(make_world)
     client = world.client().channel()
     client.declare()

@@ -85,7 +85,7 @@ def check(path: Path, messages: int = 40) -> None:
         ("UPDATE message SET number = 500 WHERE number = 5", "message 500"),
     ],
 )
-def test_a_damaged_message_is_set_aside_and_the_others_are_there(tmp_path, statement, named):
+def test_a_damaged_message_is_set_aside_and_all_other_messages_are_kept(tmp_path, statement, named):
     path = tmp_path / "store"
     filled(path)
     change(path, statement)
@@ -109,7 +109,7 @@ def test_a_damaged_message_is_set_aside_and_the_others_are_there(tmp_path, state
         ("UPDATE binding SET routing_key = 'other' WHERE destination = 'q'", {"q", "r"}, 1),
     ],
 )
-def test_what_hangs_on_a_damaged_queue_or_exchange_is_set_aside_with_it(tmp_path, statement, left, count):
+def test_bindings_and_messages_of_a_damaged_queue_or_exchange_are_set_aside_with_it(tmp_path, statement, left, count):
     path = tmp_path / "store"
     filled(path)
     change(path, statement)
@@ -124,7 +124,7 @@ def test_what_hangs_on_a_damaged_queue_or_exchange_is_set_aside_with_it(tmp_path
 
 
 @pytest.mark.parametrize("seed", range(rounds(60)))
-def test_a_flipped_bit_changes_no_body_in_silence(tmp_path, seed):
+def test_a_flipped_bit_never_changes_a_body_without_an_error(tmp_path, seed):
     path = tmp_path / "store"
     filled(path)
     content = bytearray(path.read_bytes())
@@ -139,7 +139,7 @@ def test_a_flipped_bit_changes_no_body_in_silence(tmp_path, seed):
             other.unlink()
 
 
-def test_damage_in_the_words_of_the_schema_is_told_too(tmp_path):
+def test_damage_in_the_text_of_the_schema_is_reported_too(tmp_path):
     path = tmp_path / "store"
     filled(path)
     content = path.read_bytes()
@@ -157,7 +157,7 @@ def test_damage_in_the_words_of_the_schema_is_told_too(tmp_path):
 
 
 @pytest.mark.parametrize("size", [1, 20, 100, 511, 512, 4095, 4096, 5000, 8192, 20_000])
-def test_a_store_that_was_cut_does_not_start_empty(tmp_path, size):
+def test_a_truncated_store_does_not_start_empty(tmp_path, size):
     path = tmp_path / "store"
     filled(path)
     path.write_bytes(path.read_bytes()[:size])
@@ -165,7 +165,7 @@ def test_a_store_that_was_cut_does_not_start_empty(tmp_path, size):
         found(path)
 
 
-def test_a_body_that_is_damaged_when_it_is_read_is_reported(tmp_path):
+def test_a_body_that_is_found_damaged_when_it_is_read_is_reported(tmp_path):
     path = tmp_path / "store"
     filled(path)
     change(path, "UPDATE message SET body = CAST('5 !' AS BLOB) WHERE number = 5")
@@ -175,7 +175,7 @@ def test_a_body_that_is_damaged_when_it_is_read_is_reported(tmp_path):
 
 
 @pytest.mark.parametrize("way", ["consume", "get", "get_no_ack", "reject"])
-def test_a_message_whose_body_is_lost_leaves_its_queue_and_holds_up_nothing(way):
+def test_a_message_whose_body_is_lost_leaves_its_queue_and_blocks_nothing(way):
     journal = Journal(float)
     world, disk = World(journal=journal), Disk(journal)
     journal.on_lost = world.host.lost

@@ -62,7 +62,7 @@ def declared(world, *queues, confirms=True, **options):
     return client
 
 
-def test_a_confirm_is_given_only_once_the_message_is_on_disk(world):
+def test_a_message_is_confirmed_only_after_it_is_on_disk(world):
     client = declared(world, "q")
     client.publish(properties=PERSISTENT)
     assert client.received() == []
@@ -76,7 +76,7 @@ def test_a_confirm_is_given_only_once_the_message_is_on_disk(world):
     assert client.only(commands.Basic.Ack).delivery_tag == 2
 
 
-def test_one_commit_takes_all_that_came_meanwhile(world):
+def test_one_commit_contains_all_messages_that_arrived_meanwhile(world):
     client = declared(world, "q")
     client.publish(properties=PERSISTENT)
     world.host.journal.take()
@@ -94,7 +94,7 @@ def test_one_commit_takes_all_that_came_meanwhile(world):
     ("properties", "durable"),
     [(None, True), (commands.Basic.Properties(delivery_mode=1), True), (PERSISTENT, False)],
 )
-def test_what_is_not_to_survive_waits_for_no_disk(world, properties, durable):
+def test_transient_messages_do_not_wait_for_the_disk(world, properties, durable):
     client = declared(world, "d")
     if not durable:
         client.declare("q")
@@ -103,7 +103,7 @@ def test_what_is_not_to_survive_waits_for_no_disk(world, properties, durable):
     assert write(world) == []
 
 
-def test_a_persistent_message_is_one_whatever_stands_before_its_delivery_mode(world):
+def test_a_message_is_persistent_whichever_properties_come_before_its_delivery_mode(world):
     client = declared(world, "q")
     for properties in (
         commands.Basic.Properties(content_type="text/plain", content_encoding="x", headers={"a": 1}, delivery_mode=2),
@@ -115,7 +115,7 @@ def test_a_persistent_message_is_one_whatever_stands_before_its_delivery_mode(wo
     assert len(batch.puts) == 1
 
 
-def test_what_is_acked_before_it_is_taken_never_goes_to_disk_and_is_confirmed(world):
+def test_a_message_acked_before_its_batch_is_never_written_to_disk_but_is_confirmed(world):
     client = declared(world, "q")
     client.consume(no_ack=True)
     client.publish(properties=PERSISTENT)
@@ -123,7 +123,7 @@ def test_what_is_acked_before_it_is_taken_never_goes_to_disk_and_is_confirmed(wo
     assert write(world) == []
 
 
-def test_a_message_in_two_durable_queues_is_written_once_and_leaves_with_the_last(world):
+def test_a_message_in_two_durable_queues_is_written_once_and_removed_after_it_left_both(world):
     client = declared(world, "a", "b", "other")
     for queue in ("a", "b"):
         client.send(1, commands.Queue.Bind(queue=queue, exchange="amq.fanout"))
@@ -141,7 +141,7 @@ def test_a_message_in_two_durable_queues_is_written_once_and_leaves_with_the_las
 
 
 @pytest.mark.parametrize("how", ["purge", "delete", "ring", "expire", "reject"])
-def test_however_a_message_leaves_its_queue_it_leaves_the_disk(world, how):
+def test_a_message_that_leaves_its_queue_in_any_way_is_removed_from_disk(world, how):
     arguments = {"qpid.max_count": 1, "qpid.policy_type": "ring", "x-message-ttl": 1000}
     client = declared(world, "q", arguments=arguments)
     client.publish(properties=PERSISTENT)
@@ -161,7 +161,7 @@ def test_however_a_message_leaves_its_queue_it_leaves_the_disk(world, how):
     assert write(world)[0].removals == [batch.puts[0].number]
 
 
-def test_a_dead_letter_goes_to_disk_with_the_end_of_what_died(world):
+def test_a_dead_letter_is_written_in_the_same_batch_that_removes_the_original(world):
     client = declared(world, "dead")
     arguments: dict[str, Any] = {"x-dead-letter-exchange": "", "x-dead-letter-routing-key": "dead"}
     client.send(1, commands.Queue.Declare(queue="q", durable=True, arguments=arguments))
@@ -173,7 +173,7 @@ def test_a_dead_letter_goes_to_disk_with_the_end_of_what_died(world):
     assert [put.queues for put in second.puts] == [[world.queue("dead").number]]
 
 
-def test_a_durable_queue_is_said_to_be_there_when_it_is_on_disk(world):
+def test_declare_ok_for_a_durable_queue_is_sent_after_it_is_on_disk(world):
     client = world.client().channel()
     client.send(1, commands.Queue.Declare(queue="q", durable=True), commands.Basic.Qos(prefetch_count=1))
     assert client.received() == [], "what comes after it waits, too"
@@ -189,7 +189,7 @@ def test_a_durable_queue_is_said_to_be_there_when_it_is_on_disk(world):
     client.declare("transient")
 
 
-def test_heartbeats_need_not_wait_for_the_disk(world):
+def test_heartbeats_do_not_wait_for_the_disk(world):
     client = world.client(heartbeat=10).channel()
     client.send(1, commands.Queue.Declare(queue="q", durable=True))
     world.now = 6.0
@@ -199,7 +199,7 @@ def test_heartbeats_need_not_wait_for_the_disk(world):
     assert client.names() == ["Queue.DeclareOk"]
 
 
-def test_a_commit_is_answered_when_all_of_it_is_on_disk(world):
+def test_a_commit_is_answered_when_the_whole_transaction_is_on_disk(world):
     client = declared(world, "q", confirms=False)
     client.call(1, commands.Tx.Select(), commands.Tx.SelectOk)
     for _ in range(3):
@@ -216,7 +216,7 @@ def test_a_commit_is_answered_when_all_of_it_is_on_disk(world):
     client.only(commands.Tx.CommitOk)
 
 
-def test_a_commit_of_nothing_durable_waits_for_what_is_noted_already_and_for_nothing_else(world):
+def test_a_commit_of_transient_messages_waits_only_for_changes_noted_before_it(world):
     client = world.client().channel()
     client.declare("q")
     client.call(1, commands.Tx.Select(), commands.Tx.SelectOk)
@@ -224,7 +224,7 @@ def test_a_commit_of_nothing_durable_waits_for_what_is_noted_already_and_for_not
     client.call(1, commands.Tx.Commit(), commands.Tx.CommitOk)
 
 
-def test_exclusive_queues_and_what_hangs_on_ends_that_do_not_survive_are_not_written(world):
+def test_exclusive_queues_and_bindings_to_transient_objects_are_not_written(world):
     client = world.client().channel()
     client.declare("mine", durable=True, exclusive=True)
     client.declare("transient")
@@ -239,7 +239,7 @@ def test_exclusive_queues_and_what_hangs_on_ends_that_do_not_survive_are_not_wri
     assert write(world) == []
 
 
-def test_what_cannot_be_kept_cannot_be_durable(world):
+def test_objects_that_cannot_be_stored_cannot_be_durable(world):
     client = world.client().channel()
     arguments: dict[str, Any] = {"strange": float("inf")}
     client.send(1, commands.Queue.Declare(queue="q", durable=True, arguments=arguments))
@@ -257,7 +257,7 @@ def test_what_cannot_be_kept_cannot_be_durable(world):
     assert world.host.topology.exchanges["amq.direct"].bindings == {}
 
 
-def test_definitions_that_are_refused_leave_nothing_on_disk(world):
+def test_refused_definitions_leave_nothing_on_disk(world):
     wrong = Definitions(
         exchanges=(ExchangeDefinition("e", "direct", durable=True),),
         queues=(QueueDefinition("q", durable=True), QueueDefinition("r", arguments={"qpid.nonsense": 1})),
@@ -306,7 +306,7 @@ class Stored:
         return world
 
 
-def test_a_time_to_live_goes_on_while_the_broker_is_away(world):
+def test_the_time_to_live_of_a_message_keeps_running_while_the_broker_is_down(world):
     with Stored(world) as stored:
         client = declared(world, "nothing")
         world.host.declare_queue("q", durable=True, arguments={"x-message-ttl": 10_000})
@@ -335,7 +335,7 @@ def small_batches(size, **options):
     return World(journal=journal)
 
 
-def test_what_is_much_goes_to_disk_in_order_in_batches_each_with_its_confirms():
+def test_many_changes_are_written_in_order_in_batches_each_with_its_confirms():
     world = small_batches(1000)
     journal = world.host.journal
     client = declared(world, "q")
@@ -353,7 +353,7 @@ def test_what_is_much_goes_to_disk_in_order_in_batches_each_with_its_confirms():
     assert (journal.backlog, journal.backlog_size, journal.written, journal.batches) == (0, 0, 7, 3 + 1)
 
 
-def test_publishes_that_waited_for_room_go_to_disk_in_several_batches_too():
+def test_messages_that_waited_for_room_are_written_in_several_batches_too():
     world = small_batches(1000)
     client = declared(world, "q", arguments={"x-qflow-policy": "wait", "qpid.max_count": 6})
     for _ in range(12):
@@ -364,7 +364,7 @@ def test_publishes_that_waited_for_room_go_to_disk_in_several_batches_too():
     assert [len(batch.puts) for batch in write(world)] == [3, 3]
 
 
-def test_a_batch_holds_about_16_MiB_unless_told_otherwise():
+def test_a_batch_holds_about_16_MiB_by_default():
     world = durable_world()
     world.host.declare_queue("q", durable=True)
     for _ in range(40):
@@ -374,7 +374,7 @@ def test_a_batch_holds_about_16_MiB_unless_told_otherwise():
     assert [len(batch.changes) for batch in batches] == [1, 0, 0]
 
 
-def test_what_leaves_before_its_batch_is_written_leaves_the_disk_in_a_later_one():
+def test_a_message_that_leaves_before_its_batch_is_written_is_removed_from_disk_in_a_later_batch():
     world = small_batches(10)
     client = declared(world, "q", "r")
     for queue in ("q", "r"):
@@ -392,7 +392,7 @@ def test_what_leaves_before_its_batch_is_written_leaves_the_disk_in_a_later_one(
     assert (first.moves, second.moves, third.moves) == ({}, {}, {y.number: [world.queue("r").number]})
 
 
-def test_an_answer_waits_for_all_that_was_noted_before():
+def test_an_answer_waits_for_all_changes_noted_before_it():
     world = small_batches(10)
     client = declared(world, "q")
     journal = world.host.journal
@@ -414,7 +414,7 @@ def test_an_answer_waits_for_all_that_was_noted_before():
     assert client.received() == []
 
 
-def test_a_transaction_is_one_batch_and_so_is_a_message_in_all_of_its_queues():
+def test_a_transaction_is_one_batch_and_so_is_a_message_to_several_queues():
     world = small_batches(10)
     client = declared(world, "q", confirms=False)
     client.call(1, commands.Tx.Select(), commands.Tx.SelectOk)
@@ -426,7 +426,7 @@ def test_a_transaction_is_one_batch_and_so_is_a_message_in_all_of_its_queues():
     client.only(commands.Tx.CommitOk)
 
 
-def test_who_cannot_be_told_that_it_is_on_disk_keeps_nobody_else_from_being_told(world, caplog):
+def test_a_callback_that_fails_after_a_commit_does_not_stop_the_other_callbacks(world, caplog):
     client = declared(world, "q")
     world.host.declare_queue("other", durable=True)
     told: list[int] = []
@@ -440,7 +440,7 @@ def test_who_cannot_be_told_that_it_is_on_disk_keeps_nobody_else_from_being_told
     assert "ZeroDivisionError" in caplog.text
 
 
-def test_A2_who_cannot_be_told_that_it_was_read_keeps_nobody_else_from_being_told(world, caplog):
+def test_A2_a_callback_that_fails_after_a_read_does_not_stop_the_other_callbacks(world, caplog):
     client = declared(world, "q")
     journal = world.host.journal
     client.publish(b"body", properties=PERSISTENT)
@@ -465,7 +465,7 @@ def test_A2_who_cannot_be_told_that_it_was_read_keeps_nobody_else_from_being_tol
     assert told == [2, 2], "who waits is told again, who could not be told is not, nor who waits no more"
 
 
-def test_A2_what_is_evicted_goes_to_disk_in_batches_too():
+def test_A2_evicted_bodies_are_written_in_batches_too():
     world = small_batches(1000, limit=100)
     world.host.declare_queue("q", arguments={"x-qflow-policy": "flow_to_disk"})
     for _ in range(100):
@@ -475,7 +475,7 @@ def test_A2_what_is_evicted_goes_to_disk_in_batches_too():
     assert world.host.journal.memory == 0
 
 
-def test_A2_what_leaves_while_its_body_is_read_takes_no_memory(world):
+def test_A2_a_message_that_leaves_while_its_body_is_read_uses_no_memory(world):
     client = declared(world, "q")
     client.publish(b"body", properties=PERSISTENT)
     journal = world.host.journal
@@ -490,7 +490,7 @@ def test_A2_what_leaves_while_its_body_is_read_takes_no_memory(world):
     assert (entry.message.body, journal.memory) == (None, 0)
 
 
-def test_sqlite_is_given_no_value_that_is_larger_than_it_takes(world, monkeypatch):
+def test_sqlite_gets_no_value_larger_than_its_limit(world, monkeypatch):
     monkeypatch.setattr(store, "_PORTION", 50_000)
     client = declared(world, confirms=False)
     client.call(1, commands.Tx.Select(), commands.Tx.SelectOk)
@@ -517,7 +517,7 @@ def test_with_a_store_no_message_may_be_larger_than_a_row(tmp_path):
 
 
 @pytest.mark.parametrize("seed", range(rounds(25)))
-def test_a_broker_that_ends_between_two_batches_has_lost_nothing_that_was_confirmed_and_has_nothing_twice(seed):
+def test_a_crash_between_two_batches_loses_no_confirmed_message_and_duplicates_none(seed):
     chance = random.Random(seed)
     world = small_batches(50)
     confirmed, acked = set[int](), list[int]()
@@ -643,7 +643,7 @@ def test_a_confirmed_message_that_is_dead_lettered_from_disk_survives_a_kill_at_
         assert len(list(stored.store.messages())) == sum(depths(after).values())
 
 
-def test_a_letter_that_fills_memory_does_not_take_the_body_from_one_that_is_to_be_buried_with_it():
+def test_a_dead_letter_that_fills_memory_does_not_evict_the_body_of_the_next_dead_letter():
     world = World(journal=Journal(lambda: world.now))
     client = world.client().channel()
     host, disk = world.host, Disk(world.host.journal)
@@ -702,7 +702,7 @@ def survivors(world):
 
 
 @pytest.mark.parametrize("seed", range(rounds(25)))
-def test_what_is_found_is_what_there_was_whatever_happened_before(world, seed):
+def test_the_journal_restores_the_same_state_after_any_sequence_of_changes(world, seed):
     """Whatever is done, in whatever order: a broker that ends between two commits comes back as of the last."""
     chance = random.Random(seed)
     names, exchanges = "abc", ("e", "amq.direct", "amq.fanout")

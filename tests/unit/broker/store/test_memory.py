@@ -43,7 +43,7 @@ def publish(world, numbers, queue="q", *, exchange="", properties=None):
         world.host.publish(exchange, queue, b"%010d" % number, properties)
 
 
-def test_A1_beyond_the_limit_the_oldest_messages_are_dropped_and_counted_until_it_is_kept(world):
+def test_A1_above_the_limit_the_oldest_messages_are_dropped_and_counted_until_memory_is_below_it(world):
     world.host.declare_queue("q", arguments=DROPS)
     publish(world, range(10))
     world.host.relieve()
@@ -57,14 +57,14 @@ def test_A1_beyond_the_limit_the_oldest_messages_are_dropped_and_counted_until_i
 
 
 @pytest.mark.parametrize("arguments", [{}, {"x-qflow-drop-transient": False}, {"x-qflow-policy": "flow"}])
-def test_A1_where_no_policy_says_so_nothing_is_dropped(world, arguments):
+def test_A1_without_a_policy_that_allows_it_nothing_is_dropped(world, arguments):
     world.host.declare_queue("q", arguments=arguments)
     publish(world, range(20))
     world.host.relieve()
     assert (bodies(world), world.queue().contents.drops) == (list(range(20)), {})
 
 
-def test_A1_persistent_messages_and_those_that_a_consumer_has_are_not_dropped(world):
+def test_A1_persistent_and_unacked_messages_are_not_dropped(world):
     world.host.declare_queue("q", arguments=DROPS)
     client = world.client().channel()
     client.call(1, commands.Basic.Qos(prefetch_count=2), commands.Basic.QosOk)
@@ -83,7 +83,7 @@ def test_A1_persistent_messages_and_those_that_a_consumer_has_are_not_dropped(wo
     assert bodies(world) == [3, 4, 5, *range(15, 40)], "no more can be dropped"
 
 
-def test_A1_the_queue_with_most_gives_first(world):
+def test_A1_the_queue_with_the_most_memory_drops_first(world):
     for queue, count in (("small", 4), ("q", 9), ("large", 12)):
         world.host.declare_queue(queue, arguments=DROPS)
         publish(world, range(count), queue)
@@ -91,7 +91,7 @@ def test_A1_the_queue_with_most_gives_first(world):
     assert [world.queue(name).depth for name in ("small", "q", "large")] == [3, 3, 4]
 
 
-def test_A1_what_another_queue_keeps_is_not_dropped_for_nothing(world):
+def test_A1_a_message_also_held_by_a_queue_that_keeps_it_is_not_dropped_in_vain(world):
     for queue, arguments in (("q", DROPS), ("r", DROPS), ("keeps", {})):
         world.host.declare_queue(queue, arguments=arguments)
         world.host.topology.bind(world.queue(queue), "amq.fanout", "", {})
@@ -108,7 +108,7 @@ def test_A1_what_another_queue_keeps_is_not_dropped_for_nothing(world):
     assert world.queue("keeps").contents.drops == {}
 
 
-def test_A1_a_policy_may_say_so_while_the_broker_runs_and_no_longer(world):
+def test_A1_a_policy_can_allow_and_forbid_drops_while_the_broker_runs(world):
     world.host.declare_queue("q")
     publish(world, range(12))
     world.set_policy(Policy("p", PolicyDefinition(drop_transient=True), "^amq.fanout$", "exchanges"))  # type: ignore[arg-type]
@@ -124,7 +124,7 @@ def test_A1_a_policy_may_say_so_while_the_broker_runs_and_no_longer(world):
     assert world.queue().depth == 15
 
 
-def test_A1_what_goes_to_disk_is_not_dropped_while_the_disk_takes_it():
+def test_A1_messages_of_flow_to_disk_queues_are_not_dropped_while_the_disk_accepts_them():
     world = small_world(has_store=True)
     world.host.declare_queue("q", arguments=DROPS)
     world.host.declare_queue("spool", arguments={"x-qflow-policy": "flow_to_disk"})
@@ -135,7 +135,7 @@ def test_A1_what_goes_to_disk_is_not_dropped_while_the_disk_takes_it():
     assert world.host.journal.held <= 100
 
 
-def test_A1_what_is_on_disk_is_not_dropped_when_another_queue_fills_memory():
+def test_A1_messages_on_disk_are_not_dropped_when_another_queue_fills_memory():
     world = small_world(400, has_store=True)
     journal = world.host.journal
     disk = Disk(journal)
@@ -154,7 +154,7 @@ def test_A1_what_is_on_disk_is_not_dropped_when_another_queue_fills_memory():
 
 
 @pytest.mark.parametrize("is_written", [True, False])
-def test_A1_neither_is_it_when_its_queue_flows_to_disk_no_longer(is_written):
+def test_A1_messages_on_disk_are_not_dropped_after_their_queue_stops_flowing_to_disk(is_written):
     world = small_world(100, has_store=True)
     disk = Disk(world.host.journal)
     world.host.declare_queue("q", arguments=DROPS)
@@ -205,7 +205,7 @@ class Untouched(deque[QueueEntry]):
         raise AssertionError("all entries are looked through")
 
 
-def test_A1_persistent_messages_are_not_looked_through_at_all(world):
+def test_A1_persistent_messages_are_not_scanned_at_all(world):
     world.host.declare_queue("q", arguments=DROPS)
     publish(world, range(100), properties=PERSISTENT)
     world.queue().contents.ready = Untouched(world.queue().contents.ready)
@@ -216,7 +216,7 @@ def test_A1_persistent_messages_are_not_looked_through_at_all(world):
     assert (world.queue().contents.drops, world.queue().depth) == ({DropReason.MEMORY: 1}, 100)
 
 
-def test_A1_what_cannot_be_dropped_is_looked_through_once_until_that_changes(world, monkeypatch):
+def test_A1_messages_that_cannot_be_dropped_are_scanned_once_until_that_changes(world, monkeypatch):
     looks = Looks(monkeypatch)
     world.host.declare_queue("q", arguments=DROPS)
     world.host.declare_queue("keeps")
@@ -249,7 +249,7 @@ def test_A1_what_cannot_be_dropped_is_looked_through_once_until_that_changes(wor
     assert world.host.journal.held == 100
 
 
-def test_A1_what_was_put_back_is_the_oldest_all_the_same(world):
+def test_A1_a_requeued_message_still_counts_as_the_oldest(world):
     world.host.declare_queue("q", arguments=DROPS)
     publish(world, range(10))
     taken = [world.queue().take(no_ack=False) for _ in range(4)]
@@ -259,7 +259,7 @@ def test_A1_what_was_put_back_is_the_oldest_all_the_same(world):
     assert bodies(world) == list(range(2, 12))
 
 
-def test_A1_a_drop_lets_go_whom_the_queue_holds_and_is_no_dead_letter(world):
+def test_A1_a_drop_unflows_publishers_that_the_queue_holds_and_is_not_dead_lettered(world):
     client = world.client().channel(confirms=True)
     client.declare("dead")
     letters = {"x-dead-letter-exchange": "", "x-dead-letter-routing-key": "dead"}
@@ -278,7 +278,7 @@ def test_A1_a_drop_lets_go_whom_the_queue_holds_and_is_no_dead_letter(world):
 
 
 @pytest.mark.parametrize("seed", range(rounds(10)))
-def test_A1_whatever_comes_and_goes_the_limit_is_kept_if_it_can_be_and_every_message_is_accounted_for(seed):
+def test_A1_for_any_sequence_of_changes_memory_is_limited_if_possible_and_every_message_is_accounted_for(seed):
     chance = random.Random(seed)
     world = small_world(300)
     names = ("a", "b", "keeps")
@@ -312,7 +312,7 @@ def test_A1_whatever_comes_and_goes_the_limit_is_kept_if_it_can_be_and_every_mes
 
 @pytest.mark.parametrize("has_store", [False, True])
 @pytest.mark.parametrize("seed", range(rounds(10)))
-def test_A1_whatever_is_put_back_shared_and_said_nothing_that_can_be_dropped_is_overlooked(seed, has_store):
+def test_A1_no_droppable_message_is_missed_after_requeues_copies_and_policy_changes(seed, has_store):
     chance = random.Random(seed)
     world = small_world(200, has_store=has_store)
     host, journal = world.host, world.host.journal

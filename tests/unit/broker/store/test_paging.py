@@ -53,7 +53,7 @@ def body(number, size=10):
 
 
 @given(st.lists(st.integers(0, 100)), st.integers(0, 1000))
-def test_A3_memory_is_shared_fairly_and_the_small_keep_what_they_have(sizes, total):
+def test_A3_memory_is_shared_fairly_and_small_queues_keep_theirs(sizes, total):
     share = level(sizes, total)
     taken = [min(size, share) for size in sizes]
     assert sum(taken) <= total or not sizes
@@ -63,7 +63,7 @@ def test_A3_memory_is_shared_fairly_and_the_small_keep_what_they_have(sizes, tot
         assert all(each == share for each, size in zip(taken, sizes, strict=True) if each < size)
 
 
-def test_A2_above_three_quarters_of_the_limit_the_bodies_that_came_last_are_evicted():
+def test_A2_above_three_quarters_of_the_limit_the_newest_bodies_are_evicted():
     it = Evicting(100)
     it.declare("q")
     for number in range(20):
@@ -75,7 +75,7 @@ def test_A2_above_three_quarters_of_the_limit_the_bodies_that_came_last_are_evic
     assert it.client.only(commands.Basic.Ack).delivery_tag == 20, "nobody waits for the disk who need not"
 
 
-def test_A2_a_queue_with_a_maximum_has_so_much_in_memory_and_takes_what_comes():
+def test_A2_a_queue_with_a_maximum_keeps_that_much_in_memory_and_accepts_all_messages():
     it = Evicting()
     it.declare("size", **{"qpid.max_size": 30})
     it.declare("count", **{"qpid.max_count": 2})
@@ -109,7 +109,7 @@ def test_A2_bodies_are_read_ahead_in_batches_and_delivered_in_order():
     assert it.disk.bodies == {}
 
 
-def test_A3_each_subscription_may_read_ahead_as_much_as_every_other():
+def test_A3_each_subscription_may_read_ahead_the_same_amount():
     it = Evicting(8000)
     it.declare("a", "b", "c")
     assert it.world.host.window == 1000
@@ -118,7 +118,7 @@ def test_A3_each_subscription_may_read_ahead_as_much_as_every_other():
     assert it.world.host.window == 500
 
 
-def test_A3_who_has_most_in_memory_gives_most():
+def test_A3_the_queue_with_the_most_in_memory_evicts_most():
     it = Evicting(100)
     it.declare("small", "large", "other")
     for queue, count in (("small", 1), ("large", 8), ("other", 4)):
@@ -128,7 +128,7 @@ def test_A3_who_has_most_in_memory_gives_most():
     assert [it.world.queue(name).pager.size for name in ("small", "large", "other")] == [10, 30, 30]
 
 
-def test_A2_what_is_delivered_before_it_is_written_never_goes_to_disk():
+def test_A2_a_message_delivered_before_it_is_written_never_goes_to_disk():
     it = Evicting(20)
     it.declare("q")
     for number in range(5):
@@ -142,7 +142,7 @@ def test_A2_what_is_delivered_before_it_is_written_never_goes_to_disk():
     assert it.journal.memory == 0
 
 
-def test_A2_what_consumers_have_is_evicted_first_and_read_if_they_give_it_back():
+def test_A2_unacked_messages_are_evicted_first_and_read_again_if_they_are_requeued():
     it = Evicting(40)
     it.declare("q")
     it.client.declare("elsewhere")
@@ -166,7 +166,7 @@ def test_A2_what_consumers_have_is_evicted_first_and_read_if_they_give_it_back()
 
 
 @pytest.mark.parametrize("no_ack", [True, False])
-def test_A2_an_answer_to_get_waits_for_the_disk_and_what_follows_waits_too(no_ack):
+def test_A2_an_answer_to_get_waits_for_the_disk_and_later_answers_wait_too(no_ack):
     it = Evicting(1)
     it.declare("q")
     it.client.publish(body(1))
@@ -187,7 +187,7 @@ def test_A2_an_answer_to_get_waits_for_the_disk_and_what_follows_waits_too(no_ac
 
 
 @pytest.mark.parametrize("how", ["reject", "expire"])
-def test_A2_a_dead_letter_is_read_before_its_message_leaves_the_disk(how):
+def test_A2_a_dead_letter_is_read_before_its_original_is_removed_from_disk(how):
     it = Evicting(1)
     it.client.declare("dead")
     it.declare("q", **{"x-dead-letter-exchange": "", "x-dead-letter-routing-key": "dead", "x-message-ttl": 1000})
@@ -209,7 +209,7 @@ def test_A2_a_dead_letter_is_read_before_its_message_leaves_the_disk(how):
     assert it.disk.bodies == {}
 
 
-def test_A5_what_goes_to_many_non_durable_subscribers_is_spooled_once():
+def test_A5_a_message_to_many_non_durable_subscribers_is_spooled_once():
     it = Evicting(100)
     spool = Policy("spool", PolicyDefinition.from_mapping({"policy": "flow_to_disk"}), "^amq.fanout$", "exchanges")  # type: ignore[arg-type]
     it.world.set_policy(spool)
@@ -234,7 +234,7 @@ def test_A5_what_goes_to_many_non_durable_subscribers_is_spooled_once():
     assert it.disk.bodies == {}
 
 
-def test_A2_a_queue_may_begin_to_flow_to_disk_and_end():
+def test_A2_flow_to_disk_can_be_switched_on_and_off_for_a_queue():
     it = Evicting(100)
     it.client.declare("q")
     for number in range(20):
@@ -267,7 +267,7 @@ def test_A2_without_a_store_nothing_flows_to_disk(world):
 
 
 @pytest.mark.parametrize("seed", range(rounds(30)))
-def test_A2_whatever_is_done_and_however_slow_the_disk_is_all_arrive_in_order_and_whole(seed):
+def test_A2_all_messages_arrive_whole_and_in_order_for_any_sequence_of_calls_and_any_disk_speed(seed):
     chance = random.Random(seed)
     it = Evicting(chance.choice((30, 200, 2000)))
     it.declare("q", "r")
