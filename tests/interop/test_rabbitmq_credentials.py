@@ -73,7 +73,7 @@ def node(session_rabbitmq: Callable[[], RabbitMQNode]) -> Iterator[OAuthNode]:
         yield node
 
 
-def test_E8_a_token_that_is_not_replaced_is_refused(node: OAuthNode) -> None:
+def test_E8_an_expired_token_is_refused_if_it_is_not_replaced(node: OAuthNode) -> None:
     url = f"amqp://127.0.0.1:{node.port}/%2F"
     end = time.monotonic() + PATIENCE
     with Producer(url, routing_key="q", declare="q", credentials=lambda: Credentials("", token())) as producer:

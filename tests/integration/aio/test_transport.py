@@ -68,7 +68,7 @@ async def relay(broker: Broker) -> AsyncIterator[tuple[str, Callable[[bytes], No
 
 
 @pytest.mark.usefixtures("one_connection")
-def test_a_broker_that_sends_no_frames_ends_the_connection_and_every_wait(run: Run, broker: Broker) -> None:
+def test_bytes_that_are_not_frames_end_the_connection_and_every_wait(run: Run, broker: Broker) -> None:
     async def main() -> None:
         async with relay(broker) as (url, say):
             producer = await AsyncProducer(url, routing_key="q").connect()

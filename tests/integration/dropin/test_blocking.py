@@ -464,7 +464,7 @@ def test_an_exception_leaves_the_with_block_even_if_the_broker_does_not_read(bro
 
 
 @pytest.mark.parametrize("confirms", ["none", "each", "pipelined"])
-def test_J7_no_message_follows_a_flow_ok_however_often_the_broker_stops_the_channel(broker, connect, wire, confirms):
+def test_J7_no_message_follows_a_flow_ok_even_if_the_broker_stops_the_channel_often(broker, connect, wire, confirms):
     connection = connect(max_producer_flow_control_wait=PATIENCE)
     channel = connection.channel()
     if confirms != "none":

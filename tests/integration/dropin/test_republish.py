@@ -114,7 +114,7 @@ def holds(channel: Any) -> list[str]:
 
 
 @pytest.mark.parametrize("still", [True, False])
-def test_a_pause_from_before_the_loss_holds_the_next_channel_only_while_it_lasts(
+def test_a_pause_that_began_before_the_loss_also_holds_the_next_channel_until_it_ends(
     broker: Broker, connect: Connect, still: bool
 ) -> None:
     first = pipelined(connect)

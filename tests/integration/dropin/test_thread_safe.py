@@ -91,7 +91,7 @@ def test_J7_threads_wait_while_the_flow_is_stopped_and_continue_in_order(broker,
 
 
 @pytest.mark.parametrize("how", ["flow", "blocked"])
-def test_E4_a_message_that_was_not_sent_in_time_is_in_the_error_and_never_sent(broker, connect, how):
+def test_E4_the_error_carries_a_message_that_was_not_sent_in_time_and_it_is_never_sent(broker, connect, how):
     channel = connect(max_producer_flow_control_wait=0.3).channel()
     if how == "flow":
         stop(broker, channel)

@@ -149,7 +149,7 @@ def test_j7_other_channels_connections_consumers_and_acks_continue(
     assert holds(other) == []
 
 
-def test_d11_clients_that_feed_each_other_do_not_deadlock(
+def test_d11_clients_that_consume_each_other_s_messages_do_not_deadlock(
     make_producer: Callable[..., Producer], broker: Broker
 ) -> None:
     """Each acks a message once it has sent it on. Both queues between them are ON again and again."""

@@ -82,7 +82,7 @@ def test_events_report_the_hold_its_reason_and_its_duration_in_order(
         assert word in str(last)
 
 
-def test_callbacks_run_on_one_thread_of_their_own(producer: Producer, broker: Broker) -> None:
+def test_callbacks_run_on_a_separate_thread(producer: Producer, broker: Broker) -> None:
     one, two = Flows(), Flows()
     producer.on_flow(one)
     producer.on_flow(two)

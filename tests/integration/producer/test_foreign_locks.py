@@ -241,7 +241,7 @@ def test_E2_a_close_whose_steps_cannot_run_ends_the_producer_later(
     assert "shut down: 1 admitted messages were not delivered" in caplog.text
 
 
-def test_E2_a_dropped_producer_ends_however_long_a_step_takes(broker: Broker) -> None:
+def test_E2_a_dropped_producer_ends_even_if_a_step_takes_long(broker: Broker) -> None:
     producer = Producer(broker.url, routing_key="q", capacity=1)
     engine = producer._engine
     with Handler().logs_in_a_step_of(producer):

@@ -181,7 +181,9 @@ def test_E12_a_program_that_is_terminated_loses_nothing(broker: Broker) -> None:
         process.wait()
 
 
-def test_without_the_setting_a_producer_needs_its_broker(make_producer: Callable[..., Producer], port: int) -> None:
+def test_without_connect_in_background_a_producer_needs_its_broker(
+    make_producer: Callable[..., Producer], port: int
+) -> None:
     with pytest.raises(ConnectionFailed, match=f"127.0.0.1:{port}"):
         make_producer(f"amqp://guest:guest@127.0.0.1:{port}/")
 

@@ -200,7 +200,7 @@ def test_durations_are_recorded_less_often_than_messages_are_sent_and_include_th
     assert producer._protocol.admission.observer.began == {}
 
 
-def test_C7_flow_stops_time_holds_and_refusals_are_counted_by_kind(
+def test_C7_flow_stops_time_flowed_holds_and_refusals_are_counted_by_kind(
     collected: Collected, broker: Broker, make_producer: Callable[..., Producer]
 ) -> None:
     producer = make_producer()
@@ -548,7 +548,7 @@ def test_an_sdk_installed_after_the_producer_counts_from_its_first_collection_on
     ) == [[None, 1000], [1, 1000]]
 
 
-def test_a_child_process_does_not_count_for_its_parent() -> None:
+def test_the_counts_of_a_child_process_are_not_added_to_its_parent() -> None:
     assert run(
         _PROGRAM
         + """

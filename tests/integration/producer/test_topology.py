@@ -166,7 +166,7 @@ def test_a_connection_lost_while_the_topology_is_first_declared_is_a_failed_atte
             make_producer(proxy.url, declare="q")
 
 
-def test_a_shared_connection_declares_nothing(broker: Broker) -> None:
+def test_a_producer_on_a_shared_connection_declares_no_topology(broker: Broker) -> None:
     import qflow_client
 
     connection = qflow_client.connect(broker.url)

@@ -157,7 +157,7 @@ def test_leaving_by_an_exception_waits_for_a_peer_that_still_reads(
 
 @pytest.mark.parametrize("confirms", [True, False])
 @pytest.mark.usefixtures("one_connection")
-def test_a_connection_cut_in_the_middle_of_a_frame_settles_messages_by_what_was_written(
+def test_a_connection_cut_in_the_middle_of_a_frame_settles_messages_by_the_bytes_that_were_written(
     proxy: Proxy, broker: Broker, make_producer: Callable[..., Producer], confirms: bool
 ) -> None:
     producer = make_producer(proxy.url(broker), confirms=confirms)

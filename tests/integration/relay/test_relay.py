@@ -254,7 +254,7 @@ def test_E14_status_shows_the_holds_of_a_relay(engine: Engine, outbox: Outbox, b
     assert now() == (0, ())
 
 
-def test_E14_a_flowed_relay_reads_no_more_than_its_window(engine: Engine, outbox: Outbox, broker: Broker) -> None:
+def test_E14_a_flowed_relay_reads_at_most_its_window(engine: Engine, outbox: Outbox, broker: Broker) -> None:
     with OutboxRelay(engine, broker.url, outbox=outbox, capacity=10, **FAST) as relay:
         add(engine, outbox, b"0", key="k")
         eventually(lambda: relay.counts.confirmed == 1)

@@ -229,7 +229,7 @@ def test_nothing_is_read_while_answers_accumulate_or_the_library_has_enough_inpu
         assert [each for each, _ in loop.later] == [0.25, 0.125]
 
 
-def test_E2_a_read_that_is_interrupted_ends_the_connection_because_answers_may_be_lost() -> None:
+def test_E2_an_interrupted_read_ends_the_connection_because_answers_may_be_lost() -> None:
     class Transport:
         aborted = False
 

@@ -12,7 +12,7 @@ from benchmarks import fairness
 from qflow_client.broker import Broker
 
 
-def test_every_message_is_published_consumed_and_confirmed_and_no_queue_is_left() -> None:
+def test_every_message_is_published_consumed_and_confirmed_and_all_queues_are_deleted() -> None:
     with Broker() as broker:
         assert benchmark.published(broker.url, 50) > 0
         # More than a window.

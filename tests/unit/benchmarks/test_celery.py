@@ -6,7 +6,7 @@ from benchmarks.celery import LOOPS, measure, ratios
 from qflow_client.broker import Broker
 
 
-def test_every_loop_runs() -> None:
+def test_every_benchmark_loop_runs() -> None:
     with Broker() as broker:
         (rates,) = measure(broker.url, 5, 1)
     assert rates.keys() == LOOPS.keys()

@@ -66,7 +66,7 @@ def test_runs_with_large_bodies_send_fewer_messages() -> None:
     assert within_bytes(1 << 40) == 1
 
 
-def test_one_by_one_times_the_first_of_so_many() -> None:
+def test_one_by_one_measures_the_time_of_a_sample_of_messages() -> None:
     published: list[int] = []
     job = Job("", "q", b"", 10, 1, True, sample=4)
     assert len(one_by_one(job, lambda: published.append(1))) == 3
@@ -74,7 +74,7 @@ def test_one_by_one_times_the_first_of_so_many() -> None:
     assert one_by_one(replace(job, sample=0), lambda: None) == []
 
 
-def test_latencies_are_percentiles_over_all_rounds_and_fairness_a_median() -> None:
+def test_latencies_are_percentiles_over_all_rounds_and_fairness_is_a_median() -> None:
     measured = [
         Measurement("qflow", 100, at, 10, 1.0, 0.1, tuple((at * 50 + n) / 1000 for n in range(1, 51)), fair)
         for at, fair in enumerate((0.9, 0.5))
@@ -154,7 +154,7 @@ def test_a_bar_is_missed_only_by_a_lower_result_or_a_missing_measurement() -> No
     assert missed([Bar("qflow", 1024, "to_plain", 0.1)], rows) == ["qflow, 1024 bytes: to_plain >= 0.1: not measured"]
 
 
-def test_the_document_is_json_and_holds_every_measurement_and_no_password() -> None:
+def test_the_document_is_json_with_every_measurement_and_without_passwords() -> None:
     rows = summarize(list(STUBS), STUBS, MEASUREMENTS)
     plan = Plan("amqp://me:secret@host", 1000, (100,), 1000, 3, confirmed=True)
     text = json.dumps(document(plan, STUBS, rows, MEASUREMENTS, {"product": "RabbitMQ", "version": "3.10"}))

@@ -43,7 +43,7 @@ def test_E9_publishers_are_blocked_while_the_process_is_too_large_and_messages_e
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="the system does not say")
-def test_the_resident_size_is_that_of_this_process() -> None:
+def test_the_measured_resident_size_is_that_of_this_process() -> None:
     before = resident_size()
     assert before is not None
     block = b"x" * (64 << 20)

@@ -89,7 +89,7 @@ def test_runs_of_several_channels_are_reported_to_each_channel() -> None:
     assert two.acks == [(1, 2), (3, 0)]
 
 
-def test_a_channel_that_is_detached_gets_no_runs() -> None:
+def test_a_detached_channel_gets_no_runs_of_acks() -> None:
     tap, (channel,) = tapped(1)
     tap.detach(1)
     assert tap.received(ack(1) + ack(2) + ack(3), 0.0) == b""
@@ -149,7 +149,7 @@ def test_the_remainder_of_a_partly_answered_run_is_settled() -> None:
     assert protocol.reports.wake == ["all"]
 
 
-def test_the_acks_of_one_read_settle_in_the_order_in_which_the_broker_sent_them() -> None:
+def test_acks_of_one_read_settle_messages_in_the_order_in_which_they_were_sent() -> None:
     protocol = make()
     settled: list[Receipt] = []
     protocol.reports.settled = settled

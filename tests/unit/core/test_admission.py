@@ -916,7 +916,7 @@ def test_a_flush_waits_only_for_messages_admitted_before_it() -> None:
     assert protocol.reports.wake == ["three", "four"]
 
 
-def test_a_flush_waits_for_the_oldest_tag_that_was_answered_out_of_order() -> None:
+def test_a_flush_waits_for_the_oldest_tag_even_if_later_tags_were_answered_first() -> None:
     protocol = make()
     for _ in range(4):
         send(protocol)

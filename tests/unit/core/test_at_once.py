@@ -64,7 +64,7 @@ REFUSED: dict[str, tuple[dict[str, Any], Callable[[ProducerProtocol], object]]] 
 
 
 @pytest.mark.parametrize("why", REFUSED)
-def test_a_message_that_needs_a_full_check_is_not_admitted_at_once_and_nothing_changes(why: str) -> None:
+def test_send_at_once_refuses_a_message_that_needs_a_full_check_and_changes_nothing(why: str) -> None:
     settings, prepare = REFUSED[why]
     protocol = make(**settings)
     prepare(protocol)
@@ -79,7 +79,7 @@ def test_a_message_that_needs_a_full_check_is_not_admitted_at_once_and_nothing_c
 
 
 @pytest.mark.parametrize("missing", ["GIL", "CPython"])
-def test_nothing_is_admitted_at_once_without_the_gil_or_on_pypy(monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
+def test_send_at_once_admits_nothing_without_the_gil_or_on_pypy(monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
     if missing == "GIL":
         monkeypatch.setattr(sys, "_is_gil_enabled", lambda: False, raising=False)
     else:
@@ -89,7 +89,7 @@ def test_nothing_is_admitted_at_once_without_the_gil_or_on_pypy(monkeypatch: pyt
     assert send(protocol, b"abc").message_id
 
 
-def test_a_mandatory_message_with_its_own_id_is_not_admitted_at_once() -> None:
+def test_send_at_once_refuses_a_mandatory_message_with_its_own_id() -> None:
     protocol = make()
     assert protocol.admission.send_at_once(Message(b"abc", message_id="own"), "", "q") is None
     protocol = make(mandatory=False)

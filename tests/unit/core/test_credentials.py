@@ -211,7 +211,7 @@ class World:
         self.call_later(0.1, self.connect)
 
 
-def test_tokens_of_30_seconds_over_ten_minutes_cost_no_connection() -> None:
+def test_with_tokens_valid_for_30_seconds_no_connection_is_lost_in_ten_minutes() -> None:
     world = World()
     world.connect()
     world.run(600.0)
@@ -220,7 +220,7 @@ def test_tokens_of_30_seconds_over_ten_minutes_cost_no_connection() -> None:
     assert len(world.issued) == 25
 
 
-def test_an_issuer_that_fails_for_less_than_a_fifth_of_the_lifetime_costs_no_connection() -> None:
+def test_no_connection_is_lost_if_the_issuer_fails_for_less_than_a_fifth_of_the_lifetime() -> None:
     world = World()
     world.connect()
     world.run(20.0)

@@ -100,7 +100,7 @@ def test_holds_by_the_broker_and_the_socket_end_with_the_connection() -> None:
     assert all(event.flowed for event in protocol.reports.events), "it is never unflowed in between"
 
 
-def test_the_end_of_a_connection_is_handled_once() -> None:
+def test_the_end_of_a_connection_is_handled_only_once() -> None:
     protocol = make()
     protocol.reports.settled = []
     receipt = send(protocol)
@@ -113,7 +113,7 @@ def test_the_end_of_a_connection_is_handled_once() -> None:
     assert protocol.in_flight == 0
 
 
-def test_an_answer_that_comes_after_the_end_settles_nothing() -> None:
+def test_an_answer_after_the_end_of_the_connection_settles_nothing() -> None:
     protocol = make()
     receipt = send(protocol)
     drain(protocol)
@@ -133,7 +133,7 @@ def test_an_answer_that_comes_after_the_end_settles_nothing() -> None:
     assert drain(protocol) == b""
 
 
-def test_a_channel_closed_over_a_publish_rejects_the_only_message_in_flight() -> None:
+def test_a_channel_closed_for_a_published_message_rejects_the_only_message_in_flight() -> None:
     protocol = make()
     suspect = send(protocol, key="nowhere")
     drain(protocol)
@@ -225,7 +225,7 @@ def test_a_half_written_message_can_be_blamed() -> None:
     assert receipt.outcome is Outcome.REJECTED
 
 
-def test_a_channel_closed_with_nothing_in_flight_costs_nothing() -> None:
+def test_a_channel_closed_with_nothing_in_flight_fails_no_message() -> None:
     protocol = make()
     receipt = send(protocol)
     protocol.channel_closed(404, "NOT_FOUND", PUBLISH, 1.0)

@@ -53,9 +53,7 @@ def interrupts(payload: bytes | Message, key: str) -> Iterator[tuple[ProducerPro
     [*((payload, "q") for payload in PAYLOADS.values()), (b"abc", "another")],
     ids=[*PAYLOADS, "key"],
 )
-def test_a_send_that_is_interrupted_at_any_line_is_admitted_whole_or_not_at_all(
-    payload: bytes | Message, key: str
-) -> None:
+def test_a_send_interrupted_at_any_line_admits_the_whole_message_or_nothing(payload: bytes | Message, key: str) -> None:
     admitted = []
     for protocol, read in interrupts(payload, key):
         admitted.append(protocol.unsettled == 4)

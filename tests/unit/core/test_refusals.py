@@ -338,7 +338,7 @@ def test_refused_messages_are_nacked_when_the_producer_ends() -> None:
     assert "refused" not in holds(protocol)
 
 
-def test_without_retries_a_nack_settles() -> None:
+def test_without_retries_a_nack_settles_the_message() -> None:
     protocol = make()
     receipts = three(protocol)
     protocol.on_nack(3, True, 0.0)

@@ -96,7 +96,7 @@ def test_every_setting_is_in_the_table_of_this_test() -> None:
     assert {each[0] for each in TEXTS} | {"url"} == {each.name for each in fields(ProducerSettings) if each.metadata}
 
 
-def test_f2_the_default_burst_is_what_the_rate_allows_in_50_ms() -> None:
+def test_f2_the_default_burst_is_the_amount_that_the_rate_allows_in_50_ms() -> None:
     assert [ProducerSettings(rate=rate).burst for rate in (None, 0.1, 20, 3000)] == [1, 1, 1, 150]
     assert ProducerSettings(rate=3000, rate_burst=1).burst == 1
 
@@ -426,7 +426,7 @@ def test_query_parameters_of_pika_are_passed_to_pika_and_ours_are_not() -> None:
     assert settings.urls == ("amqp://u:p@host:1/v%2Fh?heartbeat=3&ssl_options=%7B%27a%27%3A+1%7D&blank=",)
 
 
-def test_a_url_in_a_query_sets_nothing() -> None:
+def test_a_url_in_the_query_of_a_url_sets_no_setting() -> None:
     assert load("amqp://host/?url=amqp://other/").urls == ("amqp://host/?url=amqp%3A%2F%2Fother%2F",)
 
 

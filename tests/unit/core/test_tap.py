@@ -708,7 +708,7 @@ def test_a_channel_whose_writes_all_end_inside_a_frame_still_lets_the_other_chan
 
 @settings(max_examples=rounds(30))
 @given(st.data())
-def test_between_the_frames_of_a_message_other_channels_may_write_and_its_own_channel_may_not(
+def test_between_the_frames_of_a_message_only_other_channels_may_write(
     data: st.DataObject,
 ) -> None:
     tap = Tap()

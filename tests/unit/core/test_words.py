@@ -57,7 +57,7 @@ def receipt(outcome: Outcome | None = None, reply: tuple[int, str] | None = None
         (Outcome.UNKNOWN, OutcomeUnknown, True),
     ],
 )
-def test_every_outcome_has_its_error(
+def test_each_failed_outcome_has_its_own_error_class(
     outcome: Outcome | None, error: type[DeliveryError] | None, may_have_arrived: bool
 ) -> None:
     made = receipt(outcome, (312, "NO_ROUTE") if outcome in (Outcome.RETURNED, Outcome.REJECTED) else None)
@@ -85,7 +85,7 @@ def test_every_outcome_has_its_error(
         assert str(raised).startswith(made.describe())
 
 
-def test_a_receipt_knows_its_message() -> None:
+def test_a_receipt_carries_its_message() -> None:
     made = receipt()
     assert (made.exchange, made.routing_key, made.size) == ("ex", "key", 4)
     assert made.message_id == "p-000000000001"

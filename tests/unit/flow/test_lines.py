@@ -56,7 +56,7 @@ def test_a_cancelled_ticket_is_never_the_head(line: Line) -> None:
     assert [serve(line) for _ in range(3)] == [tickets[1], tickets[3], None]
 
 
-def test_cancelled_tickets_do_not_pile_up_behind_one_that_waits(line: Line) -> None:
+def test_cancelled_tickets_do_not_pile_up_after_a_waiting_one(line: Line) -> None:
     patient = Ticket(1, "a")
     line.push(patient)
     alive: weakref.WeakSet[Ticket] = weakref.WeakSet()
@@ -73,7 +73,7 @@ def test_cancelled_tickets_do_not_pile_up_behind_one_that_waits(line: Line) -> N
     assert serve(line) is None
 
 
-def test_F4_a_line_swept_of_cancelled_tickets_keeps_its_order() -> None:
+def test_F4_removing_cancelled_tickets_keeps_the_order_of_the_line() -> None:
     line = FifoLine()
     tickets = [Ticket(1) for _ in range(300)]
     for at, ticket in enumerate(tickets):
@@ -86,7 +86,7 @@ def test_F4_a_line_swept_of_cancelled_tickets_keeps_its_order() -> None:
 # Weights.
 
 
-def test_F4_sources_of_equal_weight_alternate_however_many_tickets_each_has() -> None:
+def test_F4_sources_of_equal_weight_alternate_for_any_number_of_tickets() -> None:
     line = WeightedLine()
     for source in "aaaaaabbc":
         line.push(Ticket(1, source))
@@ -122,7 +122,7 @@ def test_F4_a_source_that_was_just_served_does_not_overtake_a_waiting_one() -> N
     assert turns == "ababab"
 
 
-def test_F4_a_source_gets_no_more_than_its_share_by_coming_back_with_one_ticket_at_a_time() -> None:
+def test_F4_a_source_cannot_exceed_its_share_by_adding_one_ticket_at_a_time() -> None:
     line = WeightedLine({"light": 0.5})
     for _ in range(30):
         line.push(Ticket(1, "heavy"))
@@ -355,7 +355,9 @@ TestFairMachine = FairMachine.TestCase
     st.integers(1, 200),
     st.randoms(use_true_random=False),
 )
-def test_F4_shares_follow_the_weights_at_every_moment(sources: list[str], turns: int, random: Random) -> None:
+def test_F4_shares_are_proportional_to_the_weights_at_every_moment(
+    sources: list[str], turns: int, random: Random
+) -> None:
     line = WeightedLine(WEIGHTS)
     tickets = [Ticket(1, source) for source in sources for _ in range(turns)]
     random.shuffle(tickets)

@@ -93,7 +93,7 @@ def test_D5_start_all_lifts_no_hold_of_a_different_kind() -> None:
     assert [hold.detail for hold in resource.gate.holds] == ["by the application itself"]
 
 
-def test_D5_stopping_twice_needs_one_start() -> None:
+def test_D5_one_start_is_sufficient_after_two_stops() -> None:
     manager, resource = FlowManager(), Resource()
     manager.register(resource)
     manager.stop_all("first")
@@ -229,7 +229,7 @@ def test_the_manager_keeps_no_resource_alive() -> None:
     assert manager.stop_all() == 1
 
 
-def test_a_resource_may_be_finalized_while_the_manager_is_at_work() -> None:
+def test_a_resource_may_be_finalized_during_any_call_of_the_manager() -> None:
     manager = FlowManager()
     finalized = threading.Event()
 
@@ -253,7 +253,7 @@ def test_a_resource_may_be_finalized_while_the_manager_is_at_work() -> None:
     assert finalized.is_set()
 
 
-def test_D5_a_resource_that_registers_while_all_are_being_stopped_is_not_forgotten() -> None:
+def test_D5_a_resource_that_registers_during_stop_all_is_stopped() -> None:
     manager, late = FlowManager(), Resource("late")
     stopping, go_on = threading.Event(), threading.Event()
 
@@ -292,7 +292,7 @@ class NoticedLock:
         self.lock.release()
 
 
-def test_D5_a_resource_that_registers_while_all_are_being_started_does_not_stay_stopped() -> None:
+def test_D5_a_resource_that_registers_during_start_all_is_started() -> None:
     manager = FlowManager()
     lock = NoticedLock()
     manager._lock = lock  # type: ignore[assignment]

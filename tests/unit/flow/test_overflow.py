@@ -186,7 +186,7 @@ def test_D12_a_source_that_makes_room_when_it_is_blocked_is_unblocked() -> None:
     assert not controller.blocked
 
 
-def test_a_source_that_is_gone_is_forgotten() -> None:
+def test_a_removed_source_is_forgotten() -> None:
     controller, gone, stays = FlowController(WindowLimiter(1)), Source("gone"), Source("stays")
     for source in (gone, stays):
         controller.offer(source, 1, 0.0)

@@ -157,7 +157,7 @@ def test_C2_a_negative_stop_is_refused(unit: str) -> None:
         StopResume(**{f"stop_{unit}": -1})
 
 
-def test_C1_equal_thresholds_still_leave_a_gap_of_one() -> None:
+def test_C1_equal_stop_and_resume_thresholds_still_leave_a_gap_of_one() -> None:
     queue = depth(StopResume(stop_count=2, resume_count=2), 2, 2)
     assert not queue.on
     queue.add(1, 0.0)

@@ -122,7 +122,7 @@ def test_without_a_number_a_message_is_sent_without_an_id() -> None:
     assert "message_id" not in read_with_pika(encode(Message(b""), None, id_prefix="producer-")).properties
 
 
-def test_a_prefix_may_have_as_many_bytes_as_leave_room_for_the_number() -> None:
+def test_an_id_prefix_may_be_as_long_as_leaves_room_for_the_number() -> None:
     longest = "ü" * 121 + "x"
     message_id = longest + "f" * 12
     encoder = PublishEncoder(1, 0, id_prefix=longest)

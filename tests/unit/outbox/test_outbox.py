@@ -429,7 +429,7 @@ sys.stdin.read()
 """
 
 
-def test_a_second_process_is_refused_and_the_lock_of_a_dead_one_is_taken_over(path: Path) -> None:
+def test_a_second_process_is_refused_and_the_lock_of_a_dead_process_is_taken_over(path: Path) -> None:
     with subprocess.Popen(
         [sys.executable, "-c", HOLDER, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=_environment()
     ) as holder:

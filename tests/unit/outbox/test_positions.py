@@ -107,7 +107,7 @@ def test_E13_the_last_position_of_each_source_in_a_commit_counts(path: Path) -> 
         assert (outbox.position("a"), outbox.position("b")) == (2, 20)
 
 
-def test_E13_a_position_stays_when_its_message_is_settled(path: Path) -> None:
+def test_E13_a_position_is_kept_when_its_message_is_settled(path: Path) -> None:
     with Outbox(path) as outbox:
         outbox.settle(put(outbox, 7))
     with Outbox(path) as outbox:

@@ -45,7 +45,7 @@ def bodies(written: bytes) -> list[bytes]:
     return [message.body for message in wire(written).messages]
 
 
-def test_a_backlog_that_is_too_old_as_a_whole_holds_no_sender(path: Path) -> None:
+def test_a_backlog_in_which_all_messages_are_too_old_holds_no_sender(path: Path) -> None:
     leave(path, b"1", b"2", b"3")
     kept = Kept(path, opened=False, outbox_max_age=60.0)
     # They are a day older than the present message.
@@ -58,7 +58,7 @@ def test_a_backlog_that_is_too_old_as_a_whole_holds_no_sender(path: Path) -> Non
     assert {receipt.outcome for receipt in kept.protocol.reports.take_failures()} == {Outcome.FAILED}
 
 
-def test_a_message_of_an_earlier_process_whose_clock_was_ahead_ages_from_the_start_of_this_one(
+def test_a_message_stored_with_a_clock_that_was_ahead_ages_from_the_start_of_this_process(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wall_time = time.time

@@ -165,7 +165,7 @@ def test_J6_after_each_expired_message_the_queue_checks_whether_publishers_can_r
     assert world.host.timers.next_tick == float("inf")
 
 
-def test_a_tick_that_comes_early_or_twice_does_nothing():
+def test_an_early_or_repeated_tick_does_nothing():
     queue = fill(make_queue({"x-message-ttl": 1000}), [1])
     queue.tick(0.9)
     queue.tick(0.9)

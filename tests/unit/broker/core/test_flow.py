@@ -30,7 +30,7 @@ def test_J3_the_publisher_of_the_overfilling_message_is_flowed_immediately(world
     assert world.queue().depth == 3
 
 
-def test_J3_D2_the_message_that_overfills_is_enqueued_and_delivered(world):
+def test_J3_D2_the_message_that_overfills_a_queue_is_enqueued_and_delivered(world):
     client = world.client().channel(1).channel(2)
     client.declare(arguments={"x-qpid-capacity": 3})
     client.publish(b"four")
@@ -190,7 +190,7 @@ def test_J6_get_without_ack_unflows_the_channel(world):
 
 
 @pytest.mark.parametrize("how", ["channel", "connection", "lost"])
-def test_a_channel_that_ends_while_flowed_is_forgotten(world, how):
+def test_a_flowed_channel_that_ends_is_removed_from_the_queue_state(world, how):
     client = world.client().channel()
     client.declare(arguments=STOP_2)
     for _ in range(3):
@@ -220,7 +220,7 @@ def test_flowed_time_and_the_number_of_flows_are_counted(world):
     assert (channel.flow.times_flowed, channel.flow.seconds, channel.flow.since) == (2, 5.0, None)
 
 
-def test_C5_a_message_that_turns_the_queue_ON_or_finds_it_ON_is_not_acked_until_OFF(world):
+def test_C5_a_message_that_turns_a_queue_ON_or_arrives_while_it_is_ON_is_not_acked_until_it_is_OFF(world):
     client = world.client().channel(confirms=True)
     client.declare(arguments={**STOP_2, "x-qflow-enforcement": "completion"})
     client.publish()
@@ -269,7 +269,7 @@ def test_C5_a_delivery_counts_as_dequeued_only_when_it_is_settled(world):
     assert tags(client) == [(2, False)]
 
 
-def test_C5_every_destination_that_was_ON_must_be_OFF(world):
+def test_C5_a_message_is_confirmed_only_when_all_of_its_queues_are_OFF(world):
     client = world.client().channel(confirms=True)
     for name, stop in (("a", 1), ("b", 2), ("c", 100)):
         arguments = {"qpid.flow_stop_count": stop, "qpid.flow_resume_count": 1, "x-qflow-enforcement": "completion"}

@@ -331,7 +331,7 @@ def test_C5_no_completion_is_reported_before_every_destination_has_the_message()
     assert completion.arm()
 
 
-def test_order_is_kept_through_requeues():
+def test_requeued_messages_keep_their_order():
     queue = make_queue()
     for size in range(1, 7):
         queue.enqueue(message(size))

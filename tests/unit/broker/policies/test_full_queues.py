@@ -316,7 +316,7 @@ def test_D9_an_unacked_value_is_requeued_if_its_newer_value_was_consumed(world):
     assert bodies(world.queue()) == [b"1"]
 
 
-def test_D9_conflation_makes_room_before_a_maximum_drops_the_oldest(world):
+def test_D9_conflation_frees_room_before_the_oldest_message_is_dropped_for_the_maximum(world):
     client = world.client().channel()
     client.declare(arguments={"x-qflow-policy": "conflate", "x-qflow-conflate-key": "k", "qpid.max_count": 2})
     for key, body in (("a", b"1"), ("b", b"2"), ("a", b"3"), ("c", b"4")):

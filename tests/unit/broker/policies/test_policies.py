@@ -207,7 +207,7 @@ def test_the_strictest_value_of_each_setting_applies():
         ((False, False), False),
     ],
 )
-def test_A1_a_policy_that_lets_messages_be_dropped_is_the_stricter(said, strictest):
+def test_A1_a_policy_that_allows_drops_counts_as_stricter(said, strictest):
     found = Definition.strictest(Definition(policy=QueuePolicy.FLOW, drop_transient=each) for each in said)
     assert found.drop_transient is strictest
 

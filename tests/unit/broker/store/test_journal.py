@@ -586,7 +586,7 @@ def depths(world):
 
 @pytest.mark.parametrize("how", ["reject", "expire", "maxlen"])
 @pytest.mark.parametrize("when", ["before its letter is read", "after that", "when its queue is deleted", "with that"])
-def test_a_confirmed_message_that_is_dead_lettered_from_disk_survives_a_kill_at_any_moment(how, when):
+def test_a_confirmed_message_dead_lettered_from_disk_survives_a_kill_at_any_moment(how, when):
     # Every body is evicted.
     world = World(journal=Journal(lambda: world.now, limit=1))
     with Stored(world) as stored:
