@@ -58,7 +58,7 @@ class Outbound:
         self._controls.append(frame)
 
     def discard_unbegun(self) -> None:
-        """Forget the messages of the batch of which no byte is written."""
+        """Forget those messages of the batch that have not begun to be written."""
         begun = self.begun
         if begun == self.given:
             return

@@ -293,7 +293,7 @@ class Channel:
         Args:
             reason: for people.
             now: seconds.
-            culprits: messages because of which the broker closed the channel.
+            culprits: the messages that made the broker close the channel.
             reply: the broker's reply.
         """
         self._settling.settle(tuple(culprits), Outcome.REJECTED, now, reply)

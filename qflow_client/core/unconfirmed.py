@@ -5,7 +5,7 @@ are made, because the tag is its position on the wire. Tags are assigned in asce
 messages is in the order of their tags. A settled message leaves no entry behind.
 
 Frames are made a batch at a time, when the socket accepts more. If the broker stops the channel (``Channel.Flow``),
-messages of which no byte is written are taken back and lose their tags.
+unwritten messages are taken back and lose their tags.
 """
 
 from __future__ import annotations
@@ -107,14 +107,14 @@ class Unconfirmed:
         return heap[0][0]
 
     def begun(self) -> list[Receipt]:
-        """Return the unsettled messages of which at least one byte is written."""
+        """Return the unsettled messages that are written at least in part."""
         begun = self.outbound.begun
         return [receipt for tag, receipt in self.flight.items() if tag <= begun]
 
     @property
     def in_flight(self) -> int:
         """How many unsettled messages are written, at least in part."""
-        # Messages of which no byte is written can have no answer.
+        # The broker cannot answer messages that are not written even in part.
         return len(self.flight) - (self.outbound.given - self.outbound.begun)
 
     # Answers.

@@ -3,7 +3,7 @@
 The bytes for the socket come from `Unconfirmed.outbound`. If that is empty, the next messages get their tags and
 frames. Messages to be sent again come first, then messages that were never written. So first copies are sent in the
 order of admission (E1). A store may delay unsent messages until they are on disk. If the broker stops the channel,
-messages of which no byte is written go back to the collection that they came from.
+unwritten messages go back to the collection that they came from.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Writing:
         self._admission.unwritten += size
 
     def take_back(self) -> None:
-        """Take back all messages of which no byte is written yet."""
+        """Take back all messages that are not written even in part."""
         self._unconfirmed.outbound.discard_unbegun()
         self.move_back()
 

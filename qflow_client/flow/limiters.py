@@ -334,7 +334,7 @@ class RateLimiter(Limiter):
 
 
 class CompositeLimiter(Limiter):
-    """Combines several limiters, all of which must agree (F2).
+    """Combines several limiters: an element enters if all of them let it in (F2).
 
     Args:
         parts: the limiters; the first that refuses an element gives the reason.

@@ -63,7 +63,7 @@ class Storm:
         if self.kind in ("gc", "both"):
             gc.set_threshold(5)
         if self.kind == "log":
-            logging._lock = _LockOfLogging(self.errors)  # type: ignore[attr-defined]
+            logging._lock = _LockOfLogging(self.errors)  # type: ignore[attr-defined]  # private, and the one lock that matters
             logger = logging.getLogger("qflow_client")
             logger.addHandler(_Sender(self))
             logger.setLevel(logging.DEBUG)

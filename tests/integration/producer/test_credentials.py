@@ -108,8 +108,6 @@ def test_E8_expiring_tokens_are_replaced_without_losing_a_connection(
         assert time.monotonic() < end + PATIENCE
         receipts.append(producer.send(b"%d" % len(receipts), timeout=PATIENCE))
         receipts[-1].wait(PATIENCE)
-        # What counts is the time that passes, not how often.
-        time.sleep(0.005)
     assert {receipt.outcome for receipt in receipts} == {Outcome.CONFIRMED}
     assert bodies(broker) == [b"%d" % number for number in range(len(receipts))]
     assert flows.events == []
@@ -287,15 +285,12 @@ def test_a_shared_connection_has_its_secret_updated_by_its_library(make_broker: 
             while time.monotonic() < end:
                 await connection.update_secret(tokens().password)
                 await (await producer.send(b"", routing_key="q")).result(PATIENCE)
-                # What counts is the time that passes, not how often.
-                await asyncio.sleep(0.02)
 
     with connect(url()) as connection, Producer(connection=connection, routing_key="q") as producer:
         end = time.monotonic() + 2.0
         while time.monotonic() < end:
             connection.update_secret(tokens().password, "it expires")
             producer.send(b"").result(PATIENCE)
-            time.sleep(0.02)
     asyncio.run(shared())
 
 

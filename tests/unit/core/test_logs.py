@@ -63,7 +63,7 @@ def test_no_logging_call_waits_for_the_lock_of_logging(where: str) -> None:
     thread = threading.Thread(target=log, args=(logging.DEBUG, "here"))
     logger = logs.logger.manager.root
     # As while another thread sets a level: the loggers' caches are empty.
-    with logging._lock:  # type: ignore[attr-defined]
+    with logging._lock:  # type: ignore[attr-defined]  # private, and the one lock that matters
         logger.setLevel(logger.level)
         thread.start()
         thread.join(20)
