@@ -163,6 +163,7 @@ class Producer(BaseProducer):
         Raises:
             FlowControlTimeout: still flowed after `timeout`; the message was not sent and never will be.
             ProducerFlowed: flowed, and `when_flowed` is ``"raise"``; the message was not sent.
+            NestedCall: the call would wait for itself; the message was not sent and never will be (E2).
             ProducerClosed: the producer was closed, or lost its connection; the message was not sent.
             OutboxFull: the outbox has no room; the message was not sent.
             NotDurable: the message is admitted, but is not on disk after `timeout`, or the disk failed.
@@ -259,6 +260,7 @@ class Producer(BaseProducer):
 
         Raises:
             ProducerFlowed: flowed; the message was not sent and never will be.
+            NestedCall: the call would wait for itself; the message was not sent and never will be (E2).
             ProducerClosed: the producer was closed, or lost its connection; the message was not sent.
             TypeError: the message is of another type.
             ValueError: the message cannot be encoded.
@@ -363,6 +365,7 @@ class Producer(BaseProducer):
             ConfirmTimeout: some messages are not settled; their outcome is not known yet.
             UndeliveredMessages: all messages are settled, but some were not delivered, and no call has reported them.
                 The failures of all threads are reported together: if several threads flush, only the first gets them.
+            NestedCall: the call would wait for itself; nothing has changed (E2).
             ProducerClosed: the producer was made before this process was forked.
             TypeError, ValueError: `timeout` is not a number.
         """
@@ -392,6 +395,7 @@ class Producer(BaseProducer):
             True if there are no holds; False after the timeout.
 
         Raises:
+            NestedCall: the call would wait for itself; nothing has changed (E2).
             ProducerClosed: the producer is closed and will never be unflowed.
             TypeError, ValueError: `timeout` is not a number.
         """
@@ -442,6 +446,8 @@ class Producer(BaseProducer):
                 `close_timeout`.
 
         Raises:
+            NestedCall: the call would wait for itself (E2). If the close has begun, another thread completes it and
+                logs the messages that were not delivered.
             UndeliveredMessages: some messages were not delivered, and no call has reported them. No other messages are
                 lost.
             TypeError, ValueError: `timeout` is not a number; nothing has changed.
