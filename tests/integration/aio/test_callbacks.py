@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import sys
 import threading
@@ -25,6 +24,7 @@ from qflow_client import (
 )
 from qflow_client.broker import Broker
 from qflow_client.logs import flush_logs
+from tests.collecting import collect
 from tests.integration.producer.tools import bodies
 
 from .tools import held, in_line, kinds, soon
@@ -283,7 +283,7 @@ def test_an_abandoned_iterator_leaves_nothing_behind(run: Run, broker: Broker) -
             assert (await reading).kind is FlowEventKind.FLOWED
             producer.resume()
             del reading
-            gc.collect()
+            collect()
             assert len(producer._engine.listeners.iterators) == 0
 
     run(main())

@@ -13,6 +13,7 @@ from pamqp import body, commands, frame, header
 from qflow_client.broker import Broker
 from qflow_client.broker.core.channel import Channel
 from qflow_client.broker.core.session import Session
+from tests.collecting import collect
 
 PROTOCOL_HEADER = b"AMQP\0\0\x09\x01"
 
@@ -68,7 +69,7 @@ def _sessions_and_channels(but=()):
 
 def test_a_closed_connection_is_freed_without_the_garbage_collector(broker, connect):
     kept = connect(broker).open().channel()
-    gc.collect()
+    collect()
     gc.disable()
     try:
         # Kept, so that nothing that comes gets their place.

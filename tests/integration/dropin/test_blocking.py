@@ -16,6 +16,7 @@ import qflow_client.pika as pika
 from qflow_client import ConfirmTimeout, FlowControlTimeout, FlowEventKind, HoldKind, ProducerFlowed, flow_manager
 from qflow_client.broker import Broker
 from qflow_client.logs import flush_logs
+from tests.collecting import collect
 from tests.integration.producer.tools import PATIENCE, Stopwatch, bodies, eventually, start
 from tests.interrupting import EVERY, interrupted
 
@@ -299,7 +300,7 @@ def test_an_unreferenced_open_connection_is_freed(broker):
     try:
         del connection
         with pytest.warns(ResourceWarning):
-            gc.collect()
+            collect()
     finally:
         gc.enable()
     assert impl() is None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import socket
 import ssl
 from collections.abc import Callable
@@ -26,6 +25,7 @@ from qflow_client import (
 )
 from qflow_client.broker import Broker
 from qflow_client.logs import flush_logs
+from tests.collecting import collect
 
 from .tools import (
     PATIENCE,
@@ -293,7 +293,7 @@ def test_an_unreferenced_connection_ends(broker: Broker) -> None:
     connection = qflow_client.connect(broker.url)
     assert connection.is_open
     del connection
-    gc.collect()
+    collect()
     eventually(lambda: not broker.connections())
 
 

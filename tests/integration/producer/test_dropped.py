@@ -15,6 +15,7 @@ import pytest
 from qflow_client import AsyncProducer, OutboxInUse, Outcome, Producer, Receipt
 from qflow_client.broker import Broker
 from qflow_client.outbox import Outbox
+from tests.collecting import collect
 from tests.integration.aio.tools import soon
 
 from .tools import PATIENCE, Flows, eventually
@@ -26,7 +27,7 @@ pytestmark = pytest.mark.filterwarnings("error::pytest.PytestUnraisableException
 def _drop(held: list[Producer] | list[AsyncProducer]) -> None:
     """Drop the only reference to a producer."""
     gone = weakref.ref(held.pop())
-    gc.collect()
+    collect()
     assert gone() is None
 
 
@@ -152,5 +153,5 @@ def test_E6_an_async_producer_that_never_connected_keeps_no_object_alive() -> No
             """Called by the producer."""
 
     gone = weakref.ref(Owner())
-    gc.collect()
+    collect()
     assert gone() is None

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import gc
 import logging
 import sys
 import threading
@@ -25,6 +24,7 @@ from qflow_client import (
 )
 from qflow_client.broker import Broker
 from qflow_client.logs import flush_logs
+from tests.collecting import collect
 
 from .tools import (
     PATIENCE,
@@ -255,7 +255,7 @@ def test_an_abandoned_iterator_leaves_nothing_behind(producer: Producer) -> None
         break
     assert len(producer._engine.listeners.iterators) == 2
     del events, never_begun
-    gc.collect()
+    collect()
     assert len(producer._engine.listeners.iterators) == 0
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import sqlite3
 import threading
 import time
@@ -33,6 +32,7 @@ from qflow_client import (
 )
 from qflow_client.broker import Broker
 from qflow_client.logs import flush_logs
+from tests.collecting import collect
 from tests.effort import rounds
 
 from .processes import in_child
@@ -265,7 +265,7 @@ def test_a_spilled_message_uses_no_memory(broker: Broker, make_producer: Callabl
     receipt: Any = producer.send(Message(b"kept", message_id="own"))
     for _ in range(100):
         producer.send(bytes(10_000))
-    gc.collect()
+    collect()
     assert producer._engine.storage is not None
     assert list(producer._engine.storage.store.backlog.spilled.values()) == [receipt]
     assert receipt._payload is None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import sqlite3
 import threading
 import time
@@ -26,6 +25,7 @@ from qflow_client import (
     UndeliveredMessages,
 )
 from qflow_client.broker import Broker
+from tests.collecting import collect
 
 from .tools import PATIENCE, bodies, eventually, start
 
@@ -184,7 +184,7 @@ def test_E4_a_message_that_never_reached_the_disk_is_not_reported_as_stored(
         # Nothing refers to the receipt of the third.
         with suppress(NotDurable):
             producer.send(b"forgotten", timeout=0)
-        gc.collect()
+        collect()
         with pytest.raises(UndeliveredMessages) as caught:
             producer.close(timeout=BRIEF)
     assert [receipt.outcome for receipt in receipts] == [Outcome.UNKNOWN, Outcome.FAILED]

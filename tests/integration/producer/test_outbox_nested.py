@@ -13,6 +13,7 @@ import pytest
 
 from qflow_client import AsyncProducer, NotDurable, Outbox, Producer, ProducerFlowed
 from qflow_client.broker import Broker
+from tests.collecting import collect
 from tests.interrupting import EVERY, interrupted
 
 from .test_nested import Garbage, in_time
@@ -96,7 +97,7 @@ def test_E2_finalizers_on_any_thread_may_send(broker: Broker, tmp_path: Path) ->
                     producer.send(b"own", timeout=PATIENCE)
             finally:
                 gc.set_threshold(*threshold)
-            gc.collect()
+            collect()
             producer.flush(PATIENCE)
 
     in_time(run)
