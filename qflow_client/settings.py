@@ -441,8 +441,8 @@ class ProducerSettings:
         object.__setattr__(self, "outbox_path", path)
         if self.capacity == "auto" and not self.confirms:
             raise SettingsError(
-                "capacity='auto' with confirms=False: it is found from the latency of the confirms, of which there are "
-                "none; give a number, or leave confirms on"
+                "capacity='auto' with confirms=False: the window is found from the latency of the confirms, and "
+                "there are none; give a number, or leave confirms on"
             )
         moves = "on_blocked='failover'" if self.on_blocked is OnBlocked.FAILOVER else ""
         moves = moves or (f"return_to_first={self.return_to_first!r}" if self.return_to_first is not None else "")

@@ -115,7 +115,7 @@ def check_arguments(
     declare: object,
     credentials: object,
 ) -> None:
-    """Reject arguments of which no producer can be made.
+    """Reject arguments that make no producer.
 
     Raises:
         SettingsError: there are two connections; or a shared connection with declarations or credentials.

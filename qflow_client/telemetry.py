@@ -472,7 +472,7 @@ _GAUGES: tuple[tuple[str, str, str, _Read], ...] = (
     ("qflow.producer.capacity", _MESSAGES, "The most unsettled messages there may be", _capacity),
     ("qflow.producer.available", _MESSAGES, "Messages that could be admitted before the window is full", _available),
     ("qflow.producer.unsettled", _MESSAGES, "Messages that are admitted and not settled", _unsettled),
-    ("qflow.producer.in_flight", _MESSAGES, "Unsettled messages of which something is written", _in_flight),
+    ("qflow.producer.in_flight", _MESSAGES, "Unsettled messages that are partly or fully written", _in_flight),
     ("qflow.producer.waiting", _MESSAGES, "Sends that wait to be admitted", _waiting),
 )
 

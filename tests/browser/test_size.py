@@ -12,7 +12,7 @@ from playwright.sync_api import Browser, Page, Route, expect
 from qflow_client.broker import Broker
 from tests.browser.conftest import PATIENCE
 
-#: Of queues, and of producers, each of which publishes to a queue of its own: both more than the page ever shows.
+#: Numbers of queues. Each has one producer. Both numbers are higher than the page shows at once.
 SMALL, LARGE = 40, 240
 CONNECTIONS = 4
 
@@ -71,7 +71,7 @@ self.postMessage = (message, ...more) => {
 
 @contextmanager
 def producers(broker: Broker, count: int) -> Iterator[None]:
-    """So many queues, and as many producers, each of which has published to its own."""
+    """Declare queues, and publish to each by a producer of its own."""
     for number in range(count):
         broker.declare_queue(f"queue {number}", arguments={"qpid.flow_stop_count": 4})
     connections = [pika.BlockingConnection(pika.URLParameters(broker.url)) for _ in range(CONNECTIONS)]

@@ -13,7 +13,7 @@ import pika
 
 from qflow_client.broker import Broker
 
-#: Of the stream `lines`: the files, each of which is a batch, and the rows of each.
+#: The number of files of the stream `lines`, and of rows in each file. Each file is a batch.
 FILES, ROWS = 3, 1000
 
 #: Seconds that anything may take: the first job of a session, on a busy machine, takes minutes.

@@ -24,7 +24,7 @@ Capture = pytest.CaptureFixture[str]
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """An outbox of which two messages may have been written, and one was not."""
+    """An outbox with three messages. Two may have been written to a broker, and one was not."""
     path = tmp_path / "outbox"
     with Outbox(path) as outbox:
         outbox.put(b"one", "", "orders", "id-1")

@@ -115,7 +115,7 @@ def test_every_public_method_has_a_scenario(kind: str) -> None:
 def test_results_exceptions_and_the_order_of_callbacks_are_the_same(name: str, robust: bool, run: Run) -> None:
     with Broker() as broker:
         ours = run(outcome_on_its_own(drop_in, broker.url, name, robust=robust))
-    # Not with `run`: older releases leave futures behind of which nobody asks the exception.
+    # Not with `run`, because older releases leave futures behind whose exceptions are never retrieved.
     with Broker() as broker, asyncio.Runner() as runner:
         runner.get_loop().set_exception_handler(lambda _loop, _context: None)
         assert ours == runner.run(outcome_on_its_own(original, broker.url, name, robust=robust))

@@ -397,10 +397,10 @@ def test_a_log_handler_that_blocks_delays_no_sender(
     add_handler(handle)
     broker.flow(False)
     assert stuck.wait(20)
-    # Not the manager, of which another's log handler may want something,
+    # A stuck log handler does not block the manager,
     assert flow_manager.stop_all("stock-taking") == 1
     assert flow_manager.start_all() == 1
-    # nor the I/O thread, nor who sends, nor callbacks.
+    # the I/O thread, the senders or the callbacks.
     broker.flow(True)
     producer.send(b"").result(timeout=20)
     told.wait(1)

@@ -69,7 +69,7 @@ def in_time(run: Callable[[], None]) -> None:
 
 @pytest.fixture
 def two(broker: Broker) -> Iterator[tuple[Producer, Producer]]:
-    """Two producers, of which the first has a small window."""
+    """Two producers. The first has a small window."""
     with Producer(broker.url, routing_key="q", capacity=2) as one, Producer(broker.url, routing_key="q") as other:
         yield one, other
 

@@ -19,7 +19,7 @@ from tests.interrupting import EVERY, interrupted
 from .test_nested import Garbage, in_time
 from .tools import PATIENCE, bodies, eventually
 
-# Calls of an application, each of which waits for the disk.
+# Calls of an application. Each waits for the disk.
 CALLS: dict[str, Callable[[Producer], object]] = {
     "send": lambda producer: producer.send(b"own", timeout=PATIENCE),
     "send for ever": lambda producer: producer.send(b"own", timeout=None),

@@ -172,7 +172,7 @@ def publisher(broker: Broker) -> ChannelSnapshot:
 
 
 def stop_pinned(program: Program, broker: Broker, expected: Behaviour) -> None:
-    """Stop a client of which it is known what it does then, and let it go."""
+    """Stop a client, check that it does what is known of it, and start it again."""
     broker.flow(False, channel=publisher(broker).name)
     program.go_on()
     program.expect(expected.stopped)

@@ -44,7 +44,7 @@ def capability(
     of: Iterable[str] = tuple(PRODUCERS),
     without: Container[tuple[str, str]] = UNCONFIRMED,
 ) -> Any:
-    """What a test shows of which producers on which brokers, but for some pairs."""
+    """Run a test with these producers on these brokers, except for some pairs."""
     marks = dict.fromkeys(RABBITMQ, pytest.mark.rabbitmq) | dict.fromkeys(BROKERJ, pytest.mark.brokerj)
 
     def decorate(test: Any) -> Any:

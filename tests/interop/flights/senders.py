@@ -31,10 +31,10 @@ Send = Callable[[str, str, Sequence[bytes], FaultProxy | None], None]
 
 
 class Cuts:
-    """Where a sender's connection is cut, with so many messages in flight that arrive, and of which it hears nothing.
+    """Cuts the connection of a sender while messages are in flight. They arrive, but their confirms do not.
 
     Args:
-        proxy: by way of which it goes; ``None`` if it is not cut.
+        proxy: the proxy of the connection; ``None`` if it is not cut.
         count: of its messages.
     """
 

@@ -4,11 +4,12 @@
     python -m tests.interop.suites.run amqplib         # this one
     python -m tests.interop.suites.run --json amqplib  # with the outcome of each test
 
-What passes on RabbitMQ has to pass on the broker here, but for `DIFFERENT`, each of which has a row in
-`docs/dialects.md`. An entry of `DIFFERENT` that passes is an error as well. What fails on RabbitMQ proves nothing.
+A test that passes on RabbitMQ must pass on the broker of this repository, except for the tests in `DIFFERENT`. Each of
+these has a row in `docs/dialects.md`. A test in `DIFFERENT` that passes is an error, too. A test that fails on RabbitMQ
+proves nothing.
 
-Each suite is fetched once, in the release that is pinned here, from where its client is published, into the user's
-cache. Nothing of it is changed but the address that it connects to.
+Each suite is downloaded once, in a pinned release, from the place where its client is published, into the user's cache.
+Only the address that it connects to is changed.
 """
 
 from __future__ import annotations

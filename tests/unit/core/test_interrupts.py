@@ -351,7 +351,7 @@ def test_an_interrupt_at_any_line_around_a_limit_leaves_no_hold(settings: dict[s
 
 
 class Pressed(FifoLine):
-    """A line at one end of which an interrupt comes, once."""
+    """A line with one interrupt, at one of its ends."""
 
     __slots__ = ("at",)
 

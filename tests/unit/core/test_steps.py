@@ -92,7 +92,7 @@ class Watch:
 class Life:
     """A producer with much state, and the messages that the broker gets from it.
 
-    Four messages are written, of which the third is returned. The next has begun, and another one has not. Two senders
+    Four messages are written. The third is returned. The next has begun, and another one has not. Two senders
     wait.
 
     Args:

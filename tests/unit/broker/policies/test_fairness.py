@@ -111,7 +111,7 @@ def test_F4_a_publisher_that_ends_is_skipped(make_world):
 
 
 def flap(make_world, interval, publishers=10, burst=20, rounds=500):
-    """Equal publishers, each of which sends a burst whenever it may, and a consumer that takes 30 in each round.
+    """Simulate equal publishers that send bursts whenever they may, and a consumer that takes 30 messages a round.
 
     Returns:
         How much each was let publish, and the highest depth.
