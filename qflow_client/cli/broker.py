@@ -74,7 +74,7 @@ def queue_table(queues: tuple[QueueSnapshot, ...], producers: int, flowed: int) 
         flowed: number of flowed (blocked) ones among them.
     """
     table = Table(
-        caption=f"producers: {producers}, flowed: {flowed}; Ctrl-C ends the broker",
+        caption=f"producers: {producers}, blocked (flowed): {flowed}; Ctrl-C stops the broker",
         caption_justify="left",
         header_style="dim",
         box=None,
@@ -111,7 +111,9 @@ def _ssl_context(certificate: Path | None, key: Path | None, client_ca: Path | N
     if certificate is None:
         for name, file in (("tls_key", key), ("tls_client_ca", client_ca)):
             if file is not None:
-                raise CommandError(f"{name}: for which certificate? give tls_certificate too", ExitCode.USAGE)
+                raise CommandError(
+                    f"{name} has no effect without a certificate: set tls_certificate too", ExitCode.USAGE
+                )
         return None
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     try:
@@ -119,30 +121,31 @@ def _ssl_context(certificate: Path | None, key: Path | None, client_ca: Path | N
     except OSError as error:
         # Python does not tell which of the two files is wrong.
         files = f"{certificate} and {key}" if key is not None else str(certificate)
-        raise CommandError(f"{files}: no certificate with its key: {error}", ExitCode.USAGE) from error
+        raise CommandError(f"{files}: cannot load a certificate with its key: {error}", ExitCode.USAGE) from error
     if client_ca is not None:
         try:
             context.load_verify_locations(client_ca)
         except OSError as error:
-            raise CommandError(f"{client_ca}: no certificate of an authority: {error}", ExitCode.USAGE) from error
+            raise CommandError(f"{client_ca}: cannot load a certificate authority: {error}", ExitCode.USAGE) from error
         context.verify_mode = ssl.CERT_REQUIRED
     return context
 
 
 def hash_password(as_json: AsJson = False) -> None:
-    """Print the hash of a password, for --users-file and [users] in --config.
+    """Print the hash of a password for `qflow broker`.
 
-    The password is read from a prompt, or from the first line of standard input. It is never an argument, because other
-    users could read it.
+    The hash can replace the password in --users-file, and in the table [users] of the configuration file. On a terminal
+    the command asks for the password. Otherwise it reads the first line of standard input. The password is not an
+    option, because other users of the machine could read it.
     """
     if sys.stdin.isatty():
         password = getpass("password: ")
-        if getpass("once more: ") != password:
-            raise CommandError("the two passwords differ")
+        if getpass("repeat the password: ") != password:
+            raise CommandError("the two passwords differ; start again")
     else:
         password = sys.stdin.readline().rstrip("\r\n")
     if not password:
-        raise CommandError("a password must not be blank", ExitCode.USAGE)
+        raise CommandError("the password is blank; enter at least one character", ExitCode.USAGE)
     hashed = hash_of(password)
     if as_json:
         print_json({"hash": hashed})
@@ -174,184 +177,387 @@ def _raise_descriptor_limit(settings: BrokerSettings, console: Console) -> None:
 def broker(
     config: Annotated[
         Path | None,
-        typer.Option(metavar="FILE.toml", help="Where options come from that are not given here.", dir_okay=False),
+        typer.Option(
+            metavar="FILE.toml",
+            help="TOML file with options. Options on the command line override it (default: no file).",
+            dir_okay=False,
+        ),
     ] = None,
-    host: Annotated[str | None, typer.Option(help="The address to listen on; 127.0.0.1.")] = None,
-    port: Annotated[int | None, typer.Option(help="The port to listen on; 5672. 0 for a free one.")] = None,
+    host: Annotated[
+        str | None, typer.Option(metavar="ADDRESS", help="Address to listen on for AMQP (default: 127.0.0.1).")
+    ] = None,
+    port: Annotated[
+        int | None, typer.Option(metavar="PORT", help="Port to listen on for AMQP (default: 5672; 0: any free port).")
+    ] = None,
     user: Annotated[
         list[str] | None,
         typer.Option(
             "--user",
             metavar="NAME:PASSWORD",
-            help="A user; may be repeated; guest:guest if none. Visible to other users of this machine.",
+            help="User that may log in; can be given several times (default: guest:guest). "
+            "Other users of this machine can see it; use --users-file to hide it.",
         ),
     ] = None,
     users_file: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Users, one NAME:PASSWORD per line, or NAME:HASH (qflow hash-password); '-' for standard input. "
-            f"Or set {USERS} to such lines.",
+            help="File with users, one NAME:PASSWORD or NAME:HASH in each line; `qflow hash-password` prints a hash. "
+            f"'-' reads standard input. The environment variable {USERS} can have the same lines.",
         ),
     ] = None,
     loopback_users: Annotated[
         str | None,
-        typer.Option(metavar="NAME,…", help="Users that may log in from this machine only; guest. '' for none."),
+        typer.Option(
+            metavar="NAME,…",
+            help="Users that may log in from this machine only, separated by commas (default: guest; '': no user).",
+        ),
     ] = None,
     max_failed_logins: Annotated[
         int | None,
-        typer.Option(help="Of an address at once; then its logins are checked once a second; 10. 0, any number."),
+        typer.Option(
+            metavar="NUMBER",
+            help="Failed logins allowed from one address before its logins are checked only once per second "
+            "(default: 10; 0: no limit).",
+        ),
     ] = None,
     tls_certificate: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="A certificate, in PEM; with it everything has TLS.")
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="PEM file with the server's certificate; it enables TLS for AMQP and HTTP (default: no TLS).",
+        ),
     ] = None,
     tls_key: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Its key, unless it stands in the same file.")
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="PEM file with the private key of the certificate (default: the file with the certificate).",
+        ),
     ] = None,
     tls_client_ca: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Clients must show a certificate that this authority, in PEM, has signed."),
+        typer.Option(
+            metavar="FILE",
+            help="PEM file with a certificate authority. Every client must then present a certificate that this "
+            "authority has signed (default: clients need no certificate).",
+        ),
     ] = None,
-    virtual_host: Annotated[str | None, typer.Option(help="The name of the virtual host.")] = None,
+    virtual_host: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Name of the only virtual host (default: /).")
+    ] = None,
     profile: Annotated[
         Profile | None,
-        typer.Option(help="Whose dialect it speaks: that of another broker, for trials of clients; qflow, its own."),
+        typer.Option(
+            help="Broker to imitate, for tests of clients; qflow imitates none (default: qflow). The others have "
+            "their own defaults for --heartbeat, --frame-max and --channel-max.",
+        ),
     ] = None,
     enforcement: Annotated[
         Enforcement | None,
         typer.Option(
-            help="How a queue that is ON holds its producers: channel_flow sends Channel.Flow, "
-            "completion holds confirms back; both unless given."
+            help="How a queue that is ON blocks its producers: channel_flow sends Channel.Flow, completion delays "
+            "confirms, both does both (default: both)."
         ),
     ] = None,
     flow_scope: Annotated[
         FlowScope | None,
-        typer.Option(help="Whom it holds: the offender (unless given), or all recent publishers."),
+        typer.Option(
+            help="Which producers a queue that is ON blocks: offender, those that publish to it above its threshold; "
+            "publishers, all that published to it recently (default: offender)."
+        ),
     ] = None,
     recent: Annotated[
-        float | None, typer.Option(metavar="SECONDS", help="How long a publisher counts as recent; 10.")
+        float | None,
+        typer.Option(
+            metavar="SECONDS",
+            help="Seconds after a publish for which a producer counts as a recent publisher (default: 10).",
+        ),
     ] = None,
     default_flow_stop_threshold: Annotated[
-        int | None, typer.Option(metavar="PERCENT", help="Of a queue's maximum, where it turns ON by default; 80.")
+        int | None,
+        typer.Option(
+            metavar="PERCENT",
+            help="Stop threshold of a queue that has a maximum but no stop threshold, in percent of the maximum "
+            "(default: 80; 0 for both: no thresholds).",
+        ),
     ] = None,
     default_flow_resume_threshold: Annotated[
-        int | None, typer.Option(metavar="PERCENT", help="Of a queue's maximum, below which it turns OFF; 70.")
+        int | None,
+        typer.Option(
+            metavar="PERCENT",
+            help="Resume threshold of such a queue, in percent of the maximum "
+            "(default: 70; 0 for both: no thresholds).",
+        ),
     ] = None,
     capacity: Annotated[
-        int | None, typer.Option(metavar="BYTES", help="Above it a queue is ON, unless it says otherwise; 0, never.")
+        int | None,
+        typer.Option(
+            metavar="BYTES",
+            help="Body bytes above which a queue turns ON, unless it has its own capacity (default: 0, no limit).",
+        ),
     ] = None,
     flow_resume_capacity: Annotated[
-        int | None, typer.Option(metavar="BYTES", help="Down to it a queue stays ON; the capacity unless given.")
+        int | None,
+        typer.Option(
+            metavar="BYTES",
+            help="Body bytes at or below which such a queue turns OFF (default: the value of --capacity).",
+        ),
     ] = None,
     policy: Annotated[
         list[str] | None,
         typer.Option(
             "--policy",
             metavar="'NAME KEY=VALUE…'",
-            help="A policy for queues: 'small pattern=^orders policy=reject max_count=100'; may be repeated.",
+            help="Policy for queues, such as 'small pattern=^orders policy=reject max_count=100'; can be given "
+            "several times (default: no policy).",
         ),
     ] = None,
     max_producer_flow_control_wait: Annotated[
         float | None,
-        typer.Option(metavar="SECONDS", help="For how long a publish waits where the policy is wait; 60."),
+        typer.Option(
+            metavar="SECONDS",
+            help="Seconds for which a message waits for room in a full queue with the policy wait, before the queue "
+            "refuses it (default: 60).",
+        ),
     ] = None,
-    heartbeat: Annotated[int | None, typer.Option(metavar="SECONDS", help="Proposed to clients; 60. 0, none.")] = None,
+    heartbeat: Annotated[
+        int | None,
+        typer.Option(
+            metavar="SECONDS",
+            help="Heartbeat interval in seconds that the broker proposes to clients (default: 60; 0: no heartbeats).",
+        ),
+    ] = None,
     frame_max: Annotated[
-        int | None, typer.Option(metavar="BYTES", help="Of the largest frame, proposed to clients; 131072.")
+        int | None,
+        typer.Option(
+            metavar="BYTES",
+            help="Maximum size of a frame in bytes that the broker proposes to clients (default: 131072).",
+        ),
     ] = None,
-    channel_max: Annotated[int | None, typer.Option(help="Channels of a connection; 2047.")] = None,
-    max_connections: Annotated[int | None, typer.Option(help="Open connections at once; 10000.")] = None,
+    channel_max: Annotated[
+        int | None, typer.Option(metavar="NUMBER", help="Maximum number of channels of one connection (default: 2047).")
+    ] = None,
+    max_connections: Annotated[
+        int | None,
+        typer.Option(
+            metavar="NUMBER",
+            help="Maximum number of open connections; further connections are refused (default: 10000).",
+        ),
+    ] = None,
     max_unauthenticated: Annotated[
-        int | None, typer.Option(help="Connections at once that are not open yet; 1000. With more the oldest is cut.")
+        int | None,
+        typer.Option(
+            metavar="NUMBER",
+            help="Maximum number of connections that are not open yet; with more, the oldest of them is closed "
+            "(default: 1000).",
+        ),
     ] = None,
-    max_queues: Annotated[int | None, typer.Option(help="Queues; 50000.")] = None,
-    max_bindings: Annotated[int | None, typer.Option(help="Bindings; 200000.")] = None,
-    max_consumers: Annotated[int | None, typer.Option(help="Consumers; 100000.")] = None,
+    max_queues: Annotated[
+        int | None,
+        typer.Option(metavar="NUMBER", help="Maximum number of queues; further queues are refused (default: 50000)."),
+    ] = None,
+    max_bindings: Annotated[
+        int | None,
+        typer.Option(
+            metavar="NUMBER", help="Maximum number of bindings; further bindings are refused (default: 200000)."
+        ),
+    ] = None,
+    max_consumers: Annotated[
+        int | None,
+        typer.Option(
+            metavar="NUMBER", help="Maximum number of consumers; further consumers are refused (default: 100000)."
+        ),
+    ] = None,
     max_message_size: Annotated[
-        int | None, typer.Option(metavar="BYTES", help="Of the largest message; 134217728.")
+        int | None,
+        typer.Option(
+            metavar="BYTES",
+            help="Maximum body bytes of a message; a larger message closes its channel (default: 134217728).",
+        ),
     ] = None,
     unauthenticated_timeout: Annotated[
-        float | None, typer.Option(metavar="SECONDS", help="That a connection may take to be opened; 10.")
+        float | None,
+        typer.Option(
+            metavar="SECONDS",
+            help="Seconds within which a client must open its connection, with TLS and login (default: 10).",
+        ),
     ] = None,
     close_timeout: Annotated[
-        float | None, typer.Option(metavar="SECONDS", help="That a peer may take to answer Connection.Close; 5.")
+        float | None,
+        typer.Option(
+            metavar="SECONDS",
+            help="Seconds for which the broker waits for a client's answer to Connection.Close (default: 5).",
+        ),
     ] = None,
     backlog_count: Annotated[
         int | None,
-        typer.Option(metavar="MESSAGES", help="Unsettled ones of a connection that flow all its channels; 0, never."),
+        typer.Option(
+            metavar="MESSAGES",
+            help="Messages of one connection that may wait for room, be unconfirmed, or arrive on blocked (flowed) "
+            "channels. With more, all its channels are blocked (default: 0, no limit).",
+        ),
     ] = None,
-    backlog_size: Annotated[int | None, typer.Option(metavar="BYTES", help="The same in body bytes.")] = None,
+    backlog_size: Annotated[
+        int | None,
+        typer.Option(metavar="BYTES", help="The same limit in body bytes (default: 0, no limit)."),
+    ] = None,
     flow_grace: Annotated[
-        float | None, typer.Option(metavar="SECONDS", help="To obey Channel.Flow, before what follows counts; 5.")
+        float | None,
+        typer.Option(
+            metavar="SECONDS",
+            help="Seconds that a client has to obey Channel.Flow. Messages that arrive on the blocked (flowed) channel "
+            "after this time are late, for the next four options (default: 5; 0: no time).",
+        ),
     ] = None,
     tarpit_after: Annotated[
-        int | None, typer.Option(metavar="MESSAGES", help="Past that, each so many end reading for a time; 0, never.")
+        int | None,
+        typer.Option(
+            metavar="MESSAGES",
+            help="Each time a channel has sent this number of late messages, the broker stops reading its connection "
+            "for a time (default: 0, never).",
+        ),
     ] = None,
-    tarpit_time: Annotated[float | None, typer.Option(metavar="SECONDS", help="For how long; 1.")] = None,
+    tarpit_time: Annotated[
+        float | None,
+        typer.Option(
+            metavar="SECONDS",
+            help="Seconds for which the broker then does not read the connection (default: 1).",
+        ),
+    ] = None,
     close_channel_after: Annotated[
-        int | None, typer.Option(metavar="MESSAGES", help="Past that, with more the channel is closed; 0, never.")
+        int | None,
+        typer.Option(
+            metavar="MESSAGES",
+            help="Late messages allowed on one channel; with more, the broker closes the channel "
+            "(default: 0, no limit).",
+        ),
     ] = None,
     close_connection_after: Annotated[
-        int | None, typer.Option(metavar="MESSAGES", help="The same for the connection; 0, never.")
+        int | None,
+        typer.Option(
+            metavar="MESSAGES",
+            help="Late messages allowed on one connection; with more, the broker closes the connection "
+            "(default: 0, no limit).",
+        ),
     ] = None,
     resume_interval: Annotated[
-        float | None, typer.Option(metavar="SECONDS", help="Between two channels that a queue lets go on; 0.")
+        float | None,
+        typer.Option(
+            metavar="SECONDS",
+            help="Seconds between two channels that a queue unblocks (unflows) when it turns OFF "
+            "(default: 0, all at once).",
+        ),
     ] = None,
     store: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="The message store: durable queues and persistent messages survive; all is in memory unless given.",
+            help="File of the message store, in which durable queues and persistent messages survive a restart "
+            "(default: no store, all is in memory).",
             dir_okay=False,
         ),
     ] = None,
     store_synchronous: Annotated[
         Synchronous | None,
         typer.Option(
-            help="What confirmed messages survive: full, also the death of the machine; normal, the broker's."
+            help="What confirmed messages in the store survive: normal, a crash of the broker; full, also a crash of "
+            "the machine (default: full)."
         ),
     ] = None,
     memory_limit: Annotated[
         int | None,
-        typer.Option(metavar="BYTES", help="Of messages in memory; policy flow_to_disk evicts bodies; 0, any number."),
+        typer.Option(
+            metavar="BYTES",
+            help="Bytes of messages that may be in memory. Above three quarters, queues with the policy flow_to_disk "
+            "move bodies to the store. Above the limit, the broker blocks publishers (default: 0, no limit).",
+        ),
     ] = None,
     disk_free_limit: Annotated[
         int | None,
-        typer.Option(metavar="BYTES", help="Clients are blocked when less is free where the store is; 0, never."),
+        typer.Option(
+            metavar="BYTES",
+            help="Bytes that must be free in the folder of the store. With less, the broker sends Connection.Blocked "
+            "to its clients (default: 0, no limit).",
+        ),
     ] = None,
-    http_host: Annotated[str | None, typer.Option(help="The address on which the HTTP API listens; 127.0.0.1.")] = None,
-    http_port: Annotated[int | None, typer.Option(help="Its port; 0 for a free one; no HTTP API unless given.")] = None,
+    http_host: Annotated[
+        str | None,
+        typer.Option(metavar="ADDRESS", help="Address to listen on for the HTTP API (default: 127.0.0.1)."),
+    ] = None,
+    http_port: Annotated[
+        int | None,
+        typer.Option(
+            metavar="PORT",
+            help="Port to listen on for the HTTP API (default: no HTTP API; 0: any free port).",
+        ),
+    ] = None,
     http_token: Annotated[
-        str | None, typer.Option(help="What its clients have to show; QFLOW_HTTP_TOKEN. Required off loopback.")
+        str | None,
+        typer.Option(
+            metavar="TOKEN",
+            help="Token that clients of the HTTP API must send; required if other machines can reach the API "
+            "(default: no token). Other users of this machine can see it; use the environment variable "
+            "QFLOW_HTTP_TOKEN to hide it.",
+        ),
     ] = None,
     queue: Annotated[
         list[str] | None,
-        typer.Option("--queue", metavar="NAME", help="A durable queue to begin with; may be repeated."),
+        typer.Option(
+            "--queue",
+            metavar="NAME",
+            help="Durable queue to declare at the start; can be given several times (default: no queue).",
+        ),
     ] = None,
     flow_stop_count: Annotated[
-        int | None, typer.Option(metavar="MESSAGES", help="For --queue: above it the queue is ON.")
+        int | None,
+        typer.Option(
+            metavar="MESSAGES",
+            help="Messages above which each queue of --queue turns ON (default: no stop threshold).",
+        ),
     ] = None,
     flow_resume_count: Annotated[
-        int | None, typer.Option(metavar="MESSAGES", help="For --queue: below it the queue is OFF; 7/8 unless given.")
+        int | None,
+        typer.Option(
+            metavar="MESSAGES",
+            help="Messages below which it turns OFF (default: 7/8 of --flow-stop-count).",
+        ),
     ] = None,
     flow_stop_size: Annotated[
-        int | None, typer.Option(metavar="BYTES", help="For --queue: above it the queue is ON.")
+        int | None,
+        typer.Option(
+            metavar="BYTES",
+            help="Body bytes above which each queue of --queue turns ON (default: no stop threshold).",
+        ),
     ] = None,
     flow_resume_size: Annotated[
-        int | None, typer.Option(metavar="BYTES", help="For --queue: below it the queue is OFF; 7/8 unless given.")
+        int | None,
+        typer.Option(
+            metavar="BYTES",
+            help="Body bytes below which it turns OFF (default: 7/8 of --flow-stop-size).",
+        ),
     ] = None,
     flow_log: Annotated[
         Path | None,
-        typer.Option(metavar="FOLDER", help="Write who is held by which queue, and depths, for qflow report."),
+        typer.Option(
+            metavar="FOLDER",
+            help="Folder for a flow log: which queue blocks which producers, and the depths of the queues. "
+            "`qflow report` analyses it (default: no flow log).",
+        ),
     ] = None,
     as_json: AsJson = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Nothing but the URLs, and warnings.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print only the URLs, and warnings and errors.")] = False,
 ) -> None:
     """Run a broker for trials and tests, until Ctrl-C or SIGTERM.
 
-    It speaks AMQP 0-9-1, keeps everything in memory unless it has a store, and blocks producers by the thresholds of
-    its queues. It prints its URL when it accepts connections, and the URL of its HTTP API if there is one. When it is
-    stopped, it exits with code 0.
+    The broker speaks AMQP 0-9-1. It keeps everything in memory, unless --store names a file. When it accepts
+    connections, it prints its URL, and the URL of its HTTP API if there is one.
+
+    A queue turns ON when its depth is above a stop threshold, and OFF when its depth is below the resume threshold.
+    While it is ON, it blocks (flows) its producers.
+
+    Exit codes: 0 after Ctrl-C or SIGTERM; 1 if the broker cannot start, for example because the port is in use; 2 if an
+    option or the configuration file is wrong.
     """
     flags: dict[str, Any] = {
         "host": host,
@@ -412,7 +618,9 @@ def broker(
     }
     marks_given = {name: value for name, value in marks.items() if value is not None}
     if marks_given and not queue:
-        raise CommandError(f"{', '.join(marks_given)}: for which queue? give --queue NAME", ExitCode.USAGE)
+        raise CommandError(
+            f"{', '.join(marks_given)}: there is no queue to set this for; give --queue NAME", ExitCode.USAGE
+        )
     read = read_config(config)
     queues = dict(read.queues) | dict.fromkeys(queue or (), marks_given)
     try:
@@ -500,7 +708,7 @@ def _watch_resident_size(running: Broker, stack: ExitStack) -> None:
             resident = resident_size()
             if resident is None or not watch.look(resident, running.memory.bytes):
                 continue
-            text = f"the process takes {resident} bytes of memory; it may take {watch.most}"
+            text = f"the process uses {resident} bytes of memory; its limit is {watch.most}"
             if watch.is_over:
                 running.raise_alarm(ALARM, text)
             else:

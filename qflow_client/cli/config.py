@@ -57,15 +57,17 @@ def read_config(path: Path | None) -> Config:
     try:
         told = tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise _refused(path, f"not TOML: {error}") from error
+        raise _refused(path, f"the file is not valid TOML: {error}") from error
     queues: dict[str, Mapping[str, int]] = {}
     for number, table in enumerate(_tables(path, told, "queue"), 1):
         _check_names(path, f"[[queue]] number {number}: ", table, ("name", *MARKS))
         name = table.pop("name", None)
         if not isinstance(name, str) or not name:
-            raise _refused(path, f"[[queue]] number {number}: name must be a name, not {name!r}")
+            raise _refused(path, f"[[queue]] number {number}: name must be the name of a queue, not {name!r}")
         if name in queues:
-            raise _refused(path, f"[[queue]] number {number}: {name!r} is there twice")
+            raise _refused(
+                path, f"[[queue]] number {number}: the name {name!r} is used twice; give each queue its own name"
+            )
         queues[name] = table
     policies = [_policy(path, number, table) for number, table in enumerate(_tables(path, told, "policy"), 1)]
     _check_names(path, "", told, (*_WORDS, *_FILES, "queue", "policy"))
@@ -75,7 +77,7 @@ def read_config(path: Path | None) -> Config:
         # Paths are relative to the folder of the configuration file.
         if name in told:
             if not isinstance(told[name], str):
-                raise _refused(path, f"{name} must be the path of a file, not {told[name]!r}")
+                raise _refused(path, f"{name} must be a path, not {told[name]!r}")
             told[name] = path.parent / told[name]
     return Config(path, told, queues)
 
@@ -83,7 +85,7 @@ def read_config(path: Path | None) -> Config:
 def _tables(path: Path, told: dict[str, Any], name: str) -> list[dict[str, Any]]:
     tables = told.pop(name, [])
     if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
-        raise _refused(path, f"a {name} is a table that begins with [[{name}]]")
+        raise _refused(path, f"{name} must be a list of tables; begin each table with [[{name}]]")
     return tables
 
 
@@ -99,7 +101,7 @@ def _check_names(path: Path, where: str, told: Mapping[str, object], known: tupl
     for name in told:
         if name not in known:
             near = get_close_matches(name.replace("-", "_"), known, 1)
-            hint = f"; did you mean {near[0]!r}?" if near else f"; there are {', '.join(known)}"
+            hint = f"; did you mean {near[0]!r}?" if near else f"; the options are {', '.join(known)}"
             raise _refused(path, f"{where}there is no option {name!r}{hint}")
 
 

@@ -13,7 +13,7 @@ import typer
 __all__ = ["AsJson", "print_json"]
 
 #: The option, as the parameter ``as_json`` of a command.
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON, for programs.")]
 
 
 def print_json(value: Any, *, indent: int | None = None, file: TextIO | None = None) -> None:

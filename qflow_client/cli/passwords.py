@@ -42,7 +42,10 @@ def warn_of_option(option: str, instead: str) -> None:
         option: option as given.
         instead: alternatives to the option.
     """
-    print(f"qflow: {option}: others can read a password on the command line; use {instead}", file=sys.stderr)
+    print(
+        f"qflow: {option}: other users of this machine can see a password on the command line; use {instead}",
+        file=sys.stderr,
+    )
 
 
 def warn_of_url(url: str | None, instead: str) -> None:
@@ -77,7 +80,7 @@ def users_of(lines: Iterable[str], where: str) -> dict[str, str]:
             continue
         name, colon, password = line.rstrip("\r\n").partition(":")
         if not colon or not name:
-            raise CommandError(f"{where}, number {number}: a user is given as NAME:PASSWORD", ExitCode.USAGE)
+            raise CommandError(f"{where}, number {number}: this is not a user; write NAME:PASSWORD", ExitCode.USAGE)
         users[name] = password
     return users
 
@@ -97,12 +100,14 @@ def broker_users(options: Sequence[str] | None, file: Path | None) -> dict[str, 
         OSError: the file cannot be read.
     """
     if options and file is not None:
-        raise CommandError("--user and --users-file: give one; all users can be in the file", ExitCode.USAGE)
+        raise CommandError("--user and --users-file cannot be combined; put all users into the file", ExitCode.USAGE)
     if file is not None:
         text = sys.stdin.read() if str(file) == "-" else file.read_text(encoding="utf-8")
         users = users_of(text.splitlines(), f"--users-file {file}")
         if not users:
-            raise CommandError(f"--users-file {file}: there is no user in it", ExitCode.USAGE)
+            raise CommandError(
+                f"--users-file {file}: the file has no users; write one NAME:PASSWORD in each line", ExitCode.USAGE
+            )
         return users
     if options:
         return users_of(options, "--user") or None

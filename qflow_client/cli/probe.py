@@ -103,7 +103,9 @@ def readiness_probe(source: HasHealth, host: str, port: int) -> Iterator[str]:
     try:
         server = _Server(host, port, Handler)
     except (OSError, OverflowError, UnicodeError) as error:
-        raise CommandError(f"readiness on {host}:{port}: {getattr(error, 'strerror', None) or error}") from error
+        raise CommandError(
+            f"cannot answer readiness probes on {host}:{port}: {getattr(error, 'strerror', None) or error}"
+        ) from error
     with server:
         thread = threading.Thread(target=server.serve_forever, name="qflow-readiness", daemon=True)
         thread.start()

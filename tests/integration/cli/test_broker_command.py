@@ -119,14 +119,17 @@ def test_settings_of_the_broker_are_options_of_the_command() -> None:
     ("arguments", "words"),
     [
         (["--port", "70000"], "port must be from 0 to 65535, not 70000"),
-        (["--port", "0", "--flow-stop-count", "5"], "for which queue? give --queue NAME"),
+        (
+            ["--port", "0", "--flow-stop-count", "5"],
+            "flow_stop_count: there is no queue to set this for; give --queue NAME",
+        ),
         (
             ["--port", "0", "--queue", "q", "--flow-stop-count", "5", "--flow-resume-count", "6"],
             "qpid.flow_stop_count=5 and qpid.flow_resume_count=6",
         ),
         (["--port", "0", "--policy", "p max_cont=1"], "a policy sets no 'max_cont'; the nearest is 'max_count'"),
         (["--port", "0", "--profile", "rabbitmq"], "'rabbitmq' is not one of 'qflow', 'lavinmq', 'wso2'"),
-        (["--port", "0", "--user", "ann"], "a user is given as NAME:PASSWORD"),
+        (["--port", "0", "--user", "ann"], "--user, number 1: this is not a user; write NAME:PASSWORD"),
         (["--port", "0", "--user", "ann:"], "the password of user 'ann' is blank"),
         (
             ["--port", "0", "--max-queues", "1", "--queue", "a", "--queue", "b"],
@@ -226,10 +229,11 @@ def test_every_setting_has_a_flag_and_a_key_in_the_configuration_file() -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("port = ", "not TOML: Invalid value (at "),
+        ("port = ", "the file is not valid TOML: Invalid value (at "),
         ("prot = 5", "there is no option 'prot'; did you mean 'port'?"),
         ("http-port = 5", "there is no option 'http-port'; did you mean 'http_port'?"),
         ("trace = 5", "there is no option 'trace'; "),
+        ("zzzzz = 5", "there is no option 'zzzzz'; the options are host, port, "),
         ("port = 70000", "port must be from 0 to 65535, not 70000"),
         ("port = '5672'", "port must be an int, not str: '5672'"),
         ("enforcement = 'none'", "enforcement must be one of 'channel_flow', 'completion', 'both', not 'none'"),
@@ -237,19 +241,22 @@ def test_every_setting_has_a_flag_and_a_key_in_the_configuration_file() -> None:
         ("users = {}", "users must map at least one user name to its password"),
         ("http_port = 0\nhttp_host = '0.0.0.0'", "http_host='0.0.0.0' is not a loopback address: set an http_token"),
         ("capacity = 5\nflow_resume_capacity = 6", "capacity=5 and flow_resume_capacity=6"),
-        ("[queue]\nname = 'q'", "a queue is a table that begins with [[queue]]"),
-        ("[[queue]]\nflow_stop_count = 1", "[[queue]] number 1: name must be a name, not None"),
-        ("[[queue]]\nname = 'q'\n[[queue]]\nname = 'q'", "[[queue]] number 2: 'q' is there twice"),
+        ("[queue]\nname = 'q'", "queue must be a list of tables; begin each table with [[queue]]"),
+        ("[[queue]]\nflow_stop_count = 1", "[[queue]] number 1: name must be the name of a queue, not None"),
+        (
+            "[[queue]]\nname = 'q'\n[[queue]]\nname = 'q'",
+            "number 2: the name 'q' is used twice; give each queue its own",
+        ),
         ("[[queue]]\nname = 'q'\nflow_stop = 1", "[[queue]] number 1: there is no option 'flow_stop'; did you mean"),
         ("[[queue]]\nname = 'q'\nflow_stop_count = 'x'", "qpid.flow_stop_count='x': it must be an integer, not str"),
-        ("[policy]\nname = 'p'", "a policy is a table that begins with [[policy]]"),
+        ("[policy]\nname = 'p'", "policy must be a list of tables; begin each table with [[policy]]"),
         ("[[policy]]\nname = 'p'\nmax_cont = 1", "[[policy]] number 1: a policy sets no 'max_cont'; the nearest is"),
         ("[[policy]]\nmax_count = 1", "[[policy]] number 1: name=None: a policy must have a name"),
         ("policies = []", "there is no option 'policies'; did you mean 'policy'?"),
-        ("tls_certificate = 5", "tls_certificate must be the path of a file, not 5"),
-        ("tls_certificate = 'none.pem'", "none.pem: no certificate with its key: [Errno 2]"),
-        ("tls_client_ca = 'ca.pem'", "tls_client_ca: for which certificate? give tls_certificate too"),
-        ("tls_key = 'key.pem'", "tls_key: for which certificate? give tls_certificate too"),
+        ("tls_certificate = 5", "tls_certificate must be a path, not 5"),
+        ("tls_certificate = 'none.pem'", "none.pem: cannot load a certificate with its key: [Errno 2]"),
+        ("tls_client_ca = 'ca.pem'", "tls_client_ca has no effect without a certificate: set tls_certificate"),
+        ("tls_key = 'key.pem'", "tls_key has no effect without a certificate: set tls_certificate"),
     ],
 )
 def test_a_refused_option_in_a_configuration_file_is_reported_with_the_reason(

@@ -79,7 +79,7 @@ def test_a_blank_password_is_not_hashed(
 ) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO(line))
     assert main(["hash-password"]) == 2
-    assert capsys.readouterr().err == "qflow: a password must not be blank\n"
+    assert capsys.readouterr().err == "qflow: the password is blank; enter at least one character\n"
 
 
 def test_E9_a_low_limit_of_file_descriptors_is_reported_at_the_start_and_survived(tmp_path: Path) -> None:

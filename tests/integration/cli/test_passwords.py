@@ -77,8 +77,14 @@ def test_E8_no_command_prints_a_password(
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["outbox", "drain", "none", "--url", VALUES["plain"]], "--url: others can read a password .*use QFLOW_URL"),
-        (["send", "none", "-k", "q", "--url", VALUES["plain"]], "--url: others can read a password .*use QFLOW_URL"),
+        (
+            ["outbox", "drain", "none", "--url", VALUES["plain"]],
+            "--url: other users .* can see a password .*use QFLOW_URL",
+        ),
+        (
+            ["send", "none", "-k", "q", "--url", VALUES["plain"]],
+            "--url: other users .* can see a password .*use QFLOW_URL",
+        ),
         (["admin", "--url", "http://127.0.0.1:1", "--token", "s3cr3t-pw", "queues"], "--token: .*use QFLOW_HTTP_TOKEN"),
         (["broker", "--port", "-1", "--user", "ann:s3cr3t"], "--user: .*use --users-file, QFLOW_BROKER_USERS or"),
         (["broker", "--port", "-1", "--http-token", "s3cr3t-pw"], "--http-token: .*use QFLOW_HTTP_TOKEN or"),
@@ -97,7 +103,7 @@ def test_E8_an_argument_without_a_secret_causes_no_warning(
 ) -> None:
     monkeypatch.setenv("QFLOW_URL", VALUES["plain"])
     assert main(["send", "none", "-k", "q", *arguments]) != 0
-    assert "others can read" not in capsys.readouterr().err
+    assert "can see a password" not in capsys.readouterr().err
 
 
 def test_users_can_be_passed_in_only_one_way_and_a_file_may_contain_several(
@@ -106,9 +112,9 @@ def test_users_can_be_passed_in_only_one_way_and_a_file_may_contain_several(
     file = tmp_path / "users"
     file.write_text("\n")
     assert main(["broker", "--users-file", str(file)]) != 0
-    assert "there is no user in it" in capsys.readouterr().err
+    assert "the file has no users; write one NAME:PASSWORD in each line" in capsys.readouterr().err
     assert main(["broker", "--users-file", str(file), "--user", "guest:guest"]) != 0
-    assert "--user and --users-file: give one" in capsys.readouterr().err
+    assert "--user and --users-file cannot be combined; put all users into the file" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("way", ["file", "standard input", "environment"])

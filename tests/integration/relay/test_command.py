@@ -99,7 +99,7 @@ def test_E12_a_probe_port_in_use_is_reported(broker: Broker, url: str, capsys: C
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         assert main(["relay", broker.url, "--database", url, "--ready-port", port]) == 1
-    assert f"readiness on 127.0.0.1:{port}: Address already in use" in capsys.readouterr().err
+    assert f"cannot answer readiness probes on 127.0.0.1:{port}: Address already in use" in capsys.readouterr().err
 
 
 def test_E14_the_commands_status_failed_and_retry_work(

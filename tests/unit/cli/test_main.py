@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ import typer.main
 
 import qflow_client
 import qflow_client.cli
+from qflow_client.broker import BrokerSettings
 from qflow_client.cli import main
 from qflow_client.cli.app import app
 
@@ -54,6 +57,22 @@ def test_every_command_can_print_json() -> None:
     assert {"send", "outbox ls", "admin delete queue"} < found.keys()
     without = [name for name, command in found.items() if all("--json" not in each.opts for each in command.params)]
     assert not without
+
+
+_PROGRAMS_ONLY = ("authenticate", "ssl_context", "trace")
+
+
+def test_the_help_of_the_broker_names_the_default_of_every_setting() -> None:
+    command = dict(_commands(typer.main.get_command(app)))["broker"]
+    found = {option.name: re.search(r"\(default: ([^,;)]+)[^)]*\)", option.help) for option in command.params}
+    told = {name: default[1] for name, default in found.items() if default}
+    settings = BrokerSettings(port=5672)
+    for field in fields(settings):
+        value = getattr(settings, field.name)
+        assert {"users": "user", "policies": "policy"}.get(field.name, field.name) in {*told, *_PROGRAMS_ONLY}
+        if isinstance(value, str | int | float):
+            assert told[field.name] == (f"{value:g}" if isinstance(value, float) else str(value)), field.name
+    assert (told["user"], told["loopback_users"]) == ("guest:guest", *settings.loopback_users)
 
 
 @pytest.mark.parametrize("command", ["send", "broker", "demo"])

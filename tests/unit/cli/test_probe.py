@@ -63,5 +63,8 @@ def test_E12_probes_are_answered_on_ipv6() -> None:
 
 @pytest.mark.parametrize(("host", "port"), [("nowhere.invalid", 0), ("a" * 64 + ".example", 0), ("127.0.0.1", 70_000)])
 def test_E12_an_address_that_does_not_exist_is_reported(host: str, port: int) -> None:
-    with pytest.raises(CommandError, match=f"^readiness on {host}:{port}: "), readiness_probe(Ready(), host, port):
+    with (
+        pytest.raises(CommandError, match=f"^cannot answer readiness probes on {host}:{port}: "),
+        readiness_probe(Ready(), host, port),
+    ):
         pass

@@ -65,7 +65,7 @@ def test_E9_the_alarm_comes_and_goes_with_the_size_of_the_process(monkeypatch: p
             assert not running.alarms
             size = 12 << 20
             running.wait_until(lambda broker: ALARM in broker.alarms)
-            assert "it may take 11744051" in running.alarms[ALARM]
+            assert "its limit is 11744051" in running.alarms[ALARM]
             size = 10 << 20
             running.wait_until(lambda broker: not broker.alarms)
 
