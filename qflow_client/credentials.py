@@ -44,8 +44,8 @@ class Credentials:
         is_number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
         if seconds is not None and not (is_number and 0 < seconds < math.inf):
             raise SettingsError(
-                f"Credentials.expires_in={shown(seconds)}: it must be None or seconds, more than 0: these credentials "
-                "have expired"
+                f"Credentials.expires_in={shown(seconds)}: it must be None or seconds, more than 0; credentials with "
+                "a lower value have expired"
             )
 
 

@@ -98,11 +98,12 @@ class Database:
                         for statement in tables:
                             self.execute(statement)
             if self.one("PRAGMA application_id") != application_id:
-                raise error(f"{self.path} is a database of something else; name another file")
+                raise error(f"{self.path} is a database of another application; name another file")
             found = self.one("PRAGMA user_version")
             if found != version:
                 raise error(
-                    f"{self.path} has tables of version {found}, and this qflow_client knows {version}; name another"
+                    f"{self.path} has tables of version {found}, but this qflow_client reads version {version}; name "
+                    "another file"
                 )
             if not read_only:
                 self.execute("PRAGMA journal_mode = WAL")
@@ -115,8 +116,8 @@ class Database:
     def _check_process(self) -> None:
         if os.getpid() != self._pid:
             raise self._error(
-                f"{self.path} was opened in process {self._pid}, and this is process {os.getpid()}, which must open it "
-                "by itself"
+                f"{self.path} was opened in process {self._pid}; it cannot be used in process {os.getpid()}, which "
+                "must open it again"
             )
 
     def execute(self, statement: str, *values: object, **named: object) -> sqlite3.Cursor:

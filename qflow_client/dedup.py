@@ -148,8 +148,8 @@ class FirstTime:
                 return is_first
             if others.thread == threading.get_ident():
                 raise RuntimeError(
-                    f"message {self._message_id!r} is being handled by this very thread, which would wait for itself; "
-                    "in a coroutine, use `async with`"
+                    f"this thread already handles message {self._message_id!r}, so it would wait for itself; in a "
+                    "coroutine, use `async with`"
                 )
             ended = threading.Event()
             self._deduplicator._when_ended(others, ended.set)

@@ -58,10 +58,10 @@ RETRYING = ("on_refused", "retry_for", "retry_delay", "retry_delay_max")
 _PRODUCERS_ONLY = {
     **dict.fromkeys(
         ("host_order", "on_blocked", "failover_delay", "return_to_first", "liveness"),
-        "only Producer and AsyncProducer choose among hosts; the program connects, as with the library",
+        "only Producer and AsyncProducer choose among hosts; the program itself must connect, as with the library",
     ),
-    "connect_in_background": "the program connects, as with the library",
-    "close_timeout": "the program closes, as with the library",
+    "connect_in_background": "the program itself must connect, as with the library",
+    "close_timeout": "the program itself must close, as with the library",
     "delivery_timeout": "the library's own timeout ends the wait for a confirm",
     **dict.fromkeys(
         (
@@ -127,7 +127,7 @@ class DropIn:
                 theirs.append((name, value))
             elif setting in self.not_taken or setting in _PRODUCERS_ONLY:
                 why = self.not_taken.get(setting) or _PRODUCERS_ONLY[setting]
-                raise TypeError(f"{setting} is no setting of a connection of {self.library}'s: {why}")
+                raise TypeError(f"{setting} is not a setting of a connection of {self.library}: {why}")
             else:
                 # If a URL has a parameter twice, the first one is used.
                 ours.setdefault(setting, value)
@@ -229,7 +229,7 @@ class RepeatableMessage(EncodedMessage):
         if is_for_channel and int.from_bytes(frames[at + 3 : at + 7], "big") <= max_body:
             return frames
         if len(header) > max_body:
-            raise ValueError(f"the properties have {len(header)} bytes, and the broker takes {max_body} in a frame")
+            raise ValueError(f"the properties have {len(header)} bytes, and the broker accepts {max_body} in a frame")
         bodies = [frame(BODY_FRAME, channel, body[at : at + max_body]) for at in range(0, len(body), max_body)]
         return b"".join((frame(METHOD_FRAME, channel, method), frame(HEADER_FRAME, channel, header), *bodies))
 
@@ -442,7 +442,7 @@ class DropInFlow:
             self.protocol.reports.holds,
             0.0,
             message.body,
-            "a flow callback, or flow_state, tells when to go on",
+            "use a flow callback or flow_state to learn when to continue",
             exchange=exchange,
             routing_key=routing_key,
         )

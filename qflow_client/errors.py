@@ -98,10 +98,11 @@ class ProducerFlowed(QflowError):
         self.message = message
         self.exchange = exchange
         self.routing_key = routing_key
-        why = ", ".join(map(str, self.holds)) or "others wait before it"
+        why = ", ".join(map(str, self.holds)) or "other sends wait first"
         waited_text = f" within {waited:.3g} s" if waited else ""
         super().__init__(
-            f"the message was not sent{waited_text}, the producer is flowed: {why}{'; ' if advice else ''}{advice}"
+            f"the message was not sent{waited_text}, because the producer is blocked (flowed): {why}"
+            f"{'; ' if advice else ''}{advice}"
         )
 
 
@@ -122,9 +123,9 @@ class NestedCall(ProducerFlowed):
     ) -> None:
         super().__init__((), 0.0, message, exchange=exchange, routing_key=routing_key)
         text = (
-            f"{what} would have to wait for a step of a producer that it interrupts, for the thread that it is on, or "
-            "for a step that waits for a lock that it holds: call it from the application's own code, not from a "
-            "signal handler, a finalizer or a log handler"
+            f"{what} would have to wait for itself here: it interrupts a step of a producer, runs on a thread that "
+            "producers need, or holds a lock that a producer waits for; call it from the application's own code, not "
+            "from a signal handler, a finalizer or a log handler"
         )
         self.args = (text,)
 
@@ -227,7 +228,7 @@ class UndeliveredMessages(QflowError):
         unknown = sum(receipt.may_have_arrived for receipt in ours)
         first = f"; the first: {self.receipts[0].describe()}" if self.receipts else ""
         kept = f", {stored} that stay in the outbox, for the next producer on it (.stored)" if stored else ""
-        lost = f", {dropped} whose receipts were dropped (.dropped), see max_failed_bytes" if dropped else ""
+        lost = f", {dropped} without receipts, because max_failed_bytes was reached (.dropped)" if dropped else ""
         super().__init__(
             text
             or f"{len(ours) + stored + dropped} admitted messages were not delivered: {len(ours) - unknown} safe to "

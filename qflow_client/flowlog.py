@@ -201,7 +201,7 @@ class FlowLog:
     ) -> None:
         for name, value, least in (("max_bytes", max_bytes, 1), ("max_lines", max_lines, 1), ("keep", keep, 1)):
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
-                raise ValueError(f"{name}={shown(value)}: it must be a whole number from {least} on")
+                raise ValueError(f"{name}={shown(value)}: it must be a whole number, at least {least}")
         for name, seconds in (("max_seconds", max_seconds), ("period", period)):
             if not seconds > 0:
                 raise ValueError(f"{name}={shown(seconds)}: it must be more than 0 seconds")
@@ -337,7 +337,7 @@ class FlowLog:
             except OSError as error:
                 # A full disk must not end the thread, because there may be room again later.
                 if not self._failed:
-                    _log.error("%s: the flow log cannot be written: %s", self._path, error)
+                    _log.error("%s: the flow log cannot be written, so lines may be lost: %s", self._path, error)
                 self._failed = True
 
     def _write_waiting(self) -> None:

@@ -57,7 +57,7 @@ class Health:
         if flow.closed is not None:
             reasons = [flow.closed]
         elif state == "disconnected" and last_failure:
-            reasons.append(f"the last try to connect: {last_failure}")
+            reasons.append(f"the last attempt to connect failed: {last_failure}")
         return cls(state, tuple(reasons), flow.since if lasting else None, unsettled, stored, spills)
 
 

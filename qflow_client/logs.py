@@ -101,7 +101,7 @@ class _Writer:
             logger.handle(record)
             dropped, self._dropped = self._dropped, 0
             if dropped:
-                text = "%d log records were dropped: the handlers are slower than what there is to say"
+                text = "%d log records were dropped, because the log handlers are too slow"
                 logger.handle(_record(log_entry(logging.WARNING, text, dropped)))
         except BaseException:
             _complain()

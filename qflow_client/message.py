@@ -123,7 +123,8 @@ def _own(value: Any, depth: int) -> Any:
         return value
     if depth > MAX_DEPTH:
         raise ValueError(
-            f"headers are more than {MAX_DEPTH} tables and lists deep; one that contains itself cannot be sent"
+            f"headers are nested more than {MAX_DEPTH} tables and lists deep; a value that contains itself cannot be "
+            "sent"
         )
     if isinstance(value, Mapping):
         return _Table({key: _own(each, depth + 1) for key, each in value.items()})
@@ -438,4 +439,4 @@ def decode_message(header: bytes, body: bytes) -> Message:
         values.setdefault("delivery_mode", None)
         return Message(body, **values)
     except (IndexError, TypeError, ValueError, struct_error) as error:
-        raise FrameError(f"a content header that cannot be decoded: {error}") from error
+        raise FrameError(f"the content header cannot be decoded: {error}") from error

@@ -42,7 +42,9 @@ class Position:
         elif not isinstance(value, int) or isinstance(value, bool):
             raise TypeError(f"Position: value must be an int or a str, not {type(value).__name__}: {shown(value)}")
         elif not _MIN <= value <= _MAX:
-            raise ValueError(f"Position: value must be an int of 64 bits, not {shown(value)}; a str has any length")
+            raise ValueError(
+                f"Position: value must be an int of 64 bits, not {shown(value)}; use a str for larger values"
+            )
 
 
 def _check_text(text: str, name: str) -> None:

@@ -30,8 +30,8 @@ from qflow_client.skin import CLOSED, DEFAULT, close_limit, deadline_of, kinds_o
 __all__ = ["BaseProducer", "resolve", "split"]
 
 # The advice in an error that `send` raises immediately: how to wait instead.
-_LONGER_WAITS = "a longer timeout waits"
-_BLOCKING_WAITS = "when_flowed='block' waits"
+_LONGER_WAITS = "set a longer timeout to wait"
+_BLOCKING_WAITS = "set when_flowed='block' to wait"
 
 _NO_OUTBOX = "the producer has no outbox to store a position in; make it with outbox='PATH'"
 
@@ -167,11 +167,11 @@ class BaseProducer(ABC):
         """Return the error of `send_nowait` for a message that cannot be admitted immediately."""
         match self.settings.when_flowed:
             case WhenFlowed.RAISE:
-                advice = f"send() with {_BLOCKING_WAITS}"
+                advice = f"call send() and {_BLOCKING_WAITS}"
             case WhenFlowed.SPILL:
-                advice = "send() puts it into the outbox"
+                advice = "call send() to put it into the outbox"
             case _:
-                advice = "send() waits"
+                advice = "call send() to wait"
         return CannotWait(ProducerFlowed, advice)
 
     # Positions.

@@ -115,7 +115,7 @@ class _TapProtocol(asyncio.StreamReaderProtocol):
             self._garbage(self._tap.error)
 
     def _garbage(self, error: FrameError) -> None:
-        self.fail(f"the broker sent {error}")
+        self.fail(f"the data from the broker cannot be read: {error}")
 
     def fail(self, why: str) -> None:
         """Abort the connection, and report the reason to all users."""

@@ -57,25 +57,25 @@ __all__ = ["AIO_PIKA", "AIO_PIKA_ROBUST", "ChannelFlow"]
 AIO_PIKA_ROBUST = DropIn(
     "aio-pika",
     frozenset({"name"}),
-    dict.fromkeys(ADDRESSING, "publish() says it")
+    dict.fromkeys(ADDRESSING, "pass it to publish()")
     | {
-        "confirms": "channel(publisher_confirms=…) says it",
-        "message_ids": "aio-pika gives every message that has none a message id",
-        "max_failed_bytes": "publish() raises what became of its message",
+        "confirms": "call channel(publisher_confirms=…) instead",
+        "message_ids": "aio-pika adds a message id to every message that has none",
+        "max_failed_bytes": "publish() itself raises an error for a message that is not delivered",
         "connect_timeout": "use aio-pika's connect(timeout=…)",
-        **dict.fromkeys(RECONNECTING[1:], "connect_robust() connects again, after its reconnect_interval"),
+        **dict.fromkeys(RECONNECTING[1:], "connect_robust() itself reconnects, after its reconnect_interval"),
         **dict.fromkeys(
             RETRYING,
-            "the program publishes again, as with aio-pika",
+            "the program itself must publish again, as with aio-pika",
         ),
         "tracing": "instrument aio-pika itself: opentelemetry-instrumentation-aio-pika",
-        "url": "it is connect()'s first argument",
+        "url": "pass it to connect() as the first argument",
     },
 )
 #: The settings that any other connection of aio-pika accepts.
 AIO_PIKA = replace(
     AIO_PIKA_ROBUST,
-    not_taken={**AIO_PIKA_ROBUST.not_taken, "on_disconnect": "only connect_robust() connects again"},
+    not_taken={**AIO_PIKA_ROBUST.not_taken, "on_disconnect": "only connect_robust() reconnects"},
 )
 
 _BODY_HEAD = Struct(">BHI")
@@ -410,7 +410,7 @@ class ChannelFlow(DropInFlow):
                 error.holds,
                 error.waited,
                 message.body,
-                "a longer timeout, or max_producer_flow_control_wait, waits",
+                "set a longer timeout, or a longer max_producer_flow_control_wait, to wait",
                 exchange=exchange,
                 routing_key=routing_key,
             ) from None
@@ -461,7 +461,7 @@ class ChannelFlow(DropInFlow):
                 holds or (socket,),
                 waited,
                 body,
-                "a longer timeout, or max_producer_flow_control_wait, waits",
+                "set a longer timeout, or a longer max_producer_flow_control_wait, to wait",
                 exchange=receipt.exchange,
                 routing_key=receipt.routing_key,
             )

@@ -197,7 +197,7 @@ def _value(value: object, depth: int) -> bytes:
     if isinstance(value, float):
         if not isfinite(value):
             # RabbitMQ closes the connection when it reads such a value.
-            raise ValueError(f" is {value!r}, which brokers do not take; send None, or a str")
+            raise ValueError(f" is {value!r}, which brokers do not accept; send None, or a str")
         return _DOUBLE(b"d", value)
     if isinstance(value, datetime):
         return b"T" + encode_timestamp(value, "")
@@ -207,7 +207,9 @@ def _value(value: object, depth: int) -> bytes:
     if isinstance(value, Decimal):
         return _decimal(value)
     if depth >= MAX_DEPTH:
-        raise ValueError(f" is more than {MAX_DEPTH} tables and lists deep; one that contains itself cannot be sent")
+        raise ValueError(
+            f" is nested more than {MAX_DEPTH} tables and lists deep; a value that contains itself cannot be sent"
+        )
     if isinstance(value, (list, tuple)):
         raw = _array(value, depth + 1)
         return _STRING(b"A", len(raw)) + raw
@@ -228,7 +230,7 @@ def _decimal(value: Decimal) -> bytes:
             return _DECIMAL(b"D", max(-exponent, 0), -number if sign else number)
         except struct_error:
             pass
-    raise ValueError(f" is {value!r:.60}; AMQP carries 32 bits and 255 places; round it, or send it as a str")
+    raise ValueError(f" is {value!r:.60}; AMQP carries 32 bits and 255 decimal places; round it, or send it as a str")
 
 
 def decode_octet(data: bytes, at: int) -> tuple[int, int]:
@@ -293,7 +295,7 @@ def _extent(data: bytes, at: int) -> tuple[int, int]:
     """Return the start and the end of data that is preceded by its size."""
     (size,) = _SIZE.unpack_from(data, at)
     if at + 4 + size > len(data):
-        raise ValueError(f"{size} bytes are announced where {len(data) - at - 4} are left")
+        raise ValueError(f"a value has a length of {size} bytes, but only {len(data) - at - 4} bytes are left")
     return at + 4, at + 4 + size
 
 
@@ -340,12 +342,12 @@ def _read_value(data: bytes, at: int, depth: int) -> tuple[Any, int]:
             # Built from text, because arithmetic would round with the thread's decimal context.
             return Decimal(f"{unscaled}E-{places}"), at + _SCALED.size
         case b"F" | b"A" if depth >= MAX_DEPTH:
-            raise ValueError(f"more than {MAX_DEPTH} tables and arrays lie in one another")
+            raise ValueError(f"tables and arrays are nested more than {MAX_DEPTH} deep")
         case b"F":
             return _read_table(data, at, depth + 1)
         case b"A":
             return _read_array(data, at, depth + 1)
-    raise ValueError(f"there is no field type {kind!r}")
+    raise ValueError(f"field type {kind!r} does not exist")
 
 
 def _read_array(data: bytes, at: int, depth: int) -> tuple[list[Any], int]:

@@ -128,11 +128,11 @@ def flow_ok(channel: int, active: bool) -> bytes:
 
 def _no_frame(kind: int) -> FrameError:
     """Return the error for data that begins with this byte, which is not a frame."""
-    text = f"frame type {kind} is none of AMQP 0-9-1's"
+    text = f"frame type {kind} does not exist in AMQP 0-9-1"
     if kind == _HEADER:
         # By the standard, a broker that does not support the client's version answers with the header of a version that
         # it supports.
-        text += ", but as the header of another version begins: use a port, or a broker, that speaks AMQP 0-9-1"
+        text += "; the header of another AMQP version begins like this: use a port, or a broker, that speaks AMQP 0-9-1"
     return FrameError(text)
 
 
@@ -428,8 +428,8 @@ class PublishEncoder:
         size = self.max_body
         if header > size:
             raise ValueError(
-                f"the message's properties need a frame of {header + FRAME_OVERHEAD} bytes, and the broker takes "
-                f"{size + FRAME_OVERHEAD}; shorten its headers"
+                f"the message's properties need a frame of {header + FRAME_OVERHEAD} bytes, and the broker accepts at "
+                f"most {size + FRAME_OVERHEAD} bytes; shorten its headers"
             )
         return flags, before, after, id_size
 
@@ -548,7 +548,7 @@ def decode_properties(header: bytes) -> dict[str, Any]:
     """
     kind, _, _, flags = _HEADER_HEAD.unpack_from(header)
     if kind != _BASIC or flags & 3:
-        raise ValueError(f"class {kind} or property flags 0x{flags:04x} that are none of class basic")
+        raise ValueError(f"class {kind} with property flags 0x{flags:04x} is not a content header of class basic")
     values: dict[str, Any] = {}
     at = _HEADER_HEAD.size
     for name, (flag, _, decode) in _PROPERTIES.items():

@@ -341,7 +341,7 @@ class Tap:
                 exception has left an earlier call, so a part of its data may be lost.
         """
         if self._is_torn:
-            self.error = FrameError("an interrupt has lost a part of the bytes that came")
+            self.error = FrameError("an exception interrupted the reading, and some received bytes are lost")
         if self.error is not None:
             raise self.error
         self._is_torn = True
@@ -443,7 +443,7 @@ class Tap:
                         else:
                             taken = number in self._left and self._take_late(number, splitter.data[start : start + 4])
                 except (struct_error, IndexError) as error:
-                    raise FrameError(f"a frame on channel {number} that cannot be decoded: {error}") from error
+                    raise FrameError(f"a frame on channel {number} cannot be decoded: {error}") from error
                 if not taken and number in self._own:
                     taken = True
                     if kind == METHOD_FRAME:
@@ -475,7 +475,7 @@ class Tap:
         payload = data[start:stop]
         method = payload[:4]
         if number in self._returns and method != CHANNEL_CLOSE:
-            raise FrameError(f"a method on channel {number} before the end of a returned message")
+            raise FrameError(f"a method came on channel {number} before the end of a returned message")
         if method == ACK:
             tag, bits = _TAG_AND_BITS.unpack_from(payload, 4)
             channel.on_ack(tag, bits & 1 != 0, now)
@@ -512,7 +512,7 @@ class Tap:
             returned.body.append(data[start:stop])
             returned.left -= stop - start
         else:
-            raise FrameError(f"a frame of type {kind} on channel {number} that is no part of a returned message")
+            raise FrameError(f"a frame of type {kind} on channel {number} is not part of a returned message")
         if not returned.left:
             del self._returns[number]
             if returned.channel is not None:

@@ -205,7 +205,10 @@ class Channel:
         is_alone = len(suspects) == 1 and not self._unconfirmed.has_abandoned
         culprits = suspects if is_alone and told and not no_room else []
         if not culprits and not confirms:
-            words = "%s: the broker closed the channel: %d %s; without confirms it is not known what is lost"
+            words = (
+                "%s: the broker closed the channel: %d %s; messages may be lost, and without confirms it is not "
+                "known which"
+            )
             self._reports.log(logging.WARNING, words, self._settings.name, code, text)
         if self._settings.on_disconnect is OnDisconnect.FAIL:
             self.settle_all(f"the broker closed the channel: {code} {text}", now, culprits, (code, text))
@@ -243,7 +246,7 @@ class Channel:
         if self._settings.on_disconnect is OnDisconnect.FAIL:
             self.settle_all(reason, now)
         elif self._resending.poison.is_proven:
-            reply = (0, f"connections hold without it, and are lost as soon as it is sent; {reason}")
+            reply = (0, f"connections stay open without this message, and are lost when it is sent; {reason}")
             self.keep_unsettled(now, culprits=suspects, reply=reply, outcome=Outcome.UNKNOWN)
         else:
             self.keep_unsettled(now, suspects)

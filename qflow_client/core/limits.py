@@ -34,7 +34,7 @@ def check_capacity(capacity: object) -> None:
     """
     check_setting("capacity", capacity)
     if isinstance(capacity, str):
-        raise SettingsError(f"capacity={capacity!r}: a producer that is already made can only be given a number")
+        raise SettingsError(f"capacity={capacity!r}: the capacity of an existing producer can only be set to a number")
 
 
 class Limits:

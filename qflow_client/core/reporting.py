@@ -203,7 +203,7 @@ class Reports:
             if is_lost and not self.dropped:
                 self.log(
                     logging.WARNING,
-                    "%s: failed messages take more than max_failed_bytes=%d; the oldest are dropped: look at receipts, "
+                    "%s: failed messages take more than max_failed_bytes=%d; the oldest are dropped: check receipts, "
                     "or call flush()",
                     self.name,
                     self._max_failed_bytes,
@@ -305,7 +305,7 @@ class Reports:
         """
         holds = self._gate.holds
         who = "a send has been waiting" if count == 1 else f"{count} sends have been waiting, the longest"
-        why = ", ".join(map(str, holds)) or "others wait before it"
+        why = ", ".join(map(str, holds)) or "other sends wait first"
         self.log(logging.WARNING, f"%s: {who} for %.1f s: %s", self.name, now - since, why)
         if self.events is not None:
             self.events.append(self._make_event(FlowEventKind.WAITING, holds[0] if holds else None, since, now, count))

@@ -378,7 +378,7 @@ class FlowController:
         """
         self._check_new(ticket)
         if self._front is not None:
-            raise ValueError("there is room for one ticket in front of the line, and another stands there")
+            raise ValueError("only one ticket can stand in front of the line, and another ticket stands there")
         self._ignored = ignoring
         ticket._in_front = True
         self._front = ticket
@@ -388,7 +388,7 @@ class FlowController:
 
     def _check_new(self, ticket: Ticket) -> None:
         if ticket._controller is not None or ticket.cancelled:
-            raise ValueError("a ticket that stands in line or has given up cannot stand in line again: take a new one")
+            raise ValueError("a ticket that stands in line or was withdrawn cannot stand in line again: take a new one")
 
     def leave_line(self, ticket: Ticket) -> bool:
         """Stop waiting. Call `grant` next, because elements that wait after a large one may fit now.

@@ -159,7 +159,7 @@ class WindowLimiter(Limiter):
 
     def remove(self, size: int, count: int = 1) -> None:
         if count > self.used:
-            raise ValueError(f"{count} elements cannot leave a window that holds {self.used}")
+            raise ValueError(f"{count} elements cannot leave a window with {self.used} elements")
         self.used -= count
 
     @property
@@ -213,7 +213,7 @@ class SizeLimiter(Limiter):
 
     def remove(self, size: int, count: int = 1) -> None:
         if size > self.used:
-            raise ValueError(f"a size of {size} cannot leave a limiter that holds {self.used}")
+            raise ValueError(f"a size of {size} cannot leave a limiter that contains {self.used}")
         self.used -= size
 
     @property

@@ -145,6 +145,6 @@ class FlowManager:
                 errors.append(error)
         if errors:
             raise ExceptionGroup(
-                f"{len(errors)} of {len(resources)} resources could not be {done}; the others are", errors
+                f"{len(errors)} of {len(resources)} resources could not be {done}, but the others were", errors
             )
         return len(self._resources)

@@ -75,7 +75,11 @@ class StopResume:
                 raise _refused(stop_name, stop, resume_name, resume, "the stop threshold must not be below the resume")
             if stop > 0 and resume < 1:
                 raise _refused(
-                    stop_name, stop, resume_name, resume, "the resume threshold must be at least 1, or it is never met"
+                    stop_name,
+                    stop,
+                    resume_name,
+                    resume,
+                    "the resume threshold must be at least 1, or it is never reached",
                 )
 
     @classmethod
@@ -246,7 +250,7 @@ class ThresholdLimiter(Limiter):
     def remove(self, size: int, count: int = 1) -> None:
         if count > self.count or size > self.size:
             raise ValueError(
-                f"{count} messages of {size} bytes cannot leave a queue of {self.count}, {self.size} bytes"
+                f"{count} messages of {size} bytes cannot leave a queue of {self.count} messages, {self.size} bytes"
             )
         self.count -= count
         self.size -= size

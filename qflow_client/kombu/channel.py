@@ -334,7 +334,7 @@ class Channel(pyamqp.Channel):
                     error.holds,
                     error.waited,
                     encoded.body,
-                    "a longer max_producer_flow_control_wait waits",
+                    "set a longer max_producer_flow_control_wait to wait",
                     exchange=exchange,
                     routing_key=routing_key,
                 )

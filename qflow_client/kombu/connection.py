@@ -268,5 +268,7 @@ class Connection(pyamqp.Connection):
             now = _monotonic()
             if now >= end:
                 hold = Hold(HoldKind.CONNECTION_BLOCKED, since=time.time() - (now - began))
-                raise FlowControlTimeout([hold], now - began, None, "a longer max_producer_flow_control_wait waits")
+                raise FlowControlTimeout(
+                    [hold], now - began, None, "set a longer max_producer_flow_control_wait to wait"
+                )
             self.turn(end, wants_room=False)

@@ -27,18 +27,18 @@ __all__ = ["KOMBU", "ChannelFlow"]
 KOMBU = DropIn(
     "kombu",
     frozenset({"connect_timeout", "on_blocked"}),
-    dict.fromkeys(ADDRESSING, "publish() says it")
+    dict.fromkeys(ADDRESSING, "pass it to publish()")
     | {
-        "confirms": "confirm_publish says it",
-        "connect_timeout": "kombu's connect_timeout says it, which is Celery's broker_connection_timeout",
-        "message_ids": "messages leave as they are given; a task has its id",
+        "confirms": "set confirm_publish instead",
+        "connect_timeout": "set kombu's connect_timeout, which is Celery's broker_connection_timeout",
+        "message_ids": "messages are sent as they are; a task has its own id",
         **dict.fromkeys(
             RECONNECTING,
-            "kombu connects again",
+            "kombu itself reconnects",
         ),
-        **dict.fromkeys(RETRYING, "kombu publishes again, by its retry_policy"),
+        **dict.fromkeys(RETRYING, "kombu itself publishes again, by its retry_policy"),
         "tracing": "instrument Celery itself: opentelemetry-instrumentation-celery",
-        "url": "broker_url says it",
+        "url": "set broker_url instead",
     },
 )
 _UNLIMITED = 1 << 62

@@ -26,17 +26,17 @@ __all__ = ["PIKA", "ChannelFlow", "ConnectionFlow", "Publish"]
 PIKA = DropIn(
     "pika",
     frozenset({"retry_delay"}),
-    dict.fromkeys(ADDRESSING, "basic_publish() says it")
+    dict.fromkeys(ADDRESSING, "pass it to basic_publish()")
     | {
-        "confirms": "confirm_delivery() says it",
-        "message_ids": "messages leave as they are given; set message_id in their properties",
+        "confirms": "call confirm_delivery() instead",
+        "message_ids": "messages are sent as they are; set message_id in their properties",
         "connect_timeout": "use pika's socket_timeout and stack_timeout",
         **dict.fromkeys(
             RECONNECTING,
-            "the program connects again, as with pika",
+            "the program itself must reconnect, as with pika",
         ),
-        "on_disconnect": "confirm_delivery(pipelined=True, republish=…) says it, after the program has connected again",
-        **dict.fromkeys(RETRYING, "the program publishes again, as with pika"),
+        "on_disconnect": "call confirm_delivery(pipelined=True, republish=…) after the program has reconnected",
+        **dict.fromkeys(RETRYING, "the program itself must publish again, as with pika"),
         "tracing": "instrument pika itself: opentelemetry-instrumentation-pika",
         "url": "use URLParameters",
     },

@@ -269,7 +269,9 @@ class TapIOServices(SelectorIOServicesAdapter):
             try:
                 passed = self.tap.received(data, now)
             except FrameError as error:
-                raise ConnectionAbortedError(errno.ECONNABORTED, f"the broker sent {error}") from error
+                raise ConnectionAbortedError(
+                    errno.ECONNABORTED, f"the data from the broker cannot be read: {error}"
+                ) from error
             self.awake = True
             delay = 0.0 if passed else self._delay(len(data))
         # Write waiting output first, because woken threads compete for the interpreter.

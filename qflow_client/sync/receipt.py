@@ -46,7 +46,7 @@ class SyncReceipt(Receipt):
         if timeout is not None:
             check_timeout(timeout)
         if self._outcome is None:
-            check_can_wait("to wait for a receipt")
+            check_can_wait("a wait for a receipt")
             with _making:
                 latch = Latch()
                 if self._waiter is None:

@@ -345,7 +345,7 @@ def _changeable(own: Any, given: Any) -> list[Any]:
 def test_headers_that_contain_themselves_or_change_during_the_copy_are_an_error() -> None:
     endless: dict[str, Any] = {}
     endless["self"] = endless["once more"] = endless
-    with pytest.raises(ValueError, match="one that contains itself cannot be sent"):
+    with pytest.raises(ValueError, match="a value that contains itself cannot be sent"):
         Message(b"", headers=endless)
 
     class Changing(dict[str, Any]):

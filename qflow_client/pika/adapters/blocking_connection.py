@@ -492,7 +492,7 @@ class BlockingChannel(_pika.BlockingChannel):
                 error.holds,
                 error.waited,
                 publish.body,
-                "a longer max_producer_flow_control_wait waits",
+                "set a longer max_producer_flow_control_wait to wait",
                 exchange=exchange,
                 routing_key=routing_key,
             ) from None

@@ -129,7 +129,7 @@ class _Publishing:
                         self._flow.protocol.reports.holds,
                         _monotonic() - began,
                         self._publish.body,
-                        "a longer max_producer_flow_control_wait waits",
+                        "set a longer max_producer_flow_control_wait to wait",
                         exchange=exchange,
                         routing_key=routing_key,
                     )

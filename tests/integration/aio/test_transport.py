@@ -80,7 +80,7 @@ def test_bytes_that_are_not_frames_end_the_connection_and_every_wait(run: Run, b
             say(b"HTTP/1.1 400 Bad Request\r\n\r\n" * 3)
             # Whatever follows is not looked at.
             say(b"more" * 10)
-            with pytest.raises(ProducerClosed, match="the broker sent"):
+            with pytest.raises(ProducerClosed, match="the data from the broker cannot be read"):
                 await waiting
             with pytest.raises(UndeliveredMessages):
                 await producer.close()

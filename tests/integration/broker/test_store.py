@@ -114,7 +114,7 @@ def test_a_file_of_a_different_format_is_refused_as_a_store(tmp_path):
         file.execute("CREATE TABLE t (x)")
     file.close()
     for _ in range(2):
-        with pytest.raises(StoreError, match="is a database of something else"):
+        with pytest.raises(StoreError, match="is a database of another application"):
             Broker(store=path).__enter__()
     with pytest.raises(StoreError, match="No such file"):
         Broker(store=tmp_path / "nowhere" / "store").__enter__()

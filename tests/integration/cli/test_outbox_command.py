@@ -174,7 +174,7 @@ def damaged(path: Path) -> Path:
 def test_ls_and_export_show_damaged_messages(damaged: Path, capsys: Capture) -> None:
     assert main(["outbox", "ls", str(damaged)]) == 0
     *_, told, total = capsys.readouterr().out.splitlines()
-    assert told.startswith("message 2 is damaged, and not sent: a content header that cannot be decoded")
+    assert told.startswith("message 2 is damaged, and not sent: the content header cannot be decoded")
     assert total.startswith("2 messages, ")
     assert total.endswith("; 1 damaged besides")
     assert main(["outbox", "export", str(damaged)]) == 0
@@ -199,7 +199,7 @@ def test_drain_sends_undamaged_messages_and_reports_damaged_ones(
 def test_drop_removes_only_the_named_messages(damaged: Path, capsys: Capture) -> None:
     assert main(["outbox", "drop", str(damaged), "3", "2", "3", "--yes"]) == 0
     two, three, total = capsys.readouterr().out.splitlines()
-    assert two.startswith("message 2, damaged: a content header that cannot be decoded")
+    assert two.startswith("message 2, damaged: the content header cannot be decoded")
     assert three == "message 3 to ''/'orders', 5 bytes"
     assert total == "2 messages taken out"
     assert left(damaged) == ["id-1"]

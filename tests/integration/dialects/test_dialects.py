@@ -253,7 +253,7 @@ def test_small_frames_a_single_channel_and_no_heartbeats_are_respected(
 def test_a_broker_with_an_unsupported_protocol_version_is_reported_immediately(
     play: Callable[..., Broker], producer: str
 ) -> None:
-    words = "as the header of another version begins: use a port, or a broker, that speaks AMQP 0-9-1"
+    words = "the header of another AMQP version begins like this: use a port, or a broker, that speaks AMQP 0-9-1"
     with pytest.raises(ConnectionFailed, match=words):
         make(producer, play(Profile.AMQP_0_9).url)
 

@@ -116,7 +116,7 @@ def test_J7_a_stop_is_answered_and_publishers_are_notified(broker, running, wire
     broker.flow(False, broker.channels()[0].name)
     wire.wait_for("in", "Channel.FlowOk")
     stopped = wire.where("in", "Channel.FlowOk")[0]
-    with pytest.raises(ProducerFlowed, match="tells when to go on") as caught:
+    with pytest.raises(ProducerFlowed, match="use a flow callback or flow_state to learn when to continue") as caught:
         running.publish(b"refused")
     assert [hold.kind for hold in caught.value.holds] == [HoldKind.CHANNEL_FLOW]
     assert (caught.value.message, caught.value.exchange, caught.value.routing_key) == (b"refused", "", "q")

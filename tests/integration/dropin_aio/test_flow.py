@@ -223,12 +223,12 @@ def test_settings_can_be_in_the_url(run: Run, broker: Broker, connect: Any) -> N
             assert (await connection.channel()).flow_control.name == "shop"
         for wrong, error, words in [
             ("capacity=0", SettingsError, "capacity='0'|capacity"),
-            ("mandatory=1", TypeError, "mandatory is no setting of a connection of aio-pika's: publish"),
+            ("mandatory=1", TypeError, "mandatory is not a setting of a connection of aio-pika: pass it to publish"),
             ("connect_timeout=1", TypeError, "use aio-pika's connect"),
         ]:
             with pytest.raises(error, match=words):
                 await connect(f"{broker.url}?{wrong}")
-        with pytest.raises(TypeError, match="confirms is no setting"):
+        with pytest.raises(TypeError, match="confirms is not a setting"):
             await connect(confirms=False)
 
     run(main())

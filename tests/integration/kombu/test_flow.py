@@ -608,7 +608,7 @@ def test_settings_are_transport_options(broker, connect, monkeypatch):
     connection = connect(name="mine", rate=1000.0)
     settings = connection.connection.flow_settings
     assert (settings.name, settings.rate, settings.capacity) == ("mine", 1000.0, 7)
-    with pytest.raises(TypeError, match="confirms is no setting of a connection of kombu's: confirm_publish says it"):
+    with pytest.raises(TypeError, match="confirms is not a setting of a connection of kombu: set confirm_publish"):
         connect(confirms=True)
     with pytest.raises(SettingsError, match="capacity=0"):
         connect(capacity=0)

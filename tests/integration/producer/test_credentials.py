@@ -157,7 +157,7 @@ def test_E8_a_failing_callable_is_called_again_and_health_shows_the_reason_meanw
     eventually(lambda: len(producer.health().reasons) == 2)
     health = producer.health()
     assert health.state == "disconnected"
-    assert "the last try to connect: the callable for credentials raised KeyError" in health.reasons[1]
+    assert "the last attempt to connect failed: the callable for credentials raised KeyError" in health.reasons[1]
     tokens.before = lambda: None
     producer.send(b"1", timeout=PATIENCE).result(PATIENCE)
     assert producer.health().reasons == ()

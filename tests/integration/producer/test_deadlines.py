@@ -175,9 +175,9 @@ def test_d1_send_nowait_always_raises(make_producer: Callable[..., Producer], br
 @pytest.mark.parametrize(
     ("when_flowed", "of_send", "of_send_nowait"),
     [
-        ("block", "a longer timeout waits", "send() waits"),
-        ("raise", "when_flowed='block' waits", "send() with when_flowed='block' waits"),
-        ("spill", None, "send() puts it into the outbox"),
+        ("block", "set a longer timeout to wait", "call send() to wait"),
+        ("raise", "set when_flowed='block' to wait", "call send() and set when_flowed='block' to wait"),
+        ("spill", None, "call send() to put it into the outbox"),
     ],
     ids=["block", "raise", "spill"],
 )

@@ -576,10 +576,10 @@ def test_a_send_without_waiting_in_on_delivery_does_not_wait(
     producer = make_producer(on_delivery=on_delivery, when_flowed="raise" if raises else "block")
     producer.send(b"1")
     found.wait_for(lambda found: len(found) == 3, "both refusals")
-    blocks = "when_flowed='block' waits"
+    blocks = "set when_flowed='block' to wait"
     assert list(found)[1:] == [
-        (ProducerFlowed, f"send() with {blocks}" if raises else "send() waits"),
-        (ProducerFlowed, blocks) if raises else (FlowControlTimeout, "a longer timeout waits"),
+        (ProducerFlowed, f"call send() and {blocks}" if raises else "call send() to wait"),
+        (ProducerFlowed, blocks) if raises else (FlowControlTimeout, "set a longer timeout to wait"),
     ]
     producer.close()
     assert bodies(broker) == [b"1", b"2"]

@@ -22,9 +22,9 @@ MUCH = pamqp.frame.marshal(pamqp.commands.Connection.Unblocked(), 0) * 10_000
 @pytest.mark.parametrize(
     ("data", "reason"),
     [
-        (GARBAGE, "frame type 72 is none of AMQP"),
+        (GARBAGE, "frame type 72 does not exist in AMQP"),
         (CLOSE + GARBAGE, "320 CONNECTION_FORCED - node goes down"),
-        (MUCH + GARBAGE, "frame type 72 is none of AMQP"),
+        (MUCH + GARBAGE, "frame type 72 does not exist in AMQP"),
         (b"\3\0\1\x7f\xff\xff\xff", "larger than frame-max"),
     ],
     ids=["at once", "after the broker's own words", "after much else", "a frame of 2 GB"],

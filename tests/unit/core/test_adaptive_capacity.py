@@ -89,7 +89,9 @@ def test_the_capacity_of_an_existing_producer_can_only_be_set_to_a_number() -> N
     for capacity in (10, "auto"):
         protocol = make(capacity=capacity)
         before = protocol.window.capacity
-        with pytest.raises(SettingsError, match="capacity='auto': a producer that is already made can only be given"):
+        with pytest.raises(
+            SettingsError, match="capacity='auto': the capacity of an existing producer can only be set"
+        ):
             protocol.set_capacity("auto", 0.0)  # type: ignore[arg-type]  # that is the point
         assert protocol.window.capacity == before
 

@@ -425,7 +425,7 @@ def test_a_notice_for_a_sender_that_only_waits_for_other_senders_has_no_hold() -
     protocol.reports.logs.clear()
     protocol.line.look_at(behind, 5.0)
     assert logged(protocol) == [
-        "WARNING producer: 2 sends have been waiting, the longest for 5.0 s: others wait before it"
+        "WARNING producer: 2 sends have been waiting, the longest for 5.0 s: other sends wait first"
     ]
     protocol.reports.events = []
     protocol.line.look_at(behind, 10.0)

@@ -84,7 +84,7 @@ def expired() -> Credentials:
     [
         (raising, r"raised KeyError \(test_credentials.py, line \d+\)"),
         (exiting, r"raised SystemExit \(test_credentials.py, line \d+\)"),
-        (expired, r"raised SettingsError: Credentials.expires_in=-1.0: .* these credentials have expired"),
+        (expired, r"raised SettingsError: Credentials.expires_in=-1.0: .* credentials with a lower value have expired"),
         (lambda _argument: None, "raised TypeError"),
         (lambda: "s3cret", "returned a str; return Credentials"),
     ],

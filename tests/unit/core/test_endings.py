@@ -209,7 +209,7 @@ def test_without_confirms_no_message_is_blamed() -> None:
     write(protocol, protocol.unwritten - 1)
     protocol.channel_closed(404, "NOT_FOUND", PUBLISH, 1.0)
     assert [written.outcome, half.outcome] == [Outcome.SENT, None]
-    assert any("without confirms it is not known" in line for line in logged(protocol))
+    assert any("messages may be lost, and without confirms it is not known which" in line for line in logged(protocol))
     # It is alone on its channel, so it must be the cause.
     protocol.channel_opened(1, FRAME_MAX, 2.0)
     write(protocol, protocol.unwritten - 1)

@@ -189,8 +189,8 @@ def test_a_closed_producer_is_no_longer_recorded(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("setting", "words"),
     [
-        ({"max_bytes": 0}, "max_bytes=0: it must be a whole number from 1 on"),
-        ({"keep": 0}, "keep=0: it must be a whole number from 1 on"),
+        ({"max_bytes": 0}, "max_bytes=0: it must be a whole number, at least 1"),
+        ({"keep": 0}, "keep=0: it must be a whole number, at least 1"),
         ({"period": 0}, "period=0: it must be more than 0 seconds"),
         ({"max_seconds": -1}, "max_seconds=-1: it must be more than 0 seconds"),
     ],

@@ -132,7 +132,7 @@ def test_records_for_a_stuck_handler_are_bounded_and_further_ones_are_counted(
     assert not logs.flush_logs(0.0)
     go_on.set()
     assert logs.flush_logs(20)
-    dropped = "3 log records were dropped: the handlers are slower than what there is to say"
+    dropped = "3 log records were dropped, because the log handlers are too slow"
     assert seen == ["first", dropped, *map(str, range(5))]
 
 

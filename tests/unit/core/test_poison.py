@@ -324,7 +324,7 @@ def test_a_message_that_loses_the_connection_every_time_is_settled_and_no_other_
         connections += 1
         assert connections < 14
     assert receipts[2].outcome is Outcome.UNKNOWN
-    assert "connections hold without it, and are lost as soon as it is sent" in str(receipts[2].error())
+    assert "connections stay open without this message, and are lost when it is sent" in str(receipts[2].error())
     assert "dropped" in str(receipts[2].error())
     # It was sent alone, on connections that had held without it.
     assert broker.alone[-6:] == [True] * 6

@@ -384,7 +384,7 @@ NEXT = encode(Basic.Ack(7, True)) * 3
 )
 def test_a_malformed_method_on_our_channel_is_a_frame_error_and_is_not_reported(payload: bytes, after: bytes) -> None:
     tap, channel = attached()
-    with pytest.raises(FrameError, match="a frame on channel 1 that cannot be decoded"):
+    with pytest.raises(FrameError, match="a frame on channel 1 cannot be decoded"):
         tap.received(frame(METHOD_FRAME, 1, payload) + after, 0.0)
     assert channel.told == []
 
@@ -915,7 +915,7 @@ def test_E2_after_an_interrupted_read_the_tap_accepts_no_more_input_so_no_answer
                 words = str(error)
         if words:
             assert come
-            assert words == "an interrupt has lost a part of the bytes that came"
+            assert words == "an exception interrupted the reading, and some received bytes are lost"
             missed += 1
         else:
             # It came before the read had begun, or after its end.

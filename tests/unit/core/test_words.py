@@ -124,15 +124,17 @@ def test_a4_the_two_families_of_errors_are_disjoint() -> None:
 def test_a4_a_flow_error_names_every_hold_its_duration_and_the_message() -> None:
     error = FlowControlTimeout(HOLDS, 0.5, b"message")
     assert str(error) == (
-        "the message was not sent within 0.5 s, the producer is flowed: channel_flow, paused (manager: stock-taking)"
+        "the message was not sent within 0.5 s, because the producer is blocked (flowed): channel_flow, paused "
+        "(manager: stock-taking)"
     )
     assert (error.holds, error.waited, error.message) == (HOLDS, 0.5, b"message")
     assert (error.exchange, error.routing_key) == (None, None)
     routed = FlowControlTimeout(HOLDS, 0.5, b"message", exchange="ex", routing_key="key")
     assert (routed.exchange, routed.routing_key) == ("ex", "key")
-    error_at_once = ProducerFlowed([], 0.0, b"message", "send() waits")
+    error_at_once = ProducerFlowed([], 0.0, b"message", "call send() to wait")
     assert str(error_at_once) == (
-        "the message was not sent, the producer is flowed: others wait before it; send() waits"
+        "the message was not sent, because the producer is blocked (flowed): other sends wait first; "
+        "call send() to wait"
     )
 
 
@@ -160,7 +162,7 @@ def test_undelivered_messages_are_classified_by_whether_resending_may_duplicate_
     assert dropped.dropped == 7
     assert str(dropped).startswith(
         "10 admitted messages were not delivered: 1 safe to send again (.unsent), 2 that may have arrived (.unknown), "
-        "7 whose receipts were dropped (.dropped), see max_failed_bytes; the first: "
+        "7 without receipts, because max_failed_bytes was reached (.dropped); the first: "
     )
     assert str(UndeliveredMessages(receipts, "in other words")) == "in other words"
     assert str(UndeliveredMessages([])).startswith("0 admitted messages")

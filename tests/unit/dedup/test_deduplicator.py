@@ -132,7 +132,7 @@ def test_a_thread_that_would_wait_for_itself_gets_an_error(make: Callable[..., D
     deduplicator = make()
     with (
         deduplicator.first_time("a"),
-        pytest.raises(RuntimeError, match="'a' is being handled by this very thread"),
+        pytest.raises(RuntimeError, match="this thread already handles message 'a'"),
         deduplicator.first_time("a"),
     ):
         pass
@@ -270,7 +270,7 @@ def test_a_forked_child_gets_an_error_that_the_file_belongs_to_its_parent(tmp_pa
             try:
                 deduplicator.remember("a")
             except DeduplicationError as error:
-                os._exit(7 if "which must open it by itself" in str(error) else 1)
+                os._exit(7 if "which must open it again" in str(error) else 1)
             os._exit(2)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
 
@@ -281,7 +281,7 @@ def test_a_file_of_a_different_format_is_left_unchanged(tmp_path: Path) -> None:
     other.execute("CREATE TABLE mail (text TEXT)")
     other.commit()
     other.close()
-    with pytest.raises(DeduplicationError, match="mail is a database of something else"):
+    with pytest.raises(DeduplicationError, match="mail is a database of another application"):
         Deduplicator(path)
     path = tmp_path / "letter"
     path.write_text("Dear " * 1000)
@@ -296,7 +296,7 @@ def test_tables_of_an_unsupported_version_are_refused(tmp_path: Path) -> None:
     other = sqlite3.connect(tmp_path / "ids")
     other.execute("PRAGMA user_version = 2")
     other.close()
-    with pytest.raises(DeduplicationError, match="tables of version 2, and this qflow_client knows 1"):
+    with pytest.raises(DeduplicationError, match="tables of version 2, but this qflow_client reads version 1"):
         Deduplicator(tmp_path / "ids")
 
 

@@ -48,7 +48,7 @@ def test_without_an_outbox_the_environment_cannot_enable_spilling(
 def test_an_outbox_requested_by_a_program_is_refused_and_the_error_names_an_alternative(
     drop_in: DropIn, name: str
 ) -> None:
-    words = f"{name} is no setting of a connection of {drop_in.library}'s: .* Producer"
+    words = f"{name} is not a setting of a connection of {drop_in.library}: .* Producer"
     with pytest.raises(TypeError, match=words):
         drop_in.split([(name, OUTBOX[name])])
     with pytest.raises(TypeError, match=words):

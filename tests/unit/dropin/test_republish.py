@@ -71,7 +71,7 @@ def test_on_a_new_channel_a_message_gets_its_number_and_frames_that_fit(channel:
 
 
 def test_properties_that_do_not_fit_into_a_frame_are_refused() -> None:
-    with pytest.raises(ValueError, match="53 bytes, and the broker takes 50"):
+    with pytest.raises(ValueError, match="53 bytes, and the broker accepts 50"):
         encoded(b"", correlation_id="c" * 38).frames_on(2, 50)
 
 

@@ -640,7 +640,7 @@ def test_a_ticket_in_front_goes_before_the_line_and_past_the_holds_that_it_ignor
     controller.stand_in_line(waiting, 0.0)
     controller.stand_in_front(front, 0.0, ignoring="callbacks")
     assert controller.waiting == 2
-    with pytest.raises(ValueError, match="another stands there"):
+    with pytest.raises(ValueError, match="another ticket stands there"):
         controller.stand_in_front(Ticket(1), 0.0, ignoring="callbacks")
     controller.gate.hold("paused", now=0.0)
     assert controller.grant(1.0) is None, "it does not ignore that"

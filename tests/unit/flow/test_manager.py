@@ -144,14 +144,14 @@ def test_D5_a_resource_whose_stop_or_start_fails_is_reported_and_the_other_resou
     sound, broken = [Resource() for _ in range(5)], [Broken(f"broken {number}") for number in range(2)]
     for resource in (*sound, *broken):
         manager.register(resource)
-    with pytest.raises(ExceptionGroup, match="2 of 7 resources could not be stopped; the others are") as stopping:
+    with pytest.raises(ExceptionGroup, match="2 of 7 resources could not be stopped, but the others were") as stopping:
         manager.stop_all()
     assert all(resource.is_stopped for resource in sound)
     assert manager.is_stopped
     assert [str(error) for error in stopping.value.exceptions] == ["no hold", "no hold"]
     notes = sorted(note for error in stopping.value.exceptions for note in error.__notes__)
     assert notes == ["'broken 0' could not be stopped", "'broken 1' could not be stopped"]
-    with pytest.raises(ExceptionGroup, match="2 of 7 resources could not be started; the others are") as starting:
+    with pytest.raises(ExceptionGroup, match="2 of 7 resources could not be started, but the others were") as starting:
         manager.start_all()
     assert not any(resource.is_stopped for resource in sound)
     assert not manager.is_stopped

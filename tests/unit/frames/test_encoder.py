@@ -227,7 +227,9 @@ def test_properties_that_exactly_fill_a_frame_are_accepted_and_larger_ones_refus
     pieces = [encode(message(ROOM), frame_max=FRAME_MAX)]
     ((_, _, _), (kind, _, header)), _ = split(pieces, FRAME_MAX)
     assert (kind, len(header)) == (HEADER_FRAME, ROOM)
-    with pytest.raises(ValueError, match="need a frame of 4097 bytes, and the broker takes 4096; shorten its headers"):
+    with pytest.raises(
+        ValueError, match="need a frame of 4097 bytes, and the broker accepts at most 4096 bytes; shorten its headers"
+    ):
         encode(message(ROOM + 1), frame_max=FRAME_MAX)
 
 

@@ -70,7 +70,7 @@ def test_an_unknown_frame_type_is_an_error_as_soon_as_its_first_byte_arrives(kin
     for size in range(1, len(bad) + 1):
         for before in (b"", good):
             splitter = FrameSplitter()
-            with pytest.raises(FrameError, match=f"frame type {kind} is none of AMQP"):
+            with pytest.raises(FrameError, match=f"frame type {kind} does not exist in AMQP"):
                 feed(splitter, before + bad[:size])
 
 

@@ -493,7 +493,7 @@ def test_a_file_that_is_not_an_outbox_is_left_unchanged(path: Path, tmp_path: Pa
     with sqlite3.connect(other) as file:
         file.execute("CREATE TABLE mail (text TEXT)")
     file.close()
-    with pytest.raises(OutboxError, match="other is a database of something else"):
+    with pytest.raises(OutboxError, match="other is a database of another application"):
         Outbox(other)
     with pytest.raises(OutboxError, match="No such file or directory"):
         Outbox(tmp_path / "nowhere" / "outbox")
@@ -540,13 +540,13 @@ def test_tables_of_an_unsupported_version_are_refused(path: Path) -> None:
         file.execute("PRAGMA user_version = 9")
     file.close()
     for use in (Outbox, Outbox.look):
-        with pytest.raises(OutboxError, match="tables of version 9, and this qflow_client knows 1"):
+        with pytest.raises(OutboxError, match="tables of version 9, but this qflow_client reads version 1"):
             use(path)
 
 
 DAMAGES = {
-    "a header that ends early": ("header = x'00'", "a content header that cannot be decoded"),
-    "a header of another class": ("header = zeroblob(15)", "class 0 or property flags"),
+    "a header that ends early": ("header = x'00'", "the content header cannot be decoded"),
+    "a header of another class": ("header = zeroblob(15)", "class 0 with property flags"),
     "a body that is shorter": ("body = x''", "a body of 0 bytes, and its content header says 1"),
     "a text for a body": ("body = 'x'", "a column that holds something else"),
     "an exchange that is no UTF-8": ("exchange = CAST(x'ff' AS TEXT)", "its exchange or routing key: 'utf-8' codec"),

@@ -46,7 +46,7 @@ def tables(path: Path) -> set[str]:
             "orders",
             1 << 63,
             ValueError,
-            "value must be an int of 64 bits, not 9223372036854775808; a str has any",
+            "value must be an int of 64 bits, not 9223372036854775808; use a str",
         ),
         ("orders", "\ud800", ValueError, "value must be valid Unicode"),
         ("\ud800", 1, ValueError, "source must be valid Unicode"),

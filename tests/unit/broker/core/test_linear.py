@@ -65,7 +65,7 @@ def nested(depth):
 @pytest.mark.parametrize(("decode", "make"), [(wire.check_properties, header), (wire.decode_method, declare)])
 def test_tables_that_are_nested_too_deep_are_refused_with_a_clear_error(decode, make):
     decode(make(nested(99)))
-    with pytest.raises(ConnectionException, match="more than 100 tables and arrays lie in one another"):
+    with pytest.raises(ConnectionException, match="tables and arrays are nested more than 100 deep"):
         decode(make(nested(100)))
 
 
