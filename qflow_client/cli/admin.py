@@ -34,27 +34,32 @@ _URL = "http://127.0.0.1:15672"
 
 admin = typer.Typer(
     name="admin",
-    help="See and steer a broker that runs, over its HTTP API.",
+    help="Show and control a running broker through its HTTP API.",
     no_args_is_help=True,
     rich_markup_mode="rich",
 )
-_add = typer.Typer(name="add", help="Make a queue, or set a policy.", no_args_is_help=True)
-_set = typer.Typer(name="set", help="Change a queue in use, or limit a rate.", no_args_is_help=True)
+_add = typer.Typer(name="add", help="Add a queue or a policy.", no_args_is_help=True)
+_set = typer.Typer(name="set", help="Change the thresholds of a queue, or set a rate limit.", no_args_is_help=True)
 _delete = typer.Typer(name="delete", help="Delete a queue, a policy or a rate limit.", no_args_is_help=True)
 for _group in (_add, _set, _delete):
     admin.add_typer(_group)
 
-_Messages = Annotated[int | None, typer.Option(metavar="MESSAGES", help="Above it the queue is ON; 0 for none.")]
-_MessagesResume = Annotated[
-    int | None, typer.Option(metavar="MESSAGES", help="Below it the queue is OFF; 7/8 of the stop unless given.")
+_Messages = Annotated[
+    int | None,
+    typer.Option(metavar="MESSAGES", help="Messages above which the queue turns ON (0: no stop threshold)."),
 ]
-_Bytes = Annotated[int | None, typer.Option(metavar="BYTES", help="Above it the queue is ON; 0 for none.")]
-_BytesResume = Annotated[
-    int | None, typer.Option(metavar="BYTES", help="Below it the queue is OFF; 7/8 of the stop unless given.")
+_MessagesResume = Annotated[int | None, typer.Option(metavar="MESSAGES", help="Messages below which it turns OFF.")]
+_Bytes = Annotated[
+    int | None,
+    typer.Option(metavar="BYTES", help="Body bytes above which the queue turns ON (0: no stop threshold)."),
 ]
-_Capacity = Annotated[int | None, typer.Option(metavar="BYTES", help="Above it the queue is ON; 0 for none.")]
+_BytesResume = Annotated[int | None, typer.Option(metavar="BYTES", help="Body bytes below which it turns OFF.")]
+_Capacity = Annotated[
+    int | None,
+    typer.Option(metavar="BYTES", help="Capacity in body bytes, above which the queue turns ON (0: no capacity)."),
+]
 _CapacityResume = Annotated[
-    int | None, typer.Option(metavar="BYTES", help="Down to it the queue stays ON; the capacity unless given.")
+    int | None, typer.Option(metavar="BYTES", help="Body bytes at or below which it turns OFF.")
 ]
 
 
@@ -86,7 +91,9 @@ class _Broker:
             try:
                 self._context.load_cert_chain(cert)
             except OSError as error:
-                raise CommandError(f"{cert}: no certificate with its key: {error}", ExitCode.USAGE) from error
+                raise CommandError(
+                    f"{cert}: cannot load a certificate with its key: {error}", ExitCode.USAGE
+                ) from error
 
     def ask(self, method: str, path: str, body: object = None) -> Any:
         """Send a request, and return the broker's answer; ``None`` if it has no body.
@@ -116,15 +123,19 @@ class _Broker:
             connection.request(method, self._path + path, raw, headers | {"Connection": "close"})
             response = connection.getresponse()
         except (OSError, HTTPException) as error:
-            raise CommandError(f"no HTTP API of a broker at {self.url}: {error}") from error
+            raise CommandError(
+                f"cannot reach the HTTP API at {self.url}: {error}; start the broker with --http-port, or check --url"
+            ) from error
         if response.status < 300:
             return response
         try:
             detail = json.loads(response.read())["detail"]
         except (ValueError, KeyError, TypeError):
-            raise CommandError(f"{self.url} is no broker: {response.status} {response.reason}") from None
+            raise CommandError(
+                f"{self.url} is not the HTTP API of a broker: {response.status} {response.reason}; check --url"
+            ) from None
         if response.status == 401:
-            raise CommandError(f"{self.url} wants a token: give --token, or set QFLOW_HTTP_TOKEN")
+            raise CommandError(f"{self.url} requires the right token: set QFLOW_HTTP_TOKEN, or give --token")
         raise CommandError(detail, ExitCode.USAGE if response.status == 400 else ExitCode.FAILED)
 
 
@@ -133,15 +144,36 @@ def _admin(
     context: typer.Context,
     url: Annotated[
         str | None,
-        typer.Option("--url", "-u", help=f"Where the HTTP API of the broker is; QFLOW_ADMIN_URL, or {_URL}."),
+        typer.Option(
+            "--url", "-u", metavar="URL", help=f"URL of the broker's HTTP API (default: QFLOW_ADMIN_URL, or {_URL})."
+        ),
     ] = None,
-    token: Annotated[str | None, typer.Option(help="What the broker wants to see; QFLOW_HTTP_TOKEN.")] = None,
+    token: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TOKEN",
+            help="Token for the HTTP API (default: QFLOW_HTTP_TOKEN, or no token). Other users of this machine can "
+            "see it; use the environment variable to hide it.",
+        ),
+    ] = None,
     cacert: Annotated[
-        Path | None, typer.Option(metavar="FILE", exists=True, dir_okay=False, help="Whom to trust, in PEM, for https.")
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            exists=True,
+            dir_okay=False,
+            help="PEM file with the certificate authorities to trust for https (default: those of the system).",
+        ),
     ] = None,
     cert: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", exists=True, dir_okay=False, help="Your certificate with its key, in PEM."),
+        typer.Option(
+            metavar="FILE",
+            exists=True,
+            dir_okay=False,
+            help="PEM file with your certificate and its key, if the broker requires client certificates "
+            "(default: no certificate).",
+        ),
     ] = None,
 ) -> None:
     # Read here, because not every release of typer reads environment variables.
@@ -171,7 +203,7 @@ def _show(rows: list[dict[str, Any]], columns: Mapping[str, Callable[[dict[str, 
         "consumers",
         "published",
         "unconfirmed",
-        "times",
+        "times flowed",
     )
     for name in columns:
         table.add_column(name, justify="right" if name in numbers else "left", no_wrap=name != "thresholds")
@@ -215,7 +247,10 @@ def _thresholds(queue: dict[str, Any]) -> str:
 
 @admin.command()
 def queues(context: typer.Context, as_json: AsJson = False) -> None:
-    """List the queues with their depths, marks (stop/resume) and flow states."""
+    """List queues with their depths, thresholds and flow states.
+
+    The column `thresholds` shows the stop and resume thresholds: 100/70 in messages, 1,000/700 B in body bytes.
+    """
     _list(
         context,
         "/api/queues",
@@ -236,7 +271,7 @@ def queues(context: typer.Context, as_json: AsJson = False) -> None:
 
 @admin.command()
 def producers(context: typer.Context, as_json: AsJson = False) -> None:
-    """List the producers: whether each is flowed, by which queues, and for how long."""
+    """List producers, the queues that block them, and for how long."""
     _list(
         context,
         "/api/producers",
@@ -247,9 +282,9 @@ def producers(context: typer.Context, as_json: AsJson = False) -> None:
             "published": lambda producer: producer["published"],
             "unconfirmed": lambda producer: producer["unconfirmed"],
             "state": lambda producer: _state(producer["flowed"], "flowed", "unflowed"),
-            "by": lambda producer: ", ".join(producer["blockedBy"]) or "-",
-            "times": lambda producer: producer["timesFlowed"],
-            "for": lambda producer: seconds(producer["flowedSeconds"]),
+            "blocked by": lambda producer: ", ".join(producer["blockedBy"]) or "-",
+            "times flowed": lambda producer: producer["timesFlowed"],
+            "flowed for": lambda producer: seconds(producer["flowedSeconds"]),
         },
     )
 
@@ -266,14 +301,14 @@ def _about(policy: dict[str, Any]) -> str:
 
 @admin.command()
 def policies(context: typer.Context, as_json: AsJson = False) -> None:
-    """List the policies with the objects that they apply to, and with their settings."""
+    """List policies, where they apply, and what they set."""
     _list(
         context,
         "/api/policies",
         as_json,
         {
             "policy": lambda policy: policy["name"],
-            "about": _about,
+            "applies to": _about,
             "priority": lambda policy: policy["priority"],
             "sets": _sets,
         },
@@ -282,7 +317,7 @@ def policies(context: typer.Context, as_json: AsJson = False) -> None:
 
 @admin.command()
 def rates(context: typer.Context, as_json: AsJson = False) -> None:
-    """List the rate limits of exchanges, queues and users."""
+    """List rate limits of exchanges, queues and users."""
 
     def rate(limit: dict[str, Any], name: str) -> str:
         return "-" if limit[name] is None else f"{limit[name]:,g}"
@@ -292,7 +327,7 @@ def rates(context: typer.Context, as_json: AsJson = False) -> None:
         "/api/rate-limits",
         as_json,
         {
-            "of": lambda limit: f"{limit['applyTo']} {limit['name'] or '(default exchange)'}",
+            "applies to": lambda limit: f"{limit['applyTo']} {limit['name'] or '(default exchange)'}",
             "messages/s": lambda limit: rate(limit, "messages"),
             "bytes/s": lambda limit: rate(limit, "bytes"),
             "burst": lambda limit: seconds(limit["burst"]),
@@ -303,10 +338,19 @@ def rates(context: typer.Context, as_json: AsJson = False) -> None:
 @admin.command()
 def watch(
     context: typer.Context,
-    period: Annotated[float, typer.Option(metavar="SECONDS", min=0.1, max=60, help="Between two looks.")] = 0.5,
+    period: Annotated[
+        float,
+        typer.Option(
+            metavar="SECONDS",
+            min=0.1,
+            max=60,
+            show_default=False,
+            help="Seconds between two polls of the broker (default: 0.5).",
+        ),
+    ] = 0.5,
     as_json: AsJson = False,
 ) -> None:
-    """Print a line for every change of a flow state, until Ctrl-C."""
+    """Print a line for each change of a flow state, until Ctrl-C."""
     with Stopping() as stopping:
         try:
             with stopping.breakable(), _broker(context).open("GET", f"/api/events?period={period}") as response:
@@ -321,7 +365,7 @@ def watch(
             return
         except (OSError, HTTPException) as error:
             raise CommandError(f"{_broker(context).url}: {error}") from error
-    raise CommandError(f"{_broker(context).url}: the broker has ended")
+    raise CommandError(f"{_broker(context).url}: the broker has stopped")
 
 
 def _events(response: Iterable[bytes]) -> Iterator[dict[str, Any]]:
@@ -391,35 +435,46 @@ def _each_producer(context: typer.Context, what: str, names: list[str] | None, a
 
 
 _Producers = Annotated[
-    list[str] | None, typer.Argument(metavar="[PRODUCER]...", help="As `qflow admin producers` names it; all if none.")
+    list[str] | None,
+    typer.Argument(
+        metavar="PRODUCER", help="Names of producers, as `qflow admin producers` shows them (default: all producers)."
+    ),
 ]
 
 
 @admin.command()
 def stop(context: typer.Context, producer: _Producers = None, as_json: AsJson = False) -> None:
-    """Stop all producers, including future ones, or some."""
+    """Stop all producers, or the given ones.
+
+    Without a name, producers that connect later are stopped, too.
+    """
     _each_producer(context, "stop", producer, as_json)
 
 
 @admin.command()
 def start(context: typer.Context, producer: _Producers = None, as_json: AsJson = False) -> None:
-    """Start all producers, or some; holds of queues stay."""
+    """Start all producers, or the given ones.
+
+    A producer that a queue blocks (flows) stays blocked.
+    """
     _each_producer(context, "start", producer, as_json)
 
 
 @admin.command()
 def purge(
-    context: typer.Context, queue: Annotated[str, typer.Argument(metavar="QUEUE")], as_json: AsJson = False
+    context: typer.Context,
+    queue: Annotated[str, typer.Argument(metavar="QUEUE", help="Name of the queue.")],
+    as_json: AsJson = False,
 ) -> None:
     """Remove the ready messages of a queue."""
     _steer(context, as_json, "POST", f"/api/queues/{quote(queue, safe='')}/purge", say=_say_removed)
 
 
-_Name = Annotated[str, typer.Argument(metavar="NAME")]
+_QueueName = Annotated[str, typer.Argument(metavar="NAME", help="Name of the queue.")]
 
 
 @_delete.command("queue")
-def _delete_queue(context: typer.Context, name: _Name, as_json: AsJson = False) -> None:
+def _delete_queue(context: typer.Context, name: _QueueName, as_json: AsJson = False) -> None:
     """Delete a queue with its messages."""
     _steer(context, as_json, "DELETE", f"/api/queues/{quote(name, safe='')}", say=_say_removed)
 
@@ -431,7 +486,7 @@ def _say_removed(answer: dict[str, Any]) -> None:
 def _argument(pair: str) -> tuple[str, object]:
     name, equals, value = pair.partition("=")
     if not equals or not name:
-        raise typer.BadParameter(f"an argument is given as NAME=VALUE, not {pair!r}")
+        raise typer.BadParameter(f"--argument must be NAME=VALUE, not {pair!r}")
     try:
         return name, json.loads(value)
     except ValueError:
@@ -441,22 +496,33 @@ def _argument(pair: str) -> tuple[str, object]:
 @_add.command("queue")
 def _add_queue(
     context: typer.Context,
-    name: Annotated[str, typer.Argument(metavar="NAME")],
+    name: _QueueName,
     flow_stop_size: _Bytes = None,
     flow_resume_size: _BytesResume = None,
     flow_stop_count: _Messages = None,
     flow_resume_count: _MessagesResume = None,
     capacity: _Capacity = None,
     flow_resume_capacity: _CapacityResume = None,
-    durable: Annotated[bool, typer.Option("--durable", help="As in Queue.Declare.")] = False,
-    auto_delete: Annotated[bool, typer.Option("--auto-delete", help="It goes with its last consumer.")] = False,
+    durable: Annotated[bool, typer.Option("--durable", help="Declare the queue as durable.")] = False,
+    auto_delete: Annotated[
+        bool, typer.Option("--auto-delete", help="Delete the queue with its last consumer.")
+    ] = False,
     argument: Annotated[
         list[str] | None,
-        typer.Option("--argument", metavar="NAME=VALUE", help="Any other; a number if it is one; may be repeated."),
+        typer.Option(
+            "--argument",
+            metavar="NAME=VALUE",
+            help="Another argument of the queue; can be given several times. VALUE is read as JSON, such as 5 or true. "
+            "If it is not JSON, it is text.",
+        ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Declare a queue; an existing one with the same settings stays."""
+    """Declare a queue.
+
+    If the queue exists with the same settings, nothing changes. A resume threshold that is not given is 7/8 of its stop
+    threshold, and a resume capacity is the capacity.
+    """
     marks = {
         "qpid.flow_stop_size": flow_stop_size,
         "qpid.flow_resume_size": flow_resume_size,
@@ -475,10 +541,19 @@ def _add_queue(
 @_add.command("policy")
 def _add_policy(
     context: typer.Context,
-    text: Annotated[str, typer.Argument(metavar="'NAME KEY=VALUE…'")],
+    text: Annotated[
+        str,
+        typer.Argument(
+            metavar="'NAME KEY=VALUE…'",
+            help="Policy, such as 'small pattern=^orders policy=reject max_count=100'.",
+        ),
+    ],
     as_json: AsJson = False,
 ) -> None:
-    """Set a policy, or replace the policy with the same name; existing queues follow at once."""
+    """Add a policy, or replace the policy with the same name.
+
+    The policy immediately applies to existing queues, too.
+    """
     try:
         told = Policy.parse(text).to_json()
     except (TypeError, ValueError) as error:
@@ -494,15 +569,22 @@ def _camel(name: str) -> str:
 
 
 @_delete.command("policy")
-def _delete_policy(context: typer.Context, name: _Name, as_json: AsJson = False) -> None:
-    """Delete a policy; each queue then follows its other policies and arguments."""
+def _delete_policy(
+    context: typer.Context,
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the policy.")],
+    as_json: AsJson = False,
+) -> None:
+    """Delete a policy.
+
+    Its queues then follow their other policies, and their arguments.
+    """
     _steer(context, as_json, "DELETE", f"/api/policies/{quote(name, safe='')}")
 
 
 @_set.command("queue")
 def _set_queue(
     context: typer.Context,
-    name: Annotated[str, typer.Argument(metavar="NAME")],
+    name: _QueueName,
     flow_stop_size: _Bytes = None,
     flow_resume_size: _BytesResume = None,
     flow_stop_count: _Messages = None,
@@ -511,7 +593,10 @@ def _set_queue(
     flow_resume_capacity: _CapacityResume = None,
     as_json: AsJson = False,
 ) -> None:
-    """Change marks of a queue; the flow state follows at once. Marks that are not given stay."""
+    """Change the thresholds of a queue in use.
+
+    The flow state changes immediately. Thresholds that are not given stay as they are.
+    """
     marks = {
         "flowStopSize": flow_stop_size,
         "flowResumeSize": flow_resume_size,
@@ -522,37 +607,51 @@ def _set_queue(
     }
     given = {name: value for name, value in marks.items() if value is not None}
     if not given:
-        raise CommandError("nothing to change: give at least one mark, see --help", ExitCode.USAGE)
-    _steer(context, as_json, "PATCH", f"/api/queues/{quote(name, safe='')}/thresholds", given, say=_say_marks)
+        raise CommandError("nothing to change: give at least one threshold, such as --flow-stop-count", ExitCode.USAGE)
+    _steer(context, as_json, "PATCH", f"/api/queues/{quote(name, safe='')}/thresholds", given, say=_say_thresholds)
 
 
-def _say_marks(queue: dict[str, Any]) -> None:
+def _say_thresholds(queue: dict[str, Any]) -> None:
     print(f"{printable(queue['name'])}: {_thresholds(queue)}, {'ON' if queue['flowStopped'] else 'OFF'}")
 
 
-_Scope = Annotated[str, typer.Argument(metavar="exchange|queue|user")]
+_Scope = Annotated[str, typer.Argument(metavar="exchange|queue|user", help="Kind of the object to limit.")]
+_LimitedName = Annotated[str, typer.Argument(metavar="NAME", help="Name of the exchange, queue or user.")]
 
 
 @_set.command("rate")
 def _set_rate(
     context: typer.Context,
     scope: _Scope,
-    name: Annotated[str, typer.Argument(metavar="NAME")],
-    messages: Annotated[float | None, typer.Option(metavar="PER SECOND", help="Messages.")] = None,
-    size: Annotated[float | None, typer.Option("--bytes", metavar="PER SECOND", help="Body bytes.")] = None,
+    name: _LimitedName,
+    messages: Annotated[
+        float | None, typer.Option(metavar="NUMBER", help="Messages per second (default: no limit).")
+    ] = None,
+    size: Annotated[
+        float | None, typer.Option("--bytes", metavar="BYTES", help="Body bytes per second (default: no limit).")
+    ] = None,
     burst: Annotated[
-        float | None, typer.Option(metavar="SECONDS", help="What the rate gives in them may pass at once; 0.1.")
+        float | None,
+        typer.Option(
+            metavar="SECONDS",
+            help="Burst in seconds: after a pause, the messages that the rate allows in this time may pass at once "
+            "(default: 0.1).",
+        ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Limit the rate of publishes to an exchange, to a queue or by a user."""
+    """Limit the rate of messages of an exchange, a queue or a user.
+
+    A producer that exceeds the rate is blocked (flowed) for the time that its messages need at this rate. At least one
+    of --messages and --bytes is required.
+    """
     given = {"messages": messages, "bytes": size, "burst": burst}
     body = {name: value for name, value in given.items() if value is not None}
     _steer(context, as_json, "PUT", _rate_path(scope, name), body)
 
 
 @_delete.command("rate")
-def _delete_rate(context: typer.Context, scope: _Scope, name: _Name, as_json: AsJson = False) -> None:
+def _delete_rate(context: typer.Context, scope: _Scope, name: _LimitedName, as_json: AsJson = False) -> None:
     """Delete a rate limit."""
     _steer(context, as_json, "DELETE", _rate_path(scope, name))
 
@@ -563,26 +662,34 @@ def _rate_path(scope: str, name: str) -> str:
 
 @admin.command("export")
 def _export(context: typer.Context, _as_json: AsJson = False) -> None:
-    """Print the queues, exchanges and bindings as JSON, with or without --json."""
+    """Print queues, exchanges, bindings and policies as JSON.
+
+    The output is JSON with or without --json. `qflow admin import` reads it.
+    """
     print_json(_broker(context).ask("GET", "/api/definitions"), indent=2)
 
 
 @admin.command("import")
 def _import(
     context: typer.Context,
-    file: Annotated[typer.FileText, typer.Argument(metavar="FILE", help="As exported; - for standard input.")],
+    file: Annotated[
+        typer.FileText, typer.Argument(metavar="FILE", help="File with the objects; '-' is standard input.")
+    ],
     as_json: AsJson = False,
 ) -> None:
-    """Declare the objects that `export` or RabbitMQ has exported: all of them, or none."""
+    """Declare all objects of an export, or none of them.
+
+    The export comes from `qflow admin export` or from RabbitMQ.
+    """
     try:
         document = json.load(file)
     except ValueError as error:
-        raise CommandError(f"{file.name}: not JSON: {error}", ExitCode.USAGE) from error
+        raise CommandError(f"{file.name}: not valid JSON: {error}", ExitCode.USAGE) from error
     _steer(context, as_json, "POST", "/api/definitions", document, say=_say_imported)
 
 
 def _say_imported(told: dict[str, Any]) -> None:
     parts = ", ".join(count(told[kind], kind.removesuffix("s")) for kind in ("exchanges", "queues", "bindings"))
     parts += f", {told['policies']} policies" if told["policies"] else ""
-    ignored = f"; not looked at: {', '.join(told['ignored'])}" if told["ignored"] else ""
+    ignored = f"; ignored: {', '.join(told['ignored'])}" if told["ignored"] else ""
     print(f"{parts}{ignored}", file=sys.stderr)

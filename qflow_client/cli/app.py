@@ -49,13 +49,21 @@ def _show_version(wanted: bool) -> None:
 @app.callback()
 def _qflow(
     context: typer.Context,
-    debug: Annotated[bool, typer.Option("--debug", help="Log everything, and show tracebacks.")] = False,
-    no_color: Annotated[bool, typer.Option("--no-color", help="Print without colours, as NO_COLOR=1 does.")] = False,
+    debug: Annotated[
+        bool, typer.Option("--debug", help="Log everything to standard error, and show tracebacks of errors.")
+    ] = False,
+    no_color: Annotated[
+        bool,
+        typer.Option("--no-color", help="Print without colours; the environment variable NO_COLOR=1 does the same."),
+    ] = False,
     _version: Annotated[
         bool, typer.Option("--version", help="Show the version and exit.", callback=_show_version, is_eager=True)
     ] = False,
 ) -> None:
-    """Publish to AMQP 0-9-1 brokers, never faster than they allow."""
+    """Publish messages to AMQP 0-9-1 brokers, never faster than the brokers allow.
+
+    `qflow COMMAND --help` describes the options of a command.
+    """
     context.obj["debug"] = debug
     if no_color:
         # All consoles of rich read this variable.

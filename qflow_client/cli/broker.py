@@ -202,8 +202,8 @@ def broker(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="File with users, one NAME:PASSWORD or NAME:HASH in each line; `qflow hash-password` prints a hash. "
-            f"'-' reads standard input. The environment variable {USERS} can have the same lines.",
+            help="File with users, one NAME:PASSWORD or NAME:HASH in each line; '-' reads standard input. "
+            f"`qflow hash-password` prints a hash. The environment variable {USERS} can have the same lines.",
         ),
     ] = None,
     loopback_users: Annotated[

@@ -43,9 +43,9 @@ _GRACE = 2.0
 # Maximum number of failures that are reported one by one.
 _TOLD = 5
 
-outbox = typer.Typer(no_args_is_help=True, help="Look at a producer's outbox, or send what is left in it.")
+outbox = typer.Typer(no_args_is_help=True, help="List, export, send or remove messages in an outbox file.")
 
-_File = Annotated[Path, typer.Argument(metavar="OUTBOX", help="The outbox's file.")]
+_File = Annotated[Path, typer.Argument(metavar="OUTBOX", help="File of the outbox.")]
 
 
 def _stored(path: Path) -> Iterator[StoredMessage]:
@@ -58,10 +58,23 @@ def _stored(path: Path) -> Iterator[StoredMessage]:
 @outbox.command("ls")
 def list_(
     path: _File,
-    limit: Annotated[int, typer.Option("--limit", "-n", min=0, help="Messages that are shown; 0 for all.")] = 20,
+    limit: Annotated[
+        int,
+        typer.Option(
+            "--limit",
+            "-n",
+            metavar="NUMBER",
+            min=0,
+            show_default=False,
+            help="Maximum number of messages to list (default: 20; 0: all).",
+        ),
+    ] = 20,
     as_json: AsJson = False,
 ) -> None:
-    """Show the messages in an outbox, the oldest first. A producer may be using it."""
+    """List the messages in an outbox, the oldest first.
+
+    A producer may use the outbox at the same time.
+    """
     table = Table("sequence", "age", "exchange", "routing key", "bytes", "message id", "second copy?", box=None)
     rows: list[dict[str, Any]] = []
     count = size = marked = 0
@@ -103,28 +116,31 @@ def list_(
     if limit and count > limit:
         print(f"and {text.count(count - limit, 'more message')}")
     for sequence, why in damaged.items():
-        print(f"message {sequence} is damaged, and not sent: {why}")
-    written = f", of which {marked:,} may have been written before" if marked else ""
-    besides = f"; {_damaged(damaged)} besides" if damaged else ""
-    print(f"{text.count(count, 'message')}, {text.count(size, 'byte')}{written}{besides}")
+        print(f"message {sequence} is damaged, and will not be sent: {why}")
+    marks = f"; {marked:,} of them may have been sent before" if marked else ""
+    besides = f"; also {_damaged(damaged)}" if damaged else ""
+    print(f"{text.count(count, 'message')}, {text.count(size, 'byte')}{marks}{besides}")
 
 
 def _damaged(damaged: Sized) -> str:
-    return f"{len(damaged):,} damaged"
+    return text.count(len(damaged), "damaged message")
 
 
 @outbox.command()
 def export(
     path: _File,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Where to write; standard output unless given.")
+        Path | None, typer.Option("--output", "-o", metavar="FILE", help="File to write to (default: standard output).")
     ] = None,
     _as_json: AsJson = False,
 ) -> None:
-    """Write the messages in an outbox as JSON, one line for each. A producer may be using it."""
+    """Export the messages in an outbox as JSON, one line for each.
+
+    A producer may use the outbox at the same time. Damaged messages are left out.
+    """
     damaged = Outbox.look_damaged(path)
     if damaged:
-        print(f"qflow: {_damaged(damaged)}, and left out: see qflow outbox ls", file=sys.stderr)
+        print(f"qflow: {_damaged(damaged)} left out; qflow outbox ls shows the reasons", file=sys.stderr)
     with ExitStack() as stack:
         file = None if output is None else stack.enter_context(output.open("w", encoding="utf-8"))
         for stored in _stored(path):
@@ -170,19 +186,30 @@ def _plain(value: Any) -> Any:
 def drain(
     path: _File,
     url: Annotated[
-        str | None, typer.Option("--url", "-u", help="Where the broker is: amqp://user:password@host:port/vhost.")
+        str | None,
+        typer.Option(
+            "--url",
+            "-u",
+            metavar="URL",
+            help=text.URL_HELP,
+        ),
     ] = None,
-    rate: Annotated[float | None, typer.Option(help="The most messages per second, on average.")] = None,
+    rate: Annotated[
+        float | None,
+        typer.Option(metavar="NUMBER", help="Maximum number of messages per second, on average (default: no limit)."),
+    ] = None,
     as_json: AsJson = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No summary but --json.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print no summary, except with --json.")] = False,
 ) -> None:
-    """Send the messages in an outbox, in order, and remove those that the broker has confirmed.
+    """Send the messages in an outbox, and remove the confirmed ones.
 
-    A message that may have been sent before has the header x-qflow-republished and its message id. Messages that are
-    not confirmed stay, and damaged messages stay too. No producer may be using the outbox.
+    The messages are sent in order. A message that may have been sent before has the header x-qflow-republished, and the
+    same message id as before. Messages that the broker does not confirm stay in the outbox, and so do damaged messages.
+    No producer may use the outbox at the same time.
 
-    Exit codes: 0, it is empty now. 1, messages are left, or some are damaged. 2, the command line or a setting is
-    wrong. 3, flowed for longer than the setting max_producer_flow_control_wait. 130 and 143, interrupted.
+    Exit codes: 0 if the outbox is empty; 1 if messages are left or damaged; 2 if the command line or a setting is
+    wrong; 3 if the producer was blocked (flowed) for longer than the setting max_producer_flow_control_wait; 130 or 143
+    after Ctrl-C or SIGTERM.
     """
     # These two settings do not depend on the user's settings, because this command handles the outbox itself.
     given: dict[str, Any] = {"when_flowed": WhenFlowed.BLOCK, "outbox": None}
@@ -191,7 +218,7 @@ def drain(
     if not quiet:
         warn_of_url(url, "QFLOW_URL")
     if not ProducerSettings.load(url, **given).confirms:
-        raise SettingsError("confirms=False: only what the broker confirms can be taken out")
+        raise SettingsError("confirms=False: qflow outbox drain removes only confirmed messages; set confirms=True")
     # This fails if the file does not exist; an outbox must not be created here.
     Outbox.look(path, limit=1)
     with ExitStack() as stack:
@@ -240,22 +267,29 @@ def _failure_of(draining: _Draining, store: Outbox, stopping: Stopping) -> Comma
         code = ExitCode.FLOWED if isinstance(draining.error, ProducerFlowed) else ExitCode.FAILED
         return CommandError(f"{left}: {draining.error}", code)
     if len(store):
-        return CommandError(f"{left}, which the broker did not confirm")
+        return CommandError(f"{left}: not confirmed by the broker")
     if store.damaged:
-        return CommandError(f"{_damaged(store.damaged)}, and left: see qflow outbox ls, and drop")
+        return CommandError(f"{_damaged(store.damaged)} left; see qflow outbox ls and qflow outbox drop")
     return None
 
 
 @outbox.command()
 def drop(
     path: _File,
-    sequences: Annotated[list[int], typer.Argument(metavar="SEQUENCE...", help="As ls shows them.")],
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    sequences: Annotated[
+        list[int],
+        typer.Argument(
+            metavar="SEQUENCE", help="Sequence numbers of one or more messages, as `qflow outbox ls` shows them."
+        ),
+    ],
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Remove the messages without asking.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Remove messages from an outbox for good, damaged or not. No producer may be using it.
+    """Remove messages from an outbox permanently.
 
-    Exit codes: 0, the messages are removed. 1, a message does not exist, or the user answered no; nothing is removed.
+    Damaged messages can be removed, too. No producer may use the outbox at the same time.
+
+    Exit codes: 0 if the messages are removed; 1 if a message does not exist or you answer no, and nothing is removed.
     """
     # This fails if the file does not exist; an outbox must not be created here.
     damaged = Outbox.look_damaged(path)
@@ -270,14 +304,14 @@ def drop(
             stored = Outbox.find(path, sequence)
             size = text.count(len(stored.message.body), "byte")
             print(f"message {sequence} to {stored.exchange!r}/{stored.routing_key!r}, {size}", file=shown)
-        if not yes and not typer.confirm(f"Take {text.count(len(wanted), 'message')} out for good?", err=as_json):
-            raise CommandError("nothing was taken out")
+        if not yes and not typer.confirm(f"Remove {text.count(len(wanted), 'message')} permanently?", err=as_json):
+            raise CommandError("nothing was removed")
         for sequence in wanted:
             store.drop(sequence)
     if as_json:
         print_json({"removed": wanted})
     else:
-        print(f"{text.count(len(wanted), 'message')} taken out")
+        print(f"{text.count(len(wanted), 'message')} removed")
 
 
 def _leave(producer: Producer) -> None:

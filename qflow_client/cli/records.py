@@ -105,13 +105,16 @@ class Reading:
 
     def __post_init__(self) -> None:
         if len(self.delimiter) != 1 or self.delimiter in '"\r\n':
-            raise CommandError(f"--delimiter {self.delimiter!r}: it must be one character", ExitCode.USAGE)
+            raise CommandError(f"--delimiter {self.delimiter!r}: it must be one character, or 'tab'", ExitCode.USAGE)
         try:
             is_usable = "a\n".encode(self.encoding) == b"a\n"
         except (LookupError, UnicodeError):
             is_usable = False
         if not is_usable:
-            raise CommandError(f"--encoding {self.encoding}: use utf-8, latin-1, cp1252 or the like", ExitCode.USAGE)
+            raise CommandError(
+                f"--encoding {self.encoding}: it cannot be used; use utf-8, latin-1, cp1252 or a similar one",
+                ExitCode.USAGE,
+            )
 
     def message(self, body: bytes, content_type: str | None, values: object) -> bytes | Message:
         """Create the message of a record.
@@ -128,7 +131,7 @@ class Reading:
         if self.message_id is not None:
             found = values.get(self.message_id) if isinstance(values, dict) else None
             if isinstance(found, bool) or not isinstance(found, (int, str)) or found == "":
-                raise ValueError(f"there is no message id in {self.message_id!r}")
+                raise ValueError(f"the record has no message id in {self.message_id!r}")
             message_id = str(found)
         if content_type is None and message_id is None and not self.headers:
             return body
@@ -168,7 +171,7 @@ class RecordSource:
         inner = file
         if file == "-":
             if standard_input is None:
-                raise CommandError("standard input is closed; name a file")
+                raise CommandError("standard input is closed; give a FILE")
             self._content = standard_input
         else:
             path = Path(file)
@@ -184,7 +187,7 @@ class RecordSource:
         self.format = format or Format.of(inner)
         if self.format is Format.LINES and self._reading.message_id is not None:
             self._stack.close()
-            raise CommandError("--message-id names a column of CSV or a key of JSON; lines have none", ExitCode.USAGE)
+            raise CommandError("--message-id needs the format csv or jsonl; lines have no columns", ExitCode.USAGE)
         self._lines = _Lines(self._content)
 
     def _open_archive(self, stored: IO[bytes]) -> str:
@@ -192,7 +195,7 @@ class RecordSource:
             archive = self._stack.enter_context(zipfile.ZipFile(stored))
             names = [info.filename for info in archive.infolist() if not info.is_dir()]
             if len(names) != 1:
-                raise CommandError(f"{self.name}: an archive must hold one file, this one holds {len(names)}")
+                raise CommandError(f"{self.name}: a .zip file must contain one file; this one contains {len(names)}")
             self._content = self._stack.enter_context(archive.open(names[0]))
         except CommandError:
             self._stack.close()
@@ -240,12 +243,12 @@ class RecordSource:
             last_line = content.read(place.last_line)
             grown = b"" if last_line.endswith(b"\n") else content.readline()
         except (EOFError, OSError, ValueError, zipfile.BadZipFile, zlib.error) as error:
-            raise CommandError(f"{self.name}: cannot be resumed behind record {place.number}: {error}") from error
+            raise CommandError(f"{self.name}: cannot continue after record {place.number}: {error}") from error
         if len(last_line) < place.last_line:
-            raise CommandError(f"{self.name}: it has become shorter: record {place.number} of it was sent before")
+            raise CommandError(f"{self.name}: the file has become shorter: an earlier run sent record {place.number}")
         if zlib.crc32(last_line) != place.checksum:
             raise CommandError(
-                f"{self.name}: it has changed: record {place.number} is not the one that was sent before"
+                f"{self.name}: the file has changed: record {place.number} is not the record that an earlier run sent"
             )
         if grown.strip(b"\r\n"):
             raise CommandError(f"{self.name}: record {place.number} has become longer since it was sent")
@@ -278,7 +281,7 @@ class RecordSource:
         except (EOFError, zipfile.BadZipFile, gzip.BadGzipFile, zlib.error) as error:
             raise BadRecord(f"{self.name}: the compressed data is damaged: {error}") from error
         except OSError as error:
-            raise BadRecord(f"{self.name}: cannot be read on: {error.strerror or error}") from error
+            raise BadRecord(f"{self.name}: cannot read further: {error.strerror or error}") from error
 
     # Each of these yields the number of a record's last line, and its message.
 
@@ -304,7 +307,7 @@ class RecordSource:
             try:
                 values = json.loads(text.decode(), parse_constant=_refuse_constant)
             except (ValueError, RecursionError) as error:
-                raise BadRecord(f"{self.name}, line {lines.number}: not JSON: {error}") from error
+                raise BadRecord(f"{self.name}, line {lines.number}: not valid JSON: {error}") from error
             yield lines.number, self._message(text, _JSON, values)
 
     def _read_csv(self) -> Iterator[tuple[int, bytes | Message]]:
@@ -315,7 +318,7 @@ class RecordSource:
         for row in rows:
             if len(row) != len(names):
                 raise BadRecord(
-                    f"{self.name}, line {lines.number}: {len(row)} fields, but the first row names {len(names)}"
+                    f"{self.name}, line {lines.number}: {len(row)} fields, but the first row has {len(names)}"
                 )
             values = dict(zip(names, row, strict=True))
             yield lines.number, self._message(encode(values).encode(), _JSON, values)
@@ -328,7 +331,7 @@ class RecordSource:
             decoded = map(partial(lines.decode, encoding=self._reading.encoding), lines)
             yield from filter(None, csv.reader(decoded, delimiter=self._reading.delimiter, strict=True))
         except (csv.Error, UnicodeDecodeError) as error:
-            raise BadRecord(f"{self.name}, line {lines.number}: not CSV: {error}") from error
+            raise BadRecord(f"{self.name}, line {lines.number}: not valid CSV: {error}") from error
 
     def _read_names(self, rows: Iterator[list[str]], lines: _Lines) -> list[str]:
         """Read the column names from the first row of a CSV file; empty if there is no row."""

@@ -48,50 +48,94 @@ class _RunUnlessNamed(TyperGroup):
 relay = typer.Typer(
     cls=_RunUnlessNamed,
     no_args_is_help=True,
-    help="Publish what an application has committed to the outbox in its database, or look at it.",
+    help="Publish the messages of an outbox in a database.\n\nAn application commits messages to the outbox, together "
+    "with its own changes. `qflow relay AMQP_URL` is short for `qflow relay run AMQP_URL`.",
 )
 
 _Database = Annotated[
     str | None,
     typer.Option(
         metavar="URL",
-        help="Where the outbox is: postgresql://user@host/name or sqlite:///path. QFLOW_DATABASE unless given.",
+        help="URL of the database with the outbox: postgresql://user@host/name or sqlite:///path "
+        "(default: QFLOW_DATABASE).",
     ),
 ]
-_Name = Annotated[str, typer.Option("--table", metavar="NAME", help="The outbox's table.")]
-_Schema = Annotated[str | None, typer.Option(metavar="NAME", help="The schema that the table is in.")]
+_Name = Annotated[
+    str,
+    typer.Option(
+        "--table", metavar="NAME", show_default=False, help="Name of the outbox's table (default: qflow_outbox)."
+    ),
+]
+_Schema = Annotated[
+    str | None, typer.Option(metavar="NAME", help="Schema of the table (default: the default schema of the database).")
+]
 
 
 @relay.command()
 def run(
     url: Annotated[
-        str | None, typer.Argument(metavar="[AMQP_URL]", help="Where the broker is; QFLOW_URL unless given.")
+        str | None,
+        typer.Argument(
+            metavar="AMQP_URL",
+            help=text.URL_HELP,
+        ),
     ] = None,
     database: _Database = None,
     table: _Name = "qflow_outbox",
     schema: _Schema = None,
     lease: Annotated[
-        float, typer.Option(help="Seconds after which the partitions of a relay that says nothing are another's.")
+        float,
+        typer.Option(
+            metavar="SECONDS",
+            show_default=False,
+            help="Seconds without activity of a relay, after which another relay takes over its partitions "
+            "(default: 30).",
+        ),
     ] = 30.0,
-    poll: Annotated[float, typer.Option(help="Seconds between two looks for rows that nothing told of.")] = 1.0,
-    capacity: Annotated[int | None, typer.Option(help="The most messages without an answer of the broker.")] = None,
-    rate: Annotated[float | None, typer.Option(help="The most messages per second, on average.")] = None,
+    poll: Annotated[
+        float,
+        typer.Option(
+            metavar="SECONDS",
+            show_default=False,
+            help="Maximum seconds between two polls for new rows, if the database sends no notification (default: 1).",
+        ),
+    ] = 1.0,
+    capacity: Annotated[
+        int | None,
+        typer.Option(
+            metavar="NUMBER", help="Maximum number of messages without an answer from the broker (default: 1000)."
+        ),
+    ] = None,
+    rate: Annotated[
+        float | None,
+        typer.Option(metavar="NUMBER", help="Maximum number of messages per second, on average (default: no limit)."),
+    ] = None,
     ready_port: Annotated[
         int | None,
         typer.Option(
-            metavar="PORT", help="Where readiness probes are answered; 0 for a free port; no port unless given."
+            metavar="PORT", help="Port to listen on for HTTP readiness probes (default: no probes; 0: any free port)."
         ),
     ] = None,
-    ready_host: Annotated[str, typer.Option(metavar="ADDRESS", help="The address for that.")] = "127.0.0.1",
+    ready_host: Annotated[
+        str,
+        typer.Option(
+            metavar="ADDRESS",
+            show_default=False,
+            help="Address to listen on for readiness probes (default: 127.0.0.1).",
+        ),
+    ] = "127.0.0.1",
     as_json: AsJson = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Nothing but errors, and --json.")] = False,
+    quiet: Annotated[
+        bool, typer.Option("--quiet", "-q", help="Print only errors and, with --json, the result.")
+    ] = False,
 ) -> None:
-    """Publish committed messages until Ctrl-C or SIGTERM. Several relays may run at the same time.
+    """Publish committed messages until Ctrl-C or SIGTERM.
 
-    ``qflow relay AMQP_URL …`` is short for ``qflow relay run AMQP_URL …``.
+    Several relays may run at the same time. Settings of the producer that have no option here come from the environment
+    (QFLOW_RETRY_FOR, …) or from the query of AMQP_URL.
 
-    Exit codes: 0, ended by Ctrl-C or SIGTERM, and the outcome of every message is known. 2, the command line or a
-    setting is wrong.
+    Exit codes: 0 after Ctrl-C or SIGTERM, when the outcome of every message is known; 1 if the relay cannot start; 2 if
+    the command line or a setting is wrong.
     """
     if not quiet:
         warn_of_url(url, "QFLOW_URL")
@@ -104,7 +148,7 @@ def run(
         if ready_port is not None:
             url = stack.enter_context(readiness_probe(made, ready_host, ready_port))
             if not quiet:
-                print(f"qflow: readiness at {url}", file=sys.stderr, flush=True)
+                print(f"qflow: readiness probes at {url}", file=sys.stderr, flush=True)
         with made:
             seen: str | None = ""
             while not ended.wait(_LOOK):
@@ -121,7 +165,7 @@ def run(
         print_json({"confirmed": counts.confirmed, "marked": counts.marked, "set_aside": counts.set_aside})
     elif not quiet:
         print(
-            f"{text.count(counts.confirmed, 'message')} confirmed, {counts.marked:,} marked, "
+            f"{text.count(counts.confirmed, 'message')} confirmed, {counts.marked:,} marked as possible copies, "
             f"{counts.set_aside:,} set aside"
         )
 
@@ -131,10 +175,22 @@ def status(
     database: _Database = None,
     table: _Name = "qflow_outbox",
     schema: _Schema = None,
-    seconds: Annotated[float, typer.Option(min=0, help="For how long to measure the rate; 0 for not at all.")] = 1.0,
+    seconds: Annotated[
+        float,
+        typer.Option(
+            metavar="SECONDS",
+            min=0,
+            show_default=False,
+            help="Seconds for which to measure the rate (default: 1; 0: no measurement).",
+        ),
+    ] = 1.0,
     as_json: AsJson = False,
 ) -> None:
-    """Show the waiting rows, their age and rate, what holds the relays, and the messages that were set aside."""
+    """Show the waiting rows, the rate, and the relays.
+
+    The status also has the age of the oldest waiting row, the holds of the relays, and the number of messages that were
+    set aside because the broker refused them.
+    """
     outbox, _ = _outbox(table, schema)
     database = _checked(database)
     with _connection(database) as connection:
@@ -166,10 +222,20 @@ def failed(
     database: _Database = None,
     table: _Name = "qflow_outbox",
     schema: _Schema = None,
-    limit: Annotated[int, typer.Option("--limit", "-n", min=1, help="Messages that are shown.")] = 20,
+    limit: Annotated[
+        int,
+        typer.Option(
+            "--limit",
+            "-n",
+            metavar="NUMBER",
+            min=1,
+            show_default=False,
+            help="Maximum number of messages to show (default: 20).",
+        ),
+    ] = 20,
     as_json: AsJson = False,
 ) -> None:
-    """Show messages that were set aside, with the broker's reply."""
+    """Show the messages that were set aside, and the broker's replies."""
     outbox, _ = _outbox(table, schema)
     database = _checked(database)
     with _connection(database) as connection:
@@ -189,13 +255,18 @@ def failed(
 
 @relay.command()
 def retry(
-    ids: Annotated[list[int] | None, typer.Argument(metavar="[ID...]", help="As failed shows them; all.")] = None,
+    ids: Annotated[
+        list[int] | None,
+        typer.Argument(
+            metavar="ID", help="Ids of the messages to put back, as `qflow relay failed` shows them (default: all)."
+        ),
+    ] = None,
     database: _Database = None,
     table: _Name = "qflow_outbox",
     schema: _Schema = None,
     as_json: AsJson = False,
 ) -> None:
-    """Put messages that were set aside back at the end of the outbox."""
+    """Put messages that were set aside back into the outbox, at its end."""
     outbox, _ = _outbox(table, schema)
     database = _checked(database)
     with _connection(database) as connection:
@@ -210,7 +281,7 @@ def _outbox(table: str, schema: str | None) -> tuple[Outbox, type[OutboxRelay]]:
     try:
         from qflow_client.sqlalchemy import Outbox, OutboxRelay
     except ImportError as error:
-        raise CommandError(f"{error.name} is missing: pip install 'qflow-client[sqlalchemy]'") from error
+        raise CommandError(f"the module {error.name} is missing: pip install 'qflow-client[sqlalchemy]'") from error
     return Outbox(name=table, schema=schema), OutboxRelay
 
 
@@ -218,7 +289,7 @@ def _checked(database: str | None) -> str:
     if database is None:
         database = os.environ.get("QFLOW_DATABASE")
         if not database:
-            raise SettingsError("no database: give --database, or set QFLOW_DATABASE")
+            raise SettingsError("no database is given: use --database, or set QFLOW_DATABASE")
     elif hide_password(database) != database:
         warn_of_option("--database", "QFLOW_DATABASE")
     return database

@@ -23,36 +23,70 @@ _ROWS = 10
 
 _Logs = Annotated[
     list[Path],
-    typer.Argument(metavar="LOG...", help="Folders that flow logs were written into, or files: .jsonl[.gz], .parquet."),
+    typer.Argument(
+        metavar="LOG", help="One or more flow logs: a folder, or a file that ends with .jsonl, .jsonl.gz or .parquet."
+    ),
 ]
 
 
 def report(
     logs: _Logs,
     maximum: Annotated[
-        int | None, typer.Option(min=1, help="The most messages that a queue may ever have: find out what to set.")
+        int | None,
+        typer.Option(
+            metavar="MESSAGES",
+            min=1,
+            help="Maximum depth of a queue in messages, for which to recommend thresholds and capacities.",
+        ),
     ] = None,
     delay: Annotated[
-        float | None, typer.Option(help="The seconds that a message may be in a queue: find out what to set.")
+        float | None,
+        typer.Option(
+            metavar="SECONDS",
+            help="Maximum seconds of a message in a queue, for which to recommend thresholds and capacities.",
+        ),
     ] = None,
     queue: Annotated[
-        list[str] | None, typer.Option("--queue", help="A queue to find that out for; all unless given. Repeatable.")
+        list[str] | None,
+        typer.Option(
+            "--queue",
+            metavar="NAME",
+            help="Queue to recommend them for; can be given several times (default: all queues).",
+        ),
     ] = None,
-    round_trip: Annotated[float, typer.Option(help="Seconds from a publish to its confirm, when trying that.")] = 0.005,
+    round_trip: Annotated[
+        float,
+        typer.Option(
+            metavar="SECONDS",
+            show_default=False,
+            help="Seconds from a publish to its confirm in the simulation (default: 0.005).",
+        ),
+    ] = 0.005,
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", help="A folder for report.html and, with pyarrow, Parquet tables."),
+        typer.Option(
+            "--output",
+            "-o",
+            metavar="FOLDER",
+            help="Folder for report.html and, if pyarrow is installed, the tables as Parquet files "
+            "(default: no files).",
+        ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Report on flow logs: which producers were held, where, why, how long and by which others, and what to set.
+    """Analyse flow logs, and recommend thresholds.
 
-    With --maximum or --delay it looks for thresholds and capacities that keep them. To do this, it replays the recorded
-    messages through the broker's queue with different thresholds.
+    The report shows which producers were blocked (flowed), by which queue and for which reason, for how long, and which
+    other producers had filled the queue.
+
+    With --maximum or --delay it also recommends thresholds of queues and capacities of producers that keep this limit.
+    To find them, it replays the recorded messages through the broker's queue, with different values.
+
+    Exit codes: 0 if the command succeeded; 1 if there is nothing to read; 2 if the command line is wrong.
     """
     for name, value in (("--delay", delay), ("--round-trip", round_trip)):
         if value is not None and not value > 0:
-            raise typer.BadParameter(f"{value} is not more than 0 seconds", param_hint=name)
+            raise typer.BadParameter(f"{value} must be more than 0 seconds", param_hint=name)
     found = flow_report(logs, maximum=maximum, delay=delay, queues=queue or None, round_trip=round_trip)
     written = [] if output is None else found.write(output)
     if as_json:
@@ -64,15 +98,18 @@ def report(
     if written:
         print(f"\n{written[0]}")
         if not written[1:]:
-            print("The tables are not written as Parquet: that needs pyarrow, pip install 'qflow-client[spark]'")
+            print("the tables are not written as Parquet files, which needs pyarrow: pip install 'qflow-client[spark]'")
 
 
 def convert(
     logs: _Logs,
-    output: Annotated[Path, typer.Option("--output", "-o", help="The Parquet file to write.")],
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="Parquet file to write.")],
     as_json: AsJson = False,
 ) -> None:
-    """Convert flow logs into one Parquet file, which has a tenth of the size and can be read faster."""
+    """Convert flow logs to one Parquet file.
+
+    The file has about a tenth of the size, and can be read faster.
+    """
     lines = to_parquet(FlowLogs(logs), output)
     if as_json:
         print_json({"lines": lines, "output": str(output)})
@@ -92,13 +129,18 @@ def _summary(console: Console, found: FlowReport) -> None:
     _print(console, "Producers", sorted(tables["producers"], key=lambda row: -row["seconds_flowed"]), _PRODUCERS)
     _print(console, "Holds", sorted(tables["holds"], key=lambda row: -row["seconds"]), _HOLDS)
     _print(console, "Queues", tables["queues"], _QUEUES)
-    _print(console, "Who waited because of whom", sorted(tables["waits"], key=lambda row: -row["seconds"]), _WAITS)
+    _print(
+        console,
+        "Producers that waited because of others",
+        sorted(tables["waits"], key=lambda row: -row["seconds"]),
+        _WAITS,
+    )
     for why in found.no_advice.values():
         console.print(f"\n{why}", markup=False)
     _print(console, "What to set", tables.get("advice", []), _ADVICE)
     _print(console, "Capacities", tables.get("capacities", []), ("queue", "producer", "capacity"))
     shown = [row for row in tables.get("replays", []) if row["what"] != "tried"]
-    _print(console, "What that would have done", shown, _REPLAYS)
+    _print(console, "Results of the replays", shown, _REPLAYS)
 
 
 _PRODUCERS = ("producer", "times_flowed", "seconds_flowed", "part_flowed", "seconds_p50", "seconds_p99", "seconds_max")

@@ -67,8 +67,8 @@ class Reached:
             return cls(format, Place())
         found = _WORDS.fullmatch(str(text))
         if found is None:
-            raise CommandError(f"{name}: the outbox has a position of something else for it: {text!r}")
+            raise CommandError(f"{name}: the position in the outbox is not one of qflow send: {text!r}")
         if found[1] != format:
-            raise CommandError(f"{name}: its records were sent as {found[1]} before, and would be read as {format} now")
+            raise CommandError(f"{name}: an earlier run sent the file in the format {found[1]}, not {format}")
         number, line, offset, last_line = map(int, found.group(2, 3, 4, 5))
         return cls(format, Place(number, line, offset, last_line, int(found[6], 16)), int(found[7]))

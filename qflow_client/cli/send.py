@@ -116,7 +116,7 @@ def _seconds(value: str) -> float | None:
     try:
         return float(value)
     except ValueError:
-        raise typer.BadParameter(f"{value!r} is neither seconds nor 'forever'") from None
+        raise typer.BadParameter(f"{value!r} is neither a number of seconds nor 'forever'") from None
 
 
 def _headers(given: Iterable[str]) -> dict[str, str]:
@@ -134,87 +134,144 @@ def send(
     file: Annotated[
         str,
         typer.Argument(
-            help="What to send; '-' for standard input. '.gz', and '.zip' with one file in it, are decompressed.",
+            metavar="FILE",
+            show_default=False,
+            help="File to send; '-' is standard input (default: -). A .gz file is decompressed, and so is a .zip file "
+            "that contains one file.",
         ),
     ] = "-",
-    url: Annotated[
-        str | None, typer.Option("--url", "-u", help="Where the broker is: amqp://user:password@host:port/vhost.")
-    ] = None,
+    url: Annotated[str | None, typer.Option("--url", "-u", metavar="URL", help=text.URL_HELP)] = None,
     exchange: Annotated[
-        str | None, typer.Option("--exchange", "-e", help="Where to publish; '' is the default exchange.")
+        str | None,
+        typer.Option(
+            "--exchange", "-e", metavar="NAME", help="Exchange to publish to (default: '', the default exchange)."
+        ),
     ] = None,
     routing_key: Annotated[
         str | None,
-        typer.Option("--routing-key", "-k", help="With which key; for the default exchange, the queue's name."),
+        typer.Option(
+            "--routing-key",
+            "-k",
+            metavar="KEY",
+            help="Routing key of the messages. For the default exchange it is the name of the queue (default: '').",
+        ),
     ] = None,
     declare: Annotated[
         bool,
-        typer.Option("--declare", help="Declare the queue, durable, if it is not there."),
+        typer.Option("--declare", help="Declare the queue as durable if it does not exist."),
     ] = False,
     format: Annotated[
         Format | None,
         typer.Option(
             "--format",
             "-f",
-            help="lines: the bytes of each line. csv: each record as a JSON object, with names from the "
-            "first row. jsonl: each line, checked to be JSON; blank lines are left out. By the file's ending "
-            "unless given.",
+            help="Format of the records. lines: each line is a message. csv: each row is a message, a JSON object with "
+            "the names of the first row. jsonl: each line that is not blank is a message, and must be JSON "
+            "(default: by the ending of FILE, or lines).",
         ),
     ] = None,
-    delimiter: Annotated[str, typer.Option(help="Between the fields of a CSV file; 'tab' for a tabulator.")] = ",",
-    encoding: Annotated[str, typer.Option(help="Of a CSV file, such as latin-1.")] = "utf-8",
+    delimiter: Annotated[
+        str,
+        typer.Option(
+            metavar="CHARACTER",
+            show_default=False,
+            help="Delimiter of the fields in a CSV file; 'tab' is a tabulator (default: ,).",
+        ),
+    ] = ",",
+    encoding: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME", show_default=False, help="Encoding of a CSV file, such as latin-1 (default: utf-8)."
+        ),
+    ] = "utf-8",
     message_id: Annotated[
         str | None,
-        typer.Option("--message-id", metavar="COLUMN", help="The column, or the key in JSON, that has the message id."),
+        typer.Option(
+            "--message-id",
+            metavar="COLUMN",
+            help="CSV column or JSON key that contains the message id (default: the producer makes the ids).",
+        ),
     ] = None,
     header: Annotated[
         list[str] | None,
-        typer.Option("--header", metavar="NAME=VALUE", help="A header of every message; can be given again."),
+        typer.Option(
+            "--header",
+            metavar="NAME=VALUE",
+            help="Header of every message; can be given several times (default: no header).",
+        ),
     ] = None,
     mandatory: Annotated[
         bool | None,
-        typer.Option("--mandatory/--no-mandatory", help="Whether a record that no queue takes is an error."),
+        typer.Option(
+            "--mandatory/--no-mandatory",
+            help="Whether a record that no queue receives is an error (default: --mandatory).",
+        ),
     ] = None,
-    name: Annotated[str | None, typer.Option(help="What the broker's management shows.")] = None,
-    capacity: Annotated[int | None, typer.Option(help="The most messages without an answer of the broker.")] = None,
+    name: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Name of the producer in the broker's management (default: producer)."),
+    ] = None,
+    capacity: Annotated[
+        int | None,
+        typer.Option(
+            metavar="NUMBER", help="Maximum number of messages without an answer from the broker (default: 1000)."
+        ),
+    ] = None,
     wait: Annotated[
         str | None,
         typer.Option(
             "--max-producer-flow-control-wait",
             metavar="SECONDS",
-            help="How long to wait while the broker says stop; 'forever' for no end.",
+            help="Maximum seconds to wait while the producer is blocked (flowed) (default: 60; forever: no limit).",
         ),
     ] = None,
-    rate: Annotated[float | None, typer.Option(help="The most messages per second, on average.")] = None,
+    rate: Annotated[
+        float | None,
+        typer.Option(metavar="NUMBER", help="Maximum number of messages per second, on average (default: no limit)."),
+    ] = None,
     rate_burst: Annotated[
         int | None,
-        typer.Option(help="How many may go at once after a rest; what the rate gives in 50 ms unless given."),
+        typer.Option(
+            metavar="NUMBER",
+            help="Number of messages that may be sent without a pause after an idle time "
+            "(default: what --rate allows in 50 ms).",
+        ),
     ] = None,
     outbox: Annotated[
         Path | None,
         typer.Option(
-            help="Keep what is not confirmed in this file: what a run leaves there, the next one with it sends first. "
-            "It then goes on behind the last record of FILE that was sent. Standard input begins anew each time."
+            metavar="FILE",
+            help="File that stores the unconfirmed messages and the position in the input. The next run with this file "
+            "first sends the stored messages. Then it continues after the last record that was sent, except with "
+            "standard input (default: no outbox).",
         ),
     ] = None,
     from_start: Annotated[
-        bool, typer.Option("--from-start", help="Send all of FILE, whatever --outbox says was sent before.")
+        bool,
+        typer.Option("--from-start", help="Send all records, even if the outbox has a position in the input."),
     ] = False,
     skip: Annotated[
         int | None,
-        typer.Option(min=0, help="Leave out so many records at the beginning, whatever --outbox says was sent before."),
+        typer.Option(
+            metavar="NUMBER",
+            min=0,
+            help="Number of records to skip at the beginning, even if the outbox has another position in the input "
+            "(default: the position in the outbox, or 0).",
+        ),
     ] = None,
     as_json: AsJson = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress, and no summary but --json.")] = False,
+    quiet: Annotated[
+        bool, typer.Option("--quiet", "-q", help="Print no progress and, except with --json, no summary.")
+    ] = False,
 ) -> None:
-    """Send the records of a file, one message each, as fast as the broker allows.
+    """Send the records of a file, each as one message.
 
-    Settings that are not given here come from the environment (QFLOW_URL, QFLOW_ROUTING_KEY, QFLOW_CAPACITY, …) or from
-    the URL's query.
+    The command sends as fast as the broker allows, and waits for the confirms. Settings that are not given as options
+    come from the environment (QFLOW_URL, QFLOW_ROUTING_KEY, QFLOW_CAPACITY, …) or from the query of the URL.
 
-    Exit codes: 0, every record is confirmed. 1, not every record is confirmed. 2, the command line or a setting is
-    wrong. 3, a record was not sent because the producer was flowed for longer than --max-producer-flow-control-wait.
-    130 and 143, interrupted.
+    Exit codes: 0 if every record is confirmed; 1 if a record is not confirmed; 2 if the command line or a setting is
+    wrong; 3 if the producer was blocked (flowed) for longer than --max-producer-flow-control-wait, so that a record was
+    not sent; 130 or 143 after Ctrl-C or SIGTERM.
     """
     # Only the given options are passed; all others come from elsewhere. The command always waits for the broker,
     # whatever the user's settings are. A record that is not delivered stays in the outbox, so that a kill at any time
@@ -238,13 +295,18 @@ def send(
         warn_of_url(url, "QFLOW_URL")
     settings = ProducerSettings.load(url, **given)
     if not settings.confirms:
-        raise SettingsError("confirms=False: qflow send tells what the broker confirmed, so it needs confirms")
+        raise SettingsError(
+            "confirms=False: qflow send needs confirms, because it reports what the broker confirmed; set confirms=True"
+        )
     if not settings.exchange and not settings.routing_key:
-        raise CommandError("say where to: --routing-key QUEUE, or --exchange EXCHANGE", ExitCode.USAGE)
+        raise CommandError("no destination is given: use --routing-key QUEUE, or --exchange EXCHANGE", ExitCode.USAGE)
     if from_start and skip is not None:
-        raise CommandError("--from-start leaves out nothing, and --skip does; leave one of them out", ExitCode.USAGE)
+        raise CommandError("--from-start and --skip cannot be combined; use one of them", ExitCode.USAGE)
     if declare and settings.exchange:
-        raise CommandError("--declare declares the queue of the default exchange; leave --exchange out", ExitCode.USAGE)
+        raise CommandError(
+            "--declare declares a queue, and works only with the default exchange; do not set an exchange",
+            ExitCode.USAGE,
+        )
     console = Console(stderr=True, quiet=quiet)
     with ExitStack() as stack:
         reading = Reading("\t" if delimiter == "tab" else delimiter, encoding, message_id, _headers(header or []))
@@ -336,33 +398,31 @@ def _summarise(
         return
     confirmed = text.count(tally.confirmed, "record")
     if before and not tally.admitted and failure is None:
-        print(
-            f"nothing is left to send: {text.count(before, 'record')} were sent before; --from-start sends them again"
-        )
+        print(f"nothing is left to send: {text.count(before, 'record')} sent by an earlier run; --from-start sends all")
         return
     if before:
-        print(f"went on behind record {before:,}, up to which an earlier run had sent all")
+        print(f"continued after record {before:,}; an earlier run had sent the records up to it")
     print(f"{confirmed} confirmed in {text.seconds(took)}, {text.rate(tally.confirmed, took)}")
     if tally.times_flowed:
-        print(f"flowed {text.count(tally.times_flowed, 'time')}: {text.by_hold(tally.seconds_flowed)}")
+        print(f"blocked (flowed) {text.count(tally.times_flowed, 'time')}: {text.by_hold(tally.seconds_flowed)}")
     else:
-        print("never flowed")
+        print("never blocked (flowed)")
     if failure is not None:
         if tally.failed:
             print(f"not confirmed: {', '.join(f'{n:,} {outcome}' for outcome, n in tally.not_confirmed.items())}")
         last, later = tally.confirmed_up_to, tally.confirmed_later
         if tally.stored:
             stored = text.count(tally.stored, "record")
-            print(f"{stored} in {outbox}: the next run with it sends them, or qflow outbox drain")
+            print(f"{stored} in the outbox {outbox}: the next run with it, or qflow outbox drain, sends what is there")
         if before is not None:
             print(
-                f"the next run goes on behind record {last:,}" if last else "the next run begins with the first record"
+                f"the next run continues after record {last:,}" if last else "the next run begins with the first record"
             )
         elif last and tally.stored:
-            print(f"confirmed or there without a gap up to record {last:,}: --skip {last} goes on behind them")
+            print(f"all records up to {last:,} are confirmed or in the outbox: --skip {last} continues after them")
         elif last:
-            print(f"confirmed without a gap up to record {last:,}: --skip {last} goes on there")
+            print(f"all records up to {last:,} are confirmed: --skip {last} continues after them")
         if later:
             print(
-                f"confirmed behind the first gap: {text.count(later, 'record')}, which would come twice if sent again"
+                f"confirmed after the first gap: {text.count(later, 'record')}, which would arrive twice if sent again"
             )

@@ -115,7 +115,7 @@ class Tally:
         """Record messages of an earlier run from the outbox that were not delivered now."""
         for receipt in receipts:
             self.left_failed += 1
-            self._tell("of an earlier run", receipt)
+            self._tell("a message of an earlier run", receipt)
 
     def _tell(self, what: str, receipt: Receipt) -> None:
         # A message that stays in the outbox only because the producer was closed has not failed.
@@ -183,11 +183,11 @@ class Sending:
             self._send(items, stopping)
         if bad is not None:
             self._flush()
-            raise BadRecord(f"{bad}; nothing from there on was sent") from bad
+            raise BadRecord(f"{bad}; this record and all after it were not sent") from bad
         found = self._found
         if found < self._skip:
             self.tally.confirmed_up_to = 0
-            raise CommandError(f"--skip {self._skip}: the input has no more than {text.count(found, 'record')}")
+            raise CommandError(f"--skip {self._skip}: the input has only {text.count(found, 'record')}; skip fewer")
         late = self._flush()
         if late is not None:
             state = self.producer.flow_state

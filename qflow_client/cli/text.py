@@ -1,4 +1,4 @@
-"""Numbers and flow states as text for people."""
+"""Texts for people: numbers and flow states, and help that several commands share."""
 
 from __future__ import annotations
 
@@ -6,7 +6,11 @@ from collections.abc import Mapping
 
 from qflow_client import FlowState
 
-__all__ = ["by_hold", "count", "flow_line", "rate", "seconds"]
+__all__ = ["URL_HELP", "by_hold", "count", "flow_line", "rate", "seconds"]
+
+
+#: Help for the URL of a broker.
+URL_HELP = "URL of the broker: amqp://user:password@host:port/vhost (default: QFLOW_URL, or the broker on localhost)."
 
 
 def count(number: float, of: str) -> str:

@@ -81,7 +81,7 @@ def page(report: FlowReport) -> str:
         ),
         "<h2>Producers</h2>",
         _table(sorted(report.tables["producers"], key=lambda row: -row["seconds_flowed"])),
-        "<h2>Who waited because of whom</h2>",
+        "<h2>Producers that waited because of others</h2>",
         _WAITS,
         _table(sorted(report.tables["waits"], key=lambda row: -row["seconds"])),
         "<h2>Queues</h2>",
@@ -129,7 +129,7 @@ def _advice(report: FlowReport) -> str:
         parts.append(_table(report.tables["advice"]))
         parts.append("<h2>Capacities to set</h2>")
         parts.append(_table(report.tables["capacities"]))
-        parts.append("<h2>What that would have done</h2>")
+        parts.append("<h2>Results of the replays</h2>")
         parts.append(
             '<p class="note">The arrivals that were recorded, led through the broker’s queue. “recorded” are the marks '
             "that were in force.</p>"

@@ -134,7 +134,7 @@ class _Stage:
         if (consumer, self.run.queue) != (before.consumer, before.queue) or len(producers) != len(before.producers):
             self._moved_at = now
         elif now - self._moved_at > _PATIENCE:
-            raise CommandError(f"nothing has moved for {_PATIENCE:.0f} s: {progress_line(self.run, self.note, 0)}")
+            raise CommandError(f"nothing has changed for {_PATIENCE:.0f} s: {progress_line(self.run, self.note, 0)}")
 
     def play(self) -> Iterator[None]:
         """Run the demonstration, with one check in each step."""
@@ -150,7 +150,7 @@ class _Stage:
             self.look()
             yield
         self._tell_consumer("end")
-        self.note = "the accounts are drawn up"
+        self.note = "the results are collected"
         while not self._consumer.ended:
             self.look()
             yield
@@ -212,28 +212,47 @@ def _perform(
 def demo(
     # These messages are enough to block both producers before the consumer starts.
     messages: Annotated[
-        int, typer.Option("--messages", "-n", min=200, max=FLIGHTS, help="How many flights.")
+        int,
+        typer.Option(
+            "--messages",
+            "-n",
+            metavar="NUMBER",
+            min=200,
+            max=FLIGHTS,
+            show_default=False,
+            help="Number of flights to send (default: 336776, all).",
+        ),
     ] = FLIGHTS,
     enforcement: Annotated[
         Enforcement,
         typer.Option(
-            help="How the broker holds the producers: channel_flow sends Channel.Flow, completion holds confirms back."
+            help="How the queue blocks the producers: channel_flow sends Channel.Flow, completion delays confirms, "
+            "both does both (default: both).",
+            show_default=False,
         ),
     ] = Enforcement.BOTH,
     consumer_rate: Annotated[
-        float, typer.Option(min=1, help="Messages per second that the consumer takes at the most.")
+        float,
+        typer.Option(
+            metavar="NUMBER",
+            min=1,
+            show_default=False,
+            help="Maximum number of messages per second that the consumer takes (default: 5600).",
+        ),
     ] = RATE,
     as_json: AsJson = False,
 ) -> None:
-    """Watch the flights of New York in 2013 go from fast producers through a broker to a slow consumer.
+    """Show fast producers, a slow consumer and a bounded queue.
+
+    The messages are the flights from New York in 2013.
 
     The broker runs in this process. Its queue has a stop threshold of 100 messages and a resume threshold of 70. Two
     producers, with capacities 50 and 15, publish as fast as they can. The consumer is slower, and starts late. At the
     end an audit checks three things. No message was lost or delivered twice. The queue never had more than 165
-    messages, which is the stop threshold plus the capacities of the producers. Every producer was flowed, and unflowed
-    again.
+    messages, which is the stop threshold plus the capacities of the producers. Every producer was blocked (flowed), and
+    released (unflowed) again.
 
-    Exit codes: 0, the audit passed. 1, it failed. 130 and 143, interrupted.
+    Exit codes: 0 if the audit passed; 1 if it failed; 130 or 143 after Ctrl-C or SIGTERM.
     """
     console = Console(stderr=True, quiet=as_json)
     with Stopping() as stopping:

@@ -143,27 +143,27 @@ def audit(run: Run) -> list[AuditLine]:
         _equal("every sent message is confirmed", confirmed, sent),
         _equal("every confirmed message is consumed", consumer.consumed, confirmed),
         AuditLine(
-            "every message came exactly once",
+            "every message arrived exactly once",
             f"{consumer.repeated:,} repeated, {consumer.missing:,} missing, {consumer.unknown:,} unknown",
             f"{wrong:,} wrong" if wrong else "",
         ),
         AuditLine(
-            "bodies are as they were sent",
+            "the bodies are unchanged",
             f"checksum {consumer.checksum:x}",
             f"checksum {checksum:x} was sent" if consumer.checksum != checksum else "",
         ),
         AuditLine(
-            f"peak above the stop threshold, {queue.stop:,}",
+            f"the peak is above the stop threshold, {queue.stop:,}",
             f"{queue.peak_depth:,}",
             f"{queue.stop + 1 - queue.peak_depth:,} too few" if queue.peak_depth <= queue.stop else "",
         ),
         AuditLine(
-            f"peak at most the worst case, {run.highest_allowed:,}",
+            f"the peak is at most the worst case, {run.highest_allowed:,}",
             f"{queue.peak_depth:,}",
             f"{queue.peak_depth - run.highest_allowed:,} too many" if queue.peak_depth > run.highest_allowed else "",
         ),
         AuditLine(
-            "queue empty and OFF in the end",
+            "the queue is empty and OFF at the end",
             f"depth {queue.depth:,}, {'ON' if queue.flow_stopped else 'OFF'}",
             f"{queue.depth:,} left" if queue.depth else "still ON" if queue.flow_stopped else "",
         ),
@@ -173,15 +173,15 @@ def audit(run: Run) -> list[AuditLine]:
         seconds = producer.seconds_flowed.get(kind, 0.0)
         lines.append(
             AuditLine(
-                f"{producer.name} was flowed by {kind}",
+                f"{producer.name} was blocked (flowed) by {kind}",
                 f"{seconds:.2f} s",
-                "" if seconds > 0 else "0 s, which is not more than 0 s",
+                "" if seconds > 0 else "it must be more than 0 s",
             )
         )
         lines.append(
             AuditLine(
-                f"{producer.name} was unflowed again",
-                f"{producer.times_flowed:,} times, now held by {', '.join(producer.holds) or 'nothing'}",
+                f"{producer.name} was released (unflowed) again",
+                f"{producer.times_flowed:,} times; now held by {', '.join(producer.holds) or 'nothing'}",
                 f"still held by {', '.join(producer.holds)}" if producer.holds else "",
             )
         )

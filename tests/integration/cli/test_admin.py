@@ -112,7 +112,10 @@ def test_D4_thresholds_can_be_set_on_a_queue_in_use(broker: Broker, run: Run) ->
     code, out, err = run("set", "queue", "orders", "--flow-stop-count", "5", "--flow-resume-count", "6")
     assert (code, out) == (2, "")
     assert "flow_stop_count=5 and flow_resume_count=6" in err
-    assert run("set", "queue", "orders")[2] == "qflow: nothing to change: give at least one mark, see --help\n"
+    assert (
+        run("set", "queue", "orders")[2]
+        == "qflow: nothing to change: give at least one threshold, such as --flow-stop-count\n"
+    )
 
 
 def test_a_queue_can_be_purged_and_deleted(broker: Broker, run: Run) -> None:
@@ -131,7 +134,7 @@ def test_definitions_can_be_exported_and_imported(broker: Broker, run: Run, tmp_
     path = tmp_path / "definitions.json"
     path.write_text(json.dumps(json.loads(out) | {"users": []}))
     broker.delete_queue("orders")
-    assert run("import", str(path)) == (0, "", "0 exchanges, 1 queue, 1 binding; not looked at: users\n")
+    assert run("import", str(path)) == (0, "", "0 exchanges, 1 queue, 1 binding; ignored: users\n")
     assert broker.queue("orders").durable
     path.write_text("{")
     assert run("import", str(path))[0] == 2
@@ -145,7 +148,7 @@ def test_a_command_without_a_token_says_how_to_pass_it(
     with Broker(http_port=0, http_token="correct-horse") as broker:
         monkeypatch.setenv("QFLOW_ADMIN_URL", broker.http_url)
         assert main(["admin", "queues"]) == 1
-        assert capsys.readouterr().err.endswith("wants a token: give --token, or set QFLOW_HTTP_TOKEN\n")
+        assert capsys.readouterr().err.endswith("requires the right token: set QFLOW_HTTP_TOKEN, or give --token\n")
         assert main(["admin", "--token", "correct-horse", "queues"]) == 0
         monkeypatch.setenv("QFLOW_HTTP_TOKEN", "correct-horse")
         assert main(["admin", "queues"]) == 0
@@ -160,8 +163,8 @@ def test_a_command_without_a_token_says_how_to_pass_it(
             "--url must be http://HOST:PORT or https://HOST:PORT, not 'ftp://there'",
         ),
         (["--url", "127.0.0.1:15672", "queues"], 2, "--url must be http://HOST:PORT"),
-        (["--url", "http://127.0.0.1:1", "queues"], 1, "no HTTP API of a broker at http://127.0.0.1:1: "),
-        (["add", "queue", "q", "--argument", "x"], 2, "an argument is given as NAME=VALUE, not 'x'"),
+        (["--url", "http://127.0.0.1:1", "queues"], 1, "cannot reach the HTTP API at http://127.0.0.1:1: "),
+        (["add", "queue", "q", "--argument", "x"], 2, "--argument must be NAME=VALUE, not 'x'"),
         (["watch", "--period", "0"], 2, "0.1"),
     ],
 )
@@ -186,7 +189,7 @@ def test_a_server_that_is_not_our_broker_is_recognised(capsys: pytest.CaptureFix
         url = f"http://127.0.0.1:{server.server_port}"
         assert main(["admin", "--url", url, "queues"]) == 1
         thread.join()
-    assert capsys.readouterr().err == f"qflow: {url} is no broker: 404 Not Found\n"
+    assert capsys.readouterr().err == f"qflow: {url} is not the HTTP API of a broker: 404 Not Found; check --url\n"
 
 
 @contextmanager
@@ -237,7 +240,7 @@ def test_the_watch_ends_when_the_broker_ends() -> None:
         broker.__exit__(None, None, None)
         _, err = process.communicate(timeout=20)
         stack.pop_all()
-    assert (process.returncode, err) == (1, f"qflow: {url}: the broker has ended\n")
+    assert (process.returncode, err) == (1, f"qflow: {url}: the broker has stopped\n")
 
 
 def test_state_changes_between_two_polls_are_reported() -> None:

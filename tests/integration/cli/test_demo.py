@@ -60,7 +60,7 @@ def test_without_a_terminal_the_demo_reports_progress_in_lines(
     monkeypatch.setenv("QFLOW_WHEN_FLOWED", "raise")
     assert main(["demo", "--messages", "300"]) == 0
     out, err = capfd.readouterr()
-    assert "every message came exactly once" in out
+    assert "every message arrived exactly once" in out
     assert "\x1b" not in out + err
     assert "consumed; depth" in err
 
@@ -71,7 +71,7 @@ def test_on_a_terminal_the_demo_shows_the_queue_between_its_thresholds_and_the_h
         terminal.read_until("producer-15")
         terminal.read_until(None)
         assert terminal.process.wait(20) == 0
-        assert "every message came exactly once" in terminal.output()
+        assert "every message arrived exactly once" in terminal.output()
     for shown in ("queue of flights, enforcement both", "worst case 165", "stop 100", "resume 70", "channel_flow"):
         assert shown in " ".join(terminal.drawn.split()), shown
     # The last picture stays.
@@ -88,7 +88,7 @@ def test_a_failed_audit_shows_which_line_failed_and_by_how_much(
     assert main(["demo", "--messages", "300", "--json"]) == 1
     out, err = capfd.readouterr()
     assert json.loads(out)["passed"] is False
-    assert err.startswith("qflow: the audit failed: peak at most the worst case, 165: 300, 135 too many")
+    assert err.startswith("qflow: the audit failed: the peak is at most the worst case, 165: 300, 135 too many")
 
 
 def produce_regardless(*arguments: Any) -> None:
@@ -111,7 +111,10 @@ def test_producers_that_ignore_channel_flow_fail_the_audit_even_if_withheld_conf
     assert main(["demo", "--messages", "300", "--json"]) == 1
     told = json.loads(capfd.readouterr().out)
     failed = [line["statement"] for line in told["audit"] if not line["passed"]]
-    assert failed == ["producer-50 was flowed by channel_flow", "producer-15 was flowed by channel_flow"]
+    assert failed == [
+        "producer-50 was blocked (flowed) by channel_flow",
+        "producer-15 was blocked (flowed) by channel_flow",
+    ]
     assert all(producer["seconds_flowed"]["capacity"] > 0 for producer in told["producers"])
 
 

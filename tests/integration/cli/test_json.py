@@ -121,7 +121,7 @@ def test_with_json_an_error_is_still_printed_on_standard_error(folder: Path, bro
     out, err = capsys.readouterr()
     told = json.loads(out)
     assert (told["complete"], told["confirmed"], told["left"]) == (False, 0, 3)
-    assert told["error"] == "3 messages left, which the broker did not confirm"
+    assert told["error"] == "3 messages left: not confirmed by the broker"
     assert err.endswith(f"qflow: {told['error']}\n")
 
 

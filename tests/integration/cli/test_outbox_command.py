@@ -46,7 +46,7 @@ def test_ls_shows_the_messages_of_an_outbox_even_while_it_is_used(path: Path, ca
     assert [row.split()[-2:] for row in rows[1:]] == [["id-1", "maybe"], ["id-2", "maybe"]]
     assert more == "and 1 more message"
     assert total.startswith("3 messages, ")
-    assert total.endswith(" bytes, of which 2 may have been written before")
+    assert total.endswith(" bytes; 2 of them may have been sent before")
 
 
 def test_ls_shows_names_unchanged(tmp_path: Path, capsys: Capture) -> None:
@@ -108,7 +108,7 @@ def test_drain_keeps_refused_messages_and_reports_them(path: Path, broker: Broke
     out, err = capsys.readouterr()
     assert out == "0 messages confirmed, 3 messages left\n"
     assert "qflow: message 1 stays in the outbox: " in err
-    assert err.endswith("qflow: 3 messages left, which the broker did not confirm\n")
+    assert err.endswith("qflow: 3 messages left: not confirmed by the broker\n")
     assert left(path) == ["id-1", "id-2", "id-3"]
 
 
@@ -174,13 +174,13 @@ def damaged(path: Path) -> Path:
 def test_ls_and_export_show_damaged_messages(damaged: Path, capsys: Capture) -> None:
     assert main(["outbox", "ls", str(damaged)]) == 0
     *_, told, total = capsys.readouterr().out.splitlines()
-    assert told.startswith("message 2 is damaged, and not sent: the content header cannot be decoded")
+    assert told.startswith("message 2 is damaged, and will not be sent: the content header cannot be decoded")
     assert total.startswith("2 messages, ")
-    assert total.endswith("; 1 damaged besides")
+    assert total.endswith("; also 1 damaged message")
     assert main(["outbox", "export", str(damaged)]) == 0
     out, err = capsys.readouterr()
     assert [json.loads(line)["sequence"] for line in out.splitlines()] == [1, 3]
-    assert err == "qflow: 1 damaged, and left out: see qflow outbox ls\n"
+    assert err == "qflow: 1 damaged message left out; qflow outbox ls shows the reasons\n"
 
 
 def test_drain_sends_undamaged_messages_and_reports_damaged_ones(
@@ -190,7 +190,7 @@ def test_drain_sends_undamaged_messages_and_reports_damaged_ones(
         assert main(["outbox", "drain", str(damaged), "--url", broker.url]) == 1
         out, err = capsys.readouterr()
         assert out == f"{confirmed} messages confirmed, 0 messages left\n"
-        assert err == "qflow: 1 damaged, and left: see qflow outbox ls, and drop\n"
+        assert err == "qflow: 1 damaged message left; see qflow outbox ls and qflow outbox drop\n"
     assert [message.body for message in broker.messages("orders")] == [b"one", "três".encode()]
     assert main(["outbox", "drop", str(damaged), "2", "--yes"]) == 0
     assert main(["outbox", "drain", str(damaged), "--url", broker.url]) == 0
@@ -201,7 +201,7 @@ def test_drop_removes_only_the_named_messages(damaged: Path, capsys: Capture) ->
     two, three, total = capsys.readouterr().out.splitlines()
     assert two.startswith("message 2, damaged: the content header cannot be decoded")
     assert three == "message 3 to ''/'orders', 5 bytes"
-    assert total == "2 messages taken out"
+    assert total == "2 messages removed"
     assert left(damaged) == ["id-1"]
     assert Outbox.look_damaged(damaged) == {}
 
@@ -212,7 +212,7 @@ def test_drop_asks_for_confirmation(
 ) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO(answer))
     assert main(["outbox", "drop", str(path), "1", "3"]) == code
-    assert "Take 2 messages out for good?" in capsys.readouterr().out
+    assert "Remove 2 messages permanently?" in capsys.readouterr().out
     assert left(path) == (["id-1", "id-2", "id-3"] if code else ["id-2"])
 
 

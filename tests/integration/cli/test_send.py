@@ -84,7 +84,7 @@ def test_the_queue_is_declared_on_request(stdin: Callable[[bytes], None], capsys
         assert bodies(empty) == [b"one"]
         capsys.readouterr()
         assert main(["send", "--url", empty.url, "-k", "a.b", "--exchange", "events", "--declare"]) == 2
-        assert "--declare declares the queue of the default exchange; leave --exchange out" in capsys.readouterr().err
+        assert "--declare declares a queue, and works only with the default exchange" in capsys.readouterr().err
 
 
 def test_csv_records_arrive_as_json_objects(broker: Broker, tmp_path: Path, capsys: Capture) -> None:
@@ -175,9 +175,9 @@ def test_a_bad_record_ends_the_run_and_no_later_record_is_sent(broker: Broker, t
     assert main(["send", str(path), "-u", broker.url, "-k", "orders"]) == 1
     assert bodies(broker) == [b'{"n": 1}', b'{"n": 2}']
     out, err = capsys.readouterr()
-    assert err.startswith(f"qflow: {path}, line 3: not JSON")
-    assert err.endswith("nothing from there on was sent\n")
-    assert "confirmed without a gap up to record 2" in out
+    assert err.startswith(f"qflow: {path}, line 3: not valid JSON")
+    assert err.endswith("this record and all after it were not sent\n")
+    assert "all records up to 2 are confirmed" in out
 
 
 def test_unroutable_records_are_reported_one_by_one(
@@ -244,8 +244,8 @@ def test_a_skip_beyond_the_end_is_an_error(broker: Broker, stdin: Callable[[byte
         stdin(b"one\ntwo\n")
         assert main(["send", "-u", broker.url, "-k", "orders", "--skip", skip]) == code
     out, err = capsys.readouterr()
-    assert err == "qflow: --skip 3: the input has no more than 2 records\n"
-    assert "goes on there" not in out
+    assert err == "qflow: --skip 3: the input has only 2 records; skip fewer\n"
+    assert "continues after" not in out
     assert broker.queue("orders").depth == 0
 
 
@@ -254,7 +254,7 @@ def test_without_a_standard_input_the_command_says_so(
 ) -> None:
     monkeypatch.setattr(sys, "stdin", None)
     assert main(["send", "-u", broker.url, "-k", "orders"]) == 1
-    assert capsys.readouterr().err == "qflow: standard input is closed; name a file\n"
+    assert capsys.readouterr().err == "qflow: standard input is closed; give a FILE\n"
 
 
 def test_without_a_terminal_the_command_reports_that_it_waits_and_draws_no_bar(
@@ -282,17 +282,21 @@ def test_a_flow_control_timeout_shows_which_records_were_not_sent(
     assert broker.queue("small").depth == 4
     out, err = capsys.readouterr()
     assert "record 5 (line 5) and all after it were not sent" in err
-    assert "flowed: channel_flow" in err
-    assert "confirmed without a gap up to record 4" in out
+    assert "blocked (flowed): channel_flow" in err
+    assert "all records up to 4 are confirmed" in out
 
 
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
         (["no-such-file", "-k", "orders"], 1, "qflow: no-such-file: No such file or directory"),
-        (["-"], 2, "qflow: say where to: --routing-key QUEUE, or --exchange EXCHANGE"),
+        (["-"], 2, "qflow: no destination is given: use --routing-key QUEUE, or --exchange EXCHANGE"),
         (["-", "-k", "orders", "--capacity", "0"], 2, "qflow: capacity=0: it must be a whole number of messages"),
-        (["-", "-k", "orders", "--max-producer-flow-control-wait", "long"], 2, "neither seconds nor 'forever'"),
+        (
+            ["-", "-k", "orders", "--max-producer-flow-control-wait", "long"],
+            2,
+            "neither a number of seconds nor 'forever'",
+        ),
         (["-", "-k", "orders", "--rate-burst", "0"], 2, "qflow: rate_burst=0: it must be"),
         (["-", "-k", "orders", "-u", "http://localhost"], 2, "qflow: url='http://localhost': it must be"),
     ],
@@ -366,7 +370,7 @@ def test_the_last_line_shows_confirmed_records_time_flowed_and_rate(broker: Brok
     else:
         confirmed, flowed = out.decode().splitlines()
         assert re.fullmatch(r"3 records confirmed in \d+(\.\d+)? s, \d+ msg/s", confirmed)
-        assert re.fullmatch(r"flowed \d+ times?: (.*, )?channel_flow \d+(\.\d+)? s(, .*)?", flowed)
+        assert re.fullmatch(r"blocked \(flowed\) \d+ times?: (.*, )?channel_flow \d+(\.\d+)? s(, .*)?", flowed)
 
 
 def test_on_a_terminal_a_bar_shows_how_much_of_the_file_is_sent_and_the_current_hold(
@@ -499,12 +503,12 @@ def test_message_ids_and_headers_come_from_the_options(broker: Broker, tmp_path:
 @pytest.mark.parametrize(
     ("options", "code", "words"),
     [
-        (["--message-id", "nothing"], 1, "line 2: there is no message id in 'nothing'"),
-        (["--message-id", "a", "-f", "lines"], 2, "--message-id names a column of CSV or a key of JSON"),
+        (["--message-id", "nothing"], 1, "line 2: the record has no message id in 'nothing'"),
+        (["--message-id", "a", "-f", "lines"], 2, "--message-id needs the format csv or jsonl"),
         (["--delimiter", ";;"], 2, "--delimiter ';;': it must be one character"),
-        (["--encoding", "utf-16"], 2, "--encoding utf-16: use utf-8, latin-1"),
-        (["--encoding", "klingon"], 2, "--encoding klingon: use utf-8"),
-        (["--encoding", "undefined"], 2, "--encoding undefined: use utf-8"),
+        (["--encoding", "utf-16"], 2, "--encoding utf-16: it cannot be used; use utf-8, latin-1"),
+        (["--encoding", "klingon"], 2, "--encoding klingon: it cannot be used; use utf-8"),
+        (["--encoding", "undefined"], 2, "--encoding undefined: it cannot be used; use utf-8"),
         (["--header", "tenant"], 2, "--header 'tenant': it must be NAME=VALUE"),
     ],
 )
@@ -594,8 +598,8 @@ def test_records_left_by_sigterm_stay_in_the_outbox_and_the_next_run_sends_them_
     assert process.returncode == 143
     assert err.endswith(b"qflow: interrupted by SIGTERM\n")
     told = out.decode().splitlines()
-    assert f"3 records in {path}: the next run with it sends them, or qflow outbox drain" in told
-    assert told[-1] == "confirmed or there without a gap up to record 3: --skip 3 goes on behind them"
+    assert f"3 records in the outbox {path}: the next run with it, or qflow outbox drain, sends what is there" in told
+    assert told[-1] == "all records up to 3 are confirmed or in the outbox: --skip 3 continues after them"
     assert [stored.message.body for stored in Outbox.look(path)] == [b"one", b"two", b"three"]
 
     broker.release_confirms()
@@ -619,7 +623,9 @@ def test_unroutable_records_of_an_earlier_run_are_reported(
     stdin(b"one\n")
     assert send_with(path, broker) == 1
     out, err = capsys.readouterr()
-    assert "of an earlier run: message id-left to ''/'nowhere': stored (312 NO_ROUTE); there is no queue" in err
+    assert (
+        "a message of an earlier run: message id-left to ''/'nowhere': stored (312 NO_ROUTE); there is no queue" in err
+    )
     assert "1 record confirmed" in out
     # It stays until it is delivered.
     broker.declare_queue("nowhere")
@@ -656,7 +662,7 @@ def test_with_an_outbox_refused_records_are_reported_even_if_confirms_are_missin
     stdin(b"one\n")
     assert main([*command, "-k", "orders"]) == 1
     told = capsys.readouterr().err.splitlines()
-    assert [line.partition(": message")[0] for line in told[:5]] == ["qflow: of an earlier run"] * 5
+    assert [line.partition(": message")[0] for line in told[:5]] == ["qflow: a message of an earlier run"] * 5
     assert told[5:] == [
         "qflow: and 2 more records",
         "qflow: not every record was confirmed: 8 messages are not settled after 0.1 s",
@@ -688,7 +694,7 @@ def test_E13_a_file_that_was_sent_is_not_sent_again_unless_requested(
     assert send_file(lines, path, broker) == 0
     assert capsys.readouterr().out.startswith("3 records confirmed in ")
     assert send_file(lines, path, broker) == 0
-    told = "nothing is left to send: 3 records were sent before; --from-start sends them again\n"
+    told = "nothing is left to send: 3 records sent by an earlier run; --from-start sends all\n"
     assert capsys.readouterr() == (told, "")
     assert send_file(lines, path, broker, "-q") == 0
     assert capsys.readouterr() == ("", "")
@@ -711,7 +717,9 @@ def test_E13_only_the_new_part_of_a_file_that_has_grown_is_sent(
     capsys.readouterr()
     assert send_file(lines, path, broker) == 0
     out = capsys.readouterr().out
-    assert out.startswith("went on behind record 3, up to which an earlier run had sent all\n2 records confirmed in ")
+    assert out.startswith(
+        "continued after record 3; an earlier run had sent the records up to it\n2 records confirmed in "
+    )
     with lines.open("ab") as file:
         file.write(b"six\n")
     assert send_file(lines, path, broker, "--json") == 0
@@ -723,9 +731,9 @@ def test_E13_only_the_new_part_of_a_file_that_has_grown_is_sent(
 @pytest.mark.parametrize(
     ("content", "options", "words"),
     [
-        (b"one\n", [], "it has become shorter: record 3 of it was sent before"),
-        (b"One\nTwo\nThree\nFour\n", [], "it has changed: record 3 is not the one that was sent before"),
-        (b"one\ntwo\nthree\n", ["-f", "csv"], "its records were sent as lines before, and would be read as csv now"),
+        (b"one\n", [], "the file has become shorter: an earlier run sent record 3"),
+        (b"One\nTwo\nThree\nFour\n", [], "the file has changed: record 3 is not the record that an earlier run sent"),
+        (b"one\ntwo\nthree\n", ["-f", "csv"], "an earlier run sent the file in the format lines, not csv"),
     ],
     ids=["shorter", "changed", "another format"],
 )
@@ -749,12 +757,12 @@ def test_E13_skip_is_obeyed_and_the_position_is_stored(
     path = tmp_path / "outbox"
     assert send_file(lines, path, broker, "--skip", "1") == 0
     assert send_file(lines, path, broker) == 0
-    assert "nothing is left to send: 3 records were sent before" in capsys.readouterr().out
+    assert "nothing is left to send: 3 records sent by an earlier run" in capsys.readouterr().out
     assert send_file(lines, path, broker, "--skip", "2") == 0
     assert bodies(broker) == [b"two", b"three", b"three"]
     assert marks(broker) == [False, False, True]
     assert send_file(lines, path, broker, "--skip", "0", "--from-start") == 2
-    assert "--from-start leaves out nothing, and --skip does; leave one of them out" in capsys.readouterr().err
+    assert "--from-start and --skip cannot be combined; use one of them" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("is_refused", [False, True], ids=["delivered", "refused"])
@@ -809,7 +817,7 @@ def test_E13_records_left_by_sigterm_are_sent_again_and_the_file_continues_after
     process.send_signal(signal.SIGTERM)
     out, _ = process.communicate(timeout=20)
     assert process.returncode == 143
-    assert out.decode().splitlines()[-1] == "the next run goes on behind record 3"
+    assert out.decode().splitlines()[-1] == "the next run continues after record 3"
     broker.release_confirms()
     broker.purge("orders")
     with lines.open("ab") as file:
@@ -837,8 +845,8 @@ def test_E13_undelivered_records_are_sent_again_with_a_mark(
     out, err = capsys.readouterr()
     records = "3 records" if first == 1 else "1 record"
     assert out.splitlines()[-2:] == [
-        f"{records} in {path}: the next run with it sends them, or qflow outbox drain",
-        "the next run goes on behind record 3",
+        f"{records} in the outbox {path}: the next run with it, or qflow outbox drain, sends what is there",
+        "the next run continues after record 3",
     ]
     assert f"record {first} (line {first}): message " in err
     assert "stored (312 NO_ROUTE); there is no queue 'orders': declare it" in err

@@ -57,7 +57,7 @@ def test_E14_the_command_relays_until_it_is_terminated(
         process.send_signal(signal.SIGTERM)
         out, _ = process.communicate(timeout=PATIENCE)
         assert process.returncode == 0
-    assert out == "2 messages confirmed, 0 marked, 1 set aside\n"
+    assert out == "2 messages confirmed, 0 marked as possible copies, 1 set aside\n"
     assert permitted(engine, outbox) == 0
 
 
@@ -79,7 +79,7 @@ def test_E12_the_command_answers_readiness_probes(engine: Engine, outbox: Outbox
     ) as process:
         try:
             assert process.stderr is not None
-            where = process.stderr.readline().removeprefix("qflow: readiness at ").strip()
+            where = process.stderr.readline().removeprefix("qflow: readiness probes at ").strip()
             eventually(lambda: get(where) == (200, {"relay": {"state": "ready", "reasons": []}}))
             # One that says nothing keeps no other waiting.
             with socket.create_connection(("127.0.0.1", int(where.rstrip("/").rpartition(":")[2]))):

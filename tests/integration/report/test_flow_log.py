@@ -142,7 +142,7 @@ def test_the_flow_logs_of_producers_and_broker_agree_and_the_report_shows_it(
         assert sum(row["seconds"] for row in waits) == pytest.approx(by["broker"]["seconds"])
     assert main(["report", str(tmp_path), "--maximum", "400", "--delay", "1"]) == 0
     shown = capsys.readouterr().out
-    for words in ("north", "orders", "channel_flow", "What to set", "Capacities", "What that would have done"):
+    for words in ("north", "orders", "channel_flow", "What to set", "Capacities", "Results of the replays"):
         assert words in shown
     assert main(["report", str(tmp_path), "--maximum", "2", "--json"]) == 0
     said = json.loads(capsys.readouterr().out)

@@ -51,27 +51,30 @@ def test_a_good_run_passes() -> None:
         (replace(RUN, messages=98), {"every message is sent": "2 too many"}),
         (
             replace(RUN, consumer=replace(RUN.consumer, consumed=101, repeated=1)),
-            {"every confirmed message is consumed": "1 too many", "every message came exactly once": "1 wrong"},
+            {"every confirmed message is consumed": "1 too many", "every message arrived exactly once": "1 wrong"},
         ),
         # One lost and one doubled: the totals agree, the account does not.
         (
             replace(RUN, consumer=replace(RUN.consumer, repeated=1, missing=1)),
-            {"every message came exactly once": "2 wrong"},
+            {"every message arrived exactly once": "2 wrong"},
         ),
-        (replace(RUN, consumer=replace(RUN.consumer, unknown=3)), {"every message came exactly once": "3 wrong"}),
+        (replace(RUN, consumer=replace(RUN.consumer, unknown=3)), {"every message arrived exactly once": "3 wrong"}),
         (
             replace(RUN, consumer=replace(RUN.consumer, checksum=0xAC)),
-            {"bodies are as they were sent": "checksum ab was sent"},
+            {"the bodies are unchanged": "checksum ab was sent"},
         ),
-        (replace(RUN, queue=replace(RUN.queue, depth=4)), {"queue empty and OFF in the end": "4 left"}),
-        (replace(RUN, queue=replace(RUN.queue, flow_stopped=True)), {"queue empty and OFF in the end": "still ON"}),
+        (replace(RUN, queue=replace(RUN.queue, depth=4)), {"the queue is empty and OFF at the end": "4 left"}),
+        (
+            replace(RUN, queue=replace(RUN.queue, flow_stopped=True)),
+            {"the queue is empty and OFF at the end": "still ON"},
+        ),
         (
             with_producer(RUN, replace(FAST, seconds_flowed={"transport": 3.0, "rate": 1.0})),
-            {"fast was flowed by channel_flow": "0 s, which is not more than 0 s"},
+            {"fast was blocked (flowed) by channel_flow": "it must be more than 0 s"},
         ),
         (
             with_producer(RUN, replace(SLOW, holds=("channel_flow",))),
-            {"slow was unflowed again": "still held by channel_flow"},
+            {"slow was released (unflowed) again": "still held by channel_flow"},
         ),
     ],
 )
@@ -95,18 +98,18 @@ def test_a_producer_must_be_held_in_the_way_that_the_queue_enforces(
     held = with_producer(held, replace(SLOW, seconds_flowed={kind: 1.0}))
     assert failures(held) == {}
     otherwise = with_producer(held, replace(SLOW, seconds_flowed={not_enough: 1.0}))
-    assert failures(otherwise) == {f"slow was flowed by {kind}": "0 s, which is not more than 0 s"}
+    assert failures(otherwise) == {f"slow was blocked (flowed) by {kind}": "it must be more than 0 s"}
 
 
 @pytest.mark.parametrize(
     ("peak", "expected"),
     [
-        (99, {"peak above the stop threshold, 100": "2 too few"}),
-        (100, {"peak above the stop threshold, 100": "1 too few"}),
+        (99, {"the peak is above the stop threshold, 100": "2 too few"}),
+        (100, {"the peak is above the stop threshold, 100": "1 too few"}),
         (101, {}),
         (164, {}),
         (165, {}),
-        (166, {"peak at most the worst case, 165": "1 too many"}),
+        (166, {"the peak is at most the worst case, 165": "1 too many"}),
     ],
 )
 def test_C6_the_peak_depth_is_checked_against_a_lower_and_an_upper_bound(peak: int, expected: dict[str, str]) -> None:

@@ -45,10 +45,10 @@ def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]
     assert f"qflow {command}" in capsys.readouterr().out
 
 
-def _commands(command: Any, *names: str) -> Iterator[tuple[str, Any]]:
+def _commands(command: Any, *names: str, groups: bool = False) -> Iterator[tuple[str, Any]]:
     for name, inner in getattr(command, "commands", {}).items():
-        yield from _commands(inner, *names, name)
-    if names and not hasattr(command, "commands"):
+        yield from _commands(inner, *names, name, groups=groups)
+    if groups or (names and not hasattr(command, "commands")):
         yield " ".join(names), command
 
 
@@ -73,6 +73,21 @@ def test_the_help_of_the_broker_names_the_default_of_every_setting() -> None:
         if isinstance(value, str | int | float):
             assert told[field.name] == (f"{value:g}" if isinstance(value, float) else str(value)), field.name
     assert (told["user"], told["loopback_users"]) == ("guest:guest", *settings.loopback_users)
+
+
+def test_help_shows_defaults_in_one_form_and_cuts_no_name(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    for name, command in _commands(typer.main.get_command(app), groups=True):
+        assert main([*name.split(), "--help"]) == 0
+        _usage, *lines = capsys.readouterr().out.splitlines()
+        # Typer cuts the descriptions in a list of commands with "...", and wraps lines at hyphens.
+        assert [line for line in lines if re.search(r"\.\.\.$|\w-$|\[default", line)] == [], name
+        for option in command.params:
+            if not isinstance(option.default, bool | None) and not option.required:
+                default = f"{option.default:g}" if isinstance(option.default, float) else str(option.default)
+                assert f"(default: {default}" in option.help, (name, option.name)
 
 
 @pytest.mark.parametrize("command", ["send", "broker", "demo"])

@@ -82,15 +82,15 @@ def test_a_json_line_is_sent_unchanged_and_blank_lines_are_skipped() -> None:
 @pytest.mark.parametrize(
     ("content", "format", "line", "words", "before"),
     [
-        (b'{"a":1}\n{"a":', Format.JSONL, 2, "not JSON", 1),
+        (b'{"a":1}\n{"a":', Format.JSONL, 2, "not valid JSON", 1),
         (b"[NaN]\n", Format.JSONL, 1, "NaN is not a JSON value", 0),
-        (b'1\n"\xff"\n', Format.JSONL, 2, "not JSON: 'utf-8' codec", 1),
-        (b"[" * 100_000, Format.JSONL, 1, "not JSON", 0),
-        (b"a,b\n1,2\n3\n", Format.CSV, 3, "1 fields, but the first row names 2", 1),
-        (b"a,b\n1,2,3\n", Format.CSV, 2, "3 fields, but the first row names 2", 0),
+        (b'1\n"\xff"\n', Format.JSONL, 2, "not valid JSON: 'utf-8' codec", 1),
+        (b"[" * 100_000, Format.JSONL, 1, "not valid JSON", 0),
+        (b"a,b\n1,2\n3\n", Format.CSV, 3, "1 fields, but the first row has 2", 1),
+        (b"a,b\n1,2,3\n", Format.CSV, 2, "3 fields, but the first row has 2", 0),
         (b"a,a\n1,2\n", Format.CSV, 1, "two columns are named 'a'", 0),
-        (b"a,b\n1,2\n\xff,3\n", Format.CSV, 3, "not CSV: 'utf-8' codec", 1),
-        (b'a,b\n1,"2\n', Format.CSV, 2, "not CSV: unexpected end of data", 0),
+        (b"a,b\n1,2\n\xff,3\n", Format.CSV, 3, "not valid CSV: 'utf-8' codec", 1),
+        (b'a,b\n1,"2\n', Format.CSV, 2, "not valid CSV: unexpected end of data", 0),
     ],
 )
 def test_a_bad_record_is_an_error_that_names_file_and_line(
@@ -130,7 +130,7 @@ def test_an_archive_with_more_than_one_file_is_refused(tmp_path: Path) -> None:
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("a.csv", "")
         archive.writestr("b.csv", "")
-    with pytest.raises(CommandError, match="must hold one file, this one holds 2"):
+    with pytest.raises(CommandError, match="must contain one file; this one contains 2"):
         RecordSource(str(path), None, io.BytesIO())
 
 
@@ -168,12 +168,12 @@ def test_a_read_error_in_a_file_is_reported_after_the_records_before_it() -> Non
     with RecordSource("-", None, Failing(b"one\n")) as source:
         records = iter(source)
         assert next(records).message == b"one"
-        with pytest.raises(BadRecord, match="standard input: cannot be read on: Input/output error"):
+        with pytest.raises(BadRecord, match="standard input: cannot read further: Input/output error"):
             next(records)
 
 
 def test_a_closed_standard_input_is_refused() -> None:
-    with pytest.raises(CommandError, match="standard input is closed; name a file"):
+    with pytest.raises(CommandError, match="standard input is closed; give a FILE"):
         RecordSource("-", None, None)
 
 
@@ -264,9 +264,9 @@ def test_E13_reading_a_file_that_has_grown_can_resume(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (b"one\n", r"a\.txt: it has become shorter: record 2 of it was sent before"),
-        (b"", r"a\.txt: it has become shorter: record 2 of it was sent before"),
-        (b"one\nTwo\nthree\n", r"a\.txt: it has changed: record 2 is not the one that was sent before"),
+        (b"one\n", r"a\.txt: the file has become shorter: an earlier run sent record 2"),
+        (b"", r"a\.txt: the file has become shorter: an earlier run sent record 2"),
+        (b"one\nTwo\nthree\n", r"a\.txt: the file has changed: record 2 is not the record that an earlier run sent"),
         (b"one\ntwofold\n", r"a\.txt: record 2 has become longer since it was sent"),
     ],
     ids=["shorter", "empty", "changed", "longer"],
@@ -285,7 +285,7 @@ def test_E13_reading_does_not_resume_in_a_file_that_can_no_longer_be_decompresse
     path = write(tmp_path / "a.gz", b"one\ntwo\n")
     place = place_behind(path, 2)
     path.write_bytes(b"plain")
-    with pytest.raises(CommandError, match=r"a\.gz: cannot be resumed behind record 2: Not a gzipped file"):
+    with pytest.raises(CommandError, match=r"a\.gz: cannot continue after record 2: Not a gzipped file"):
         resumed(path, Format.LINES, place)
 
 
@@ -297,9 +297,9 @@ def test_E13_only_a_regular_file_can_be_resumed() -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        (7, "x: the outbox has a position of something else for it: 7"),
-        ("lines record=1", "x: the outbox has a position of something else for it: 'lines record=1'"),
-        (str(Reached(Format.CSV, Place())), "x: its records were sent as csv before, and would be read as lines now"),
+        (7, "x: the position in the outbox is not one of qflow send: 7"),
+        ("lines record=1", "x: the position in the outbox is not one of qflow send: 'lines record=1'"),
+        (str(Reached(Format.CSV, Place())), "x: an earlier run sent the file in the format csv, not lines"),
     ],
     ids=["number", "text", "format"],
 )

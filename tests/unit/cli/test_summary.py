@@ -30,16 +30,16 @@ def tally(outcomes: str, skip: int = 0) -> Tally:
         ("", 0, []),
         ("n", 0, []),
         ("nn", 0, []),
-        ("ccn", 0, ["confirmed without a gap up to record 2: --skip 2 goes on there"]),
-        ("", 5, ["confirmed without a gap up to record 5: --skip 5 goes on there"]),
-        ("cn", 5, ["confirmed without a gap up to record 6: --skip 6 goes on there"]),
-        ("nc", 0, ["confirmed behind the first gap: 1 record, which would come twice if sent again"]),
+        ("ccn", 0, ["all records up to 2 are confirmed: --skip 2 continues after them"]),
+        ("", 5, ["all records up to 5 are confirmed: --skip 5 continues after them"]),
+        ("cn", 5, ["all records up to 6 are confirmed: --skip 6 continues after them"]),
+        ("nc", 0, ["confirmed after the first gap: 1 record, which would arrive twice if sent again"]),
         (
             "cncncc",
             0,
             [
-                "confirmed without a gap up to record 1: --skip 1 goes on there",
-                "confirmed behind the first gap: 3 records, which would come twice if sent again",
+                "all records up to 1 are confirmed: --skip 1 continues after them",
+                "confirmed after the first gap: 3 records, which would arrive twice if sent again",
             ],
         ),
     ],
@@ -49,7 +49,7 @@ def test_the_summary_says_where_to_resume_and_which_messages_would_be_sent_twice
 ) -> None:
     _summarise(tally(outcomes, skip), 1.0, CommandError("no"), as_json=False, quiet=False)
     lines = capsys.readouterr().out.splitlines()
-    assert [line for line in lines if "gap" in line] == advice
+    assert [line for line in lines if "gap" in line or "--skip" in line] == advice
 
 
 def test_the_json_summary_contains_the_same(capsys: pytest.CaptureFixture[str]) -> None:
