@@ -241,7 +241,7 @@ class Receipt:
 
     def _unanswered(self, timeout: float) -> ConfirmTimeout:
         """Return the error for a message that was not settled within the timeout."""
-        return ConfirmTimeout(f"no answer of the broker within {timeout:.3g} s for {self.describe()}")
+        return ConfirmTimeout(f"no answer from the broker within {timeout:.3g} s for {self.describe()}")
 
     def describe(self) -> str:
         """Return a description in one line, for people."""

@@ -236,11 +236,11 @@ class Reconnection:
         if len(self._failures) < len(self._urls):
             return 0.0
         if all(final for _, final in self._failures.values()):
-            self.verdict += f"; it cannot be had again: {self._words()}"
+            self.verdict += f"; connecting is not possible: {self._words()}"
             return None
         pause = self._backoff.pause(now)
         if pause is None:
-            self.verdict += f"; it could not be had again within {self._timeout:.3g} s: {self._words()}"
+            self.verdict += f"; connecting did not succeed within {self._timeout:.3g} s: {self._words()}"
         else:
             self._failures.clear()
         return pause

@@ -252,7 +252,7 @@ def censored(error: Exception, url: object) -> Exception:
 def words_of(error: BaseException, url: str) -> str:
     """Return a library's error text about a URL, unless it repeats secrets of the URL."""
     if _repeats_secret(error, url):
-        return f"{type(error).__name__} (its words are left out, because they repeat what may be secret)"
+        return f"{type(error).__name__} (its text is left out, because it may contain a secret)"
     return str(error)
 
 

@@ -186,7 +186,7 @@ class Renewer:
             self._failed(answer.why)
         elif answer.username != self._expiry.username:
             # The user of a connection cannot change.
-            self._leave("the credentials are now those of another user")
+            self._leave("the new credentials are for another user")
         else:
             self._given = answer, self._clock()
             if not self._update(answer.password, self._updated):
@@ -203,7 +203,7 @@ class Renewer:
         self._why = why
         pause = self._expiry.failed(self._clock())
         if pause is None:
-            self._leave(f"its credentials have expired, and there are no others: {why}")
+            self._leave(f"its credentials have expired, and there are no new credentials: {why}")
             return
         words = "%s: the credentials could not be replaced: %s; the next try is in %.3g s"
         log(logging.WARNING, words, self._name, why, pause)

@@ -441,34 +441,38 @@ class ProducerSettings:
         object.__setattr__(self, "outbox_path", path)
         if self.capacity == "auto" and not self.confirms:
             raise SettingsError(
-                "capacity='auto' with confirms=False: the window is found from the latency of the confirms, and "
-                "there are none; give a number, or leave confirms on"
+                "capacity='auto' with confirms=False: the window is computed from the latency of confirms, and there "
+                "are none; give a number, or leave confirms on"
             )
         moves = "on_blocked='failover'" if self.on_blocked is OnBlocked.FAILOVER else ""
         moves = moves or (f"return_to_first={self.return_to_first!r}" if self.return_to_first is not None else "")
         if moves and self.reconnect_timeout == 0:
             raise SettingsError(
-                f"{moves} with reconnect_timeout=0: a producer that may not connect again cannot move to another host; "
-                f"give it time, or leave {moves.partition('=')[0]} out"
+                f"{moves} with reconnect_timeout=0: a producer that never reconnects cannot move to another host; set "
+                f"a longer reconnect_timeout, or leave {moves.partition('=')[0]} out"
             )
         if self.liveness is not None and not self.confirms:
             raise SettingsError(
-                f"liveness={self.liveness!r} with confirms=False: a broker that owes no confirms may be silent; leave "
-                "liveness out, or leave confirms on"
+                f"liveness={self.liveness!r} with confirms=False: without confirms a healthy broker may send nothing; "
+                "leave liveness out, or leave confirms on"
             )
         if self.mandatory and not self.message_ids:
             raise SettingsError(
-                "mandatory=True with message_ids=False: a returned message can only be told by its message id; "
-                "leave mandatory out or set it to False, or leave message_ids on"
+                "mandatory=True with message_ids=False: a returned message is recognized by its message id; leave "
+                "mandatory out or set it to False, or leave message_ids on"
             )
 
         if self.when_flowed is WhenFlowed.SPILL and self.outbox is None:
             raise SettingsError(
-                "when_flowed='spill' with outbox=None: there is nothing to put messages into; set outbox"
+                "when_flowed='spill' with outbox=None: there is no outbox to put messages into; set outbox"
             )
         if self.outbox is not None and not (self.confirms and self.message_ids):
             lacking = "message_ids" if self.confirms else "confirms"
-            why = "second copies are told by their ids" if self.confirms else "only what is confirmed can leave it"
+            why = (
+                "second copies are recognized by their ids"
+                if self.confirms
+                else "a message stays in it until it is confirmed"
+            )
             raise SettingsError(f"outbox={self.outbox!r} with {lacking}=False: {why}; leave {lacking} on")
 
     def replace(self, **changes: Any) -> Self:
@@ -549,7 +553,7 @@ class ProducerSettings:
                 near = get_close_matches(name, known, 1)
                 hint = f"; did you mean {near[0]}?" if near else ""
                 raise SettingsError(
-                    f"{name}={shown_of_unknown(keywords[name])}: there is no such setting; there are "
+                    f"{name}={shown_of_unknown(keywords[name])}: there is no such setting; the settings are "
                     f"{', '.join(known)}{hint}"
                 )
         environ = os.environ if environ is None else environ

@@ -98,12 +98,12 @@ _TELL_AT_ONCE = 100
 
 #: Why a producer that connects in the background is disconnected at first. If it stops trying, this is a part of the
 #: error.
-NOT_CONNECTED = "it is not connected yet"
+NOT_CONNECTED = "the producer is not connected yet"
 
 # Why a producer that was closed takes no more messages.
 CLOSED = "the producer is closed"
 # The reason for messages that were unsettled when the producer was closed.
-GIVEN_UP = "the producer was closed, and the broker's answer had not come in time"
+GIVEN_UP = "the producer was closed, and the broker had not answered in time"
 
 
 def check_arguments(
@@ -122,11 +122,13 @@ def check_arguments(
         TypeError: an argument is of the wrong type.
     """
     if connection is not None and url is not None:
-        raise SettingsError("url and connection: a producer has a connection of its own, or a shared one; give one")
+        raise SettingsError("url and connection: give only one; a producer has its own connection, or a shared one")
     if connection is not None and declare is not None:
-        raise SettingsError("declare with connection: declare it with a channel of that connection")
+        raise SettingsError("declare and connection: declare with a channel of that connection instead")
     if connection is not None and credentials is not None:
-        raise SettingsError("credentials with connection: that one is logged in; update its secret where it is made")
+        raise SettingsError(
+            "credentials and connection: that connection is already logged in; update its secret where it is made"
+        )
     check_argument("credentials", credentials, credentials is None or callable(credentials), "None or callable")
     check_argument("on_delivery", on_delivery, on_delivery is None or callable(on_delivery), "None or callable")
     check_argument("on_flow", on_flow, on_flow is None or callable(on_flow), "None or callable")
@@ -424,14 +426,14 @@ def silent(timeout: float) -> str:
 
 def no_confirms(words: str) -> str:
     """Return the reason for a channel that failed because the broker does not confirm."""
-    return f"publisher confirms cannot be had: {words}; confirms=False does without"
+    return f"publisher confirms are not available: {words}; set confirms=False to publish without them"
 
 
 def none_of(errors: Sequence[ConnectionFailed]) -> ConnectionFailed:
     """Return the error if no host could be connected to."""
     if len(errors) == 1:
         return errors[0]
-    return ConnectionFailed(f"none of {len(errors)} hosts could be connected to: {'; '.join(map(str, errors))}")
+    return ConnectionFailed(f"cannot connect to any of {len(errors)} hosts: {'; '.join(map(str, errors))}")
 
 
 def lost(words: str) -> str:
@@ -462,13 +464,13 @@ def disown(protocol: ProducerProtocol, storage: Storage | None, pid: int) -> Pro
     """
     for receipt in (*protocol.unsettled_receipts, *(() if storage is None else storage.spilled)):
         # This process will never receive an outcome.
-        receipt._reply = (0, f"process {os.getpid()} is a child of process {pid}, which sent it")
+        receipt._reply = (0, f"this process, {os.getpid()}, is a child of process {pid}, which sent the message")
         receipt._outcome = Outcome.UNKNOWN
     now = time.monotonic()
     own = ProducerProtocol(protocol.settings, id_prefix="", now=now, wall_offset=time.time() - now)
     reason = (
-        f"it was made in process {pid}, and this is process {os.getpid()}: a connection cannot be shared with a child "
-        "process; make a producer in the child"
+        f"the producer was made in process {pid}, and this is process {os.getpid()}: a child process cannot share a "
+        "connection; make a producer in the child"
     )
     own.close(reason, now)
     return own
@@ -552,7 +554,7 @@ def good_bye_until(deadline: float) -> float:
 def check_many(messages: object, timeout: float | None) -> None:
     """Reject invalid arguments of `send_many` before any message is sent."""
     if isinstance(messages, (str, bytes, bytearray, memoryview)):
-        raise TypeError(f"messages: {type(messages).__name__} is one message, which send() sends; give several")
+        raise TypeError(f"messages: {type(messages).__name__} is one message; give several messages, or use send()")
     if timeout is not DEFAULT:
         check_timeout(timeout)
 
@@ -569,7 +571,7 @@ def keeping(receipts: Sequence[Receipt]) -> Iterator[None]:
     except BaseException as error:
         # An exception may refuse attributes.
         with suppress(Exception):
-            error.add_note(f"qflow_client: {len(receipts)} messages were admitted; .receipts has theirs")
+            error.add_note(f"qflow_client: {len(receipts)} messages were admitted; .receipts has their receipts")
             error.receipts = tuple(receipts)  # type: ignore[attr-defined]  # of any exception
         raise
 
@@ -610,7 +612,7 @@ def leave_word(name: str, error: BaseException, undelivered: UndeliveredMessages
     """
     if undelivered is not None:
         # The notes of a SystemExit are not shown.
-        log(logging.ERROR, "%s: left by %s: %s", name, type(error).__name__, undelivered)
+        log(logging.ERROR, "%s: the block was left by %s: %s", name, type(error).__name__, undelivered)
         # An exception may refuse attributes.
         with suppress(Exception):
             error.add_note(f"qflow_client: {undelivered}")
@@ -660,7 +662,7 @@ def _call_each(action: Callable[[_Engine], None], words: str) -> None:
 
 
 def _after_fork_in_child() -> None:
-    _call_each(lambda engine: engine.forked(), "could not be disowned in a child process")
+    _call_each(lambda engine: engine.forked(), "the copy in a child process could not be closed")
 
 
 after_fork_in_child(_after_fork_in_child)
@@ -668,4 +670,4 @@ after_fork_in_child(_after_fork_in_child)
 
 @atexit.register
 def _at_exit() -> None:
-    _call_each(lambda engine: engine.forgotten(), "could not be ended at the end of the process")
+    _call_each(lambda engine: engine.forgotten(), "the producer could not be closed at the end of the process")

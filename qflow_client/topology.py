@@ -219,7 +219,7 @@ class Topology:
         ):
             for each in found:
                 if not isinstance(each, kind):
-                    raise SettingsError(f"{name}: {shown(each)} is no {kind.__name__}")
+                    raise SettingsError(f"{name}: {shown(each)} is not a {kind.__name__}")
             object.__setattr__(self, name, found)
 
     @classmethod

@@ -94,7 +94,7 @@ class _TapProtocol(asyncio.StreamReaderProtocol):
             self._take(data)
         except BaseException as error:
             # Ctrl-C, for example. The lost data may be an answer that a caller waits for.
-            self.fail(f"{type(error).__name__} came while the broker's answers were taken, and some may be lost")
+            self.fail(f"{type(error).__name__} interrupted the reading of the broker's answers, and some may be lost")
             raise
 
     def _take(self, data: bytes) -> None:
@@ -515,7 +515,9 @@ async def _connected(
             return sock
     if len(failures) == 1:
         raise failures[0]
-    raise OSError(f"no address of {host} takes a connection: {'; '.join(map(str, failures)) or 'it has none'}")
+    raise OSError(
+        f"no address of {host} accepts a connection: {'; '.join(map(str, failures)) or 'the name has no address'}"
+    )
 
 
 def _replace(descriptor: int) -> None:

@@ -119,7 +119,7 @@ def address_of(url: object, parameters: Mapping[str, object]) -> URL:
         raise SettingsError(f"url={shown(url)}: it must be one URL")
     for name, value in parameters.items():
         if name not in HARMLESS:
-            raise SettingsError(f"{name}: there is no such parameter; there are {', '.join(sorted(HARMLESS))}")
+            raise SettingsError(f"{name}: there is no such parameter; the parameters are {', '.join(sorted(HARMLESS))}")
         if not isinstance(value, (str, int, float)) or not is_harmless(name, str(value)):
             raise SettingsError(f"{name}={shown(value)}: a parameter of a URL's query must be a text or a number")
     try:

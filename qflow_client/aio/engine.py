@@ -139,12 +139,13 @@ class Engine(BaseEngine):
         if self.ended:
             raise ProducerClosed(CLOSED)
         if self.loop is not None:
-            raise QflowError("connect() was called before: a producer connects once")
+            raise QflowError("connect() was called before, and a producer can connect only once; make another producer")
         try:
             self.loop = asyncio.get_running_loop()
         except RuntimeError:
             raise QflowError(
-                "AsyncProducer runs on asyncio's event loop, and none runs here; under trio use Producer in a thread"
+                "AsyncProducer needs a running event loop of asyncio, and none runs here; under trio use Producer in "
+                "a thread"
             ) from None
         self._thread = threading.get_ident()
         self.dispatcher = Dispatcher(self.loop)
@@ -168,7 +169,7 @@ class Engine(BaseEngine):
         except BaseException as error:
             self.ended = True
             try:
-                self.protocol.close(f"it could not connect: {error}", _monotonic())
+                self.protocol.close(f"the producer could not connect: {error}", _monotonic())
                 self.unregister()
                 # After a GeneratorExit, which Ctrl-C may cause, there is no loop for a wait.
                 if not isinstance(error, GeneratorExit):

@@ -214,7 +214,7 @@ class Link:
             reconnection.opened(time.monotonic())
             log_connected_again(self._settings.name, host)
         except BaseException as error:
-            self._give_up(f"{reconnection.verdict}; what connects again was ended: {words(error)}")
+            self._give_up(f"{reconnection.verdict}; reconnecting was stopped: {words(error)}")
             raise
 
     async def _reopen(self) -> None:
@@ -224,7 +224,9 @@ class Link:
         except ConnectionFailed as error:
             if self._connection.connected.is_set():
                 # A further try would fail in the same way, until the connection is lost again.
-                self._give_up(f"{self._reconnection.verdict}; it is back, but not the channel: {error}")
+                self._give_up(
+                    f"{self._reconnection.verdict}; it was restored, but its channel could not be opened: {error}"
+                )
         else:
             log_connected_again(self._settings.name, hide_password(self.url))
 
@@ -279,7 +281,7 @@ class Link:
         try:
             channel = await amqp.channel(channel_number=number, publisher_confirms=settings.confirms)
             if channel.is_closed or amqp.is_closed:
-                raise self._failed("the channel was closed at once")
+                raise self._failed("the channel was closed as soon as it was opened")
         except BaseException as error:
             tapped.tap.detach(number)
             if isinstance(error, ConnectionFailed) or not isinstance(error, Exception):
@@ -373,7 +375,8 @@ class Link:
             # The broker would take the close for a part of the message, and end the connection because of it.
             log(
                 logging.WARNING,
-                "%s: channel %d is left open, because a message on it has begun and the broker does not take the rest",
+                "%s: channel %d is left open, because a message on it is partly written and the broker does not read "
+                "the rest",
                 self._settings.name,
                 self._number,
             )
@@ -535,7 +538,10 @@ class Link:
         if left:
             why = lost(left)
         elif stuck:
-            why = lost(f"no heartbeat came, nor anything else, at a heartbeat of {self._amqp.heartbeat_timeout} s")
+            why = lost(
+                "the broker sent nothing, not even heartbeats, at a heartbeat interval of "
+                f"{self._amqp.heartbeat_timeout} s"
+            )
         else:
             why = lost("it was closed" if error is None else words(error))
         # A loop that ends cancels aiormq's tasks. aiormq also cancels them itself when it receives nothing.
@@ -562,7 +568,7 @@ class Link:
             self._owner_closes.add_done_callback(self._on_owner_close)
             limit = self._settings.reconnect_timeout
             if limit is not None:
-                why += f"; it did not come back within {limit:.3g} s"
+                why += f"; it was not restored within {limit:.3g} s"
                 self._time_limit = self._loop.call_later(limit, self._give_up, why)
 
     def _on_reconnected(self, *_: Any) -> None:

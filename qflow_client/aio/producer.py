@@ -48,8 +48,8 @@ __all__ = ["AsyncProducer"]
 
 _monotonic = time.monotonic
 
-_NOT_CONNECTED = "it is not connected yet; use async with, or await connect() first"
-_LOOP_CLOSED = "its event loop is closed; make a producer in the loop that runs now"
+_NOT_CONNECTED = "the producer is not connected yet; use async with, or await connect() first"
+_LOOP_CLOSED = "the event loop of the producer is closed; make a producer in the running loop"
 
 
 class AsyncProducer(BaseProducer):
@@ -112,8 +112,8 @@ class AsyncProducer(BaseProducer):
         refuse_coroutine_function("on_delivery", on_delivery)
         if connection is not None and not isinstance(connection, (TappedConnection, TappedRobustConnection)):
             raise SettingsError(
-                f"connection={shown(connection)}: on a connection made elsewhere Channel.Flow and confirms cannot be "
-                "taken before aio-pika gets them; make it with qflow_client.connect_async(url)"
+                f"connection={shown(connection)}: make it with qflow_client.connect_async(url); on any other "
+                "connection aio-pika reads Channel.Flow and confirms before the producer can"
             )
         self._use_engine(Engine(loaded, on_delivery, manager, connection, line, Topology.of(declare), credentials))
         # Set when the producer is connected.

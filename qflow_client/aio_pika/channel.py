@@ -40,8 +40,8 @@ class Channel(_aio_pika.Channel):
     ) -> None:
         if not hasattr(connection, "flow_settings"):
             raise TypeError(
-                f"connection={shown(connection)}: it must be one of qflow_client.aio_pika's; connect with its "
-                "connect(), or derive your connection_class from its Connection"
+                f"connection={shown(connection)}: it must be a connection of qflow_client.aio_pika; connect with "
+                "qflow_client.aio_pika.connect(), or derive your connection_class from its Connection"
             )
         super().__init__(connection, channel_number, publisher_confirms, on_return_raises)
         self._make_flow()

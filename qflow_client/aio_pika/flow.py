@@ -308,7 +308,7 @@ class ChannelFlow(DropInFlow):
                 self.protocol.reports.holds,
                 0.0,
                 body,
-                f"timeout={timeout!r} leaves no time to send it",
+                f"timeout={timeout!r} leaves no time to send the message",
                 exchange=exchange,
                 routing_key=routing_key,
             )
@@ -467,15 +467,15 @@ class ChannelFlow(DropInFlow):
             )
         if receipt._outcome is not None:
             return ConfirmTimeout(
-                f"the connection was lost before the broker answered, and the message could not leave again within "
+                f"the connection was lost before the broker answered, and the message could not be sent again within "
                 f"{waited:.3g} s; it may have arrived: {receipt.describe()}{held}"
             )
         if receipt._tag > self.protocol.written:
             return ConfirmTimeout(
-                f"a part of the message is written after {waited:.3g} s, and the broker takes no more; what is left "
+                f"only a part of the message is written after {waited:.3g} s, and the broker reads no more; the rest "
                 f"stays first in line, so the message may still arrive: {receipt.describe()}{self.held}"
             )
-        return ConfirmTimeout(f"no answer of the broker within {waited:.3g} s for {receipt.describe()}{self.held}")
+        return ConfirmTimeout(f"no answer from the broker within {waited:.3g} s for {receipt.describe()}{self.held}")
 
     def _tell_returns(self) -> None:
         """Report returned messages as aiormq does."""
@@ -486,7 +486,7 @@ class ChannelFlow(DropInFlow):
             message = DeliveredMessage(delivery=method, header=content, body=body, channel=channel)
             settled = self._mandatory.pop(content.properties.message_id, None)
             if settled is None or settled.done():
-                log(logging.WARNING, "%s: a message was returned that nobody waits for: %r", self.name, message)
+                log(logging.WARNING, "%s: the broker returned a message that no call waits for: %r", self.name, message)
                 continue
             if channel.on_return_raises:
                 settled.set_exception(PublishError(message, method))

@@ -90,7 +90,7 @@ class Channel(pyamqp.Channel):
             unsettled = flow.protocol.unsettled
             flow.end(reason)
             if unsettled:
-                text = "%s: %d messages are not confirmed, and nobody waits for them any more: %s"
+                text = "%s: %d messages are not confirmed, and no call waits for them any more: %s"
                 log(logging.WARNING, text, flow.name, unsettled, reason)
 
     def close(
@@ -282,7 +282,7 @@ class Channel(pyamqp.Channel):
         flow = self._open_flow()
         flow.look()
         if flow.protocol.reports.failures:
-            self._raise_failures("earlier messages; the message of this call was not sent")
+            self._raise_failures("they were published before; the message of this call was not sent")
         protocol = flow.protocol
         encoded = flow.encode(message, exchange, routing_key, bits, argsig, connection.frame_max)
         if protocol.unwritten:
@@ -384,8 +384,8 @@ class Channel(pyamqp.Channel):
                 refuse(
                     ConfirmTimeout(
                         f"{max(0, size - protocol.unwritten)} of {size} bytes of the message are written after "
-                        f"{wait:.3g} s, and the broker takes no more; what is left stays first in line, so the "
-                        "message may still arrive"
+                        f"{wait:.3g} s, and the broker reads no more; the rest stays first in line, so the message "
+                        "may still arrive"
                     )
                 )
             self._turn(flow, deadline)
@@ -402,7 +402,7 @@ class Channel(pyamqp.Channel):
                 if is_up or (flow.protocol.gate.is_held_by(HoldKind.CONNECTION_BLOCKED) and connection.must_not_wait):
                     waited = f"within {wait:.3g} s" if is_up else "yet"
                     flow.after()
-                    refuse(ConfirmTimeout(f"no answer of the broker {waited} for {receipt.describe()}{flow.held}"))
+                    refuse(ConfirmTimeout(f"no answer from the broker {waited} for {receipt.describe()}{flow.held}"))
                 # No ticket is in line, because every publish waits here.
                 connection.turn(deadline, False)
                 if flow.protocol.closed is not None:
@@ -422,7 +422,7 @@ class Channel(pyamqp.Channel):
         assert self._flow is not None
         reports = self._flow.protocol.reports
         count = len(reports.take_failures()) + reports.take_dropped()
-        refuse(MessageNacked(f"{count} messages were not taken by the broker: {about}"))
+        refuse(MessageNacked(f"the broker did not accept {count} messages: {about}"))
 
     def wait_for_confirms(self, timeout: float | None = DEFAULT) -> None:
         """Wait until all published messages are confirmed.
@@ -451,7 +451,7 @@ class Channel(pyamqp.Channel):
         if self.connection.transport.has_news:
             self.connection.hear()
         if flow.protocol.reports.failures:
-            self._raise_failures("messages that were published before")
+            self._raise_failures("they were published before")
 
     # Flow.
 

@@ -81,7 +81,7 @@ class Transport(pyamqp.Transport):
         eventlet = sys.modules.get("eventlet.patcher")
         if eventlet is not None and eventlet.is_monkey_patched("socket"):
             raise SettingsError(
-                "qflow:// does not run under eventlet, which takes select.poll away; "
+                "qflow:// does not run under eventlet, which removes select.poll; "
                 "use the pool gevent, threads or prefork"
             )
         client: Any = self.client

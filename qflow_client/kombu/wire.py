@@ -387,7 +387,7 @@ class Wire:
     def _check(self) -> None:
         if self._is_torn:
             self.connected = False
-            raise RecoverableConnectionError("a write was interrupted, and nobody knows how much of it is written")
+            raise RecoverableConnectionError("a write was interrupted, and it is not known how much of it is written")
 
     def finish(self) -> float:
         """Write the rest of a partly written frame of a producer.

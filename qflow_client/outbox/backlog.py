@@ -181,7 +181,7 @@ class Backlog:
             receipt = self.spilled.pop(sequence, None)
             if receipt is not None:
                 receipt._kept_as = Outcome.FAILED
-                receipt._reply = (0, f"it is damaged there, and set aside: {why}")
+                receipt._reply = (0, f"it is damaged in the outbox, and set aside: {why}")
                 self._reports.settle_unadmitted(receipt, Outcome.STORED)
         oldest = self._oldest_sent(now)
         for stored in batch:

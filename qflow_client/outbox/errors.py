@@ -62,5 +62,5 @@ class NotDurable(OutboxError):
     receipt: Receipt
 
     def __init__(self, why: str, receipt: Receipt) -> None:
-        super().__init__(f"{why}; the message is admitted, and not known to be on disk: do not send it again")
+        super().__init__(f"{why}; the message is admitted, but may not be on disk: do not send it again")
         self.receipt = receipt

@@ -222,7 +222,7 @@ def how_many(file: Database, after: int, limit: int, max_bytes: int) -> int:
 
 def not_there(file: Database, sequence: int) -> OutboxError:
     """Return the error for a message that is not in the file any more."""
-    return OutboxError(f"{file.path}: message {sequence} is not in it any more")
+    return OutboxError(f"{file.path}: message {sequence} is no longer in the outbox")
 
 
 def _decode(row: Sequence[Any]) -> tuple[str, str, Message]:
@@ -232,15 +232,15 @@ def _decode(row: Sequence[Any]) -> tuple[str, str, Message]:
         FrameError: it is damaged.
     """
     if any(type(value) not in types for value, types in zip(row, _TYPES, strict=True)):
-        raise FrameError("a column that holds something else")
+        raise FrameError("a column contains a value of another type")
     exchange, routing_key, header, body = row[4:]
     message = decode_message(header, body)
     if body_size(header) != len(body):
-        raise FrameError(f"a body of {len(body)} bytes, and its content header says {body_size(header)}")
+        raise FrameError(f"the body has {len(body)} bytes, but its content header says {body_size(header)}")
     try:
         names = exchange.decode(), routing_key.decode()
     except UnicodeDecodeError as error:
-        raise FrameError(f"its exchange or routing key: {error}") from error
+        raise FrameError(f"the exchange or routing key cannot be decoded: {error}") from error
     return (*names, message)
 
 
@@ -299,7 +299,7 @@ def look_damaged(file: Database) -> dict[int, str]:
                 damaged[row[0]] = str(error)
             else:
                 if row[2] & _SET_ASIDE:
-                    damaged[row[0]] = "it was found damaged, and can be read now"
+                    damaged[row[0]] = "it was damaged before, but can be read now"
     return damaged
 
 

@@ -274,7 +274,7 @@ class Outbox:
         """
         if source in self._noted.damaged_sources:
             raise OutboxError(
-                f"{self.path}: the position of source {source!r} is damaged; Outbox.set_position() gives it another"
+                f"{self.path}: the position of source {source!r} is damaged; set it again with Outbox.set_position()"
             )
         return self._noted.position(source)
 

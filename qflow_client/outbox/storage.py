@@ -173,4 +173,10 @@ class Storage:
             close_outbox(outbox, self._settings.name, 0.0)
             count = self.store.report_unwritten() if hasattr(self, "store") else 0
             if count:
-                log(logging.ERROR, "%s: %d messages are not in the outbox %s", self._settings.name, count, outbox.path)
+                log(
+                    logging.ERROR,
+                    "%s: %d messages could not be written to the outbox %s",
+                    self._settings.name,
+                    count,
+                    outbox.path,
+                )

@@ -245,5 +245,5 @@ class Writer:
             return
         self._quiet_until = now + _PAUSE
         known = None if isinstance(error, OutboxError) else error
-        words = "%s: %s; it is tried again in %.3g s"
+        words = "%s: %s; the next try is in %.3g s"
         log(logging.ERROR, words, self._name, error, _PAUSE, error=known)

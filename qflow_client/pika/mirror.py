@@ -101,6 +101,8 @@ def passed_on(theirs: ModuleType, name: str) -> Any:
         and found not in _warned
     ):
         _warned.add(found)
-        text = f"{theirs.__name__}.{name} is pika's own, without flow control: qflow_client does not know it yet"
+        text = (
+            f"{theirs.__name__}.{name} has no flow control, because qflow_client does not know it: it comes from pika"
+        )
         warnings.warn(text, RuntimeWarning, stacklevel=3)
     return found

@@ -235,7 +235,7 @@ class Carrier:
         self._silent = 0 if self.services.heard else self._silent + 1
         self.services.heard = False
         if self._silent >= 4:
-            self._why = f"no heartbeat came, nor anything else, at a heartbeat of {self._heartbeat} s"
+            self._why = f"the broker sent nothing, not even heartbeats, at a heartbeat interval of {self._heartbeat} s"
             assert self.services.tapped is not None
             self.services.tapped.cut()
             return
@@ -310,7 +310,7 @@ class Carrier:
             if self._connecting is not None:
                 self._connecting.cancel()
             self._to_pika.clear()
-            self._end(lost(self._why or "the application has let go of it"))
+            self._end(lost(self._why or "the application dropped it"))
             return
         if not self._greeted:
             self._greeted = True
@@ -650,7 +650,8 @@ class SharedLink(ChannelIO):
         if self._leaves:
             log(
                 logging.WARNING,
-                "%s: channel %s is left open, because a message on it has begun and the broker does not take the rest",
+                "%s: channel %s is left open, because a message on it is partly written and the broker does not read "
+                "the rest",
                 self._protocol.settings.name,
                 self._number,
             )

@@ -76,11 +76,11 @@ class _TapSocket:
             if passed:
                 return passed
             if not self._is_tls:
-                raise BlockingIOError(errno.EAGAIN, "nothing for the library")
+                raise BlockingIOError(errno.EAGAIN, "there is no data for pika")
             # A TLS socket may keep bytes that no poll reports, so it is read until it has no more.
             reads += 1
             if reads >= _TLS_READS and not self._sock.pending():
-                raise ssl.SSLWantReadError(ssl.SSL_ERROR_WANT_READ, "nothing for the library")
+                raise ssl.SSLWantReadError(ssl.SSL_ERROR_WANT_READ, "there is no data for pika")
 
     def send(self, data: bytes) -> int:
         """Send data of pika, at a frame border."""
@@ -89,8 +89,8 @@ class _TapSocket:
             self._begun_record or not services.tap.at_border or services.library_sent >= self.write_chunk
         ):
             if self._is_tls:
-                raise ssl.SSLWantWriteError(ssl.SSL_ERROR_WANT_WRITE, "it is a producer's turn")
-            raise BlockingIOError(errno.EAGAIN, "it is a producer's turn")
+                raise ssl.SSLWantWriteError(ssl.SSL_ERROR_WANT_WRITE, "a producer writes first")
+            raise BlockingIOError(errno.EAGAIN, "a producer writes first")
         try:
             sent: int = self._sock.send(data)
         except _WOULD_BLOCK:
@@ -372,7 +372,7 @@ class TapIOServices(SelectorIOServicesAdapter):
             # pika has closed the socket. If the peer has reset it by now, pika treats that as a mistake, and raises an
             # error that no code catches.
             self.tapped = None
-            error = ConnectionResetError(errno.ECONNRESET, "it was reset as soon as it was connected")
+            error = ConnectionResetError(errno.ECONNRESET, "the connection was reset as soon as it was open")
             return self.call_later(0.0, partial(on_done, error))
 
     def set_writer(self, fd: int, on_writable: Callable[[], None]) -> None:

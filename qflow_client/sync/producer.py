@@ -114,8 +114,8 @@ class Producer(BaseProducer):
             raise TypeError("credentials: it must be a plain function; only AsyncProducer awaits what it returns")
         if connection is not None and not isinstance(connection, TappedConnection):
             raise SettingsError(
-                f"connection={type(connection).__name__}: on a connection made elsewhere Channel.Flow and confirms "
-                "cannot be taken before pika gets them; make it with qflow_client.connect(url)"
+                f"connection={type(connection).__name__}: make it with qflow_client.connect(url); on any other "
+                "connection pika reads Channel.Flow and confirms before the producer can"
             )
         warn_in_loop(stacklevel=3)
         engine = Engine(loaded, on_delivery, manager, connection, Topology.of(declare), credentials)

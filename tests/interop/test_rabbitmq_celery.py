@@ -107,7 +107,7 @@ def test_under_a_memory_alarm_confirms_hang_with_pyamqp_and_not_with_the_transpo
     theirs, ours = (Client(own_rabbitmq, scheme, confirm_publish=True) for scheme in SCHEMES)
     own_rabbitmq.raise_memory_alarm()
     job = start(theirs.call)
-    with Stopwatch() as watch, pytest.raises(OperationalError, match="no answer of the broker") as caught:
+    with Stopwatch() as watch, pytest.raises(OperationalError, match="no answer from the broker") as caught:
         ours.call()
     assert watch.kept(WAIT)
     assert isinstance(caught.value.__cause__, ConfirmTimeout), "nobody knows what became of it"

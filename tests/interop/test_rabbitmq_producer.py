@@ -286,7 +286,7 @@ def test_a_wrong_password_after_a_lost_connection_ends_the_producer_immediately(
     own_rabbitmq.ctl("change_password", "clerk", "second")
     own_rabbitmq.ctl("close_all_connections", "moving on")
     wait_held(producer, HoldKind.DISCONNECTED)
-    with pytest.raises(ProducerClosed, match=r"320 .*cannot be had again: .*ACCESS_REFUSED"):
+    with pytest.raises(ProducerClosed, match=r"320 .*connecting is not possible: .*ACCESS_REFUSED"):
         producer.send(b"", timeout=PATIENCE)
     with suppress(UndeliveredMessages):
         producer.close()

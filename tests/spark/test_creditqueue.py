@@ -237,7 +237,9 @@ def test_a_task_that_gets_no_credit_in_time_fails_with_FlowControlTimeout(url: s
         channel = connection.channel()
         for _ in range(2):
             assert channel.basic_get(CREDITS)[0] is not None
-        with pytest.raises(FlowControlTimeout, match=r"not sent within 0\.5.* flowed: capacity.*no credit of queue"):
+        with pytest.raises(
+            FlowControlTimeout, match=r"not sent within 0\.5.* blocked \(flowed\): capacity.*no credit of queue"
+        ):
             task(of, 0, 0, 10).result(PATIENCE)
 
 

@@ -302,7 +302,10 @@ class BlockingConnection(_pika.BlockingConnection):
                 channel._forsake(value)
             if ConnectionFlow.of(self._impl).blocked is not None:
                 # A close would wait for a broker that does not read.
-                text = "the connection, which the broker blocks, is cut: the program leaves by %r"
+                text = (
+                    "the connection is cut without a close, because the broker blocks it and the program leaves the "
+                    "block by %r"
+                )
                 log(logging.WARNING, text, value)
                 cut(self)
                 return
@@ -533,7 +536,7 @@ class BlockingChannel(_pika.BlockingChannel):
             if _monotonic() >= deadline:
                 raise ConfirmTimeout(
                     f"{max(0, size - unwritten)} of {size} bytes of the message are written after {wait:.3g} s, and "
-                    "the broker takes no more; what is left stays first in line, so the message may still arrive"
+                    "the broker reads no more; the rest stays first in line, so the message may still arrive"
                 )
             self._turns.until(deadline)
 
@@ -544,7 +547,7 @@ class BlockingChannel(_pika.BlockingChannel):
             while not receipt.done and not self.is_closed:
                 if _monotonic() >= deadline:
                     raise ConfirmTimeout(
-                        f"no answer of the broker within {wait:.3g} s for {receipt.describe()}{self._flow.held}"
+                        f"no answer from the broker within {wait:.3g} s for {receipt.describe()}{self._flow.held}"
                     )
                 self._turns.until(deadline)
             self._flow.after()
@@ -595,13 +598,13 @@ class BlockingChannel(_pika.BlockingChannel):
         check_argument("republish", ended, isinstance(ended, BlockingChannel), "a BlockingChannel of qflow_client.pika")
         closed = ended._flow.closing_reason
         if not pipelined or self._delivery_confirmation:
-            raise ValueError("republish is for pipelined=True in the first confirm_delivery() of a channel")
+            raise ValueError("republish needs pipelined=True, in the first confirm_delivery() of the channel")
         if ended.is_open:
             raise ValueError(f"republish takes a channel whose connection has ended, and {ended!r} is open")
         if isinstance(closed, exceptions.ChannelClosedByBroker):
             raise ValueError(
-                f"republish takes a channel whose connection has ended, and the broker has closed {ended!r}: {closed}; "
-                "it would close the next one over the same message, which is one of its `unconfirmed`"
+                f"republish takes a channel whose connection has ended, but the broker closed {ended!r}: {closed}; the "
+                "cause is one of its `unconfirmed` messages, and the broker would close the next channel too"
             )
         if ended._flow.protocol.closed is not None:
             raise ValueError(
@@ -658,7 +661,7 @@ class BlockingChannel(_pika.BlockingChannel):
             error = exceptions.UnroutableError(returned)
         else:
             return
-        error.add_note(f"about {about}")
+        error.add_note(f"this error is about {about}")
         if others:
             error.add_note(f"{len(others)} of them were not nacked: {others[0].describe()}")
         raise error
@@ -680,7 +683,8 @@ class BlockingChannel(_pika.BlockingChannel):
         if self._is_pipelined and self._flow.protocol.unsettled:
             log(
                 logging.WARNING,
-                "%d messages are not confirmed, and are not waited for: the program leaves by %r; unconfirmed has them",
+                "%d messages are not confirmed, and the channel does not wait: the program leaves by %r; see "
+                "`unconfirmed`",
                 self._flow.protocol.unsettled,
                 value,
             )

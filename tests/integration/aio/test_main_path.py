@@ -151,7 +151,7 @@ def test_a_producer_connects_once_and_before_it_sends(run: Run, broker: Broker) 
             assert same is producer
             assert list(flow_manager.resources) == [producer]
             await (await producer.send(b"2"))
-            with pytest.raises(QflowError, match="connects once"):
+            with pytest.raises(QflowError, match="can connect only once"):
                 await producer.connect()
         with pytest.raises(ProducerClosed):
             await producer.connect()
@@ -260,11 +260,11 @@ def test_a_producer_whose_loop_is_closed_admits_nothing(run: Run, broker: Broker
             # A program that runs a second loop, and did not close the producer in the first, sends from there.
             own, producer._engine.loop = producer._engine.loop, closed
             try:
-                with pytest.raises(ProducerClosed, match="its event loop is closed"):
+                with pytest.raises(ProducerClosed, match="the event loop of the producer is closed"):
                     producer.send_nowait(b"")
-                with pytest.raises(ProducerClosed, match="its event loop is closed"):
+                with pytest.raises(ProducerClosed, match="the event loop of the producer is closed"):
                     await producer.send(b"")
-                with pytest.raises(ProducerClosed, match="its event loop is closed"):
+                with pytest.raises(ProducerClosed, match="the event loop of the producer is closed"):
                     await producer.send_many([b""])
             finally:
                 producer._engine.loop = own

@@ -167,7 +167,7 @@ def test_a_broker_that_does_not_confirm_leaves_messages_unknown(
     monkeypatch.setattr(aiormq.Connection, "publisher_confirms", property(publisher_confirms))
 
     async def main() -> None:
-        with pytest.raises(ConnectionFailed, match="confirms=False does without"):
+        with pytest.raises(ConnectionFailed, match="set confirms=False to publish without them"):
             await AsyncProducer(broker.url).connect()
         if not isinstance(announced, Exception):
             # aiormq opens no channel at all where the broker announces nothing.

@@ -218,7 +218,7 @@ def test_drop_asks_for_confirmation(
 
 def test_drop_of_a_message_that_does_not_exist_removes_nothing(path: Path, tmp_path: Path, capsys: Capture) -> None:
     assert main(["outbox", "drop", str(path), "1", "7", "--yes"]) == 1
-    assert "message 7 is not in it any more" in capsys.readouterr().err
+    assert "message 7 is no longer in the outbox" in capsys.readouterr().err
     with Outbox(path):
         assert main(["outbox", "drop", str(path), "1", "--yes"]) == 1
     assert "is used by another producer" in capsys.readouterr().err

@@ -900,7 +900,7 @@ def test_E13_a_damaged_position_is_reported_and_ignored_with_from_start(
         file.execute("UPDATE position SET value = 1.5")
     capsys.readouterr()
     assert send_file(lines, path, broker) == 1
-    assert "is damaged; Outbox.set_position() gives it another; --from-start sends" in capsys.readouterr().err
+    assert "is damaged; set it again with Outbox.set_position(); --from-start sends" in capsys.readouterr().err
     assert send_file(lines, path, broker, "--from-start") == 0
     assert bodies(broker) == [b"one", b"two", b"three"] * 2
 

@@ -213,7 +213,9 @@ def test_a_channel_closed_with_311_or_506_counts_as_a_refusal_for_lack_of_room_a
 def test_on_a_broker_without_confirms_the_error_says_what_to_do(
     play: Callable[..., Broker], profile: Profile, producer: str
 ) -> None:
-    with pytest.raises(ConnectionFailed, match=r"publisher confirms cannot be had: .*; confirms=False does without"):
+    with pytest.raises(
+        ConnectionFailed, match=r"publisher confirms are not available: .*; set confirms=False to publish without"
+    ):
         make(producer, play(profile).url)
 
 

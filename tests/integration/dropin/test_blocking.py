@@ -122,7 +122,7 @@ def test_a_missing_confirm_raises_a_different_error(broker, connect):
     channel = connect(max_producer_flow_control_wait=0.3).channel()
     channel.confirm_delivery()
     broker.withhold_confirms()
-    with Stopwatch() as watch, pytest.raises(ConfirmTimeout, match="no answer of the broker"):
+    with Stopwatch() as watch, pytest.raises(ConfirmTimeout, match="no answer from the broker"):
         channel.basic_publish("", "q", b"unknown")
     assert watch.kept(0.3)
     assert [each.body for each in channel.unconfirmed] == [b"unknown"]

@@ -55,9 +55,9 @@ def test_a_bad_value_is_refused_immediately():
 
 @pytest.mark.parametrize("name", ["exchange", "routing_key", "confirms", "mandatory", "message_ids", "connect_timeout"])
 def test_a_setting_of_methods_is_refused_in_connection_parameters_with_advice(name):
-    with pytest.raises(TypeError, match=f"{name} is no setting of a connection"):
+    with pytest.raises(TypeError, match=f"{name} is not a setting of a connection"):
         pika.ConnectionParameters(**{name: "x"})
-    with pytest.raises(TypeError, match=f"{name} is no setting of a connection"):
+    with pytest.raises(TypeError, match=f"{name} is not a setting of a connection"):
         pika.URLParameters(f"amqp://localhost?{name}=x")
 
 

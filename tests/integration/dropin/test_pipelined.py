@@ -93,7 +93,7 @@ def test_a_nack_is_raised_by_the_next_publish_which_sends_nothing(broker, channe
         channel.basic_publish("", "q", b"not sent")
     (message,) = caught.value.messages
     assert (message.method.routing_key, message.properties, message.body) == ("q", properties, b"refused")
-    assert caught.value.__notes__ == ["about earlier messages; the message of this call was not sent"]
+    assert caught.value.__notes__ == ["this error is about earlier messages; the message of this call was not sent"]
     channel.basic_publish("", "q", b"sent")
     channel.wait_for_confirms()
     assert bodies(broker) == [b"sent"]
@@ -170,7 +170,7 @@ def test_leaving_a_with_block_by_an_exception_does_not_wait_for_confirms(broker,
         program()
     assert watch.within(PATIENCE)
     assert flush_logs(PATIENCE)
-    assert caplog.text.count("1 messages are not confirmed, and are not waited for") == 2
+    assert caplog.text.count("1 messages are not confirmed, and the channel does not wait") == 2
     broker.release_confirms()
 
 

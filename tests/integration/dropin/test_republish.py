@@ -336,7 +336,9 @@ def test_a_message_that_loses_its_connections_is_given_back_unless_others_publis
     with pytest.raises(pika.exceptions.NackError) as caught:
         channel.basic_publish("", "q", b"not sent")
     assert [each.body for each in caught.value.messages] == [b"poison"]
-    assert "1 of them were not nacked: message 1 to ''/'q': unknown (connections hold" in caught.value.__notes__[-1]
+    assert (
+        "1 of them were not nacked: message 1 to ''/'q': unknown (connections stay open" in caught.value.__notes__[-1]
+    )
     assert channel.unconfirmed == ()
     broker.release_confirms()
     channel.basic_publish("", "q", b"goes on")

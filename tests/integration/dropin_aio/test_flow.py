@@ -166,7 +166,7 @@ def test_a_missing_confirm_raises_a_different_error(run: Run, broker: Broker, co
         async with await connect(max_producer_flow_control_wait=WAIT) as connection:
             channel = await connection.channel()
             broker.withhold_confirms()
-            with Stopwatch() as watch, pytest.raises(ConfirmTimeout, match="no answer of the broker"):
+            with Stopwatch() as watch, pytest.raises(ConfirmTimeout, match="no answer from the broker"):
                 await publish(channel, b"unknown")
             assert watch.kept(WAIT)
             with Stopwatch() as watch, pytest.raises(ConfirmTimeout):

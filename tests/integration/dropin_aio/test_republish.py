@@ -144,7 +144,7 @@ def test_a_deadline_ends_the_wait_and_the_message_is_not_resent(run: Run, broker
         async with await aio_pika.connect_robust(proxy.url(broker), **(FAST | {"reconnect_interval": 1})) as connection:
             channel = await connection.channel()
             broker.withhold_confirms()
-            with Stopwatch() as watch, pytest.raises(ConfirmTimeout, match="no answer of the broker"):
+            with Stopwatch() as watch, pytest.raises(ConfirmTimeout, match="no answer from the broker"):
                 await publish(channel, b"told before", timeout=0.1)
             assert watch.kept(0.1)
             cancelled, kept, late = publishing(channel, 0, 1, 2)

@@ -117,7 +117,7 @@ def test_D1_when_flowed_raise_does_not_wait(broker, connect):
 def test_a_message_without_a_confirm_is_unknown_and_not_resent(broker, connect):
     producer = Producer(connect(max_producer_flow_control_wait=0.3, confirm_publish=True))
     broker.withhold_confirms()
-    with Stopwatch() as watch, pytest.raises(OperationalError, match="no answer of the broker") as caught:
+    with Stopwatch() as watch, pytest.raises(OperationalError, match="no answer from the broker") as caught:
         producer.publish("once", routing_key="q", retry=True)
     assert watch.kept(0.3)
     assert isinstance(caught.value.__cause__, ConfirmTimeout)
@@ -164,7 +164,9 @@ def test_a_refused_pipelined_message_is_raised_by_the_next_publish(broker, conne
     producer.publish("refused", routing_key="q")
     eventually(lambda: producer.channel.flow_state and producer.channel._flow.protocol.reports.failures)
     broker.nack_publishes(False)
-    with pytest.raises(OperationalError, match="1 messages were not taken by the broker: earlier") as caught:
+    with pytest.raises(
+        OperationalError, match="the broker did not accept 1 messages: they were published before;"
+    ) as caught:
         producer.publish("not sent", routing_key="q", retry=True)
     assert isinstance(caught.value.__cause__, MessageNacked)
     producer.publish("sent", routing_key="q")

@@ -475,7 +475,7 @@ def test_messages_withdrawn_by_a_close_are_reported_as_unanswered(producer: Prod
     broker.withhold_confirms()
     receipt = producer.send(b"")
     broker.wait_until(lambda b: b.queue("q").depth == 1)
-    with pytest.raises(UndeliveredMessages, match="the broker's answer had not come in time"):
+    with pytest.raises(UndeliveredMessages, match="the broker had not answered in time"):
         producer.close(timeout=0.1)
     assert receipt.outcome is Outcome.UNKNOWN
     # What it says to who sends now is as before.

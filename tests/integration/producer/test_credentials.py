@@ -213,7 +213,9 @@ def test_E8_a_connection_with_expired_credentials_is_replaced_and_unsettled_mess
     tokens.before = refuse
     # On the thread of the callbacks.
     eventually(lambda: flows.events)
-    words = "its credentials have expired, and there are no others: the callable for credentials raised KeyError"
+    words = (
+        "its credentials have expired, and there are no new credentials: the callable for credentials raised KeyError"
+    )
     assert words in str(flows.events[0].hold)
     broker.release_confirms()
     tokens.before = lambda: None
@@ -262,7 +264,7 @@ def test_E8_a_different_user_is_logged_in_on_a_new_connection(
 def test_invalid_credentials_arguments_are_refused(broker: Broker) -> None:
     with pytest.raises(TypeError, match="credentials=5: it must be None or callable"):
         Producer(broker.url, credentials=5)  # type: ignore[arg-type]
-    with connect(broker.url) as connection, pytest.raises(SettingsError, match="credentials with connection"):
+    with connect(broker.url) as connection, pytest.raises(SettingsError, match="credentials and connection"):
         Producer(connection=connection, credentials=Tokens(1))
 
     async def issue() -> Credentials:

@@ -291,7 +291,7 @@ def test_messages_that_are_spilled_when_the_producer_closes_settle_as_stored(
     assert receipt.message.body == b"one"
     make_producer(outbox=path).close(timeout=PATIENCE)
     assert bodies(broker) == [b"one", b"two"]
-    with pytest.raises(OutboxError, match="message 1 is not in it any more"):
+    with pytest.raises(OutboxError, match="message 1 is no longer in the outbox"):
         receipt.message  # noqa: B018  # it is what raises
 
 

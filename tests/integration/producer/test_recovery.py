@@ -200,9 +200,9 @@ def test_a_wrong_password_ends_the_producer_immediately_unless_a_different_host_
         assert bodies(again) == [b"1"]
         return
     wait_closed(producer)
-    with pytest.raises(OutcomeUnknown, match=r"cannot be had again: .*(403|ACCESS_REFUSED)"):
+    with pytest.raises(OutcomeUnknown, match=r"connecting is not possible: .*(403|ACCESS_REFUSED)"):
         receipt.result(timeout=PATIENCE)
-    with pytest.raises(ProducerClosed, match=r"cannot be had again: .*(403|ACCESS_REFUSED)") as caught:
+    with pytest.raises(ProducerClosed, match=r"connecting is not possible: .*(403|ACCESS_REFUSED)") as caught:
         producer.send(b"2")
     assert "guest:guest" not in str(caught.value)
 
@@ -216,7 +216,7 @@ def test_the_producer_ends_after_reconnect_timeout(make_producer: Callable[..., 
     with Stopwatch() as watch:
         wait_closed(producer)
     assert watch.within(1.3)
-    with pytest.raises(ProducerClosed, match=r"could not be had again within 0\.3 s: "):
+    with pytest.raises(ProducerClosed, match=r"connecting did not succeed within 0\.3 s: "):
         producer.send(b"")
 
 
@@ -416,12 +416,12 @@ def test_a_connection_that_is_reset_right_after_it_opens_counts_as_a_failed_atte
                 return False
 
         monkeypatch.setattr(TapIOServices, "create_streaming_connection", link_up_what_was_reset)
-        with pytest.raises(ConnectionFailed, match="reset as soon as it was connected"):
+        with pytest.raises(ConnectionFailed, match="reset as soon as it was open"):
             Producer(proxy.url.replace("amqp", scheme, 1), routing_key="q")
         if scheme == "amqps":
             return
         monkeypatch.setattr(TapIOServices, "create_streaming_connection", link_up_what_was_reset)
-        with pytest.raises(ConnectionFailed, match="reset as soon as it was connected"):
+        with pytest.raises(ConnectionFailed, match="reset as soon as it was open"):
             connect(proxy.url)
         with Producer(proxy.url, routing_key="q", **FAST) as producer:  # type: ignore[arg-type]  # of one table
             monkeypatch.setattr(TapIOServices, "create_streaming_connection", link_up_what_was_reset)

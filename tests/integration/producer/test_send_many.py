@@ -86,7 +86,7 @@ def test_messages_admitted_before_a_timeout_are_not_lost(
     error = caught.value
     assert [receipt.message.body for receipt in error.receipts] == numbered(100)
     assert error.message == b"100"
-    assert error.__notes__ == ["qflow_client: 100 messages were admitted; .receipts has theirs"]
+    assert error.__notes__ == ["qflow_client: 100 messages were admitted; .receipts has their receipts"]
     # An iterator has lost what the error has, and no more.
     assert list(messages) == (numbered(49, 101) if kind is iter else numbered(150))
     broker.release_confirms()

@@ -71,7 +71,7 @@ def test_E12_a_permanent_error_ends_the_producer(make_producer: Callable[..., Pr
     assert health.state == "closed"
     assert "403" in health.reasons[0] or "refused" in health.reasons[0]
     assert "wrong" not in repr(health)
-    with pytest.raises(ProducerClosed, match="it is not connected yet; it cannot be had again"):
+    with pytest.raises(ProducerClosed, match="the producer is not connected yet; connecting is not possible"):
         producer.send(b"1")
 
 

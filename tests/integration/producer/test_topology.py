@@ -171,7 +171,7 @@ def test_a_producer_on_a_shared_connection_declares_no_topology(broker: Broker) 
 
     connection = qflow_client.connect(broker.url)
     try:
-        with pytest.raises(SettingsError, match="declare with connection: declare it with a channel of that"):
+        with pytest.raises(SettingsError, match="declare and connection: declare with a channel of that"):
             Producer(connection=connection, routing_key="q", declare="q")
     finally:
         connection.close()

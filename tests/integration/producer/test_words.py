@@ -41,5 +41,5 @@ def test_a_threaded_producer_warns_if_an_event_loop_is_running(broker: Broker) -
 
 def test_the_error_of_an_asyncio_producer_without_a_loop_says_that_it_needs_asyncio(broker: Broker) -> None:
     connecting = AsyncProducer(broker.url, routing_key="q").connect()
-    with pytest.raises(QflowError, match="runs on asyncio's event loop, and none runs here"):
+    with pytest.raises(QflowError, match="needs a running event loop of asyncio, and none runs here"):
         connecting.send(None)

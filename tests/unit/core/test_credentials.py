@@ -241,7 +241,7 @@ def test_without_new_credentials_a_connection_is_closed_before_the_broker_drops_
     words = {"fails": "no", "has_no_channel": "no channel is open"}.get(how, "no answer within")
     ((at, why),) = world.left
     assert at == pytest.approx(30.0, abs=0.1)
-    assert why.startswith(f"its credentials have expired, and there are no others: {words}")
+    assert why.startswith(f"its credentials have expired, and there are no new credentials: {words}")
     assert world.dropped == []
     setattr(world, how, False)
     # Each try waits for the hanging call until its own timeout; the link ends the tries.
@@ -270,5 +270,5 @@ def test_credentials_of_a_different_user_need_a_new_connection() -> None:
     world.run(10.0)
     world.user = "bob"
     world.run(600.0)
-    assert [why for _, why in world.left] == ["the credentials are now those of another user"]
+    assert [why for _, why in world.left] == ["the new credentials are for another user"]
     assert world.dropped == []

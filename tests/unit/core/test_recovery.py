@@ -97,7 +97,7 @@ def test_permanent_errors_end_the_attempts_if_all_hosts_report_them() -> None:
     assert tries.failed("403 ACCESS_REFUSED", True, 3.0) == 0.0
     assert tries.failed("530 NOT_ALLOWED", True, 3.0) is None
     assert tries.verdict == (
-        "the connection is lost: cut; it cannot be had again: amqp://u:***@one/: 403 ACCESS_REFUSED; "
+        "the connection is lost: cut; connecting is not possible: amqp://u:***@one/: 403 ACCESS_REFUSED; "
         "amqp://u:***@two/: 530 NOT_ALLOWED"
     )
 
@@ -117,7 +117,7 @@ def test_attempts_end_at_the_deadline_with_the_reason_of_the_last_failure() -> N
     assert tries.lost("cut", 0.0) == 1.0
     assert tries.failed("refused", False, 1.0) == 2.0
     assert tries.failed("still refused", False, 3.0) is None
-    assert tries.verdict == "cut; it could not be had again within 3 s: amqp://u:***@one/: still refused"
+    assert tries.verdict == "cut; connecting did not succeed within 3 s: amqp://u:***@one/: still refused"
 
 
 @pytest.mark.parametrize(

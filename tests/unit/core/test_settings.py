@@ -193,7 +193,9 @@ def test_E15_liveness_without_confirms_is_refused() -> None:
 
 
 def test_E15_failover_without_time_to_reconnect_is_refused() -> None:
-    with pytest.raises(SettingsError, match=r"on_blocked='failover' with reconnect_timeout=0: .* give it time"):
+    with pytest.raises(
+        SettingsError, match=r"on_blocked='failover' with reconnect_timeout=0: .* set a longer reconnect_timeout"
+    ):
         ProducerSettings(on_blocked="failover", reconnect_timeout=0)  # type: ignore[arg-type]
 
 
@@ -334,7 +336,9 @@ def test_a_refused_text_is_reported_with_its_source(name: str, text: str, allowe
 
 
 def test_an_unknown_setting_is_refused_and_the_error_lists_the_known_ones() -> None:
-    with pytest.raises(SettingsError, match=r"capcity=\*\*\*: there is no such setting; there are url, .*capacity"):
+    with pytest.raises(
+        SettingsError, match=r"capcity=\*\*\*: there is no such setting; the settings are url, .*capacity"
+    ):
         load(capcity=5)
 
 
@@ -614,10 +618,16 @@ def test_settings_compare_and_hash_by_value() -> None:
     [
         (
             {"when_flowed": "spill"},
-            "when_flowed='spill' with outbox=None: there is nothing to put messages into; set outbox",
+            "when_flowed='spill' with outbox=None: there is no outbox to put messages into; set outbox",
         ),
-        ({"outbox": "o", "confirms": False}, "outbox='o' with confirms=False: only what is confirmed can leave it"),
-        ({"outbox": "o", "message_ids": False}, "outbox='o' with message_ids=False: second copies are told by their"),
+        (
+            {"outbox": "o", "confirms": False},
+            "outbox='o' with confirms=False: a message stays in it until it is confirmed",
+        ),
+        (
+            {"outbox": "o", "message_ids": False},
+            "outbox='o' with message_ids=False: second copies are recognized by their",
+        ),
     ],
 )
 def test_an_outbox_needs_confirms_and_message_ids_and_spilling_needs_an_outbox(

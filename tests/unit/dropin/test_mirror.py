@@ -72,7 +72,7 @@ def test_E11_an_unknown_connection_class_warns_once_that_it_has_no_flow_control(
         pass
 
     monkeypatch.setattr(pika.adapters, "NewConnection", NewConnection, raising=False)
-    with pytest.warns(RuntimeWarning, match="NewConnection is pika's own, without flow control"):
+    with pytest.warns(RuntimeWarning, match="NewConnection has no flow control, because qflow_client does not know it"):
         assert qflow_client.pika.adapters.NewConnection is NewConnection
     with warnings.catch_warnings():
         warnings.simplefilter("error")

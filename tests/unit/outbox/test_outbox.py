@@ -547,12 +547,15 @@ def test_tables_of_an_unsupported_version_are_refused(path: Path) -> None:
 DAMAGES = {
     "a header that ends early": ("header = x'00'", "the content header cannot be decoded"),
     "a header of another class": ("header = zeroblob(15)", "class 0 with property flags"),
-    "a body that is shorter": ("body = x''", "a body of 0 bytes, and its content header says 1"),
-    "a text for a body": ("body = 'x'", "a column that holds something else"),
-    "an exchange that is no UTF-8": ("exchange = CAST(x'ff' AS TEXT)", "its exchange or routing key: 'utf-8' codec"),
-    "a size that is none": ("size = 'large'", "a column that holds something else"),
-    "a time that is none": ("at = 'noon'", "a column that holds something else"),
-    "a flag that is none": ("held = 'yes'", "a column that holds something else"),
+    "a body that is shorter": ("body = x''", "the body has 0 bytes, but its content header says 1"),
+    "a text for a body": ("body = 'x'", "a column contains a value of another type"),
+    "an exchange that is no UTF-8": (
+        "exchange = CAST(x'ff' AS TEXT)",
+        "the exchange or routing key cannot be decoded: 'utf-8' codec",
+    ),
+    "a size that is none": ("size = 'large'", "a column contains a value of another type"),
+    "a time that is none": ("at = 'noon'", "a column contains a value of another type"),
+    "a flag that is none": ("held = 'yes'", "a column contains a value of another type"),
 }
 
 
@@ -583,14 +586,14 @@ def test_a_damaged_message_is_set_aside_and_all_others_are_read(path: Path, dama
         assert bodies(outbox) == [b"1", b"3"]
         assert outbox.expire(time.time() + 100)[-1].sequence == 3
         outbox.drop(2)
-        with pytest.raises(OutboxError, match="outbox: message 4 is not in it any more"):
+        with pytest.raises(OutboxError, match="outbox: message 4 is no longer in the outbox"):
             outbox.drop(4)
         outbox.commit()
         assert (outbox.damaged, len(outbox), outbox.left) == ({}, 0, 0)
         if "size" not in column:
             assert outbox.size == 0
     assert Outbox.look_damaged(path) == {}
-    with pytest.raises(OutboxError, match="message 2 is not in it any more"):
+    with pytest.raises(OutboxError, match="message 2 is no longer in the outbox"):
         Outbox.find(path, 2)
 
 
@@ -602,7 +605,7 @@ def test_a_message_that_was_set_aside_stays_so_even_if_it_becomes_readable_again
         assert outbox.damaged == {1: "it was set aside before"}
         assert [stored.sequence for stored in outbox.read()] == [2]
         assert [stored.sequence for stored in Outbox.look(path)] == [2]
-        assert Outbox.look_damaged(path) == {1: "it was found damaged, and can be read now"}
+        assert Outbox.look_damaged(path) == {1: "it was damaged before, but can be read now"}
 
 
 def test_any_message_can_be_dropped(path: Path) -> None:
@@ -611,7 +614,7 @@ def test_any_message_can_be_dropped(path: Path) -> None:
         # Also a message that is only noted.
         outbox.drop(2)
         assert bodies(outbox) == [b"1", b"3"]
-        with pytest.raises(OutboxError, match="message 2 is not in it any more"):
+        with pytest.raises(OutboxError, match="message 2 is no longer in the outbox"):
             outbox.drop(2)
 
 

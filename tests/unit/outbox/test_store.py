@@ -319,8 +319,11 @@ def test_the_receipt_of_a_spilled_message_shows_that_it_is_damaged_on_disk(path:
     kept.turn()
     assert [receipt and receipt.outcome for receipt in receipts] == ["confirmed", "stored", "confirmed"]
     assert receipts[1] is not None
-    assert "is damaged there, and set aside: a body of 2 bytes, and its content header says 1" in receipts[1].describe()
-    with pytest.raises(OutboxError, match="message 2 is damaged: a body of 2 bytes"):
+    assert (
+        "is damaged in the outbox, and set aside: the body has 2 bytes, but its content header says 1"
+        in receipts[1].describe()
+    )
+    with pytest.raises(OutboxError, match="message 2 is damaged: the body has 2 bytes"):
         receipts[1].message  # noqa: B018  # it is what raises
     assert [stored.sequence for stored in Outbox.look(path)] == []
     assert list(Outbox.look_damaged(path)) == [2]
