@@ -88,15 +88,15 @@ class TargetSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class ThresholdsSnapshot:
-    """The current marks of a queue. They may differ from the marks of its declaration (D4).
+    """The current thresholds of a queue. They may differ from the thresholds of its declaration (D4).
 
     Attributes:
-        flow_stop_count: messages; ON above it; 0 for none (C1).
-        flow_resume_count: messages; OFF below it (C2).
-        flow_stop_size: body bytes; ON above it; 0 for none (C1).
-        flow_resume_size: body bytes; OFF below it (C2).
-        capacity: body bytes; ON above it; 0 for none (J1).
-        flow_resume_capacity: body bytes; OFF at this size or below (J2).
+        flow_stop_count: number of messages above which the queue turns ON; 0 for no threshold (C1).
+        flow_resume_count: number of messages below which the queue turns OFF (C2).
+        flow_stop_size: body bytes above which the queue turns ON; 0 for no threshold (C1).
+        flow_resume_size: body bytes below which the queue turns OFF (C2).
+        capacity: body bytes above which the queue turns ON; 0 for no capacity (J1).
+        flow_resume_capacity: body bytes at or below which the queue turns OFF (J2).
     """
 
     flow_stop_count: int = 0
@@ -113,37 +113,38 @@ class QueueSnapshot:
 
     Attributes:
         name: name of the queue.
-        depth: messages, ready and unacked (D6).
-        ready: messages to deliver.
-        unacked: messages that consumers have not settled.
+        depth: number of messages, ready and unacked (D6).
+        ready: number of messages to deliver.
+        unacked: number of delivered messages that consumers have not settled.
         bytes: body bytes of all messages.
-        memory: how many of these bytes are in memory; the others are only on disk (A2).
+        memory: number of these bytes that are in memory; the others are only on disk (A2).
         peak_depth: maximum number of messages so far.
         peak_bytes: maximum body bytes so far.
         flow_stopped: whether its flow state is ON (C7).
         flow_stopped_count: how often the flow state turned from OFF to ON (C7).
-        held_confirms: messages whose confirms wait for OFF (C5).
-        published: messages enqueued so far.
-        delivered: deliveries so far, including repeated ones.
-        acked: messages acked so far.
-        dropped: messages so far that left without an ack, or that were refused without informing their senders.
+        held_confirms: number of messages whose confirms wait until the queue is OFF (C5).
+        published: number of messages enqueued so far.
+        delivered: number of deliveries so far, including redeliveries.
+        acked: number of messages acked so far.
+        dropped: number of messages so far that left without an ack, or that were refused without informing their
+            publishers.
         drops: number of dropped messages by reason: ``rejected``, ``expired``, ``maxlen``, ``conflated``, ``memory``,
             ``damaged``, ``cycle`` or ``refused``. The reason ``copy`` is counted in addition. It means that a message
             was not dead-lettered, because another copy of it had gone to the same target.
         consumers: number of consumers.
         blocked: names of the channels that it blocks (flows), the oldest first (J4).
-        thresholds: current marks.
-        enforcement: how it holds back its producers: ``"channel_flow"``, ``"completion"`` or ``"both"``.
-        waiting: publishes that wait for room in it (A4).
-        policy: current policy for a full queue.
+        thresholds: current thresholds.
+        enforcement: how it blocks its producers while it is ON: ``"channel_flow"``, ``"completion"`` or ``"both"``.
+        waiting: number of published messages that wait for room in it (A4).
+        policy: what the queue does when it is full.
         policies: names of the policies that apply to it.
-        overdue: whether it has been ON for longer than `max_flow_wait`, and therefore blocks no channel any more (D10).
+        overdue: whether it has been ON for longer than its policy's `max_flow_wait`. It then blocks no channel (D10).
         times_overdue: how often it became overdue.
         limits: thresholds, maximum and other limits, by their names in policies.
-        durable: as in ``Queue.Declare``.
+        durable: whether it is durable.
         exclusive: whether it belongs to one connection.
-        auto_delete: as in ``Queue.Declare``.
-        arguments: as in ``Queue.Declare``.
+        auto_delete: whether it is deleted with its last consumer.
+        arguments: arguments of its declaration.
     """
 
     name: str
@@ -194,13 +195,13 @@ class MemorySnapshot:
         limit: maximum bytes of messages in memory; 0 for no limit.
         bytes: bytes of messages in memory.
         peak: maximum bytes so far.
-        evicted: bodies so far that were removed from memory because they are on disk (A2).
-        loaded: bodies so far that were read back from disk.
-        backlog: messages that wait to be written to disk.
+        evicted: number of bodies so far that were removed from memory because they are on disk (A2).
+        loaded: number of bodies so far that were read back from disk.
+        backlog: number of messages that wait to be written to disk.
         backlog_bytes: body bytes of these messages.
-        written: messages written to disk so far.
-        commits: number of commits so far.
-        damaged: damaged rows of the store, which are set aside.
+        written: number of messages written to disk so far.
+        commits: number of commits of the store so far.
+        damaged: number of damaged rows of the store, which are set aside.
     """
 
     limit: int = 0
@@ -230,21 +231,21 @@ class ChannelSnapshot:
         number: number of the channel.
         is_producer: whether it has published, or is in confirm or transaction mode.
         confirms: whether it is in confirm mode.
-        flowed: whether it is blocked: the last ``Channel.Flow`` to it was a stop.
-        blocked_by: names of the queues that flow it, the oldest first. ``"operator"`` is the hold of the operator,
-            ``"backlog"`` that of the connection's backlog (D7).
+        flowed: whether it is blocked (flowed): the last ``Channel.Flow`` to it was a stop.
+        blocked_by: names of the queues that block it, the oldest first. ``"operator"`` means that an operator has
+            stopped it, and ``"backlog"`` that the backlog of its connection is too large (D7).
         flow_ok: whether the client has answered every ``Channel.Flow``; some libraries never answer.
-        times_flowed: how often it turned from unflowed to flowed.
-        flowed_seconds: seconds flowed so far, including the current flowed time.
+        times_flowed: how often it was blocked (flowed) so far.
+        flowed_seconds: seconds for which it was blocked (flowed) so far, including the current time.
         targets: last few exchanges and routing keys that it published to.
-        published: messages published so far.
-        returned: mandatory messages so far that reached no queue.
-        nacked: published messages so far that were refused.
-        unconfirmed: published messages that are neither acked nor nacked yet.
-        waiting: published messages that wait for room in a queue (A4).
-        delivered: deliveries on it so far.
-        acked: deliveries acked on it so far.
-        unacked: deliveries that are not settled.
+        published: number of messages published so far.
+        returned: number of mandatory messages so far that reached no queue.
+        nacked: number of published messages so far that were refused.
+        unconfirmed: number of published messages that are neither acked nor nacked yet.
+        waiting: number of published messages that wait for room in a queue (A4).
+        delivered: number of deliveries on it so far.
+        acked: number of deliveries acked on it so far.
+        unacked: number of deliveries that are not settled.
         consumers: tags of its consumers.
         consumes_from: names of the queues of these consumers.
     """
@@ -290,19 +291,20 @@ class ConnectionSnapshot:
         user: name of the user; empty before the login.
         is_open: whether it is open and not closing.
         blocked: whether the client was sent ``Connection.Blocked``.
-        blocked_by: alarms that block it; ``"operator"`` for the operator.
+        blocked_by: names of the alarms that block it; ``"operator"`` if an operator has blocked it.
         backlog: number of its messages that wait, are not confirmed, or came on blocked (flowed) channels (D7); 0 if
             not counted.
         backlog_bytes: body bytes of these messages.
-        past_flow: messages so far that came on flowed channels after the grace time (D8); 0 if not counted.
+        past_flow: number of messages so far that came on blocked (flowed) channels after the grace time (D8); 0 if
+            not counted.
         tarpits: how often it was not read for a time because of these messages.
-        channels_closed: how many of its channels were closed because of these messages.
-        flowed: whether any of its channels is flowed.
-        times_flowed: how often its channels turned from unflowed to flowed.
+        channels_closed: number of its channels that were closed because of these messages.
+        flowed: whether any of its channels is blocked (flowed).
+        times_flowed: how often its channels were blocked (flowed) so far.
         channels: numbers of its channels.
         client_properties: client properties from ``Connection.Start-Ok``.
-        published: messages published so far.
-        delivered: messages delivered so far.
+        published: number of messages published so far.
+        delivered: number of messages delivered so far.
         memory: bytes of incoming messages and of unsent output in memory.
         bytes_received: bytes received so far.
         bytes_sent: bytes sent so far.
@@ -343,12 +345,12 @@ class ExchangeSnapshot:
 
     Attributes:
         name: name of the exchange; empty for the default exchange.
-        type: ``"direct"``, ``"fanout"``, ``"topic"`` or ``"headers"``.
-        durable: as in ``Exchange.Declare``.
+        type: type: ``"direct"``, ``"fanout"``, ``"topic"`` or ``"headers"``.
+        durable: whether it is durable.
         auto_delete: whether it is deleted with its last binding.
-        internal: whether clients may not publish to it.
+        internal: whether clients cannot publish to it.
         bindings: number of bindings from it.
-        arguments: as in ``Exchange.Declare``.
+        arguments: arguments of its declaration.
     """
 
     name: str
@@ -369,11 +371,11 @@ class BindingSnapshot:
     """A binding at one moment. The bindings of the default exchange to every queue are left out.
 
     Attributes:
-        source: name of the exchange that gets the messages.
-        destination: name of the queue or exchange that receives the messages from it.
-        destination_type: ``"queue"`` or ``"exchange"``.
-        routing_key: the binding key.
-        arguments: arguments of the binding, for headers exchanges.
+        source: name of the exchange that the messages come from.
+        destination: name of the queue or exchange that the messages go to.
+        destination_type: type of the destination: ``"queue"`` or ``"exchange"``.
+        routing_key: binding key.
+        arguments: arguments of the binding; only headers exchanges use them.
     """
 
     source: str

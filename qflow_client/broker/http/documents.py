@@ -64,7 +64,7 @@ _SPACE = re.compile(r"[ \t\n\r]*")
 
 
 def _refuse(what: str) -> NoReturn:
-    raise ValueError(f"JSON has no place for {what}")
+    raise ValueError(f"unexpected {what}")
 
 
 _DECODER = json.JSONDecoder(parse_constant=_refuse)
@@ -85,7 +85,7 @@ async def read_definitions(raw: bytes, turns: Turns) -> DefinitionsDocument:
     except ValidationError as error:
         raise from_validation(error) from error
     except (ValueError, RecursionError) as error:
-        text = f"not JSON: {error}"
+        text = f"the body is not valid JSON: {error}"
         raise Problem(HTTPStatus.BAD_REQUEST, text, [("", text)]) from error
     return DefinitionsDocument.model_construct(None, **lists, **others)
 
@@ -125,7 +125,7 @@ class _Reader:
                 lists[name].clear()
             yield from self._elements(name, lists.get(name))
         if self._at < len(self._text):
-            _refuse("what follows the object")
+            _refuse(f"text after the object at character {self._at}")
 
     def _elements(self, name: str, found: list[Any] | None) -> Iterator[None]:
         if self._next != "[":

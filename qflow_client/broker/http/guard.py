@@ -36,16 +36,22 @@ def check_origin(request: web.BaseRequest, settings: BrokerSettings) -> None:
         # DNS rebinding: a name of an attacker points to this machine, so the attacker's pages have the same origin.
         raise Problem(
             HTTPStatus.FORBIDDEN,
-            f"Host: {host!r} is not a name of this machine; without a token only localhost and its addresses are",
+            f"Host: {host!r} does not name this machine; use localhost or a loopback address, or set http_token",
         )
     if request.method in _CHANGE_NOTHING:
         return
     origin = request.headers.get("Origin")
     if origin is not None and urlsplit(origin).netloc.lower() != host.lower():
-        raise Problem(HTTPStatus.FORBIDDEN, f"Origin: {origin!r} is another site than {host!r}")
+        raise Problem(
+            HTTPStatus.FORBIDDEN,
+            f"Origin: {origin!r} is another site than {host!r}; only the broker's own pages may change something",
+        )
     site = request.headers.get("Sec-Fetch-Site", "none")
     if site not in ("none", "same-origin"):
-        raise Problem(HTTPStatus.FORBIDDEN, f"Sec-Fetch-Site: {site!r}: other sites may not change anything here")
+        raise Problem(
+            HTTPStatus.FORBIDDEN,
+            f"Sec-Fetch-Site: {site!r} is another site; only the broker's own pages may change something",
+        )
 
 
 def _is_local(host: str, settings: BrokerSettings) -> bool:
@@ -73,4 +79,6 @@ def check_token(request: web.BaseRequest, settings: BrokerSettings) -> None:
         Problem: 401.
     """
     if not has_token(request, settings):
-        raise Problem(HTTPStatus.UNAUTHORIZED, "show the token: Authorization: Bearer TOKEN")
+        raise Problem(
+            HTTPStatus.UNAUTHORIZED, "the token is missing or wrong; send the header Authorization: Bearer TOKEN"
+        )

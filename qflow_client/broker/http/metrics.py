@@ -28,32 +28,32 @@ _SUFFIXES = {"counter": "_total", "info": "_info"}
 
 _QUEUE_GAUGES = (
     ("depth", "qflow_queue_messages", "Messages in a queue, ready and unacked"),
-    ("ready", "qflow_queue_ready_messages", "Messages to be delivered"),
-    ("unacked", "qflow_queue_unacked_messages", "Messages that consumers have not settled"),
+    ("ready", "qflow_queue_ready_messages", "Messages of a queue to deliver"),
+    ("unacked", "qflow_queue_unacked_messages", "Messages of a queue that consumers have not settled"),
     ("bytes", "qflow_queue_bytes", "Body bytes in a queue"),
     ("memory", "qflow_queue_memory_bytes", "Body bytes of a queue that are in memory"),
-    ("flow_stopped", "qflow_queue_flow_stopped", "Whether a queue's flow state is ON"),
-    ("held_confirms", "qflow_queue_held_confirms", "Messages whose confirms wait for OFF"),
+    ("flow_stopped", "qflow_queue_flow_stopped", "Whether a queue is ON: 1 for ON, 0 for OFF"),
+    ("held_confirms", "qflow_queue_held_confirms", "Messages whose confirms wait until their queue is OFF"),
     ("consumers", "qflow_queue_consumers", "Consumers of a queue"),
 )
 _QUEUE_COUNTERS = (
-    ("flow_stopped_count", "qflow_queue_flow_stops", "How often a queue's flow state went from OFF to ON"),
-    ("published", "qflow_queue_published_messages", "Messages enqueued"),
-    ("delivered", "qflow_queue_delivered_messages", "Deliveries, repeated ones included"),
-    ("acked", "qflow_queue_acked_messages", "Messages acked"),
-    ("dropped", "qflow_queue_dropped_messages", "Messages rejected for good or dropped for want of room"),
+    ("flow_stopped_count", "qflow_queue_flow_stops", "How often a queue turned from OFF to ON"),
+    ("published", "qflow_queue_published_messages", "Messages that a queue has received"),
+    ("delivered", "qflow_queue_delivered_messages", "Deliveries from a queue, including redeliveries"),
+    ("acked", "qflow_queue_acked_messages", "Messages of a queue that were acked"),
+    ("dropped", "qflow_queue_dropped_messages", "Messages that left a queue without an ack"),
 )
 _MEMORY_GAUGES = (
-    ("limit", "qflow_memory_limit_bytes", "Bytes of messages that may be in memory; 0 for any number"),
+    ("limit", "qflow_memory_limit_bytes", "Maximum bytes of messages in memory; 0 for no limit"),
     ("bytes", "qflow_memory_bytes", "Bytes of messages in memory; 0 if they are not counted"),
-    ("backlog_bytes", "qflow_store_backlog_bytes", "Body bytes on their way to disk"),
+    ("backlog_bytes", "qflow_store_backlog_bytes", "Body bytes that wait to be written to disk"),
     ("damaged", "qflow_store_damaged_rows", "Rows of the message store that are damaged and set aside"),
 )
 _MEMORY_COUNTERS = (
-    ("evicted", "qflow_memory_evicted_messages", "Bodies that left memory for the disk"),
+    ("evicted", "qflow_memory_evicted_messages", "Bodies that were removed from memory because they are on disk"),
     ("loaded", "qflow_memory_loaded_messages", "Bodies that were read back from disk"),
-    ("written", "qflow_store_written_messages", "Messages that went to disk"),
-    ("commits", "qflow_store_commits", "Transactions of the message store"),
+    ("written", "qflow_store_written_messages", "Messages that were written to disk"),
+    ("commits", "qflow_store_commits", "Commits of the message store"),
 )
 _THRESHOLDS = (
     "flow_stop_count",
@@ -117,7 +117,7 @@ def _gauge(head: _Head, name: str, text: str, value: int) -> str:
 def _build(head: _Head) -> str:
     version = _quoted(str(import_module("qflow_client").__version__))
     python = _quoted(platform.python_version())
-    about = head("info", "qflow_build", "The versions that run; always 1")
+    about = head("info", "qflow_build", "Versions of the library and of Python; always 1")
     return f"{about}qflow_build_info{{python={python},version={version}}} 1\n"
 
 
@@ -131,7 +131,9 @@ async def metrics_text(broker: Broker, turns: Turns, media_type: str = PROMETHEU
     """
     head = _Head(is_open=media_type == OPEN_METRICS)
     families = [bytearray(head(kind, name, text).encode()) for kind, _, name, text in _QUEUE_FAMILIES]
-    families.append(bytearray(head("gauge", "qflow_queue_threshold", "A mark in force; 0 for none").encode()))
+    families.append(
+        bytearray(head("gauge", "qflow_queue_threshold", "Current threshold of a queue; 0 for no threshold").encode())
+    )
     # Only text is kept for the queues, because snapshots take far more memory.
     async for queue in turns.each(broker.each_queue()):
         _add_queue(families, queue)
@@ -143,9 +145,13 @@ async def metrics_text(broker: Broker, turns: Turns, media_type: str = PROMETHEU
     sums = (
         ("qflow_connections", "Connections", broker.connection_count),
         ("qflow_channels", "Open channels", channels),
-        ("qflow_producers", "Channels that publish", producers),
+        ("qflow_producers", "Channels that have published, or are in confirm or transaction mode", producers),
         ("qflow_producers_flowed", "Producers that are flowed (blocked)", flowed),
-        ("qflow_producers_stopped", "Whether an operator has stopped all", broker.producers_stopped),
+        (
+            "qflow_producers_stopped",
+            "Whether an operator has stopped all producers: 1 for yes, 0 for no",
+            broker.producers_stopped,
+        ),
     )
     # The text is appended for each family, because one join of a large number of lines would block the loop.
     text = bytearray(_build(head).encode())

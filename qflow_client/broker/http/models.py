@@ -68,18 +68,38 @@ Key = Annotated[str, Field(max_length=255), AfterValidator(lambda key: check_nam
 Arguments = dict[str, JsonValue]
 
 _ATTRIBUTE = re.compile(r"^    (\w+): (.*(?:\n {8}.*)*)", re.MULTILINE)
-#: Names of Qpid C++ for the flow state (C7).
-_C7 = {
-    "flowState": (bool, Field(description="whether it is held, or, of a queue, whether it holds (C7)")),
-    "flowStopped": (bool, Field(description="the same by its newer name (C7)")),
-    "flowStoppedCount": (int, Field(description="how often it went from OFF to ON (C7)")),
-}
+# Ids of the specification, which mean nothing to users of the API.
+_IDS = re.compile(r" \([A-Z]\d+(?: [A-Z]\d+)*\)")
+
+
+def _c7(state: str, count: str) -> dict[str, Any]:
+    """Return the fields with the names of Qpid C++ for the flow state (C7).
+
+    Args:
+        state: what the flow state tells.
+        count: what its count tells.
+    """
+    return {
+        "flowState": (bool, Field(description=f"{state}, under the name in Qpid's management.")),
+        "flowStopped": (bool, Field(description="The same value as `flowState`, under its newer name in Qpid.")),
+        "flowStoppedCount": (int, Field(description=f"{count}, under the name in Qpid's management.")),
+    }
+
+
+def _summary(kind: type) -> str:
+    """Return the first line of a class's docstring."""
+    return _plain((kind.__doc__ or "").partition("\n")[0])
 
 
 def _words(kind: type) -> dict[str, str]:
-    """Return the descriptions of the attributes in a snapshot's docstring."""
+    """Return the descriptions of the attributes in a class's docstring."""
     text = inspect.cleandoc(kind.__doc__ or "").partition("Attributes:")[2]
-    return {name: " ".join(words.split()).replace("``", "`") for name, words in _ATTRIBUTE.findall(text)}
+    return {name: _plain(words[0].upper() + words[1:]) for name, words in _ATTRIBUTE.findall(text)}
+
+
+def _plain(text: str) -> str:
+    """Return a text of a docstring as a text of the API."""
+    return _IDS.sub("", " ".join(text.split())).replace("``None``", "null").replace("``", "`")
 
 
 def _answer(name: str, kind: type, **more: Any) -> type[BaseModel]:
@@ -92,9 +112,7 @@ def _answer(name: str, kind: type, **more: Any) -> type[BaseModel]:
         )
         for attribute, json_name in json_names(kind)
     }
-    first_line = (kind.__doc__ or "").partition("\n")[0]
-    config = ConfigDict(extra="forbid")
-    return create_model(name, __config__=config, __doc__=first_line, **told | more)
+    return create_model(name, __config__=ConfigDict(extra="forbid"), __doc__=_summary(kind), **told | more)
 
 
 # Models of snapshots inside snapshots, by their annotation.
@@ -102,12 +120,14 @@ _NESTED: dict[Any, Any] = {}
 Thresholds = _NESTED[ThresholdsSnapshot] = _answer("Thresholds", ThresholdsSnapshot)
 Target = _answer("Target", TargetSnapshot)
 _NESTED[tuple[TargetSnapshot, ...]] = types.GenericAlias(list, (Target,))
-Queue = _answer("Queue", QueueSnapshot, **_C7)
-Channel = _answer("Channel", ChannelSnapshot, **_C7)
-Connection = _answer("Connection", ConnectionSnapshot, **_C7)
+Queue = _answer("Queue", QueueSnapshot, **_c7("Whether the queue is ON", "How often it turned ON"))
+Channel = _answer("Channel", ChannelSnapshot, **_c7("The value of `flowed`", "The value of `timesFlowed`"))
+Connection = _answer("Connection", ConnectionSnapshot, **_c7("The value of `flowed`", "The value of `timesFlowed`"))
 Exchange = _answer("Exchange", ExchangeSnapshot)
 Memory = _answer("Memory", MemorySnapshot)
-Binding = _answer("Binding", BindingSnapshot, id=(str, Field(description="by which it can be deleted")))
+Binding = _answer(
+    "Binding", BindingSnapshot, id=(str, Field(description="Id of the binding, with which it can be deleted."))
+)
 
 
 def binding_id(binding: BindingSnapshot) -> str:
@@ -124,104 +144,117 @@ class _Request(BaseModel):
 
 
 class Health(_Answer):
-    """Whether the broker runs."""
+    """The health of the broker."""
 
-    status: Literal["ok"] = "ok"
+    status: Literal["ok"] = Field(default="ok", description="Always `ok`, because a broker that answers is running.")
 
 
 class Removed(_Answer):
     """The number of removed messages."""
 
-    messages: int = Field(description="how many messages were ready, and are gone")
+    messages: int = Field(description="Number of ready messages that were removed.")
 
 
 class Counters(_Answer):
     """Counters of the broker. Queues, channels and connections that no longer exist are not counted."""
 
-    connections: int = Field(description="connections")
-    channels: int = Field(description="open channels")
-    producers: int = Field(description="channels that publish, or said that they will")
-    producers_flowed: int = Field(description="those of them that are flowed")
-    producers_stopped: bool = Field(description="whether an operator has stopped all producers (D5)")
-    queues: int = Field(description="queues")
-    queues_flow_stopped: int = Field(description="those of them whose flow state is ON (C7)")
-    flow_stopped_count: int = Field(description="how often queues went from OFF to ON (C7)")
-    exchanges: int = Field(description="exchanges, the default exchange included")
-    depth: int = Field(description="messages in queues, ready and unacked (D6)")
-    ready: int = Field(description="messages to be delivered")
-    unacked: int = Field(description="messages that consumers have not settled")
-    bytes: int = Field(description="body bytes of all of them")
-    held_confirms: int = Field(description="messages whose confirms wait for OFF (C5)")
-    published: int = Field(description="messages enqueued so far")
-    delivered: int = Field(description="deliveries so far, repeated ones included")
-    acked: int = Field(description="messages acked so far")
-    dropped: int = Field(description="messages rejected for good or dropped for want of room so far")
-    consumers: int = Field(description="consumers")
-    alarms: dict[str, str] = Field(description="what blocks all connections, and why")
-    memory: Memory = Field(description="what messages take in memory, and what went to disk")  # type: ignore[valid-type]
-    sanctions: dict[str, int] = Field(description="how often clients that do not listen were held, by how (D8)")
+    connections: int = Field(description="Number of connections.")
+    channels: int = Field(description="Number of open channels.")
+    producers: int = Field(description="Number of channels that have published, or are in confirm or transaction mode.")
+    producers_flowed: int = Field(description="Number of producers that are blocked (flowed).")
+    producers_stopped: bool = Field(description="Whether an operator has stopped all producers.")
+    queues: int = Field(description="Number of queues.")
+    queues_flow_stopped: int = Field(description="Number of queues that are ON.")
+    flow_stopped_count: int = Field(description="How often queues turned from OFF to ON.")
+    exchanges: int = Field(description="Number of exchanges, including the default exchange.")
+    depth: int = Field(description="Number of messages in all queues, ready and unacked.")
+    ready: int = Field(description="Number of messages to deliver.")
+    unacked: int = Field(description="Number of delivered messages that consumers have not settled.")
+    bytes: int = Field(description="Body bytes of the messages in all queues.")
+    held_confirms: int = Field(description="Number of messages whose confirms wait until their queues are OFF.")
+    published: int = Field(description="Number of messages enqueued so far.")
+    delivered: int = Field(description="Number of deliveries so far, including redeliveries.")
+    acked: int = Field(description="Number of messages acked so far.")
+    dropped: int = Field(
+        description="Number of messages so far that left a queue without an ack, or that a queue refused without "
+        "informing their publishers."
+    )
+    consumers: int = Field(description="Number of consumers.")
+    alarms: dict[str, str] = Field(description="Alarms that block all connections: their names and reasons.")
+    memory: Memory = Field(description="Messages in memory and on disk.")  # type: ignore[valid-type]
+    sanctions: dict[str, int] = Field(
+        description="How often the broker acted against clients that ignore flow control, by the kind of action."
+    )
 
 
 class QueueFlowState(_Answer):
-    """The flow state of a queue, and the channels that it blocks."""
+    """The flow state of a queue, and the channels that it blocks (flows)."""
 
-    name: str = Field(description="of the queue")
-    flow_state: bool = Field(description="whether it is ON (C7)")
-    flow_stopped: bool = Field(description="the same by its newer name (C7)")
-    flow_stopped_count: int = Field(description="how often it went from OFF to ON (C7)")
-    depth: int = Field(description="messages, ready and delivered-unacknowledged (D6)")
-    bytes: int = Field(description="body bytes of all of them")
-    thresholds: Thresholds = Field(description="the marks in force")  # type: ignore[valid-type]
-    enforcement: str = Field(description="how it holds its producers")
-    blocked: list[str] = Field(description="names of the channels that it flows, the oldest first (J4)")
-    held_confirms: int = Field(description="messages whose confirms wait for OFF (C5)")
+    name: str = Field(description="Name of the queue.")
+    flow_state: bool = Field(description="Whether the queue is ON.")
+    flow_stopped: bool = Field(description="The same value as `flowState`, under its newer name in Qpid.")
+    flow_stopped_count: int = Field(description="How often the queue turned from OFF to ON.")
+    depth: int = Field(description="Number of messages in the queue, ready and unacked.")
+    bytes: int = Field(description="Body bytes of the messages in the queue.")
+    thresholds: Thresholds = Field(description="Current thresholds of the queue.")  # type: ignore[valid-type]
+    enforcement: str = Field(
+        description="How the queue blocks its producers while it is ON: `channel_flow`, `completion` or `both`."
+    )
+    blocked: list[str] = Field(description="Names of the channels that the queue blocks (flows), the oldest first.")
+    held_confirms: int = Field(description="Number of messages whose confirms wait until the queue is OFF.")
 
 
 class ChannelFlowState(_Answer):
-    """A channel that is flowed (blocked)."""
+    """A channel that is blocked (flowed)."""
 
-    name: str = Field(description="of the channel")
-    connection: str = Field(description="the connection's name")
-    blocked_by: list[str] = Field(description="names of the queues that flow it, and `operator` for an operator's hold")
-    flow_ok: bool = Field(description="whether the client has answered every `Channel.Flow`")
-    times_flowed: int = Field(description="how often it went from unflowed to flowed")
-    flowed_seconds: float = Field(description="seconds flowed so far, the present time included")
+    name: str = Field(description="Name of the channel.")
+    connection: str = Field(description="Name of its connection.")
+    blocked_by: list[str] = Field(
+        description="Names of the queues that block the channel, and `operator` if an operator has stopped it."
+    )
+    flow_ok: bool = Field(description="Whether the client has answered every `Channel.Flow`.")
+    times_flowed: int = Field(description="How often the channel was blocked (flowed) so far.")
+    flowed_seconds: float = Field(
+        description="Seconds for which the channel was blocked (flowed) so far, including the current time."
+    )
 
 
 class FlowStates(_Answer):
-    """The flow states of all queues, and of the channels that are blocked."""
+    """The flow states of all queues, and of the channels that are blocked (flowed)."""
 
-    producers_stopped: bool = Field(description="whether an operator has stopped all producers (D5)")
-    queues: list[QueueFlowState] = Field(description="all queues")
-    channels: list[ChannelFlowState] = Field(description="the channels that are flowed (blocked)")
+    producers_stopped: bool = Field(description="Whether an operator has stopped all producers.")
+    queues: list[QueueFlowState] = Field(description="All queues.")
+    channels: list[ChannelFlowState] = Field(description="The channels that are blocked (flowed).")
 
 
 class QueueRequest(_Request):
     """The settings of a new queue; see `Queue.Declare`."""
 
-    durable: bool = Field(default=False, description="as in `Queue.Declare`")
-    auto_delete: bool = Field(default=False, description="whether it goes with its last consumer")
-    arguments: Arguments = Field(default={}, description="thresholds and the like")
+    durable: bool = Field(default=False, description="Whether the queue is durable.")
+    auto_delete: bool = Field(default=False, description="Whether the queue is deleted with its last consumer.")
+    arguments: Arguments = Field(default={}, description="Arguments of the queue, such as `qpid.flow_stop_count`.")
 
 
 class ExchangeRequest(_Request):
     """The settings of a new exchange; see `Exchange.Declare`."""
 
-    type: Literal["direct", "fanout", "topic", "headers"] = Field(default="direct", description="of the exchange")
-    durable: bool = Field(default=False, description="as in `Exchange.Declare`")
-    auto_delete: bool = Field(default=False, description="whether it goes with its last binding")
-    internal: bool = Field(default=False, description="whether clients may not publish to it")
-    arguments: Arguments = Field(default={}, description="as in `Exchange.Declare`")
+    type: Literal["direct", "fanout", "topic", "headers"] = Field(default="direct", description="Type of the exchange.")
+    durable: bool = Field(default=False, description="Whether the exchange is durable.")
+    auto_delete: bool = Field(default=False, description="Whether the exchange is deleted with its last binding.")
+    internal: bool = Field(default=False, description="Whether clients cannot publish to the exchange.")
+    arguments: Arguments = Field(default={}, description="Arguments of the exchange.")
 
 
 class BindingRequest(_Request):
     """The settings of a new binding; see `Queue.Bind`."""
 
-    source: Name = Field(description="the exchange")
-    destination: Name = Field(description="the queue, or the exchange")
-    destination_type: Literal["queue", "exchange"] = Field(default="queue", description="which of them")
-    routing_key: Key = Field(default="", description="the binding key")
-    arguments: Arguments = Field(default={}, description="for headers exchanges")
+    source: Name = Field(description="Name of the exchange that the messages come from.")
+    destination: Name = Field(description="Name of the queue or exchange that the messages go to.")
+    destination_type: Literal["queue", "exchange"] = Field(
+        default="queue", description="Whether the destination is a queue or an exchange."
+    )
+    routing_key: Key = Field(default="", description="Binding key.")
+    arguments: Arguments = Field(default={}, description="Arguments of the binding; only headers exchanges use them.")
 
 
 def _thresholds_request() -> type[BaseModel]:
@@ -230,14 +263,15 @@ def _thresholds_request() -> type[BaseModel]:
     for field in fields(ThresholdsSnapshot):
         amount = Annotated[int, Field(ge=0, le=_LARGEST)]
         if "resume" in field.name:
-            description = f"{words[field.name]}; null for the default that goes with the stop, or the capacity"
+            default = "the capacity" if "capacity" in field.name else "7/8 of the stop threshold"
+            description = f"{words[field.name]} Null for the default: {default}."
             marks[field.name] = (amount | None, Field(default=None, description=description))
         else:
             marks[field.name] = (amount, Field(default=0, description=words[field.name]))
     return create_model(
         "ThresholdsRequest",
         __base__=_Request,
-        __doc__="The marks to change; those that are not given stay.",
+        __doc__="The thresholds to change. Thresholds that are not given stay as they are.",
         **marks,
     )
 
@@ -245,9 +279,16 @@ def _thresholds_request() -> type[BaseModel]:
 ThresholdsRequest = _thresholds_request()
 
 
+def _describe(schema: dict[str, Any], kind: type[Any]) -> None:
+    """Set the descriptions in the schema of a definition."""
+    schema["description"] = _summary(kind)
+    for name, words in _words(kind).items():
+        schema["properties"][name]["description"] = words
+
+
 # Newer versions of RabbitMQ export more fields than this broker knows.
 for _kind in (QueueDefinition, ExchangeDefinition, BindingDefinition):
-    with_config(ConfigDict(extra="ignore"))(_kind)
+    with_config(ConfigDict(extra="ignore", json_schema_extra=_describe))(_kind)
 
 
 def _policy_parts() -> tuple[type[BaseModel], type[BaseModel], type[BaseModel]]:
@@ -268,48 +309,60 @@ def _policy_parts() -> tuple[type[BaseModel], type[BaseModel], type[BaseModel]]:
         }
 
     definition = create_model(
-        "PolicyDefinition", __base__=_Request, __doc__="What a policy sets.", **parts(PolicyDefinition)
+        "PolicyDefinition",
+        __base__=_Request,
+        __doc__="The values that a policy sets; null for a value that it does not set.",
+        **parts(PolicyDefinition),
     )
-    told = parts(Policy, "name", "definition") | {"definition": (definition, Field(description="what it sets"))}
+    told = parts(Policy, "name", "definition") | {
+        "definition": (definition, Field(description="The values that the policy sets."))
+    }
     request = create_model(
-        "PolicyRequest", __base__=_Request, __doc__="A policy to be; its name stands in the path.", **told
+        "PolicyRequest", __base__=_Request, __doc__="The settings of a policy. Its name is in the path.", **told
     )
-    name = (str, Field(description="of the policy"))
-    answer = create_model("Policy", __base__=_Answer, __doc__="A policy.", name=name, **told)
+    name = (str, Field(description="Name of the policy."))
+    answer = create_model("Policy", __base__=_Answer, __doc__="A policy with its settings.", name=name, **told)
     return definition, request, answer
 
 
 PolicyDefinitionModel, PolicyRequest, PolicyAnswer = _policy_parts()
 
 
-class RateLimitRequest(_Request):
-    """The settings of a rate limit."""
+_MESSAGES = "Maximum number of messages per second; null for no limit."
+_BYTES = "Maximum body bytes per second; null for no limit."
+_BURST = "Burst in seconds: after a pause, the messages that the rate allows in this time may pass at once."
 
-    messages: float | None = Field(default=None, description="per second; null for any number")
-    bytes: float | None = Field(default=None, description="body bytes per second; null for any number")
-    burst: float = Field(default=0.1, description="seconds; what the rate gives in them may pass at once after a rest")
+
+class RateLimitRequest(_Request):
+    """The settings of a rate limit. At least one of `messages` and `bytes` is required."""
+
+    messages: float | None = Field(default=None, description=_MESSAGES)
+    bytes: float | None = Field(default=None, description=_BYTES)
+    burst: float = Field(default=0.1, description=_BURST)
 
 
 class RateLimitAnswer(_Answer):
     """A rate limit."""
 
-    apply_to: str = Field(description="what the name is of: `exchange`, `queue` or `user`")
-    name: str = Field(description="of the exchange, the queue or the user")
-    messages: float | None = Field(description="per second; null for any number")
-    bytes: float | None = Field(description="body bytes per second; null for any number")
-    burst: float = Field(description="seconds; what the rate gives in them may pass at once after a rest")
+    apply_to: str = Field(description="Kind of the limited object: `exchange`, `queue` or `user`.")
+    name: str = Field(description="Name of the exchange, queue or user.")
+    messages: float | None = Field(description=_MESSAGES)
+    bytes: float | None = Field(description=_BYTES)
+    burst: float = Field(description=_BURST)
 
 
 class DefinitionsDocument(BaseModel):
-    """Queues, exchanges and bindings in the format of RabbitMQ's definitions. Other parts are ignored."""
+    """Queues, exchanges, bindings and policies, in the format of RabbitMQ's definitions. Other parts are ignored."""
 
     model_config = ConfigDict(extra="allow")
 
-    exchanges: list[ExchangeDefinition] = []
-    queues: list[QueueDefinition] = []
-    bindings: list[BindingDefinition] = []
+    exchanges: list[ExchangeDefinition] = Field(default=[], description="Exchanges.")
+    queues: list[QueueDefinition] = Field(default=[], description="Queues.")
+    bindings: list[BindingDefinition] = Field(default=[], description="Bindings.")
     # The key is not `policies`, because that key holds RabbitMQ's own policies, which set other values.
-    queue_policies: list[dict[str, JsonValue]] = Field(default=[], description="this broker's policies")
+    queue_policies: list[dict[str, JsonValue]] = Field(
+        default=[], description="Policies of this broker, with names in snake case. RabbitMQ's `policies` are ignored."
+    )
 
     def definitions(self) -> Definitions:
         """Return the definitions that the broker can use.
@@ -329,8 +382,8 @@ class DefinitionsDocument(BaseModel):
 class Loaded(_Answer):
     """The result of loading definitions."""
 
-    exchanges: int = Field(description="how many exchanges were declared")
-    queues: int = Field(description="how many queues were declared")
-    bindings: int = Field(description="how many bindings were made")
-    policies: int = Field(description="how many policies were set")
-    ignored: list[str] = Field(description="parts of the document that mean nothing here")
+    exchanges: int = Field(description="Number of exchanges in the document.")
+    queues: int = Field(description="Number of queues in the document.")
+    bindings: int = Field(description="Number of bindings in the document.")
+    policies: int = Field(description="Number of policies in the document.")
+    ignored: list[str] = Field(description="Names of the parts of the document that this broker ignores.")

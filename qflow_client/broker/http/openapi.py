@@ -138,7 +138,7 @@ class Operation:
         given = dict(path)
         for name, value in query:
             if name in given:
-                raise Problem(HTTPStatus.BAD_REQUEST, f"{name} is there twice", [(name, "is there twice")])
+                raise Problem(HTTPStatus.BAD_REQUEST, f"{name} is given twice; give it once", [(name, "given twice")])
             given[name] = value
         try:
             checked = self.parameters.model_validate(given)
@@ -161,7 +161,8 @@ class Operation:
         except ValidationError as error:
             raise from_validation(error) from error
         except ValueError as error:
-            raise Problem(HTTPStatus.BAD_REQUEST, f"not JSON: {error}", [("", f"not JSON: {error}")]) from error
+            text = f"the body is not valid JSON: {error}"
+            raise Problem(HTTPStatus.BAD_REQUEST, text, [("", text)]) from error
 
     @staticmethod
     def check_content_type(content_type: str) -> None:
@@ -278,7 +279,7 @@ class Api:
             "info": {
                 "title": "qflow broker",
                 "version": "1",
-                "description": "What the broker has, which channels its queues flow, and how to steer it.",
+                "description": "Shows and controls queues, exchanges and producers of the broker.",
             },
             "paths": paths,
             "components": told,

@@ -64,10 +64,13 @@ __all__ = ["api"]
 
 api = Api()
 
-QueueName = Annotated[str, Field(min_length=1, description="of the queue")]
-ExchangeName = Annotated[str, Field(min_length=1, description="of the exchange")]
-ChannelName = Annotated[str, Field(min_length=1, description="of the channel, as its producer's snapshot has it")]
-ConnectionName = Annotated[str, Field(min_length=1, description="of the connection")]
+QueueName = Annotated[str, Field(min_length=1, description="Name of the queue.")]
+ExchangeName = Annotated[str, Field(min_length=1, description="Name of the exchange.")]
+NewQueueName = Annotated[Name, Field(description="Name of the queue, 1 to 255 bytes in UTF-8.")]
+NewExchangeName = Annotated[Name, Field(description="Name of the exchange, 1 to 255 bytes in UTF-8.")]
+PolicyName = Annotated[str, Field(min_length=1, description="Name of the policy.")]
+ChannelName = Annotated[str, Field(min_length=1, description="Name of the channel, such as `127.0.0.1:40412 (1)`.")]
+ConnectionName = Annotated[str, Field(min_length=1, description="Name of the connection, such as `127.0.0.1:40412`.")]
 
 # Attributes that are summed over all queues.
 _SUMS = (
@@ -104,19 +107,19 @@ _CHANNEL_FLOW_STATE = ("name", "connection", "blockedBy", "flowOk", "timesFlowed
 
 @api.operation("GET", "/api/health", "broker", answer=Health, is_public=True)
 def health(broker: Broker) -> Health:
-    """Whether the broker runs."""
+    """Check that the broker is running."""
     return Health()
 
 
 @api.operation("GET", "/api/openapi.json", "broker", answer=dict[str, Any], is_public=True)
 def openapi(broker: Broker) -> bytes:
-    """This description."""
+    """Get this description of the API."""
     return api.description_json(has_token=broker.settings.http_token is not None)
 
 
 @api.operation("GET", "/api/counters", "broker", answer=Counters)
 async def counters(broker: Broker, turns: Turns) -> Counters:
-    """Sums over all objects, with the names of Qpid's management (C7)."""
+    """Get the counters of the whole broker, with the names of Qpid's management."""
     sums = dict.fromkeys((*_SUMS, "queues", "queues_flow_stopped", "channels", "producers", "producers_flowed"), 0)
     async for queue in turns.each(broker.each_queue()):
         sums["queues"] += 1
@@ -141,7 +144,7 @@ async def counters(broker: Broker, turns: Turns) -> Counters:
 
 @api.operation("GET", "/api/flow-states", "flow control", answer=FlowStates, is_large=True)
 def flow_states(broker: Broker) -> dict[str, Any]:
-    """Queues with their flow states, and the channels that they flow (block)."""
+    """Get the flow states of all queues, and the channels that are blocked (flowed)."""
 
     def part(of: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
         return {name: of[name] for name in names}
@@ -158,22 +161,25 @@ def flow_states(broker: Broker) -> dict[str, Any]:
 @api.operation("GET", "/api/events", "broker", answer=str, media_types=["text/event-stream"], problems=[429])
 def events(
     broker: Broker,
-    period: Annotated[float, Field(ge=0.1, le=60, description="seconds between two looks at the broker")] = 1.0,
+    period: Annotated[float, Field(ge=0.1, le=60, description="Seconds between two polls of the broker.")] = 1.0,
 ) -> EventsRequest:
-    """Changes of the broker as server-sent events.
+    """Get a stream of the broker's changes, as server-sent events.
 
     The first event, `state`, has everything: `queues`, `channels`, `connections`, `exchanges`, `bindings` and
     `producersStopped`. Each later event, `change`, has only the differences: new and changed queues, channels and
-    connections; the names of objects that are `gone`; and the other parts if they have changed. The growing time for
-    which a channel has been flowed is not a change. All streams share the looks at the broker, which take at most a
-    twentieth of its time. So with a large number of queues, events are less frequent than the period.
+    connections; under `gone`, the names of those that no longer exist; and the other parts if they have changed. If
+    only `flowedSeconds` of a channel grows, this is not a change. All streams share the polls of the broker. The polls
+    take at most a twentieth of its time, so with a large number of queues there are fewer of them.
     """
     return EventsRequest(period)
 
 
 @api.operation("GET", "/metrics", "broker", answer=str, media_types=(PROMETHEUS, OPEN_METRICS), is_large=True)
 async def metrics(broker: Broker, turns: Turns, media_type: MediaType) -> bytearray:
-    """Metrics for Prometheus, in its text format or as OpenMetrics, as the client prefers (`Accept`)."""
+    """Get the metrics for Prometheus.
+
+    The header `Accept` chooses between the text format of Prometheus and OpenMetrics.
+    """
     return await metrics_text(broker, turns, media_type)
 
 
@@ -182,31 +188,31 @@ async def metrics(broker: Broker, turns: Turns, media_type: MediaType) -> bytear
 
 @api.operation("GET", "/api/connections", "connections", each=Connection)
 def list_connections(broker: Broker) -> Iterator[ConnectionSnapshot]:
-    """All connections, oldest first."""
+    """List the connections, the oldest first."""
     return broker.each_connection()
 
 
 @api.operation("GET", "/api/connections/{name}", "connections", answer=Connection, problems=[404])
 async def get_connection(broker: Broker, name: ConnectionName, turns: Turns) -> ConnectionSnapshot:
-    """One connection."""
+    """Get one connection."""
     return await _found("connection", name, turns.each(broker.each_connection()))
 
 
 @api.operation("DELETE", "/api/connections/{name}", "connections", problems=[404])
 def close_connection(broker: Broker, name: ConnectionName) -> None:
-    """Close a connection with `Connection.Close` (320)."""
+    """Close a connection. The client gets `Connection.Close` with the code 320."""
     broker.close_connections(connection=name)
 
 
 @api.operation("GET", "/api/channels", "connections", each=Channel)
 def list_channels(broker: Broker) -> Iterator[ChannelSnapshot]:
-    """All open channels."""
+    """List the open channels."""
     return broker.each_channel()
 
 
 @api.operation("GET", "/api/channels/{name}", "connections", answer=Channel, problems=[404])
 async def get_channel(broker: Broker, name: ChannelName, turns: Turns) -> ChannelSnapshot:
-    """One channel: whether it is flowed, by which queues, how often, and for how long."""
+    """Get one channel: whether it is blocked (flowed), by which queues, how often, and for how long."""
     return await _found("channel", name, turns.each(broker.each_channel()))
 
 
@@ -215,31 +221,31 @@ async def get_channel(broker: Broker, name: ChannelName, turns: Turns) -> Channe
 
 @api.operation("GET", "/api/producers", "flow control", each=Channel)
 def list_producers(broker: Broker) -> Iterator[ChannelSnapshot]:
-    """The channels that publish, or that have selected confirms or transactions."""
+    """List the producers: channels that have published, or are in confirm or transaction mode."""
     return (channel for channel in broker.each_channel() if channel.is_producer)
 
 
 @api.operation("POST", "/api/producers/stop", "flow control")
 def stop_producers(broker: Broker) -> None:
-    """Stop all producers, including future ones (D5)."""
+    """Stop all producers, including those that connect later."""
     broker.flow(active=False)
 
 
 @api.operation("POST", "/api/producers/start", "flow control")
 def start_producers(broker: Broker) -> None:
-    """Start all producers; holds of queues stay (D5)."""
+    """Start all producers. Those that a queue blocks (flows) stay blocked."""
     broker.flow(active=True)
 
 
 @api.operation("POST", "/api/producers/{name}/stop", "flow control", problems=[404])
 def stop_producer(broker: Broker, name: ChannelName) -> None:
-    """Stop one producer (D5)."""
+    """Stop one producer."""
     broker.flow(active=False, channel=name)
 
 
 @api.operation("POST", "/api/producers/{name}/start", "flow control", problems=[404])
 def start_producer(broker: Broker, name: ChannelName) -> None:
-    """Start one producer; holds of queues stay (D5)."""
+    """Start one producer. If a queue blocks (flows) it, it stays blocked."""
     broker.flow(active=True, channel=name)
 
 
@@ -248,19 +254,19 @@ def start_producer(broker: Broker, name: ChannelName) -> None:
 
 @api.operation("GET", "/api/queues", "queues", each=Queue)
 def list_queues(broker: Broker) -> Iterator[QueueSnapshot]:
-    """All queues, in the order in which they were declared."""
+    """List the queues, in the order in which they were declared."""
     return broker.each_queue()
 
 
 @api.operation("GET", "/api/queues/{name}", "queues", answer=Queue, problems=[404])
 def get_queue(broker: Broker, name: QueueName) -> QueueSnapshot:
-    """One queue."""
+    """Get one queue."""
     return broker.queue(name)
 
 
 @api.operation("PUT", "/api/queues/{name}", "queues", answer=Queue, statuses=[200, 201], problems=[409], lasts=True)
-def declare_queue(broker: Broker, name: Name, body: QueueRequest) -> tuple[int, QueueSnapshot]:
-    """Declare a queue. If the queue exists with the same settings, return it."""
+def declare_queue(broker: Broker, name: NewQueueName, body: QueueRequest) -> tuple[int, QueueSnapshot]:
+    """Declare a queue. If the queue exists with the same settings, nothing changes."""
     exists = broker.has_queue(name)
     try:
         queue = broker.declare_queue(name, durable=body.durable, auto_delete=body.auto_delete, arguments=body.arguments)
@@ -285,9 +291,10 @@ def purge_queue(broker: Broker, name: QueueName) -> Removed:
 
 @api.operation("PATCH", "/api/queues/{name}/thresholds", "flow control", answer=Queue, problems=[404])
 def set_thresholds(broker: Broker, name: QueueName, body: ThresholdsRequest) -> QueueSnapshot:  # type: ignore[valid-type]
-    """Change the marks of a queue while it is in use; the flow state follows at once (D4).
+    """Change the thresholds of a queue while it is in use. The flow state changes immediately.
 
-    A stop mark or a capacity of 0 turns it off, together with its resume mark.
+    A stop threshold or a capacity of 0 is off, and so is its resume threshold. The new thresholds override the policies
+    that apply to the queue. The arguments of its declaration do not change.
     """
     marks = body.model_dump(exclude_unset=True)  # type: ignore[attr-defined]
     try:
@@ -304,18 +311,18 @@ def set_thresholds(broker: Broker, name: QueueName, body: ThresholdsRequest) -> 
 
 @api.operation("GET", "/api/policies", "policies", each=PolicyAnswer)
 def list_policies(broker: Broker) -> list[dict[str, Any]]:
-    """All policies, in the order in which they were first set."""
+    """List the policies, in the order in which they were first set."""
     return [_policy(policy) for policy in broker.policies]
 
 
 @api.operation("PUT", "/api/policies/{name}", "policies", answer=PolicyAnswer, statuses=[200, 201])
 async def set_policy(
     broker: Broker,
-    name: Annotated[str, Field(min_length=1, description="of the policy")],
+    name: PolicyName,
     body: PolicyRequest,  # type: ignore[valid-type]
     turns: Turns,
 ) -> tuple[int, dict[str, Any]]:
-    """Add a policy, or replace the policy with the same name; existing queues follow at once (D4)."""
+    """Add a policy, or replace the policy with the same name. It immediately applies to existing queues, too."""
     told = body.model_dump()  # type: ignore[attr-defined]
     definition = told.pop("definition")
     try:
@@ -332,29 +339,27 @@ async def set_policy(
 
 
 @api.operation("DELETE", "/api/policies/{name}", "policies", problems=[404])
-async def delete_policy(
-    broker: Broker, name: Annotated[str, Field(min_length=1, description="of the policy")], turns: Turns
-) -> None:
-    """Remove a policy; each queue then follows the other policies and arguments that apply to it."""
+async def delete_policy(broker: Broker, name: PolicyName, turns: Turns) -> None:
+    """Delete a policy. Its queues then follow their other policies, and their arguments."""
     async for _ in turns.each(broker.delete_policy_in_steps(name)):
         pass
 
 
 # Rate limits.
 
-Scope = Annotated[Literal["exchange", "queue", "user"], Field(description="what the name is of")]
-Limited = Annotated[str, Field(min_length=1, description="of the exchange, the queue or the user")]
+Scope = Annotated[Literal["exchange", "queue", "user"], Field(description="Kind of the limited object.")]
+Limited = Annotated[str, Field(min_length=1, description="Name of the exchange, queue or user.")]
 
 
 @api.operation("GET", "/api/rate-limits", "flow control", each=RateLimitAnswer)
 def list_rate_limits(broker: Broker) -> list[dict[str, Any]]:
-    """All rate limits, in the order in which they were first set."""
+    """List the rate limits, in the order in which they were first set."""
     return [_rate_limit(limit) for limit in broker.rate_limits]
 
 
 @api.operation("PUT", "/api/rate-limits/{scope}/{name}", "flow control", answer=RateLimitAnswer, statuses=[200, 201])
 def set_rate_limit(broker: Broker, scope: Scope, name: Limited, body: RateLimitRequest) -> tuple[int, dict[str, Any]]:
-    """Add a rate limit, or replace the limit for the same exchange, queue or user (F6)."""
+    """Add a rate limit, or replace the rate limit of the same exchange, queue or user."""
     try:
         limit = RateLimit(RateScope(scope), name, body.messages, body.bytes, body.burst)
     except ValueError as error:
@@ -368,7 +373,7 @@ def set_rate_limit(broker: Broker, scope: Scope, name: Limited, body: RateLimitR
 
 @api.operation("DELETE", "/api/rate-limits/{scope}/{name}", "flow control", problems=[404])
 def delete_rate_limit(broker: Broker, scope: Scope, name: Limited) -> None:
-    """Remove a rate limit, and unblock the channels that it blocks."""
+    """Delete a rate limit, and unblock (unflow) the channels that it blocks."""
     broker.delete_rate_limit(scope, name)
 
 
@@ -377,15 +382,15 @@ def delete_rate_limit(broker: Broker, scope: Scope, name: Limited) -> None:
 
 @api.operation("GET", "/api/exchanges", "exchanges", each=Exchange)
 def list_exchanges(broker: Broker) -> Iterator[ExchangeSnapshot]:
-    """All exchanges, the default exchange first."""
+    """List the exchanges, the default exchange first."""
     return broker.each_exchange()
 
 
 @api.operation(
     "PUT", "/api/exchanges/{name}", "exchanges", answer=Exchange, statuses=[200, 201], problems=[409], lasts=True
 )
-def declare_exchange(broker: Broker, name: Name, body: ExchangeRequest) -> tuple[int, ExchangeSnapshot]:
-    """Declare an exchange. If the exchange exists with the same settings, return it."""
+def declare_exchange(broker: Broker, name: NewExchangeName, body: ExchangeRequest) -> tuple[int, ExchangeSnapshot]:
+    """Declare an exchange. If the exchange exists with the same settings, nothing changes."""
     exists = broker.has_exchange(name)
     exchange = broker.declare_exchange(
         name,
@@ -400,13 +405,13 @@ def declare_exchange(broker: Broker, name: Name, body: ExchangeRequest) -> tuple
 
 @api.operation("DELETE", "/api/exchanges/{name}", "exchanges", problems=[404], lasts=True)
 def delete_exchange(broker: Broker, name: ExchangeName) -> None:
-    """Delete an exchange and its bindings."""
+    """Delete an exchange with its bindings."""
     broker.delete_exchange(name)
 
 
 @api.operation("GET", "/api/bindings", "exchanges", each=Binding)
 def list_bindings(broker: Broker) -> Iterator[dict[str, Any]]:
-    """All bindings, grouped by exchange, without the bindings of the default exchange to every queue."""
+    """List the bindings, by exchange, without the bindings of every queue to the default exchange."""
     return map(_binding, broker.each_binding())
 
 
@@ -431,7 +436,9 @@ def bind(broker: Broker, body: BindingRequest) -> dict[str, Any]:
 
 @api.operation("DELETE", "/api/bindings/{id}", "exchanges", problems=[404], lasts=True)
 async def unbind(
-    broker: Broker, id: Annotated[str, Field(min_length=1, description="as the list of bindings has it")], turns: Turns
+    broker: Broker,
+    id: Annotated[str, Field(min_length=1, description="Id of the binding, from the list of bindings.")],
+    turns: Turns,
 ) -> None:
     """Delete a binding."""
     async for binding in turns.each(broker.each_binding()):
@@ -444,7 +451,7 @@ async def unbind(
                 arguments=binding.arguments,
             )
             return
-    raise Problem(404, f"there is no binding {id!r}")
+    raise Problem(404, f"there is no binding {id!r}; GET /api/bindings lists all")
 
 
 # Definitions.
@@ -452,9 +459,10 @@ async def unbind(
 
 @api.operation("GET", "/api/definitions", "definitions", answer=DefinitionsDocument, is_large=True)
 async def export_definitions(broker: Broker, turns: Turns) -> dict[str, Any]:
-    """The queues, exchanges, bindings and policies, without exclusive queues and the exchanges of every broker.
+    """Export the queues, exchanges, bindings and policies.
 
-    Queues have the arguments of their declaration; later changes of marks are not included.
+    The export contains neither exclusive queues nor the exchanges that every broker has. Queues have the arguments of
+    their declaration, without later changes of their thresholds.
     """
     found: dict[type[Exported], list[Exported]] = {ExchangeDefinition: [], QueueDefinition: [], BindingDefinition: []}
     async for each in turns.each(broker.each_definition()):
@@ -469,10 +477,10 @@ async def export_definitions(broker: Broker, turns: Turns) -> dict[str, Any]:
 
 @api.operation("POST", "/api/definitions", "definitions", answer=Loaded, lasts=True)
 async def load_definitions(broker: Broker, body: DefinitionsDocument, turns: Turns) -> Loaded:
-    """Declare everything, or nothing. Objects that exist with the same settings stay as they are.
+    """Import queues, exchanges, bindings and policies: all of them, or none.
 
-    Definitions that RabbitMQ exports are accepted. The answer names the parts that have no meaning here. Other clients
-    may see a part of the definitions during the load.
+    Objects that exist with the same settings stay as they are. The document can be an export of RabbitMQ. The answer
+    names the parts that this broker ignores. Clients may see a part of the objects during the import.
     """
     try:
         with closing(broker.load_in_steps(body.definitions())) as steps:
@@ -496,7 +504,7 @@ async def _found(what: str, name: str, all_there_are: AsyncIterator[_Named]) -> 
     async for each in all_there_are:
         if each.name == name:
             return each
-    raise Problem(404, f"there is no {what} {name!r}")
+    raise Problem(404, f"there is no {what} {name!r}; GET /api/{what}s lists all")
 
 
 def _rate_limit(limit: RateLimit) -> dict[str, Any]:

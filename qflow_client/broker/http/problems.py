@@ -24,23 +24,25 @@ _STATUS_OF = {
 
 
 class FieldProblem(BaseModel):
-    """A field of the request that is wrong, and the reason."""
+    """A wrong field of the request."""
 
     model_config = ConfigDict(extra="forbid")
 
-    field: str = Field(description="where it is, such as `arguments` or `queues[3].name`; empty for the whole body")
-    detail: str = Field(description="what is wrong with it")
+    field: str = Field(
+        description="Place of the field, such as `arguments` or `queues[3].name`; empty for the whole body."
+    )
+    detail: str = Field(description="What is wrong with the field.")
 
 
 class ProblemDetails(BaseModel):
-    """The error of a request (RFC 9457)."""
+    """An error, in the format of RFC 9457."""
 
     model_config = ConfigDict(extra="forbid")
 
-    title: str = Field(description="the words of the status")
-    status: int = Field(description="the status")
-    detail: str = Field(description="what went wrong and the way out, for people")
-    errors: list[FieldProblem] = Field(description="the fields that are wrong, if it is their fault")
+    title: str = Field(description="Text of the HTTP status.")
+    status: int = Field(description="HTTP status code.")
+    detail: str = Field(description="What went wrong, and how to correct it.")
+    errors: list[FieldProblem] = Field(description="Wrong fields of the request; empty if no field is wrong.")
 
 
 class Problem(Exception):

@@ -183,7 +183,9 @@ class HttpServer:
             response = problem_response(Problem(HTTPStatus.NOT_FOUND, str(error.args[0])))
         except Exception:
             _log.exception("%s %s could not be answered", request.method, request.path)
-            response = problem_response(Problem(HTTPStatus.INTERNAL_SERVER_ERROR, "the broker failed; see its log"))
+            response = problem_response(
+                Problem(HTTPStatus.INTERNAL_SERVER_ERROR, "an internal error of the broker; see its log")
+            )
         if response.status == HTTPStatus.UNAUTHORIZED:
             response.headers["WWW-Authenticate"] = "Bearer"
         if not response.prepared:
@@ -272,14 +274,14 @@ class HttpServer:
         if limit and size > most:
             raise Problem(
                 HTTPStatus.SERVICE_UNAVAILABLE,
-                f"the answer has {size} bytes; at most {most} are sent at once: a quarter of memory_limit={limit}, and "
-                f"never more than {self.MAX_ANSWERS}",
+                f"the answer has {size} bytes; at most {most} bytes are sent at once: a quarter of "
+                f"memory_limit={limit}, and never more than {self.MAX_ANSWERS}; raise memory_limit, or delete objects",
             )
         if self._answers and self._answers + size > most:
             raise Problem(
                 HTTPStatus.SERVICE_UNAVAILABLE,
-                f"the answer has {size} bytes, and answers of {self._answers} bytes are being sent, of at most {most}; "
-                "ask again later",
+                f"the answer has {size} bytes, and other answers of {self._answers} bytes are being sent; at most "
+                f"{most} bytes are sent at once; repeat the request later",
                 retry_after=self.RETRY_AFTER,
             )
 
@@ -314,8 +316,8 @@ class HttpServer:
             why = alarms.get("disk") or alarms.get("disk_space") or "the disk does not answer"
             raise Problem(
                 HTTPStatus.SERVICE_UNAVAILABLE,
-                f"done, but not on disk within {self.DISK_PATIENCE:g} s, and gone if the broker ends before it is: "
-                f"{why}; mend that and ask again",
+                f"the change applies, but is not on disk after {self.DISK_PATIENCE:g} s, and is lost if the "
+                f"broker ends before it is written: {why}; correct this, and repeat the request",
             ) from None
 
     async def _stream(self, request: web.Request, period: float) -> web.StreamResponse:
@@ -323,8 +325,8 @@ class HttpServer:
         if self._streams_of[address] >= self.MAX_STREAMS_OF_ADDRESS or len(self._streams) >= self.MAX_STREAMS:
             raise Problem(
                 HTTPStatus.TOO_MANY_REQUESTS,
-                f"{len(self._streams)} event streams are open, {self._streams_of[address]} of them from {address}; "
-                f"there may be {self.MAX_STREAMS}, and {self.MAX_STREAMS_OF_ADDRESS} from one address: close one",
+                f"{len(self._streams)} event streams are open, {self._streams_of[address]} of them from {address}; at "
+                f"most {self.MAX_STREAMS} may be open, and {self.MAX_STREAMS_OF_ADDRESS} from one address; close one",
             )
         task = asyncio.current_task()
         assert task is not None

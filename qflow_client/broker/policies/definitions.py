@@ -45,9 +45,9 @@ class QueueDefinition:
     """A queue to declare; see ``Queue.Declare``.
 
     Attributes:
-        name: 1 to 255 bytes.
-        vhost: the virtual host; ``None`` for the broker's virtual host.
-        durable: as in ``Queue.Declare``.
+        name: name of the queue, 1 to 255 bytes.
+        vhost: name of the virtual host; ``None`` for the broker's virtual host.
+        durable: whether it is durable.
         auto_delete: whether it is deleted with its last consumer.
         arguments: arguments of the declaration, such as thresholds.
     """
@@ -64,13 +64,13 @@ class ExchangeDefinition:
     """An exchange to declare; see ``Exchange.Declare``.
 
     Attributes:
-        name: 1 to 255 bytes.
+        name: name of the exchange, 1 to 255 bytes.
         type: type of the exchange.
-        vhost: the virtual host; ``None`` for the broker's virtual host.
-        durable: as in ``Exchange.Declare``.
+        vhost: name of the virtual host; ``None`` for the broker's virtual host.
+        durable: whether it is durable.
         auto_delete: whether it is deleted with its last binding.
-        internal: whether clients may not publish to it.
-        arguments: as in ``Exchange.Declare``.
+        internal: whether clients cannot publish to it.
+        arguments: arguments of the declaration.
     """
 
     name: str
@@ -87,12 +87,12 @@ class BindingDefinition:
     """A binding to make; see ``Queue.Bind``.
 
     Attributes:
-        source: name of the exchange that gets the messages.
-        destination: name of the queue or exchange that receives the messages from it.
+        source: name of the exchange that the messages come from.
+        destination: name of the queue or exchange that the messages go to.
         destination_type: whether the destination is a queue or an exchange.
-        vhost: the virtual host; ``None`` for the broker's virtual host.
-        routing_key: the binding key.
-        arguments: arguments of the binding, for headers exchanges.
+        vhost: name of the virtual host; ``None`` for the broker's virtual host.
+        routing_key: binding key.
+        arguments: arguments of the binding; only headers exchanges use them.
     """
 
     source: str

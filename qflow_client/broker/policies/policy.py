@@ -95,20 +95,22 @@ class PolicyDefinition:
     """The values that a policy sets; ``None`` for a value that it does not set.
 
     Attributes:
-        policy: behaviour of the full queue.
+        policy: what the queue does when it is full.
         max_count: maximum number of messages; 0 for no maximum. With `flow_to_disk` it limits only the messages in
             memory.
-        max_size: the same as `max_count` in body bytes.
-        flow_stop_count: messages; above this number the flow state turns ON (C1); 0 for no mark.
-        flow_resume_count: messages; below this number the flow state turns OFF. The default is 7/8 of the stop mark.
-        flow_stop_size: the same as `flow_stop_count` in body bytes.
-        flow_resume_size: the same as `flow_resume_count` in body bytes.
-        capacity: body bytes; above this number the flow state turns ON (J1); 0 for no mark.
-        flow_resume_capacity: body bytes; at or below this number the flow state turns OFF. The default is the capacity.
-        enforcement: how producers are held back.
-        max_flow_wait: seconds; a queue that is ON for longer switches to `then` (D10).
-        then: `reject` (the default), `ring` or `wait`. It uses the maximum or, without a maximum, the stop marks.
-        conflate_key: header with the key for `conflate`. The default is the routing key.
+        max_size: maximum body bytes of messages; 0 for no maximum. With `flow_to_disk` it limits only the messages in
+            memory.
+        flow_stop_count: number of messages above which the queue turns ON (C1); 0 for no threshold.
+        flow_resume_count: number of messages below which the queue turns OFF. The default is 7/8 of the stop threshold.
+        flow_stop_size: body bytes above which the queue turns ON (C1); 0 for no threshold.
+        flow_resume_size: body bytes below which the queue turns OFF. The default is 7/8 of the stop threshold.
+        capacity: body bytes above which the queue turns ON (J1); 0 for no capacity.
+        flow_resume_capacity: body bytes at or below which the queue turns OFF. The default is the capacity.
+        enforcement: how the queue blocks its producers while it is ON.
+        max_flow_wait: maximum seconds for which the queue may be ON. After that, the policy `then` limits it (D10).
+        then: policy of a queue that was ON for too long: `reject` (the default), `ring` or `wait`. It uses the maximum
+            of the queue or, without a maximum, the stop thresholds.
+        conflate_key: name of the header that contains the key for `conflate`. The default is the routing key.
         drop_transient: whether ready messages that are not persistent may be dropped when memory exceeds its limit
             (A1). The default is no.
 
@@ -361,9 +363,9 @@ class Policy:
     Attributes:
         name: name of the policy.
         definition: the values that it sets; a `PolicyDefinition`, or a mapping by field name.
-        pattern: pattern for the names that `apply_to` selects.
-        apply_to: the names that the pattern is compared with.
-        routing_key: pattern for the routing keys that queues are bound with; only for `routing_keys`.
+        pattern: regular expression for the names to which the policy applies.
+        apply_to: kind of names that the pattern is compared with.
+        routing_key: regular expression for the routing keys that queues are bound with; only for `routing_keys`.
         priority: of several policies for queues, for routing keys or for the virtual host, the highest priority
             applies. If several have the highest priority, the strictest value of each field applies.
 

@@ -407,7 +407,7 @@ def test_an_http_change_that_cannot_be_written_to_disk_is_refused_with_the_reaso
         with refused.value as answer:
             told = json.load(answer)
         assert told["status"] == answer.status == 503
-        assert "done, but not on disk within 0.1 s" in told["detail"]
+        assert "the change applies, but is not on disk after 0.1 s" in told["detail"]
         assert "database or disk is full" in told["detail"]
         # There is room again.
         monkeypatch.setattr(HttpServer, "DISK_PATIENCE", 30.0)

@@ -338,7 +338,7 @@ def test_E9_an_answer_uses_at_most_a_quarter_of_a_memory_limit(monkeypatch: pyte
             async with session.get("/api/queues") as answer:
                 text = await answer.text()
                 assert (answer.status, answer.headers.get("Retry-After")) == (503 if limit else 200, None)
-                assert ("at most 262144 are sent at once" in text) is bool(limit)
+                assert ("at most 262144 bytes are sent at once" in text) is bool(limit)
 
     asyncio.run(main())
 
