@@ -63,6 +63,22 @@ def test_requests_that_may_find_no_room_are_described_with_503(ask: Client) -> N
     }
 
 
+def test_every_operation_parameter_and_field_is_described_by_a_sentence() -> None:
+    told = api.description(has_token=True)
+    texts = {name: schema["description"] for name, schema in told["components"]["schemas"].items() if len(schema) > 1}
+    for name, schema in told["components"]["schemas"].items():
+        texts |= {f"{name}.{field}": of["description"] for field, of in schema.get("properties", {}).items()}
+    for path, methods in told["paths"].items():
+        for method, operation in methods.items():
+            texts[f"{method} {path}"] = operation["summary"]
+            texts |= {
+                f"{method} {path} {each['name']}": each["description"] for each in operation.get("parameters", [])
+            }
+    assert len(texts) > 250
+    # The ids of the specification mean nothing to users of the API.
+    assert [name for name, text in texts.items() if not re.fullmatch(r"(?!.*\([A-Z]\d+\))[A-Z].*\.", text)] == []
+
+
 def test_the_openapi_description_is_generated_once(ask: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     first = ask("GET", "/api/openapi.json").json
     monkeypatch.setattr(type(api), "_schemas", None)
