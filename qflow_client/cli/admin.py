@@ -271,7 +271,10 @@ def queues(context: typer.Context, as_json: AsJson = False) -> None:
 
 @admin.command()
 def producers(context: typer.Context, as_json: AsJson = False) -> None:
-    """List producers, the queues that block them, and for how long."""
+    """List producers, the queues that block them, and for how long.
+
+    The state of a blocked producer is `flowed`. `operator` means that an operator has stopped it.
+    """
     _list(
         context,
         "/api/producers",
@@ -393,9 +396,9 @@ def _flow_lines(told: dict[str, Any], known: dict[str, dict[str, Any]]) -> Itera
         before = known.get(name, {"flowed": False, "blockedBy": []})
         known[name] = channel
         if channel["flowed"] and channel["blockedBy"] != before["blockedBy"]:
-            yield f"{name}: flowed by {', '.join(channel['blockedBy'])}"
+            yield f"{name}: blocked (flowed) by {', '.join(channel['blockedBy'])}"
         elif before["flowed"] and not channel["flowed"]:
-            yield f"{name}: unflowed, flowed for {seconds(channel['flowedSeconds'])} so far"
+            yield f"{name}: unblocked (unflowed), blocked for {seconds(channel['flowedSeconds'])} so far"
     for kind, word in (("queues", "queue"), ("channels", "producer")):
         for gone in told.get("gone", {}).get(kind, ()):
             if known.pop(f"{word} {gone}", {"flowStopped": False})["flowStopped"]:

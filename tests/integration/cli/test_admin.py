@@ -214,13 +214,13 @@ def test_flow_states_are_watched_until_ctrl_c(broker: Broker) -> None:
             assert process.stdout is not None
             lines = (line.split(" ", 1)[1].rstrip("\n") for line in process.stdout)
             assert next(lines) == "queue orders: ON at 2 messages, 10 bytes"
-            assert next(lines) == f"producer {name}: flowed by orders"
+            assert next(lines) == f"producer {name}: blocked (flowed) by orders"
             broker.purge("orders")
             assert next(lines) == "queue orders: OFF at 0 messages, 0 bytes"
-            assert next(lines).startswith(f"producer {name}: unflowed, flowed for ")
+            assert next(lines).startswith(f"producer {name}: unblocked (unflowed), blocked for ")
             broker.flow(active=False)
             assert next(lines) == "operator: all producers are stopped"
-            assert next(lines) == f"producer {name}: flowed by operator"
+            assert next(lines) == f"producer {name}: blocked (flowed) by operator"
             broker.flow(active=True)
             assert next(lines) == "operator: all producers are started"
             process.send_signal(signal.SIGINT)

@@ -360,11 +360,11 @@ function showDetail(told) {
   section.hidden = told === null;
   if (told === null) return;
   setText(byId("detail-title"), `Queue ${told.name}`);
-  const marks = told.stop ? `, ON above ${whole(told.stop)}, OFF below ${whole(told.resume)} ${told.unit}` : ", no marks";
+  const thresholds = told.stop ? `, ON above ${whole(told.stop)}, OFF below ${whole(told.resume)} ${told.unit}` : ", no thresholds";
   const held = told.heldConfirms ? `, holds ${whole(told.heldConfirms)} confirms` : "";
   setWords(
     "detail-words",
-    `${told.on ? "ON" : "OFF"} at ${whole(told.depth)} messages, ${whole(told.bytes)} bytes${marks}; turned ON ${whole(told.timesOn)} times; flows ${whole(told.blocked)} producers${held}.`,
+    `${told.on ? "ON" : "OFF"} at ${whole(told.depth)} messages, ${whole(told.bytes)} bytes${thresholds}; turned ON ${whole(told.timesOn)} times; blocks (flows) ${whole(told.blocked)} producers${held}.`,
   );
   for (const field of inputs) {
     const value = String(told.thresholds[field.name]);
@@ -391,7 +391,7 @@ thresholds.addEventListener("submit", async (event) => {
     if (view.selected !== queue) return;
     // What was typed while the answer was on its way is not sent yet.
     for (const [field, value] of sent) if (field.value === value) edited.delete(field);
-    setAnswer("The thresholds are in force.", []);
+    setAnswer("The thresholds are set.", []);
   } catch (error) {
     if (view.selected === queue) setAnswer(error.message, error.fields ?? []);
   } finally {

@@ -97,7 +97,7 @@ async function listen() {
       }
       if (!response.ok) throw new Error(`the broker answers ${response.status}`);
       await read(response.body.pipeThrough(new TextDecoderStream()).getReader());
-      throw new Error("the broker has ended");
+      throw new Error("the broker has stopped");
     } catch (error) {
       if (abort.signal.aborted) return;
       postMessage({ kind: "lost", why: String(error.message || error) });
@@ -254,7 +254,7 @@ function queueRow(queue) {
   };
 }
 
-// A queue is drawn in what its marks are in: messages, or bytes if those alone have marks.
+// A queue is drawn in the unit of its thresholds: messages, or bytes if it has thresholds in bytes only.
 function series(queue, history, length) {
   const marks = queue.thresholds;
   const inBytes = !marks.flowStopCount && (marks.flowStopSize || marks.capacity);
@@ -356,7 +356,7 @@ function graph(producers) {
   for (const group of shownGroups) {
     const state = group.blockedBy.includes("operator") ? "operator" : group.blockedBy.length ? "held" : "";
     const title = group.members.length === 1 ? group.members[0].client || group.members[0].name : `${group.members.length} producers`;
-    node(`p${group.id}`, "producers", title, group.blockedBy.length ? `held by ${short(group.blockedBy)}` : "unflowed", state);
+    node(`p${group.id}`, "producers", title, group.blockedBy.length ? `blocked by ${short(group.blockedBy)}` : "unflowed", state);
     for (const exchange of group.exchangesOf) {
       used.add(exchange);
       edge(`p${group.id}`, `e${exchange}`, state);
@@ -398,12 +398,12 @@ function short(names) {
 
 function words(producers) {
   const on = [...queues.values()].filter((queue) => queue.flowStopped);
-  const told = on.slice(0, 5).map((queue) => `${queue.name} is ON and flows ${many(queue.blocked.length, "producer")}`);
+  const told = on.slice(0, 5).map((queue) => `${queue.name} is ON and blocks (flows) ${many(queue.blocked.length, "producer")}`);
   if (on.length > 5) told.push(`${on.length - 5} more queues are ON`);
   const stopped = producers.filter((producer) => producer.blockedBy.includes("operator")).length;
   if (stopped) told.push(`the operator has stopped ${many(stopped, "producer")}`);
   if (told.length) return `${told.join("; ")}.`;
-  return `No queue is ON, and nobody is flowed: ${many(producers.length, "producer")}, ${many(queues.size, "queue")}.`;
+  return `No queue is ON, and no producer is blocked (flowed): ${many(producers.length, "producer")}, ${many(queues.size, "queue")}.`;
 }
 
 const WIDTH = 190, HEIGHT = 40;
