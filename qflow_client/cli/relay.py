@@ -212,7 +212,7 @@ def status(
     if now.relays is not None:
         print(f"{text.count(now.relays, 'relay')} working")
     for held in now.holds:
-        print(f"a relay is held: {printable(held)}")
+        print(f"a relay is blocked (flowed): {printable(held)}")
     if now.failed:
         print(f"{text.count(now.failed, 'message')} set aside: see qflow relay failed")
 

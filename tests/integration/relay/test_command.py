@@ -139,7 +139,7 @@ def test_E14_status_shows_the_holds_of_a_relay(
     with OutboxRelay(engine, broker.url, outbox=outbox, **FAST):
         eventually(lambda: "1 relay working" in lines())
         broker.flow(False)
-        eventually(lambda: "a relay is held: channel_flow" in lines())
+        eventually(lambda: "a relay is blocked (flowed): channel_flow" in lines())
         assert main(["relay", "status", "--database", url, "--json"]) == 0
         status = json.loads(capsys.readouterr().out)
         assert (status["relays"], status["holds"]) == (1, ["channel_flow"])
