@@ -26,7 +26,7 @@ from qflow_client import (
 )
 from qflow_client.testing.rabbitmq import RabbitMQNode
 from tests.integration.producer.tools import Stopwatch
-from tests.interop.test_rabbitmq_producer import PATIENCE, SECONDS_OF_LOAD, check_nothing_is_lost
+from tests.interop.test_rabbitmq_producer import ENOUGH_FOR_LOAD, PATIENCE, SECONDS_OF_LOAD, check_nothing_is_lost
 
 pytestmark = pytest.mark.rabbitmq
 
@@ -156,14 +156,12 @@ def test_a_connection_with_heartbeat_2_survives_many_heartbeats_of_load(rabbitmq
                 before = producer.flow_state.seconds_flowed.get(HoldKind.DISCONNECTED)
                 until = time.monotonic() + SECONDS_OF_LOAD
                 sent = 0
-                while time.monotonic() < until:
+                while time.monotonic() < until or sent < ENOUGH_FOR_LOAD:
                     await producer.send(b"x" * 100, timeout=PATIENCE)
                     sent += 1
                 await producer.flush(timeout=PATIENCE)
                 # It is the same connection: the producer would have come back on another one.
                 assert producer.flow_state.seconds_flowed.get(HoldKind.DISCONNECTED) == before
-            # That is load, however slow the machine is.
-            assert sent > SECONDS_OF_LOAD * 50
             assert (await queue.declare()).message_count == sent
 
     asyncio.run(main())

