@@ -410,15 +410,13 @@ class Producer(BaseProducer):
 
     def _listen(self, add: Callable[[ProducerProtocol], None]) -> None:
         engine = self._engine
-
-        def listen() -> None:
-            engine.dispatcher.start()
-            engine.ask(add)
-
         if is_inside():
-            engine.call_later(listen)
-        elif not engine.ended:
-            listen()
+            engine.call_later(engine.dispatcher.start)
+        elif engine.ended:
+            return
+        else:
+            engine.dispatcher.start()
+        engine.ask(add)
 
     def flow_events(self, *, kinds: Iterable[str] | None = None) -> Iterator[FlowEvent]:
         """Return an iterator over the flow events from now on.

@@ -18,7 +18,7 @@ from qflow_client.broker import Broker
 from tests.effort import rounds
 from tests.interrupting import EVERY, interrupted
 
-from .tools import PATIENCE, PATIENCE_WITH_JOBS
+from .tools import PATIENCE, PATIENCE_WITH_JOBS, eventually
 
 
 def pause(producer: Producer | AsyncProducer) -> None:
@@ -126,6 +126,30 @@ def test_E2_a_signal_handler_may_call_any_method_inside_any_call(broker: Broker,
         receipt.result(PATIENCE)
     ids = [receipt.message_id for receipt in receipts]
     assert len(set(ids)) == len(ids)
+
+
+def test_E2_a_signal_handler_can_remove_the_flow_callback_that_it_has_added(two: tuple[Producer, Producer]) -> None:
+    one = two[0]
+    leftovers: list[Any] = []
+    events: list[Any] = []
+
+    def handler() -> None:
+        one.on_flow(leftovers.append)()
+
+    def run() -> None:
+        for at in range(1, 2000, EVERY):
+            if not interrupted(lambda: one.send_many([b"own"] * 4, timeout=PATIENCE), at, handler=handler):
+                break
+        one.flush(PATIENCE)
+        # Callbacks are called in the order in which they were added.
+        one.on_flow(events.append)
+        eventually(lambda: not one._engine._put_off)
+        leftovers.clear()
+        pause(one)
+        eventually(lambda: len(events) >= 2)
+
+    in_time(run)
+    assert not leftovers
 
 
 class Garbage:
