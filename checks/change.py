@@ -15,7 +15,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 from typing import Final
 
@@ -80,17 +79,15 @@ def claimed_pythons(pyproject: str) -> list[str]:
     return re.findall(r'"Programming Language :: Python :: (3\.\d+)"', pyproject)
 
 
-@cache
 def find_python(version: str) -> str | None:
-    """Return a working interpreter of this version, or None: one on the path, or one of pyenv's."""
+    """Return an interpreter of this version, or None: one of pyenv's, or one on the path."""
     name = f"python{version}"
     pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"))
-    candidates = [shutil.which(name), *map(str, sorted(pyenv.glob(f"versions/{version}.*/bin/{name}"), reverse=True))]
-    for candidate in filter(None, candidates):
-        # A stub of pyenv may exist without a working interpreter.
-        if subprocess.run([candidate, "-c", ""], capture_output=True, check=False).returncode == 0:
-            return candidate
-    return None
+    if installed := sorted(pyenv.glob(f"versions/{version}.*/bin/{name}")):
+        return str(installed[-1])
+    # pyenv may have a shim for a version that it has not installed.
+    folders = [each for each in os.environ.get("PATH", os.defpath).split(os.pathsep) if Path(each) != pyenv / "shims"]
+    return shutil.which(name, path=os.pathsep.join(folders))
 
 
 def first_on_path(python: str) -> dict[str, str]:
