@@ -198,12 +198,14 @@ def advise(
     bound = min(inf if maximum is None else maximum, inf if delay is None else int(drain_rate * delay))
     count = len(publishers)
     if not samples or not count:
-        raise AdviceError(f"queue '{name}': nothing was published to it while its depth was told")
+        raise AdviceError(
+            f"queue '{name}': the log has no messages for this queue while its depth was recorded; log again"
+        )
     if bound < count + 1:
         asked = f"maximum={maximum}" if maximum == bound else f"delay={delay} s at {drain_rate:.4g} messages per second"
         raise AdviceError(
-            f"queue '{name}': {asked} leaves room for {int(bound)} messages, and {count} publishers of capacity 1 with "
-            f"a stop threshold of 1 can come to {count + 1}; allow more, or have fewer publishers"
+            f"queue '{name}': {asked} allows {int(bound)} messages, but {count} publishers with a capacity of 1 and a stop "
+            f"threshold of 1 can reach {count + 1}; allow more messages, or use fewer publishers"
         )
     seconds = sum(sample.seconds for sample in samples)
     step = max(round_trip, seconds / ROUNDS)

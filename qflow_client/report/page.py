@@ -25,8 +25,8 @@ _HOLDS = (
     *("origin", "producer", "queue", "reason", "episodes", "unfinished", "seconds"),
     *("seconds_p50", "seconds_p99", "seconds_max", "rate_before", "rate_after"),
 )
-_WAITS = """<p class="note">What a queue did to a publisher is shared out among all who had filled it since it was last
-OFF, by how many messages they had put there.</p>"""
+_WAITS = """<p class="note">The seconds for which a queue blocked (flowed) a producer are divided among all producers
+that had published to the queue since it was last OFF, by the number of their messages.</p>"""
 
 _STYLE = """
 :root { color-scheme: light dark; --line: #8884; --dim: #8889 }
@@ -74,7 +74,7 @@ def page(report: FlowReport) -> str:
         _advice(report),
         _held_chart(report, charts),
         *_depth_charts(report, charts),
-        "<h2>Who was held, and why</h2>",
+        "<h2>Holds of producers, by reason</h2>",
         _table(
             sorted(report.tables["holds"], key=lambda row: -row["seconds"]),
             _HOLDS,
@@ -131,8 +131,8 @@ def _advice(report: FlowReport) -> str:
         parts.append(_table(report.tables["capacities"]))
         parts.append("<h2>Results of the replays</h2>")
         parts.append(
-            '<p class="note">The arrivals that were recorded, led through the broker’s queue. “recorded” are the marks '
-            "that were in force.</p>"
+            '<p class="note">The recorded arrivals, replayed through the broker’s queue. The row “recorded” has the '
+            "thresholds of the queue at that time.</p>"
         )
         parts.append(_table(report.tables["replays"]))
     return "\n".join(parts)
@@ -168,7 +168,7 @@ def _depth_charts(report: FlowReport, charts: list[dict[str, Any]]) -> Iterable[
         rows = points[queue]
         series: list[dict[str, Any]] = [
             {"label": "depth"},
-            {"label": "seconds it held publishers", "scale": "second", "colour": "#d97706"},
+            {"label": "seconds for which it held producers", "scale": "second", "colour": "#d97706"},
         ]
         data: list[list[float]] = [
             [row["at"] for row in rows],
@@ -187,7 +187,7 @@ def _depth_charts(report: FlowReport, charts: list[dict[str, Any]]) -> Iterable[
 
 def _table(rows: Sequence[Row], columns: Sequence[str] | None = None) -> str:
     if not rows:
-        return "<p>Nothing.</p>"
+        return "<p>No data.</p>"
     names = columns or tuple(rows[0])
     texts = {name for name in names if isinstance(rows[0][name], str)}
 

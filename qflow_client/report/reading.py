@@ -61,11 +61,13 @@ class FlowLogs:
             elif not path.exists():
                 raise FlowLogError(f"{path}: there is no such file or folder")
             elif not path.name.endswith(_KINDS):
-                raise FlowLogError(f"{path}: a flow log ends in {', '.join(_KINDS)}")
+                raise FlowLogError(f"{path}: the name of a flow log must end with {' or '.join(_KINDS)}")
             else:
                 self.files.append(path)
         if not self.files:
-            raise FlowLogError(f"{', '.join(map(str, paths))}: there is no flow log ({', '.join(_KINDS)})")
+            raise FlowLogError(
+                f"{', '.join(map(str, paths))}: there is no flow log, a file that ends with {' or '.join(_KINDS)}"
+            )
 
     @property
     def size(self) -> int:

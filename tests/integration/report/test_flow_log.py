@@ -146,7 +146,7 @@ def test_the_flow_logs_of_producers_and_broker_agree_and_the_report_shows_it(
         assert words in shown
     assert main(["report", str(tmp_path), "--maximum", "2", "--json"]) == 0
     said = json.loads(capsys.readouterr().out)
-    assert "maximum=2 leaves room for 2 messages" in said["no_advice"]["orders"]
+    assert "maximum=2 allows 2 messages" in said["no_advice"]["orders"]
     assert {row["queue"] for row in said["tables"]["queues"]} == {"orders"}
     # Without pyarrow the page is written, and a table of an earlier report does not stay beside it.
     monkeypatch.setattr("qflow_client.report.report.find_spec", lambda _name: None)

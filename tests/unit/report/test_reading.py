@@ -102,10 +102,12 @@ def test_a_line_is_parsed_like_the_json_module_of_Python_does(raw: str, expected
 def test_a_file_that_is_not_a_flow_log_is_refused_and_named(tmp_path: Path) -> None:
     with pytest.raises(FlowLogError, match="nowhere: there is no such file or folder"):
         FlowLogs([tmp_path / "nowhere"])
-    with pytest.raises(FlowLogError, match=r"there is no flow log \(\.jsonl, \.jsonl\.gz, \.parquet\)"):
+    with pytest.raises(
+        FlowLogError, match=r"there is no flow log, a file that ends with \.jsonl or \.jsonl\.gz or \.parquet"
+    ):
         FlowLogs([tmp_path])
     (tmp_path / "a.csv").touch()
-    with pytest.raises(FlowLogError, match=r"a\.csv: a flow log ends in"):
+    with pytest.raises(FlowLogError, match=r"a\.csv: the name of a flow log must end with \.jsonl or"):
         FlowLogs([tmp_path / "a.csv"])
 
 

@@ -90,9 +90,9 @@ def test_with_more_room_the_advice_never_holds_producers_longer() -> None:
 
 
 def test_a_limit_that_cannot_be_kept_is_reported_with_its_numbers() -> None:
-    with pytest.raises(AdviceError, match=r"queue 'q': maximum=2 leaves room for 2 messages, and 2 publishers .* to 3"):
+    with pytest.raises(AdviceError, match=r"queue 'q': maximum=2 allows 2 messages, but 2 publishers .* can reach 3"):
         advise("q", _queue(), BURSTS, PUBLISHERS, {}, maximum=2)
-    with pytest.raises(AdviceError, match=r"delay=0.01 s at 100 messages per second leaves room for 1 message"):
+    with pytest.raises(AdviceError, match=r"delay=0.01 s at 100 messages per second allows 1 message"):
         advise("q", _queue(), BURSTS, PUBLISHERS, {}, delay=0.01)
     with pytest.raises(ValueError, match="delay=0: it must be more than 0"):
         advise("q", _queue(), BURSTS, PUBLISHERS, {}, delay=0)
