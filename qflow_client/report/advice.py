@@ -204,8 +204,8 @@ def advise(
     if bound < count + 1:
         asked = f"maximum={maximum}" if maximum == bound else f"delay={delay} s at {drain_rate:.4g} messages per second"
         raise AdviceError(
-            f"queue '{name}': {asked} allows {int(bound)} messages, but {count} publishers with a capacity of 1 and a stop "
-            f"threshold of 1 can reach {count + 1}; allow more messages, or use fewer publishers"
+            f"queue '{name}': {asked} allows {int(bound)} messages, but {count} publishers with a capacity of 1 and a "
+            f"stop threshold of 1 can reach {count + 1}; allow more messages, or use fewer publishers"
         )
     seconds = sum(sample.seconds for sample in samples)
     step = max(round_trip, seconds / ROUNDS)
