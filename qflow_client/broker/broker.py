@@ -226,7 +226,7 @@ class Broker(CoreBroker):
         """
         unknown = ", ".join(marks.keys() - set(MARKS))
         if unknown:
-            raise TypeError(f"{unknown}: there is no such mark; there are {', '.join(MARKS)}")
+            raise TypeError(f"{unknown}: there is no such mark; the marks are {', '.join(MARKS)}")
 
         def change() -> QueueSnapshot:
             found = self._host.queue(queue)

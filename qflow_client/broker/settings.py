@@ -125,13 +125,13 @@ class BrokerSettings(Settings):
             object.__setattr__(self, "store", Path(os.fspath(self.store)))
         if self.store is not None and self.max_message_size > MAX_STORED:
             raise ValueError(
-                f"max_message_size must be at most {MAX_STORED} with a store, which takes no more in one piece, not "
+                f"max_message_size must be at most {MAX_STORED} with a store, which holds no larger messages, not "
                 f"{shown(self.max_message_size)}"
             )
         self._whole("disk_free_limit", 0, 2**63 - 1)
         if self.disk_free_limit and self.store is None:
             raise ValueError(
-                f"disk_free_limit={shown(self.disk_free_limit)} is about the folder of the store: set a store too"
+                f"disk_free_limit={shown(self.disk_free_limit)} limits the folder of the store: set store too"
             )
         self._check_http()
         object.__setattr__(self, "policies", tuple(self.policies))
@@ -143,7 +143,7 @@ class BrokerSettings(Settings):
         if self.store is None:
             for policy in self.policies:
                 if policy.definition.policy is QueuePolicy.FLOW_TO_DISK:
-                    raise ValueError(f"policies: {policy.name!r} has policy=flow_to_disk: set a store too")
+                    raise ValueError(f"policies: {policy.name!r} has policy=flow_to_disk: set store too")
 
     def _check_http(self) -> None:
         if not isinstance(self.http_host, str):
@@ -160,7 +160,7 @@ class BrokerSettings(Settings):
         if self.http_token is None and not is_loopback(self.http_host):
             raise ValueError(
                 f"http_host={shown(self.http_host)} is not a loopback address: set an http_token, which clients "
-                "have to show"
+                "must send"
             )
         missing = [name for name in ("aiohttp", "pydantic") if find_spec(name) is None]
         if missing:

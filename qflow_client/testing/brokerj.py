@@ -318,7 +318,7 @@ def _fetch(version: str) -> Path:
     maven = shutil.which("mvn")
     if maven is None:
         raise BrokerJNotInstalled(
-            f"mvn was not found, to fetch Apache Qpid Broker-J {version}: install Maven "
+            f"mvn, which fetches Apache Qpid Broker-J {version}, was not found: install Maven "
             f"(Debian and Ubuntu: apt-get install maven; macOS: brew install maven) or put it on the PATH"
         )
     folder.parent.mkdir(parents=True, exist_ok=True)

@@ -193,7 +193,7 @@ class RabbitMQCluster:
             RabbitMQError: this machine has no iptables, or the process is not root.
         """
         if not self.can_partition():
-            raise RabbitMQError("links between nodes can only be cut by root, with iptables")
+            raise RabbitMQError("only root can cut links between nodes, with iptables")
         ends = self._hosts[one], self._hosts[other]
         for source, target in (ends, ends[::-1]):
             rule = ("INPUT", "-s", source, "-d", target, "-j", "DROP")

@@ -158,7 +158,7 @@ def draw_depth(panels: Sequence[DepthPanel], *, title: str, made_by: str) -> str
         ValueError: there is no panel, or a panel has no samples.
     """
     if not panels or not all(panel.samples for panel in panels):
-        raise ValueError("nothing to draw: there must be panels, each with samples")
+        raise ValueError("there is nothing to draw: give at least one panel, and samples for each panel")
     seconds = max(max(panel.samples[-1].at for panel in panels), 0.001)
     highest = max(max(panel.highest, *panel.marks.values(), 1) if panel.marks else panel.highest for panel in panels)
     parts = []

@@ -135,7 +135,7 @@ class Node(ABC):
         """
         pid = self.pid
         if pid is None:
-            raise self._error(f"cannot pause the {self._title}: it does not run: start() it first")
+            raise self._error(f"cannot pause the {self._title}: it is not running; call start() first")
         os.killpg(pid, signal.SIGSTOP)
         # The signal may take effect after kill() has returned. So wait until the process is stopped.
         os.waitid(os.P_PID, pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)

@@ -90,7 +90,7 @@ class Schedule:
         try:
             action(self._proxy)
         except Exception as error:
-            _log.exception("a step of a schedule failed")
+            _log.exception("a step of a schedule failed, so the schedule ends")
             self._done.set_exception(error)
             return
         if not self._done.done():
@@ -249,7 +249,7 @@ class FaultProxy:
             RuntimeError: the proxy has not been started.
         """
         if not self._started.done():
-            raise RuntimeError("the proxy does not run yet; use it in `with FaultProxy(…) as proxy:`")
+            raise RuntimeError("the proxy is not running; use it in `with FaultProxy(…) as proxy:`")
         return self._port
 
     @property
@@ -274,7 +274,7 @@ class FaultProxy:
 
         with self._loop_lock:
             if self._loop is None:
-                raise RuntimeError("the proxy does not run; use it in `with FaultProxy(…) as proxy:`")
+                raise RuntimeError("the proxy is not running; use it in `with FaultProxy(…) as proxy:`")
             here = threading.current_thread() is self._thread
             if not here:
                 self._loop.call_soon_threadsafe(run)
@@ -293,7 +293,7 @@ class FaultProxy:
             return list(self._relays.connections.values())
         if number not in self._relays.connections:
             there = ", ".join(map(str, self._relays.connections)) or "none"
-            raise LookupError(f"there is no connection {number}; there are: {there}")
+            raise LookupError(f"there is no connection {number}; the proxy has: {there}")
         return [self._relays.connections[number]]
 
     def _change(self, direction: Direction | str | None, number: int | None, **rules: Any) -> None:
@@ -347,7 +347,9 @@ class FaultProxy:
                 if predicate(self):
                     return
                 if not self._await_change(version, end):
-                    raise TimeoutError(f"not reached within {timeout} s; the proxy has {self.connections}")
+                    raise TimeoutError(
+                        f"the condition was not true within {timeout} s; the proxy has {self.connections}"
+                    )
         finally:
             with self._changed:
                 self._waiting -= 1
@@ -416,7 +418,9 @@ class FaultProxy:
             picked = self._picked(connection)
             for each in picked:
                 if not each.ways[towards].borders.is_amqp:
-                    raise ValueError(f"connection {each.number} shows no AMQP frames {towards}; is it in TLS?")
+                    raise ValueError(
+                        f"connection {each.number} has no AMQP frames {towards}; is it encrypted with TLS?"
+                    )
             for each in picked:
                 if answer is not None:
                     each.ways[back].take_out(answer, channel)

@@ -291,8 +291,8 @@ class RabbitMQNode(Node, RabbitMQ):
         )
         if reached.returncode != 0:
             raise RabbitMQError(
-                f"{self._directory} is closed to the user {self._account.name}, whom a node that root starts runs as: "
-                f"choose a directory all of whose parents that user may enter"
+                f"{self._directory} cannot be entered by user {self._account.name}, under which a node of root runs: "
+                f"choose a directory that this user can enter, with all its parents"
             )
 
     def _configuration(self) -> str:

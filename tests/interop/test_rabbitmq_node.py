@@ -144,7 +144,7 @@ def test_a_node_restarts_with_its_data_after_a_clean_stop_even_if_it_was_paused(
     own_rabbitmq.pause()
     own_rabbitmq.stop()
     assert not own_rabbitmq.running
-    with pytest.raises(RabbitMQError, match="does not run"):
+    with pytest.raises(RabbitMQError, match="is not running"):
         own_rabbitmq.pause()
     own_rabbitmq.start()
     assert own_rabbitmq.ctl("list_queues", "name").split() == ["name", "kept"]
@@ -190,7 +190,7 @@ def test_a_folder_passed_by_the_caller_is_kept_and_a_later_node_finds_its_data(o
 def test_a_folder_that_the_rabbitmq_user_cannot_read_is_refused(rabbitmq: RabbitMQNode, tmp_path: Path) -> None:
     tmp_path.chmod(0o700)
     node = RabbitMQNode(tmp_path / "node")
-    with pytest.raises(RabbitMQError, match="closed to the user rabbitmq"):
+    with pytest.raises(RabbitMQError, match="cannot be entered by user rabbitmq"):
         node.start()
     node.close()
     assert (tmp_path / "node").exists()

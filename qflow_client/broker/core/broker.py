@@ -189,7 +189,7 @@ class Broker:
             RuntimeError: the broker has not been started.
         """
         if self._port is None:
-            raise RuntimeError("the broker does not run yet; use it in `with Broker() as broker:`")
+            raise RuntimeError("the broker is not running; use it in `with Broker() as broker:`")
         return self._port
 
     @property
@@ -636,7 +636,7 @@ class Broker:
         picked = [each for each in found if name is None or each.name == name]
         if name is not None and not picked:
             names = ", ".join(each.name for each in found) or "none"
-            raise LookupError(f"there is no {what} {name!r}; there are: {names}")
+            raise LookupError(f"there is no {what} {name!r}; the broker has: {names}")
         return picked
 
     def flow(self, active: bool, channel: str | None = None) -> None:
@@ -724,7 +724,7 @@ class Broker:
         """
         if not name or name == Controls.OPERATOR:
             raise ValueError(
-                f"an alarm must have a name, and not {Controls.OPERATOR!r}, which is for block(): {name!r}"
+                f"an alarm must have a name other than {Controls.OPERATOR!r}, which is reserved for block(): {name!r}"
             )
 
         def change() -> None:

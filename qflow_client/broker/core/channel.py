@@ -173,11 +173,11 @@ class Channel:
         handler = _METHODS.get(type(method))
         if type(method) in self._missing_methods:
             raise ConnectionException(
-                ReplyCode.NOT_IMPLEMENTED, f"{method.name} is an extension, which this broker does not have"
+                ReplyCode.NOT_IMPLEMENTED, f"{method.name} is an extension that this broker does not support"
             )
         if handler is None:
             raise ConnectionException(
-                ReplyCode.COMMAND_INVALID, f"{method.name} is not for channel {self.number} or not for a client to send"
+                ReplyCode.COMMAND_INVALID, f"a client must not send {method.name} on channel {self.number}"
             )
         handler(self, method)
 
@@ -195,7 +195,8 @@ class Channel:
         class_id, weight, size = _CONTENT_HEADER.unpack_from(payload)
         if class_id != _BASIC or weight:
             raise ConnectionException(
-                ReplyCode.FRAME_ERROR, f"a content header of class {class_id} and weight {weight}; it must be 60 and 0"
+                ReplyCode.FRAME_ERROR,
+                f"a content header has class {class_id} and weight {weight}; they must be 60 and 0",
             )
         user_id = wire.check_properties(payload)
         if user_id is not None and user_id != self.session.handshake.user:
@@ -259,7 +260,7 @@ class Channel:
     def _on_publish(self, payload: bytes, method: commands.Basic.Publish) -> None:
         if method.immediate:
             raise ConnectionException(
-                ReplyCode.NOT_IMPLEMENTED, "Basic.Publish with immediate=True; use mandatory, or expire the message"
+                ReplyCode.NOT_IMPLEMENTED, "immediate=True is not supported; use mandatory, or an expiration"
             )
         target = Target(method.exchange or "", method.routing_key or "", mandatory=bool(method.mandatory))
         targets = self.router.targets

@@ -248,7 +248,7 @@ class Consuming:
             )
         if queue.dispatcher.exclusive is not None or (exclusive and queue.dispatcher.consumers):
             raise ChannelException(
-                ReplyCode.ACCESS_REFUSED, f"queue '{queue.name}' has a consumer that excludes this one"
+                ReplyCode.ACCESS_REFUSED, f"queue '{queue.name}' has other consumers, and one consumer is exclusive"
             )
         self._host.consumer_quota.take()
         consumer = ChannelConsumer(self, tag, queue, no_ack=no_ack, prefetch=self.consumer_prefetch)
@@ -393,7 +393,7 @@ class Consuming:
     @staticmethod
     def _unknown(tag: int) -> ChannelException:
         return ChannelException(
-            ReplyCode.PRECONDITION_FAILED, f"unknown delivery tag {tag}: never given out, or settled already"
+            ReplyCode.PRECONDITION_FAILED, f"unknown delivery tag {tag}: it was not delivered, or is already settled"
         )
 
     def _count_unacked(self, delivery: Delivery, change: int) -> None:

@@ -153,7 +153,7 @@ class DeadLetters:
         target = self._resolve(options.dead_letter_exchange or "", message.target.routing_key if key is None else key)
         if target is None:
             _log.warning(
-                "queue '%s': a message is lost (%s): there is no dead-letter exchange '%s'",
+                "queue '%s': a message is lost (%s): dead-letter exchange '%s' does not exist",
                 queue.name,
                 reason,
                 options.dead_letter_exchange,
@@ -167,7 +167,8 @@ class DeadLetters:
                 # An earlier copy has already gone to the same target.
                 if DropReason.COPY not in queue.contents.drops:
                     _log.warning(
-                        "queue '%s': dead-letters only one copy of a message that dies here; others are only counted",
+                        "queue '%s': sends one dead letter for all copies of a message; further copies are only "
+                        "counted",
                         queue.name,
                     )
                 queue.contents.count_drop(DropReason.COPY)
@@ -184,7 +185,8 @@ class DeadLetters:
             if destination.name in blocked:
                 if DropReason.CYCLE not in destination.contents.drops:
                     _log.warning(
-                        "queue '%s': drops dead letters of messages that died there before; more are only counted",
+                        "queue '%s': drops a dead letter, because its message died here before; further ones are "
+                        "only counted",
                         destination.name,
                     )
                 destination.contents.count_drop(DropReason.CYCLE)

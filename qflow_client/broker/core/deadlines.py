@@ -55,7 +55,7 @@ class Deadlines:
     def missed(self, now: float, *, is_closing: bool) -> str | None:
         """Return which deadline the peer has missed, for the log; ``None`` if it has more time."""
         if now >= self.open_by:
-            return f"not open within {self._settings.unauthenticated_timeout} s"
+            return f"the connection was not open within {self._settings.unauthenticated_timeout} s"
         return f"no answer to Connection.Close within {self._settings.close_timeout} s" if is_closing else None
 
     def beat(self, now: float, *, is_silenced: bool, login_at: float = math.inf) -> str | None:
@@ -81,7 +81,7 @@ class Deadlines:
             self.last_received = now
         if heartbeat:
             if now - self.last_received >= 2 * heartbeat:
-                return f"silent for two heartbeat intervals of {heartbeat} s"
+                return f"the client sent nothing for two heartbeat intervals of {heartbeat} s"
             if now - self._output.last_sent >= heartbeat / 2:
                 self._output.write(HEARTBEAT)
                 self._output.last_sent = now

@@ -150,7 +150,7 @@ class Handshake:
         if not FRAME_MIN_SIZE <= frame_max <= settings.frame_max:
             raise ConnectionException(
                 ReplyCode.NOT_ALLOWED,
-                f"frame_max {frame_max} is not from {FRAME_MIN_SIZE} to the broker's {settings.frame_max}",
+                f"frame_max {frame_max} must be from {FRAME_MIN_SIZE} to the broker's {settings.frame_max}",
             )
         self.channel_max = channel_max
         self.frame_max = frame_max
@@ -174,7 +174,9 @@ class Handshake:
                 f"vhost {method.virtual_host!r} does not exist; the broker has {virtual_host!r}",
             )
         if self._host.open_connections >= limit:
-            _log.warning("%s: refused: %d connections are open", name, limit)
+            _log.warning(
+                "%s: the connection is refused, because %d connections are open (max_connections)", name, limit
+            )
             raise ConnectionException(
                 ReplyCode.NOT_ALLOWED,
                 f"the limit of connections is reached (max_connections={limit}); close some, or raise that setting of "

@@ -79,7 +79,7 @@ class Listener:
             for family, _, protocol, _, address in dict.fromkeys(found):
                 self._bind(family, protocol, address)
             if not self._sockets:
-                raise OSError(errno.EADDRNOTAVAIL, "there is no such address")
+                raise OSError(errno.EADDRNOTAVAIL, "the address does not exist")
         except OSError as error:
             self._close_sockets()
             raise cannot_listen(host, port, error) from error
@@ -134,7 +134,7 @@ class Listener:
             self._opening[task] = None
             task.add_done_callback(partial(self._opened, accepted))
             if self._ssl_context is not None and len(self._opening) > self._max_handshakes:
-                _log.debug("%d handshakes of TLS go on at once: the oldest is cut", len(self._opening))
+                _log.debug("%d TLS handshakes are in progress; the oldest connection is cut", len(self._opening))
                 oldest = next(iter(self._opening))
                 del self._opening[oldest]
                 oldest.cancel()
@@ -149,7 +149,7 @@ class Listener:
             )
         except (OSError, asyncio.CancelledError) as error:
             # The client has disconnected, does not speak TLS, or was too slow. The socket is closed by now.
-            _log.debug("a connection that was accepted could not be opened: %s", str(error))
+            _log.debug("an accepted connection was closed before it was open: %s", str(error))
 
     def _opened(self, accepted: socket.socket, task: asyncio.Task[None]) -> None:
         self._opening.pop(task, None)

@@ -147,7 +147,9 @@ def _queue_name(channel: MethodChannel, name: str) -> str:
     if not name:
         name = channel.last_queue
         if not name:
-            raise ChannelException(ReplyCode.NOT_FOUND, "no queue is named, and this channel has declared none")
+            raise ChannelException(
+                ReplyCode.NOT_FOUND, "the method names no queue, and this channel has declared no queue"
+            )
     return name
 
 
@@ -217,7 +219,8 @@ def _queue_delete(channel: MethodChannel, method: Any) -> None:
 def _qos(channel: MethodChannel, method: Any) -> None:
     if method.prefetch_size:
         raise ConnectionException(
-            ReplyCode.NOT_IMPLEMENTED, f"prefetch_size={method.prefetch_size}; use prefetch_count, with size 0"
+            ReplyCode.NOT_IMPLEMENTED,
+            f"prefetch_size={method.prefetch_size} is not supported; use prefetch_count with prefetch_size=0",
         )
     if method.global_:
         channel.consuming.prefetch = method.prefetch_count

@@ -55,14 +55,18 @@ def matches(hashed: str, password: bytes) -> bool:
 def _parse(hashed: str) -> tuple[int, int, int, bytes, bytes]:
     found = _HASH.fullmatch(hashed)
     if found is None:
-        raise ValueError(f"a hash is written {_PREFIX}ln=14,r=8,p=1$SALT$HASH; make one with `qflow hash-password`")
+        raise ValueError(
+            f"a hash must have the form {_PREFIX}ln=14,r=8,p=1$SALT$HASH; make one with `qflow hash-password`"
+        )
     ln, r, p = map(int, found.groups()[:3])
     if not (1 <= ln <= 24 and r and 1 <= p <= 4) or 128 * r << ln > _MAX_MEMORY:
-        raise ValueError(f"a hash may take at most {_MAX_MEMORY >> 20} MiB to check, and p at most 4")
+        raise ValueError(f"a hash may need at most {_MAX_MEMORY >> 20} MiB, and p must be at most 4")
     try:
         return 1 << ln, r, p, _bytes(found[4]), _bytes(found[5])
     except ValueError:
-        raise ValueError("a hash has a salt and a digest in base64; make one with `qflow hash-password`") from None
+        raise ValueError(
+            "the salt and the digest of a hash must be base64; make a hash with `qflow hash-password`"
+        ) from None
 
 
 def _text(raw: bytes) -> str:

@@ -326,7 +326,7 @@ class QueueFlows(EntryObserver):
         self.times_overdue += 1
         self._set_overdue(True)
         _log.warning(
-            "queue '%s' has been ON for %s s: it lets its producers go, and its policy is %s until it is OFF",
+            "queue '%s' has been ON for %s s: it releases its producers, and its policy is %s until it is OFF",
             self._queue.name,
             self.limits.max_flow_wait,
             self.limits.then.name,

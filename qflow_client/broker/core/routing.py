@@ -56,7 +56,7 @@ class Router:
         if size > self._settings.max_message_size:
             raise ChannelException(
                 ReplyCode.PRECONDITION_FAILED,
-                f"a message of {size} bytes is larger than the broker takes ({self._settings.max_message_size})",
+                f"a message of {size} bytes is larger than max_message_size={self._settings.max_message_size}",
             )
 
     def exchange(self, name: str) -> Exchange:
@@ -81,7 +81,8 @@ class Router:
         exchange = self.exchange(target.exchange)
         if exchange.internal:
             raise ChannelException(
-                ReplyCode.ACCESS_REFUSED, f"exchange '{exchange.name}' is internal; publish to one that is bound to it"
+                ReplyCode.ACCESS_REFUSED,
+                f"exchange '{exchange.name}' is internal; publish to an exchange that is bound to it",
             )
         self._resolve(target, exchange)
 

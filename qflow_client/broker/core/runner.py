@@ -196,7 +196,7 @@ class Runner:
             RuntimeError: called in a task, or on the broker's loop, which it would block.
         """
         if (self._loop is not None and threading.get_ident() == self._loop_thread) or _is_in_task():
-            raise RuntimeError("wait_until would block the event loop that runs here; await wait_until_async instead")
+            raise RuntimeError("wait_until would block the running event loop; await wait_until_async instead")
         end = time.monotonic() + timeout
         while True:
             with self._changed:
@@ -243,4 +243,4 @@ class Runner:
 
 
 def _not_reached(describe: Callable[[], str], timeout: float) -> str:
-    return f"not reached within {timeout} s; the broker is at:{describe()}"
+    return f"the condition was not true within {timeout} s; the state of the broker:{describe()}"

@@ -242,7 +242,7 @@ class Server:
                 connection.send(now)
             except Exception:
                 # An error in one connection must not end the others.
-                _log.exception("%s: what was to be sent could not be put together", connection.session.name)
+                _log.exception("%s: output could not be encoded; the connection is cut", connection.session.name)
                 connection.abort()
         for connection in writers:
             connection.output_sent()
@@ -287,8 +287,12 @@ class Server:
             if journal.unfinished <= journal.limit // 2:
                 break
             code, size = ReplyCode.RESOURCE_ERROR, channel.unfinished
-            _log.warning("%s: closed: %d bytes of it are unfinished, and memory is full", channel.name, size)
-            text = f"unfinished bodies and transactions take more than half of memory, {size} bytes of it this channel"
+            _log.warning(
+                "%s: the channel is closed: it has %d bytes of unfinished messages, and memory is full",
+                channel.name,
+                size,
+            )
+            text = f"unfinished bodies and transactions take more than half of memory; this channel has {size} bytes"
             channel.fail(code, f"{code.title} - {text}")
 
     def _limit_buffers(self, journal: Journal) -> None:
@@ -314,7 +318,7 @@ class Server:
         now = self.clock()
         if cut and now >= self._log_cut_at:
             self._log_cut_at = now + self.LOG_PERIOD
-            text = "%s and %d others: cut: they do not read, or their first publish waits, and memory is full"
+            text = "%s and %d others are cut, because memory is full and they do not read, or their first publish waits"
             _log.warning(text, cut[0].name, len(cut) - 1)
 
     def _set_ticker(self) -> None:
@@ -330,7 +334,7 @@ class Server:
         try:
             self.host.timers.tick(self.clock())
         except Exception:
-            _log.exception("what was due could not be done")
+            _log.exception("a timer failed")
         self._set_ticker()
         self.touch()
 
@@ -382,7 +386,9 @@ class Connection(asyncio.Protocol):
         if oldest is not None:
             limit = server.settings.max_unauthenticated
             _log.warning(
-                "%s: cut: %d younger connections are not open either (max_unauthenticated)", oldest.name, limit
+                "%s: cut before it was open, because %d newer connections are not open either (max_unauthenticated)",
+                oldest.name,
+                limit,
             )
             oldest.abort()
         _log.debug("%s: connected", self.session.name)
@@ -390,7 +396,7 @@ class Connection(asyncio.Protocol):
         server.touch()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        _log.debug("%s: gone%s", self.session.name, f": {exc}" if exc else "")
+        _log.debug("%s: disconnected%s", self.session.name, f": {exc}" if exc else "")
         if self._timer is not None:
             self._timer.cancel()
         self.session.lost()
@@ -414,7 +420,7 @@ class Connection(asyncio.Protocol):
                 session.hold(data, now)
         except Exception:
             # An error in one connection must not end the others.
-            _log.exception("%s: a frame could not be handled", session.name)
+            _log.exception("%s: a frame could not be handled; the connection is closed", session.name)
             session.fail_internally(self._server.clock())
         if self._server.is_paused and not session.is_paused:
             self.pause(True)

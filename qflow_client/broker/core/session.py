@@ -266,11 +266,13 @@ class Session:
             self._receive_while_closing(kind, number, payload)
         elif number == 0:
             if kind != METHOD_FRAME:
-                raise ConnectionException(ReplyCode.CHANNEL_ERROR, "a content frame on channel 0, which has no content")
+                raise ConnectionException(
+                    ReplyCode.CHANNEL_ERROR, "a content frame came on channel 0, which carries only methods"
+                )
             self._receive_method(wire.decode_method(payload), now)
         elif self.state is not State.RUNNING:
             raise ConnectionException(
-                ReplyCode.CHANNEL_ERROR, f"a frame on channel {number} before the connection is open"
+                ReplyCode.CHANNEL_ERROR, f"a frame came on channel {number} before the connection was open"
             )
         elif number in self.channels:
             self._receive_on_closing_channel(kind, number, payload)
@@ -278,14 +280,14 @@ class Session:
             self._open_channel(number, payload)
         else:
             raise ConnectionException(
-                ReplyCode.CHANNEL_ERROR, f"channel {number} is not open, and only Channel.Open opens it"
+                ReplyCode.CHANNEL_ERROR, f"channel {number} is not open; open it with Channel.Open"
             )
 
     @staticmethod
     def _receive_heartbeat(number: int) -> None:
         if number:
             raise ConnectionException(
-                ReplyCode.FRAME_ERROR, f"a heartbeat on channel {number}; it must be on channel 0"
+                ReplyCode.FRAME_ERROR, f"a heartbeat came on channel {number}; it must be on channel 0"
             )
 
     def _receive_while_closing(self, kind: int, number: int, payload: bytes) -> None:
@@ -336,7 +338,8 @@ class Session:
             self.deadlines.by(self.handshake.expires_at)
         else:
             raise ConnectionException(
-                ReplyCode.COMMAND_INVALID, f"{method.name} on channel 0 while waiting for {self.state.value}"
+                ReplyCode.COMMAND_INVALID,
+                f"{method.name} came on channel 0, but the broker waits for {self.state.value}",
             )
 
     def _login_checked(self, refusal: str | None) -> None:

@@ -236,7 +236,9 @@ class Settings:
             raise ValueError("users must map at least one user name to its password")
         for user, password in self.users.items():
             if not isinstance(user, str) or not isinstance(password, str):
-                raise TypeError(f"users must map user names to passwords, both str; one of user {shown(user)} is not")
+                raise TypeError(
+                    f"users must map user names to passwords, both str; user {shown(user)} or its password is not"
+                )
             if is_hash(password):
                 try:
                     check_hash(password)

@@ -97,7 +97,8 @@ class Topology:
                 if asked != is_so:
                     raise ChannelException(
                         ReplyCode.PRECONDITION_FAILED,
-                        f"exchange '{name}' exists with {what}={is_so!r}, not {asked!r}; delete it or declare it alike",
+                        f"exchange '{name}' exists with {what}={is_so!r}, not {asked!r}; delete it, or declare it the "
+                        "same way",
                     )
             return there
         if not name or name.startswith("amq."):
@@ -125,7 +126,7 @@ class Topology:
             ChannelException: 403 for a predeclared exchange. 406 if the exchange has bindings and `if_unused` is set.
         """
         if not name or name.startswith("amq."):
-            raise ChannelException(ReplyCode.ACCESS_REFUSED, f"exchange '{name}' is predeclared and stays")
+            raise ChannelException(ReplyCode.ACCESS_REFUSED, f"exchange '{name}' is predeclared and cannot be deleted")
         exchange = self.exchanges.get(name)
         if exchange is None:
             return
@@ -229,7 +230,7 @@ class Topology:
         """
         if not name:
             raise ChannelException(
-                ReplyCode.ACCESS_REFUSED, "the default exchange routes by queue name; it has no bindings to change"
+                ReplyCode.ACCESS_REFUSED, "the default exchange routes by queue name; its bindings cannot be changed"
             )
 
     def unbind_everywhere(self, destination: Queue | Exchange) -> None:
@@ -286,7 +287,7 @@ def check_depth(what: str, arguments: Mapping[str, object]) -> None:
         if not level:
             return
     raise ChannelException(
-        ReplyCode.PRECONDITION_FAILED, f"{what}: more than {MAX_DEPTH} tables and arrays lie in one another"
+        ReplyCode.PRECONDITION_FAILED, f"{what}: tables and arrays are nested more than {MAX_DEPTH} deep"
     )
 
 

@@ -83,7 +83,7 @@ class Transaction:
                 reason = queue.refusal(sizes[queue], counts[queue], largest[queue])
                 if reason is None and queue.has_line:
                     # A commit cannot wait, and must not overtake waiting publishes.
-                    reason = f"publishes wait for room in queue '{queue.name}'"
+                    reason = f"other publishes wait for room in queue '{queue.name}'"
                 if reason is not None:
                     return reason
         return None
@@ -115,7 +115,9 @@ class TransactionChannel(Protocol):
 
 def _open(channel: TransactionChannel) -> Transaction:
     if channel.transaction is None:
-        raise ChannelException(ReplyCode.PRECONDITION_FAILED, "the channel is not in transaction mode; Tx.Select first")
+        raise ChannelException(
+            ReplyCode.PRECONDITION_FAILED, "the channel is not in transaction mode; send Tx.Select first"
+        )
     return channel.transaction
 
 
@@ -160,7 +162,7 @@ def _commit_whole(channel: TransactionChannel, transaction: Transaction) -> None
         reason = "the broker refuses every publish now"
     if reason is not None:
         roll_back(channel)
-        raise ChannelException(ReplyCode.PRECONDITION_FAILED, f"queue full, all is rolled back: {reason}")
+        raise ChannelException(ReplyCode.PRECONDITION_FAILED, f"queue full, the transaction is rolled back: {reason}")
     count_transaction(channel, -transaction.size)
     channel.transaction = Transaction()
     touched: dict[Queue, None] = {}

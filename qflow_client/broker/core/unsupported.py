@@ -35,7 +35,9 @@ def check_queue_arguments(queue: str, arguments: Mapping[str, object]) -> None:
         ChannelException: 406 if it has.
     """
     if _is_set(arguments, "x-max-priority"):
-        raise _refuse(f"queue '{queue}'", "x-max-priority: this broker has no priorities; declare a queue for each")
+        raise _refuse(
+            f"queue '{queue}'", "x-max-priority: this broker has no priorities; declare a queue for each priority"
+        )
 
 
 def check_consumer_arguments(queue: str, arguments: Mapping[str, object]) -> None:
@@ -46,7 +48,8 @@ def check_consumer_arguments(queue: str, arguments: Mapping[str, object]) -> Non
     """
     if _is_set(arguments, "x-priority"):
         raise _refuse(
-            f"consumer of queue '{queue}'", "x-priority: consumers have no priority here; leave the argument out"
+            f"consumer of queue '{queue}'",
+            "x-priority: this broker has no priorities of consumers; leave the argument out",
         )
 
 
@@ -65,4 +68,6 @@ def check_copies(header: bytes) -> None:
     headers = decode_headers(header)
     for name in _COPIES:
         if name in headers:
-            raise _refuse(f"header {name!r}", "this broker does not send copies; bind the queues, or publish to each")
+            raise _refuse(
+                f"header {name!r}", "this broker does not send copies; bind all queues, or publish to each queue"
+            )

@@ -98,7 +98,7 @@ class VirtualHost:
         """
         if self.observer is not None:
             raise RuntimeError(
-                f"this broker is observed by a {type(self.observer).__name__} already; make one observer of both"
+                f"this broker already has an observer, a {type(self.observer).__name__}; combine both into one observer"
             )
         self.observer = observer
         self.timers.wake_at(_Sampling(self.timers, observer), self.clock() + observer.period)
@@ -171,7 +171,8 @@ class VirtualHost:
                 if asked != there:
                     raise ChannelException(
                         ReplyCode.PRECONDITION_FAILED,
-                        f"queue '{name}' exists with {what}={there!r}, not {asked!r}; delete it or declare it alike",
+                        f"queue '{name}' exists with {what}={there!r}, not {asked!r}; delete it, or declare it the "
+                        "same way",
                     )
             queue.touch()
             return queue

@@ -135,7 +135,7 @@ class WaitingRoom:
             queues = tuple(each for each in waiting.queues if not each.is_deleted)
             refused: Refusal | None
             if any(self._head(each) is not waiting for each in queues):
-                refused = Refusal(queue, f"publishes wait before it in queue '{queue.name}'", True)
+                refused = Refusal(queue, f"earlier publishes wait for room in queue '{queue.name}'", True)
             else:
                 refused = refusal(queues, waiting.message.size, has_line=False)
                 if refused is not None and any(_makes_wait(each, waiting.message.size) for each in queues):
@@ -171,7 +171,7 @@ def refusal(queues: Iterable[Queue], size: int, *, has_line: bool = True) -> Ref
     for queue in queues:
         reason = queue.refusal(size) if queue.may_refuse else None
         if reason is None and has_line and queue.has_line:
-            reason = f"publishes wait for room in queue '{queue.name}'"
+            reason = f"other publishes wait for room in queue '{queue.name}'"
         elif reason is not None and (queue.is_refusing or not _makes_wait(queue, size)):
             return Refusal(queue, reason, False)
         if found is None and reason is not None:

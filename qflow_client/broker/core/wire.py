@@ -103,7 +103,7 @@ def decode_method(payload: bytes) -> pamqp.base.Frame:
     kind = pamqp.commands.INDEX_MAPPING.get(int.from_bytes(payload[:4], "big"))
     if kind is None:
         class_id, method_id = struct.unpack_from(">HH", payload)
-        raise ConnectionException(ReplyCode.NOT_IMPLEMENTED, f"no method {method_id} of class {class_id} is known here")
+        raise ConnectionException(ReplyCode.NOT_IMPLEMENTED, f"method {method_id} of class {class_id} is not known")
     # Without the constructor, which warns of some methods. Every field is set below.
     value: pamqp.base.Frame = object.__new__(kind)
     at, end, bits = 4, len(payload), 0
@@ -133,7 +133,7 @@ def decode_method(payload: bytes) -> pamqp.base.Frame:
             raise _syntax(value.name, f"{field} cannot be decoded: {error}") from error
         at += size
     if at + (1 if bits else 0) != end:
-        raise _syntax(value.name, f"{end - at - (1 if bits else 0)} bytes are left over")
+        raise _syntax(value.name, f"{end - at - (1 if bits else 0)} bytes are left at the end")
     return value
 
 
@@ -198,7 +198,7 @@ def check_properties(header: bytes) -> str | None:
     flags = int.from_bytes(header[12:14], "big")
     if not flags:
         if end != 14:
-            raise _syntax("content header", f"{end - 14} bytes follow flags that announce no property")
+            raise _syntax("content header", f"{end - 14} bytes follow the flags, which announce no property")
         return None
     properties = _layouts.get(flags) or layout(flags)
     user_id = None
@@ -215,7 +215,7 @@ def check_properties(header: bytes) -> str | None:
         else:
             at += 4 + int.from_bytes(header[at : at + 4], "big")
         if at > end:
-            raise _syntax("content header", "the frame ends before the properties do")
+            raise _syntax("content header", "the frame ends before the end of the properties")
         if size < 0:
             _check_table(header[start:at])
         elif size == 0 and (flag == _USER_ID_FLAG or not is_ascii):
@@ -232,7 +232,7 @@ def check_properties(header: bytes) -> str | None:
 def layout(flags: int) -> tuple[tuple[int, int], ...]:
     """Return flag and fixed size of each property that is present, in the order of the wire."""
     if flags & 3:
-        raise _syntax("content header", f"property flags 0x{flags:04x} name properties that class basic has not")
+        raise _syntax("content header", f"property flags 0x{flags:04x} name properties that class basic does not have")
     found = _layouts[flags] = tuple(entry for entry in PROPERTIES if flags & entry[0])
     return found
 

@@ -115,7 +115,7 @@ class QueueArguments:
             policy_type = arguments.get(POLICY_TYPE)
             if policy_type is not None:
                 if values["policy"] is not None:
-                    raise reader.refuse(f"{POLICY} and {POLICY_TYPE} are two names of one thing; give one")
+                    raise reader.refuse(f"{POLICY} and {POLICY_TYPE} mean the same; set only one of them")
                 names["policy"], values["policy"] = POLICY_TYPE, policy_type
                 if policy_type not in _POLICY_TYPES:
                     raise reader.refuse(f"{POLICY_TYPE}={policy_type!r}: it must be one of {', '.join(_POLICY_TYPES)}")
@@ -126,7 +126,7 @@ class QueueArguments:
         has_maximum = definition.max_count or definition.max_size
         if overflow is not None and (has_maximum or values["policy"] is not None):
             raise reader.refuse(
-                "it has a maximum of RabbitMQ's (x-max-…) and one of Qpid's (qpid.max_…), or a policy; give one"
+                "a maximum of RabbitMQ (x-max-…) and a maximum (qpid.max_…) or policy of Qpid are set; set only one"
             )
         if values["policy"] is not None and names["policy"] is POLICY and not has_maximum:
             assert definition.policy is not None
@@ -280,7 +280,7 @@ class _Reader:
         except UnicodeEncodeError:
             raise self.refuse(f"{name}={value[:32]!r}: it cannot be encoded as UTF-8") from None
         if length > 255:
-            raise self.refuse(f"{name}={value[:32]!r}…: it may have 255 bytes, not {length}")
+            raise self.refuse(f"{name}={value[:32]!r}…: it may have at most 255 bytes, not {length}")
         return value
 
     def flag(self, name: str) -> bool:
@@ -293,7 +293,7 @@ class _Reader:
         for name in self._arguments:
             if name.startswith(_OUR_PREFIXES) and name not in _OURS:
                 (nearest,) = get_close_matches(name, _OURS, n=1, cutoff=0.0)
-                raise self.refuse(f"there is no argument {name}; the nearest is {nearest}")
+                raise self.refuse(f"there is no argument {name}; did you mean {nearest}?")
 
     def choice(self, name: str, kind: type[XOverflow], default: XOverflow) -> XOverflow:
         value = self._arguments.get(name)

@@ -195,9 +195,7 @@ class Loading:
             for where, what in _each(self._definitions):
                 try:
                     if not isinstance(what, Policy) and what.vhost not in (None, host.settings.virtual_host):
-                        raise ValueError(
-                            f"the one virtual host here is {host.settings.virtual_host!r}, not {what.vhost!r}"
-                        )
+                        raise ValueError(f"the only virtual host is {host.settings.virtual_host!r}, not {what.vhost!r}")
                     yield from self._load(what)
                 except (AmqpError, ValueError) as error:
                     raise DefinitionError(where, str(error)) from error

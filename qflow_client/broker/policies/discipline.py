@@ -91,7 +91,8 @@ class Discipline:
             sanctions["connections_closed"] += 1
             raise ConnectionException(
                 ReplyCode.RESOURCE_ERROR,
-                f"{self.past_flow} messages were published on channels after Channel.Flow(active=False); heed it",
+                f"{self.past_flow} messages were published on channels after Channel.Flow(active=False); a "
+                "client must stop when it arrives",
             )
         if 0 < settings.close_channel_after < source.past_flow:
             self.channels_closed += 1
@@ -99,12 +100,15 @@ class Discipline:
             raise ChannelException(
                 ReplyCode.CONTENT_TOO_LARGE,
                 f"{source.past_flow} messages were published after Channel.Flow(active=False), by "
-                f"{', '.join(dict.fromkeys(each.name for each in source.blocked_by))}; heed it",
+                f"{', '.join(dict.fromkeys(each.name for each in source.blocked_by))}; a client must stop when it "
+                "arrives",
             )
         if settings.tarpit_after and not source.past_flow % settings.tarpit_after:
             self.tarpits += 1
             sanctions["tarpits"] += 1
             self._session.tarpit(now)
             _log.info(
-                "%s: not read for %s s: it publishes on flowed channels", self._session.name, settings.tarpit_time
+                "%s: the broker does not read it for %s s, because it publishes on blocked (flowed) channels",
+                self._session.name,
+                settings.tarpit_time,
             )

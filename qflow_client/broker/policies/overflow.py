@@ -86,7 +86,9 @@ class Ring(_Dropping):
 
     def refusal(self, queue: QueueView, size: int, count: int, largest: int) -> str | None:
         if self.max_size is not None and largest > self.max_size:
-            return f"a message of {largest} bytes is larger than queue '{queue.name}', which holds {self.max_size}"
+            return (
+                f"a message of {largest} bytes is larger than queue '{queue.name}', which holds {self.max_size} bytes"
+            )
         contents = queue.contents
         beyond_count, beyond_size = self._excess(contents.depth + count, contents.size + size)
         if self.strict and (beyond_count > 0 or beyond_size > 0):
@@ -95,7 +97,7 @@ class Ring(_Dropping):
                 if beyond_count <= 0 and beyond_size <= 0:
                     break
                 if entry.is_unacked:
-                    return f"queue '{queue.name}' is full, and its oldest message is with a consumer"
+                    return f"queue '{queue.name}' is full, and its oldest message is not acknowledged yet"
                 beyond_count -= 1
                 beyond_size -= entry.message.size
         return None

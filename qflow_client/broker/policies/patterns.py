@@ -72,7 +72,7 @@ class Pattern:
         try:
             tree = _parser.parse(text)
         except (re.error, OverflowError, RecursionError) as error:
-            raise ValueError(f"it is no regular expression: {error}") from None
+            raise ValueError(f"it is not a regular expression: {error}") from None
         flags = tree.state.flags
         if flags & ~(re.UNICODE | re.IGNORECASE):
             raise _refused("a flag other than (?i)")
@@ -88,7 +88,7 @@ class Pattern:
     def _node(self, following: Iterable[_Node], test: _Test | None = None, anchor: str = "") -> _Node:
         self._nodes += 1
         if self._nodes > self.MAX_NODES:
-            raise ValueError("it is too large when its repeats are written out")
+            raise ValueError("it is too large after its repeats are expanded")
         return _Node(following, test, anchor)
 
     def _sequence(self, items: Any, following: _Node) -> _Node:
@@ -217,15 +217,15 @@ class Pattern:
 _NAMES = {
     "GROUPREF": "a back reference",
     "GROUPREF_EXISTS": "a conditional group",
-    "ASSERT": "looking ahead or behind",
-    "ASSERT_NOT": "looking ahead or behind",
+    "ASSERT": "a lookahead or lookbehind",
+    "ASSERT_NOT": "a lookahead or lookbehind",
     "ATOMIC_GROUP": "an atomic group",
     "POSSESSIVE_REPEAT": "a possessive repeat",
 }
 
 
 def _refused(what: str) -> ValueError:
-    return ValueError(f"{what} cannot be matched in linear time; leave it out")
+    return ValueError(f"{what} is not supported in a pattern; leave it out")
 
 
 def _between(first: int, last: int) -> _Test:

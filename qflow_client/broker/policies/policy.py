@@ -154,7 +154,7 @@ class PolicyDefinition:
         for name in values:
             if name not in known:
                 nearest = get_close_matches(name, known, n=1, cutoff=0.0)[0]
-                raise ValueError(f"a policy sets no {name!r}; the nearest is {nearest!r}")
+                raise ValueError(f"a policy has no {name!r}; did you mean {nearest!r}?")
         return cls(**cast(dict[str, Any], _checked(values, names or {})))
 
     @property
@@ -331,7 +331,7 @@ def _check_then(found: Mapping[str, object], named: Callable[[str], str]) -> Non
             raise ValueError(f"{named('max_flow_wait')}: it must be more than 0 seconds")
     if "then" in found:
         if wait is None:
-            raise ValueError(f"{named('then')} without a time after which: set max_flow_wait too")
+            raise ValueError(f"{named('then')} needs max_flow_wait: set max_flow_wait too")
         if found["then"] not in _THEN:
             raise ValueError(f"{named('then')}: it must be one of {', '.join(each.value for each in _THEN)}")
 
@@ -348,7 +348,7 @@ def _check_pair(
         raise ValueError(f"{named(stop_name)} and {named(resume_name)}: the stop must not be below the resume")
     if stop > 0 and resume < 1:
         raise ValueError(
-            f"{named(stop_name)} and {named(resume_name)}: the resume must be at least 1, or it is never met"
+            f"{named(stop_name)} and {named(resume_name)}: the resume must be at least 1, or it is never reached"
         )
 
 
@@ -399,7 +399,7 @@ class Policy:
         if (self.routing_key is not None) is not (apply_to is ApplyTo.ROUTING_KEYS):
             raise ValueError(
                 f"routing_key={shown(self.routing_key)} with apply_to={apply_to.value}: "
-                "it is for routing_keys, which must have it"
+                "set routing_key if apply_to=routing_keys, and only then"
             )
         for name in ("pattern", "routing_key"):
             pattern = getattr(self, name)
@@ -487,7 +487,7 @@ class Policies:
         """
         if name not in self._by_name:
             there = ", ".join(self._by_name) or "none"
-            raise LookupError(f"there is no policy {name!r}; there are: {there}")
+            raise LookupError(f"there is no policy {name!r}; the policies are: {there}")
         del self._by_name[name]
 
     def definition_for(

@@ -57,7 +57,7 @@ class RateLimit:
         if not isinstance(self.name, str):
             raise TypeError(f"name={shown(self.name)}: it must be a string")
         if self.messages is None and self.bytes is None:
-            raise ValueError(f"the rate limit of {self.apply_to} '{self.name}' limits nothing; give messages or bytes")
+            raise ValueError(f"the rate limit of {self.apply_to} '{self.name}' limits nothing; set messages or bytes")
         for what in ("messages", "bytes", "burst"):
             value = getattr(self, what)
             if value is None:

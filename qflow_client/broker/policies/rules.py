@@ -19,7 +19,7 @@ from qflow_client.broker.policies.policy import Policies, Policy, PolicyDefiniti
 
 __all__ = ["PolicyRule", "PolicyRules", "rule_of"]
 
-_NO_STORE = "policy=flow_to_disk: this broker has no message store; give it one, or use another policy"
+_NO_STORE = "policy=flow_to_disk: this broker has no message store; set store, or use another policy"
 
 
 class PolicyRule:

@@ -122,22 +122,22 @@ class Keeper:
         try:
             recovery.recover_topology(found)
         except AmqpError as error:
-            raise StoreError(f"{store.path}: what is declared there is refused now: {error}") from error
+            raise StoreError(f"{store.path}: the broker refuses a stored declaration: {error}") from error
         messages = store.messages()
         recovered = 0
         while page := await self._run(lambda: list(islice(messages, self._AT_ONCE))):
             lost = recovery.recover_messages(page)
             if lost:
-                await self._run(store.set_aside_messages, lost, "none of its queues is there")
+                await self._run(store.set_aside_messages, lost, "none of its queues exists")
             host.relieve()
             recovered += len(page)
         recovery.finish()
         self._journal.damaged = len(store.damaged)
         if store.damaged:
             told = "; ".join(store.damaged[: self.NAMED])
-            _log.error("%s: %d rows are damaged, and set aside: %s", store.path, len(store.damaged), told)
+            _log.error("%s: %d rows are damaged and were set aside: %s", store.path, len(store.damaged), told)
         if recovered or found.queues:
-            _log.info("%s: %d durable queues and %d messages", store.path, len(found.queues), recovered)
+            _log.info("%s: recovered %d durable queues and %d messages", store.path, len(found.queues), recovered)
 
     async def watch(self) -> None:
         """Check the free disk space now and regularly, if there is a limit."""
@@ -158,12 +158,14 @@ class Keeper:
             reason = f"{folder}: the free space cannot be read: {error}"
             lacks_space = True
         else:
-            reason = f"{free} bytes are free in {folder}, of at least {limit}"
+            reason = f"{free} bytes are free in {folder}, at least {limit} are needed"
             # Hysteresis: a value that moves around the limit is not reported each time.
             lacks_space = free < (limit + limit // 8 if self._lacks_space else limit)
         if lacks_space is not self._lacks_space:
             self._lacks_space = lacks_space
-            _log.warning("%s; clients are %s", reason, "blocked" if lacks_space else "blocked for that no more")
+            _log.warning(
+                "%s; clients are %s", reason, "blocked" if lacks_space else "no longer blocked for this reason"
+            )
             self._on_trouble("disk_space", reason if lacks_space else None)
 
     def flush(self) -> None:
@@ -205,7 +207,7 @@ class Keeper:
                     bodies = await loop.run_in_executor(self._reader_thread, self._bodies, numbers)
                     await self._set_aside([number for number, body in bodies.items() if body is None])
                 except Exception as error:
-                    self._log_error(error, "messages wait until it can be read")
+                    self._log_error(error, "messages on disk wait until the store can be read")
                     bodies = {}
                 if numbers and not bodies:
                     await asyncio.sleep(self.RETRY)
@@ -217,7 +219,7 @@ class Keeper:
     async def _set_aside(self, numbers: Sequence[int]) -> None:
         """Move messages with damaged bodies to the table of damaged rows."""
         if numbers and self._store is not None:
-            _log.error("%s: messages are damaged, set aside and lost: %s", self._path, numbers)
+            _log.error("%s: messages are damaged; they are set aside and not delivered: %s", self._path, numbers)
             await self._run(self._store.set_aside_messages, numbers)
 
     def _bodies(self, numbers: Sequence[int]) -> dict[int, bytes | None]:
@@ -264,11 +266,14 @@ class Keeper:
             # Any exception is caught, because confirms must not wait for a task that has ended.
             if not self._is_troubled:
                 self._is_troubled = True
-                self._on_trouble("disk", self._log_error(error, "no confirm is given until it can be written"))
+                self._on_trouble(
+                    "disk",
+                    self._log_error(error, "persistent messages are not confirmed until the store can be written"),
+                )
             return False
         if self._is_troubled:
             self._is_troubled = False
-            _log.warning("%s: it can be written again", store.path)
+            _log.warning("%s: the store can be written again", store.path)
             self._on_trouble("disk", None)
         return True
 
@@ -295,7 +300,7 @@ class Keeper:
         finally:
             await self._end()
             for each in self._waiting:
-                each.set_exception(StoreError(f"{self._path}: the broker has ended before it was on disk"))
+                each.set_exception(StoreError(f"{self._path}: the broker ended before the change was on disk"))
             self._waiting.clear()
 
     async def _finish(self, writing: asyncio.Task[None]) -> None:
@@ -309,12 +314,12 @@ class Keeper:
             if self._journal.batches != batches:
                 batches, since = self._journal.batches, loop.time()
             if self._is_troubled:
-                why = "it cannot be written"
+                why = "the store cannot be written"
             elif loop.time() - since >= self.STOP_TIMEOUT:
                 why = f"nothing could be written for {self.STOP_TIMEOUT:g} s"
             else:
                 continue
-            _log.error("%s: what was not confirmed is lost: %s", self._path, why)
+            _log.error("%s: unconfirmed messages are lost: %s", self._path, why)
             writing.cancel()
             await asyncio.wait([writing])
             return
@@ -348,4 +353,6 @@ class Keeper:
         if (await asyncio.wait([closing], timeout=0.0 if thread.hangs(self.STOP_TIMEOUT) else self.STOP_TIMEOUT))[0]:
             closing.result()
             return
-        _log.error("%s: the disk does not answer; the file is in use until it does, or this process ends", self._path)
+        _log.error(
+            "%s: the disk does not answer; the file stays in use until it answers, or this process ends", self._path
+        )

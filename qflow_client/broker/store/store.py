@@ -120,7 +120,7 @@ _BINDINGS = """SELECT rowid, CAST(source AS BLOB), CAST(kind AS BLOB), CAST(dest
 _MESSAGES = """SELECT number, CAST(queues AS BLOB), queues_checksum, at, checksum, names, header, body FROM message
     WHERE number > ? ORDER BY number LIMIT ?"""
 _WRONG = "its checksum is wrong"
-_WAY_OUT = "restore it from a copy, or move it away to begin without it"
+_WAY_OUT = "restore it from a copy, or move it away to begin with an empty store"
 # Words in SQLite's errors for a file whose structure is damaged.
 _STRUCTURE = ("malformed", "not a database", "no such", "syntax error")
 # Minimum size of a file that SQLite has written, in bytes.
@@ -227,7 +227,7 @@ class Store:
                     if (what, name) not in there and not (what == "exchange" and name.startswith("amq."))
                 ]
                 if missing:
-                    self._set_aside("binding", row, f"{' and '.join(missing)} of it is not there")
+                    self._set_aside("binding", row, f"{' and '.join(missing)} of it does not exist")
                 else:
                     bindings.append((source, kind, destination, key, decode_table(arguments, 0)[0]))
             return Found(queues, exchanges, bindings, self._file.one("SELECT max(number) FROM message") or 0)

@@ -104,5 +104,5 @@ class TopologyLog:
             return encode_table(arguments, "arguments")
         except (TypeError, ValueError) as error:
             raise ChannelException(
-                ReplyCode.PRECONDITION_FAILED, f"{what} cannot be durable: {error}; leave that out"
+                ReplyCode.PRECONDITION_FAILED, f"{what} cannot be durable: {error}; leave that argument out"
             ) from None

@@ -124,7 +124,7 @@ def test_stored_objects_refused_by_a_setting_are_reported_with_the_path_of_the_s
     path = tmp_path / "store"
     with Broker(store=path, capacity=1000) as broker:
         broker.declare_queue("q", durable=True, arguments={"x-qpid-flow-resume-capacity": 500})
-    with pytest.raises(StoreError, match=r"store: what is declared there is refused now: .*x-qpid-capacity"):
+    with pytest.raises(StoreError, match=r"store: the broker refuses a stored declaration: .*x-qpid-capacity"):
         Broker(store=path, capacity=100).__enter__()
     with Broker(store=path, capacity=1000) as broker:
         assert broker.queue("q").thresholds.flow_resume_capacity == 500
@@ -169,7 +169,7 @@ def test_while_the_disk_cannot_be_written_clients_are_blocked_and_nothing_is_con
             receipt.result(20)
         broker.wait_until(lambda broker: not broker.alarms)
         assert broker.queue("q").depth == 2
-    assert "no confirm is given until it can be written" in caplog.text
+    assert "persistent messages are not confirmed until the store can be written" in caplog.text
     with Broker(store=tmp_path / "store") as broker:
         assert broker.queue("q").depth == 2
 
@@ -197,7 +197,7 @@ def test_D8_while_the_disk_has_too_little_free_space_clients_are_blocked(tmp_pat
             assert looks.acquire(timeout=30)
 
     with Broker(store=tmp_path / "store", disk_free_limit=1000) as broker:
-        words = f"999 bytes are free in {tmp_path}, of at least 1000"
+        words = f"999 bytes are free in {tmp_path}, at least 1000 are needed"
         assert broker.alarms == {"disk_space": words}, "already when it starts"
         with Producer(broker.url, routing_key="q") as producer:
             broker.wait_until(lambda broker: any(each.blocked for each in broker.connections()), timeout=30)
@@ -218,14 +218,14 @@ def test_D8_while_the_disk_has_too_little_free_space_clients_are_blocked(tmp_pat
             free[0] = 2000
             broker.wait_until(lambda broker: not broker.alarms, timeout=30)
     assert folders == {tmp_path}
-    assert "blocked for that no more" in caplog.text
+    assert "no longer blocked for this reason" in caplog.text
 
 
 def test_free_space_is_measured_in_the_folder_of_the_store(tmp_path):
     assert 0 < keeper.free_space(tmp_path) <= shutil.disk_usage(tmp_path).total
     with Broker(store=tmp_path / "store", disk_free_limit=1) as broker:
         assert broker.alarms == {}
-    with pytest.raises(ValueError, match="disk_free_limit=1 is about the folder of the store: set a store too"):
+    with pytest.raises(ValueError, match="disk_free_limit=1 limits the folder of the store: set store too"):
         Broker(disk_free_limit=1)
 
 
@@ -246,8 +246,8 @@ def test_a_body_that_cannot_be_read_for_any_reason_is_read_later(tmp_path, monke
         broker.wait_until(lambda broker: broker.memory.evicted, timeout=30)
         with pika.BlockingConnection(pika.URLParameters(broker.url)) as connection:
             assert connection.channel().basic_get("q")[2] == b"x" * 100
-    assert "MemoryError('no room'); messages wait until it can be read" in caplog.text
-    assert "not now; messages wait until it can be read" in caplog.text
+    assert "MemoryError('no room'); messages on disk wait until the store can be read" in caplog.text
+    assert "not now; messages on disk wait until the store can be read" in caplog.text
 
 
 def test_a_broker_that_cannot_write_to_its_disk_still_ends(tmp_path, monkeypatch, caplog):
@@ -262,7 +262,7 @@ def test_a_broker_that_cannot_write_to_its_disk_still_ends(tmp_path, monkeypatch
         monkeypatch.setattr(Store, "write", fail)
         broker.publish(b"x", "q", properties=commands.Basic.Properties(delivery_mode=2))
         broker.wait_until(lambda broker: broker.alarms)
-    assert "what was not confirmed is lost" in caplog.text
+    assert "unconfirmed messages are lost" in caplog.text
 
 
 def test_a_broker_ends_even_if_a_write_fails_after_stop_has_begun(tmp_path, monkeypatch, caplog):
@@ -285,7 +285,7 @@ def test_a_broker_ends_even_if_a_write_fails_after_stop_has_begun(tmp_path, monk
         monkeypatch.setattr(Store, "write", fail)
         broker.publish(b"x", "q", properties=commands.Basic.Properties(delivery_mode=2))
         assert not broker.alarms
-    assert "what was not confirmed is lost" in caplog.text
+    assert "unconfirmed messages are lost" in caplog.text
 
 
 # Without the wait for the disk, the process would be dead long before anything were written.
@@ -461,10 +461,10 @@ def test_the_broker_ends_even_if_a_write_never_returns(tmp_path, monkeypatch, ca
             # Whoever does not need the disk goes on.
             broker.flow(active=False)
             assert not declared.done()
-        with pytest.raises(StoreError, match="store: the broker has ended before it was on disk"):
+        with pytest.raises(StoreError, match="store: the broker ended before the change was on disk"):
             declared.result(30)
-        assert f"{path}: what was not confirmed is lost: nothing could be written for 0.1 s" in caplog.text
-        assert f"{path}: the disk does not answer; the file is in use until it does" in caplog.text
+        assert f"{path}: unconfirmed messages are lost: nothing could be written for 0.1 s" in caplog.text
+        assert f"{path}: the disk does not answer; the file stays in use until it answers" in caplog.text
         with pytest.raises(StoreError, match="used by another broker in this process"):
             Broker(store=path).__enter__()
     thread.join(30)
@@ -514,7 +514,7 @@ declaring.join()
     command = [sys.executable, "-c", program]
     with Forked[str](command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         out, err = process.communicate(timeout=60)
-    assert (process.returncode, out) == (0, "store: the broker has ended before it was on disk\n"), err
+    assert (process.returncode, out) == (0, "store: the broker ended before the change was on disk\n"), err
 
 
 def test_without_a_store_no_file_is_written_and_no_thread_is_started(broker, tmp_path, monkeypatch):
@@ -539,7 +539,7 @@ def test_E10_a_damaged_row_is_set_aside_and_reported_and_a_truncated_file_is_ref
             assert [message.body for message in broker.messages("q")] == [b"0", b"2"]
             assert broker.memory.damaged == 1
         (told,) = [record.getMessage() for record in caplog.records if "damaged" in record.getMessage()]
-        assert told == f"{path}: 1 rows are damaged, and set aside: message 2: its checksum is wrong"
+        assert told == f"{path}: 1 rows are damaged and were set aside: message 2: its checksum is wrong"
     path.write_bytes(b"S")
     with pytest.raises(StoreError, match="it is cut off; restore it from a copy"), Broker(store=path):
         pass

@@ -96,7 +96,7 @@ def test_D5_producers_are_listed_stopped_and_started(broker: Broker, run: Run) -
         assert run("start", name)[0] == 0
         producer.send(b"x").result(20)
     code, _, err = run("stop", "nobody")
-    assert (code, err) == (1, "qflow: there is no channel 'nobody'; there are: none\n")
+    assert (code, err) == (1, "qflow: there is no channel 'nobody'; the broker has: none\n")
 
 
 def test_D4_thresholds_can_be_set_on_a_queue_in_use(broker: Broker, run: Run) -> None:
@@ -271,7 +271,7 @@ def test_D3_policies_are_added_listed_and_deleted(broker: Broker, run: Run) -> N
     assert broker.queue("orders").policies == ()
     assert run("delete", "policy", "narrow")[0] == 1
     code, _, err = run("add", "policy", "narrow max_cont=9")
-    assert (code, err) == (2, "qflow: a policy sets no 'max_cont'; the nearest is 'max_count'\n")
+    assert (code, err) == (2, "qflow: a policy has no 'max_cont'; did you mean 'max_count'?\n")
 
 
 def test_F6_rates_are_set_listed_and_deleted(broker: Broker, run: Run) -> None:

@@ -154,7 +154,7 @@ def test_a_fault_can_apply_to_one_connection_only(dial, proxy):
     assert ends(first[0]) == "end"
     second[0].sendall(b"goes on")
     assert read(second[1], 7) == b"goes on"
-    with pytest.raises(LookupError, match="there is no connection 1; there are: 2"):
+    with pytest.raises(LookupError, match="there is no connection 1; the proxy has: 2"):
         proxy.cut(connection=1)
 
 
@@ -372,7 +372,7 @@ def test_no_frame_is_injected_into_a_stream_without_frames(dial, proxy):
     client, broker = dial()
     client.sendall(b"\x16\x03\x01\0\0\0\0\0")
     read(broker, 8)
-    with pytest.raises(ValueError, match="connection 1 shows no AMQP frames to_broker; is it in TLS"):
+    with pytest.raises(ValueError, match="connection 1 has no AMQP frames to_broker; is it encrypted with TLS"):
         proxy.inject(FLOW, direction="to_broker")
     proxy.inject(FLOW)
     assert read(client, len(FLOW)) == FLOW
@@ -475,7 +475,7 @@ def test_a_schedule_may_be_endless_and_can_be_cancelled(proxy):
 
 def test_a_step_that_fails_ends_its_schedule_and_is_reported(proxy, caplog):
     schedule = proxy.schedule([(0.0, lambda proxy: proxy.cut(connection=5)), (0.0, FaultProxy.refuse)])
-    with pytest.raises(LookupError, match="there is no connection 5; there are: none"):
+    with pytest.raises(LookupError, match="there is no connection 5; the proxy has: none"):
         schedule.wait(PATIENCE)
     assert "a step of a schedule failed" in caplog.text
     socket.create_connection(("127.0.0.1", proxy.port), timeout=PATIENCE).close()
@@ -505,7 +505,7 @@ def test_leaving_the_proxy_ends_its_connections(listener):
     broker.close()
     with pytest.raises(OSError, match="refused"):
         socket.create_connection(("127.0.0.1", proxy.port), timeout=PATIENCE)
-    with pytest.raises(RuntimeError, match="the proxy does not run"):
+    with pytest.raises(RuntimeError, match="the proxy is not running"):
         proxy.cut()
     with pytest.raises(RuntimeError, match="has run already"):
         proxy.__enter__()
@@ -530,7 +530,7 @@ def test_a_port_in_use_is_an_error(listener):
 def test_the_url_is_that_of_the_broker_with_the_address_of_the_proxy(broker, target, url):
     proxy = FaultProxy(broker)
     assert proxy.target == target
-    with pytest.raises(RuntimeError, match="does not run yet"):
+    with pytest.raises(RuntimeError, match="the proxy is not running"):
         _ = proxy.url
     with proxy:
         assert proxy.url == url.format(port=proxy.port)
@@ -562,5 +562,7 @@ def test_invalid_faults_are_refused(proxy, call, words):
 
 def test_a_wait_that_times_out_reports_the_connections(dial, proxy):
     dial()
-    with pytest.raises(TimeoutError, match=r"not reached within 0 s; the proxy has \(ProxiedConnection\(number=1"):
+    with pytest.raises(
+        TimeoutError, match=r"the condition was not true within 0 s; the proxy has \(ProxiedConnection\(number=1"
+    ):
         proxy.wait_until(lambda proxy: False, timeout=0)

@@ -115,5 +115,5 @@ def test_a_recording_with_one_sample_can_be_drawn() -> None:
 
 @pytest.mark.parametrize("panels", [(), (DepthPanel("run", ()),)])
 def test_a_recording_without_samples_cannot_be_drawn(panels: tuple[DepthPanel, ...]) -> None:
-    with pytest.raises(ValueError, match="nothing to draw"):
+    with pytest.raises(ValueError, match="there is nothing to draw"):
         draw(*panels)

@@ -273,7 +273,7 @@ def test_definitions_exported_by_rabbitmq_are_accepted(broker: Broker, ask: Clie
         (
             {"queue_policies": [{"name": "p", "definition": {"max_cont": 1}}]},
             "queue_policies[0]",
-            "the nearest is 'max_count'",
+            "did you mean 'max_count'?",
         ),
         ({"queue_policies": [{"colour": "red"}]}, "queue_policies[0]", "colour"),
         (
@@ -284,7 +284,7 @@ def test_definitions_exported_by_rabbitmq_are_accepted(broker: Broker, ask: Clie
                 ]
             },
             "queue_policies[1]",
-            "no regular expression",
+            "not a regular expression",
         ),
     ],
 )
@@ -375,7 +375,7 @@ def test_D3_policies_can_be_set_replaced_and_deleted_and_queues_follow(broker: B
     assert [policy["priority"] for policy in ask("GET", "/api/policies").json] == [5]
     assert ask("DELETE", "/api/policies/narrow").status == 204
     gone = ask("DELETE", "/api/policies/narrow")
-    assert (gone.status, gone.json["detail"]) == (404, "there is no policy 'narrow'; there are: none")
+    assert (gone.status, gone.json["detail"]) == (404, "there is no policy 'narrow'; the policies are: none")
     assert broker.queue("orders").thresholds.flow_stop_count == 9
 
 

@@ -311,7 +311,7 @@ def test_a_cycle_of_dead_letters_is_logged_once_for_each_queue(world, client, ca
     for _ in range(3):
         client.publish(routing_key="q0")
     assert [record.args[0] for record in caplog.records] == ["q0", "q1"]
-    assert "died there before" in caplog.text
+    assert "its message died here before" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -243,11 +243,11 @@ def test_a_hash_matches_only_its_password_and_has_its_own_salt():
 @pytest.mark.parametrize(
     ("hashed", "words"),
     [
-        ("$scrypt$", "is written"),
-        ("$scrypt$ln=14,r=8,p=1$c2FsdHNhbHQ$short", "is written"),
+        ("$scrypt$", "must have the form"),
+        ("$scrypt$ln=14,r=8,p=1$c2FsdHNhbHQ$short", "must have the form"),
         ("$scrypt$ln=24,r=8,p=1$c2FsdHNhbHQ$" + "A" * 43, "at most 256 MiB"),
-        ("$scrypt$ln=14,r=8,p=9$c2FsdHNhbHQ$" + "A" * 43, "p at most 4"),
-        ("$scrypt$ln=14,r=8,p=1$c2FsdHNhbHQ$" + "A" * 41, "in base64"),
+        ("$scrypt$ln=14,r=8,p=9$c2FsdHNhbHQ$" + "A" * 43, "p must be at most 4"),
+        ("$scrypt$ln=14,r=8,p=1$c2FsdHNhbHQ$" + "A" * 41, "must be base64"),
     ],
 )
 def test_an_unusable_hash_is_refused_and_not_shown_in_the_error(hashed, words):

@@ -102,7 +102,7 @@ def test_an_extension_that_the_profile_lacks_ends_the_connection(make_world, pro
     client.send(1, method)
     close = client.close_of(commands.Connection.Close)
     assert close.reply_code == 540
-    assert close.reply_text == f"NOT_IMPLEMENTED - {method.name} is an extension, which this broker does not have"
+    assert close.reply_text == f"NOT_IMPLEMENTED - {method.name} is an extension that this broker does not support"
 
 
 def test_without_the_extension_a_consumer_is_not_notified_that_its_queue_is_gone(make_world):

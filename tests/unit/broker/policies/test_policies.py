@@ -39,7 +39,7 @@ def test_a_definition_accepts_names_of_policies_and_enforcements():
 @pytest.mark.parametrize(
     ("definition", "error", "words"),
     [
-        ({"polcy": "ring"}, ValueError, ("'polcy'", "nearest is 'policy'")),
+        ({"polcy": "ring"}, ValueError, ("'polcy'", "did you mean 'policy'")),
         ({"policy": "drop"}, ValueError, ("policy='drop'", "reject")),
         ({"policy": 1}, ValueError, ("policy=1",)),
         ({"max_count": "1"}, TypeError, ("max_count='1'", "integer")),
@@ -249,7 +249,7 @@ def test_policies_are_ordered_by_strictness(policies, strictest):
         ({"x-qflow-then": "ring"}, ("x-qflow-then=", "max_flow_wait")),
         ({"x-qflow-conflate-key": "k"}, ("x-qflow-conflate-key='k'", "x-qflow-policy=conflate")),
         ({"x-qflow-drop-transient": "true"}, ("x-qflow-drop-transient='true'", "true or false")),
-        ({"x-qflow-polcy": "ring"}, ("x-qflow-polcy", "nearest is x-qflow-policy")),
+        ({"x-qflow-polcy": "ring"}, ("x-qflow-polcy", "did you mean x-qflow-policy")),
     ],
 )
 def test_errors_about_policy_arguments_use_the_names_of_the_arguments(arguments, words):

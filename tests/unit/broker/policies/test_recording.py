@@ -110,7 +110,7 @@ def test_C5_D4_confirms_released_by_a_change_of_enforcement_are_recorded_as_rele
 
 def test_a_broker_accepts_only_one_observer(make_world) -> None:
     world, _ = _recorded(make_world)
-    with pytest.raises(RuntimeError, match="observed by a FlowRecorder already"):
+    with pytest.raises(RuntimeError, match="already has an observer, a FlowRecorder"):
         world.host.observe(FlowRecorder(print, lambda: 0.0, lambda: 0.0))
 
 

@@ -512,7 +512,7 @@ def test_with_a_store_no_message_may_be_larger_than_a_row(tmp_path):
         BrokerSettings(store=tmp_path / "store", max_message_size=900_000_001)
     BrokerSettings(max_message_size=900_000_001)
     host = World(max_message_size=10).host
-    with pytest.raises(ChannelException, match="a message of 11 bytes is larger than the broker takes"):
+    with pytest.raises(ChannelException, match="a message of 11 bytes is larger than max_message_size"):
         host.publish("", "q", b"x" * 11)
 
 

@@ -260,7 +260,7 @@ def test_A2_without_a_store_nothing_flows_to_disk(world):
         world.host.declare_queue("q", arguments=TO_DISK)
     with pytest.raises(ValueError, match=words):
         world.set_policy(Policy("p", PolicyDefinition.from_mapping({"policy": "flow_to_disk"})))
-    with pytest.raises(ValueError, match="'p' has policy=flow_to_disk: set a store too"):
+    with pytest.raises(ValueError, match="'p' has policy=flow_to_disk: set store too"):
         BrokerSettings(policies=(Policy("p", PolicyDefinition.from_mapping({"policy": "flow_to_disk"})),))
     assert world.host.queues == {}
     assert limits_of(TO_DISK).policy == "flow_to_disk"
