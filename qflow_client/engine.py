@@ -73,7 +73,7 @@ class BaseEngine(ABC):
         #: The outbox; ``None`` without one.
         self.storage: Storage | None = None
         #: ``None`` without `on_delivery`.
-        self.deliveries = None if on_delivery is None else Deliveries(on_delivery, self._told)
+        self.deliveries = None if on_delivery is None else Deliveries(on_delivery, self._reported)
         self.listeners: Listeners[Any] = Listeners(settings.name, settings.max_flow_events)
         #: Measures and traces messages; set when the producer is connected.
         self.observer: telemetry.Observer | None = None
@@ -231,8 +231,8 @@ class BaseEngine(ABC):
         logs, reports.logs = reports.logs, []
         return settled, wake, logs
 
-    def _told(self, count: int) -> None:
-        self.step(lambda protocol: protocol.told(count, _monotonic()))
+    def _reported(self, count: int) -> None:
+        self.step(lambda protocol: protocol.reported(count, _monotonic()))
 
     def take_failures(self) -> tuple[list[Receipt], int]:
         """In a step, take the failed receipts that the application has not seen, and the number of dropped ones."""

@@ -54,7 +54,6 @@ __all__ = [
     "good_bye_until",
     "keeping",
     "kinds_of",
-    "leave_word",
     "limit_of",
     "log_connected_again",
     "log_failed_try",
@@ -64,6 +63,7 @@ __all__ = [
     "no_confirms",
     "none_of",
     "protocol_options",
+    "report_undelivered",
     "silent",
     "undelivered_of",
     "unflushed",
@@ -94,7 +94,7 @@ TLS_WRITE_CHUNK = 1 << 14
 # Brokers show this text for a connection.
 _INFORMATION = "AMQP 0-9-1 producers that obey the broker's flow control"
 # After at most this many receipts it is recorded that `on_delivery` was called with them.
-_TELL_AT_ONCE = 100
+_REPORT_AT_ONCE = 100
 
 #: Why a producer that connects in the background is disconnected at first. If it stops trying, this is a part of the
 #: error.
@@ -219,7 +219,7 @@ class Losses:
         arguments: the arguments of `why`; they are formatted when the log is written.
     """
 
-    __slots__ = ("_arguments", "_count", "_limit", "_next", "_text", "_told")
+    __slots__ = ("_arguments", "_count", "_limit", "_next", "_reported", "_text")
 
     def __init__(self, name: str, limit: int, why: str, *arguments: object) -> None:
         self._text = f"%s: %d flow events were dropped, because {why}; max_flow_events=%d"
@@ -228,7 +228,7 @@ class Losses:
         # How many events were dropped so far. Only the side that puts events changes this.
         self._count = 0
         # How many of them the log has reported.
-        self._told = 0
+        self._reported = 0
         # How many more events have to be dropped before the next warning.
         self._next = 1
 
@@ -238,10 +238,10 @@ class Losses:
 
     def entry(self) -> LogEntry | None:
         """Return the warning of the events that were dropped since the last warning; ``None`` if none were."""
-        lost = self._count - self._told
+        lost = self._count - self._reported
         if not lost:
             return None
-        self._told += lost
+        self._reported += lost
         name, arguments = self._arguments
         return log_entry(logging.WARNING, self._text, name, lost, *arguments, self._limit)
 
@@ -251,7 +251,7 @@ class Losses:
         Args:
             waiting: how many events wait for the reader now.
         """
-        if self._count - self._told >= self._next and (entry := self.entry()) is not None:
+        if self._count - self._reported >= self._next and (entry := self.entry()) is not None:
             self._next = self._limit
             write_log([entry])
         if not waiting:
@@ -362,7 +362,7 @@ class Listeners(Generic[_Events]):
         if protocol.reports.events is None:
             protocol.reports.events = []
 
-    def tell(self, protocol: ProducerProtocol, call: Callable[[Subscription], object]) -> None:
+    def pass_on(self, protocol: ProducerProtocol, call: Callable[[Subscription], object]) -> None:
         """Pass on the events.
 
         Args:
@@ -481,28 +481,28 @@ class Deliveries:
 
     Args:
         on_delivery: the application's.
-        told: called with the number of receipts that were passed since the last call.
+        reported: called with the number of receipts that were passed since the last call.
     """
 
-    def __init__(self, on_delivery: Callable[[Receipt], object], told: Callable[[int], None]) -> None:
+    def __init__(self, on_delivery: Callable[[Receipt], object], reported: Callable[[int], None]) -> None:
         self._on_delivery = on_delivery
-        self._told = told
+        self._reported = reported
         # The receipts that are not all passed yet, and how many of the first list were passed.
         self._handed: deque[list[Receipt]] = deque()
-        self._told_of_first = 0
+        self._passed_of_first = 0
 
     def hand(self, receipts: list[Receipt]) -> None:
-        """Add receipts. `tell` must be called for them in the same order."""
+        """Add receipts. `pass_on` must be called for them in the same order."""
         self._handed.append(receipts)
 
-    def tell(self, receipts: list[Receipt]) -> BaseException | None:
+    def pass_on(self, receipts: list[Receipt]) -> BaseException | None:
         """Pass all of the receipts.
 
         Returns:
             The first exception that is not an `Exception`, for example of `sys.exit`; it is logged, too.
         """
         left_by = None
-        told = 0
+        passed = 0
         for receipt in receipts:
             try:
                 self._on_delivery(receipt)
@@ -511,15 +511,15 @@ class Deliveries:
                 log(logging.ERROR, "on_delivery failed on %r", receipt, error=error)
                 if left_by is None and not isinstance(error, Exception):
                     left_by = error
-            self._told_of_first += 1
-            told += 1
-            if told == _TELL_AT_ONCE:
-                self._told(told)
-                told = 0
+            self._passed_of_first += 1
+            passed += 1
+            if passed == _REPORT_AT_ONCE:
+                self._reported(passed)
+                passed = 0
         # In this order, a receipt may be passed twice, but is never lost.
-        self._told_of_first = 0
+        self._passed_of_first = 0
         self._handed.popleft()
-        self._told(told)
+        self._reported(passed)
         return left_by
 
     def undelivered(self, left: Sequence[Receipt]) -> list[Receipt]:
@@ -529,7 +529,7 @@ class Deliveries:
             left: the receipts that were unsettled when the connection was ended. They were passed, but possibly too
                 late.
         """
-        late = [receipt for receipts in tuple(self._handed) for receipt in receipts][self._told_of_first :]
+        late = [receipt for receipts in tuple(self._handed) for receipt in receipts][self._passed_of_first :]
         failed = {id(receipt): receipt for receipt in (*late, *left) if receipt._failed and not receipt._seen}
         return sorted(failed.values(), key=lambda receipt: receipt._number)
 
@@ -602,7 +602,7 @@ def undelivered_of(failures: Sequence[Receipt], dropped: int, outbox: Sized | No
     return None
 
 
-def leave_word(name: str, error: BaseException, undelivered: UndeliveredMessages | None) -> None:
+def report_undelivered(name: str, error: BaseException, undelivered: UndeliveredMessages | None) -> None:
     """Report undelivered messages without replacing an exception.
 
     Args:

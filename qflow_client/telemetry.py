@@ -256,7 +256,7 @@ class Observer:
         if began is not None and now - began > self._durations.get(key, -1.0):
             self._durations[key] = now - began
 
-    def tell(self, *, now: float | None = None) -> None:
+    def record(self, *, now: float | None = None) -> None:
         """Record durations if it is time to, and end spans. Any thread may call this, without the producer's lock.
 
         Args:
@@ -376,7 +376,7 @@ class Tracer:
             span.end()
             raise
         # The span of a spilled message is to be ended, and no other call may come for a while.
-        observer.tell(now=_monotonic())
+        observer.record(now=_monotonic())
 
 
 def _with_span(payload: bytes | Message, span: Span, headers: Mapping[str, Any]) -> _Traced:
@@ -521,7 +521,7 @@ class _Metrics:
                     # A collection shows that there is an SDK, which may have been configured after the producer was
                     # made.
                     observer.protocol.admission.observer = observer
-                    observer.tell()
+                    observer.record()
                     _add(series, read(observer))
             return [self._api.Observation(value, attributes) for value, attributes in series.values()]
 
@@ -542,7 +542,7 @@ class _Metrics:
         with self._lock:
             if observer in self._observers:
                 self._observers.remove(observer)
-                observer.tell()
+                observer.record()
                 for name, _, _, read in _COUNTERS:
                     _add(self._past[name], read(observer))
 

@@ -37,10 +37,10 @@ from qflow_client.skin import (
     CLOSED,
     Subscription,
     good_bye_until,
-    leave_word,
     log_forgotten,
     none_of,
     protocol_options,
+    report_undelivered,
     watch_process,
 )
 from qflow_client.topology import Topology
@@ -305,7 +305,7 @@ class Engine(BaseEngine):
         self._passes_on = False
         protocol = self.protocol
         if protocol.admission.observer is not None:
-            protocol.admission.observer.tell(now=_monotonic())
+            protocol.admission.observer.record(now=_monotonic())
         if protocol.reports.is_empty:
             return
         settled, wake, logs = LOOPS.take(self.take_news)
@@ -317,7 +317,7 @@ class Engine(BaseEngine):
             # Events wait until a loop runs.
             return
         if protocol.reports.events:
-            self.listeners.tell(protocol, self._call_listener)
+            self.listeners.pass_on(protocol, self._call_listener)
         if settled:
             assert self.deliveries is not None
             self.deliveries.hand(settled)
@@ -334,7 +334,7 @@ class Engine(BaseEngine):
 
     def _deliver(self, receipts: list[Receipt]) -> None:
         assert self.deliveries is not None
-        error = self.deliveries.tell(receipts)
+        error = self.deliveries.pass_on(receipts)
         if error is not None:
             # A sys.exit in a callback ends the loop.
             raise error
@@ -404,7 +404,7 @@ class Engine(BaseEngine):
         if error is None and not ending.cancelled():
             error = ending.exception()
         if error is not None:
-            leave_word(self.settings.name, error, undelivered)
+            report_undelivered(self.settings.name, error, undelivered)
             raise error
         return undelivered
 

@@ -38,8 +38,8 @@ from qflow_client.skin import (
     deadline_of,
     keep_admitted,
     keeping,
-    leave_word,
     limit_of,
+    report_undelivered,
     unflushed,
 )
 from qflow_client.topology import Queue, Topology
@@ -482,4 +482,4 @@ class AsyncProducer(BaseProducer):
             await self.close()
         else:
             deadline = deadline_of(close_limit(DEFAULT, self.settings))
-            leave_word(self.settings.name, exc, await self._engine.close(deadline, waits_for_holds=False))
+            report_undelivered(self.settings.name, exc, await self._engine.close(deadline, waits_for_holds=False))

@@ -63,13 +63,13 @@ class _Blocked:
         await self._told(frame)
         self.reason = frame.reason or ""
         for carrier in tuple(self.carriers):
-            carrier.tell(lambda protocol, now: protocol.on_blocked(self.reason or "", now))
+            carrier.pass_event(lambda protocol, now: protocol.on_blocked(self.reason or "", now))
 
     async def _on_unblocked(self, frame: Any) -> None:
         await self._ended(frame)
         self.reason = None
         for carrier in tuple(self.carriers):
-            carrier.tell(lambda protocol, now: protocol.on_unblocked(now))
+            carrier.pass_event(lambda protocol, now: protocol.on_unblocked(now))
 
 
 class _Turn:
@@ -193,7 +193,7 @@ class QueueCarrier:
 
     # Reading.
 
-    def tell(self, change: Callable[[ProducerProtocol, float], object]) -> None:
+    def pass_event(self, change: Callable[[ProducerProtocol, float], object]) -> None:
         """Pass an event to the protocol, and do what follows."""
         if self._protocol is not None:
             change(self._protocol, _monotonic())
@@ -210,12 +210,12 @@ class QueueCarrier:
         match frame:
             case spec.Basic.Ack() if self._is_ours(frame):
                 tag = self._tag(frame)
-                self.tell(lambda protocol, now: protocol.on_ack(tag, bool(frame.multiple), now))
+                self.pass_event(lambda protocol, now: protocol.on_ack(tag, bool(frame.multiple), now))
             case spec.Basic.Nack() if self._is_ours(frame):
                 tag = self._tag(frame)
-                self.tell(lambda protocol, now: protocol.on_nack(tag, bool(frame.multiple), now))
+                self.pass_event(lambda protocol, now: protocol.on_nack(tag, bool(frame.multiple), now))
             case spec.Channel.Flow():
-                self.tell(lambda protocol, now: protocol.on_flow(bool(frame.active), now))
+                self.pass_event(lambda protocol, now: protocol.on_flow(bool(frame.active), now))
             case spec.Basic.Return():
                 self._returned, self._body = (frame, None), b""
             case ContentHeader() | ContentBody() if self._returned is not None:
@@ -223,7 +223,7 @@ class QueueCarrier:
             case spec.Channel.Close():
                 code, text = int(frame.reply_code or 0), frame.reply_text or ""
                 method = int(frame.class_id or 0), int(frame.method_id or 0)
-                self.tell(lambda protocol, now: protocol.channel_closed(code, text, method, now))
+                self.pass_event(lambda protocol, now: protocol.channel_closed(code, text, method, now))
                 return False
             case _:
                 return False
@@ -249,7 +249,7 @@ class QueueCarrier:
             code, text = int(method.reply_code or 0), method.reply_text or ""
             names = method.exchange or "", method.routing_key or ""
             payload, body = header.marshal(), self._body
-            self.tell(lambda protocol, _now: protocol.on_return(code, text, *names, payload, body))
+            self.pass_event(lambda protocol, _now: protocol.on_return(code, text, *names, payload, body))
 
     # Writing.
 

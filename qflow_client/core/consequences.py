@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from qflow_client.core.channel import INTERRUPTED
 from qflow_client.core.parts import Parts
-from qflow_client.core.untold import ON_DELIVERY
+from qflow_client.core.unreported import ON_DELIVERY
 from qflow_client.events import HoldKind
 from qflow_client.flow import Hold
 from qflow_client.receipt import Receipt
@@ -35,21 +35,21 @@ class Consequences:
         self._parts = parts
         # Attributes for speed: every answer of the broker uses them.
         self._gate, self._controller = parts.gate, parts.controller
-        self._reports, self._untold, self._waiters = parts.reports, parts.untold, parts.waiters
+        self._reports, self._unreported, self._waiters = parts.reports, parts.unreported, parts.waiters
         parts.gate.observer = self._hold_changed
         parts.steps.heal, parts.steps.follow_up = self._heal, self._follow_up
 
     def update(self, now: float) -> None:
         """Continue after messages were settled or taken off the wire."""
-        if self._untold.count and self._reports.settled:
+        if self._unreported.count and self._reports.settled:
             # Before the settled messages make room for any sender.
-            self.hold_untold(now)
+            self.hold_unreported(now)
         if self._controller.waiting or not self._gate.is_open:
-            self.go_on(now)
+            self.proceed(now)
         else:
             self._wake_settled()
 
-    def go_on(self, now: float) -> None:
+    def proceed(self, now: float) -> None:
         """Do what the time, the gate and the window allow."""
         self.retry(now)
         self._parts.line.grant(now)
@@ -110,14 +110,14 @@ class Consequences:
         if self._parts.admission.is_nearly_written:
             self.lift(HoldKind.TRANSPORT, now)
 
-    def hold_untold(self, now: float) -> None:
+    def hold_unreported(self, now: float) -> None:
         """Hold senders if too many receipts are not reported to the application yet."""
         if self._parts.admission.closed is None:
-            self._untold.hold_if_many(now)
+            self._unreported.hold_if_many(now)
 
-    def lift_untold(self, count: int, now: float) -> None:
+    def lift_unreported(self, count: int, now: float) -> None:
         """Record that `count` more receipts were reported to the application."""
-        if self._untold.note_told(count):
+        if self._unreported.note_reported(count):
             self.lift(HoldKind.CAPACITY, now, ON_DELIVERY)
 
     def _hold_changed(self, hold: Hold, raised: bool, now: float) -> None:
@@ -220,8 +220,8 @@ class Consequences:
     def _follow_up(self) -> None:
         """Do what should have followed an unfinished step."""
         now = self._parts.steps.now
-        self.lift_untold(0, now)
+        self.lift_unreported(0, now)
         self._waiters.wake_unflowed()
-        self.go_on(now)
+        self.proceed(now)
         if self._parts.channel.number is not None:
             self._parts.channel.was_open = True

@@ -19,7 +19,7 @@ from qflow_client.core.sendline import SendLine
 from qflow_client.core.settling import Settling
 from qflow_client.core.step import Steps
 from qflow_client.core.unconfirmed import Unconfirmed
-from qflow_client.core.untold import Untold
+from qflow_client.core.unreported import Unreported
 from qflow_client.core.waiters import Waiters
 from qflow_client.core.writing import Writing
 from qflow_client.flow import Line
@@ -61,7 +61,7 @@ class Parts:
             max_events=settings.max_flow_events,
         )
         #: Settled receipts that are not reported to the application yet.
-        self.untold = Untold(self.reports, self.limits)
+        self.unreported = Unreported(self.reports, self.limits)
         #: The messages on the wire.
         self.unconfirmed = Unconfirmed()
         #: The messages to be sent again, before any new message.

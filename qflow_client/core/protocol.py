@@ -10,7 +10,7 @@ each decision, listed here in the order in which a message reaches them:
 * `settling` applies the broker's answers, and `returns` finds the message that a return names;
 * `resending` has the messages to be sent again, and decides when they are sent;
 * `channel` moves messages when a channel opens or ends;
-* `reports` collects news for the application, and `waiters` and `untold` keep the callers and receipts that need it.
+* `reports` collects news for the application; `waiters` and `unreported` keep the callers and receipts that need it.
 
 Until a message is settled, it is in exactly one of three places:
 
@@ -105,7 +105,7 @@ class ProducerProtocol:
         self.reports, self.waiters = parts.reports, parts.waiters
         self.admission, self.line, self.channel = parts.admission, parts.line, parts.channel
         self._unconfirmed, self._settling, self._writing = parts.unconfirmed, parts.settling, parts.writing
-        self._untold, self._expiry = parts.untold, parts.expiry
+        self._unreported, self._expiry = parts.unreported, parts.expiry
         #: The actions that follow every step.
         self.consequences = Consequences(parts)
         self.gate.hold(HoldKind.DISCONNECTED, now=now)
@@ -193,15 +193,15 @@ class ProducerProtocol:
 
     @step
     def take_settled(self, now: float) -> list[Receipt]:
-        """Return the settled receipts. The skin reports each to the application, and then calls `told`."""
-        self.consequences.hold_untold(now)
+        """Return the settled receipts. The skin reports each to the application, and then calls `reported`."""
+        self.consequences.hold_unreported(now)
         # This comes last, so no interrupt comes between it and the return to the caller.
-        return self._untold.take()
+        return self._unreported.take()
 
     @step
-    def told(self, count: int, now: float) -> None:
+    def reported(self, count: int, now: float) -> None:
         """Record that `count` receipts of `take_settled` were reported to the application."""
-        self.consequences.lift_untold(count, now)
+        self.consequences.lift_unreported(count, now)
 
     @step
     def withdraw(self, receipt: Receipt, now: float) -> bool:
@@ -266,14 +266,14 @@ class ProducerProtocol:
             # The time before the first connection is not flow control.
             self.gate.forget_past()
         self.channel.was_open = True
-        self.consequences.go_on(now)
+        self.consequences.proceed(now)
 
     @step
     def restored(self, now: float) -> None:
         """The declarations are repeated, so messages may be sent."""
         self.channel.is_restoring = False
         self.consequences.apply_stops(now)
-        self.consequences.go_on(now)
+        self.consequences.proceed(now)
 
     @step
     def channel_closed(self, code: int, text: str, method: tuple[int, int], now: float) -> None:
@@ -463,4 +463,4 @@ class ProducerProtocol:
     def on_timer(self, now: float) -> None:
         """Do everything whose time has come."""
         self.consequences.expire(now)
-        self.consequences.go_on(now)
+        self.consequences.proceed(now)

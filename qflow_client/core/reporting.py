@@ -63,7 +63,7 @@ class MessageObserver(Protocol):
             receipt: its receipt, which is not settled.
         """
 
-    def tell(self, *, now: float) -> None:
+    def record(self, *, now: float) -> None:
         """Called by the skin without a lock, after each action that may have settled receipts.
 
         Args:

@@ -18,7 +18,7 @@ from qflow_client.core.reporting import Reports
 from qflow_client.core.step import Steps, step
 from qflow_client.core.store import Store
 from qflow_client.core.tickets import SendTicket
-from qflow_client.core.untold import ON_DELIVERY
+from qflow_client.core.unreported import ON_DELIVERY
 from qflow_client.core.waiters import Waiters
 from qflow_client.errors import FlowControlTimeout, ProducerClosed
 from qflow_client.events import HoldKind

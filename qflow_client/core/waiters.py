@@ -8,7 +8,7 @@ from qflow_client.core.admission import Admission
 from qflow_client.core.limits import Limits
 from qflow_client.core.reporting import Reports
 from qflow_client.core.step import Steps, step
-from qflow_client.core.untold import ON_DELIVERY
+from qflow_client.core.unreported import ON_DELIVERY
 
 __all__ = ["Waiters"]
 

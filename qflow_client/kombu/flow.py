@@ -67,21 +67,21 @@ class _Protocol(EncodedProtocol):
 
     def on_ack(self, tag: int, multiple: bool, now: float) -> None:
         if self.flow.tells_confirms:
-            self.flow.tell(spec.Basic.Ack, "Lb", (tag, multiple))
+            self.flow.pass_frame(spec.Basic.Ack, "Lb", (tag, multiple))
         super().on_ack(tag and tag + (self.before or 0), multiple, now)
 
     def on_acks(self, acks: list[tuple[int, int]], now: float) -> None:
         if self.flow.tells_confirms:
             for first, count in acks:
                 for tag in range(first, first + (count or 1)):
-                    self.flow.tell(spec.Basic.Ack, "Lb", (tag, count == 0))
+                    self.flow.pass_frame(spec.Basic.Ack, "Lb", (tag, count == 0))
         before = self.before or 0
         # Tag 0 means all messages, see `on_ack`.
         super().on_acks([(tag and tag + before, count) for tag, count in acks], now)
 
     def on_nack(self, tag: int, multiple: bool, now: float) -> None:
         if self.flow.tells_confirms:
-            self.flow.tell(spec.Basic.Nack, "Lb", (tag, multiple))
+            self.flow.pass_frame(spec.Basic.Nack, "Lb", (tag, multiple))
         super().on_nack(tag and tag + (self.before or 0), multiple, now)
 
     def on_return(self, code: int, text: str, exchange: str, routing_key: str, header: bytes, body: bytes) -> None:
@@ -90,7 +90,7 @@ class _Protocol(EncodedProtocol):
         content.inbound_header(header)
         if body:
             content.inbound_body(body)
-        self.flow.tell(spec.Basic.Return, "Bsss", (code, text, exchange, routing_key), content)
+        self.flow.pass_frame(spec.Basic.Return, "Bsss", (code, text, exchange, routing_key), content)
 
     @step
     def advance(self, count: int, now: float) -> bool:
@@ -178,7 +178,7 @@ class ChannelFlow(DropInFlow):
             or (events and (events.get("basic_ack") or events.get("basic_nack")))
         )
 
-    def tell(self, method: Any, format: str, arguments: tuple[Any, ...], content: Any = None) -> None:
+    def pass_frame(self, method: Any, format: str, arguments: tuple[Any, ...], content: Any = None) -> None:
         """Pass a method that the tap has taken to py-amqp, as if py-amqp had read it."""
         payload = bytes(4) + dumps(format, arguments)
         self._wire.later.append(lambda: self.channel.dispatch_method(method, payload, content))

@@ -26,7 +26,7 @@ class ChannelIO:
     # When the present timer fires; ``None`` without a timer.
     _timer_at: float | None
 
-    def tell(self) -> None:
+    def call_after(self) -> None:
         """Call `after` on the I/O thread, unless it has ended. Any thread may call this."""
         self.services.add_callback_threadsafe(self._after)
 

@@ -32,10 +32,10 @@ from qflow_client.skin import (
     CLOSED,
     Subscription,
     good_bye_until,
-    leave_word,
     log_forgotten,
     none_of,
     protocol_options,
+    report_undelivered,
     watch_process,
 )
 from qflow_client.sync.connection import SharedLink, TappedConnection
@@ -230,7 +230,7 @@ class Engine(BaseEngine):
         if not link.services.awake and protocol.has_output:
             link.services.wake()
         if not protocol.reports.is_empty:
-            link.tell()
+            link.call_after()
 
     def arm_timer(self) -> None:
         """If time alone can lift a hold, start the timer for the next call of the protocol."""
@@ -253,7 +253,7 @@ class Engine(BaseEngine):
             The result. `NOT_TAKEN` if a step could not be taken; then the message of `ticket` will not be sent.
         """
 
-        def go_on(*, begins: bool = False) -> tuple[float | None, _T | None] | NotTaken:
+        def resume_call(*, begins: bool = False) -> tuple[float | None, _T | None] | NotTaken:
             def step(_protocol: ProducerProtocol) -> tuple[float | None, _T | None]:
                 return resume(call, None if begins else _monotonic())
 
@@ -266,11 +266,11 @@ class Engine(BaseEngine):
                 protocol.line.give_up(ticket, _monotonic())
 
         try:
-            now = go_on(begins=True)
+            now = resume_call(begins=True)
             self.arm_timer()
             while now is not NOT_TAKEN and now[0] is not None:
                 waiter.wait_until(now[0])
-                before, now = now, go_on()
+                before, now = now, resume_call()
                 if now is NOT_TAKEN and ticket is not None and not ticket.claim(for_sender=True):
                     # The step that does not end has admitted the message, or is about to.
                     receipt: Any = ticket.receipt
@@ -293,7 +293,7 @@ class Engine(BaseEngine):
     def _after(self, take: Callable[[Callable[[], _News]], _News | NotTaken]) -> None:
         protocol = self.protocol
         if protocol.admission.observer is not None:
-            protocol.admission.observer.tell(now=_monotonic())
+            protocol.admission.observer.record(now=_monotonic())
         if protocol.reports.is_empty:
             return
         news = take(self._pass_on)
@@ -311,11 +311,11 @@ class Engine(BaseEngine):
         settled, wake, logs = self.take_news()
         # In the order of the steps, so that two threads cannot exchange the order of their events.
         if self.protocol.reports.events:
-            self.listeners.tell(self.protocol, self._call_listener)
+            self.listeners.pass_on(self.protocol, self._call_listener)
         if settled:
             assert self.deliveries is not None
             self.deliveries.hand(settled)
-            self.dispatcher.call(self.deliveries.tell, settled)
+            self.dispatcher.call(self.deliveries.pass_on, settled)
         return wake, logs
 
     def _call_listener(self, subscription: Subscription) -> None:
@@ -358,7 +358,7 @@ class Engine(BaseEngine):
         except BaseException as error:
             # Mainly for Ctrl-C.
             if first:
-                leave_word(self.settings.name, error, self.end(BRIEF))
+                report_undelivered(self.settings.name, error, self.end(BRIEF))
             raise
         if begun is NOT_TAKEN:
             raise NestedCall("close()")

@@ -356,15 +356,15 @@ class Link(ChannelIO):
             elif channel.connection.is_open and not self._leaves:
                 self._publish_on(channel.connection)
 
-        def go_on(_ok: object = None) -> None:
+        def declare_next(_ok: object = None) -> None:
             nonlocal declaration
             declaration = next(declarations, None)
             if declaration is None:
                 channel.close()
             else:
-                getattr(channel, declaration.method)(**declaration.arguments, callback=go_on)
+                getattr(channel, declaration.method)(**declaration.arguments, callback=declare_next)
 
-        go_on()
+        declare_next()
 
     def _publish_on(self, connection: Any) -> None:
         channel = connection.channel(on_open_callback=self._on_channel_open)

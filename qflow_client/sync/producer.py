@@ -33,8 +33,8 @@ from qflow_client.skin import (
     deadline_of,
     keep_admitted,
     keeping,
-    leave_word,
     limit_of,
+    report_undelivered,
     unflushed,
     warn_in_loop,
 )
@@ -472,4 +472,4 @@ class Producer(BaseProducer):
             check_can_wait("close()")
             # After a `NestedCall` the remaining ones are logged.
             with suppress(NestedCall):
-                leave_word(self.settings.name, exc, self._engine.close(deadline, waits_for_holds=False))
+                report_undelivered(self.settings.name, exc, self._engine.close(deadline, waits_for_holds=False))

@@ -182,7 +182,7 @@ def test_on_delivery_may_send_while_receipts_are_reported_more_slowly_than_the_b
             await soon(lambda: later)
             await (await later[0])
             await producer.flush()
-            await soon(lambda: producer._protocol.parts.untold.count == 0)
+            await soon(lambda: producer._protocol.parts.unreported.count == 0)
             assert not producer.flow_state.flowed
         assert len(why) == 12
 
@@ -197,7 +197,7 @@ def test_receipts_that_wait_for_on_delivery_are_bounded(run: Run, broker: Broker
         most = [0]
 
         def on_delivery(receipt: Receipt) -> None:
-            most[0] = max(most[0], producer._protocol.parts.untold.count + producer.unsettled)
+            most[0] = max(most[0], producer._protocol.parts.unreported.count + producer.unsettled)
 
         producer = AsyncProducer(broker.url, routing_key="q", on_delivery=on_delivery, capacity=10)
         async with producer:
@@ -208,7 +208,7 @@ def test_receipts_that_wait_for_on_delivery_are_bounded(run: Run, broker: Broker
 
             await asyncio.gather(*(send() for _ in range(20)))
         assert 0 < most[0] <= 20
-        assert producer._protocol.parts.untold.count == 0
+        assert producer._protocol.parts.unreported.count == 0
 
     run(main())
 

@@ -545,7 +545,7 @@ def test_receipts_that_wait_for_on_delivery_are_bounded(make_producer: Callable[
     job = start(lambda: [producer.send(b"", timeout=None) for _ in range(100)])
     wait_held_by_callbacks(producer)
     wait_in_line(producer, 1)
-    assert 10 < producer._protocol.parts.untold.count + producer.unsettled <= 20
+    assert 10 < producer._protocol.parts.unreported.count + producer.unsettled <= 20
     with pytest.raises(FlowControlTimeout, match="callbacks are slower than confirms"):
         producer.send(b"", timeout=0)
     go_on.set()

@@ -99,14 +99,14 @@ def test_the_capacity_of_an_existing_producer_can_only_be_set_to_a_number() -> N
 def test_a_window_that_is_briefly_small_does_not_slow_down_callbacks() -> None:
     protocol = make(capacity="auto", capacity_max=100)
     protocol.reports.settled = []
-    for untold in (50, 101):
-        for _ in range(untold - protocol.parts.untold.count):
+    for unreported in (50, 101):
+        for _ in range(unreported - protocol.parts.unreported.count):
             send(protocol)
             drain(protocol)
             protocol.on_ack(0, True, 0.0)
             protocol.take_settled(0.0)
-        assert holds(protocol) == ([] if untold == 50 else [HoldKind.CAPACITY])
-    protocol.told(51, 0.0)
+        assert holds(protocol) == ([] if unreported == 50 else [HoldKind.CAPACITY])
+    protocol.reported(51, 0.0)
     assert holds(protocol) == []
 
 

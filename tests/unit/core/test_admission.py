@@ -453,9 +453,9 @@ def test_a_producer_with_slow_receipt_callbacks_is_held_until_half_of_the_receip
     protocol = behind()
     assert list(map(str, protocol.gate.holds)) == ["capacity (on_delivery: callbacks are slower than confirms)"]
     ticket = wait(protocol)
-    protocol.told(5, 1.0)
+    protocol.reported(5, 1.0)
     assert ticket.receipt is None
-    protocol.told(1, 2.0)
+    protocol.reported(1, 2.0)
     assert ticket.receipt is not None
     assert protocol.gate.is_open
 
@@ -464,7 +464,7 @@ def test_receipts_settled_by_the_end_of_the_producer_hold_nothing() -> None:
     protocol = make(capacity=4)
     protocol.reports.settled = []
     protocol.close("the producer is closed", 1.0)
-    protocol.parts.untold.count = 5
+    protocol.parts.unreported.count = 5
     protocol.take_settled(1.0)
     assert holds(protocol) == []
 
@@ -479,7 +479,7 @@ def test_a_send_in_a_callback_waits_neither_for_callbacks_nor_for_senders_that_w
     # Not above the limit of unsettled messages (C6).
     fifth = place(protocol, b"x", 1.0, waiter="fifth", first=True)
     assert fifth.receipt is None
-    protocol.told(8, 2.0)
+    protocol.reported(8, 2.0)
     assert (fifth.receipt, other.receipt) == (None, None)
     drain(protocol)
     protocol.on_ack(9, False, 2.0)
@@ -580,7 +580,7 @@ def test_a_callback_that_waits_for_an_open_gate_does_not_wait_for_itself() -> No
     assert protocol.waiters.when_unflowed("callback", 1.0, in_callback=True)
     protocol.lift("paused", 2.0)
     assert protocol.reports.wake == ["callback"]
-    protocol.told(8, 3.0)
+    protocol.reported(8, 3.0)
     assert protocol.reports.wake == ["callback", "other"]
 
 

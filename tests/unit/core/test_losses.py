@@ -70,7 +70,7 @@ def test_E6_events_dropped_before_delivery_are_reported_to_their_subscribers(
     for number in range(50):
         protocol.hold("paused", 0.0, source="", detail=str(number))
         protocol.lift("paused", 0.0, source="")
-    listeners.tell(protocol, calls.append)
+    listeners.pass_on(protocol, calls.append)
     assert len(calls) == 5
     assert len([next(wants_all) for _ in range(5)]) == 5
     assert [text.split(",")[0] for text in said()] == ["orders: 95 flow events were dropped"]

@@ -86,7 +86,7 @@ class Watch:
 
     def spilled(self, payload: bytes | Message, receipt: Receipt) -> None: ...
 
-    def tell(self, *, now: float) -> None: ...
+    def record(self, *, now: float) -> None: ...
 
 
 class Life:
@@ -401,9 +401,9 @@ def test_E2_an_interrupt_leaves_no_hold_by_finished_callbacks() -> None:
             protocol.on_ack(tag, False, 0.0)
         assert len(protocol.take_settled(0.0)) == 3
         assert protocol.gate.is_held_by("capacity")
-        come = interrupted(lambda: protocol.told(3, 0.0), at)  # noqa: B023  # called at once
+        come = interrupted(lambda: protocol.reported(3, 0.0), at)  # noqa: B023  # called at once
         protocol.on_timer(1.0)
-        assert protocol.gate.is_open is (protocol.parts.untold.count == 0)
+        assert protocol.gate.is_open is (protocol.parts.unreported.count == 0)
         lifted += protocol.gate.is_open
         if not come:
             assert lifted > 5

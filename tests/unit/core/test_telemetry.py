@@ -43,12 +43,12 @@ def test_the_duration_of_messages_settled_together_is_that_of_the_oldest(recorde
         send(protocol, now=10.0 + at)
     drain(protocol)
     protocol.on_ack(3, True, 20.0)
-    observer.tell(now=20.0)
+    observer.record(now=20.0)
     assert seconds(recorded) == [10.0]
     protocol.on_ack(5, False, 21.0)
-    observer.tell(now=21.0)
+    observer.record(now=21.0)
     protocol.on_ack(4, False, 22.0)
-    observer.tell(now=22.0)
+    observer.record(now=22.0)
     assert seconds(recorded) == [10.0, 7.0, 9.0]
     assert observer.began == {}
     assert observer.counts == {("q", Outcome.CONFIRMED): 5}
@@ -82,7 +82,7 @@ def test_messages_settled_over_two_connections_count_once_and_a_resent_message_a
     protocol.on_ack(1, False, 7.0)
     assert observer.counts == {("q", Outcome.RETURNED): 1, ("q", Outcome.UNKNOWN): 1, ("q", Outcome.CONFIRMED): 1}
     assert observer.began == {}
-    observer.tell()
+    observer.record()
     assert seconds(recorded) == [4.0, 4.0, 4.0]
 
 
@@ -103,13 +103,13 @@ def test_durations_are_recorded_at_most_a_hundred_times_a_second_and_the_longest
         send(protocol, now=at / 1000)
         drain(protocol)
         protocol.on_ack(at + 1, False, at / 1000 + (5.0 if at == 55 else 1.0))
-        observer.tell(now=1.0 + at / 1000)
+        observer.record(now=1.0 + at / 1000)
     assert len(recorded) == 10
     assert max(seconds(recorded)) == 5.0
     # A collection gets the rest.
-    observer.tell()
+    observer.record()
     assert len(recorded) == 11
-    observer.tell()
+    observer.record()
     assert len(recorded) == 11
 
 
@@ -121,7 +121,7 @@ def test_the_wait_for_admission_is_part_of_the_duration(recorded: Recorded) -> N
     protocol.lift("paused", 5.0)
     drain(protocol)
     protocol.on_ack(1, False, 7.0)
-    observer.tell()
+    observer.record()
     assert seconds(recorded) == [6.0]
 
 
@@ -131,7 +131,7 @@ def test_messages_sent_before_the_observer_are_counted_without_a_duration(record
     observer = observe(protocol, recorded)
     drain(protocol)
     protocol.on_ack(1, False, 7.0)
-    observer.tell()
+    observer.record()
     assert seconds(recorded) == []
     assert observer.counts == {("q", Outcome.CONFIRMED): 1}
 
@@ -145,7 +145,7 @@ def test_one_ack_of_several_destinations_and_outcomes_is_counted_separately(reco
     drain(protocol)
     returned(protocol, lost.message_id, key="a")
     protocol.on_ack(3, True, 3.0)
-    observer.tell()
+    observer.record()
     assert observer.counts == {
         ("a", Outcome.CONFIRMED): 1,
         ("a", Outcome.RETURNED): 1,
@@ -163,7 +163,7 @@ def test_undelivered_messages_that_stay_in_the_outbox_are_counted_as_such(record
     returned(protocol, receipts[1].message_id)
     protocol.on_ack(2, True, 1.0)
     protocol.on_nack(4, True, 2.0)
-    observer.tell(now=2.0)
+    observer.record(now=2.0)
     assert [receipt.outcome for receipt in receipts] == [Outcome.CONFIRMED] + [Outcome.STORED] * 3
     assert [receipt.failure for receipt in receipts] == [None, Outcome.RETURNED, Outcome.NACKED, Outcome.NACKED]
     assert observer.counts == {("q", Outcome.CONFIRMED): 1, ("q", Outcome.RETURNED): 1, ("q", Outcome.NACKED): 2}
@@ -195,7 +195,7 @@ def test_without_confirms_a_written_message_counts_as_settled(recorded: Recorded
     observer = observe(protocol, recorded)
     send(protocol, now=1.0)
     drain(protocol, now=2.0)
-    observer.tell()
+    observer.record()
     assert seconds(recorded) == [1.0]
     assert observer.counts == {("q", Outcome.SENT): 1}
 

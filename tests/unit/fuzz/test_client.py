@@ -83,7 +83,7 @@ class Client:
         assert protocol.window.used >= protocol.unsettled
         assert all(isinstance(hold, Hold) for hold in protocol.reports.holds)
         told = protocol.take_settled(self.now) if protocol.reports.settled else []
-        protocol.told(len(told), self.now)
+        protocol.reported(len(told), self.now)
 
     def end(self) -> None:
         if self.protocol.channel.number is not None:

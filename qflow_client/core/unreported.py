@@ -11,13 +11,13 @@ from qflow_client.core.reporting import Reports
 from qflow_client.events import HoldKind
 from qflow_client.receipt import Receipt
 
-__all__ = ["ON_DELIVERY", "Untold"]
+__all__ = ["ON_DELIVERY", "Unreported"]
 
 #: The source of the hold for `on_delivery` callbacks that are slower than the broker's confirms.
 ON_DELIVERY = "on_delivery"
 
 
-class Untold:
+class Unreported:
     """Counts the receipts of one producer that are not reported to the application yet.
 
     Args:
@@ -48,7 +48,7 @@ class Untold:
             detail = "callbacks are slower than confirms"
             self._limits.controller.gate.hold(HoldKind.CAPACITY, now=now, source=ON_DELIVERY, detail=detail)
 
-    def note_told(self, count: int) -> bool:
+    def note_reported(self, count: int) -> bool:
         """Record that `count` receipts were reported to the application.
 
         Returns:
