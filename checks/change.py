@@ -1,5 +1,8 @@
 """All checks that must pass before a change is accepted. `.ci/run` runs them from a fresh clone.
 
+    .ci/run                 # every stage
+    .ci/run pyright docs    # these stages, and those that they need
+
 Two lanes run at the same time. `python` needs only Python. `brokers` installs everything else that the tests need, and
 mostly waits. A stage uses what an earlier stage of its lane has installed.
 """
@@ -14,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -220,8 +223,24 @@ def stages(folder: Path) -> Iterator[Stage]:
     yield Stage("browser", f"{beside} -e browser", BROKERS, ("beside", "machine"))
 
 
-def main() -> int:
-    """Run all stages, and return the exit code."""
+def chosen(every: list[Stage], names: Sequence[str]) -> list[Stage]:
+    """Return the stages with these names and those that they need, in order; without names, every stage.
+
+    Raises:
+        ValueError: there is no stage with such a name
+    """
+    stages = {stage.name: stage for stage in every}
+    if unknown := [name for name in names if name not in stages]:
+        raise ValueError(f"unknown stage {', '.join(unknown)}; there are {', '.join(stages)}")
+    needed = set(names or stages)
+    for stage in reversed(every):
+        if stage.name in needed:
+            needed.update(stage.needs)
+    return [stage for stage in every if stage.name in needed]
+
+
+def main(names: Sequence[str]) -> int:
+    """Run the stages with these names, or all, and return the exit code."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     os.environ.update(_REQUIRED)
     begun = time.monotonic()
@@ -230,7 +249,7 @@ def main() -> int:
         logs = folder / "logs"
         logs.mkdir()
         try:
-            ended = run(list(stages(folder)), ROOT, logs)
+            ended = run(chosen(list(stages(folder)), names), ROOT, logs)
         finally:
             subprocess.run([ROOT / ".ci" / "containers", "stop"], check=False)
     versions = claimed_pythons((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
@@ -243,4 +262,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except ValueError as error:
+        sys.exit(str(error))

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from checks.change import BROKERS, PYTHON, ROOT, claimed_pythons, commands_of_readme, stages
+from checks.change import BROKERS, PYTHON, ROOT, chosen, claimed_pythons, commands_of_readme, stages
 from checks.nightly import PARTS
 from checks.stages import Stage, check
 
@@ -16,7 +16,6 @@ TOX = (ROOT / "tox.ini").read_text(encoding="utf-8")
 
 @pytest.fixture(scope="module", name="found")
 def _found(tmp_path_factory: pytest.TempPathFactory) -> list[Stage]:
-    # They ask each Python what it is.
     return list(stages(tmp_path_factory.mktemp("stages")))
 
 
@@ -37,6 +36,13 @@ def test_a_readme_without_the_two_commands_is_refused() -> None:
 def test_the_stages_can_run_and_use_both_lanes(found: list[Stage]) -> None:
     check(found)
     assert {stage.lane for stage in found} == {PYTHON, BROKERS}
+
+
+def test_stages_can_be_chosen_by_name(found: list[Stage]) -> None:
+    assert chosen(found, []) == found
+    assert [stage.name for stage in chosen(found, ["relay"])] == ["beside", "machine", "relay"]
+    with pytest.raises(ValueError, match="unknown stage x; there are tests, "):
+        chosen(found, ["relay", "x"])
 
 
 def test_every_tox_environment_is_run_by_a_stage_or_at_night(found: list[Stage]) -> None:

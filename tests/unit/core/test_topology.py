@@ -39,7 +39,7 @@ def test_equal_topologies_are_equal() -> None:
         (lambda: Binding("", "q"), "Binding.exchange=''"),
         (lambda: Binding("e"), "give queue, or to_exchange"),
         (lambda: Binding("e", "q", to_exchange="f"), "give queue, or to_exchange"),
-        (lambda: Topology(ANY[2]), "queues: .* is no Queue"),
+        (lambda: Topology(ANY[2]), "queues: .* is not a Queue"),
         (lambda: Topology.of(ANY[3]), r"declare=\['q'\]: it must be a Topology, a Queue, or the name of a queue"),
     ],
 )
