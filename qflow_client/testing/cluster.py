@@ -166,7 +166,7 @@ class RabbitMQCluster:
     @property
     def running(self) -> int:
         """The number of nodes that the first node sees running, including itself."""
-        return int(self.nodes[0].ctl("eval", "length(rabbit_mnesia:cluster_nodes(running))."))
+        return int(self.nodes[0].evaluate("length(rabbit_mnesia:cluster_nodes(running))."))
 
     @staticmethod
     def _each(actions: Sequence[Callable[[], object]]) -> None:

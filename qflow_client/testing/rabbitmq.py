@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pwd
+import re
 import shutil
 import socket
 import subprocess
@@ -17,9 +18,13 @@ import tempfile
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypedDict
+from typing import TYPE_CHECKING, TypedDict
 
 from qflow_client.testing.node import HOST, Node, free_port, wait_until
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from subprocess import CompletedProcess
 
 __all__ = ["RabbitMQ", "RabbitMQError", "RabbitMQNode", "RabbitMQNotInstalled"]
 
@@ -52,10 +57,13 @@ class _Tools:
     server: Path
     ctl: Path
     epmd: Path
+    # The Erlang of some systems does not include it.
+    erl_call: str | None
 
     @classmethod
     def find(cls) -> _Tools:
-        return cls(_find_tool("rabbitmq-server"), _find_tool("rabbitmqctl"), _find_tool("epmd"))
+        server, ctl, epmd = map(_find_tool, ("rabbitmq-server", "rabbitmqctl", "epmd"))
+        return cls(server, ctl, epmd, shutil.which("erl_call"))
 
 
 @dataclass(frozen=True)
@@ -85,7 +93,7 @@ class _Credentials(TypedDict, total=False):
 
 
 class RabbitMQ(ABC):
-    """A RabbitMQ node, running anywhere, for which tests can raise alarms with ``rabbitmqctl``."""
+    """A RabbitMQ node, running anywhere, for which tests can raise alarms."""
 
     @property
     @abstractmethod
@@ -96,13 +104,26 @@ class RabbitMQ(ABC):
     def ctl(self, *args: str) -> str:
         """Run ``rabbitmqctl`` for this node, and return its output."""
 
+    def evaluate(self, expression: str) -> str:
+        """Evaluate an Erlang expression in the node, and return the result as text.
+
+        This method uses ``rabbitmqctl``, which takes about a second of CPU time. Subclasses may have a faster way.
+
+        Args:
+            expression: The expression, with its full stop. An error may cause a second evaluation.
+
+        Raises:
+            RabbitMQError: the node does not answer, or the expression fails.
+        """
+        return self.ctl("eval", expression)
+
     def raise_memory_alarm(self) -> None:
         """Raise a memory alarm. The node sends ``Connection.Blocked`` to each connection that publishes from now on.
 
         Raises:
             RabbitMQError: the node does not accept the command.
         """
-        self.ctl("set_vm_memory_high_watermark", "0")
+        self.evaluate("vm_memory_monitor:set_vm_memory_high_watermark(0).")
 
     def clear_memory_alarm(self) -> None:
         """Undo `raise_memory_alarm`. The node sends ``Connection.Unblocked`` to the connections that it had blocked.
@@ -110,7 +131,7 @@ class RabbitMQ(ABC):
         Raises:
             RabbitMQError: the node does not accept the command.
         """
-        self.ctl("set_vm_memory_high_watermark", "0.4")
+        self.evaluate("vm_memory_monitor:set_vm_memory_high_watermark(0.4).")
 
     def raise_disk_alarm(self) -> None:
         """Raise a disk alarm. The node sends ``Connection.Blocked``, as for a memory alarm.
@@ -118,7 +139,7 @@ class RabbitMQ(ABC):
         Raises:
             RabbitMQError: the node does not accept the command.
         """
-        self.ctl("set_disk_free_limit", "1000000GB")
+        self.evaluate("rabbit_disk_monitor:set_disk_free_limit(1000000000000000).")
 
     def clear_disk_alarm(self) -> None:
         """Undo `raise_disk_alarm`. The node sends ``Connection.Unblocked`` to the connections that it had blocked.
@@ -126,7 +147,7 @@ class RabbitMQ(ABC):
         Raises:
             RabbitMQError: the node does not accept the command.
         """
-        self.ctl("set_disk_free_limit", "50MB")
+        self.evaluate("rabbit_disk_monitor:set_disk_free_limit(50000000).")
 
     def sync(self) -> None:
         """Flush declarations to disk. RabbitMQ 3 writes them some time after its answer, so a crash could lose them.
@@ -134,7 +155,7 @@ class RabbitMQ(ABC):
         Raises:
             RabbitMQError: the node does not accept the command.
         """
-        self.ctl("eval", "mnesia:sync_log().")
+        self.evaluate("mnesia:sync_log().")
 
 
 class RabbitMQNode(Node, RabbitMQ):
@@ -220,23 +241,50 @@ class RabbitMQNode(Node, RabbitMQ):
         """
         words = " ".join(args)
         try:
-            done = subprocess.run(
-                [self._tools.ctl, "--quiet", *self._ctl_options, "--node", self._name, *args],
-                cwd=self._directory,
-                env=self._environment(),
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                text=True,
-                timeout=timeout,
-                check=False,
-                **self._account_of_process(),
-            )
+            done = self._run([self._tools.ctl, "--quiet", *self._ctl_options, "--node", self._name, *args], "", timeout)
         except subprocess.TimeoutExpired:
             raise RabbitMQError(f"rabbitmqctl {words} did not end within {timeout:g} s") from None
         if done.returncode != 0:
             complaint = (done.stderr.strip() or done.stdout.strip()).replace("\n", "\n  ")
             raise RabbitMQError(f"rabbitmqctl {words} failed with exit code {done.returncode}:\n  {complaint}")
         return done.stdout.strip()
+
+    def evaluate(self, expression: str, timeout: float = 180.0) -> str:
+        """Evaluate an Erlang expression in the node, in milliseconds if Erlang's ``erl_call`` is installed.
+
+        Args:
+            expression: The expression, with its full stop. An error may cause a second evaluation.
+            timeout: Maximum seconds.
+
+        Returns:
+            The result as text.
+
+        Raises:
+            RabbitMQError: the node does not answer within `timeout`, or the expression fails.
+        """
+        if self._tools.erl_call is not None:
+            try:
+                done = self._run([self._tools.erl_call, "-n", self._name, "-e"], f"{expression}\n", timeout)
+            except subprocess.TimeoutExpired:
+                raise RabbitMQError(f"{self._title} did not evaluate {expression} within {timeout:g} s") from None
+            if (result := result_of_erl_call(done.stdout)) is not None:
+                return result
+        # rabbitmqctl explains errors better.
+        return self.ctl("eval", expression, timeout=timeout)
+
+    def _run(self, command: Sequence[str | Path], standard_input: str, timeout: float) -> CompletedProcess[str]:
+        """Run a command of RabbitMQ or Erlang with the environment and the user of the node."""
+        return subprocess.run(
+            command,
+            cwd=self._directory,
+            env=self._environment(),
+            input=standard_input,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            check=False,
+            **self._account_of_process(),
+        )
 
     def _account_of_process(self) -> _Credentials:
         if self._account is None:
@@ -347,6 +395,12 @@ def _find_tool(name: str) -> Path:
         )
     wrapped = _WRAPPED_FOLDER / name
     return wrapped if Path(found).parent in _WRAPPER_FOLDERS and wrapped.exists() else Path(found)
+
+
+def result_of_erl_call(output: str) -> str | None:
+    """Return the result in the output of ``erl_call -e``, or None if there is none."""
+    found = re.fullmatch(r"\{ok, (.*)\}", output.strip(), re.DOTALL)
+    return found and found[1]
 
 
 def _accepts(port: int) -> bool:

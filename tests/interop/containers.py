@@ -21,7 +21,7 @@ from testcontainers.core.container import DockerContainer
 from testcontainers.core.labels import LABEL_SESSION_ID, SESSION_ID
 from testcontainers.core.waiting_utils import WaitStrategy, WaitStrategyTarget
 
-from qflow_client.testing.rabbitmq import RabbitMQ, RabbitMQError, speaks_amqp
+from qflow_client.testing.rabbitmq import RabbitMQ, RabbitMQError, result_of_erl_call, speaks_amqp
 
 #: Major releases of RabbitMQ that are tested in containers.
 RELEASES = ("3", "4")
@@ -32,6 +32,9 @@ _START_TIMEOUT = 120
 _ANSWER_TIMEOUT = 60
 
 _HOW = "`.ci/containers start` and `.ci/containers images` get both on Debian"
+
+# RabbitMQ's home has the cookie.
+_EVALUATE = """echo "$1" | HOME=/var/lib/rabbitmq erl_call -n "${RABBITMQ_NODENAME:-rabbit@$(hostname)}" -e"""
 
 # testcontainers has a container for this, which has to be pulled and can be lost like any other. What it does is this:
 # the pipe closes when the process at its other end is gone. Unless that has said that all is well, a container may be
@@ -95,6 +98,12 @@ class RabbitMQContainer(RabbitMQ):
         if done.exit_code != 0:
             raise RabbitMQError(f"rabbitmqctl {' '.join(args)} failed with exit code {done.exit_code}:\n  {said}")
         return said
+
+    def evaluate(self, expression: str) -> str:
+        """Evaluate an Erlang expression in the node, with ``erl_call`` if the image has it."""
+        done = self._container.exec(["sh", "-c", _EVALUATE, "sh", expression])
+        result = result_of_erl_call(done.output.decode(errors="replace"))
+        return super().evaluate(expression) if result is None else result
 
     def pause(self) -> None:
         """Suspend it: its connections stay open, and nothing is read or answered."""
