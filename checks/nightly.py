@@ -99,7 +99,7 @@ PARTS: Final[Mapping[str, Part]] = {
             _step(
                 "contract and clients",
                 f"{_TOX} -e interop -- --ignore=tests/interop/flights tests/interop",
-                _COMPATIBILITY,
+                {**_COMPATIBILITY, **_NIGHTLY},
                 hours=1.5,
             ),
             _step(

@@ -20,6 +20,13 @@ Made = TypeVar("Made")
 
 HERE = Path(__file__).parent
 
+# With a virtual host goes all that is in it.
+_EMPTY = """
+    rabbit_vhost:delete(<<"/">>, <<"tests">>),
+    rabbit_vhost:add(<<"/">>, <<"tests">>),
+    rabbit_auth_backend_internal:set_permissions(<<"guest">>, <<"/">>, <<".*">>, <<".*">>, <<".*">>, <<"tests">>).
+"""
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     # On a busy machine a node, or a program that tells it what to do, may take a minute to start.
@@ -147,11 +154,23 @@ def each_rabbitmq(
     return session_rabbitmq() if request.param == "package" else session_container(request.param)
 
 
+@pytest.fixture(scope="session")
+def spare_rabbitmq() -> Iterator[RabbitMQNode]:
+    """A RabbitMQ node for `own_rabbitmq`."""
+    node = _make(RabbitMQNode)
+    yield node
+    node.close()
+
+
 @pytest.fixture
-def own_rabbitmq() -> Iterator[RabbitMQNode]:
-    """A running RabbitMQ node for one test, to crash and stop as it likes."""
-    with _make(RabbitMQNode) as node:
-        yield node
+def own_rabbitmq(spare_rabbitmq: RabbitMQNode) -> RabbitMQNode:
+    """A running RabbitMQ node for one test, to crash and stop as it likes: without alarms, connections and queues."""
+    spare_rabbitmq.resume()
+    spare_rabbitmq.start()
+    spare_rabbitmq.clear_memory_alarm()
+    spare_rabbitmq.clear_disk_alarm()
+    assert spare_rabbitmq.evaluate(_EMPTY) == "ok"
+    return spare_rabbitmq
 
 
 @pytest.fixture(scope="session", params=VERSIONS)

@@ -25,6 +25,7 @@ from qflow_client import (
     connect_async,
 )
 from qflow_client.testing.rabbitmq import RabbitMQNode
+from tests.effort import rounds
 from tests.integration.producer.tools import Stopwatch
 from tests.interop.test_rabbitmq_producer import ENOUGH_FOR_LOAD, PATIENCE, SECONDS_OF_LOAD, check_nothing_is_lost
 
@@ -63,30 +64,32 @@ async def drain(queue: Any, count: int) -> list[bytes]:
     return bodies
 
 
-async def held(producer: AsyncProducer, kind: HoldKind) -> None:
-    """Wait on flow events until a hold is there."""
+async def held(producer: AsyncProducer, kind: HoldKind, is_held: bool = True) -> None:
+    """Wait on flow events until a hold is there, or is gone."""
     events = producer.flow_events()
     async with asyncio.timeout(PATIENCE):
-        while not any(hold.kind == kind for hold in producer.flow_state.holds):
+        while any(hold.kind == kind for hold in producer.flow_state.holds) != is_held:
             await anext(events)
 
 
 def test_a_thousand_tasks_on_a_shared_connection_each_await_their_receipt(rabbitmq: RabbitMQNode) -> None:
+    each = rounds(5)
+
     async def main() -> None:
         async with own_queue(rabbitmq.url) as (connection, queue):
             async with AsyncProducer(connection=connection, routing_key=queue.name, capacity=500) as producer:
 
                 async def work(task: int) -> None:
-                    for number in range(20):
+                    for number in range(each):
                         assert await (await producer.send(b"%d %d" % (task, number))) is Outcome.CONFIRMED
 
                 await asyncio.gather(*map(work, range(1000)))
             by_task: dict[bytes, list[int]] = {}
-            for body in await drain(queue, 20_000):
+            for body in await drain(queue, 1000 * each):
                 task, number = body.split()
                 by_task.setdefault(task, []).append(int(number))
             assert len(by_task) == 1000
-            assert all(numbers == list(range(20)) for numbers in by_task.values())
+            assert all(numbers == list(range(each)) for numbers in by_task.values())
 
     asyncio.run(main())
 
@@ -186,56 +189,79 @@ def test_returns_and_a_missing_exchange_do_not_close_the_shared_connection(rabbi
     asyncio.run(main())
 
 
+@asynccontextmanager
+async def own_and_shared(url: str, *, robust: bool, **settings: Any) -> AsyncIterator[list[AsyncProducer]]:
+    """Two connected producers, the second of which has a connection of aio-pika's. A test closes them itself."""
+    options: dict[str, Any] = {"robust": True, "reconnect_interval": 0.5} if robust else {}
+    connection = await connect_async(url, **options)
+    try:
+        yield [
+            await AsyncProducer(url, **settings).connect(),
+            await AsyncProducer(connection=connection, **settings).connect(),
+        ]
+    finally:
+        await connection.close()
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("shared", [False, True])
-def test_a_killed_node_that_restarts_has_all_messages(own_rabbitmq: RabbitMQNode, shared: bool) -> None:
-    count = 8_000
+def test_a_killed_node_that_restarts_has_all_messages(own_rabbitmq: RabbitMQNode) -> None:
+    async def send(producer: AsyncProducer, queue: str, enough: asyncio.Event) -> int:
+        sent = 0
+        while not enough.is_set():
+            await producer.send(b"%d" % sent, routing_key=queue, timeout=None)
+            sent += 1
+            if sent == 1000:
+                begun.release()
+        await producer.flush(timeout=PATIENCE)
+        await producer.close()
+        return sent
 
-    async def main() -> None:
+    async def main() -> list[int]:
         async with await connect_async(own_rabbitmq.url) as first:
-            await (await first.channel()).declare_queue("q", durable=True)
+            channel = await first.channel()
+            for queue in queues:
+                await channel.declare_queue(queue, durable=True)
         await asyncio.to_thread(own_rabbitmq.sync)
-        connection = await connect_async(own_rabbitmq.url, robust=True, reconnect_interval=0.5) if shared else None
-        where: dict[str, Any] = {"connection": connection} if shared else {"url": own_rabbitmq.url}
-        async with AsyncProducer(**where, routing_key="q", capacity=500) as producer:
-
-            async def send() -> None:
-                for number in range(count):
-                    await producer.send(b"%d" % number, timeout=None)
-
-            sending = asyncio.create_task(send())
+        enough = asyncio.Event()
+        async with (
+            own_and_shared(own_rabbitmq.url, robust=True, capacity=500) as producers,
+            asyncio.TaskGroup() as tasks,
+        ):
+            sending = [tasks.create_task(send(*each, enough)) for each in zip(producers, queues, strict=True)]
+            for _ in producers:
+                await begun.acquire()
             await asyncio.to_thread(own_rabbitmq.kill)
-            await held(producer, HoldKind.DISCONNECTED)
+            for producer in producers:
+                await held(producer, HoldKind.DISCONNECTED)
             await asyncio.to_thread(own_rabbitmq.start)
-            await asyncio.wait_for(sending, PATIENCE)
-            await producer.flush(timeout=PATIENCE)
-        if connection is not None:
-            await connection.close()
+            for producer in producers:
+                await held(producer, HoldKind.DISCONNECTED, False)
+            enough.set()
+        return [await each for each in sending]
 
-    asyncio.run(main())
-    check_nothing_is_lost(own_rabbitmq.url, "q", count)
+    queues = ("of its own", "shared")
+    begun = asyncio.Semaphore(0)
+    for queue, count in zip(queues, asyncio.run(main()), strict=True):
+        check_nothing_is_lost(own_rabbitmq.url, queue, count)
 
 
 @pytest.mark.usefixtures("one_connection")
-@pytest.mark.parametrize("shared", [False, True])
-def test_after_the_broker_is_killed_every_message_has_an_outcome(own_rabbitmq: RabbitMQNode, shared: bool) -> None:
+def test_after_the_broker_is_killed_every_message_has_an_outcome(own_rabbitmq: RabbitMQNode) -> None:
     async def main() -> None:
-        connection = await connect_async(own_rabbitmq.url) if shared else None
-        where: dict[str, Any] = {"connection": connection} if shared else {"url": own_rabbitmq.url}
-        producer = await AsyncProducer(**where, routing_key="q", mandatory=False).connect()
-        await (await producer.send(b"before")).result(PATIENCE)
-        own_rabbitmq.pause()
-        receipts = [await producer.send(b"%d" % number) for number in range(100)]
-        own_rabbitmq.kill()
-        for receipt in receipts:
-            assert await receipt.wait(PATIENCE)
-        with pytest.raises(ProducerClosed):
-            await producer.send(b"after")
-        with pytest.raises(UndeliveredMessages) as caught:
-            await producer.close(timeout=5)
-        assert len(caught.value.unknown) + len(caught.value.unsent) == 100
-        assert {receipt.outcome for receipt in receipts} <= {Outcome.UNKNOWN, Outcome.FAILED}
-        if connection is not None:
-            await connection.close()
+        async with own_and_shared(own_rabbitmq.url, robust=False, routing_key="q", mandatory=False) as producers:
+            for producer in producers:
+                await (await producer.send(b"before")).result(PATIENCE)
+            own_rabbitmq.pause()
+            sent = [[await producer.send(b"%d" % number) for number in range(100)] for producer in producers]
+            own_rabbitmq.kill()
+            for producer, receipts in zip(producers, sent, strict=True):
+                for receipt in receipts:
+                    assert await receipt.wait(PATIENCE)
+                with pytest.raises(ProducerClosed):
+                    await producer.send(b"after")
+                with pytest.raises(UndeliveredMessages) as caught:
+                    await producer.close(timeout=5)
+                assert len(caught.value.unknown) + len(caught.value.unsent) == 100
+                assert {receipt.outcome for receipt in receipts} <= {Outcome.UNKNOWN, Outcome.FAILED}
 
     asyncio.run(main())

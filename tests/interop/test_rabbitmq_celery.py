@@ -19,7 +19,7 @@ from tests.integration.producer.tools import Stopwatch, eventually, start
 pytestmark = pytest.mark.rabbitmq
 
 # Seconds that our transport waits, and after which a call that has not returned counts as one that hangs.
-WAIT = 1.0
+WAIT = 0.5
 HANGS = 3 * WAIT
 PATIENCE = 100.0
 

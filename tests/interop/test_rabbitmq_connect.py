@@ -10,12 +10,13 @@ import pytest
 
 from qflow_client import FlowControlTimeout, HoldKind, MessageRejected, Outcome, Producer, connect
 from qflow_client.testing.rabbitmq import RabbitMQNode
+from tests.effort import rounds
 
 from .test_rabbitmq_producer import PATIENCE, wait_held
 
 pytestmark = pytest.mark.rabbitmq
 
-COUNT = 20_000
+COUNT = 4 * rounds(1000)
 
 
 def test_messages_published_by_four_threads_are_consumed_on_the_same_connection_in_order(

@@ -51,7 +51,7 @@ def standing_still(node: RabbitMQ, queue: str) -> Iterator[None]:
 
     def tell(verb: str) -> None:
         found = f'{{ok, Queue}} = rabbit_amqqueue:lookup(rabbit_misc:r(<<"/">>, queue, <<"{queue}">>))'
-        assert node.ctl("eval", f"{found}, sys:{verb}(amqqueue:get_pid(Queue)).") == "ok"
+        assert node.evaluate(f"{found}, sys:{verb}(amqqueue:get_pid(Queue)).") == "ok"
 
     tell("suspend")
     try:
@@ -79,7 +79,7 @@ def test_A4_during_a_disk_alarm_the_first_send_returns_and_every_call_keeps_its_
             assert producer.send(b"before").result(PATIENCE) is Outcome.CONFIRMED
         each_rabbitmq.raise_disk_alarm()
         try:
-            eventually(lambda: "disk" in each_rabbitmq.ctl("eval", "rabbit_alarm:get_alarms()."), timeout=PATIENCE)
+            eventually(lambda: "disk" in each_rabbitmq.evaluate("rabbit_alarm:get_alarms()."), timeout=PATIENCE)
             for name, producer in producers.items():
                 first[name] = producer.send(b"first")
                 assert not first[name].wait(WAIT)
@@ -118,7 +118,7 @@ def test_J8_under_credit_flow_a_window_or_socket_hold_begins_and_nothing_is_lost
             # RabbitMQ has no word for it: it takes some hundred messages, and then leaves the socket full.
             admitted = send_until_held(large, HoldKind.TRANSPORT, {}, lambda number: body(number) * 20)
             assert large.unsettled == len(admitted)
-            assert "flow" in each_rabbitmq.ctl("list_connections", "state").split()
+            assert "{state, flow}" in each_rabbitmq.evaluate("rabbit_networking:connection_info_all([state]).")
         for each in small, large:
             each.flush(timeout=PATIENCE)
         assert holds_of(small) == {HoldKind.CAPACITY}

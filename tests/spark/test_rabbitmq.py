@@ -62,7 +62,7 @@ def test_a_memory_alarm_holds_the_job_and_is_summed_up(
     try:
         job = in_background(write, frame, node.url, routingKey=queue, summaryPath=tmp_path / "summary", **WAITS)
         # RabbitMQ says that it is blocked to who has published.
-        eventually(lambda: "blocked" in node.ctl("list_connections", "state"))
+        eventually(lambda: "blocked" in node.evaluate("rabbit_networking:connection_info_all([state])."))
         assert not job.done()
     finally:
         node.clear_memory_alarm()

@@ -29,7 +29,7 @@ from tests.interop.flights.senders import CUT, RECOVERING, SENDERS
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 #: How many of the flights: all, or as many as fit into a run of the tests.
-COUNT = FLIGHTS if EFFORT == "nightly" else 10_000
+COUNT = FLIGHTS if EFFORT == "nightly" else 4_000
 # Bytes beyond which a queue stops its producers, where it can, so that what is not taken yet fits into memory.
 CAPACITY = 8_000_000
 
