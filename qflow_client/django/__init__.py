@@ -117,7 +117,9 @@ def first_time(message_id: str, *, consumer: str = "", using: str = "default") -
             message would not be atomic.
     """
     if not message_id:
-        raise ValueError("a message without a message id cannot be told from others")
+        raise ValueError(
+            "the message has no message id, so a second copy cannot be recognized; publish with message ids"
+        )
     connection = connections[using]
     connection.validate_no_broken_transaction()
     if not connection.in_atomic_block:

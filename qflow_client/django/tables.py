@@ -19,7 +19,8 @@ def _dialect(editor: Any) -> Dialect:
     vendor = editor.connection.vendor
     if vendor not in _DIALECTS:
         raise NotSupportedError(
-            f"no outbox in a database of {vendor}: route the application qflow_outbox to PostgreSQL or SQLite"
+            f"the outbox does not support a database of {vendor}: route the application qflow_outbox to PostgreSQL or "
+            "SQLite"
         )
     return _DIALECTS[vendor]()
 

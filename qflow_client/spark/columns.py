@@ -103,13 +103,15 @@ class Rows:
             self._check(field.name, field.dataType)
         if not self._is_json and "body" not in names:
             raise SchemaError(
-                f"there is no column body (binary or string) among {', '.join(names) or 'no columns'}; name one so, or "
-                "set bodyFormat to json"
+                f"there is no column body (binary or string); the columns are {', '.join(names) or 'none'}; rename "
+                "one to body, or set bodyFormat to json"
             )
         if self._is_json and not self._members:
-            raise SchemaError("bodyFormat=json: every column is a property, and none is left for the body")
+            raise SchemaError(
+                "bodyFormat=json: every column is a property, and no column is left for the body; add one"
+            )
         if "message_id" in names and message_id not in ("column", "producer"):
-            raise SchemaError(f"messageId={message_id}, and there is a column message_id: drop one of the two")
+            raise SchemaError(f"messageId={message_id} and a column message_id: remove one of the two")
         self._properties = tuple(
             name
             for name in names
@@ -121,8 +123,8 @@ class Rows:
         if known is None or (name == "body" and self._is_json):
             if not self._is_json:
                 raise SchemaError(
-                    f"column {name} ({kind.simpleString()}) is neither body nor routing, nor a property of AMQP "
-                    f"({', '.join(_COLUMNS)}); drop it, or set bodyFormat to json to have it in the body"
+                    f"column {name} ({kind.simpleString()}) is neither the body, nor routing, nor a property of "
+                    f"AMQP ({', '.join(_COLUMNS)}); drop it, or set bodyFormat to json to put it into the body"
                 )
             self._members.append((name, _json_converter(name, kind)))
             return
@@ -247,7 +249,7 @@ def _json_converter(name: str, kind: DataType) -> Callable[[Any], Any] | None:
         }
     if isinstance(kind, MapType):
         if not isinstance(kind.keyType, StringType):
-            raise SchemaError(f"column {name} is {kind.simpleString()}; JSON has no keys but string")
+            raise SchemaError(f"column {name} is {kind.simpleString()}; the keys of a JSON object must be string")
         of_value = _json_converter(f"{name}'s values", kind.valueType)
         return lambda value: {
             key: (each if of_value is None or each is None else of_value(each)) for key, each in value

@@ -88,13 +88,13 @@ def _count(connection: pika.BlockingConnection, queue: str) -> tuple[int, int] |
 
 def _no_credit(queue: str, body: bytes) -> CreditError:
     return CreditError(
-        f"queue {queue!r} holds a message that is no credit ({body[:60]!r}): name a queue in creditQueue that nothing "
-        "else uses"
+        f"queue {queue!r} contains a message that is not a credit ({body[:60]!r}): name a queue in creditQueue that "
+        "nothing else uses"
     )
 
 
 def _way_out(queue: str) -> str:
-    return f"when no job uses it, delete the queues {queue!r} and '{queue}.tasks', and the next job makes them anew"
+    return f"when no job uses them, delete the queues {queue!r} and '{queue}.tasks'; the next job makes them again"
 
 
 def _check(credit: Credit | None, body: bytes, queue: str, capacity: int) -> Credit:
@@ -103,14 +103,14 @@ def _check(credit: Credit | None, body: bytes, queue: str, capacity: int) -> Cre
         raise _no_credit(queue, body)
     if credit.capacity != capacity:
         raise CreditError(
-            f"capacity={capacity}: the credits in queue {queue!r} are of a capacity of {credit.capacity}; say "
+            f"capacity={capacity}: the credits in queue {queue!r} are for a capacity of {credit.capacity}; set "
             f"capacity={credit.capacity}, or name another queue in creditQueue, or, {_way_out(queue)}"
         )
     return credit
 
 
 def _capacity_of(settings: ProducerSettings) -> int:
-    assert isinstance(settings.capacity, int), "the options have been looked at"
+    assert isinstance(settings.capacity, int), "the options were checked"
     return settings.capacity
 
 
@@ -168,8 +168,8 @@ def _issue_once(connection: pika.BlockingConnection, queue: str, capacity: int) 
             return
         if tasks[1]:
             raise CreditError(
-                f"the queue of credits {queue!r} was deleted, and {tasks[1]} tasks still send by what they had of it; "
-                "wait for their end"
+                f"the queue of credits {queue!r} was deleted, but {tasks[1]} tasks still send with credits from it; "
+                "wait until they end"
             )
     found = _count(connection, queue)
     channel = connection.channel()
@@ -186,7 +186,7 @@ def _issue_once(connection: pika.BlockingConnection, queue: str, capacity: int) 
         for credit in issue(uuid4().hex, capacity):
             channel.basic_publish("", queue, credit.encode(), properties)
         channel.tx_commit()
-        logger.info("queue %r has the credits of a capacity of %d", queue, capacity)
+        logger.info("queue %r has new credits for a capacity of %d", queue, capacity)
     channel.queue_declare(f"{queue}.tasks", durable=True, arguments=_CLASSIC)
     channel.close()
 
@@ -218,8 +218,8 @@ def _look_at_one(connection: pika.BlockingConnection, queue: str, capacity: int)
 
 def _wrong_number(queue: str, ready: int, due: int, capacity: int) -> CreditError:
     return CreditError(
-        f"queue {queue!r} holds {ready} credits, no task holds any, and a capacity of {capacity} has {due}: the queue "
-        f"was purged, or something else consumed or published there; {_way_out(queue)}"
+        f"queue {queue!r} has {ready} credits, no task has any, and a capacity of {capacity} needs {due}: the queue "
+        f"was purged, or another program consumed or published there; {_way_out(queue)}"
     )
 
 
@@ -281,8 +281,8 @@ class CreditLine:
             channel.basic_consume(f"{self._queue}.tasks", _ignore)
         except pika.exceptions.ChannelClosedByBroker as error:
             raise CreditError(
-                f"queue '{self._queue}.tasks' cannot be consumed: {error.reply_code} {error.reply_text}; it was there "
-                "when the job was planned"
+                f"queue '{self._queue}.tasks' cannot be consumed: {error.reply_code} {error.reply_text}; it "
+                "existed when the job was planned"
             ) from error
         return channel
 
@@ -330,7 +330,7 @@ class CreditLine:
             # When its connection ends, the producer ends too, and reports the reason.
             if self._connection.is_open:
                 self._error = CreditError(
-                    f"the channel on which the credits of queue {self._queue!r} are held was closed: {error!r}"
+                    f"the channel with the credits from queue {self._queue!r} was closed: {error!r}"
                 )
         except Exception as error:
             self._error = error
@@ -374,14 +374,14 @@ class CreditLine:
             self._hold()
 
     def _hold(self) -> None:
-        self.producer.hold(HoldKind.CAPACITY, source=_SOURCE, detail=f"no credit of queue {self._queue!r}")
+        self.producer.hold(HoldKind.CAPACITY, source=_SOURCE, detail=f"no credit from queue {self._queue!r}")
 
     def _take(self, channel: Any, method: Any, properties: pika.BasicProperties, body: bytes) -> None:
         credit = _check(Credit.decode(body), body, self._queue, self._capacity)
         self._pool = self._pool or credit.pool
         if credit.pool != self._pool or credit.number in self._numbers.values():
             raise CreditError(
-                f"queue {self._queue!r} holds more credits than the capacity of {self._capacity} has: some were issued "
+                f"queue {self._queue!r} has more credits than a capacity of {self._capacity} needs: some were issued "
                 f"twice; {_way_out(self._queue)}"
             )
         self._numbers[method.delivery_tag] = credit.number
@@ -404,7 +404,12 @@ class CreditLine:
             due = number_of_credits(self._capacity)
             raise _wrong_number(self._queue, 0, due, self._capacity)
         self._missed = missing
-        logger.info("a task waits for credits of queue %r: %d are ready, %d tasks take some", self._queue, ready, tasks)
+        logger.info(
+            "a task waits for credits from queue %r: %d credits are ready, and %d tasks use the queue",
+            self._queue,
+            ready,
+            tasks,
+        )
 
 
 def _ignore(*_: object) -> None:

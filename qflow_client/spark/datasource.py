@@ -51,7 +51,7 @@ class AmqpDataSource(DataSource):
         if "stream" not in names:
             return None
         if "queue" in names:
-            raise SettingsError("queue and stream both say what to read: set one")
+            raise SettingsError("queue and stream both name what to read: set only one")
         return OffsetOptions.load(self.options, streaming=streaming, slots=self.max_concurrent_tasks)
 
     def reader(self, schema: StructType) -> DataSourceReader:
@@ -74,7 +74,7 @@ class AmqpDataSource(DataSource):
 
     def _sink(self, schema: StructType, overwrite: bool) -> tuple[SinkOptions, Rows]:
         if overwrite:
-            raise SettingsError('mode overwrite: what is in a queue cannot be replaced; use mode("append")')
+            raise SettingsError('mode overwrite: the messages in a queue cannot be replaced; use mode("append")')
         options = SinkOptions.load(self.options, self.max_concurrent_tasks)
         rows = Rows(schema, options.body_format, options.message_id)
         if options.credit_queue is not None:

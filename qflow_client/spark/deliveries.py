@@ -83,7 +83,7 @@ def check_schema(schema: StructType) -> None:
     known = {field.name: field.dataType for field in SCHEMA}
     for field in schema:
         if field.name not in known:
-            raise SchemaError(f"a message has no column {field.name}; there are {', '.join(known)}")
+            raise SchemaError(f"a message has no column {field.name}; the columns are {', '.join(known)}")
         allowed = (BinaryType(), StringType()) if field.name == "body" else (known[field.name],)
         if field.dataType not in allowed:
             words = " or ".join(each.simpleString() for each in allowed)

@@ -55,7 +55,7 @@ class _Logs:
         # Spark does not read files whose names begin with an underscore.
         self._local = [path for path in FlowLogs(local).files if not path.name.startswith("_")] if local else []
         if not self._local and not self._remote:
-            raise FlowLogError(f"{', '.join(given)}: no file is finished; FlowLog.rotate() and close() finish one")
+            raise FlowLogError(f"{', '.join(given)}: no file is finished; FlowLog.rotate() and close() finish a file")
 
     def _parquet(self, paths: list[str]) -> DataFrame:
         return self._spark.read.schema(_EVENTS).parquet(*paths)
@@ -311,7 +311,9 @@ def flow_report_of_stream(spark: SparkSession, output: str | os.PathLike[str]) -
     """
     path = Path(output) / "facts"
     if not any(path.glob("*.parquet")):
-        raise FlowLogError(f"{path}: no window is complete yet; one is when a line comes that is later by `late`")
+        raise FlowLogError(
+            f"{path}: no window is complete yet; a window is complete when a line arrives that is later by `late`"
+        )
     facts = spark.read.schema(_SCHEMA).parquet(str(path))
     first, last = facts.where(sf.col("begin") > 0).select(sf.min("begin"), sf.max("begin")).collect()[0]
     return make_report(_tables(facts, bin_width(first or 0, last or 0)), None)

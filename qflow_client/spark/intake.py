@@ -120,7 +120,9 @@ class Intake:
             self._consumer_tag = self._channel.basic_consume(queue, self._take, arguments={"x-priority": 0})
             self._settle(self.ready == 0)
         except pika.exceptions.AMQPError as error:
-            hint = "; it is a stream: name it by the option stream" if "invalid arg 'x-priority'" in str(error) else ""
+            hint = (
+                "; it is a stream: name it with the option stream" if "invalid arg 'x-priority'" in str(error) else ""
+            )
             raise ConnectionFailed(f"queue {queue!r} cannot be consumed: {error}{hint}") from error
 
     def _remember(self) -> None:

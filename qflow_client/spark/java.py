@@ -36,15 +36,15 @@ def check_java() -> Path:
     home = os.environ.get("JAVA_HOME")
     found = shutil.which(Path(home, "bin", "java")) if home else shutil.which("java")
     if found is None:
-        where = f"JAVA_HOME={home} has no bin/java" if home else "neither JAVA_HOME nor PATH leads to one"
+        where = f"JAVA_HOME={home} has no bin/java" if home else "neither JAVA_HOME nor PATH leads to Java"
         raise JavaMissing(
             f"Spark needs Java {OLDEST} or later, and {where}; install it (Debian: apt-get install "
-            "default-jre-headless) and set JAVA_HOME, or unset it to have PATH looked at"
+            "default-jre-headless) and set JAVA_HOME, or unset it to use PATH"
         )
     answer = subprocess.run([found, "-version"], capture_output=True, text=True, timeout=60)
     match = _VERSION.search(answer.stderr)
     if match is None:
-        raise JavaMissing(f"{found} -version says no version: {(answer.stderr or answer.stdout).strip()!r}")
+        raise JavaMissing(f"{found} -version printed no version: {(answer.stderr or answer.stdout).strip()!r}")
     if int(match[1]) < OLDEST:
         raise JavaMissing(f"{found} is Java {match[1]}, and Spark needs {OLDEST} or later; set JAVA_HOME")
     return Path(found)

@@ -30,7 +30,7 @@ def _offset(*words: str) -> Option:
             raise ValueError(text)
         return int(text)
 
-    return Option(parse, f"{', '.join(map(repr, words))} or an offset, a whole number from 0 on")
+    return Option(parse, f"{', '.join(map(repr, words))} or an offset, a whole number, at least 0")
 
 
 def _when(text: str) -> datetime:
@@ -91,7 +91,7 @@ class OffsetOptions:
         """
         values = read(given, broker_options() | _COMMON | (_STREAM if streaming else _BATCH))
         if "startingTimestamp" in values and "startingOffsets" in values:
-            raise SettingsError("startingOffsets and startingTimestamp both say where to begin: set one")
+            raise SettingsError("startingOffsets and startingTimestamp both set where to begin: set only one")
         urls, connect_timeout = broker_of(values)
         start = values.get("startingOffsets", LATEST if streaming else EARLIEST)
         end = values.get("endingOffsets", LATEST)
@@ -161,8 +161,8 @@ class OffsetReader(DataSourceReader):
             end = last if options.end is None else options.end
             if not start <= end <= last:
                 raise StreamError(
-                    f"stream {options.stream!r} ends at offset {last}, and the offsets from {start} to {end} are "
-                    "asked for; set startingOffsets and endingOffsets to what there is"
+                    f"stream {options.stream!r} ends at offset {last}, but the offsets from {start} to {end} were "
+                    "requested; set startingOffsets and endingOffsets to offsets that exist"
                 )
             begin = consumer.begin() or 0
         if start < begin and start < end and options.lossless:

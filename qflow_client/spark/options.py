@@ -94,7 +94,7 @@ def read(given: Mapping[str, str], known: Mapping[str, Option]) -> dict[str, Any
         if name is None and key.lower() in _SPARKS:
             continue
         if name is None:
-            raise SettingsError(f"there is no option {key!r}; there are {', '.join(sorted(known))}")
+            raise SettingsError(f"there is no option {key!r}; the options are {', '.join(sorted(known))}")
         try:
             values[name] = known[name].parse(text)
         except ValueError:
@@ -171,30 +171,31 @@ class SinkOptions:
         )
         if settings.when_flowed is not WhenFlowed.BLOCK or settings.max_producer_flow_control_wait == 0:
             raise SettingsError(
-                "a task that does not wait fails at its first full window: leave whenFlowed at 'block', and "
+                "a task that does not wait fails when its window is full: leave whenFlowed at 'block', and "
                 "maxProducerFlowControlWait above 0"
             )
         if settings.outbox is not None:
             raise SettingsError(
-                f"outbox={settings.outbox!r}: a task that dies is run again, with all that it had to send, and several "
-                "tasks cannot use one outbox; leave outbox out"
+                f"outbox={settings.outbox!r}: Spark runs a failed task again with all its rows, and several tasks "
+                "cannot use one outbox; leave outbox out"
             )
         if not settings.confirms:
-            raise SettingsError("confirms=False: a task ends when all it sent is confirmed; leave confirms on")
+            raise SettingsError("confirms=False: a task ends when all its messages are confirmed; leave confirms on")
         per_task = values.get("capacityPerTask")
         if per_task is not None and "capacity" in values:
             raise SettingsError(
-                f"capacity={settings.capacity} is the whole job's and capacityPerTask={per_task} each task's: set one"
+                f"capacity={settings.capacity} is for the whole job, and capacityPerTask={per_task} for each task: "
+                "set only one"
             )
         credit_queue = values.get("creditQueue")
         if credit_queue is not None:
             if per_task is not None:
                 raise SettingsError(
-                    f"capacityPerTask={per_task} and creditQueue={credit_queue!r}: a task has what credits it takes "
-                    "from the queue; leave capacityPerTask out"
+                    f"capacityPerTask={per_task} and creditQueue={credit_queue!r}: the credits that a task takes "
+                    "from the queue are its capacity; leave capacityPerTask out"
                 )
             if isinstance(settings.capacity, str):
-                raise SettingsError(f"capacity={settings.capacity!r}: of creditQueue it must be a number")
+                raise SettingsError(f"capacity={settings.capacity!r}: with creditQueue it must be a number")
             per_task = settings.capacity
         return cls(
             producer=_share(settings, per_task, slots),
@@ -220,8 +221,8 @@ def _share(settings: ProducerSettings, per_task: int | None, slots: int | None) 
         if whole_job < slots:
             way_out = ", or set capacityPerTask" if name == "capacity" else ""
             raise SettingsError(
-                f"{camel(name)}={whole_job}: it is the whole job's, and {slots} tasks run at once; it must be at least "
-                f"{slots}{way_out}"
+                f"{camel(name)}={whole_job}: it is for the whole job, and {slots} tasks run at once; it must be at "
+                f"least {slots}{way_out}"
             )
         shares[name] = whole_job // slots
     if settings.rate is not None:
@@ -234,8 +235,8 @@ def _share(settings: ProducerSettings, per_task: int | None, slots: int | None) 
 def _known(slots: int | None, name: str) -> int:
     if slots is None:
         raise SettingsError(
-            f"{name} is the whole job's, and how many tasks run at once could not be found out: set "
-            "maxConcurrentTasks, or call qflow_client.spark.register(spark) first"
+            f"{name} is for the whole job, and it is not known how many tasks run at once: set maxConcurrentTasks, or "
+            "call qflow_client.spark.register(spark) first"
         )
     return slots
 

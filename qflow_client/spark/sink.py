@@ -164,8 +164,8 @@ class _Sink:
     def _aborted(self, messages: Sequence[WriterCommitMessage | None]) -> None:
         reports = [message for message in messages if isinstance(message, TaskReport)]
         logger.error(
-            "job %s failed: %d of its tasks had sent %d messages, which stay in the broker; of the others some may be "
-            "there too",
+            "job %s failed: %d of its tasks had sent %d messages, which stay in the broker; messages of other tasks "
+            "may be there too",
             self._job,
             len(reports),
             sum(report.rows for report in reports),

@@ -79,7 +79,9 @@ class Spool:
             self._load()
         except BlockingIOError:
             self._lock.close()
-            raise SpoolError(f"the spool {self.path} is in use by another query; give each its own spoolPath") from None
+            raise SpoolError(
+                f"the spool {self.path} is in use by another query; give each query its own spoolPath"
+            ) from None
         except BaseException:
             self._lock.close()
             raise
@@ -96,7 +98,9 @@ class Spool:
         if known is None:
             self._write_state("holds", self._holds)
         elif known != self._holds:
-            raise SpoolError(f"the spool {self.path} was made for {known}, and not for {self._holds}; give another")
+            raise SpoolError(
+                f"the spool {self.path} was made for {known}, not for {self._holds}; set another spoolPath"
+            )
         for file in sorted(self.path.glob("*.arrow")):
             start, count = map(int, file.stem.split("-"))
             self._starts.append(start)
@@ -171,8 +175,8 @@ class Spool:
         """
         if start < end and not self.begin <= start < end <= self.end:
             raise SpoolError(
-                f"the spool {self.path} has the offsets from {self.begin} to {self.end}, and those from {start} to "
-                f"{end} are asked for; spool and checkpoint belong together, so restore or delete both"
+                f"the spool {self.path} has the offsets from {self.begin} to {self.end}, but those from {start} to "
+                f"{end} were requested; spool and checkpoint belong together, so restore or delete both"
             )
         found = []
         at = max(0, bisect.bisect_right(self._starts, start) - 1)
@@ -212,13 +216,13 @@ def read_piece(piece: Piece) -> pa.RecordBatch:
         source = piece.data if piece.data is not None else Path(piece.path).read_bytes()
     except FileNotFoundError:
         raise SpoolError(
-            f"{piece.path} is not there: somebody deleted it, or driver and executors do not share the file system; "
-            "set sharedSpool to false then"
+            f"{piece.path} does not exist: it was deleted, or driver and executors do not share the file system; in "
+            "that case set sharedSpool to false"
         ) from None
     except PermissionError:
         raise SpoolError(
-            f"{piece.path} can be read by its owner alone, and the executor runs as another user; set sharedSpool to "
-            "false then"
+            f"{piece.path} can be read only by its owner, and the executor runs as another user; set sharedSpool to "
+            "false"
         ) from None
     with pa.ipc.open_stream(source) as reader:
         return reader.read_next_batch().slice(piece.start, piece.count)

@@ -195,7 +195,7 @@ class StreamConsumer:
 
     def _closed(self, channel: Any, reason: Any) -> None:
         if isinstance(reason, pika.exceptions.ChannelClosedByBroker):
-            hint = "; it is a queue: name it by the option queue" if f"invalid arg '{_OFFSET}'" in str(reason) else ""
+            hint = "; it is a queue: name it with the option queue" if f"invalid arg '{_OFFSET}'" in str(reason) else ""
             self._opened.failure = pika.exceptions.AMQPError(f"{reason}{hint}")
             self._opened.loop.stop()
 
@@ -209,7 +209,7 @@ class StreamConsumer:
             return int(properties.headers[_OFFSET])
         # pika would treat an exception here as a lost connection.
         self._opened.failure = StreamError(
-            f"{self._stream!r} gives its messages no {_OFFSET}, so it is no stream: name it by the option queue"
+            f"messages of {self._stream!r} have no {_OFFSET}, so it is a queue: name it with the option queue"
         )
         self._opened.loop.stop()
         return None
@@ -309,8 +309,9 @@ class StreamConsumer:
                 while not self._run(is_enough, _PATIENCE):
                     if received == before:
                         raise StreamError(
-                            f"stream {self._stream!r} ends at offset {cursor.at}, and those to {end} are asked for; it "
-                            "was deleted and made again, or no replica that has them can be reached"
+                            f"stream {self._stream!r} ends at offset {cursor.at}, but offsets to {end} were "
+                            "requested; it was deleted and made again, or no replica with these offsets can be "
+                            "reached"
                         )
                     before = received
                 finished = cursor.done

@@ -66,7 +66,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             self._told = self._spool.end
         if offset > self._told:
             raise SpoolError(
-                f"the checkpoint is at offset {offset}, and the spool {options.spool_path} ended at {self._told} "
+                f"the checkpoint is at offset {offset}, but the spool {options.spool_path} ended at {self._told} "
                 "when the query began; they belong together, so restore or delete both"
             )
         if self._consumer is None:
@@ -193,7 +193,7 @@ class OffsetStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
                 end = begin
             elif end < begin and not self._ask(lambda consumer: consumer.reaches(begin)):
                 raise StreamError(
-                    f"the checkpoint is at offset {begin}, and stream {self._options.stream!r} ends at {end}: it was "
+                    f"the checkpoint is at offset {begin}, but stream {self._options.stream!r} ends at {end}: it was "
                     "deleted and made again, or startingOffsets is beyond its end; give the query another checkpoint, "
                     "or an offset that exists"
                 )

@@ -81,7 +81,7 @@ class Backlog:
                 found = measure(connection, self._tables)
         except Exception as error:
             # The error text may contain data of a row. The relay logs errors of the database.
-            logger.debug("outbox relay: the backlog is not known: %s", type(error).__name__)
+            logger.debug("outbox relay: the backlog could not be counted: %s", type(error).__name__)
         finally:
             now = _monotonic()
             with self._lock:

@@ -73,7 +73,9 @@ class Inbox:
             ValueError: the message has no id, or the database is not supported.
         """
         if not message_id:
-            raise ValueError("a message without a message id cannot be told from others")
+            raise ValueError(
+                "the message has no message id, so a second copy cannot be recognized; publish with message ids"
+            )
         dialect = dialect_of(session, self.table)
         if dialect not in _INSERTS:
             raise ValueError(f"database {dialect!r}: use PostgreSQL or SQLite")

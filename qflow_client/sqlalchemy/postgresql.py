@@ -117,7 +117,7 @@ class PostgresqlSession:
 
     def _set_up(self, lease: float) -> None:
         if self._driver.info.server_version < 140000:
-            raise RelayError("a relay needs PostgreSQL 14 or later, which ends sessions that are idle too long")
+            raise RelayError("a relay needs PostgreSQL 14 or later, because older versions do not end idle sessions")
         milliseconds = max(1, round(silence_of(lease) * 1000))
         for setting in (
             f"idle_session_timeout = {milliseconds}",
@@ -178,8 +178,8 @@ class PostgresqlSession:
         held = {number for _, is_me, number in found if is_me and number < PARTITIONS}
         if members.count(True) != 1 or not held >= set(self._mine):
             raise RelayError(
-                "the database session has lost its locks; a relay needs a connection of its own, and none through a "
-                "pooler that divides sessions, such as PgBouncer with pool_mode=transaction"
+                "the database session has lost its locks; a relay needs its own connection, not through a pooler that "
+                "shares sessions, such as PgBouncer with pool_mode=transaction"
             )
         mine = members.index(True)
         return {partition for partition in range(PARTITIONS) if partition % len(members) == mine}

@@ -109,7 +109,7 @@ class OutboxRelay:
         **keywords: Any,
     ) -> None:
         if not lease > 0 or not poll > 0:
-            raise SettingsError(f"lease={lease!r}, poll={poll!r}: both are seconds, more than 0")
+            raise SettingsError(f"lease={lease!r}, poll={poll!r}: both must be more than 0 seconds")
         check_argument("credentials", credentials, credentials is None or callable(credentials), "None or callable")
         self._credentials = credentials
         forced: dict[str, Any] = {
@@ -120,7 +120,7 @@ class OutboxRelay:
         }
         given = {"name": "relay", **keywords}
         if wrong := [name for name in keywords if name in forced]:
-            raise SettingsError(f"{wrong[0]}: a relay decides that itself; leave it out")
+            raise SettingsError(f"{wrong[0]}: a relay sets this itself; leave it out")
         if settings is not None and "name" not in keywords:
             given.pop("name")
         loaded = ProducerSettings.load(url, settings, **given, **forced)
@@ -128,7 +128,7 @@ class OutboxRelay:
         self._settings = loaded if loaded.liveness is not None else loaded.replace(liveness=lease / 6)
         if isinstance(database, AsyncEngine):
             raise SettingsError(
-                "database: an asynchronous engine works on its loop only, and a relay in a thread; "
+                "database: an asynchronous engine works only in its event loop, but a relay works in a thread; "
                 "give engine.url, or an engine with the driver psycopg"
             )
         self._owns_engine = not isinstance(database, Engine)
@@ -174,9 +174,9 @@ class OutboxRelay:
         """
         producer, error = self._producer, self.error
         if self._stopping.is_set() or self._thread is None:
-            return Health("closed", ("it does not run",), None, 0, 0, spills=False)
+            return Health("closed", ("the relay is not running",), None, 0, 0, spills=False)
         if producer is None:
-            words = "it begins" if error is None else hide_password(_words(error))
+            words = "the relay is starting" if error is None else hide_password(_words(error))
             return Health("disconnected", (words,), None, 0, 0, spills=False)
         return producer.health()
 
@@ -187,7 +187,7 @@ class OutboxRelay:
             RuntimeError: the relay was started before.
         """
         if self._thread is not None:
-            raise RuntimeError("a relay can be started once; make another one")
+            raise RuntimeError("a relay can be started only once; make another relay")
         self._metrics.begin()
         self._waker = Waker()
         self._thread = threading.Thread(target=self._run, args=(self._waker,), name="qflow-outbox-relay", daemon=True)
@@ -260,7 +260,10 @@ class OutboxRelay:
     def _report_end(self, has_ended: bool) -> None:
         # If the database is cut off, a call may last until the system ends its connection.
         if not has_ended:
-            logger.warning("outbox relay: it has not ended after %g s, and is left behind", 2 * self._lease)
+            logger.warning(
+                "outbox relay: its thread has not ended after %g s, and continues until its last call returns",
+                2 * self._lease,
+            )
 
     def _run(self, waker: Waker) -> None:
         pause = _FIRST_PAUSE
@@ -271,7 +274,7 @@ class OutboxRelay:
                     self._work(waker)
                 except Exception as error:
                     self.error = error
-                    logger.warning("outbox relay: %s; it begins again", _words(error))
+                    logger.warning("outbox relay: %s; the relay starts again", _words(error))
                 if _monotonic() - began > 2 * _LONGEST_PAUSE:
                     pause = _FIRST_PAUSE
                 self._stopping.wait(pause * random.uniform(0.75, 1.25))

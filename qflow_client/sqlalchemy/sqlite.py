@@ -102,7 +102,9 @@ class SqliteSession:
             with self._connection.begin():
                 path = self._connection.execute(text("PRAGMA database_list")).first()[2]  # type: ignore[index]
             if not path:
-                raise RelayError("a relay needs a database that is a file; one in memory belongs to one thread")
+                raise RelayError(
+                    "a relay needs a database in a file, because a database in memory belongs to one thread"
+                )
             self._path = f"{path}.relay"
             with self._connection.begin(), suppress(IntegrityError):
                 self._connection.execute(

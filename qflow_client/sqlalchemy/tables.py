@@ -57,7 +57,7 @@ def dialect_of(session: Any, table: Table) -> str:
         return str(session.get_bind(clause=table).dialect.name)
     if isinstance(session, (Connection, AsyncConnection)):
         return str(session.dialect.name)
-    raise TypeError(f"a session or connection of SQLAlchemy is needed, not {type(session).__name__}")
+    raise TypeError(f"give a session or connection of SQLAlchemy, not {type(session).__name__}")
 
 
 class _TransactionId(ColumnElement[int]):

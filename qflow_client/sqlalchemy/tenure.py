@@ -238,7 +238,7 @@ class Tenure:
         elif outcome in _POISON:
             self._aside.append((row.id, printable(receipt.describe())))
         elif self._failure is None:
-            self._failure = f"row {row.id} was not confirmed, and is sent again: {receipt.describe()}"
+            self._failure = f"row {row.id} was not confirmed, and will be sent again: {receipt.describe()}"
 
     def _look_around(self, producer: Producer) -> None:
         """Check for external changes: the members, the producer's connection, the time."""
@@ -249,7 +249,7 @@ class Tenure:
         elif self._held_since is None:
             self._held_since = now
         elif now - self._held_since > self._lease / 2:
-            raise RelayError("the broker was not reached for half of the lease; other relays may reach it")
+            raise RelayError("the broker could not be reached for half of the lease; other relays may reach it")
         if now >= self._look_at:
             self._look_at = now + LOOK
             self._say(holds)
@@ -351,7 +351,7 @@ class Tenure:
             if is_doubtful:
                 message = republished(message)
             if _monotonic() > end:
-                raise RelayError("the database has not answered for nearly as long as the lease")
+                raise RelayError("the database has not answered for almost the whole lease")
             try:
                 receipt = producer.send_nowait(message, exchange=row.exchange, routing_key=row.routing_key)
             except ProducerFlowed:

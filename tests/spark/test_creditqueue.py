@@ -190,9 +190,9 @@ def test_what_is_wrong_with_the_options_is_said() -> None:
     url = "amqp://127.0.0.1:1/"
     with pytest.raises(SettingsError, match=r"capacityPerTask=3 and creditQueue='credits': .*; leave capacityPerTask"):
         options(url, capacityPerTask=3)
-    with pytest.raises(SettingsError, match="capacity='auto': of creditQueue it must be a number"):
+    with pytest.raises(SettingsError, match="capacity='auto': with creditQueue it must be a number"):
         options(url, capacity="auto")
-    with pytest.raises(SettingsError, match="rate is the whole job's"):
+    with pytest.raises(SettingsError, match="rate is for the whole job"):
         options(url, rate=10)
     # Nobody need know how many tasks there are, nor need there be a message for each.
     assert options(url, capacity=1).producer.capacity == 1
@@ -200,10 +200,10 @@ def test_what_is_wrong_with_the_options_is_said() -> None:
 
 def test_another_capacity_than_that_of_the_credits_is_refused(url: str) -> None:
     prepare(options(url, capacity=100).producer, CREDITS)
-    with pytest.raises(CreditError, match="capacity=99: the credits in queue 'credits' are of a capacity of 100; say"):
+    with pytest.raises(CreditError, match="capacity=99: the credits in queue 'credits' are for a capacity of 100; set"):
         prepare(options(url, capacity=99).producer, CREDITS)
     # A task finds out too, if the credits have been replaced since.
-    with pytest.raises(CreditError, match="capacity=99: the credits in queue 'credits' are of a capacity of 100"):
+    with pytest.raises(CreditError, match="capacity=99: the credits in queue 'credits' are for a capacity of 100"):
         task(options(url, capacity=99), 0, 0, 10).result(PATIENCE)
     assert ready(url, "rows") == 0
     eventually(lambda: ready(url, CREDITS) == 100)
@@ -213,7 +213,7 @@ def test_credits_that_were_purged_are_missed(url: str, monkeypatch: pytest.Monke
     of = options(url, capacity=100)
     prepare(of.producer, CREDITS)
     do(url, "queue_purge", CREDITS)
-    words = "holds 0 credits, no task holds any, and a capacity of 100 has 100: the que"
+    words = "has 0 credits, no task has any, and a capacity of 100 needs 100: the que"
     with monkeypatch.context() as patch:
         # A driver waits for them for as long as it may take to connect.
         look = creditqueue._look_through
@@ -238,7 +238,7 @@ def test_a_task_that_gets_no_credit_in_time_fails_with_FlowControlTimeout(url: s
         for _ in range(2):
             assert channel.basic_get(CREDITS)[0] is not None
         with pytest.raises(
-            FlowControlTimeout, match=r"not sent within 0\.5.* blocked \(flowed\): capacity.*no credit of queue"
+            FlowControlTimeout, match=r"not sent within 0\.5.* blocked \(flowed\): capacity.*no credit from queue"
         ):
             task(of, 0, 0, 10).result(PATIENCE)
 
@@ -246,7 +246,9 @@ def test_a_task_that_gets_no_credit_in_time_fails_with_FlowControlTimeout(url: s
 def test_a_queue_of_something_else_is_refused(url: str) -> None:
     do(url, "basic_publish", "", "rows", b"an order")
     eventually(lambda: ready(url, "rows") == 1)
-    with pytest.raises(CreditError, match=r"queue 'rows' holds a message that is no credit \(b'an order'\): name a q"):
+    with pytest.raises(
+        CreditError, match=r"queue 'rows' contains a message that is not a credit \(b'an order'\): name a q"
+    ):
         prepare(options(url, creditQueue="rows").producer, "rows")
     eventually(lambda: ready(url, "rows") == 1)
 
@@ -273,9 +275,9 @@ def test_credits_that_were_issued_twice_are_found_out() -> None:
         prepare(of.producer, CREDITS)
         (credit, *_) = broker.messages(CREDITS)
         do(broker.url, "basic_publish", "", CREDITS, credit.body)
-        with pytest.raises(CreditError, match="holds 11 credits, no task holds any, and a capacity of 10 has 10"):
+        with pytest.raises(CreditError, match="has 11 credits, no task has any, and a capacity of 10 needs 10"):
             prepare(of.producer, CREDITS)
-        with pytest.raises(CreditError, match="holds more credits than the capacity of 10 has: some were issued twice"):
+        with pytest.raises(CreditError, match="has more credits than a capacity of 10 needs: some were issued twice"):
             task(of, 0, 0, 100).result(PATIENCE)
 
 
@@ -318,5 +320,5 @@ def test_a_job_takes_its_capacity_from_the_queue(spark: SparkSession, url: str, 
     frame = spark.range(2000, numPartitions=4).selectExpr("cast(id as string) as body")
     write(frame, url, routingKey="rows", capacity=50, creditQueue=CREDITS)
     assert ready(url, "rows") == 2000
-    with pytest.raises(AnalysisException, match="capacity=60: the credits in queue 'credits' are of a capacity of 50"):
+    with pytest.raises(AnalysisException, match="capacity=60: the credits in queue 'credits' are for a capacity of 50"):
         write(frame, url, routingKey="rows", capacity=60, creditQueue=CREDITS)

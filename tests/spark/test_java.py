@@ -34,7 +34,7 @@ def test_java_home_goes_before_the_path(tmp_path: Path, monkeypatch: pytest.Monk
 def test_no_java_is_said_with_the_way_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("JAVA_HOME", raising=False)
-    with pytest.raises(JavaMissing, match="neither JAVA_HOME nor PATH leads to one; install it"):
+    with pytest.raises(JavaMissing, match="neither JAVA_HOME nor PATH leads to Java; install it"):
         check_java()
     monkeypatch.setenv("JAVA_HOME", str(tmp_path))
     with pytest.raises(JavaMissing, match="has no bin/java"):
@@ -43,7 +43,7 @@ def test_no_java_is_said_with_the_way_out(tmp_path: Path, monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize(
     ("says", "words"),
-    [('java version "1.8.0_392"', "is Java 8, and Spark needs 17"), ("Segmentation fault", "says no version")],
+    [('java version "1.8.0_392"', "is Java 8, and Spark needs 17"), ("Segmentation fault", "printed no version")],
 )
 def test_an_old_java_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, says: str, words: str) -> None:
     java(tmp_path, says)

@@ -90,7 +90,7 @@ def test_a_stream_is_read_in_ranges_by_several_tasks_in_order_as_often_as_one_li
     assert rows(load(spark, node, stream, startingOffsets="latest")) == []
     assert rows(load(spark, node, stream, startingTimestamp=int(time.time() * 1000) + 3_600_000)) == []
     assert rows(load(spark, node, stream, startingTimestamp=0)) == same(0, 2010)
-    with pytest.raises(AnalysisException, match="ends at offset 2010, and the offsets from 2012 to 2010 are "):
+    with pytest.raises(AnalysisException, match="ends at offset 2010, but the offsets from 2012 to 2010 were "):
         load(spark, node, stream, startingOffsets=2012).collect()
 
 
@@ -230,9 +230,9 @@ def test_messages_that_retention_has_removed_are_an_error_unless_one_goes_on_wit
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"queue": "rows"}, "queue and stream both say what to read"),
+        ({"queue": "rows"}, "queue and stream both name what to read"),
         ({"startingOffsets": "-1"}, r"startingOffsets='-1': it must be 'earliest', 'latest' or an offset"),
-        ({"startingOffsets": "5", "startingTimestamp": "5"}, "startingOffsets and startingTimestamp both say"),
+        ({"startingOffsets": "5", "startingTimestamp": "5"}, "startingOffsets and startingTimestamp both set"),
         ({"startingTimestamp": "now"}, "startingTimestamp='now': it must be a time, in whole milliseconds"),
         ({"endingOffsets": "earliest"}, "endingOffsets='earliest': it must be 'latest' or an offset"),
         ({"failOnDataLoss": "no"}, "failOnDataLoss='no': it must be 'true' or 'false'"),
@@ -253,10 +253,10 @@ def test_queues_and_streams_are_not_taken_for_one_another(
     queue = f"{stream}-queue"
     with pika.BlockingConnection(pika.URLParameters(node.url)) as connection:
         connection.channel().queue_declare(queue, durable=True)
-    with pytest.raises(AnalysisException, match="it is a queue: name it by the option queue"):
+    with pytest.raises(AnalysisException, match="it is a queue: name it with the option queue"):
         load(spark, node, queue).collect()
     found = spark.read.format("amqp").options(url=node.url, queue=stream, spoolPath=str(tmp_path / "spool")).load()
-    with pytest.raises(AnalysisException, match="it is a stream: name it by the option stream"):
+    with pytest.raises(AnalysisException, match="it is a stream: name it with the option stream"):
         found.collect()
 
 

@@ -64,7 +64,7 @@ def test_a_job_that_cannot_know_its_share_is_refused() -> None:
     session = Session(None)
     register(session)
     source = session.registered({})
-    with pytest.raises(SettingsError, match=r"capacity is the whole job's, and .* set maxConcurrentTasks"):
+    with pytest.raises(SettingsError, match=r"capacity is for the whole job, and .* set maxConcurrentTasks"):
         source.writer("body string", False)
 
 
@@ -91,5 +91,5 @@ def test_without_the_extra_other_formats_are_found(monkeypatch: pytest.MonkeyPat
 
 def test_an_option_says_how_many_tasks_there_are(spark: SparkSession) -> None:
     frame = spark.range(1).selectExpr("cast(id as string) as body")
-    with pytest.raises(AnalysisException, match="capacity=1000: it is the whole job's, and 1001 tasks run at once"):
+    with pytest.raises(AnalysisException, match="capacity=1000: it is for the whole job, and 1001 tasks run at once"):
         frame.write.format("amqp").options(capacity=1000, maxConcurrentTasks=1001).mode("append").save()

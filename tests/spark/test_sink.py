@@ -133,21 +133,21 @@ def test_body_format_json_puts_all_other_columns_into_the_body(spark: SparkSessi
     ("schema", "options", "words"),
     [
         ("body int", {}, "column body is int; it must be binary or string"),
-        ("text string", {}, r"column text \(string\) is neither body nor routing, nor a property of AMQP"),
+        ("text string", {}, r"column text \(string\) is neither the body, nor routing, nor a property of AMQP"),
         ("priority int", {}, "there is no column body"),
         ("body string, priority string", {}, "column priority is string; it must be a whole number"),
         ("body string, headers map<int,string>", {}, "its keys must be string"),
         ("body string, headers map<string,array<int>>", {}, "its values must be string, binary"),
         ("body string, headers string", {}, "column headers is string; it must be a map from string, or a struct"),
-        ("body string, message_id string", {"messageId": "hash"}, "there is a column message_id: drop one"),
+        ("body string, message_id string", {"messageId": "hash"}, "a column message_id: remove one"),
         ("day interval day to second", {"bodyFormat": "json"}, "which JSON does not have"),
-        ("priority int", {"bodyFormat": "json"}, "none is left for the body"),
-        ("body string", {"capcity": "10"}, "there is no option 'capcity'; there are bodyFormat, capacity,"),
+        ("priority int", {"bodyFormat": "json"}, "no column is left for the body"),
+        ("body string", {"capcity": "10"}, "there is no option 'capcity'; the options are bodyFormat, capacity,"),
         ("body string", {"capacity": "x"}, "capacity='x': it must be a whole number of messages, at least 1"),
         ("body string", {"capacity": "0"}, "capacity='0'|capacity=0: it must be"),
-        ("body string", {"capacity": "1"}, "whole job's, and 2 tasks run at once; it must be at least 2, or set"),
-        ("body string", {"capacityBytes": "1"}, "capacityBytes=1: it is the whole job's, and 2 tasks run at once"),
-        ("body string", {"capacity": "10", "capacityPerTask": "5"}, "set one"),
+        ("body string", {"capacity": "1"}, "for the whole job, and 2 tasks run at once; it must be at least 2, or set"),
+        ("body string", {"capacityBytes": "1"}, "capacityBytes=1: it is for the whole job, and 2 tasks run at once"),
+        ("body string", {"capacity": "10", "capacityPerTask": "5"}, "set only one"),
         ("body string", {"confirms": "false"}, "leave confirms on"),
         ("body string", {"outbox": "orders.outbox"}, "leave outbox out"),
         ("body string", {"whenFlowed": "raise"}, "leave whenFlowed at 'block'"),
@@ -169,7 +169,7 @@ def test_what_cannot_work_is_refused_at_planning(
 def test_Spark_says_what_cannot_work_at_planning(spark: SparkSession) -> None:
     url = "amqp://guest:secret@127.0.0.1:1/"
     for schema, options, words in (
-        ("body string", {"capacity": 1}, "the whole job's, and 2 tasks run at once"),
+        ("body string", {"capacity": 1}, "the whole job, and 2 tasks run at once"),
         ("text string", {}, "column text"),
     ):
         with pytest.raises(AnalysisException, match=words) as caught:

@@ -144,5 +144,5 @@ def test_a_queue_that_is_not_there_and_a_spool_of_another_are_named(
     fill(broker, 1)
     assert load(spark, broker, tmp_path / "b").count() == 1
     broker.declare_queue("others")
-    with pytest.raises(AnalysisException, match=r"was made for .*'queue': 'rows'.* and not for .*'queue': 'others'"):
+    with pytest.raises(AnalysisException, match=r"was made for .*'queue': 'rows'.*, not for .*'queue': 'others'"):
         load(spark, broker, tmp_path / "b", queue="others").collect()

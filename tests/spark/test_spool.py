@@ -76,7 +76,7 @@ def test_what_is_in_a_spool_is_there_when_it_is_opened_again(broker: Broker, tmp
         assert [read_piece(inline(piece)).equals(read_piece(piece)) for piece in pieces] == [True, True]
         spool.forget(11)
         assert (spool.begin, spool.end) == (10, 11)
-        with pytest.raises(SpoolError, match="has the offsets from 10 to 11, and those from 8 to 11 are asked for"):
+        with pytest.raises(SpoolError, match="has the offsets from 10 to 11, but those from 8 to 11 were requested"):
             spool.pieces(8, 11)
     with Spool(tmp_path, HOLDS) as spool:
         assert spool.end == 11

@@ -56,7 +56,7 @@ def test_what_is_no_stream_is_named_and_the_connection_ends() -> None:
         with Producer(broker.url, routing_key="rows") as producer:
             producer.send("1")
         with (
-            pytest.raises(StreamError, match=r"'rows' gives its messages no x-stream-offset.* by the option queue"),
+            pytest.raises(StreamError, match=r"messages of 'rows' have no x-stream-offset.* with the option queue"),
             StreamConsumer([broker.url], 60, "rows") as consumer,
         ):
             consumer.end()

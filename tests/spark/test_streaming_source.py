@@ -148,7 +148,7 @@ def test_what_has_come_into_another_spool_than_the_checkpoints_is_not_acknowledg
         assert query.initialOffset() == {"offset": 0}
         # As many as the checkpoint has seen, and more.
         eventually(lambda: query.reportLatestOffset() == {"offset": 20})
-        words = r"checkpoint is at offset 10, and the spool .* ended at 0 when the query began; they belong together"
+        words = r"checkpoint is at offset 10, but the spool .* ended at 0 when the query began; they belong together"
         with pytest.raises(SpoolError, match=words):
             query.latestOffset({"offset": 10}, ReadAllAvailable())
         with pytest.raises(SpoolError, match=words):
