@@ -345,7 +345,7 @@ class ExchangeSnapshot:
 
     Attributes:
         name: name of the exchange; empty for the default exchange.
-        type: type: ``"direct"``, ``"fanout"``, ``"topic"`` or ``"headers"``.
+        type: kind of exchange: ``"direct"``, ``"fanout"``, ``"topic"`` or ``"headers"``.
         durable: whether it is durable.
         auto_delete: whether it is deleted with its last binding.
         internal: whether clients cannot publish to it.
