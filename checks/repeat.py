@@ -29,7 +29,7 @@ ROOT: Final = Path(__file__).parents[1]
 _PYTEST: Final = f"{sys.executable} -m pytest -q -p no:cacheprovider"
 _ELSEWHERE: Final = ("browser", "integration/relay", "interop", "spark")
 SUITES: Final = {
-    "default": f"{_PYTEST} -n 4 {' '.join(f'--ignore=tests/{each}' for each in _ELSEWHERE)} tests",
+    "default": f"{_PYTEST} -n auto {' '.join(f'--ignore=tests/{each}' for each in _ELSEWHERE)} tests",
     "interop": f"{_PYTEST} tests/interop",
     "relay": f"{_PYTEST} -n 2 tests/unit/relay tests/integration/relay",
     "spark": f"{_PYTEST} tests/spark",

@@ -30,16 +30,20 @@ def cold(paths: Iterable[Path]) -> list[Path]:
     return [file for file in files if not any(file.parent.glob(f"__pycache__/{file.stem}.{tag}-pytest-*.pyc"))]
 
 
+def cores() -> int:
+    """Return how many cores this process can use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def main(arguments: Iterable[str]) -> int:
     """Compile the new files under the given paths, and return 0. pytest itself reports files with errors."""
     paths = [Path(argument) for argument in arguments if not argument.startswith("-")]
     files = [file for file in cold(paths) if not {"browser", "interop", "spark"} & set(file.parts)]
     if len(files) >= _FEW:
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         collect = [sys.executable, "-m", "pytest", "--collect-only", "-qq", "-p", "no:cacheprovider"]
         running = [
-            subprocess.Popen([*collect, *map(str, files[core::cores])], stdout=subprocess.DEVNULL)
-            for core in range(cores)
+            subprocess.Popen([*collect, *map(str, files[core :: cores()])], stdout=subprocess.DEVNULL)
+            for core in range(cores())
         ]
         running.append(subprocess.Popen([sys.executable, "-c", _CHARACTERS]))
         for process in running:

@@ -5,6 +5,7 @@ import os
 
 import pytest
 
+from checks.warm import cores
 from qflow_client.logs import flush_logs
 from qflow_client.manager import flow_manager
 from tests.effort import load_profile
@@ -19,6 +20,12 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     gc.disable()
     # Coverage is of the tests' own processes, and costs nothing in the programs that they start.
     os.environ.pop("COVERAGE_PROCESS_CONFIG", None)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """Have ``-n auto`` start one process more than there are cores, because some tests wait."""
+    return cores() + 1
 
 
 def pytest_collection_finish() -> None:
