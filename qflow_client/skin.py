@@ -199,7 +199,7 @@ def kinds_of(kinds: Iterable[str] | None) -> frozenset[str] | None:
         return None
     found = None if isinstance(kinds, str) else frozenset(kinds)
     if found is None or not all(isinstance(kind, str) for kind in found):
-        raise TypeError(f"kinds={shown(kinds)}: it must be several hold kinds, such as ('connection_blocked',)")
+        raise TypeError(f"kinds={shown(kinds)}: it must be a collection of hold kinds, such as ('connection_blocked',)")
     unknown = sorted(found - frozenset(HoldKind))
     if unknown:
         raise ValueError(f"kinds: there is no hold kind {shown(unknown[0])}; the kinds are {', '.join(HoldKind)}")

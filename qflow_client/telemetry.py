@@ -282,7 +282,12 @@ class Observer:
         try:
             call()
         except Exception as error:
-            log(logging.ERROR, "%s: telemetry failed", self.attributes["qflow.producer.name"], error=error)
+            log(
+                logging.ERROR,
+                "%s: telemetry failed; messages are not affected",
+                self.attributes["qflow.producer.name"],
+                error=error,
+            )
 
 
 def _end_span(span: Span, receipt: Receipt, at: int, attributes: Mapping[str, Any]) -> None:

@@ -260,13 +260,13 @@ class Reports:
         if connecting and hold.kind == HoldKind.DISCONNECTED:
             level = logging.DEBUG
         if raised:
-            logs = _entries(level, "%s: held: %s", self.name, hold)
+            logs = _entries(level, "%s: sends are held: %s", self.name, hold)
             kind = FlowEventKind.FLOWED if len(self._gate.holds) == 1 else FlowEventKind.HOLD_RAISED
         elif ending:
-            logs = _entries(level, "%s: closed while held for %.3g s: %s", self.name, now - hold.since, hold)
+            logs = _entries(level, "%s: closed while sends were held for %.3g s: %s", self.name, now - hold.since, hold)
             kind = FlowEventKind.CLOSED
         else:
-            logs = _entries(level, "%s: no longer held after %.3g s: %s", self.name, now - hold.since, hold)
+            logs = _entries(level, "%s: hold lifted after %.3g s: %s", self.name, now - hold.since, hold)
             kind = FlowEventKind.HOLD_LIFTED if self._gate.holds else FlowEventKind.UNFLOWED
         events = [] if self.events is None else [self._make_event(kind, hold, hold.since, now)]
         reported = {each for each in self._reported if each is not hold} | ({hold} if raised else set())

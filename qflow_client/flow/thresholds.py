@@ -67,7 +67,7 @@ class StopResume:
             stop: int = getattr(self, f"stop_{unit}")
             resume: int | None = getattr(self, f"resume_{unit}")
             if stop < 0:
-                raise ValueError(f"{stop_name}={stop}: it must be at least 0 (0 turns it off)")
+                raise ValueError(f"{stop_name}={stop}: it must be at least 0 (0 means no threshold)")
             if resume is None:
                 resume = max(1, stop * 7 // 8) if stop else 0
                 object.__setattr__(self, f"resume_{unit}", resume)
@@ -102,7 +102,7 @@ class StopResume:
         """
         for name, maximum in (("max_count", max_count), ("max_size", max_size)):
             if maximum < 0:
-                raise ValueError(f"{name}={maximum}: it must be at least 0 (0 is no maximum)")
+                raise ValueError(f"{name}={maximum}: it must be at least 0 (0 means no maximum)")
         for name, percent in (("stop_percent", stop_percent), ("resume_percent", resume_percent)):
             if not 0 <= percent <= 100:
                 raise ValueError(f"{name}={percent}: it must be from 0 to 100")
@@ -158,7 +158,7 @@ class Capacity:
 
     def __post_init__(self) -> None:
         if self.capacity < 0:
-            raise ValueError(f"capacity={self.capacity}: it must be at least 0 (0 is no maximum)")
+            raise ValueError(f"capacity={self.capacity}: it must be at least 0 (0 means no maximum)")
         if self.resume is None:
             object.__setattr__(self, "resume", self.capacity)
         assert self.resume is not None

@@ -76,7 +76,7 @@ class Channel(pyamqp.Channel):
 
     def _on_open_ok(self) -> None:
         connection = self.connection
-        self._end_flow("the channel is opened anew")
+        self._end_flow("the channel is opened again")
         self._flow = ChannelFlow(self, connection.flow_settings, connection.transport)
         super()._on_open_ok()
 

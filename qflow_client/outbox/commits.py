@@ -51,7 +51,7 @@ class CommitWaits:
         Returns:
             Why the messages are not on disk; "" if they are.
         """
-        return wait.why if wait.wake.acquire(timeout=timeout) else f"not on disk after {timeout:.3g} s"
+        return wait.why if wait.wake.acquire(timeout=timeout) else f"the message is not on disk after {timeout:.3g} s"
 
     def committed(self, durable: int, error: Exception | None) -> None:
         """Wake the threads whose messages are on disk; after a failed commit, wake all. Called by the writer."""

@@ -336,5 +336,5 @@ def lost(stream: str, first: int, last: int) -> StreamError:
     """Return the error for offsets that do not exist any more, from `first` to the offset before `last`."""
     return StreamError(
         f"stream {stream!r} no longer has the offsets {first} to {last - 1}: its retention (x-max-length-bytes, "
-        "x-max-age) has removed them; set failOnDataLoss to false to go on without them"
+        "x-max-age) has removed them; set failOnDataLoss to false to continue without them"
     )

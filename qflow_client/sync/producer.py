@@ -111,7 +111,7 @@ class Producer(BaseProducer):
         super().__init__(loaded, manager)
         check_arguments(url, connection, on_delivery, on_flow, manager, declare, credentials)
         if inspect.iscoroutinefunction(credentials):
-            raise TypeError("credentials: it must be a plain function; only AsyncProducer awaits what it returns")
+            raise TypeError("credentials: it must be a plain function; only AsyncProducer accepts a coroutine function")
         if connection is not None and not isinstance(connection, TappedConnection):
             raise SettingsError(
                 f"connection={type(connection).__name__}: make it with qflow_client.connect(url); on any other "

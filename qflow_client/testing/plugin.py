@@ -27,8 +27,8 @@ def pytest_configure(config: pytest.Config) -> None:
     """Register the marker."""
     config.addinivalue_line(
         "markers",
-        f"{_MARKER}(**settings): settings of the broker that the fixture qflow_broker gives, by the names of "
-        "qflow_client.broker.BrokerSettings; the nearest marker goes first",
+        f"{_MARKER}(**settings): settings for the broker of the fixture qflow_broker, named as in "
+        "qflow_client.broker.BrokerSettings; the nearest marker has priority",
     )
 
 
@@ -48,7 +48,7 @@ def qflow_broker(request: pytest.FixtureRequest, qflow_broker_settings: Mapping[
     # The nearest marker comes first, and has priority.
     for marker in reversed(list(request.node.iter_markers(_MARKER))):
         if marker.args:
-            raise pytest.UsageError(f"@pytest.mark.{_MARKER} takes settings by name, not {marker.args[0]!r}")
+            raise pytest.UsageError(f"@pytest.mark.{_MARKER} accepts only keyword arguments, not {marker.args[0]!r}")
         settings |= marker.kwargs
     with Broker(**settings) as broker:
         yield broker

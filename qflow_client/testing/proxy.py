@@ -500,7 +500,7 @@ class FaultProxy:
         """
         if not bytes_per_second > 0:
             raise ValueError(
-                f"bytes_per_second must be more than 0, not {bytes_per_second!r}; stall() lets nothing pass"
+                f"bytes_per_second must be more than 0, not {bytes_per_second!r}; use stall() to let no bytes pass"
             )
         self._change(direction, connection, rate=bytes_per_second)
 

@@ -683,8 +683,8 @@ class BlockingChannel(_pika.BlockingChannel):
         if self._is_pipelined and self._flow.protocol.unsettled:
             log(
                 logging.WARNING,
-                "%d messages are not confirmed, and the channel does not wait: the program leaves by %r; see "
-                "`unconfirmed`",
+                "%d messages are not confirmed, and the channel does not wait for them, because the program leaves the "
+                "block by %r; see `unconfirmed`",
                 self._flow.protocol.unsettled,
                 value,
             )

@@ -235,7 +235,7 @@ def test_settings_come_from_the_fixture_and_the_nearest_marker_overrides_them(py
 @pytest.mark.parametrize(
     ("marker", "words"),
     [
-        ('"completion"', "takes settings by name, not 'completion'"),
+        ('"completion"', "accepts only keyword arguments, not 'completion'"),
         ('enforcement="often"', "enforcement must be one of"),
         ("colour=1", "colour"),
     ],

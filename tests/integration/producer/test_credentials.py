@@ -269,7 +269,7 @@ def test_invalid_credentials_arguments_are_refused(broker: Broker) -> None:
     async def issue() -> Credentials:
         return Credentials("app", SECRET)
 
-    with pytest.raises(TypeError, match="only AsyncProducer awaits"):
+    with pytest.raises(TypeError, match="only AsyncProducer accepts a coroutine"):
         Producer(broker.url, credentials=issue)  # type: ignore[arg-type]
 
 

@@ -359,8 +359,11 @@ def test_a_log_handler_may_send_with_the_producer_that_logs(
     unsent.wait(2)
     broker.flow(True)
     broker.wait_until(lambda b: b.queue("q").depth == 2)
-    assert ["no longer held" in body.decode() for body in bodies(broker)] == [True, True]
-    assert [text.split(": ", 1)[1] for text in unsent] == ["held: paused (stock-taking)", "held: channel_flow"]
+    assert ["hold lifted after" in body.decode() for body in bodies(broker)] == [True, True]
+    assert [text.split(": ", 1)[1] for text in unsent] == [
+        "sends are held: paused (stock-taking)",
+        "sends are held: channel_flow",
+    ]
 
 
 def test_a_log_handler_that_raises_affects_only_the_log(
@@ -380,7 +383,7 @@ def test_a_log_handler_that_raises_affects_only_the_log(
     assert flush_logs(20)
     said = capsys.readouterr().err
     assert said.count("BrokenPipeError: the log host is gone") == 4
-    assert "held: paused (stock-taking)" in said
+    assert "sends are held: paused (stock-taking)" in said
 
 
 def test_a_log_handler_that_blocks_delays_no_sender(
