@@ -216,7 +216,7 @@ def stages(folder: Path) -> Iterator[Stage]:
     )
     # The run has a tenth of the queues, for one second each. The limits allow for a machine that other stages use too.
     yield Stage("attacks", f"{python} -m benchmarks.attack --quick {_ATTACKS}", BROKERS, ("interop",))
-    yield Stage("kills", f"{python} -m benchmarks.kills --folder {folder}", BROKERS, ("interop",))
+    yield Stage("kills", f"{python} -m benchmarks.kills --kills 100 --folder {folder}", BROKERS, ("interop",))
     yield Stage("spark", f"{beside} -e spark", BROKERS, ("beside", "machine"))
     yield Stage(
         "relay",
