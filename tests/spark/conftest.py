@@ -38,11 +38,14 @@ def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
     check_java()
     os.environ["PYSPARK_PYTHON"] = sys.executable
     # The workers import the package that is tested.
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
+    folders = [str(HERE.parents[1]), str(HERE / "preloaded"), os.environ.get("PYTHONPATH", "")]
+    os.environ["PYTHONPATH"] = os.pathsep.join(folders)
     session = (
         SparkSession.builder.master("local[2,2]")
         .config("spark.driver.memory", "2g")
         .config("spark.sql.shuffle.partitions", 2)
+        # To compile a query takes longer than to run it on so few rows.
+        .config("spark.sql.codegen.wholeStage", False)
         .config("spark.sql.warehouse.dir", str(tmp_path_factory.mktemp("warehouse")))
         .config("spark.ui.enabled", False)
         # Of Spark Connect: for its clients, and no JVM more.

@@ -18,7 +18,6 @@ from qflow_client.broker import Broker
 from qflow_client.spark import register
 from tests.spark.support import PATIENCE, eventually
 
-ROOT = Path(__file__).parents[2]
 ROWS = 3000
 
 
@@ -39,11 +38,10 @@ def main(url: str, folder: str) -> None:
 
 
 def run(broker: Broker, folder: Path) -> subprocess.Popen[bytes]:
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "PYSPARK_PYTHON": sys.executable}
     program = "import sys; from tests.spark.test_killed import main; main(*sys.argv[1:])"
     command = [sys.executable, "-c", program, broker.url, str(folder)]
     # A group of its own, with its JVM and its workers in it.
-    return subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL, start_new_session=True)
+    return subprocess.Popen(command, stderr=subprocess.DEVNULL, start_new_session=True)
 
 
 @pytest.mark.timeout(1000)
