@@ -268,7 +268,7 @@ class TapTransport(asyncio.Transport):
             self._pump()
         except Exception as error:
             # The callers that wait, and the broker, must learn of any error.
-            log(logging.ERROR, "writing failed", error=error)
+            log(logging.ERROR, "writing failed, and the connection is closed", error=error)
             self._broken = True
             self._protocol.fail(f"writing failed: {error!r}")
 

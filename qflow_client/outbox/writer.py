@@ -63,7 +63,12 @@ def close_outbox(outbox: Outbox, name: str, timeout: float | None = None) -> Non
             take(lambda: outbox.close(timeout))
     except OutboxError as error:
         # Settled messages that stay in the file are sent once more, and marked.
-        log(logging.ERROR, "%s: outbox not closed properly: %s", name, error)
+        log(
+            logging.ERROR,
+            "%s: the outbox was not closed properly, so settled messages may be sent once more: %s",
+            name,
+            error,
+        )
 
 
 class Writer:
@@ -235,7 +240,7 @@ class Writer:
             return
         damaged = {sequence: why for sequence, why in outbox.damaged.items() if sequence not in known}
         for sequence, why in damaged.items():
-            words = "%s: %s: message %d is damaged, and set aside: %s; see qflow outbox ls, and drop"
+            words = "%s: %s: message %d is damaged, and set aside: %s; see qflow outbox ls and qflow outbox drop"
             log(logging.ERROR, words, self._name, outbox.path, sequence, why)
         self._deliver(lambda now: store.feed(request, batch, damaged, now))
 

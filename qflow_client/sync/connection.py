@@ -203,7 +203,7 @@ class Carrier:
             self.services.run()
         except BaseException as error:
             # The callers that wait, and the broker, must learn of any error.
-            log(logging.ERROR, "%s: the I/O thread failed", self.url, error=error)
+            log(logging.ERROR, "%s: the I/O thread failed, and the connection is closed", self.url, error=error)
             if self.services.tapped is not None:
                 self.services.tapped.close()
             self._end(f"the I/O thread failed: {error!r}")

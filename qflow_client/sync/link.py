@@ -270,7 +270,12 @@ class Link(ChannelIO):
             self.services.run()
         except BaseException as error:
             # The callers that wait, and the broker, must learn of any error.
-            log(logging.ERROR, "%s: the I/O thread failed", self._settings.name, error=error)
+            log(
+                logging.ERROR,
+                "%s: the I/O thread failed, and the connection is closed",
+                self._settings.name,
+                error=error,
+            )
             if self.services.tapped is not None:
                 self.services.tapped.close()
             self._leaves = True

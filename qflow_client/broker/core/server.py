@@ -188,7 +188,7 @@ class Server:
                 return
             error = future.exception()
             if error is not None:
-                _log.error("a password could not be checked: %s", str(error))
+                _log.error("a password could not be checked, so the login is refused: %s", str(error))
             done(error is None and future.result())
 
         self._loop.run_in_executor(self._checker, function).add_done_callback(checked)
@@ -334,7 +334,7 @@ class Server:
         try:
             self.host.timers.tick(self.clock())
         except Exception:
-            _log.exception("a timer failed")
+            _log.exception("a timer failed; the broker continues")
         self._set_ticker()
         self.touch()
 

@@ -193,7 +193,7 @@ class Session:
                 except ChannelException as error:
                     cause = payload[:4] if kind == METHOD_FRAME else PUBLISH
                     if self.dialect.channel_errors_close is None:
-                        _log.info("%s: channel %d: %s", self.name, number, error.reply_text)
+                        _log.info("%s: channel %d is closed: %s", self.name, number, error.reply_text)
                         channels[number].fail(error.code, error.reply_text, cause)
                     else:
                         self.fail(self.dialect.channel_errors_close, error.text, now, cause)
@@ -244,7 +244,7 @@ class Session:
         dialect = self.dialect
         if not any(known.startswith(header) for known in dialect.headers):
             # AMQP 0-9-1: answer with the right header, and close.
-            _log.info("%s: not an AMQP 0-9-1 client: %r", self.name, header)
+            _log.info("%s: the client does not speak AMQP 0-9-1: %r", self.name, header)
             self._is_deaf = True
             self.output.write(dialect.answer)
             self.end()
@@ -439,7 +439,7 @@ class Session:
             is_silenced = self.is_paused or (self.is_held and bool(self.output.promises))
             missed = deadlines.beat(now, is_silenced=is_silenced, login_at=handshake.login_at)
         if missed is not None:
-            _log.info("%s: %s", self.name, missed)
+            _log.info("%s: the connection is cut: %s", self.name, missed)
             self.is_unresponsive = True
             self.end()
 
@@ -466,7 +466,7 @@ class Session:
             return
         # This is done first: if the code cannot be encoded, nothing must change.
         close = wire.close(0, code, text, cause)
-        _log.info("%s: %s", self.name, text)
+        _log.info("%s: the connection is closed: %s", self.name, text)
         self.state = State.CLOSE_OK
         self.deadlines.closing(now)
         # Input is only searched for Connection.Close-Ok, which takes no memory, so the socket can be read again.
