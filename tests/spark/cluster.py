@@ -74,12 +74,15 @@ class Cluster:
 
     def __enter__(self) -> Self:
         try:
-            log = self._start("master", _MASTER, "--host", "127.0.0.1", "--port", "0", "--webui-port", "0")
-            self.url = self._find(log, r"Starting Spark master at (spark://\S+)")
+            master = self._start("master", _MASTER, "--host", "127.0.0.1", "--port", "0", "--webui-port", "0")
+            self.url = self._find(*master, r"Starting Spark master at (spark://\S+)")
+            workers = []
             for at in range(self._workers):
                 folder = self._folder / f"worker-{at}"
                 options = f"--host 127.0.0.1 --webui-port 0 --memory 1g --cores {self._cores} --work-dir {folder}"
-                self._find(self._start(f"worker-{at}", _WORKER, *options.split(), self.url), "Successfully registered")
+                workers.append(self._start(f"worker-{at}", _WORKER, *options.split(), self.url))
+            for worker in workers:
+                self._find(*worker, "Successfully registered")
         except BaseException:
             self._stop()
             raise
@@ -92,26 +95,25 @@ class Cluster:
         if exc is not None:
             exc.add_note(self.logs())
 
-    def _start(self, name: str, *command: str) -> Path:
+    def _start(self, name: str, *command: str) -> tuple[subprocess.Popen[bytes], Path]:
+        """Start a process, and return it and its log."""
         log = self._folder / f"{name}.log"
         with log.open("wb") as file:
             # A group of its own, with all that it starts in it.
-            self._processes.append(
-                subprocess.Popen(
-                    [_SPARK_CLASS, *command],
-                    env=self._environment,
-                    stdin=subprocess.DEVNULL,
-                    stdout=file,
-                    stderr=subprocess.STDOUT,
-                    start_new_session=True,
-                    cwd=self._folder,
-                )
+            process = subprocess.Popen(
+                [_SPARK_CLASS, *command],
+                env=self._environment,
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                cwd=self._folder,
             )
-        return log
+        self._processes.append(process)
+        return process, log
 
-    def _find(self, log: Path, pattern: str) -> str:
-        """What a process says of itself."""
-        process = self._processes[-1]
+    def _find(self, process: subprocess.Popen[bytes], log: Path, pattern: str) -> str:
+        """Wait until a process writes the pattern, and return its last group."""
 
         def look() -> re.Match[str] | None:
             return re.search(pattern, log.read_text(errors="replace"))
@@ -155,8 +157,7 @@ class Cluster:
         }
         options = [text for name, value in settings.items() for text in ("--conf", f"{name}={value}")]
         command = ["--master", self.url, *options, "--py-files", str(py_files), str(file), *arguments]
-        log = self._start("driver", _SUBMIT, *command)
-        return Program(self._processes[-1], log, self.logs)
+        return Program(*self._start("driver", _SUBMIT, *command), self.logs)
 
     def executors(self, worker: int) -> Sequence[int]:
         """The processes of the executors of a worker."""
