@@ -297,7 +297,7 @@ class BaseProducer(ABC):
                 is held by ``capacity`` with every burst.
 
         Returns:
-            A function that ends the calls, also those for events that are waiting. A call in progress continues.
+            A function that ends the calls. The callback still gets the events that are waiting for it.
 
         Raises:
             TypeError: `callback` cannot be called, or is a coroutine function, whose result an `AsyncProducer` would

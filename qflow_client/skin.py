@@ -274,7 +274,6 @@ class Subscription:
     def __init__(
         self, callback: Callable[[FlowEvent], object], kinds: frozenset[str] | None, name: str, limit: int
     ) -> None:
-        #: Does nothing once the application has removed it, because events may still be waiting then.
         self.callback = callback
         self.kinds = kinds
         #: The events that the callback has lost.
@@ -296,9 +295,9 @@ class Subscription:
             self.losses.add()
         return not is_full
 
-    def take(self) -> tuple[Callable[[FlowEvent], object], FlowEvent]:
-        """Return the callback and its next event."""
-        return self.callback, self._events.popleft()
+    def take(self) -> FlowEvent:
+        """Return the next event for a call of the callback."""
+        return self._events.popleft()
 
     def report(self) -> None:
         """Warn of dropped events, if it is time for a warning. Called after `take`."""
@@ -352,8 +351,7 @@ class Listeners(Generic[_Events]):
 
     def remove(self, key: object) -> None:
         """Remove a callback; a second call changes nothing."""
-        if (subscription := self._callbacks.pop(key, None)) is not None:
-            subscription.callback = bool
+        self._callbacks.pop(key, None)
 
     def iterate(self, protocol: ProducerProtocol, events: _Events, kinds: frozenset[str] | None) -> None:
         """Put events into an iterator, as `add` passes them to a callback."""

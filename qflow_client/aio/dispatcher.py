@@ -43,11 +43,11 @@ class Dispatcher:
 
     def call(self, callback: Callable[[Any], object], argument: Any) -> None:
         """Schedule ``callback(argument)`` after all earlier calls."""
-        self._loop.call_soon(self._run, lambda: (callback, argument))
+        self._loop.call_soon(self._run, callback, lambda: argument)
 
-    def call_later(self, take: Callable[[], tuple[Callable[[Any], object], Any]]) -> None:
-        """Same as `call`, but ``take()`` returns the callback and its argument when it is next."""
-        self._loop.call_soon(self._run, take)
+    def call_with_next(self, callback: Callable[[Any], object], take: Callable[[], Any]) -> None:
+        """Same as `call`, but ``take()`` returns the argument when the callback is next."""
+        self._loop.call_soon(self._run, callback, take)
 
     async def stop(self) -> None:
         """Wait for the scheduled calls. If the loop is closed, they never run."""
@@ -57,8 +57,8 @@ class Dispatcher:
         self._loop.call_soon(due.set)
         await due.wait()
 
-    def _run(self, take: Callable[[], tuple[Callable[[Any], object], Any]]) -> None:
-        callback, argument = take()
+    def _run(self, callback: Callable[[Any], object], take: Callable[[], Any]) -> None:
+        argument = take()
         self.is_running = True
         try:
             callback(argument)

@@ -324,13 +324,13 @@ class Engine(BaseEngine):
             self.dispatcher.call(self._deliver, settled)
 
     def _call_listener(self, subscription: Subscription) -> None:
-        def take() -> tuple[Callable[[FlowEvent], object], FlowEvent]:
-            call = subscription.take()
+        def take() -> FlowEvent:
+            event = subscription.take()
             subscription.report()
-            return call
+            return event
 
         assert self.dispatcher is not None
-        self.dispatcher.call_later(take)
+        self.dispatcher.call_with_next(subscription.callback, take)
 
     def _deliver(self, receipts: list[Receipt]) -> None:
         assert self.deliveries is not None

@@ -13,20 +13,21 @@ from qflow_client.logs import log
 
 __all__ = ["Dispatcher"]
 
-# Functions that return a callback and its argument when the callback is next.
-_Calls = queue.SimpleQueue[Callable[[], tuple[Callable[[Any], object], Any]] | None]
+# A callback, and a function that returns its argument when the callback is next.
+_Calls = queue.SimpleQueue[tuple[Callable[[Any], object], Callable[[], Any]] | None]
 
 
 def _run(calls: _Calls) -> None:
-    while (take := calls.get()) is not None:
-        callback, argument = take()
+    while (call := calls.get()) is not None:
+        callback, take = call
+        argument = take()
         try:
             callback(argument)
         except BaseException as error:
             # A mistake of the application, or its sys.exit, must not prevent the following calls.
             log(logging.ERROR, "callback %r failed on %r", callback, argument, error=error)
         # Drop the references to the called objects.
-        del take, callback, argument
+        del call, callback, take, argument
 
 
 class Dispatcher:
@@ -61,11 +62,11 @@ class Dispatcher:
 
     def call(self, callback: Callable[[Any], object], argument: Any) -> None:
         """Schedule ``callback(argument)`` after all earlier calls."""
-        self._calls.put(lambda: (callback, argument))
+        self._calls.put((callback, lambda: argument))
 
-    def call_later(self, take: Callable[[], tuple[Callable[[Any], object], Any]]) -> None:
-        """Same as `call`, but ``take()`` returns the callback and its argument when it is next."""
-        self._calls.put(take)
+    def call_with_next(self, callback: Callable[[Any], object], take: Callable[[], Any]) -> None:
+        """Same as `call`, but ``take()`` returns the argument when the callback is next."""
+        self._calls.put((callback, take))
 
     @property
     def is_current_thread(self) -> bool:

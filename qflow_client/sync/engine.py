@@ -319,12 +319,12 @@ class Engine(BaseEngine):
         return wake, logs
 
     def _call_listener(self, subscription: Subscription) -> None:
-        def take() -> tuple[Callable[[FlowEvent], object], FlowEvent]:
-            call = self.lock.take(subscription.take)
+        def take() -> FlowEvent:
+            event = self.lock.take(subscription.take)
             subscription.report()
-            return call
+            return event
 
-        self.dispatcher.call_later(take)
+        self.dispatcher.call_with_next(subscription.callback, take)
 
     # Closing.
 

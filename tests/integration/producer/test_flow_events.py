@@ -213,24 +213,6 @@ def test_an_unsubscribed_callback_is_not_called_any_more(producer: Producer, bro
     assert gone.kinds == heard == [FLOWED]
 
 
-def test_an_unsubscribed_callback_is_not_called_with_events_that_were_waiting(producer: Producer) -> None:
-    gone: list[FlowEvent] = []
-    stays = Flows()
-
-    def callback(event: FlowEvent) -> None:
-        gone.append(event)
-        for _ in range(3):
-            producer.resume()
-            producer.pause()
-        unsubscribe()
-
-    unsubscribe = producer.on_flow(callback)
-    producer.on_flow(stays)
-    producer.pause()
-    stays.wait_for(FLOWED, 4)
-    assert len(gone) == 1
-
-
 def test_two_subscriptions_of_one_callback_end_independently(producer: Producer, broker: Broker) -> None:
     flows = Flows()
     one, two = producer.on_flow(flows), producer.on_flow(flows)
