@@ -304,7 +304,7 @@ class BlockingConnection(_pika.BlockingConnection):
                 # A close would wait for a broker that does not read.
                 text = (
                     "the connection is cut without a close, because the broker blocks it and the program leaves the "
-                    "block by %r"
+                    "`with` block by %r"
                 )
                 log(logging.WARNING, text, value)
                 cut(self)
@@ -684,7 +684,7 @@ class BlockingChannel(_pika.BlockingChannel):
             log(
                 logging.WARNING,
                 "%d messages are not confirmed, and the channel does not wait for them, because the program leaves the "
-                "block by %r; see `unconfirmed`",
+                "`with` block by %r; see `unconfirmed`",
                 self._flow.protocol.unsettled,
                 value,
             )
