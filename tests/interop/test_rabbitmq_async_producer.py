@@ -191,7 +191,7 @@ def test_returns_and_a_missing_exchange_do_not_close_the_shared_connection(rabbi
 
 @asynccontextmanager
 async def own_and_shared(url: str, *, robust: bool, **settings: Any) -> AsyncIterator[list[AsyncProducer]]:
-    """Two connected producers, the second of which has a connection of aio-pika's. A test closes them itself."""
+    """Two connected producers: one on its own connection, and one on a connection of aio-pika. A test closes them."""
     options: dict[str, Any] = {"robust": True, "reconnect_interval": 0.5} if robust else {}
     connection = await connect_async(url, **options)
     try:

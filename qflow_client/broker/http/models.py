@@ -181,7 +181,7 @@ class Counters(_Answer):
     )
     consumers: int = Field(description="Number of consumers.")
     alarms: dict[str, str] = Field(description="Alarms that block all connections: their names and reasons.")
-    memory: Memory = Field(description="Messages in memory and on disk.")  # type: ignore[valid-type]
+    memory: Memory = Field(description="Messages in memory and on disk.")  # type: ignore[valid-type]  # made at run time
     sanctions: dict[str, int] = Field(
         description="How often the broker acted against clients that ignore flow control, by the kind of action."
     )
@@ -196,7 +196,7 @@ class QueueFlowState(_Answer):
     flow_stopped_count: int = Field(description="How often the queue turned from OFF to ON.")
     depth: int = Field(description="Number of messages in the queue, ready and unacked.")
     bytes: int = Field(description="Body bytes of the messages in the queue.")
-    thresholds: Thresholds = Field(description="Current thresholds of the queue.")  # type: ignore[valid-type]
+    thresholds: Thresholds = Field(description="Current thresholds of the queue.")  # type: ignore[valid-type]  # made at run time
     enforcement: str = Field(
         description="How the queue blocks its producers while it is ON: `channel_flow`, `completion` or `both`."
     )

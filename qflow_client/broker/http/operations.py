@@ -290,7 +290,7 @@ def purge_queue(broker: Broker, name: QueueName) -> Removed:
 
 
 @api.operation("PATCH", "/api/queues/{name}/thresholds", "flow control", answer=Queue, problems=[404])
-def set_thresholds(broker: Broker, name: QueueName, body: ThresholdsRequest) -> QueueSnapshot:  # type: ignore[valid-type]
+def set_thresholds(broker: Broker, name: QueueName, body: ThresholdsRequest) -> QueueSnapshot:  # type: ignore[valid-type]  # made at run time
     """Change the thresholds of a queue while it is in use. The flow state changes immediately.
 
     A stop threshold or a capacity of 0 is off, and so is its resume threshold. The new thresholds override the policies
@@ -319,7 +319,7 @@ def list_policies(broker: Broker) -> list[dict[str, Any]]:
 async def set_policy(
     broker: Broker,
     name: PolicyName,
-    body: PolicyRequest,  # type: ignore[valid-type]
+    body: PolicyRequest,  # type: ignore[valid-type]  # made at run time
     turns: Turns,
 ) -> tuple[int, dict[str, Any]]:
     """Add a policy, or replace the policy with the same name. It immediately applies to existing queues, too."""

@@ -95,8 +95,8 @@ def test_D5_producers_are_listed_stopped_and_started(broker: Broker, run: Run) -
         assert not broker.producers_stopped
         assert run("start", name)[0] == 0
         producer.send(b"x").result(20)
-    code, _, err = run("stop", "nobody")
-    assert (code, err) == (1, "qflow: there is no channel 'nobody'; the broker has: none\n")
+    code, _, err = run("stop", "absent")
+    assert (code, err) == (1, "qflow: there is no channel 'absent'; the broker has: none\n")
 
 
 def test_D4_thresholds_can_be_set_on_a_queue_in_use(broker: Broker, run: Run) -> None:

@@ -9,4 +9,4 @@ from __future__ import annotations
 import sys
 
 if sys.orig_argv[1:3] == ["-m", "pyspark.daemon"]:
-    import qflow_client.spark.datasource  # noqa: F401
+    import qflow_client.spark.datasource  # noqa: F401  # loading it is the purpose
