@@ -24,8 +24,8 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """Have ``-n auto`` start one process more than there are cores, because some tests wait."""
-    return cores() + 1
+    """Have ``-n auto`` start two processes more than there are cores, because many tests wait."""
+    return cores() + 2
 
 
 def pytest_collection_finish() -> None:
