@@ -1,0 +1,43 @@
+"""The judge of the flights that came through a broker."""
+
+from __future__ import annotations
+
+import pytest
+from pika import BasicProperties
+
+from qflow_client.message import REPUBLISHED
+from tests.interop.flights.consumer import judge
+
+ROWS = [b"%07d," % number + b"," * 12 + origin for number, origin in enumerate((b"EWR", b"JFK", b"EWR", b"EWR"))]
+
+
+def came(*copies: str) -> dict[str, int]:
+    """Judge messages; each is the number of a flight, and ``+`` if it has the mark of a second copy."""
+    marks = {True: BasicProperties(headers={REPUBLISHED: True}), False: BasicProperties()}
+    return judge(((marks["+" in each], ROWS[int(each.rstrip("+"))]) for each in copies), ROWS)
+
+
+@pytest.mark.parametrize(
+    ("copies", "twice"),
+    [
+        pytest.param("0 1 2 3", 0, id="once"),
+        pytest.param("0 2 0+ 2+ 3 1", 2, id="the marked copy last"),
+        pytest.param("0 0+ 2+ 3 2 1", 2, id="the rest of a cut connection last"),
+        pytest.param("0+ 0 0+ 2+ 3+ 1+", 2, id="three copies"),
+    ],
+)
+def test_copies_are_allowed_if_at_most_one_has_no_mark(copies: str, twice: int) -> None:
+    found = came(*copies.split())
+    assert (found["flights"], found["out of order"], found["twice and not marked"]) == (4, 0, 0)
+    assert (found["twice"], found["sent again"]) == (twice, copies.count("+"))
+
+
+@pytest.mark.parametrize("copies", ["0 0", "0 0+ 0", "0+ 0 0"])
+def test_a_second_copy_without_a_mark_is_counted(copies: str) -> None:
+    assert came(*copies.split())["twice and not marked"] == 1
+
+
+def test_first_copies_out_of_order_and_damaged_flights_are_counted() -> None:
+    found = came("2", "1", "0")
+    assert (found["flights"], found["out of order"]) == (3, 1)
+    assert judge(iter([(BasicProperties(), ROWS[3] + b"!")]), ROWS)["damaged"] == 1
