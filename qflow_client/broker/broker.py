@@ -224,9 +224,9 @@ class Broker(CoreBroker):
                 maximum; the text contains both values.
             TypeError: a keyword is not the name of a mark.
         """
-        unknown = ", ".join(marks.keys() - set(MARKS))
+        unknown = sorted(marks.keys() - set(MARKS))
         if unknown:
-            raise TypeError(f"{unknown}: there is no such mark; the marks are {', '.join(MARKS)}")
+            raise TypeError(f"{', '.join(unknown)} is not a mark; the marks are {', '.join(MARKS)}")
 
         def change() -> QueueSnapshot:
             found = self._host.queue(queue)

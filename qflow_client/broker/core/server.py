@@ -288,11 +288,17 @@ class Server:
                 break
             code, size = ReplyCode.RESOURCE_ERROR, channel.unfinished
             _log.warning(
-                "%s: the channel is closed: it has %d bytes of unfinished messages, and memory is full",
+                "%s: the channel is closed: unfinished bodies and transactions take %d bytes, more than half of "
+                "memory_limit=%d; this channel has %d bytes of them",
                 channel.name,
+                journal.unfinished,
+                journal.limit,
                 size,
             )
-            text = f"unfinished bodies and transactions take more than half of memory; this channel has {size} bytes"
+            text = (
+                f"unfinished bodies and transactions take more than half of memory_limit={journal.limit}; this channel "
+                f"has {size} bytes; use smaller ones, or raise memory_limit"
+            )
             channel.fail(code, f"{code.title} - {text}")
 
     def _limit_buffers(self, journal: Journal) -> None:
@@ -303,13 +309,16 @@ class Server:
         memory limit, because a publisher that is not read cannot free memory.
         """
         cut: list[Connection] = []
+        why = []
         if journal.buffered > journal.limit // 2:
+            why.append("output that clients do not read takes more than half of memory_limit")
             for connection in sorted(self.connections, key=lambda connection: connection.unread, reverse=True):
                 if journal.buffered <= journal.limit // 8 * 3:
                     break
                 cut.append(connection)
                 connection.cut()
         if self._waits_for_memory and self.first_publishes > journal.limit // 32:
+            why.append("memory is full, and first publishes that wait take more than 1/32 of memory_limit")
             for connection in sorted(self.connections, key=lambda connection: connection.first_publish, reverse=True):
                 if self.first_publishes <= journal.limit // 64:
                     break
@@ -318,8 +327,8 @@ class Server:
         now = self.clock()
         if cut and now >= self._log_cut_at:
             self._log_cut_at = now + self.LOG_PERIOD
-            text = "%s and %d others are cut, because memory is full and they do not read, or their first publish waits"
-            _log.warning(text, cut[0].name, len(cut) - 1)
+            text = "%s and %d others are cut: %s (%d bytes)"
+            _log.warning(text, cut[0].name, len(cut) - 1, "; ".join(why), journal.limit)
 
     def _set_ticker(self) -> None:
         if self._ticker is not None:

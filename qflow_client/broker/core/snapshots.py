@@ -126,8 +126,8 @@ class QueueSnapshot:
         published: number of messages enqueued so far.
         delivered: number of deliveries so far, including redeliveries.
         acked: number of messages acked so far.
-        dropped: number of messages so far that left without an ack, or that were refused without informing their
-            publishers.
+        dropped: number of messages so far that were dropped, or that were refused without informing their publishers.
+            Purged messages are not counted.
         drops: number of dropped messages by reason: ``rejected``, ``expired``, ``maxlen``, ``conflated``, ``memory``,
             ``damaged``, ``cycle`` or ``refused``. The reason ``copy`` is counted in addition. It means that a message
             was not dead-lettered, because another copy of it had gone to the same target.

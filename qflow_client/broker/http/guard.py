@@ -26,7 +26,7 @@ _CHANGE_NOTHING = frozenset({"GET", "HEAD", "OPTIONS"})
 
 
 def check_origin(request: web.BaseRequest, settings: BrokerSettings) -> None:
-    """Refuse requests that a browser sends for a page of another site.
+    """Refuse requests that a browser sends for a page of another origin.
 
     Raises:
         Problem: 403.
@@ -44,13 +44,14 @@ def check_origin(request: web.BaseRequest, settings: BrokerSettings) -> None:
     if origin is not None and urlsplit(origin).netloc.lower() != host.lower():
         raise Problem(
             HTTPStatus.FORBIDDEN,
-            f"Origin: {origin!r} is another site than {host!r}; only the broker's own pages may change something",
+            f"Origin: {origin!r} is another origin than {host!r}; only the broker's own pages may change something",
         )
     site = request.headers.get("Sec-Fetch-Site", "none")
     if site not in ("none", "same-origin"):
         raise Problem(
             HTTPStatus.FORBIDDEN,
-            f"Sec-Fetch-Site: {site!r} is another site; only the broker's own pages may change something",
+            f"Sec-Fetch-Site: {site!r} is not 'same-origin' or 'none'; only the broker's own pages may change "
+            "something",
         )
 
 

@@ -41,7 +41,11 @@ _QUEUE_COUNTERS = (
     ("published", "qflow_queue_published_messages", "Messages that a queue has received"),
     ("delivered", "qflow_queue_delivered_messages", "Deliveries from a queue, including redeliveries"),
     ("acked", "qflow_queue_acked_messages", "Messages of a queue that were acked"),
-    ("dropped", "qflow_queue_dropped_messages", "Messages that left a queue without an ack"),
+    (
+        "dropped",
+        "qflow_queue_dropped_messages",
+        "Messages that a queue dropped or silently refused, without purged ones",
+    ),
 )
 _MEMORY_GAUGES = (
     ("limit", "qflow_memory_limit_bytes", "Maximum bytes of messages in memory; 0 for no limit"),

@@ -176,8 +176,8 @@ class Counters(_Answer):
     delivered: int = Field(description="Number of deliveries so far, including redeliveries.")
     acked: int = Field(description="Number of messages acked so far.")
     dropped: int = Field(
-        description="Number of messages so far that left a queue without an ack, or that a queue refused without "
-        "informing their publishers."
+        description="Number of messages so far that a queue dropped, or that it refused without informing their "
+        "publishers. Purged messages are not counted."
     )
     consumers: int = Field(description="Number of consumers.")
     alarms: dict[str, str] = Field(description="Alarms that block all connections: their names and reasons.")

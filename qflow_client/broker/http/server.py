@@ -106,7 +106,7 @@ class HttpServer:
             RuntimeError: the server has not been started.
         """
         if self._port is None:
-            raise RuntimeError("the broker does not run yet; use it in `with Broker() as broker:`")
+            raise RuntimeError("the broker is not running; use it in `with Broker() as broker:`")
         return self._port
 
     @property
@@ -272,10 +272,13 @@ class HttpServer:
         limit = self._settings.memory_limit
         most = min(self.MAX_ANSWERS, limit // 4) if limit else self.MAX_ANSWERS
         if limit and size > most:
+            if most == self.MAX_ANSWERS:
+                way_out = "; request single objects, or delete objects"
+            else:
+                way_out = f", a quarter of memory_limit={limit}; raise memory_limit, or delete objects"
             raise Problem(
                 HTTPStatus.SERVICE_UNAVAILABLE,
-                f"the answer has {size} bytes; at most {most} bytes are sent at once: a quarter of "
-                f"memory_limit={limit}, and never more than {self.MAX_ANSWERS}; raise memory_limit, or delete objects",
+                f"the answer has {size} bytes; at most {most} bytes are sent at once{way_out}",
             )
         if self._answers and self._answers + size > most:
             raise Problem(

@@ -97,7 +97,10 @@ class Ring(_Dropping):
                 if beyond_count <= 0 and beyond_size <= 0:
                     break
                 if entry.is_unacked:
-                    return f"queue '{queue.name}' is full, and its oldest message is not acknowledged yet"
+                    return (
+                        f"queue '{queue.name}' is full: to make room, it would have to drop a message that a consumer "
+                        "has not acknowledged yet"
+                    )
                 beyond_count -= 1
                 beyond_size -= entry.message.size
         return None

@@ -331,7 +331,7 @@ def _check_then(found: Mapping[str, object], named: Callable[[str], str]) -> Non
             raise ValueError(f"{named('max_flow_wait')}: it must be more than 0 seconds")
     if "then" in found:
         if wait is None:
-            raise ValueError(f"{named('then')} needs max_flow_wait: set max_flow_wait too")
+            raise ValueError(f"{named('then')} has no effect without max_flow_wait: set max_flow_wait, or remove then")
         if found["then"] not in _THEN:
             raise ValueError(f"{named('then')}: it must be one of {', '.join(each.value for each in _THEN)}")
 

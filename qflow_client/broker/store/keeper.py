@@ -268,7 +268,11 @@ class Keeper:
                 self._is_troubled = True
                 self._on_trouble(
                     "disk",
-                    self._log_error(error, "persistent messages are not confirmed until the store can be written"),
+                    self._log_error(
+                        error,
+                        "until the store can be written, persistent messages are not confirmed, and other changes, "
+                        "such as declarations, are lost if the broker ends",
+                    ),
                 )
             return False
         if self._is_troubled:
@@ -319,7 +323,11 @@ class Keeper:
                 why = f"nothing could be written for {self.STOP_TIMEOUT:g} s"
             else:
                 continue
-            _log.error("%s: unconfirmed messages are lost: %s", self._path, why)
+            _log.error(
+                "%s: changes that are not on disk are lost, such as unconfirmed messages and new declarations: %s",
+                self._path,
+                why,
+            )
             writing.cancel()
             await asyncio.wait([writing])
             return

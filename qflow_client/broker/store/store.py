@@ -227,7 +227,7 @@ class Store:
                     if (what, name) not in there and not (what == "exchange" and name.startswith("amq."))
                 ]
                 if missing:
-                    self._set_aside("binding", row, f"it is missing {' and '.join(missing)}")
+                    self._set_aside("binding", row, f"the store does not have its {' or its '.join(missing)}")
                 else:
                     bindings.append((source, kind, destination, key, decode_table(arguments, 0)[0]))
             return Found(queues, exchanges, bindings, self._file.one("SELECT max(number) FROM message") or 0)

@@ -169,7 +169,7 @@ def test_while_the_disk_cannot_be_written_clients_are_blocked_and_nothing_is_con
             receipt.result(20)
         broker.wait_until(lambda broker: not broker.alarms)
         assert broker.queue("q").depth == 2
-    assert "persistent messages are not confirmed until the store can be written" in caplog.text
+    assert "until the store can be written, persistent messages are not confirmed" in caplog.text
     with Broker(store=tmp_path / "store") as broker:
         assert broker.queue("q").depth == 2
 
@@ -262,7 +262,7 @@ def test_a_broker_that_cannot_write_to_its_disk_still_ends(tmp_path, monkeypatch
         monkeypatch.setattr(Store, "write", fail)
         broker.publish(b"x", "q", properties=commands.Basic.Properties(delivery_mode=2))
         broker.wait_until(lambda broker: broker.alarms)
-    assert "unconfirmed messages are lost" in caplog.text
+    assert "changes that are not on disk are lost" in caplog.text
 
 
 def test_a_broker_ends_even_if_a_write_fails_after_stop_has_begun(tmp_path, monkeypatch, caplog):
@@ -285,7 +285,7 @@ def test_a_broker_ends_even_if_a_write_fails_after_stop_has_begun(tmp_path, monk
         monkeypatch.setattr(Store, "write", fail)
         broker.publish(b"x", "q", properties=commands.Basic.Properties(delivery_mode=2))
         assert not broker.alarms
-    assert "unconfirmed messages are lost" in caplog.text
+    assert "changes that are not on disk are lost" in caplog.text
 
 
 # Without the wait for the disk, the process would be dead long before anything were written.
@@ -463,7 +463,8 @@ def test_the_broker_ends_even_if_a_write_never_returns(tmp_path, monkeypatch, ca
             assert not declared.done()
         with pytest.raises(StoreError, match="store: the broker ended before the change was on disk"):
             declared.result(30)
-        assert f"{path}: unconfirmed messages are lost: nothing could be written for 0.1 s" in caplog.text
+        assert f"{path}: changes that are not on disk are lost, such as unconfirmed messages" in caplog.text
+        assert "and new declarations: nothing could be written for 0.1 s" in caplog.text
         assert f"{path}: the disk does not answer; the file stays in use until it answers" in caplog.text
         with pytest.raises(StoreError, match="used by another broker in this process"):
             Broker(store=path).__enter__()

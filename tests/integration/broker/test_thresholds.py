@@ -108,7 +108,7 @@ def test_C3_contradictory_thresholds_are_refused_and_nothing_changes(broker, mar
 
 def test_unknown_thresholds_are_refused(broker):
     broker.declare_queue("q")
-    with pytest.raises(TypeError, match="flow_stop: there is no such mark; the marks are flow_stop_count"):
+    with pytest.raises(TypeError, match="flow_stop is not a mark; the marks are flow_stop_count"):
         broker.set_thresholds("q", flow_stop=1)
     with pytest.raises(ChannelException, match="no queue 'none'"):
         broker.set_thresholds("none", capacity=1)

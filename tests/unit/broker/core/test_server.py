@@ -288,11 +288,15 @@ def test_E9_unread_replies_count_until_they_are_read(small_world, make_peer):
     assert journal.held == 0
 
 
-def test_E9_the_slowest_readers_are_disconnected_when_unread_replies_fill_half_of_memory(small_world, make_peer):
+def test_E9_the_slowest_readers_are_disconnected_when_unread_replies_fill_half_of_memory(
+    small_world, make_peer, caplog
+):
     little, much = (make_peer(small_world).open() for _ in range(2))
     ask_and_read_nothing(little, 1000)
     ask_and_read_nothing(much, 25_000)
     assert (little.transport.is_closed, much.transport.is_closed) == (False, True)
+    assert "output that clients do not read takes more than half of memory_limit" in caplog.text
+    assert "memory is full" not in caplog.text
     assert small_world.host.journal.buffered == little.transport.buffered
     assert much.connection.unread == 0
     much.connection.connection_lost(None)
@@ -348,7 +352,8 @@ def test_E9_new_connections_whose_first_message_waits_are_closed_when_there_are_
     # Two have more than 1/32 of memory.
     assert [peer.transport.is_closed for peer in (old, *new)] == [False, True, True, True, True]
     assert old.server.first_publishes == 0
-    assert caplog.text.count("memory is full") == 1
+    reason = "memory is full, and first publishes that wait take more than 1/32 of memory_limit"
+    assert caplog.text.count(f"others are cut: {reason} ({LIMIT} bytes)") == 1
     small_world.queue().purge()
     old.turn()
     old.turn()
