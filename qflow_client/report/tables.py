@@ -112,9 +112,9 @@ class QueueTotals:
 
     @property
     def drain_rate(self) -> float:
-        """The messages per second that consumers took while the queue was not empty.
+        """The messages per second that consumers took in the samples in which the queue was never empty.
 
-        If the queue was always empty, this is the rate over the whole time.
+        If there is no such sample, this is the rate over all samples.
         """
         if self.busy_us:
             return self.busy_left * _SECOND / self.busy_us

@@ -132,6 +132,8 @@ def reference(lines: Iterable[Mapping[str, Any]], width: int) -> dict[str, list[
         busy = [line for line in samples if line["depth"] and line["depth"] - line["arrived"] + line["left"]]
         latest = max(samples, key=lambda line: line["at"])
         left = sum(line["left"] for line in samples)
+        # If the queue was empty at some time in every sample, what left in the whole time is all that is known.
+        drained = busy if sum(line["us"] for line in busy) else samples
         tables["queues"].append(
             {
                 "queue": queue,
@@ -141,7 +143,7 @@ def reference(lines: Iterable[Mapping[str, Any]], width: int) -> dict[str, list[
                 "bytes": sum(line["arrived_bytes"] for line in samples),
                 "left": left,
                 "arrival_rate": rate(sum(line["arrived"] for line in samples), us),
-                "drain_rate": rate(sum(line["left"] for line in busy), sum(line["us"] for line in busy)),
+                "drain_rate": rate(sum(line["left"] for line in drained), sum(line["us"] for line in drained)) or 0.0,
                 "depth_mean": sum(line["depth"] * line["us"] for line in samples) / us,
                 "depth_max": max(line["peak"] for line in samples),
                 "bytes_max": max(line["peak_bytes"] for line in samples),

@@ -37,6 +37,14 @@ def test_the_tables_of_simulated_runs_equal_a_simple_reference_exactly(lines) ->
     }
 
 
+def test_the_drain_rate_of_a_queue_that_was_empty_in_every_sample_is_that_of_the_whole_time() -> None:
+    few = list(lines_of(range(16), 4000))
+    width = bin_width(few[0]["at"], few[-1]["at"])
+    tables = sum_up(few, width)
+    assert any(not queue.busy_us and queue.drain_rate for queue in tables.queues.values())
+    assert tables.tables()["queues"] == reference(few, width)["queues"]
+
+
 def test_the_order_of_the_lines_does_not_matter(lines) -> None:
     shuffled = lines[:10_000]
     before = sum_up(shuffled, 1_000_000).tables()
