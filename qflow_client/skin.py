@@ -612,7 +612,7 @@ def report_undelivered(name: str, error: BaseException, undelivered: Undelivered
     """
     if undelivered is not None:
         # The notes of a SystemExit are not shown.
-        log(logging.ERROR, "%s: the block was left by %s: %s", name, type(error).__name__, undelivered)
+        log(logging.ERROR, "%s: the producer was closed on %s: %s", name, type(error).__name__, undelivered)
         # An exception may refuse attributes.
         with suppress(Exception):
             error.add_note(f"qflow_client: {undelivered}")

@@ -304,14 +304,12 @@ class ChannelFlow(DropInFlow):
             message_id = properties.message_id = UUID(int=getrandbits(128), version=4).hex
         header = ContentHeader(properties=properties, body_size=len(body))
         if timeout is not None and timeout <= 0:
-            raise FlowControlTimeout(
-                self.protocol.reports.holds,
-                0.0,
-                body,
-                f"timeout={timeout!r} leaves no time to send the message",
-                exchange=exchange,
-                routing_key=routing_key,
+            error = FlowControlTimeout(
+                self.protocol.reports.holds, 0.0, body, exchange=exchange, routing_key=routing_key
             )
+            # The channel may have no hold, so the text does not say that it is flowed.
+            error.args = (f"the message was not sent, because timeout={timeout!r} leaves no time; set a longer one",)
+            raise error
         if channel.is_closed and not self.republishes:
             raise ChannelInvalidStateError(f"{channel!r} closed")
         message = RepeatableMessage(self._frames(channel, method, header, body), body)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import datetime
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
 from pathlib import Path
-from ssl import create_default_context
+from ssl import SSLError, create_default_context
 from typing import Annotated, Any
 from urllib.parse import quote, urlsplit
 
@@ -86,7 +86,10 @@ class _Broker:
         self._path = parts.path
         self._netloc = parts.netloc
         self._headers = {} if token is None else {"Authorization": f"Bearer {token}"}
-        self._context = create_default_context(cafile=cacert) if parts.scheme == "https" else None
+        try:
+            self._context = create_default_context(cafile=cacert) if parts.scheme == "https" else None
+        except OSError as error:
+            raise CommandError(f"{cacert}: cannot load certificates of authorities: {error}", ExitCode.USAGE) from error
         if self._context is not None and cert is not None:
             try:
                 self._context.load_cert_chain(cert)
@@ -123,9 +126,14 @@ class _Broker:
             connection.request(method, self._path + path, raw, headers | {"Connection": "close"})
             response = connection.getresponse()
         except (OSError, HTTPException) as error:
-            raise CommandError(
-                f"cannot reach the HTTP API at {self.url}: {error}; start the broker with --http-port, or check --url"
-            ) from error
+            if isinstance(error, SSLError):
+                way_out = "check --cacert and --cert, and whether --url must begin with http:"
+            elif self._context is not None:
+                # A broker that misses a client certificate may close the connection without a TLS alert.
+                way_out = "start the broker with --http-port, or check --url and --cert"
+            else:
+                way_out = "start the broker with --http-port, or check --url"
+            raise CommandError(f"cannot reach the HTTP API at {self.url}: {error}; {way_out}") from error
         if response.status < 300:
             return response
         try:

@@ -77,7 +77,7 @@ def report(
     """Analyse flow logs, and recommend thresholds.
 
     The report shows which producers were blocked (flowed), by which queue and for which reason, for how long, and which
-    other producers had filled the queue.
+    producers had filled the queue.
 
     With --maximum or --delay it also recommends thresholds of queues and capacities of producers that keep this limit.
     To find them, it replays the recorded messages through the broker's queue, with different values.
@@ -131,7 +131,7 @@ def _summary(console: Console, found: FlowReport) -> None:
     _print(console, "Queues", tables["queues"], _QUEUES)
     _print(
         console,
-        "Producers that waited because of others",
+        "Producers that waited, and producers that had filled the queue",
         sorted(tables["waits"], key=lambda row: -row["seconds"]),
         _WAITS,
     )

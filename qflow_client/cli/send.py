@@ -418,10 +418,8 @@ def _summarise(
             print(
                 f"the next run continues after record {last:,}" if last else "the next run begins with the first record"
             )
-        elif last and tally.stored:
-            print(f"all records up to {last:,} are confirmed or in the outbox: --skip {last} continues after them")
         elif last:
-            print(f"all records up to {last:,} are confirmed: --skip {last} continues after them")
+            print(f"the records up to {last:,} need not be sent again: --skip {last} continues after them")
         if later:
             print(
                 f"confirmed after the first gap: {text.count(later, 'record')}, which would arrive twice if sent again"

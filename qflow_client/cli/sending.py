@@ -55,7 +55,7 @@ class Tally:
     Attributes:
         admitted: records that the producer accepted.
         outcomes: number of records by outcome.
-        confirmed_up_to: number of the last record up to which all records are confirmed or stay in an outbox.
+        confirmed_up_to: number of the last record up to which all records are skipped, confirmed or in an outbox.
         confirmed_later: confirmed records after one that is not confirmed.
         failures: first records that were not delivered, as texts for people.
         failures_left_out: number of further records that were not delivered.

@@ -260,10 +260,12 @@ class Reports:
         if connecting and hold.kind == HoldKind.DISCONNECTED:
             level = logging.DEBUG
         if raised:
-            logs = _entries(level, "%s: sends are held: %s", self.name, hold)
+            logs = _entries(level, "%s: blocked (flowed): %s", self.name, hold)
             kind = FlowEventKind.FLOWED if len(self._gate.holds) == 1 else FlowEventKind.HOLD_RAISED
         elif ending:
-            logs = _entries(level, "%s: closed while sends were held for %.3g s: %s", self.name, now - hold.since, hold)
+            logs = _entries(
+                level, "%s: closed after being blocked (flowed) for %.3g s: %s", self.name, now - hold.since, hold
+            )
             kind = FlowEventKind.CLOSED
         else:
             logs = _entries(level, "%s: hold lifted after %.3g s: %s", self.name, now - hold.since, hold)

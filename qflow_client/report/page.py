@@ -81,7 +81,7 @@ def page(report: FlowReport) -> str:
         ),
         "<h2>Producers</h2>",
         _table(sorted(report.tables["producers"], key=lambda row: -row["seconds_flowed"])),
-        "<h2>Producers that waited because of others</h2>",
+        "<h2>Producers that waited, and producers that had filled the queue</h2>",
         _WAITS,
         _table(sorted(report.tables["waits"], key=lambda row: -row["seconds"])),
         "<h2>Queues</h2>",

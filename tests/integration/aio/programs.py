@@ -121,7 +121,7 @@ def _cancelled_while_closing(way: str, new_loop: Callable[[], asyncio.AbstractEv
         except UndeliveredMessages as error:
             # It ended before it was cancelled.
             undelivered = error
-            reports.append("left by")
+            reports.append("closed on")
         finally:
             assert undelivered.receipts == (receipt,)
             assert receipt.outcome is Outcome.UNKNOWN
@@ -139,7 +139,7 @@ def _cancelled_while_closing(way: str, new_loop: Callable[[], asyncio.AbstractEv
             ):
                 runner.run(main(broker.url, turns))
             assert flush_logs(20)
-            assert len([report for report in reports if "left by" in report]) == 1, (way, turns, reports)
+            assert len([report for report in reports if "closed on" in report]) == 1, (way, turns, reports)
     logging.getLogger("qflow_client").removeHandler(handler)
 
 

@@ -30,7 +30,7 @@ def test_ctrl_c_ends_every_wait(program: Start) -> None:
         with Stopwatch() as watch:
             process.send_signal(signal.SIGINT)
             said = says(process)
-            assert "left by CancelledError: 1 admitted messages were not delivered" in said, call
+            assert "closed on CancelledError: 1 admitted messages were not delivered" in said, call
             assert says(process) == "interrupted"
         assert watch.within(1.0), call
     ends_well(process)

@@ -164,6 +164,11 @@ def test_a_command_without_a_token_says_how_to_pass_it(
         ),
         (["--url", "127.0.0.1:15672", "queues"], 2, "--url must be http://HOST:PORT"),
         (["--url", "http://127.0.0.1:1", "queues"], 1, "cannot reach the HTTP API at http://127.0.0.1:1: "),
+        (
+            ["--url", "https://127.0.0.1:1", "--cacert", __file__, "queues"],
+            2,
+            f"{__file__}: cannot load certificates of authorities: ",
+        ),
         (["add", "queue", "q", "--argument", "x"], 2, "--argument must be NAME=VALUE, not 'x'"),
         (["watch", "--period", "0"], 2, "0.1"),
     ],

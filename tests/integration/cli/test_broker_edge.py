@@ -33,7 +33,9 @@ def _certificates(folder: Path) -> None:
     (folder / "client.pem").write_text((folder / "client.crt").read_text() + (folder / "client.key").read_text())
 
 
-def test_with_a_client_authority_only_clients_with_its_certificate_can_connect(tmp_path: Path) -> None:
+def test_with_a_client_authority_only_clients_with_its_certificate_can_connect(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     _certificates(tmp_path)
     options = ["--tls-certificate", "server.pem", "--tls-key", "server.key", "--tls-client-ca", "ca.pem"]
     with running_broker(tmp_path, *options, "--http-port", "0") as (url, http_url):
@@ -51,8 +53,12 @@ def test_with_a_client_authority_only_clients_with_its_certificate_can_connect(t
             return b""
 
         assert first_byte(trusting) == b""
+        assert main(["admin", "--url", http_url, "queues"]) == 1
+        assert "; check --cacert and --cert" in capsys.readouterr().err
         admin = ["admin", "--url", http_url, "--cacert", str(tmp_path / "server.pem")]
         assert main([*admin, "queues"]) == 1
+        assert "check --" in (told := capsys.readouterr().err)
+        assert "--cert" in told
         assert main([*admin, "--cert", str(tmp_path / "client.pem"), "queues"]) == 0
         trusting.load_cert_chain(tmp_path / "client.pem")
         assert first_byte(trusting) == b"\1"

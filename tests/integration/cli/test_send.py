@@ -177,7 +177,7 @@ def test_a_bad_record_ends_the_run_and_no_later_record_is_sent(broker: Broker, t
     out, err = capsys.readouterr()
     assert err.startswith(f"qflow: {path}, line 3: not valid JSON")
     assert err.endswith("this record and all after it were not sent\n")
-    assert "all records up to 2 are confirmed" in out
+    assert "the records up to 2 need not be sent again" in out
 
 
 def test_unroutable_records_are_reported_one_by_one(
@@ -283,7 +283,7 @@ def test_a_flow_control_timeout_shows_which_records_were_not_sent(
     out, err = capsys.readouterr()
     assert "record 5 (line 5) and all after it were not sent" in err
     assert "blocked (flowed): channel_flow" in err
-    assert "all records up to 4 are confirmed" in out
+    assert "the records up to 4 need not be sent again" in out
 
 
 @pytest.mark.parametrize(
@@ -599,7 +599,7 @@ def test_records_left_by_sigterm_stay_in_the_outbox_and_the_next_run_sends_them_
     assert err.endswith(b"qflow: interrupted by SIGTERM\n")
     told = out.decode().splitlines()
     assert f"3 records in the outbox {path}: the next run with it, or qflow outbox drain, sends what is there" in told
-    assert told[-1] == "all records up to 3 are confirmed or in the outbox: --skip 3 continues after them"
+    assert told[-1] == "the records up to 3 need not be sent again: --skip 3 continues after them"
     assert [stored.message.body for stored in Outbox.look(path)] == [b"one", b"two", b"three"]
 
     broker.release_confirms()

@@ -520,7 +520,7 @@ def test_a_lost_connection_causes_a_warning(broker, connect, caplog):
     assert flush_logs(PATIENCE)
     (record,) = (record for record in caplog.records if record.name == "qflow_client")
     assert record.levelname == "WARNING"
-    assert "pika channel 1: sends are held: disconnected" in record.message
+    assert "pika channel 1: blocked (flowed): disconnected" in record.message
 
 
 @pytest.mark.parametrize("pipelined", [False, True])

@@ -180,6 +180,19 @@ def test_a_missing_confirm_raises_a_different_error(run: Run, broker: Broker, co
     run(main())
 
 
+def test_without_a_hold_the_error_of_a_timeout_of_0_does_not_name_flow_control(
+    run: Run, broker: Broker, connect: Any
+) -> None:
+    async def main() -> None:
+        async with await connect() as connection:
+            channel = await connection.channel()
+            with pytest.raises(FlowControlTimeout, match=r"^the message was not sent, because timeout=0 "):
+                await publish(channel, b"never", timeout=0)
+            assert bodies(broker) == []
+
+    run(main())
+
+
 def test_C6_at_most_the_capacity_is_unconfirmed(run: Run, broker: Broker, connect: Any) -> None:
     async def main() -> None:
         async with await connect(capacity=5, max_producer_flow_control_wait=PATIENCE) as connection:

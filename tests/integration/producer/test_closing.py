@@ -63,7 +63,7 @@ def test_closing_during_an_alarm_does_not_lift_it_and_logs_no_error(
     assert flows.kinds == [FlowEventKind.FLOWED, FlowEventKind.CLOSED]
     assert [event.hold.kind for event in flows.events if event.hold] == ["connection_blocked"] * 2
     assert flush_logs(PATIENCE)
-    assert "producer: closed while sends were held for" in caplog.text
+    assert "producer: closed after being blocked (flowed) for" in caplog.text
     libraries = ("pika", "aio_pika", "aiormq")
     errors = [record for record in caplog.records if record.levelno >= logging.ERROR]
     assert [record for record in errors if record.name.startswith(libraries)] == []

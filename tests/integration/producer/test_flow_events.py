@@ -361,8 +361,8 @@ def test_a_log_handler_may_send_with_the_producer_that_logs(
     broker.wait_until(lambda b: b.queue("q").depth == 2)
     assert ["hold lifted after" in body.decode() for body in bodies(broker)] == [True, True]
     assert [text.split(": ", 1)[1] for text in unsent] == [
-        "sends are held: paused (stock-taking)",
-        "sends are held: channel_flow",
+        "blocked (flowed): paused (stock-taking)",
+        "blocked (flowed): channel_flow",
     ]
 
 
@@ -383,7 +383,7 @@ def test_a_log_handler_that_raises_affects_only_the_log(
     assert flush_logs(20)
     said = capsys.readouterr().err
     assert said.count("BrokenPipeError: the log host is gone") == 4
-    assert "sends are held: paused (stock-taking)" in said
+    assert "blocked (flowed): paused (stock-taking)" in said
 
 
 def test_a_log_handler_that_blocks_delays_no_sender(

@@ -394,11 +394,11 @@ def test_holds_that_need_attention_are_logged_at_a_higher_level(caplog: pytest.L
     write_log(protocol.reports.logs)
     assert flush_logs(20)
     assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
-        ("WARNING", "orders: sends are held: connection_blocked (low on memory)"),
+        ("WARNING", "orders: blocked (flowed): connection_blocked (low on memory)"),
         ("WARNING", "orders: hold lifted after 2 s: connection_blocked (low on memory)"),
-        ("INFO", "orders: sends are held: channel_flow"),
+        ("INFO", "orders: blocked (flowed): channel_flow"),
         ("INFO", "orders: hold lifted after 1 s: channel_flow"),
-        ("DEBUG", "orders: sends are held: capacity"),
+        ("DEBUG", "orders: blocked (flowed): capacity"),
     ]
     assert {(record.filename, record.funcName) for record in caplog.records} == {("reporting.py", "report_hold")}
 

@@ -93,7 +93,7 @@ def test_a_refused_message_holds_the_producer_and_is_retried_alone_as_a_probe() 
     protocol.on_ack(6, True, 11.2)
     assert {receipt.outcome for receipt in receipts} == {Outcome.CONFIRMED}
     assert (protocol.unsettled, protocol.window.used) == (0, 0)
-    assert "WARNING producer: sends are held: refused (Basic.Nack)" in logged(protocol)
+    assert "WARNING producer: blocked (flowed): refused (Basic.Nack)" in logged(protocol)
 
 
 def test_a_probe_that_is_refused_again_stays_first_and_the_delays_grow() -> None:

@@ -156,7 +156,7 @@ def test_a_lost_connection_is_logged_as_a_warning_and_the_first_connection_is_no
     lose(protocol, 1.0)
     protocol.channel_opened(CHANNEL, FRAME_MAX, 3.5)
     assert logged(protocol) == [
-        "WARNING producer: sends are held: disconnected (cut)",
+        "WARNING producer: blocked (flowed): disconnected (cut)",
         "WARNING producer: hold lifted after 2.5 s: disconnected (cut)",
     ]
 
