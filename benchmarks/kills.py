@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -100,8 +101,9 @@ class Verdict:
         first_copies: messages in the queue without further copies.
         second_copies: further copies in the queue.
         lost: messages for which `send` had returned and that are not in the queue.
-        out_of_order: first copies that came after a later message of the same sender, or of a later life.
-        unmarked: second copies without the mark.
+        out_of_order: first copies that came after a later message of the same sender in the same life, or with the mark
+            after a message of a later life.
+        unmarked: messages with more than one copy without a mark.
         left: messages in the outbox at the end.
         left_behind: total messages that the producers found in the outbox.
         seconds: duration of the run.
@@ -127,6 +129,9 @@ class Verdict:
 def audit(told: dict[tuple[int, int], int], queue: Iterable[tuple[bytes, bool]]) -> dict[str, int]:
     """Compare the sent messages with the queue.
 
+    The broker may handle the last bytes of a killed producer after messages of the next one. Those messages have no
+    mark.
+
     Args:
         told: minimum number of sent messages by life and sender.
         queue: bodies in order, and whether each is marked.
@@ -134,30 +139,29 @@ def audit(told: dict[tuple[int, int], int], queue: Iterable[tuple[bytes, bool]])
     Returns:
         The counts of a `Verdict`.
     """
-    seen: set[tuple[int, int, int]] = set()
-    last: dict[int, int] = {}
+    copies: Counter[tuple[int, int, int]] = Counter()
+    unmarked: Counter[tuple[int, int, int]] = Counter()
+    # By life and sender.
+    last: dict[tuple[int, int], int] = {}
     life_now = -1
-    out_of_order = second_copies = unmarked = 0
+    out_of_order = 0
     for body, is_marked in queue:
         life, sender, number = map(int, body.split())
-        if (life, sender, number) in seen:
-            second_copies += 1
-            unmarked += not is_marked
-            continue
-        seen.add((life, sender, number))
-        if life > life_now:
-            life_now = life
-            last.clear()
-        out_of_order += life < life_now or number < last.get(sender, -1)
-        last[sender] = max(number, last.get(sender, -1))
+        copies[life, sender, number] += 1
+        unmarked[life, sender, number] += not is_marked
+        if copies[life, sender, number] == 1:
+            highest = last.get((life, sender), -1)
+            out_of_order += number < highest or (is_marked and life < life_now)
+            last[life, sender] = max(number, highest)
+            life_now = max(life, life_now)
     sent = {(*who, number) for who, count in told.items() for number in range(count)}
     return {
         "told": len(sent),
-        "first_copies": len(seen),
-        "second_copies": second_copies,
-        "lost": len(sent - seen),
+        "first_copies": len(copies),
+        "second_copies": copies.total() - len(copies),
+        "lost": len(sent - copies.keys()),
         "out_of_order": out_of_order,
-        "unmarked": unmarked,
+        "unmarked": sum(count > 1 for count in unmarked.values()),
     }
 
 

@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Container, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -80,7 +81,7 @@ class Verdict:
         out_of_order: rows whose first copies came after that of a later row. Rows that were in the outbox after a run
             with refusals do not count.
         copies: further copies of rows.
-        unmarked: further copies without the mark.
+        unmarked: rows with more than one copy without a mark.
         left: messages in the outbox at the end.
         seconds: duration of the run.
     """
@@ -114,25 +115,23 @@ def audit(rows: int, queue: Iterable[tuple[int, bool]], refused: Container[int] 
     Returns:
         The counts of a `Verdict`.
     """
-    seen: set[int] = set()
-    highest = total = out_of_order = copies = unmarked = 0
+    copies: Counter[int] = Counter()
+    # The broker may handle the last bytes of a killed run after the marked copies of the next one.
+    unmarked: Counter[int] = Counter()
+    highest = out_of_order = 0
     for number, is_marked in queue:
-        total += 1
-        if number in seen:
-            copies += 1
-            unmarked += not is_marked
-            continue
-        seen.add(number)
-        if number in refused:
+        copies[number] += 1
+        unmarked[number] += not is_marked
+        if copies[number] > 1 or number in refused:
             continue
         out_of_order += number < highest
         highest = max(highest, number)
     return {
-        "in_queue": total,
-        "lost": len(set(range(1, rows + 1)) - seen),
+        "in_queue": copies.total(),
+        "lost": len(set(range(1, rows + 1)) - copies.keys()),
         "out_of_order": out_of_order,
-        "copies": copies,
-        "unmarked": unmarked,
+        "copies": copies.total() - len(copies),
+        "unmarked": sum(count > 1 for count in unmarked.values()),
     }
 
 

@@ -127,5 +127,11 @@ def test_the_audit_finds_planted_faults() -> None:
         "out_of_order": 0,
         "unmarked": 0,
     }
-    wrong = audit(told, [right[2], right[0], right[3], right[1], (b"1 0 0", False)])
+    wrong = audit(told, [right[2], right[0], right[3], (b"0 1 0", True), (b"1 0 0", False)])
     assert (wrong["lost"], wrong["out_of_order"], wrong["unmarked"]) == (1, 2, 1)
+
+
+def test_the_audit_allows_the_last_messages_of_a_killed_producer_to_arrive_late() -> None:
+    told = {(0, 0): 2, (1, 0): 1}
+    late = audit(told, [(b"0 0 0", True), (b"0 0 1", True), (b"1 0 0", False), (b"0 0 1", False), (b"0 1 0", False)])
+    assert (late["second_copies"], late["lost"], late["out_of_order"], late["unmarked"]) == (1, 0, 0, 0)

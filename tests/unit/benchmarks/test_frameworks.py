@@ -20,7 +20,7 @@ GOOD = {"alarm": "ConfirmTimeout", "alarm_seconds": 3.0, "alarm_next": "FlowCont
         ("dramatiq", {"missing": 2}, "misses 2 messages"),
         ("dramatiq", {"disordered": 1}, "out of order"),
         ("taskiq", {"errors": {"E": 1}}, "raises {'E': 1}"),
-        ("taskiq", {"copies": 3, "unmarked": 1}, "1 copies without a mark"),
+        ("taskiq", {"copies": 3, "unmarked": 1}, "1 messages with two copies without a mark"),
         ("dramatiq", {"errors": {"E": 1}, "copies": 3, "unmarked": 3}, None),
     ],
 )
