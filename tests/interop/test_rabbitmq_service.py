@@ -14,8 +14,8 @@ from pika.exceptions import ChannelClosedByBroker
 from qflow_client import Outbox, Producer
 from qflow_client.testing.proxy import FaultProxy
 from qflow_client.testing.rabbitmq import RabbitMQNode
-from tests.integration.producer.tools import Stopwatch, eventually
-from tests.integration.recipes.services import Service, free_port, running, write_programs
+from tests.integration.producer.tools import Stopwatch, eventually, unused_port
+from tests.integration.recipes.services import Service, running, write_programs
 
 pytestmark = pytest.mark.rabbitmq
 
@@ -73,7 +73,7 @@ def test_E12_during_a_memory_alarm_a_service_refuses_in_time_ends_in_time_and_lo
     shop = tmp_path / "shop.py"
     limit = f"close_timeout={CLOSE_TIMEOUT}"
     shop.write_text(shop.read_text(encoding="utf-8").replace("close_timeout=10.0", limit), encoding="utf-8")
-    amqp, http, outbox = free_port(), free_port(), tmp_path / "orders.outbox"
+    amqp, http, outbox = unused_port(), unused_port(), tmp_path / "orders.outbox"
     service = Service(http)
     with running(tmp_path, amqp, "-m", "uvicorn", "shop:app", "--port", str(http), QFLOW_OUTBOX=str(outbox)) as process:
         eventually(service.is_there, "the service", timeout=PATIENCE)

@@ -12,6 +12,8 @@ from qflow_client import ConnectionFailed, Producer
 from qflow_client.broker import Broker
 from tests.effort import rounds
 
+from .tools import unused_port
+
 
 @pytest.mark.parametrize("capacity", ["auto", 100])
 def test_every_byte_arrives_with_a_delay_in_both_directions_and_in_order(
@@ -29,7 +31,6 @@ def test_every_byte_arrives_with_a_delay_in_both_directions_and_in_order(
 
 
 def test_a_connection_to_an_unreachable_broker_ends(stack: ExitStack) -> None:
-    with Broker() as gone:
-        url = gone.url
+    url = f"amqp://guest:guest@127.0.0.1:{unused_port()}/%2F"
     with pytest.raises(ConnectionFailed):
         Producer(stack.enter_context(delayed(url, 0.001)), connect_timeout=5)

@@ -38,6 +38,7 @@ from .tools import (
     holds,
     message_ids,
     start,
+    unused_port,
     wait_closed,
     wait_done,
     wait_held,
@@ -64,7 +65,8 @@ def first() -> Any:
 
 
 def begin(stack: ExitStack, **options: Any) -> Broker:
-    broker = stack.enter_context(Broker(**options))
+    # Its port stays unused when it has ended.
+    broker = stack.enter_context(Broker(**({"port": unused_port()} | options)))
     broker.declare_queue("q")
     return broker
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -21,17 +20,14 @@ from qflow_client.broker import Broker
 from qflow_client.health import asgi_readiness, wsgi_readiness
 from qflow_client.sync.link import Link
 
-from .tools import PATIENCE, Flows, bodies, eventually, wait_closed, wait_held
+from .tools import PATIENCE, Flows, bodies, eventually, unused_port, wait_closed, wait_held
 
 LATER: dict[str, Any] = {"connect_in_background": True, "reconnect_delay": 0.02, "reconnect_delay_max": 0.1}
 
 
 @pytest.fixture
 def port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        found: int = probe.getsockname()[1]
-    return found
+    return unused_port()
 
 
 def test_E12_a_producer_can_be_created_without_a_broker_and_connects_when_there_is_one(

@@ -15,6 +15,7 @@ import pika
 
 from qflow_client import FlowControlTimeout, FlowEvent, FlowEventKind, Producer, QflowError
 from qflow_client.broker import Broker
+from qflow_client.testing.node import free_port
 
 # Far more than anything takes on a busy machine, and less than a test may take.
 PATIENCE = 20.0
@@ -30,6 +31,14 @@ def eventually(condition: Callable[[], object], what: str = "", *, timeout: floa
     while not condition():
         assert time.monotonic() < end, f"not within {timeout} s: {what or condition}"
         time.sleep(0.002)
+
+
+def unused_port() -> int:
+    """Return a port that stays unused until the test uses it.
+
+    The system gives the ports of its own range to any socket of any process, and to a client that reconnects to them.
+    """
+    return free_port(set(), for_proxy=True)
 
 
 def holds(producer: Producer) -> list[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 import subprocess
 import sys
 import urllib.error
@@ -15,16 +14,11 @@ from pathlib import Path
 
 from tests.integration.producer.tools import PATIENCE
 
-__all__ = ["PAGE", "Service", "free_port", "running", "write_programs"]
+__all__ = ["PAGE", "Service", "running", "write_programs"]
 
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs" / "production.md").read_text(encoding="utf-8")
 _FILE = re.compile(r'^```python title="(?P<name>[\w.]+\.py)"\n(?P<code>.*?)^```$', re.DOTALL | re.MULTILINE)
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 def write_programs(folder: Path) -> None:

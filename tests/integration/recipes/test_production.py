@@ -10,8 +10,8 @@ import pytest
 
 from qflow_client import ConnectionFailed, DeliveryError, FlowControlTimeout, Outbox, Producer, ProducerClosed, Queue
 from qflow_client.broker import Broker
-from tests.integration.producer.tools import PATIENCE, eventually
-from tests.integration.recipes.services import PAGE, Service, free_port, running, write_programs
+from tests.integration.producer.tools import PATIENCE, eventually, unused_port
+from tests.integration.recipes.services import PAGE, Service, running, write_programs
 
 # What a Django project has around its views.
 DJANGO = """
@@ -54,7 +54,7 @@ def arrived(broker: Broker) -> list[str | None]:
 def test_E12_a_service_starts_without_its_broker_refuses_in_time_and_ends_without_losses(
     folder: Path, program: tuple[str, ...]
 ) -> None:
-    amqp, http = free_port(), free_port()
+    amqp, http = unused_port(), unused_port()
     service = Service(http)
     at = f"127.0.0.1:{http}" if program[0] == "gunicorn" else str(http)
     with running(folder, amqp, "-m", *program, at) as process:
@@ -81,7 +81,7 @@ def test_E12_a_service_starts_without_its_broker_refuses_in_time_and_ends_withou
 
 
 def test_E12_with_an_outbox_a_service_accepts_orders_during_an_alarm_and_loses_none_when_it_ends(folder: Path) -> None:
-    amqp, http = free_port(), free_port()
+    amqp, http = unused_port(), unused_port()
     service, outbox = Service(http), folder / "orders.outbox"
     shop = folder / "shop.py"
     # An alarm that stays keeps it for as long as that.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -26,6 +25,7 @@ from qflow_client.sqlalchemy import postgresql as of_postgresql
 from qflow_client.sqlalchemy import sqlite as of_sqlite
 from qflow_client.sqlalchemy.sessions import Session
 from qflow_client.sqlalchemy.tables import PARTITIONS
+from tests.integration.producer.tools import unused_port
 
 from .support import FAST, add, bodies, depth, eventually, marks, permit, permitted
 
@@ -268,29 +268,20 @@ def test_E14_a_flowed_relay_reads_at_most_its_window(engine: Engine, outbox: Out
     assert bodies(broker) == [b"%d" % number for number in range(2000)]
 
 
-def test_E14_a_relay_waits_for_a_broker_and_restarts_with_the_next_one(
-    engine: Engine, outbox: Outbox, unused_port: int
-) -> None:
-    url = f"amqp://guest:guest@127.0.0.1:{unused_port}"
+def test_E14_a_relay_waits_for_a_broker_and_restarts_with_the_next_one(engine: Engine, outbox: Outbox) -> None:
+    port = unused_port()
+    url = f"amqp://guest:guest@127.0.0.1:{port}"
     with OutboxRelay(engine, url, outbox=outbox, **FAST, reconnect_timeout=0.1) as relay:
         eventually(lambda: relay.error is not None)
         assert not relay.is_ready
         for number in range(2):
             count = number + 1
-            with Broker(port=unused_port) as broker:
+            with Broker(port=port) as broker:
                 broker.declare_queue("q")
                 add(engine, outbox, b"%d" % number, key="k")
                 eventually(lambda: relay.counts.confirmed == count)  # noqa: B023  # called at once
                 assert relay.is_ready
                 assert bodies(broker) == [b"%d" % number]
-
-
-@pytest.fixture
-def unused_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port: int = free.getsockname()[1]
-    return port
 
 
 def test_E14_a_relay_that_cannot_reach_the_database_retries(broker: Broker, tmp_path: Path) -> None:
