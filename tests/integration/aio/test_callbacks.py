@@ -353,7 +353,8 @@ def test_one_notice_covers_all_waiting_senders(run: Run, broker: Broker, caplog:
             await held(producer, "channel_flow")
             tasks = [asyncio.create_task(producer.send(b"%d" % number, timeout=None)) for number in range(2000)]
             await in_line(producer, 2000)
-            short = asyncio.create_task(producer.send(b"no", timeout=0.15))
+            # Long enough that a notice comes meanwhile.
+            short = asyncio.create_task(producer.send(b"no", timeout=0.5))
             await soon(lambda: len(notices) >= 3)
             with pytest.raises(FlowControlTimeout):
                 await short

@@ -178,7 +178,7 @@ def test_py_amqp_publishes_and_consumes(broker):
 
         channel.basic_consume("q", callback=on_message)
         while len(seen) < 10:
-            connection.drain_events(timeout=5)
+            connection.drain_events(timeout=20)
         assert seen == [(str(number), str(number)) for number in range(10)]
         channel.close()
 

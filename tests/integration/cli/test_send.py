@@ -16,7 +16,7 @@ from typing import IO, Any
 import pytest
 
 import qflow_client.cli.sending
-from qflow_client import Outbox, OutboxError
+from qflow_client import Outbox, OutboxError, Producer
 from qflow_client.broker import Broker
 from qflow_client.cli import main
 from qflow_client.cli.resuming import source_of
@@ -643,6 +643,15 @@ def test_with_an_outbox_refused_records_are_reported_even_if_confirms_are_missin
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(qflow_client.cli.sending, "_GRACE", 0.1)
+    flush = Producer.flush
+
+    def flush_after_returns(producer: Producer) -> None:
+        # However long the broker takes for them.
+        flight = producer._protocol.parts.unconfirmed.flight
+        eventually(lambda: sum(receipt._reply is not None for receipt in tuple(flight.values())) == 7)
+        flush(producer)
+
+    monkeypatch.setattr(Producer, "flush", flush_after_returns)
     path = tmp_path / "outbox"
     broker.withhold_confirms()
     # The returns come, and no acks.

@@ -210,6 +210,7 @@ def test_E8_a_connection_with_expired_credentials_is_replaced_and_unsettled_mess
     producer.send(b"0").result(PATIENCE)
     broker.withhold_confirms()
     receipt = producer.send(b"1")
+    broker.wait_until(lambda b: b.queue("q").depth == 2)
     tokens.before = refuse
     # On the thread of the callbacks.
     eventually(lambda: flows.events)

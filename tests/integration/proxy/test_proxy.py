@@ -261,7 +261,7 @@ def test_a_long_delay_does_not_limit_the_bandwidth(dial, proxy):
     client.sendall(data)
     # All of it is on its way at once: more than the sockets hold. What a socket holds at a time would take 25 seconds.
     assert read(broker, len(data)) == data
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 20
 
 
 def test_the_average_bandwidth_is_limited(dial, proxy):

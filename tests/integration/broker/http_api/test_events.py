@@ -12,6 +12,7 @@ import pika
 import pytest
 
 from qflow_client.broker import Broker
+from tests.integration.producer.tools import Stopwatch
 
 from .tools import Client
 
@@ -110,9 +111,9 @@ def test_a_broker_that_stops_ends_its_event_streams(caplog: pytest.LogCaptureFix
         broker = stack.enter_context(Broker(http_port=0))
         events = stack.enter_context(listening(broker))
         next(events)
-        began = time.monotonic()
-        broker.__exit__(None, None, None)
-        assert time.monotonic() - began < 5
+        with Stopwatch() as watch:
+            broker.__exit__(None, None, None)
+        assert watch.within(5)
         with pytest.raises((StopIteration, http.client.IncompleteRead)):
             next(events)
         stack.pop_all()
