@@ -15,6 +15,7 @@ import shutil
 import socket
 import subprocess
 import tempfile
+import time
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
@@ -243,7 +244,7 @@ class RabbitMQNode(Node, RabbitMQ):
         try:
             done = self._run([self._tools.ctl, "--quiet", *self._ctl_options, "--node", self._name, *args], "", timeout)
         except subprocess.TimeoutExpired:
-            raise RabbitMQError(f"rabbitmqctl {words} did not end within {timeout:g} s") from None
+            raise RabbitMQError(f"rabbitmqctl {words} did not end within {timeout:.3g} s") from None
         if done.returncode != 0:
             complaint = (done.stderr.strip() or done.stdout.strip()).replace("\n", "\n  ")
             raise RabbitMQError(f"rabbitmqctl {words} failed with exit code {done.returncode}:\n  {complaint}")
@@ -254,7 +255,7 @@ class RabbitMQNode(Node, RabbitMQ):
 
         Args:
             expression: The expression, with its full stop. An error may cause a second evaluation.
-            timeout: Maximum seconds.
+            timeout: Maximum seconds, for both evaluations together.
 
         Returns:
             The result as text.
@@ -262,6 +263,7 @@ class RabbitMQNode(Node, RabbitMQ):
         Raises:
             RabbitMQError: the node does not answer within `timeout`, or the expression fails.
         """
+        deadline = time.monotonic() + timeout
         if self._tools.erl_call is not None:
             try:
                 done = self._run([self._tools.erl_call, "-n", self._name, "-e"], f"{expression}\n", timeout)
@@ -270,7 +272,7 @@ class RabbitMQNode(Node, RabbitMQ):
             if (result := result_of_erl_call(done.stdout)) is not None:
                 return result
         # rabbitmqctl explains errors better.
-        return self.ctl("eval", expression, timeout=timeout)
+        return self.ctl("eval", expression, timeout=max(0.0, deadline - time.monotonic()))
 
     def _run(self, command: Sequence[str | Path], standard_input: str, timeout: float) -> CompletedProcess[str]:
         """Run a command of RabbitMQ or Erlang with the environment and the user of the node."""

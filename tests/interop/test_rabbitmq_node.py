@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from subprocess import CompletedProcess, TimeoutExpired
+from types import SimpleNamespace
 
 import pika
 import pika.exceptions
@@ -84,6 +86,27 @@ def test_expressions_are_evaluated_and_their_errors_are_reported(
     for erl_call in (rabbitmq._tools.erl_call, None):
         monkeypatch.setattr(rabbitmq, "_tools", replace(rabbitmq._tools, erl_call=erl_call))
         assert rabbitmq.evaluate("X = 1, {X + 1,\ntwo}.").replace(" ", "") == "{2,two}"
+
+
+@pytest.mark.rabbitmq
+def test_both_evaluations_together_have_one_deadline(rabbitmq: RabbitMQNode, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    given = []
+
+    def run(_: object, __: str, timeout: float) -> CompletedProcess[str]:
+        nonlocal now
+        given.append(timeout)
+        now += 7.0
+        if len(given) == 2:
+            raise TimeoutExpired("rabbitmqctl", timeout)
+        return CompletedProcess("erl_call", 1, "", "")
+
+    monkeypatch.setattr(rabbitmq_module, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(rabbitmq, "_tools", replace(rabbitmq._tools, erl_call="erl_call"))
+    monkeypatch.setattr(rabbitmq, "_run", run)
+    with pytest.raises(RabbitMQError, match=r"rabbitmqctl eval ok\. did not end within 3 s"):
+        rabbitmq.evaluate("ok.", timeout=10.0)
+    assert given == [10.0, 3.0]
 
 
 @pytest.mark.rabbitmq
