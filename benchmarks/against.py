@@ -93,7 +93,9 @@ class _Checkout:
         print(json.dumps({**asked, "peer": peer, "size": len(job.body)}), file=process.stdin, flush=True)
         answer = process.stdout.readline()
         if not answer:
-            raise RuntimeError(f"{self._folder}: {peer} ended with exit code {process.wait()}")
+            raise RuntimeError(
+                f"peer {peer!r} of {self._folder} ended with exit code {process.wait()}; see its output above"
+            )
         timing = json.loads(answer)
         return Timing(**{**timing, "latencies": tuple(timing["latencies"])})
 

@@ -519,7 +519,7 @@ class _Others(threading.Thread):
     def begin(self) -> None:
         self.start()
         if not self._is_ready.wait(_PATIENCE):
-            raise TimeoutError("the other clients could not connect")
+            raise TimeoutError(f"the clients that measure round trips did not connect within {_PATIENCE:g} s")
 
     def end(self) -> None:
         self._ends.set()
@@ -604,7 +604,7 @@ def attack(name: str, *, seconds: float, scale: float = 1.0, url: str = "") -> R
         others = _Others(url)
         others.begin()
         if child.stdout.readline() != "ready\n":
-            raise RuntimeError(f"the attack {name!r} could not be prepared")
+            raise RuntimeError(f"the process of the attack {name!r} ended before the attack; see its output above")
         idle = peak = _resident(pid)
         others.times.clear()
         child.stdin.write("go\n")

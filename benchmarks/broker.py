@@ -102,7 +102,7 @@ def published(url: str, count: int, arguments: Mapping[str, Any] | None = None, 
         job = Job(url, queue, BODY, count, WINDOW, confirmed=True, persistent=persistent)
         rate = count / PlainSocket().run(job).seconds
         if wire.depth(queue) != count:
-            raise RuntimeError(f"{count} messages were published, and the queue holds {wire.depth(queue)}")
+            raise RuntimeError(f"queue {queue!r} has {wire.depth(queue)} messages after {count} were published")
         return rate
 
 
@@ -151,13 +151,13 @@ def _pump(
         poll.register(out, select.POLLIN | (select.POLLOUT if written < allowed else 0))
         poll.register(back, select.POLLIN | (select.POLLOUT if acked < received // delivery * ack else 0))
         if not poll.poll(_PATIENCE * 1000):
-            raise TimeoutError(f"{received // delivery} of {count} messages came, and then nothing for {_PATIENCE} s")
+            raise TimeoutError(f"no byte for {_PATIENCE} s; {received // delivery} of {count} messages were delivered")
         window.feed(_receive(out))
         received += len(_receive(back))
     for sock in (out, back):
         sock.settimeout(_PATIENCE)
     if received != count * delivery:
-        raise RuntimeError(f"{received} bytes of deliveries came, not {count} times {delivery}")
+        raise RuntimeError(f"the deliveries have {received} bytes, not {count} messages of {delivery} bytes")
     # The broker has read all acks when it answers this.
     consumer.call(commands.Channel.Close(200, "done", 0, 0))
     return time.perf_counter() - began

@@ -360,7 +360,7 @@ def document(
 def _capacities(text: str) -> tuple[Capacity, ...]:
     found: tuple[Capacity, ...] = tuple("auto" if part == "auto" else int(part) for part in text.split(","))
     if any(each != "auto" and each < 1 for each in found):
-        raise argparse.ArgumentTypeError(f"a capacity is at least 1, or auto, not {text}")
+        raise argparse.ArgumentTypeError(f"a capacity must be auto or at least 1, not {text}")
     return tuple(dict.fromkeys(found))
 
 
@@ -368,7 +368,7 @@ def _places(text: str) -> tuple[str, ...]:
     places = tuple(dict.fromkeys(text.split(",")))
     for place in places:
         if place not in PLACES:
-            raise argparse.ArgumentTypeError(f"no place is called {place!r}; there are {', '.join(PLACES)}")
+            raise argparse.ArgumentTypeError(f"unknown place {place!r}; the places are {', '.join(PLACES)}")
     return places
 
 
@@ -409,9 +409,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with Wire(url) as wire:
             server_properties = wire.server_properties
         places = options.places
-        product = str(server_properties.get("product", "a broker that does not say its name"))
+        product = str(server_properties.get("product", "a broker without a product name"))
         if SLOW in places and not product.lower().startswith(_COMPLETES):
-            print(f"{SLOW} is left out: {product} holds no confirms back", file=sys.stderr)
+            print(f"the place {SLOW} is not measured, because {product} does not withhold confirms", file=sys.stderr)
             places = tuple(place for place in places if place != SLOW)
         plan = Plan(
             places,

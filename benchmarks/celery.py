@@ -22,7 +22,7 @@ _QUEUE = "qflow-benchmark-celery"
 
 
 def _take(number: int) -> None:
-    raise AssertionError("no worker is there to run it")
+    raise AssertionError("the task must not run, because the benchmark has no worker")
 
 
 def _loop(url: str, scheme: str, confirms: Any, count: int) -> float:
@@ -49,7 +49,7 @@ def _loop(url: str, scheme: str, confirms: Any, count: int) -> float:
             queue = connection.default_channel
             while (depth := queue.queue_declare(_QUEUE, passive=True).message_count) != count + 1:
                 if time.monotonic() > end:
-                    raise RuntimeError(f"{depth} of {count + 1} messages are in the queue")
+                    raise RuntimeError(f"queue {_QUEUE!r} has {depth} of {count + 1} messages after 30 s")
                 time.sleep(0.05)
             queue.queue_delete(_QUEUE)
     finally:

@@ -136,7 +136,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     path = os.environ.get("QFLOW_CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
     if path is None:
-        parser.error("there is no Chromium: install it, or name it in QFLOW_CHROMIUM")
+        parser.error("Chromium was not found; install it, or set QFLOW_CHROMIUM to its path")
     # pika logs many warnings about Channel.Flow.
     logging.getLogger("pika").setLevel(logging.ERROR)
     with sync_playwright() as playwright:

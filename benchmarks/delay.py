@@ -40,7 +40,7 @@ def delayed(url: str, seconds: float) -> Iterator[str]:
     theirs.close()
     try:
         if not ours.poll(_START):
-            raise TimeoutError(f"the proxy does not listen after {_START:.0f} s")
+            raise TimeoutError(f"the process of the delaying proxy did not listen within {_START:.0f} s")
         login = f"{parts.netloc.rpartition('@')[0]}@" if "@" in parts.netloc else ""
         yield urlunsplit(parts._replace(netloc=f"{login}127.0.0.1:{ours.recv()}"))
     finally:

@@ -39,7 +39,7 @@ def _loop(module: Any, url: str, count: int, size: int, prepare: Callable[[Any],
         end = time.monotonic() + 30
         while (depth := channel.queue_declare(queue, passive=True).method.message_count) != count:
             if time.monotonic() > end:
-                raise RuntimeError(f"{depth} of {count} messages are in the queue")
+                raise RuntimeError(f"queue {queue!r} has {depth} of {count} messages after 30 s")
             connection.sleep(0.05)
         channel.queue_delete(queue)
     return count / seconds
@@ -80,7 +80,7 @@ async def _aio_loop(module: Any, url: str, count: int, size: int, tasks: int, co
         end = time.monotonic() + 30
         while (depth := await _depth(channel, queue.name)) != total:
             if time.monotonic() > end:
-                raise RuntimeError(f"{depth} of {total} messages are in the queue")
+                raise RuntimeError(f"queue {queue.name!r} has {depth} of {total} messages after 30 s")
             await asyncio.sleep(0.05)
     return total / seconds
 

@@ -123,7 +123,7 @@ class _Injector:
         while found not in seen:
             data = client.recv(1 << 17)
             if not data:
-                raise ConnectionError("the producer left")
+                raise ConnectionError(f"the producer closed its connection before it sent {found!r}")
             # A pattern may be split over two reads.
             seen = seen[-len(found) :] + data
             upstream.sendall(_FLOW_OK_FRAME.sub(b"", data))

@@ -230,7 +230,7 @@ def _one_life(lives: subprocess.Popen[str], life: int, seconds: float) -> Iterat
     while (words := lives.stdout.readline().split())[0] != "ended":
         told.append(words)
     if words[1] != str(int(signal.SIGKILL)):
-        raise RuntimeError(f"the producer of life {life} ended {words[1]}")
+        raise RuntimeError(f"the producer of life {life} did not end by SIGKILL, but: {' '.join(words[1:])}")
     for _, sender, number in told:
         yield int(sender), int(number)
 
@@ -243,7 +243,7 @@ def read_queue(channel: pika.adapters.blocking_connection.BlockingChannel, queue
         return
     for method, properties, body in channel.consume(queue, auto_ack=True, inactivity_timeout=_PATIENCE):
         if method is None or properties is None or body is None:
-            raise RuntimeError(f"{left} messages of the queue have not come for {_PATIENCE:g} s")
+            raise RuntimeError(f"queue {queue!r} delivered none of its remaining {left} messages for {_PATIENCE:g} s")
         yield body, bool((properties.headers or {}).get(MARK))
         left -= 1
         if not left:

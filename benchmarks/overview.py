@@ -182,7 +182,7 @@ def write(measured: Mapping[str, Mapping[str, Any]], page: Path, picture: Path) 
     """
     text = page.read_text(encoding="utf-8")
     if text.count(_BEGIN) != 1 or text.count(_END) != 1:
-        raise ValueError(f"{page}: the lines {_BEGIN!r} and {_END!r} must be there once each")
+        raise ValueError(f"{page}: it must contain the lines {_BEGIN!r} and {_END!r} exactly once")
     before, rest = text.split(_BEGIN)
     after = rest.split(_END)[1]
     alt = "Bars: each publisher's confirmed messages per second as a part of what a plain socket does, for each size."

@@ -65,7 +65,7 @@ def _whole(text: str) -> int:
 def _sizes(text: str) -> tuple[int, ...]:
     sizes = tuple(int(part) for part in text.split(","))
     if min(sizes) < 0:
-        raise argparse.ArgumentTypeError(f"a body has at least 0 bytes, not {min(sizes)}")
+        raise argparse.ArgumentTypeError(f"a size must be at least 0 bytes, not {min(sizes)}")
     return tuple(dict.fromkeys(sizes))
 
 
@@ -73,7 +73,7 @@ def _names(text: str) -> tuple[str, ...]:
     names = tuple(known.PEERS) if text == "all" else tuple(dict.fromkeys(text.split(",")))
     for name in names:
         if name not in known.PEERS:
-            raise argparse.ArgumentTypeError(f"no peer is called {name!r}; there are {', '.join(known.PEERS)}, and all")
+            raise argparse.ArgumentTypeError(f"unknown peer {name!r}; the peers are {', '.join(known.PEERS)}, or all")
     return names
 
 

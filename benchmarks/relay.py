@@ -133,7 +133,7 @@ class _Bench:
         until = time.monotonic() + _PATIENCE
         while not condition():
             if time.monotonic() > until:
-                raise RuntimeError(f"{what} has not happened for {_PATIENCE:g} s")
+                raise RuntimeError(f"timed out after {_PATIENCE:g} s while waiting for {what}")
             time.sleep(0.001)
 
     def relay(self, rows: int, depth: int) -> float:
@@ -150,7 +150,7 @@ class _Bench:
         self.fill(0)
         rates = []
         with _confirms() as confirmed, OutboxRelay(self.engine, self.url, outbox=self.outbox) as relay:
-            self._until(lambda: len(relay.partitions) == 16, "the beginning")
+            self._until(lambda: len(relay.partitions) == 16, "the partitions of the relay")
             for number in range(1, _ROUNDS + 1):
                 with self.engine.begin() as connection:
                     self._copy(connection, _SMALL)
@@ -188,7 +188,7 @@ class _Bench:
         self.fill(0)
         committed: dict[str, float] = {}
         with _confirms() as confirmed, OutboxRelay(self.engine, self.url, outbox=self.outbox) as relay:
-            self._until(lambda: len(relay.partitions) == 16, "the beginning")
+            self._until(lambda: len(relay.partitions) == 16, "the partitions of the relay")
             began = time.perf_counter()
             with self.engine.connect() as connection:
                 for number in range(count):

@@ -217,7 +217,7 @@ class Program:
         if self._answers:
             assert self._process.stdout is not None
             if self._process.stdout.readline() != b"ready\n":
-                raise RuntimeError("the broker did not start")
+                raise RuntimeError("the process of the broker ended before it was ready; see its output above")
 
     def signal(self, number: int) -> None:
         """Send it a signal."""
@@ -241,7 +241,7 @@ def wait_for(condition: Callable[[], bool], what: str) -> None:
     until = time.monotonic() + PATIENCE
     while not condition():
         if time.monotonic() > until:
-            raise RuntimeError(f"{what} has not happened for {PATIENCE:g} s")
+            raise RuntimeError(f"timed out after {PATIENCE:g} s while waiting for {what}")
         threading.Event().wait(0.02)
 
 

@@ -128,7 +128,7 @@ def run(*, seconds: float = 60.0, lease: float = 30.0, broker: str = "embedded")
             stack.callback(program.kill)
         times = {}
         for outage in OUTAGES:
-            wait_for(lambda: _shared(engine, outbox) == 2, "that two relays share the work")
+            wait_for(lambda: _shared(engine, outbox) == 2, "two relays that share the work")
             before = time.time()
             if outage == "suspended":
                 victim.signal(signal.SIGSTOP)
@@ -142,7 +142,7 @@ def run(*, seconds: float = 60.0, lease: float = 30.0, broker: str = "embedded")
                 if outage != "suspended":
                     proxy.cut()
                 proxy.heal()
-        wait_for(lambda: _shared(engine, outbox) == 2, "that two relays share the work again")
+        wait_for(lambda: _shared(engine, outbox) == 2, "two relays that share the work again")
         application.kill()
         wait_for(lambda: _depth(engine, outbox) == 0, "an empty outbox")
         victim.kill()
@@ -153,7 +153,7 @@ def run(*, seconds: float = 60.0, lease: float = 30.0, broker: str = "embedded")
                 for body, at in connection.execute(text("SELECT body, added_at FROM orders"))
             }
             set_aside = outbox.status(connection).failed
-        wait_for(lambda: added.keys() <= consumer.arrived.keys(), "the arrival of what was committed")
+        wait_for(lambda: added.keys() <= consumer.arrived.keys(), "the arrival of all committed messages")
         consumer.end()
     latest = {
         outage: max((consumer.arrived[body] - at for body, at in added.items() if first <= at <= last), default=0.0)

@@ -172,7 +172,7 @@ def _check(wire: Wire, queue: str, count: int, title: str, patience: float) -> N
     while (depth := wire.depth(queue)) < count and time.monotonic() < deadline:
         time.sleep(0.02)
     if depth != count:
-        raise Lost(f"{title} published {count} messages, and the queue holds {depth}")
+        raise Lost(f"queue {queue!r} has {depth} messages after {title} published {count}")
 
 
 def rates(measurements: Sequence[Measurement], peer: str, size: int) -> list[float]:

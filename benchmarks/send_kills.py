@@ -218,10 +218,10 @@ def run(
             if code == 0:
                 break
             if code not in (-signal.SIGKILL, int(refusals)):
-                raise RuntimeError(f"a run ended with {code}")
+                raise RuntimeError(f"qflow send ended with exit code {code}")
         code = _one_run(runs)
         if code:
-            raise RuntimeError(f"the last run ended with {code}")
+            raise RuntimeError(f"the last run of qflow send ended with exit code {code}")
         left = _left(outbox)
         found = ((_number(body), marked) for body, marked in read_queue(channel, _QUEUE))
         counts = audit(rows, found, may_be_late)

@@ -150,7 +150,7 @@ def rates(options: argparse.Namespace) -> int:
                 in_it = depth_of()
                 # The messages of the plain sockets' warm-up are in the queue too.
                 if in_it < count:
-                    raise SystemExit(f"error: {name} wrote {count} rows, and the queue holds {in_it}")
+                    raise SystemExit(f"error: queue {queue!r} has {in_it} messages after {name} wrote {count} rows")
                 measured[name].append(count / seconds)
 
         for at in range(options.repeat + 1):
@@ -178,7 +178,10 @@ def rates(options: argparse.Namespace) -> int:
             print(f"{name:18}{median(found):10,.0f} rows/s ({min(found):,.0f} to {max(found):,.0f}){ratio}")
     missed = options.check and ratios["foreachPartition"] < BAR
     if missed:
-        print(f"missed: {ratios['foreachPartition']:.2f} of foreachPartition, which must be {BAR}", file=sys.stderr)
+        print(
+            f"missed: the sink has {ratios['foreachPartition']:.2f} of foreachPartition; the bar is {BAR}",
+            file=sys.stderr,
+        )
     return int(missed)
 
 
@@ -352,7 +355,9 @@ def scale(options: argparse.Namespace) -> int:
                     sink(rows(spark, count, options.size, options.partitions), url, queue, capacity)
                     seconds, used = time.monotonic() - begin, processor_seconds() - before
                     if depth_of() != min(count, options.most):
-                        raise SystemExit(f"error: {count} rows were written, and the queue holds {depth_of()}")
+                        raise SystemExit(
+                            f"error: queue {queue!r} has {depth_of()} messages after the sink wrote {count} rows"
+                        )
                 told: dict[str, Any] = {
                     "rows": count,
                     "seconds": round(seconds, 2),

@@ -40,7 +40,7 @@ class Wire:
     def __init__(self, url: str) -> None:
         parts = urlsplit(url)
         if parts.scheme != "amqp":
-            raise ValueError(f"the plain socket speaks amqp:// only, not {parts.scheme}://")
+            raise ValueError(f"the plain socket can only use amqp://, not {parts.scheme}://")
         user, password = unquote(parts.username or "guest"), unquote(parts.password or "guest")
         self.socket = socket.create_connection((parts.hostname or "localhost", parts.port or 5672), _TIMEOUT)
         self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -121,7 +121,7 @@ class Wire:
             if isinstance(answer, kinds):
                 return answer
             if isinstance(answer, (commands.Channel.Close, commands.Connection.Close)):
-                raise ConnectionError(f"the broker answered {answer.reply_code} {answer.reply_text}")
+                raise ConnectionError(f"the broker closed with {answer.reply_code} {answer.reply_text}")
 
     def _next(self) -> Any:
         while True:

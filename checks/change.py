@@ -236,7 +236,7 @@ def chosen(every: list[Stage], names: Sequence[str]) -> list[Stage]:
     """
     stages = {stage.name: stage for stage in every}
     if unknown := [name for name in names if name not in stages]:
-        raise ValueError(f"unknown stage {', '.join(unknown)}; there are {', '.join(stages)}")
+        raise ValueError(f"unknown stage {', '.join(unknown)}; the stages are {', '.join(stages)}")
     needed = set(names or stages)
     for stage in reversed(every):
         if stage.name in needed:

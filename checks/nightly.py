@@ -2,7 +2,7 @@
 
     tox -e nightly                      # every part that has not passed on this code
     tox -e nightly -- soak spark        # these parts
-    tox -e nightly -- --list            # which parts there are, and when each ran
+    tox -e nightly -- --list            # print the parts and their last runs
 
 A part takes at most two hours and is a list of steps. A step that has passed is not repeated on the same code, so an
 interrupted part continues at the next step. The record of a part has the date, the commit, and the last output line of
@@ -93,7 +93,7 @@ PARTS: Final[Mapping[str, Part]] = {
         ],
     ),
     "interop": Part(
-        "real brokers, clients of other hands, all 336,776 flights",
+        "real brokers, clients of other projects, all 336,776 flights",
         [
             _step("containers", ".ci/containers start && .ci/containers images"),
             _step(
@@ -276,15 +276,15 @@ def render(records: Mapping[str, Record | None]) -> str:
     lines = [
         "# Nightly runs",
         "",
-        "What needs time is run in parts by `tox -e nightly`, and not with every change. This page is made of the",
-        "records that the last run of each part has left in `docs/nightly/`. The commit is the one that was tested.",
+        "Long checks run in parts with `tox -e nightly`, not with every change. This page is generated from the",
+        "records of the last run of each part, in `docs/nightly/`. The commit is the tested one.",
         "",
     ]
     for name, part in PARTS.items():
         record = records.get(name)
         lines += [f"## {name}", "", f"{part.title[0].upper()}{part.title[1:]}.", ""]
         if record is None:
-            lines += ["It has no record yet.", ""]
+            lines += ["This part has no record yet.", ""]
             continue
         lines += [
             f"{record.date}, commit `{record.commit}`, {record.machine}: "
@@ -310,11 +310,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run parts, write their records and the page, and return the exit code."""
     parser = argparse.ArgumentParser(prog="tox -e nightly --", description=__doc__.partition("\n")[0])
     parser.add_argument("parts", nargs="*", metavar="PART", help="; ".join(f"{n}: {p.title}" for n, p in PARTS.items()))
-    parser.add_argument("--list", action="store_true", help="say which parts there are, and run nothing")
-    parser.add_argument("--page", action="store_true", help="make the page of the records, and run nothing")
+    parser.add_argument("--list", action="store_true", help="print the parts and their last runs, and run nothing")
+    parser.add_argument("--page", action="store_true", help="write the page from the records, and run nothing")
     options = parser.parse_args(arguments)
     if unknown := set(options.parts) - set(PARTS):
-        parser.error(f"unknown part {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
+        parser.error(f"unknown part {', '.join(sorted(unknown))}; the parts are {', '.join(PARTS)}")
     if options.list:
         for name, record in load_all().items():
             print(f"{name:14}", f"{record.date} {record.commit}" if record else "never", PARTS[name].title)

@@ -38,7 +38,7 @@ class Storm:
 
             def publish_one() -> None:
                 if not publish(body, queue, "", _PROPERTIES, mandatory=True) and job.confirmed:
-                    raise ConnectionError("the broker refused a message")
+                    raise ConnectionError(f"the broker nacked or returned a message for queue {queue!r}")
 
             latencies = one_by_one(job, publish_one)
             if not job.confirmed:

@@ -154,5 +154,5 @@ class Select:
         run = _SelectRun(job)
         run.run()
         if run.error is not None or run.timing is None:
-            raise run.error or ConnectionError("the connection ended")
+            raise run.error or ConnectionError("the connection ended without an error before the run was complete")
         return run.timing

@@ -80,9 +80,9 @@ def publish(job: Job) -> Timing:
         if not job.confirmed:
             channel.close()
         elif not done.wait(60):
-            raise TimeoutError(f"{confirmed} of {job.count} messages are confirmed")
+            raise TimeoutError(f"{confirmed} of {job.count} messages were confirmed within 60 s")
         if refused:
-            raise ConnectionError(f"the broker answered {refused[0]}")
+            raise ConnectionError(f"the broker did not confirm a message, but answered {refused[0]}")
         return watch.stop()
     finally:
         connection.close()

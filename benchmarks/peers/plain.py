@@ -124,7 +124,7 @@ class AckWindow:
                 else:
                     self.above.add(tag)
             elif kind != 8:
-                raise ConnectionError(f"the broker sent a frame of type {kind} that is no ack: {payload[:60]!r}")
+                raise ConnectionError(f"the broker sent a frame of type {kind} that is not an ack: {payload[:60]!r}")
             at += size + FRAME_OVERHEAD
         self._rest = data[at:]
 
@@ -176,7 +176,7 @@ class PlainSocket:
                 watching = wanted
                 poll.register(sock, wanted)
             if not poll.poll(30_000):
-                raise TimeoutError(f"no confirm for 30 s; {acks.confirmed} of {count} messages are confirmed")
+                raise TimeoutError(f"no confirm for 30 s; {acks.confirmed} of {count} messages were confirmed")
             try:
                 data = sock.recv(_READ)
             except BlockingIOError:

@@ -93,7 +93,9 @@ def _read_back(url: str) -> Sequence[Copy]:
                 return copies
             for method, properties, body in channel.consume(QUEUE, inactivity_timeout=_PATIENCE):
                 if method is None:
-                    raise TimeoutError(f"{left} messages are left in the queue, and none came for {_PATIENCE:g} s")
+                    raise TimeoutError(
+                        f"queue {QUEUE!r} delivered none of its remaining {left} messages for {_PATIENCE:g} s"
+                    )
                 copies.append(read_copy(body, properties.headers))
                 left -= 1
                 if not left or len(copies) % 500 == 0:
@@ -227,7 +229,9 @@ class Embedded(_OneNode):
         assert self._process.stdout is not None
         line = self._process.stdout.readline().strip()
         if not line:
-            raise RuntimeError(f"the broker ended with exit code {self._process.wait()}")
+            raise RuntimeError(
+                f"the process of the broker ended with exit code {self._process.wait()}; see its output above"
+            )
         return line
 
     def _tell(self, *words: object) -> None:

@@ -125,17 +125,17 @@ def read(lines: Iterable[str]) -> Soak:
         elif what == "in queue":
             queue.append(Copy(**entry))
         elif what not in ("flush", "wait_unflowed", "result", "close", "fault"):
-            raise ValueError(f"line {number}: {what!r} is no kind of line")
+            raise ValueError(f"line {number}: unknown kind of line {what!r}")
     for sender, message, outcome in settled:
         if sender not in journals or message >= len(journals[sender].calls):
-            raise ValueError(f"message {message} of sender {sender} is settled, and was never sent")
+            raise ValueError(f"message {message} of sender {sender} is settled but was never sent")
         journals[sender].told(message, outcome)
     return Soak(sorted(journals.values(), key=lambda journal: journal.sender), queue)
 
 
 def _add_send(journal: Journal, *, first: int, count: int, admitted: int, **_: Any) -> None:
     if first != journal.begin(count):
-        raise ValueError(f"message {first} of sender {journal.sender} is not the next of that sender")
+        raise ValueError(f"sender {journal.sender}: message {first} is not the next message")
     for at in range(count):
         journal.called(first + at, ACCEPTED if at < admitted else REFUSED)
 

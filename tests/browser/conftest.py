@@ -39,7 +39,7 @@ ARGUMENTS = [
 def browser() -> Iterator[Browser]:
     path = os.environ.get("QFLOW_CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
     if path is None:
-        text = "there is no Chromium: install it, or name it in QFLOW_CHROMIUM"
+        text = "Chromium was not found; install it, or set QFLOW_CHROMIUM to its path"
         if os.environ.get("QFLOW_REQUIRE_BROWSER") == "1":
             pytest.fail(f"{text} (QFLOW_REQUIRE_BROWSER=1 forbids to skip)", pytrace=False)
         pytest.skip(text)

@@ -24,5 +24,5 @@ def test_both_checkouts_run_and_a_table_compares_them(capsys: pytest.CaptureFixt
 
 
 def test_a_folder_that_is_not_a_checkout_is_reported(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match=f"{tmp_path}: plain ended with exit code 1"):
+    with pytest.raises(RuntimeError, match=f"peer 'plain' of {tmp_path} ended with exit code 1"):
         main([str(tmp_path), *SMALL[1:]])

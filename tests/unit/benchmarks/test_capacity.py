@@ -63,8 +63,8 @@ def test_capacities_and_places_are_separated_by_commas() -> None:
 @pytest.mark.parametrize(
     ("option", "value", "words"),
     [
-        ("--capacities", "0", "a capacity is at least 1, or auto, not 0"),
-        ("--places", "near", "no place is called 'near'; there are fast, slow, far"),
+        ("--capacities", "0", "a capacity must be auto or at least 1, not 0"),
+        ("--places", "near", "unknown place 'near'; the places are fast, slow, far"),
         ("--round-trip", "0", "must be more than 0, not 0"),
     ],
 )

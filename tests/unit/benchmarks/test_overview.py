@@ -88,7 +88,7 @@ def test_the_section_of_the_page_can_be_rewritten_any_number_of_times(tmp_path: 
     assert overview.main(arguments) == 0
     assert page.read_text() == once
     page.write_text("no place for it")
-    with pytest.raises(ValueError, match="must be there once each"):
+    with pytest.raises(ValueError, match="exactly once"):
         overview.main(arguments)
 
 

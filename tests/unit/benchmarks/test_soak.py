@@ -277,9 +277,9 @@ def test_a_history_contains_the_notes_of_the_senders_about_their_messages(
     path.write_text("\n".join(lines[:-1]), encoding="utf-8")
     assert main([str(path)]) == 1
     assert "WRONG  confirmed and missing: 0" in capsys.readouterr().out
-    with pytest.raises(ValueError, match="line 1: 'sent' is no kind of line"):
+    with pytest.raises(ValueError, match="line 1: unknown kind of line 'sent'"):
         read(['{"what": "sent"}'])
-    with pytest.raises(ValueError, match="message 2 of sender 0 is not the next"):
+    with pytest.raises(ValueError, match="sender 0: message 2 is not the next message"):
         read(['{"what": "send", "sender": 0, "first": 2, "count": 1, "admitted": 1}'])
-    with pytest.raises(ValueError, match="message 1 of sender 0 is settled, and was never sent"):
+    with pytest.raises(ValueError, match="message 1 of sender 0 is settled but was never sent"):
         read(['{"what": "settled", "sender": 0, "number": 1, "outcome": "confirmed"}'])

@@ -41,7 +41,7 @@ def test_the_stages_can_run_and_use_both_lanes(found: list[Stage]) -> None:
 def test_stages_can_be_chosen_by_name(found: list[Stage]) -> None:
     assert chosen(found, []) == found
     assert [stage.name for stage in chosen(found, ["relay"])] == ["beside", "machine", "relay"]
-    with pytest.raises(ValueError, match="unknown stage x; there are tests, "):
+    with pytest.raises(ValueError, match="unknown stage x; the stages are tests, "):
         chosen(found, ["relay", "x"])
 
 

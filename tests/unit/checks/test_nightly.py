@@ -71,7 +71,7 @@ def test_a_part_restarts_if_the_code_has_changed(folders: Path) -> None:
 def test_an_unknown_part_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         nightly.main(["moon"])
-    assert "unknown part moon; there are properties, " in capsys.readouterr().err
+    assert "unknown part moon; the parts are properties, " in capsys.readouterr().err
 
 
 def test_the_last_line_is_the_summary_of_the_tests_if_there_is_one() -> None:
