@@ -197,17 +197,19 @@ def test_E4_a_message_that_never_reached_the_disk_is_not_reported_as_stored(
 
 
 def test_E4_a_short_deadline_is_sufficient_once_a_failed_disk_works_again(
-    broker: Broker, make_producer: Callable[..., Producer], path: Path
+    broker: Broker, make_producer: Callable[..., Producer], path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # The deadlines are short compared with the pause after an error, and long enough for a slow disk.
+    monkeypatch.setattr("qflow_client.outbox.writer._PAUSE", 10 * PATIENCE)
     producer = make_producer(outbox=path)
     broker.withhold_confirms()
     for number in range(5):
         change(path, "ALTER TABLE message RENAME TO gone")
         with pytest.raises(NotDurable, match="no such table"):
-            producer.send(b"%d" % number, timeout=BRIEF)
+            producer.send(b"%d" % number, timeout=PATIENCE)
         change(path, "ALTER TABLE gone RENAME TO message")
         # Without a pause in which every send would have to wait.
-        producer.send(b"%d, too" % number, timeout=BRIEF)
+        producer.send(b"%d, too" % number, timeout=PATIENCE)
     assert len(Outbox.look(path)) == 10
     broker.release_confirms()
 

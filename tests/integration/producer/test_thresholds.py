@@ -10,7 +10,7 @@ from qflow_client import Outcome, Producer, Receipt
 from qflow_client.broker import Broker
 from tests.effort import rounds
 
-from .tools import Consumer, Job, Wire, bodies, holds, start, wait_flow, wait_held
+from .tools import Consumer, Job, Wire, bodies, eventually, holds, start, wait_flow, wait_held
 
 _MARKS: dict[str, object] = {"qpid.flow_stop_count": 100, "qpid.flow_resume_count": 50}
 # Each more than the queue and both windows take.
@@ -49,6 +49,8 @@ def test_c6_completion_reaches_exactly_the_threshold_plus_the_sum_of_capacities(
     broker.wait_until(lambda b: b.queue("q").depth == 165)
     for producer in producers:
         wait_held(producer, "capacity")
+        # The broker may have the last message before the producer has noted that it is written.
+        eventually(lambda producer=producer: producer.in_flight == producer.unsettled)
         assert producer.in_flight == producer.unsettled == producer.capacity
         assert producer.available == 0
     queue = broker.queue("q")

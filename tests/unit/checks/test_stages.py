@@ -6,6 +6,7 @@ import io
 import os
 import re
 import signal
+import subprocess
 import threading
 from functools import partial
 from pathlib import Path
@@ -52,9 +53,21 @@ def test_lanes_run_in_parallel_and_the_stages_of_a_lane_do_not(tmp_path: Path) -
     assert (tmp_path / "order").read_text() == "first\nsecond\n"
 
 
-def test_a_stage_that_exceeds_its_time_is_killed_with_its_child_processes(tmp_path: Path) -> None:
+def test_a_stage_that_exceeds_its_time_is_killed_with_its_child_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     os.mkfifo(tmp_path / "pipe")
-    stages = [Stage("hangs", "sleep 600 & echo $! > child; cat pipe", limit=0.5)]
+    wait = subprocess.Popen.wait
+
+    def wait_for_child(process: subprocess.Popen[bytes], timeout: float | None = None) -> int:
+        if timeout is not None:
+            # Its time begins when it has started its child.
+            (tmp_path / "begun").open().close()
+        return wait(process, timeout)
+
+    os.mkfifo(tmp_path / "begun")
+    monkeypatch.setattr(subprocess.Popen, "wait", wait_for_child)
+    stages = [Stage("hangs", "sleep 600 & echo $! > child; exec 3> begun; cat pipe", limit=0.1)]
     (ended,) = run(stages, tmp_path, tmp_path, io.StringIO())
     assert ended.outcome == "not over after 0 s"
     _wait_for_end(int((tmp_path / "child").read_text()))
