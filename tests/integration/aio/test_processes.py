@@ -12,7 +12,7 @@ from qflow_client.broker import Broker
 from qflow_client.testing.proxy import FaultProxy
 from tests.effort import rounds
 from tests.integration.producer.processes import Start, ends_well, says, starting
-from tests.integration.producer.tools import PATIENCE, Stopwatch, bodies
+from tests.integration.producer.tools import PATIENCE, Stopwatch, bodies, heal
 
 
 @pytest.fixture
@@ -73,7 +73,7 @@ def test_a_fork_during_a_connection_attempt_or_its_delay_leaves_parent_and_child
         proxy.cut()
         assert says(process) == "forked"
         broker.release_confirms("q")
-        proxy.heal()
+        heal(proxy)
         ends_well(process)
     assert bodies(broker) == [b"unsettled", b"unsettled", b"parent"]
     assert bodies(broker, "r") == [b"child"] * forks

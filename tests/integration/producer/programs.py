@@ -234,7 +234,7 @@ def _child(producer: Producer) -> int:
 def forked_while_disconnected(url: str, count: str) -> None:
     """Forks so often between two tries to connect, or in the middle of one, as the one who started it has arranged."""
     logging.disable()
-    producer = Producer(url, routing_key="q", connect_timeout=1.0, reconnect_delay=0.05, reconnect_delay_max=0.1)
+    producer = Producer(url, routing_key="q", connect_timeout=5.0, reconnect_delay=0.05, reconnect_delay_max=0.1)
     receipt = producer.send(b"unsettled")
     _say("sent")
     # It may have been raised before.

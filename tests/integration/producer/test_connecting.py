@@ -124,7 +124,7 @@ def test_hosts_are_tried_in_turn(
     broker: Broker, refused: int, silent: int, make_producer: Callable[..., Producer]
 ) -> None:
     urls = [f"amqp://guest:guest@127.0.0.1:{port}/%2F" for port in (refused, silent)]
-    producer = make_producer([*urls, broker.url], connect_timeout=1.0)
+    producer = make_producer([*urls, broker.url], connect_timeout=2.0)
     assert producer.send(b"there").result(timeout=20) is Outcome.CONFIRMED
 
 

@@ -128,14 +128,20 @@ def test_E15_a_producer_does_not_return_while_its_first_host_does_not_answer(
 ) -> None:
     with FaultProxy(broker.url) as proxy:
         proxy.refuse()
-        producer = make_producer([proxy.url, other.url], return_to_first=0.1, connect_timeout=0.2)
+        # Each probe takes that long. On a slow machine so does a connection, and is tried again.
+        settings = {"connect_timeout": 0.2, "connect_in_background": True, "reconnect_delay": 0.02}
+        producer = make_producer([proxy.url, other.url], return_to_first=0.1, **settings)
+        assert producer.wait_unflowed(PATIENCE)
         flows = Flows()
         producer.on_flow(flows, kinds=["disconnected"])
-        # It takes connections, and the broker's answer does not come.
-        proxy.stall()
         before = proxy.accepted
-        proxy.heal()
-        proxy.stall()
+
+        def accept_only(proxy: FaultProxy) -> None:
+            proxy.heal()
+            proxy.stall()
+
+        # It takes connections, and the broker's answer does not come. No probe comes between the two steps.
+        proxy.schedule([(0.0, accept_only)]).wait(PATIENCE)
         eventually(lambda: proxy.accepted >= before + 4)
         producer.send(b"1").result(PATIENCE)
         assert flows.events == []

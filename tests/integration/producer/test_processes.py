@@ -15,7 +15,7 @@ from qflow_client.testing.proxy import FaultProxy
 from tests.effort import rounds
 
 from .processes import Start, ends_well, in_child, says, starting
-from .tools import PATIENCE, Proxy, Stopwatch, bodies, fill_transport, holds
+from .tools import PATIENCE, Proxy, Stopwatch, bodies, fill_transport, heal, holds
 
 
 @pytest.fixture
@@ -111,7 +111,7 @@ def test_a_fork_during_a_connection_attempt_or_its_delay_leaves_parent_and_child
         proxy.cut()
         assert says(process) == "forked"
         broker.release_confirms()
-        proxy.heal()
+        heal(proxy)
         ends_well(process)
     assert bodies(broker) == [b"unsettled", b"unsettled", b"parent"]
 

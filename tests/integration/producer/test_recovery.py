@@ -169,7 +169,7 @@ def test_a_host_that_never_answers_delays_the_producer_for_at_most_connect_timeo
 ) -> None:
     lost = begin(first)
     port = lost.port
-    producer = make_producer([lost.url, broker.url], connect_timeout=1.0, **FAST)
+    producer = make_producer([lost.url, broker.url], connect_timeout=2.0, **FAST)
     lost.withhold_confirms()
     receipt = producer.send(b"1")
     lost.wait_until(lambda b: b.queue("q").depth == 1)

@@ -16,6 +16,7 @@ import pika
 from qflow_client import FlowControlTimeout, FlowEvent, FlowEventKind, Producer, QflowError
 from qflow_client.broker import Broker
 from qflow_client.testing.node import free_port
+from qflow_client.testing.proxy import FaultProxy
 
 # Far more than anything takes on a busy machine, and less than a test may take.
 PATIENCE = 20.0
@@ -106,6 +107,15 @@ def go_on(broker: Broker, how: str) -> None:
         broker.unblock()
     else:
         broker.flow(True)
+
+
+def heal(proxy: FaultProxy) -> None:
+    """End the faults of a proxy, and the attempts to connect whose bytes it has swallowed: they would only time out."""
+    attempts = [each.number for each in proxy.connections]
+    proxy.heal()
+    for number in attempts:
+        with suppress(LookupError):
+            proxy.cut(number)
 
 
 class Stopwatch:
