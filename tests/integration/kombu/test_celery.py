@@ -58,7 +58,7 @@ def test_a_worker_that_gets_sigterm_during_an_alarm_ends_in_time_and_loses_no_co
             of.process.send_signal(signal.SIGTERM)
             with Stopwatch() as watch:
                 assert of.process.wait(PATIENCE) == 0
-            assert watch.seconds < LIMIT
+            assert watch.within(LIMIT)
             log = of.log.read_text()
             assert "Warm shutdown" in log, log
             # A busy machine may be some hundredths late.
