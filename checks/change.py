@@ -4,7 +4,8 @@
     .ci/run pyright docs    # these stages, and those that they need
 
 Two lanes run at the same time. `python` needs only Python. `brokers` installs everything else that the tests need, and
-mostly waits. A stage uses what an earlier stage of its lane has installed.
+mostly waits. A stage uses what an earlier stage of its lane has installed. Stages without a lane install all that they
+need, and run in the lane that has finished first.
 """
 
 from __future__ import annotations
@@ -182,7 +183,6 @@ def stages(folder: Path) -> Iterator[Stage]:
           timeout 120 wheel/bin/python "$example"
         done
         """,
-        PYTHON,
     )
     yield Stage(
         "demonstration",
@@ -194,7 +194,6 @@ def stages(folder: Path) -> Iterator[Stage]:
         {demonstrate} --json | tee {folder}/audit.json
         python - {folder}/audit.json <<'EOF'{_CHECK_AUDIT}EOF
         """,
-        PYTHON,
     )
     yield Stage("interop", f"{beside} -e interop", BROKERS, ("beside", "containers"), limit=2400)
     yield Stage("first", f"{python} -m checks.first_message", BROKERS, ("interop",))

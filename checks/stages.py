@@ -1,7 +1,8 @@
 """Runs commands in lanes, and reports the duration and result of each.
 
 A stage is a command. The stages of a lane run one after the other; lanes run at the same time. A stage starts when all
-stages that it needs have passed. If one of them has not passed, the stage is left out. The output of a stage goes to a
+stages that it needs have passed. If one of them has not passed, the stage is left out. Stages without a lane come last:
+the lane that has finished its own stages first takes the next of them. The output of a stage goes to a
 file, and is printed at the end of the stage. So the output of two lanes is never mixed.
 
 A stage runs in its own process group. If its time is over, or if this process is interrupted, the whole group is
@@ -16,6 +17,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,7 +36,7 @@ class Stage:
     Args:
         name: name in the output and in `needs` of other stages
         script: script for bash, with `set -euo pipefail`
-        lane: stages of one lane never run at the same time
+        lane: stages of one lane never run at the same time; without one, any lane runs the stage after its own
         needs: names of stages that must have passed before
         limit: seconds after which it is killed and has failed
         environment: variables to add to those of this process
@@ -135,20 +137,25 @@ def run(stages: Sequence[Stage], cwd: Path, logs: Path, out: TextIO | None = Non
         out: file to print to; standard output if None
 
     Raises:
-        ValueError: a name is used twice, or a stage needs one that does not come before it
+        ValueError: as for `check`
     """
     check(stages)
     out = out or sys.stdout
-    lanes: dict[str, list[Stage]] = {}
+    lanes: dict[str, deque[Stage]] = {}
     for stage in stages:
-        lanes.setdefault(stage.lane, []).append(stage)
+        lanes.setdefault(stage.lane, deque()).append(stage)
+    without_lane = lanes.pop("", deque())
     ended: dict[str, Ended] = {}
     changed = threading.Condition()
     groups = _Groups()
 
-    def drive(lane: list[Stage]) -> None:
-        for stage in lane:
+    def drive(lane: deque[Stage]) -> None:
+        while True:
             with changed:
+                stages_left = lane or without_lane
+                if not stages_left:
+                    return
+                stage = stages_left.popleft()
                 while not ended.keys() >= set(stage.needs):
                     changed.wait()
                 missing = [name for name in stage.needs if ended[name].outcome != PASSED]
@@ -171,7 +178,7 @@ def run(stages: Sequence[Stage], cwd: Path, logs: Path, out: TextIO | None = Non
                 out.flush()
                 changed.notify_all()
 
-    threads = [threading.Thread(target=drive, args=(lane,), name=name) for name, lane in lanes.items()]
+    threads = [threading.Thread(target=drive, args=(lane,)) for lane in lanes.values() or [without_lane]]
     try:
         for thread in threads:
             thread.start()
@@ -190,15 +197,17 @@ def run(stages: Sequence[Stage], cwd: Path, logs: Path, out: TextIO | None = Non
 
 
 def check(stages: Sequence[Stage]) -> None:
-    """Raise ValueError if a name is used twice, or a stage needs one that does not come before it."""
-    before: set[str] = set()
+    """Raise ValueError if a name is used twice, or a stage needs one that comes after it or runs after all lanes."""
+    before: dict[str, Stage] = {}
     for stage in stages:
         if stage.name in before:
             raise ValueError(f"two stages are called {stage.name!r}; give one of them another name")
         for name in stage.needs:
             if name not in before:
                 raise ValueError(f"stage {stage.name!r} needs {name!r}, which does not come before it")
-        before.add(stage.name)
+            if stage.lane and not before[name].lane:
+                raise ValueError(f"stage {stage.name!r} needs {name!r}, which has no lane and so runs later")
+        before[stage.name] = stage
 
 
 def summary(ended: Iterable[Ended], seconds: float) -> str:

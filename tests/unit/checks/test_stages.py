@@ -53,6 +53,18 @@ def test_lanes_run_in_parallel_and_the_stages_of_a_lane_do_not(tmp_path: Path) -
     assert (tmp_path / "order").read_text() == "first\nsecond\n"
 
 
+def test_a_stage_without_a_lane_runs_in_the_lane_that_has_finished_first(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    # The lane with the reader ends only when the stage without a lane has run.
+    stages = [
+        Stage("free", "echo word > pipe"),
+        Stage("read", "cat < pipe", "a"),
+        Stage("quick", "true", "b"),
+    ]
+    ended = run(stages, tmp_path, tmp_path, io.StringIO())
+    assert [each.outcome for each in ended] == [PASSED] * 3
+
+
 def test_a_stage_that_exceeds_its_time_is_killed_with_its_child_processes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -111,6 +123,7 @@ def _wait_for_end(pid: int) -> None:
     [
         ([Stage("a", ""), Stage("a", "")], "two stages are called 'a'"),
         ([Stage("a", "", needs=("b",)), Stage("b", "")], "'a' needs 'b', which does not come before it"),
+        ([Stage("a", ""), Stage("b", "", "x", ("a",))], "'b' needs 'a', which has no lane and so runs later"),
     ],
 )
 def test_stages_that_could_never_run_are_refused(stages: list[Stage], error: str, tmp_path: Path) -> None:
