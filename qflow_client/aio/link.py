@@ -10,7 +10,6 @@ from contextlib import suppress
 from typing import Any
 
 from aiormq import ConnectionClosed
-from aiormq.exceptions import ChannelClosed
 from yarl import URL
 
 from qflow_client.aio.aiormq_io import TapTransport
@@ -19,20 +18,20 @@ from qflow_client.aio.connection import (
     TappedConnection,
     TappedRobustConnection,
     address_of,
-    channel_reply,
     final,
     open_connection,
     words,
 )
+from qflow_client.aio.opening import open_channel
+from qflow_client.aio.restoration import Restoration
 from qflow_client.amqp import coalescing
 from qflow_client.core.protocol import ProducerProtocol
 from qflow_client.errors import ConnectionFailed
 from qflow_client.guard import LOOPS
 from qflow_client.logs import log
-from qflow_client.recovery import Reconnection, Watch
+from qflow_client.recovery import Reconnection
 from qflow_client.redaction import hide_password
-from qflow_client.renewal import Answer, Failure, Renewer
-from qflow_client.returning import Returner
+from qflow_client.renewal import Answer, Failure
 from qflow_client.skin import (
     BRIEF,
     GIVEN_UP,
@@ -44,17 +43,14 @@ from qflow_client.skin import (
     log_failed_try,
     lost,
     no_answer,
-    no_confirms,
 )
 from qflow_client.topology import Topology
+from qflow_client.upkeep import Upkeep
 
 __all__ = ["Link"]
 
 # This many bytes are worth a separate write.
 _ENOUGH = 1 << 13
-
-# The most channels of an AMQP connection.
-_CHANNEL_MAX = 65535
 
 
 class Link:
@@ -85,20 +81,13 @@ class Link:
         self._is_own = connection is None
         self._settings = protocol.settings
         self._reconnection = reconnection
-        self._watch = Watch(self._settings, reconnection.hosts)
-        # The next check of the watch; ``None`` while there is no own connection.
-        self._next_look: asyncio.TimerHandle | None = None
         # Why the producer ends an open connection; empty while it does not.
         self._leaves_because = ""
         self._protocol = protocol
         self._after = after
         self._loop = asyncio.get_running_loop()
-        # Gets the credentials of the connections; ``None`` if they are in the URL.
-        self._renewer: Renewer | None = None
         later, post = self._loop.call_later, self._post
-        self._returner = Returner(reconnection, self._settings, later, post, self._leave_host)
-        if asker is not None:
-            self._renewer = Renewer(asker, self._settings, later, post, self._update_secret, self._leave_host)
+        self._upkeep = Upkeep(reconnection, protocol, LOOPS, later, post, self._leave_host, asker)
         # The connection's socket; set when the channel is open.
         self.tapped: TapTransport | None = None
         # aiormq's objects; set when the channel is open.
@@ -112,9 +101,11 @@ class Link:
         self._closing: asyncio.Task[None] | None = None
         # The task that connects again, or that opens a channel on a new connection; ``None`` while there is none.
         self._returning: asyncio.Task[None] | None = None
-        # Done when a lost shared connection is closed for good, or when its time to come back is over.
-        self._owner_closes: asyncio.Future[Any] | None = None
-        self._time_limit: asyncio.TimerHandle | None = None
+        # Waits for a lost shared connection; ``None`` for a connection that is not restored.
+        self._restoration: Restoration | None = None
+        if isinstance(connection, TappedRobustConnection):
+            limit = self._settings.reconnect_timeout
+            self._restoration = Restoration(connection, limit, self._on_restored, self._give_up)
         # When the present timer fires, and the timer; ``None`` without a timer.
         self._timer_at: float | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -169,7 +160,7 @@ class Link:
                 _cut(self._connection)
             raise
         except BaseException as error:
-            self._end_renewal()
+            self._upkeep.end()
             if self._is_own and self._connection is not None:
                 await self._end(BRIEF)
                 self._connection = self._closing = None
@@ -180,13 +171,13 @@ class Link:
     async def _address(self) -> URL:
         """Return the URL to connect to, with credentials."""
         address = address_of(self.url, {})
-        if self._renewer is None:
+        if self._upkeep.renewer is None:
             return address
         asked: asyncio.Future[Answer] = self._loop.create_future()
-        self._renewer.log_in(lambda answer: None if asked.done() else asked.set_result(answer))
+        self._upkeep.renewer.log_in(lambda answer: None if asked.done() else asked.set_result(answer))
         answer = await asked
         if isinstance(answer, Failure):
-            raise self._failed(answer.why)
+            raise connection_failed(self.url, answer.why)
         return address.with_user(answer.username or None).with_password(answer.password)
 
     async def _open_again(self, pause: float) -> None:
@@ -248,45 +239,17 @@ class Link:
         self._lost(why, returns=self._comes_back)
 
     def _give_up(self, reason: str) -> None:
-        self._stop_waiting()
+        if self._restoration is not None:
+            self._restoration.end()
         LOOPS.take(lambda: self._protocol.connection_lost(reason, time.monotonic()))
         self._after()
-
-    def _stop_waiting(self) -> None:
-        if self._owner_closes is not None:
-            self._owner_closes.cancel()
-            self._owner_closes = None
-        if self._time_limit is not None:
-            self._time_limit.cancel()
-            self._time_limit = None
 
     async def _open_channel(self) -> None:
         transport, tapped = self._connection.transport, self._connection.tapped
         if transport is None or tapped is None or transport.connection.is_closed:
-            raise self._failed("the connection is not open")
+            raise connection_failed(self.url, "the connection is not open")
         amqp = transport.connection
-        settings = self._settings
-        if settings.confirms and not _confirms(amqp):
-            raise self._failed(no_confirms("the broker does not announce them"))
-        if self._topology is not None:
-            try:
-                await self._declare(amqp, self._topology)
-            except ConnectionFailed:
-                raise
-            except Exception as error:
-                # The connection may end during this call.
-                raise self._failed(words(error)) from error
-        number = self._free_number(amqp)
-        tapped.tap.expect(number)
-        try:
-            channel = await amqp.channel(channel_number=number, publisher_confirms=settings.confirms)
-            if channel.is_closed or amqp.is_closed:
-                raise self._failed("the channel was closed as soon as it was opened")
-        except BaseException as error:
-            tapped.tap.detach(number)
-            if isinstance(error, ConnectionFailed) or not isinstance(error, Exception):
-                raise
-            raise self._failed(words(error)) from error
+        channel, number = await open_channel(amqp, tapped.tap, self._settings, self._topology, self.url)
         if amqp is not self._amqp:
             amqp.closing.add_done_callback(self._on_close)
         self.tapped, self._amqp, self._channel, self._number = tapped, amqp, channel, number
@@ -304,40 +267,12 @@ class Link:
         tapped.add_after(self._after_io)
         if self._is_own:
             tapped.delay = self._delay
-            self._watch.opened(now)
-            self._look_later()
-            self._returner.begin()
-            if self._renewer is not None:
-                self._renewer.begin()
+            self._upkeep.begin(tapped.tap, tapped.pump, now)
         channel.closing.add_done_callback(self._on_channel_close)
-        self._stop_waiting()
+        if self._restoration is not None:
+            self._restoration.end()
         self._after_io()
         tapped.pump()
-
-    async def _declare(self, amqp: Any, topology: Topology) -> None:
-        channel = await amqp.channel(publisher_confirms=False)
-        for declaration in topology.declarations():
-            try:
-                await getattr(channel, declaration.method)(**declaration.arguments)
-            except ChannelClosed as error:
-                if not declaration.accepts(channel_reply(error)[0]):
-                    raise self._failed(declaration.refusal("{} {}".format(*channel_reply(error)))) from error
-                channel = await amqp.channel(publisher_confirms=False)
-        await channel.close()
-
-    def _free_number(self, amqp: Any) -> int:
-        """Return a free channel number. aiormq could choose one, but the tap needs it before the channel opens."""
-        taken = amqp.channels
-        highest = amqp.connection_tune.channel_max or _CHANNEL_MAX
-        number = max(taken, default=0) + 1
-        if number > highest:
-            number = next((each for each in range(1, highest + 1) if each not in taken), 0)
-        if not number:
-            raise self._failed(f"all {highest} channels that the broker allows on a connection are in use")
-        return int(number)
-
-    def _failed(self, why: str) -> ConnectionFailed:
-        return connection_failed(self.url, why)
 
     async def close(self, patience: float) -> None:
         """Settle all unsettled messages. Close the channel, and the connection if the producer owns it.
@@ -356,12 +291,11 @@ class Link:
                 self._give_up(GIVEN_UP)
 
     async def _close(self, patience: float) -> None:
-        self._stop_waiting()
+        if self._restoration is not None:
+            self._restoration.forget()
         if self._loop.is_closed():
             # The loop of the connection has ended, so the library's tasks on it never run again.
             return
-        if isinstance(self._connection, TappedRobustConnection):
-            self._connection.reconnect_callbacks.discard(self._on_reconnected)
         if self._returning is not None and not self._returning.done():
             self._returning.cancel()
             await asyncio.wait((self._returning,), timeout=BRIEF)
@@ -457,55 +391,11 @@ class Link:
         if self.tapped is not None:
             self.tapped.pump()
 
-    def _look_later(self) -> None:
-        if self._watch.period is not None:
-            self._next_look = self._loop.call_later(self._watch.period, self._look_at_broker)
-
-    def _look_at_broker(self) -> None:
-        """End the connection if the broker is silent, or blocks it for too long."""
-        number, tapped, protocol = self._number, self.tapped, self._protocol
-        if number is None or tapped is None:
-            return
-        tap = tapped.tap
-
-        def look() -> str | None:
-            why = self._watch.look(
-                time.monotonic(),
-                heard_at=tap.heard_at,
-                is_due=protocol.in_flight > 0,
-                is_blocked=tap.is_blocked,
-                settled=protocol.settled_so_far,
-            )
-            if why == "" and not tap.is_probed(number):
-                protocol.put_control(tap.probe(number))
-            return why
-
-        why = LOOPS.take(look)
-        if why and self._closing is None:
-            self._reconnection.move_on()
-            self._leave_host(why)
-            return
-        self._look_later()
-        tapped.pump()
-
     def _leave_host(self, why: str) -> None:
         """End an open connection, to connect again."""
         if self._closing is None:
             self._leaves_because = why
             _cut(self._connection)
-
-    def _update_secret(self, secret: str, done: Callable[[], object]) -> bool:
-        tapped = self.tapped
-        if self._number is None or tapped is None:
-            return False
-        tap = tapped.tap
-        LOOPS.take(lambda: self._protocol.put_control(tap.update_secret(secret, lambda: self._loop.call_soon(done))))
-        tapped.pump()
-        return True
-
-    def _end_renewal(self) -> None:
-        if self._renewer is not None:
-            self._renewer.end()
 
     def _on_channel_close(self, closing: asyncio.Future[Any]) -> None:
         if self._amqp.is_closed:
@@ -550,7 +440,7 @@ class Link:
     @property
     def _comes_back(self) -> bool:
         """Whether there is another connection after this one. aio-pika decides whether a shared one comes back."""
-        return self._closing is None if self._is_own else isinstance(self._connection, TappedRobustConnection)
+        return self._closing is None if self._is_own else self._restoration is not None
 
     def _lost(self, why: str, *, returns: bool) -> None:
         pause = self._reconnection.lost(why, time.monotonic()) if returns else None
@@ -563,21 +453,12 @@ class Link:
         elif self._is_own:
             self._returning = self._loop.create_task(self._open_again(pause))
         else:
-            self._connection.reconnect_callbacks.add(self._on_reconnected)
-            self._owner_closes = asyncio.ensure_future(self._connection.closed())
-            self._owner_closes.add_done_callback(self._on_owner_close)
-            limit = self._settings.reconnect_timeout
-            if limit is not None:
-                why += f"; it was not restored within {limit:.3g} s"
-                self._time_limit = self._loop.call_later(limit, self._give_up, why)
+            assert self._restoration is not None
+            self._restoration.begin(why)
 
-    def _on_reconnected(self, *_: Any) -> None:
+    def _on_restored(self) -> None:
         if self._number is None and (self._returning is None or self._returning.done()):
             self._returning = self._loop.create_task(self._reopen())
-
-    def _on_owner_close(self, closed: asyncio.Future[Any]) -> None:
-        if not closed.cancelled():
-            self._give_up(f"{self._reconnection.verdict}; then it was closed")
 
     def _leave(self, reason: str, *, reconnects: bool = False) -> bool:
         """Separate the channel from the producer. Return True if another connection is wanted."""
@@ -586,11 +467,7 @@ class Link:
         if number is not None and tapped is not None:
             tapped.tap.detach(number)
             tapped.delay = None
-            self._end_renewal()
-            self._returner.end()
-            if self._next_look is not None:
-                self._next_look.cancel()
-                self._next_look = None
+            self._upkeep.end()
         wanted = False
         # If the broker closed the channel, the tap has reported it.
         if reconnects or self._protocol.channel.number is not None:
@@ -655,11 +532,3 @@ def _error(closing: asyncio.Future[Any]) -> BaseException | None:
     """Return the error that ended it; ``None`` if the application ended it."""
     error = None if closing.cancelled() else closing.exception()
     return None if isinstance(error, asyncio.CancelledError) else error
-
-
-def _confirms(amqp: Any) -> bool:
-    try:
-        return bool(amqp.publisher_confirms)
-    except (KeyError, TypeError):
-        # This broker announces no capabilities at all.
-        return False

@@ -22,10 +22,9 @@ from qflow_client.core.protocol import ProducerProtocol
 from qflow_client.errors import SettingsError
 from qflow_client.guard import Guard, serve
 from qflow_client.logs import log
-from qflow_client.recovery import Reconnection, Watch, is_final
+from qflow_client.recovery import Reconnection, is_final
 from qflow_client.redaction import shown, words_of
-from qflow_client.renewal import Answer, Asker, Failure, Renewer
-from qflow_client.returning import Returner
+from qflow_client.renewal import Answer, Asker, Failure
 from qflow_client.settings import ProducerSettings
 from qflow_client.skin import (
     GIVEN_UP,
@@ -42,6 +41,7 @@ from qflow_client.skin import (
 from qflow_client.sync.channel_io import ChannelIO
 from qflow_client.sync.pika_io import TapIOServices
 from qflow_client.topology import Declaration, Topology
+from qflow_client.upkeep import Upkeep
 
 __all__ = ["Link", "parameters", "url_parameters"]
 
@@ -154,21 +154,14 @@ class Link(ChannelIO):
         self._topology = topology
         self._settings = protocol.settings
         self._reconnection = reconnection
-        self._watch = Watch(self._settings, reconnection.hosts)
-        # The next check of the watch; ``None`` while there is no connection.
-        self._next_look: Any = None
         self._protocol = protocol
         self._lock = lock
         self._after = after
         self._tap = Tap()
         self.services = TapIOServices(self._tap, lock, self._after_io, self._delay)
         self.services.order_addresses = self._order_addresses
-        # Gets the credentials of the connections; ``None`` if they are in the URL.
-        self._renewer: Renewer | None = None
         later, post = self.services.call_later, self.services.add_callback_threadsafe
-        self._returner = Returner(reconnection, self._settings, later, post, self._leave_host)
-        if asker is not None:
-            self._renewer = Renewer(asker, self._settings, later, post, self._update_secret, self._leave_host)
+        self._upkeep = Upkeep(reconnection, protocol, lock, later, post, self._leave_host, asker)
         # ``None`` between two tries, and while the credentials of the next try are requested.
         self._connection: pika.SelectConnection | None = None
         # Done when the channel is open, or failed if it cannot be opened.
@@ -288,10 +281,10 @@ class Link(ChannelIO):
             self.services.close()
 
     def _connect(self) -> None:
-        if self._renewer is None:
+        if self._upkeep.renewer is None:
             self._connect_with(self._hosts[self._reconnection.host])
         else:
-            self._renewer.log_in(self._log_in)
+            self._upkeep.renewer.log_in(self._log_in)
 
     def _order_addresses(self, found: list[Any]) -> list[Any]:
         addresses, seconds = self._reconnection.addresses(found)
@@ -413,11 +406,7 @@ class Link(ChannelIO):
         if not self._is_up:
             self._is_up = True
             self._reconnection.opened(now)
-            self._watch.opened(now)
-            self._look_later()
-            self._returner.begin()
-            if self._renewer is not None:
-                self._renewer.begin()
+            self._upkeep.begin(self._tap, self.services.pump, now)
             if not self._opened.done():
                 self._opened.set_result(None)
             else:
@@ -425,44 +414,10 @@ class Link(ChannelIO):
         self._after_io()
         self.services.pump()
 
-    def _look_later(self) -> None:
-        if self._watch.period is not None:
-            self._next_look = self.services.call_later(self._watch.period, self._look_at_broker)
-
-    def _look_at_broker(self) -> None:
-        """End the connection if the broker is silent, or blocks it for too long."""
-        protocol, tap = self._protocol, self._tap
-        with self._lock:
-            number = protocol.channel.number
-            why = self._watch.look(
-                time.monotonic(),
-                heard_at=tap.heard_at,
-                is_due=number is not None and protocol.in_flight > 0,
-                is_blocked=tap.is_blocked,
-                settled=protocol.settled_so_far,
-            )
-            if why == "" and number is not None and not tap.is_probed(number):
-                protocol.put_control(tap.probe(number))
-        if why:
-            self._reconnection.move_on()
-            self._leave_host(why)
-            return
-        self._look_later()
-        self.services.pump()
-
     def _leave_host(self, why: str) -> None:
         """End an open connection, to connect again."""
         self._cut_for = why, False
         self._cut()
-
-    def _update_secret(self, secret: str, done: Callable[[], object]) -> bool:
-        with self._lock:
-            is_open = self._protocol.channel.number is not None
-            if is_open:
-                post = self.services.add_callback_threadsafe
-                self._protocol.put_control(self._tap.update_secret(secret, lambda: post(done)))
-        self.services.pump()
-        return is_open
 
     def _on_channel_close(self, _channel: Any, reason: BaseException) -> None:
         if self._is_up and not self._leaves and isinstance(reason, ChannelClosedByBroker):
@@ -501,7 +456,7 @@ class Link(ChannelIO):
         if self._connection is None:
             # There is no connection: another try follows later.
             self._forget_next()
-            self._end_renewal()
+            self._upkeep.end()
             self.services.stop()
         # A broker that blocks the connection, or does not read, does not read a close either.
         elif not self._is_up or self._tap.is_blocked or (tapped is not None and tapped.full):
@@ -518,8 +473,7 @@ class Link(ChannelIO):
         self._connection = None
         self._is_open = False
         self._forget_next()
-        self._end_looks()
-        self._end_renewal()
+        self._upkeep.end()
         if self._cut_for is not None:
             (why, final), self._cut_for = self._cut_for, None
         if self._not_opened(why):
@@ -547,16 +501,6 @@ class Link(ChannelIO):
             self._next.cancel()
             self._next = None
 
-    def _end_looks(self) -> None:
-        if self._next_look is not None:
-            self._next_look.cancel()
-            self._next_look = None
-        self._returner.end()
-
-    def _end_renewal(self) -> None:
-        if self._renewer is not None:
-            self._renewer.end()
-
     def _close(self) -> None:
         connection = self._connection
         if connection is not None and not (connection.is_closing or connection.is_closed):
@@ -570,7 +514,7 @@ class Link(ChannelIO):
             self.services.abort()
         elif self.services.tapped is not None:
             self.services.tapped.cut()
-        elif self._renewer is not None and self._renewer.is_asking:
+        elif self._upkeep.renewer is not None and self._upkeep.renewer.is_asking:
             self._lost("")
         else:
             # The connection is not established yet, or is lost.

@@ -1,0 +1,91 @@
+"""Opens a publishing channel on a connection of aiormq, after the declarations of a topology."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from aiormq.exceptions import ChannelClosed
+
+from qflow_client.aio.connection import channel_reply, words
+from qflow_client.amqp.tap import Tap
+from qflow_client.errors import ConnectionFailed
+from qflow_client.settings import ProducerSettings
+from qflow_client.skin import connection_failed, no_confirms
+from qflow_client.topology import Topology
+
+__all__ = ["open_channel"]
+
+# The most channels of an AMQP connection.
+_CHANNEL_MAX = 65535
+
+
+async def open_channel(
+    amqp: Any, tap: Tap, settings: ProducerSettings, topology: Topology | None, url: str
+) -> tuple[Any, int]:
+    """Make the declarations, and open a channel for publishing. The tap expects the channel.
+
+    Args:
+        amqp: the open connection.
+        tap: the tap at its socket.
+        settings: the producer's.
+        topology: what to declare before; ``None`` for nothing.
+        url: the connection's URL, for error messages.
+
+    Returns:
+        aiormq's channel, and its number.
+
+    Raises:
+        ConnectionFailed: the broker refused it, or the connection ended.
+    """
+    number: int | None = None
+    try:
+        if settings.confirms and not _confirms(amqp):
+            raise connection_failed(url, no_confirms("the broker does not announce them"))
+        if topology is not None:
+            await _declare(amqp, topology, url)
+        number = _free_number(amqp, url)
+        tap.expect(number)
+        channel = await amqp.channel(channel_number=number, publisher_confirms=settings.confirms)
+        if channel.is_closed or amqp.is_closed:
+            raise connection_failed(url, "the channel was closed as soon as it was opened")
+    except BaseException as error:
+        if number is not None:
+            tap.detach(number)
+        if isinstance(error, ConnectionFailed) or not isinstance(error, Exception):
+            raise
+        # The connection may end during each of these calls.
+        raise connection_failed(url, words(error)) from error
+    return channel, number
+
+
+async def _declare(amqp: Any, topology: Topology, url: str) -> None:
+    channel = await amqp.channel(publisher_confirms=False)
+    for declaration in topology.declarations():
+        try:
+            await getattr(channel, declaration.method)(**declaration.arguments)
+        except ChannelClosed as error:
+            code, text = channel_reply(error)
+            if not declaration.accepts(code):
+                raise connection_failed(url, declaration.refusal(f"{code} {text}")) from error
+            channel = await amqp.channel(publisher_confirms=False)
+    await channel.close()
+
+
+def _free_number(amqp: Any, url: str) -> int:
+    """Return a free channel number. aiormq could choose one, but the tap needs it before the channel opens."""
+    taken = amqp.channels
+    highest = amqp.connection_tune.channel_max or _CHANNEL_MAX
+    number = max(taken, default=0) + 1
+    if number > highest:
+        number = next((each for each in range(1, highest + 1) if each not in taken), 0)
+    if not number:
+        raise connection_failed(url, f"all {highest} channels that the broker allows on a connection are in use")
+    return int(number)
+
+
+def _confirms(amqp: Any) -> bool:
+    try:
+        return bool(amqp.publisher_confirms)
+    except (KeyError, TypeError):
+        # This broker announces no capabilities at all.
+        return False

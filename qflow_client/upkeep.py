@@ -1,0 +1,135 @@
+"""`Upkeep` checks the open connection of a producer.
+
+It ends the connection if the broker is silent or blocks it for too long, if the preferred host answers again, or if the
+credentials cannot be replaced in time. The producer then connects again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+
+from qflow_client.amqp.tap import Tap
+from qflow_client.background import Timer
+from qflow_client.core.protocol import ProducerProtocol
+from qflow_client.guard import Guard
+from qflow_client.recovery import Reconnection, Watch
+from qflow_client.renewal import Asker, Renewer
+from qflow_client.returning import Returner
+
+__all__ = ["Upkeep"]
+
+
+class Upkeep:
+    """Checks a connection that the producer owns, on the thread or loop of the connection.
+
+    Args:
+        reconnection: chooses the host to connect to.
+        protocol: the producer's state.
+        guard: guards the state.
+        call_later: calls a function on the thread or loop of the connection after a number of seconds.
+        post: calls a function there; any thread may use it.
+        leave: ends the connection, with a reason as its argument. The producer connects again.
+        asker: asks for credentials; ``None`` if the URLs contain them.
+    """
+
+    def __init__(
+        self,
+        reconnection: Reconnection,
+        protocol: ProducerProtocol,
+        guard: Guard,
+        call_later: Callable[[float, Callable[[], None]], Timer],
+        post: Callable[[Callable[[], object]], object],
+        leave: Callable[[str], object],
+        asker: Asker | None,
+    ) -> None:
+        settings = protocol.settings
+        self._reconnection = reconnection
+        self._protocol = protocol
+        self._guard = guard
+        self._call_later = call_later
+        self._post = post
+        self._leave = leave
+        self._watch = Watch(settings, reconnection.hosts)
+        # The next look at the broker; ``None`` if none is scheduled.
+        self._next_look: Timer | None = None
+        self._returner = Returner(reconnection, settings, call_later, post, leave)
+        #: Gets the credentials of each connection; ``None`` if they are in the URL.
+        self.renewer: Renewer | None = None
+        if asker is not None:
+            self.renewer = Renewer(asker, settings, call_later, post, self._update_secret, leave)
+        # The tap of the open connection, and the function that writes the output of the protocol to it.
+        self._tap: Tap | None = None
+        self._pump: Callable[[], object]
+
+    def begin(self, tap: Tap, pump: Callable[[], object], now: float) -> None:
+        """Start, because the connection is open.
+
+        Args:
+            tap: the tap of the connection.
+            pump: writes the output of the protocol to the connection.
+            now: seconds.
+        """
+        self._tap, self._pump = tap, pump
+        self._watch.opened(now)
+        self._look_later()
+        self._returner.begin()
+        if self.renewer is not None:
+            self.renewer.begin()
+
+    def end(self) -> None:
+        """Stop, because the connection is not open or not wanted any more."""
+        self._tap = None
+        if self._next_look is not None:
+            self._next_look.cancel()
+            self._next_look = None
+        self._returner.end()
+        if self.renewer is not None:
+            self.renewer.end()
+
+    def _look_later(self) -> None:
+        if self._watch.period is not None:
+            self._next_look = self._call_later(self._watch.period, self._look)
+
+    def _look(self) -> None:
+        """End the connection if the broker is silent, or blocks it for too long."""
+        tap = self._tap
+        if tap is None:
+            return
+        why = self._guard.take(partial(self._ask, tap))
+        if why:
+            self._reconnection.move_on()
+            self._leave(why)
+            return
+        self._look_later()
+        self._pump()
+
+    def _ask(self, tap: Tap) -> str | None:
+        protocol = self._protocol
+        number = protocol.channel.number
+        why = self._watch.look(
+            time.monotonic(),
+            heard_at=tap.heard_at,
+            is_due=number is not None and protocol.in_flight > 0,
+            is_blocked=tap.is_blocked,
+            settled=protocol.settled_so_far,
+        )
+        if why == "" and number is not None and not tap.is_probed(number):
+            protocol.put_control(tap.probe(number))
+        return why
+
+    def _update_secret(self, secret: str, done: Callable[[], object]) -> bool:
+        tap, protocol = self._tap, self._protocol
+        if tap is None:
+            return False
+
+        def update() -> bool:
+            is_open = protocol.channel.number is not None
+            if is_open:
+                protocol.put_control(tap.update_secret(secret, lambda: self._post(done)))
+            return is_open
+
+        is_open = self._guard.take(update)
+        self._pump()
+        return is_open
