@@ -41,6 +41,10 @@ _WRAPPED_FOLDER = Path("/usr/lib/rabbitmq/bin")
 _PROTOCOL_HEADER = b"AMQP\x00\x00\x09\x01"
 _METHOD_FRAME = b"\x01"
 
+# A monitor answers before the process that tells the connections of an alarm has its message. That process answers this
+# call after it has told them.
+_ALARMS_ARE_NOTICED = "rabbit_alarm:get_alarms()"
+
 _EPMD_TIMEOUT = 60.0
 _POLL_INTERVAL = 0.05
 
@@ -124,7 +128,7 @@ class RabbitMQ(ABC):
         Raises:
             RabbitMQError: the node does not accept the command.
         """
-        self.evaluate("vm_memory_monitor:set_vm_memory_high_watermark(0).")
+        self.evaluate(f"vm_memory_monitor:set_vm_memory_high_watermark(0), {_ALARMS_ARE_NOTICED}.")
 
     def clear_memory_alarm(self) -> None:
         """Undo `raise_memory_alarm`. The node sends ``Connection.Unblocked`` to the connections that it had blocked.
@@ -132,7 +136,7 @@ class RabbitMQ(ABC):
         Raises:
             RabbitMQError: the node does not accept the command.
         """
-        self.evaluate("vm_memory_monitor:set_vm_memory_high_watermark(0.4).")
+        self.evaluate(f"vm_memory_monitor:set_vm_memory_high_watermark(0.4), {_ALARMS_ARE_NOTICED}.")
 
     def raise_disk_alarm(self) -> None:
         """Raise a disk alarm. The node sends ``Connection.Blocked``, as for a memory alarm.
@@ -140,7 +144,7 @@ class RabbitMQ(ABC):
         Raises:
             RabbitMQError: the node does not accept the command.
         """
-        self.evaluate("rabbit_disk_monitor:set_disk_free_limit(1000000000000000).")
+        self.evaluate(f"rabbit_disk_monitor:set_disk_free_limit(1000000000000000), {_ALARMS_ARE_NOTICED}.")
 
     def clear_disk_alarm(self) -> None:
         """Undo `raise_disk_alarm`. The node sends ``Connection.Unblocked`` to the connections that it had blocked.
@@ -148,7 +152,7 @@ class RabbitMQ(ABC):
         Raises:
             RabbitMQError: the node does not accept the command.
         """
-        self.evaluate("rabbit_disk_monitor:set_disk_free_limit(50000000).")
+        self.evaluate(f"rabbit_disk_monitor:set_disk_free_limit(50000000), {_ALARMS_ARE_NOTICED}.")
 
     def sync(self) -> None:
         """Flush declarations to disk. RabbitMQ 3 writes them some time after its answer, so a crash could lose them.

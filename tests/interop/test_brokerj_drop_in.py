@@ -36,10 +36,11 @@ def queue(brokerj: BrokerJ) -> Iterator[str]:
 
 
 def program(module: Any, url: str, queue: str) -> None:
-    """Publishes for longer than the broker bears with who does not listen: here, one second."""
+    """Publishes until that fails; the broker closes a channel that goes on after a stop, here after one second."""
     with module.BlockingConnection(module.URLParameters(url)) as connection:
         channel = connection.channel()
-        for _ in range(300):
+        end = time.monotonic() + PATIENCE
+        while time.monotonic() < end:
             channel.basic_publish("", queue, bytes(1_000))
             connection.sleep(0.01)
 

@@ -93,7 +93,7 @@ def held(producer: Producer) -> bool:
 
 
 def fill(producer: Producer, *, limit: int = 1_000) -> int:
-    """Send until the broker flows the producer, and return how many messages that took."""
+    """Send until the broker flows the producer and has all that was written; return how many were admitted."""
     number = 0
     end = time.monotonic() + PATIENCE
     while number < limit and time.monotonic() < end:
@@ -104,6 +104,8 @@ def fill(producer: Producer, *, limit: int = 1_000) -> int:
             # Confirms alone may be late, on a slow machine.
             if held(producer):
                 break
+    # What was written before may still be on its way.
+    eventually(lambda: producer.in_flight == 0, "the broker has what was written", timeout=PATIENCE)
     assert held(producer)
     return number
 
@@ -156,6 +158,8 @@ def test_J7_a_slow_consumer_flows_the_producer_and_every_message_arrives(
             publisher.join(PATIENCE)
             assert not publisher.is_alive()
             producer.flush(timeout=PATIENCE)
+            # The queue is empty, so the last that the broker says is that the producer may continue.
+            assert producer.wait_unflowed(PATIENCE)
             said = [bool(each[4]) for each in relay.methods("in", CHANNEL_FLOW)]
             flows.wait_for(len(said))
             # The hold of the events is the frame of the wire, one to one.
@@ -192,7 +196,8 @@ def test_plain_pika_keeps_publishing_and_loses_its_channel_while_our_producer_wa
         Producer(brokerj.url, routing_key=name, capacity=10) as producer,
         Relay(brokerj.url, brokerj.port) as relay,
     ):
-        count = fill(producer)
+        fill(producer)
+        before = depth_of(brokerj, name)
         connection = pika.BlockingConnection(pika.URLParameters(relay.url))
         theirs = connection.channel()
         published: list[int] = []
@@ -213,8 +218,9 @@ def test_plain_pika_keeps_publishing_and_loses_its_channel_while_our_producer_wa
         connection.close()
         # Ours has been flowed for longer, and has its channel still.
         assert held(producer)
-        # The queue was full when pika began: its first message stopped it, and it published on.
-        assert depth_of(brokerj, name) > count + 1
+        # The queue was full when pika began: its first message was taken and stopped it, and it published on.
+        assert depth_of(brokerj, name) > before
+        assert len(relay.methods("out", PUBLISH)) > 1
         channel.queue_purge(name)
         assert producer.wait_unflowed(PATIENCE)
         producer.send(b"still there").result(PATIENCE)
@@ -378,12 +384,12 @@ def test_heartbeats_continue_while_the_producer_is_flowed(
     name = queue(x_qpid_capacity=20_000, x_qpid_flow_resume_capacity=10_000)
     with (
         Relay(brokerj.url, brokerj.port) as relay,
-        Producer(f"{relay.url}?heartbeat=1", routing_key=name, capacity=10) as producer,
+        Producer(f"{relay.url}?heartbeat=2", routing_key=name, capacity=10) as producer,
     ):
         fill(producer)
         # Longer than either side waits before it takes the other for dead.
         for way in ("in", "out"):
-            relay.wait_for(way, HEARTBEAT_FRAME, relay.count(way, HEARTBEAT_FRAME) + 4)
+            relay.wait_for(way, HEARTBEAT_FRAME, relay.count(way, HEARTBEAT_FRAME) + 3)
         assert held(producer)
         channel.queue_purge(name)
         assert producer.wait_unflowed(PATIENCE)
@@ -440,8 +446,12 @@ def test_J6_a_consumer_that_gets_a_message_from_an_overfull_queue_is_flowed_too(
     brokerj: BrokerJ, channel: BlockingChannel, queue: Callable[..., str]
 ) -> None:
     name = queue(x_qpid_capacity=10_000, x_qpid_flow_resume_capacity=5_000)
-    for number in range(40):
-        channel.basic_publish("", name, body(number))
+    # Only the last is beyond the capacity, so nothing is published on the channel that this stops.
+    messages = [body(0), body(1), bytes(20_000)]
+    for each in messages:
+        channel.basic_publish("", name, each)
+    # The answer means that they are in the queue.
+    assert channel.queue_declare(name, passive=True).method.message_count == len(messages)
     with Relay(brokerj.url, brokerj.port) as relay:
         connection = pika.BlockingConnection(pika.URLParameters(relay.url))
         assert take_one(connection.channel(), name) == body(0)

@@ -60,7 +60,7 @@ async def drain(queue: Any, count: int) -> list[bytes]:
             await asyncio.wait_for(enough.wait(), PATIENCE)
         assert len(bodies) > before, f"{before} of {count} messages came"
     await queue.cancel(tag)
-    assert await queue.get(fail=False) is None, "there were more messages"
+    assert await queue.get(fail=False, timeout=PATIENCE) is None, "there were more messages"
     return bodies
 
 

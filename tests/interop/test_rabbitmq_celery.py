@@ -107,16 +107,18 @@ def test_under_a_memory_alarm_confirms_hang_with_pyamqp_and_not_with_the_transpo
     theirs, ours = (Client(own_rabbitmq, scheme, confirm_publish=True) for scheme in SCHEMES)
     own_rabbitmq.raise_memory_alarm()
     job = start(theirs.call)
-    with Stopwatch() as watch, pytest.raises(OperationalError, match="no answer from the broker") as caught:
-        ours.call()
-    assert watch.kept(WAIT)
-    assert isinstance(caught.value.__cause__, ConfirmTimeout), "nobody knows what became of it"
-    # The first of them has made the broker say that it blocks the connection.
-    with Stopwatch() as watch, pytest.raises(OperationalError, match="was not sent") as caught:
-        ours.call()
-    assert watch.kept(WAIT), "Celery's own retries do not wait again"
-    cause = caught.value.__cause__
-    assert isinstance(cause, FlowControlTimeout)
+    unknown = 0
+    cause: BaseException | None = None
+    # The first of them has made the broker say that it blocks the connection, which may take the broker longer.
+    while not isinstance(cause, FlowControlTimeout):
+        with Stopwatch() as watch, pytest.raises(OperationalError, match=r"no answer|was not sent") as caught:
+            ours.call()
+        assert watch.kept(WAIT), "Celery's own retries do not wait again"
+        cause = caught.value.__cause__
+        unknown += isinstance(cause, ConfirmTimeout)
+        assert isinstance(cause, ConfirmTimeout | FlowControlTimeout)
+        assert ("was not sent" in str(caught.value)) == isinstance(cause, FlowControlTimeout)
+    assert unknown, "what became of the first is not known"
     assert [hold.kind for hold in cause.holds] == [HoldKind.CONNECTION_BLOCKED]
     with Stopwatch() as watch, pytest.raises(OperationalError) as caught:
         ours.call(declare=[ours.app.amqp.queues.select_add("another")])
@@ -128,7 +130,7 @@ def test_under_a_memory_alarm_confirms_hang_with_pyamqp_and_not_with_the_transpo
     job.result(PATIENCE)
     eventually(lambda: goes_on(ours), timeout=PATIENCE)
     # What was unknown has arrived, what was refused has not.
-    assert ours.depth() == theirs.called + ours.called + 1
+    assert ours.depth() == theirs.called + ours.called + unknown
     for client in theirs, ours:
         client.close()
 
