@@ -257,13 +257,13 @@ def test_spark_tries_again_and_only_marked_messages_are_there_twice(
     copies = Counter(int(message.body) for message in messages)
     assert sorted(copies) == list(range(4000))
     assert 0 < sum(copies.values()) - 4000 <= 1000
-    seen: set[object] = set()
+    unmarked: Counter[object] = Counter()
     for message in messages:
-        name = message.properties.message_id
-        # Whatever came a second time says so, and by its message id it can be told.
-        assert name not in seen or headers_of(message.properties).get("x-qflow-republished") is True
-        seen.add(name)
-    assert len(seen) == 4000
+        is_marked = headers_of(message.properties).get("x-qflow-republished") is True
+        unmarked[message.properties.message_id] += not is_marked
+    assert len(unmarked) == 4000
+    # Of what is there twice, all but one say so. What the task that failed had sent last may arrive after the copy.
+    assert max(unmarked.values()) == 1
     (summary,) = map(json.loads, (tmp_path / "summary").read_text().splitlines())
     assert (summary["rows"], summary["tasks"], summary["retried"]) == (4000, 2, 1)
 

@@ -42,6 +42,11 @@ def depth(engine: Engine, outbox: Outbox) -> int:
         return outbox.status(connection).depth
 
 
+def set_aside(engine: Engine, outbox: Outbox) -> int:
+    with engine.begin() as connection:
+        return outbox.status(connection).failed
+
+
 def permitted(engine: Engine, outbox: Outbox) -> int:
     """Return up to which row any message may have been sent."""
     with engine.begin() as connection:

@@ -21,7 +21,7 @@ from qflow_client.cli import main
 from qflow_client.sqlalchemy import Outbox, OutboxRelay
 from qflow_client.sqlalchemy.sqlite import SqliteSession
 
-from .support import FAST, PATIENCE, add, bodies, eventually, permitted
+from .support import FAST, PATIENCE, add, bodies, eventually, permitted, set_aside
 
 ROOT = Path(__file__).parents[3]
 Capture = pytest.CaptureFixture[str]
@@ -51,7 +51,7 @@ def test_E14_the_command_relays_until_it_is_terminated(
         text=True,
         env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])},
     ) as process:
-        eventually(lambda: bodies(broker) == [b"1", b"2"])
+        eventually(lambda: bodies(broker) == [b"1", b"2"] and set_aside(engine, outbox) == 1)
         assert process.stderr is not None
         assert process.stderr.readline() == "qflow: relay working\n"
         process.send_signal(signal.SIGTERM)

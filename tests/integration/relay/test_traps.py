@@ -154,8 +154,8 @@ def test_E14_rows_are_never_updated_so_no_index_bloats(engine: Engine, outbox: O
         add(engine, outbox, *(b"%d" % number for number in range(500)))
         eventually(lambda: relay.counts.confirmed == 500)
     engine.dispose()
-    eventually(lambda: counted()[2] == 500, "the statistics")
-    assert tuple(counted()) == (500, 0, 500)
+    # Each session reports on its own, some time after it has ended.
+    eventually(lambda: tuple(counted()) == (500, 0, 500), "the statistics")
 
 
 def test_E14_at_a_low_rate_rows_are_published_without_waiting_for_the_disk(
@@ -306,8 +306,7 @@ def test_E14_a_relay_that_is_cut_off_from_the_broker_leaves_its_rows_to_the_othe
             proxy.black_hole()
         for number in range(20):
             add(engine, outbox, b"%d" % number, key=str(number))
-        eventually(lambda: second.counts.confirmed == 20)
-        assert len(second.partitions) == PARTITIONS
+        eventually(lambda: second.counts.confirmed == 20 and len(second.partitions) == PARTITIONS)
         assert not first.is_ready
         proxy.cut()
         proxy.heal()
@@ -326,14 +325,15 @@ def test_E14_a_relay_that_is_cut_off_from_the_database_loses_its_rows_with_its_l
             OutboxRelay(engine, broker.url, outbox=outbox, **FAST) as second,
         ):
             eventually(lambda: len(first.partitions) == len(second.partitions) == PARTITIONS // 2)
+            # More than one if it has been too slow for its lease before.
+            tenures = first.counts.tenures
             proxy.black_hole()
             for number in range(20):
                 add(engine, outbox, b"%d" % number, key=str(number))
-            eventually(lambda: second.counts.confirmed == 20)
-            assert len(second.partitions) == PARTITIONS
+            eventually(lambda: second.counts.confirmed == 20 and len(second.partitions) == PARTITIONS)
             proxy.cut()
             proxy.heal()
-            eventually(lambda: first.counts.tenures == 2 and len(first.partitions) == PARTITIONS // 2)
+            eventually(lambda: first.counts.tenures > tenures and len(first.partitions) == PARTITIONS // 2)
     assert len(bodies(broker)) == 20
 
 
