@@ -36,8 +36,18 @@ __all__ = [
 ]
 
 
+def _remade(kind: type[QflowError], arguments: tuple[object, ...]) -> QflowError:
+    error = kind.__new__(kind)
+    error.args = arguments
+    return error
+
+
 class QflowError(Exception):
     """The base class of all errors that this package raises."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # `Exception` would pass the text alone to `__init__`. Pools of processes pickle the errors of their workers.
+        return _remade, (type(self), self.args), self.__dict__
 
 
 class SettingsError(QflowError, ValueError):

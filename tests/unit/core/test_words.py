@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import subprocess
 import sys
+from collections.abc import Callable
 
 import pytest
 
@@ -21,6 +24,7 @@ from qflow_client import (
     MessageNacked,
     MessageRejected,
     MessageReturned,
+    NestedCall,
     Outcome,
     OutcomeUnknown,
     ProducerClosed,
@@ -235,3 +239,29 @@ def test_a_message_type_that_no_producer_accepts_is_refused_and_the_error_names_
     text = str(made.error())
     assert text.startswith(made.describe() + words)
     assert (text == made.describe()) == (not words)
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda error: pickle.loads(pickle.dumps(error))])
+@pytest.mark.parametrize(
+    "error",
+    [
+        ConfirmTimeout("3 messages are not settled", 3),
+        ConnectionFailed("amqp://h: no answer"),
+        FlowControlTimeout(HOLDS, 1.5, b"body", "advice", exchange="ex", routing_key="key"),
+        MessageReturned("returned", receipt(Outcome.RETURNED, (312, "NO_ROUTE")), 312, "NO_ROUTE"),
+        NestedCall("flush()"),
+        ProducerClosed("closed", b"body", exchange="ex", routing_key="key"),
+        UndeliveredMessages([receipt(Outcome.FAILED, (0, "lost"))], stored=2),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_an_error_passes_from_one_process_to_another(
+    error: QflowError, copied: Callable[[QflowError], QflowError]
+) -> None:
+    error.add_note("a note")
+    found = copied(error)
+    assert type(found) is type(error)
+    assert str(found) == str(error)
+    assert {name: repr(value) for name, value in vars(found).items()} == {
+        name: repr(value) for name, value in vars(error).items()
+    }
