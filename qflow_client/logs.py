@@ -52,7 +52,8 @@ class _Writer:
             self._dropped += 1
             return
         self._records.put(record)
-        if self._thread is None:
+        # While the interpreter ends, a started thread never runs, and `start` would wait for it without end.
+        if self._thread is None and not sys.is_finalizing():
             thread = threading.Thread(target=self._run, name="qflow-log", daemon=True)
             # Nothing runs between this check and the assignment. The thread is assigned before it runs, because the
             # handler of its first record may call `flush`.

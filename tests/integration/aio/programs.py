@@ -256,6 +256,15 @@ def forgotten(url: str, unconfirmed: str = "") -> None:
     _say("fine")
 
 
+def forgotten_with_its_loop(url: str) -> None:
+    """A program that forgets its producer, and whose loop is collected when no thread can start any more."""
+    loop = asyncio.new_event_loop()
+    producer = loop.run_until_complete(AsyncProducer(url, routing_key="q").connect())
+    loop.close()
+    sys.modules["forgotten"] = (loop, producer)  # type: ignore[assignment]
+    _say("fine")
+
+
 if __name__ == "__main__":
     # A shell has its background jobs ignore Ctrl-C, and they their children.
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -97,3 +97,12 @@ def test_messages_lost_with_an_unclosed_producer_are_logged(program: Start, brok
     said = process.stdout.read()
     assert "the process ends, and the producer was not closed: 1 admitted messages were not delivered" in said
     assert process.wait(PATIENCE) == 0
+
+
+def test_a_program_ends_although_its_last_records_come_when_no_thread_can_start(program: Start, broker: Broker) -> None:
+    process = program("forgotten_with_its_loop", broker.url)
+    assert says(process) == "fine"
+    assert process.stdout is not None
+    # aiormq's coroutines complain about the loop.
+    process.stdout.read()
+    assert process.wait(PATIENCE) == 0
