@@ -619,15 +619,18 @@ def report_undelivered(name: str, error: BaseException, undelivered: Undelivered
             error.undelivered = undelivered  # type: ignore[attr-defined]
 
 
-def log_forgotten(protocol: ProducerProtocol, outbox: Sized | None) -> None:
-    """At the end of the process, log the messages that a producer did not deliver because it was not closed."""
+def log_forgotten(
+    protocol: ProducerProtocol,
+    outbox: Sized | None,
+    why: str = "the process ends, and the producer was not closed",
+) -> None:
+    """Log the messages that a producer did not deliver because it was not closed."""
     failures = protocol.reports.take_failures()
     if outbox is None:
         failures += protocol.unsettled_receipts
     undelivered = undelivered_of(failures, protocol.reports.take_dropped(), outbox)
     if undelivered is not None:
-        words = "%s: the process ends, and the producer was not closed: %s"
-        log(logging.ERROR, words, protocol.settings.name, undelivered)
+        log(logging.ERROR, "%s: %s: %s", protocol.settings.name, why, undelivered)
 
 
 # Forks and the end of the process.

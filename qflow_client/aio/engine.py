@@ -7,6 +7,7 @@ import logging
 import math
 import threading
 import time
+from _thread import start_new_thread
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -187,15 +188,21 @@ class Engine(BaseEngine):
         assert self.loop is not None
         storage = Storage(self.settings)
         self._commits = commits = Commits(self.loop, storage)
+        opening = self.loop.run_in_executor(None, storage.open)
         try:
-            await asyncio.to_thread(storage.open)
+            await asyncio.wait((opening,))
+            opening.result()
             if self.ended:
                 raise ProducerClosed(CLOSED)
             self.step(lambda protocol: storage.attach(protocol, SpilledReceipt, self._take, commits.committed))
             self.storage = storage
-        except BaseException:
-            # A thread may still be opening it.
+        except BaseException as error:
             storage.close(0.0)
+            if isinstance(error, asyncio.CancelledError):
+                # Otherwise the next producer would find it in use.
+                await asyncio.wait((opening,), timeout=_DISK_PATIENCE)
+            # An outbox that was closed while it was opened is an error that nothing else reads.
+            opening.add_done_callback(asyncio.Future.exception)
             raise
 
     def _take(self, step: StoreStep) -> None:
@@ -464,18 +471,39 @@ class Engine(BaseEngine):
     # Without the producer.
 
     def _end_later(self) -> None:
-        # A closed loop ends nothing.
-        with suppress(RuntimeError):
+        try:
             self.loop.call_soon_threadsafe(self._drop)  # type: ignore[union-attr]  # it was connected
+        except RuntimeError:
+            # The loop is closed.
+            if self.storage is None:
+                self._end_without_loop(DROPPED)
+                return
+            # A finalizer must not wait for the disk.
+            with suppress(RuntimeError):
+                start_new_thread(self._end_without_loop, (DROPPED,))
 
     def _drop(self) -> None:
         assert self.loop is not None
         self._ending = self.loop.create_task(self._end_dropped())
+        self._ending.add_done_callback(self._after_dropped)
 
     async def _end_dropped(self) -> None:
         wait = self.settings.max_producer_flow_control_wait
         deadline = math.inf if wait is None else _monotonic() + wait
         self._log_dropped(await self._close(DROPPED, deadline, waits_for_holds=True))
+
+    def _after_dropped(self, _ending: object) -> None:
+        if not self._all_ended.is_set():
+            # The end of the loop has cancelled the task before it began.
+            self._end_without_loop(DROPPED)
+
+    def _end_without_loop(self, *why: str) -> None:
+        """Close the outbox, because another producer may need it, and log the lost messages."""
+        if self.storage is not None:
+            self.storage.close(BRIEF)
+        log_forgotten(self.protocol, self.storage, *why)
+        self.ended = True
+        self._all_ended.set()
 
     # Forks and the end of the process.
 
@@ -491,7 +519,4 @@ class Engine(BaseEngine):
     def forgotten(self) -> None:
         """At the end of the process, log the lost messages of a producer that was not closed. No loop runs then."""
         if not self.ended or (self.is_dropped and not self._all_ended.is_set()):
-            if self.storage is not None:
-                self.storage.close(BRIEF)
-            log_forgotten(self.protocol, self.storage)
-            self.ended = True
+            self._end_without_loop()

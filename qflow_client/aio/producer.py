@@ -441,6 +441,9 @@ class AsyncProducer(BaseProducer):
         """
         events = FlowEvents(self.name, self.settings.max_flow_events)
         self._add_events(events, kinds)
+        if self._engine.loop is not None and self._engine.loop.is_closed():
+            # There are no more events, and no close can end the iteration.
+            events.put(None)
         return events
 
     # Closing.

@@ -20,7 +20,7 @@ from qflow_client import (
 )
 from qflow_client.broker import Broker
 from tests.effort import rounds
-from tests.integration.producer.tools import Stopwatch, bodies, message_ids
+from tests.integration.producer.tools import PATIENCE, Stopwatch, bodies, message_ids
 
 from .tools import soon
 
@@ -266,6 +266,8 @@ def test_a_producer_whose_loop_is_closed_admits_nothing(run: Run, broker: Broker
                     await producer.send(b"")
                 with pytest.raises(ProducerClosed, match="the event loop of the producer is closed"):
                     await producer.send_many([b""])
+                async with asyncio.timeout(PATIENCE):
+                    assert [event async for event in producer.flow_events()] == []
             finally:
                 producer._engine.loop = own
             assert producer.unsettled == 0

@@ -247,3 +247,32 @@ def test_an_outbox_is_free_after_its_producer_was_closed_with_its_loop(
     old = asyncio.run(open_one())
     run(replace(old))
     assert broker.queue("q").depth == 1
+
+
+def test_E4_a_connect_that_is_cancelled_while_the_outbox_opens_leaves_nothing_running(
+    run: Run, broker: Broker, tmp_path: Path, go_on: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, ended = threading.Event(), threading.Event()
+    opens = Storage.open
+
+    def watched(self: Storage) -> None:
+        begun.set()
+        try:
+            opens(self)
+        finally:
+            ended.set()
+
+    monkeypatch.setattr(Storage, "open", watched)
+
+    async def main() -> None:
+        connecting = asyncio.create_task(AsyncProducer(broker.url, outbox=tmp_path / "outbox").connect())
+        await asyncio.to_thread(begun.wait, PATIENCE)
+        connecting.cancel()
+        asyncio.get_running_loop().call_later(0.1, go_on.set)
+        with pytest.raises(asyncio.CancelledError):
+            await connecting
+        assert ended.is_set()
+        async with AsyncProducer(broker.url, outbox=tmp_path / "outbox"):
+            pass
+
+    run(main())

@@ -95,7 +95,7 @@ def test_messages_lost_with_an_unclosed_producer_are_logged(program: Start, brok
     process = program("forgotten", broker.url, "unconfirmed")
     assert process.stdout is not None
     said = process.stdout.read()
-    assert "the process ends, and the producer was not closed: 1 admitted messages were not delivered" in said
+    assert "the producer was dropped without close(): 1 admitted messages were not delivered" in said
     assert process.wait(PATIENCE) == 0
 
 

@@ -155,3 +155,33 @@ def test_E6_an_async_producer_that_never_connected_keeps_no_object_alive() -> No
     gone = weakref.ref(Owner())
     collect()
     assert gone() is None
+
+
+@pytest.mark.parametrize("when", ["as the loop ends", "after the loop"])
+def test_a_producer_that_is_dropped_with_its_loop_frees_its_outbox_and_reports_what_it_lost(
+    broker: Broker, tmp_path: Path, caplog: pytest.LogCaptureFixture, when: str
+) -> None:
+    held: list[AsyncProducer] = []
+
+    async def main() -> None:
+        producer = await AsyncProducer(
+            broker.url, routing_key="q", name="dropped", outbox=tmp_path / "outbox", when_flowed="spill"
+        ).connect()
+        broker.flow(False)
+        await soon(lambda: not producer._protocol.gate.is_open)
+        await producer.send(b"stored", timeout=0)
+        if when == "after the loop":
+            held.append(producer)
+
+    def run() -> None:
+        asyncio.run(main())
+        if held:
+            _drop(held)
+
+    with pytest.warns(ResourceWarning, match="dropped"):
+        run()
+    eventually(lambda: "dropped without close(): 1 admitted messages" in caplog.text)
+    broker.flow(True)
+    with Producer(broker.url, routing_key="q", outbox=tmp_path / "outbox"):
+        pass
+    assert [message.body for message in broker.messages("q")] == [b"stored"]
