@@ -134,11 +134,12 @@ class BaseEngine(ABC):
         self.call_later(self._take_put_off)
 
     def _take_put_off(self) -> None:
-        def take(protocol: ProducerProtocol) -> None:
-            while self._put_off:
-                self._put_off.popleft()(protocol)
+        self.step(self.take_all_put_off)
 
-        self.step(take)
+    def take_all_put_off(self, protocol: ProducerProtocol) -> None:
+        """In a step, take the steps that could not be taken."""
+        while self._put_off:
+            self._put_off.popleft()(protocol)
 
     @property
     @abstractmethod

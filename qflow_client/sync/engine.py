@@ -15,6 +15,7 @@ from qflow_client import telemetry
 from qflow_client.core import calls
 from qflow_client.core.calls import Call, resume
 from qflow_client.core.protocol import ProducerProtocol
+from qflow_client.core.reporting import LogEntry
 from qflow_client.core.tickets import SendTicket
 from qflow_client.credentials import Credentials
 from qflow_client.engine import DROPPED, BaseEngine
@@ -30,6 +31,7 @@ from qflow_client.settings import ProducerSettings
 from qflow_client.skin import (
     BRIEF,
     CLOSED,
+    GIVEN_UP,
     Subscription,
     good_bye_until,
     log_forgotten,
@@ -212,6 +214,16 @@ class Engine(BaseEngine):
         assert self.link is not None
         self.link.services.add_callback_threadsafe(function)
 
+    def put_off(self, step: Callable[[ProducerProtocol], object]) -> None:
+        if self._all_ended.is_set:
+            # A closed producer needs no step. Inside the steps of other producers such steps would only gather.
+            return
+        super().put_off(step)
+        assert self.link is not None
+        if self.link.ended:
+            # No I/O thread takes it. Inside a step, the next call of the producer takes it.
+            self.try_step(self.take_all_put_off)
+
     def recheck(self) -> None:
         link = self.link
         if link is None:
@@ -288,6 +300,9 @@ class Engine(BaseEngine):
     # After a step, without the lock.
 
     def after(self) -> None:
+        if self._put_off and self.link is not None and self.link.ended:
+            # The I/O thread, which ends, will not take them.
+            self.lock.take(lambda: self.take_all_put_off(self.protocol))
         self._after(self.lock.take)
 
     def _after(self, take: Callable[[Callable[[], _News]], _News | NotTaken]) -> None:
@@ -437,10 +452,12 @@ class Engine(BaseEngine):
             try:
                 self.link.close(patience)
             finally:
+                # The I/O thread has done this, unless it is stuck, or the process ends and it does not run any more.
+                take(lambda: self.protocol.connection_lost(GIVEN_UP, _monotonic()))
                 self._after(take)
                 if self.observer is not None:
                     telemetry.unwatch(self.observer)
-                write_log(take(self.listeners.end))
+                write_log(take(self._end_listeners))
                 if self.deliveries is not None and deadline is not None:
                     patience = min(max(BRIEF, deadline - _monotonic()), threading.TIMEOUT_MAX)
                 self.dispatcher.stop(patience)
@@ -453,6 +470,10 @@ class Engine(BaseEngine):
                 self._all_ended.set()
         failures, dropped = take(self.take_failures)
         return self.undelivered(failures, dropped, self._left)
+
+    def _end_listeners(self) -> list[LogEntry]:
+        self.take_all_put_off(self.protocol)
+        return self.listeners.end()
 
     def _take_last(self, step: Callable[[], _T]) -> _T:
         """Take one of the last steps, even if another thread does not end its step, because no further step follows."""
@@ -502,4 +523,5 @@ class Engine(BaseEngine):
         if self.storage is not None:
             self.storage.close(BRIEF)
         self._take_last(lambda: log_forgotten(self.protocol, self.storage))
-        self.ended = True
+        # Its collection has no effect from now on. A later exit handler, or a finalizer, can still close it.
+        self.detach()

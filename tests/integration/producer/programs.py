@@ -30,6 +30,7 @@ from qflow_client import (
     Receipt,
     UndeliveredMessages,
 )
+from qflow_client import skin as skin_module
 from qflow_client.broker import Broker
 from qflow_client.sync import SyncReceipt
 from qflow_client.sync import engine as engine_module
@@ -390,6 +391,33 @@ def forgotten(url: str, count: str, patience: str = "") -> None:
     for _ in range(int(count)):
         producer.send(b"")
     _say("fine")
+
+
+def closed_at_the_very_end(url: str) -> None:
+    """A program whose exit handler runs after that of the library, and whose last finalizer runs after all threads."""
+
+    class Last:
+        producer = Producer(url, routing_key="q")
+
+        def __del__(self) -> None:
+            lost = self.producer.send(b"lost")
+            try:
+                self.producer.close(timeout=0)
+            except UndeliveredMessages as error:
+                _say("reported" if error.receipts == (lost,) else repr(error))
+
+    sys.modules["last"] = Last()  # type: ignore[assignment]
+    producer = Producer(url, routing_key="q")
+
+    def close() -> None:
+        producer.send(b"late")
+        producer.close(timeout=20)
+        _say("closed" if producer._engine.link is not None and producer._engine.link.ended else "not closed")
+
+    # Handlers run in reverse order, and that of the library is registered when it is imported.
+    atexit.unregister(skin_module._at_exit)
+    atexit.register(close)
+    atexit.register(skin_module._at_exit)
 
 
 def forgotten_while_threads_send(url: str) -> None:

@@ -481,3 +481,25 @@ def test_messages_withdrawn_by_a_close_are_reported_as_unanswered(producer: Prod
     # What it says to who sends now is as before.
     with pytest.raises(ProducerClosed, match=r"^the producer is closed$"):
         producer.send(b"")
+
+
+def test_a_close_reports_messages_that_a_stuck_io_thread_never_settles(broker: Broker) -> None:
+    stuck, go_on = threading.Event(), threading.Event()
+    producer = Producer(broker.url, routing_key="q")
+
+    def hang() -> None:
+        stuck.set()
+        go_on.wait(PATIENCE)
+
+    producer._services.add_callback_threadsafe(hang)
+    assert stuck.wait(PATIENCE)
+    try:
+        receipt = producer.send(b"lost")
+        with pytest.raises(UndeliveredMessages) as caught:
+            producer.close(timeout=0)
+        assert caught.value.receipts == (receipt,)
+        assert receipt.outcome is Outcome.FAILED
+    finally:
+        go_on.set()
+    broker.wait_until(lambda b: not b.connections())
+    assert not bodies(broker)

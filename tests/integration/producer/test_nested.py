@@ -152,6 +152,45 @@ def test_E2_a_signal_handler_can_remove_the_flow_callback_that_it_has_added(two:
     assert not leftovers
 
 
+def test_E2_what_was_asked_inside_a_step_after_the_connection_ended_is_done_by_the_next_call(broker: Broker) -> None:
+    with Producer(broker.url, routing_key="q", reconnect_timeout=0) as producer:
+        broker.drop_connections()
+        eventually(lambda: producer._engine.link is not None and producer._engine.link.ended)
+        nested = producer._engine.lock.take(producer.flow_events)
+        producer.capacity = 7
+        assert producer.capacity == 7
+        last = producer._engine.lock.take(producer.flow_events)
+    in_time(lambda: [*nested, *last].clear())
+
+
+def test_E2_what_is_asked_inside_a_step_while_the_connection_ends_is_done(
+    broker: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Producer(broker.url, routing_key="q", reconnect_timeout=0) as producer:
+        link = producer._engine.link
+        assert link is not None
+        asked = threading.Event()
+        ending = link.services.stop
+        monkeypatch.setattr(link.services, "stop", lambda: asked.wait(PATIENCE))
+        broker.drop_connections()
+        eventually(lambda: producer.closed)
+        producer._engine.lock.take(lambda: setattr(producer, "capacity", 7))
+        # The I/O thread ends without another look at what others ask of it.
+        link.services._calls.clear()
+        asked.set()
+        ending()
+        eventually(lambda: producer.capacity == 7)
+
+
+def test_E2_what_is_asked_of_a_closed_producer_inside_a_step_is_not_kept(broker: Broker) -> None:
+    with Producer(broker.url, routing_key="q") as producer:
+        pass
+    for _ in range(3):
+        producer._engine.lock.take(lambda: producer.on_flow(print)())
+    assert not producer._engine._put_off
+    assert not producer._services._calls
+
+
 class Garbage:
     """Is collected, and then calls what it was given."""
 

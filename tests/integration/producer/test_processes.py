@@ -157,3 +157,13 @@ def test_ctrl_c_at_any_moment_leaves_no_lock_held_and_no_message_half_admitted(r
 
 def test_a_program_that_ends_while_threads_send_ends_without_an_error(run: Start, broker: Broker) -> None:
     ends_well(run("forgotten_while_threads_send", broker.url))
+
+
+def test_a_program_that_closes_its_producer_at_the_very_end_loses_no_message_silently(
+    run: Start, broker: Broker
+) -> None:
+    process = run("closed_at_the_very_end", broker.url)
+    assert process.stdout is not None
+    assert process.stdout.read().splitlines() == ["closed", "reported"]
+    assert process.wait(PATIENCE) == 0
+    assert bodies(broker) == [b"late"]
