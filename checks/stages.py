@@ -2,8 +2,8 @@
 
 A stage is a command. The stages of a lane run one after the other; lanes run at the same time. A stage starts when all
 stages that it needs have passed. If one of them has not passed, the stage is left out. Stages without a lane come last:
-the lane that has finished its own stages first takes the next of them. The output of a stage goes to a
-file, and is printed at the end of the stage. So the output of two lanes is never mixed.
+the lane that has finished its own stages first takes the next of them. The output of a stage goes to a file, and is
+printed at the end of the stage. So the output of two lanes is never mixed.
 
 A stage runs in its own process group. If its time is over, or if this process is interrupted, the whole group is
 killed. So no stage outlives the run.

@@ -139,7 +139,12 @@ class BaseEngine(ABC):
     def take_all_put_off(self, protocol: ProducerProtocol) -> None:
         """In a step, take the steps that could not be taken."""
         while self._put_off:
-            self._put_off.popleft()(protocol)
+            try:
+                put_off = self._put_off.popleft()
+            except IndexError:
+                # Another thread has taken it: one of the last steps may be taken without the lock.
+                return
+            put_off(protocol)
 
     @property
     @abstractmethod

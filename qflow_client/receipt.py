@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from qflow_client.errors import (
     ConfirmTimeout,
@@ -98,6 +98,11 @@ class Receipt:
         self._prepared: Prepared | None = None
         # The object by which a waiting caller is woken, set by the skin; ``None`` if no caller waits.
         self._waiter: Any = None
+
+    def __getstate__(self) -> tuple[None, dict[str, Any]]:
+        _, slots = cast("tuple[None, dict[str, Any]]", super().__getstate__())
+        # Whatever waits for it is not in another process, and does not wait for a copy.
+        return None, slots | {"_waiter": None}
 
     @property
     def outcome(self) -> Outcome | None:

@@ -1,7 +1,8 @@
-"""`Upkeep` checks the open connection of a producer.
+"""`Upkeep` looks after the open connection of a producer.
 
-It ends the connection if the broker is silent or blocks it for too long, if the preferred host answers again, or if the
-credentials cannot be replaced in time. The producer then connects again.
+It probes a silent broker and the preferred host, and replaces credentials before they expire. It ends the connection if
+the broker is silent or blocks it for too long, if the preferred host answers again, or if the credentials cannot be
+replaced in time. The producer then connects again.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ __all__ = ["Upkeep"]
 
 
 class Upkeep:
-    """Checks a connection that the producer owns, on the thread or loop of the connection.
+    """Looks after a connection that the producer owns, on the thread or loop of the connection.
 
     Args:
         reconnection: chooses the host to connect to.

@@ -198,11 +198,11 @@ class Engine(BaseEngine):
             self.storage = storage
         except BaseException as error:
             storage.close(0.0)
+            # An outbox that was closed while it was opened is an error that nothing else reads.
+            opening.add_done_callback(asyncio.Future.exception)
             if isinstance(error, asyncio.CancelledError):
                 # Otherwise the next producer would find it in use.
                 await asyncio.wait((opening,), timeout=_DISK_PATIENCE)
-            # An outbox that was closed while it was opened is an error that nothing else reads.
-            opening.add_done_callback(asyncio.Future.exception)
             raise
 
     def _take(self, step: StoreStep) -> None:

@@ -51,7 +51,7 @@ class Restoration:
             self._timer = asyncio.get_running_loop().call_later(self._limit, self._give_up, late)
 
     def end(self) -> None:
-        """Stop to wait, because the channel is open again, or the link gives up."""
+        """Stop waiting, because the channel is open again, or the link gives up."""
         if self._closed is not None:
             self._closed.cancel()
             self._closed = None
@@ -60,7 +60,7 @@ class Restoration:
             self._timer = None
 
     def forget(self) -> None:
-        """Stop to wait, and call nothing any more."""
+        """Stop waiting, and call nothing any more."""
         self.end()
         self._connection.reconnect_callbacks.discard(self._on_restored)
 

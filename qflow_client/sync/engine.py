@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import sys
 import threading
 import time
 from _thread import start_new_thread
@@ -15,7 +16,6 @@ from qflow_client import telemetry
 from qflow_client.core import calls
 from qflow_client.core.calls import Call, resume
 from qflow_client.core.protocol import ProducerProtocol
-from qflow_client.core.reporting import LogEntry
 from qflow_client.core.tickets import SendTicket
 from qflow_client.credentials import Credentials
 from qflow_client.engine import DROPPED, BaseEngine
@@ -31,7 +31,6 @@ from qflow_client.settings import ProducerSettings
 from qflow_client.skin import (
     BRIEF,
     CLOSED,
-    GIVEN_UP,
     Subscription,
     good_bye_until,
     log_forgotten,
@@ -221,7 +220,7 @@ class Engine(BaseEngine):
         super().put_off(step)
         assert self.link is not None
         if self.link.ended:
-            # No I/O thread takes it. Inside a step, the next call of the producer takes it.
+            # No I/O thread takes it. Inside a step, it waits for the next `ask`, slow `send` or `close`.
             self.try_step(self.take_all_put_off)
 
     def recheck(self) -> None:
@@ -353,6 +352,9 @@ class Engine(BaseEngine):
         Returns:
             The error for messages that were not delivered.
         """
+        if sys.is_finalizing():
+            # Other threads do not run any more.
+            deadline = min(deadline, _monotonic())
         first = False
 
         def begin() -> bool:
@@ -452,12 +454,10 @@ class Engine(BaseEngine):
             try:
                 self.link.close(patience)
             finally:
-                # The I/O thread has done this, unless it is stuck, or the process ends and it does not run any more.
-                take(lambda: self.protocol.connection_lost(GIVEN_UP, _monotonic()))
                 self._after(take)
                 if self.observer is not None:
                     telemetry.unwatch(self.observer)
-                write_log(take(self._end_listeners))
+                self._end_listeners(take)
                 if self.deliveries is not None and deadline is not None:
                     patience = min(max(BRIEF, deadline - _monotonic()), threading.TIMEOUT_MAX)
                 self.dispatcher.stop(patience)
@@ -468,12 +468,22 @@ class Engine(BaseEngine):
             finally:
                 # Other threads that call `close` wait until here.
                 self._all_ended.set()
-        failures, dropped = take(self.take_failures)
+        failures, dropped = take(self._take_last_failures)
         return self.undelivered(failures, dropped, self._left)
 
-    def _end_listeners(self) -> list[LogEntry]:
-        self.take_all_put_off(self.protocol)
-        return self.listeners.end()
+    def _take_last_failures(self) -> tuple[list[Receipt], int]:
+        failures, dropped = self.take_failures()
+        if self.storage is None:
+            # The I/O thread is stuck, or does not run any more because the process ends. Only that thread knows what it
+            # has written, so only that thread settles messages.
+            failures += [receipt for receipt in self._left if not receipt.done]
+        return failures, dropped
+
+    def _end_listeners(self, take: Callable[[Callable[[], Any]], Any]) -> None:
+        try:
+            take(lambda: self.take_all_put_off(self.protocol))
+        finally:
+            write_log(take(self.listeners.end))
 
     def _take_last(self, step: Callable[[], _T]) -> _T:
         """Take one of the last steps, even if another thread does not end its step, because no further step follows."""

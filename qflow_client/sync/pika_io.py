@@ -243,13 +243,11 @@ class TapIOServices(SelectorIOServicesAdapter):
     def add_callback_threadsafe(self, callback: Callable[[], object]) -> None:
         """Same as pika's method. It may be called at any time, also in a signal handler or a finalizer."""
         self._calls.append(callback)
-        try:
+        # The socket may be full of bytes that will wake the loop anyway.
+        with suppress(OSError):
             self._waker.send(b"\0")
-        except BlockingIOError:
-            # The socket is full of bytes that will wake the loop anyway.
-            return
-        except OSError:
-            # It is closed, and the loop has ended.
+        if self._waker.fileno() < 0:
+            # It is closed, because the loop has ended.
             self._calls.clear()
 
     def _on_woken(self) -> None:

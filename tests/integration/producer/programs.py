@@ -402,7 +402,7 @@ def closed_at_the_very_end(url: str) -> None:
         def __del__(self) -> None:
             lost = self.producer.send(b"lost")
             try:
-                self.producer.close(timeout=0)
+                self.producer.close(timeout=600)
             except UndeliveredMessages as error:
                 _say("reported" if error.receipts == (lost,) else repr(error))
 

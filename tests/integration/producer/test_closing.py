@@ -498,8 +498,12 @@ def test_a_close_reports_messages_that_a_stuck_io_thread_never_settles(broker: B
         with pytest.raises(UndeliveredMessages) as caught:
             producer.close(timeout=0)
         assert caught.value.receipts == (receipt,)
-        assert receipt.outcome is Outcome.FAILED
+        # The thread may have been writing it.
+        assert [message.body for message in caught.value.unknown] == [b"lost"]
     finally:
         go_on.set()
+    # The thread goes on where it was, and settles the message.
+    assert receipt.wait(PATIENCE)
+    assert receipt.outcome in (Outcome.FAILED, Outcome.UNKNOWN)
     broker.wait_until(lambda b: not b.connections())
-    assert not bodies(broker)
+    assert receipt.outcome is Outcome.UNKNOWN or not bodies(broker)

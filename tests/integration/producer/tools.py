@@ -34,12 +34,18 @@ def eventually(condition: Callable[[], object], what: str = "", *, timeout: floa
         time.sleep(0.002)
 
 
-def unused_port() -> int:
-    """Return a port that stays unused until the test uses it.
+# Ports that tests of this process have got.
+_ports: set[int] = set()
 
-    The system gives the ports of its own range to any socket of any process, and to a client that reconnects to them.
+
+def unused_port() -> int:
+    """Return a port for a listener that a test starts later.
+
+    The system does not give it to any socket by itself, as it does with the ports of its own range.
     """
-    return free_port(set(), for_proxy=True)
+    port = free_port(_ports)
+    _ports.add(port)
+    return port
 
 
 def holds(producer: Producer) -> list[str]:

@@ -6,6 +6,7 @@ import copy
 import pickle
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 
 import pytest
@@ -265,3 +266,11 @@ def test_an_error_passes_from_one_process_to_another(
     assert {name: repr(value) for name, value in vars(found).items()} == {
         name: repr(value) for name, value in vars(error).items()
     }
+
+
+def test_a_receipt_that_was_waited_for_is_copied_without_its_waiter() -> None:
+    made = receipt(Outcome.FAILED, (0, "lost"))
+    made._waiter = threading.Lock()
+    for found in (copy.copy(made), copy.deepcopy(made), pickle.loads(pickle.dumps(made))):
+        assert found._waiter is None
+        assert repr(found) == repr(made)
