@@ -8,7 +8,7 @@ import pytest
 from checks.warm import cores
 from qflow_client.logs import flush_logs
 from qflow_client.manager import flow_manager
-from tests.effort import load_profile
+from tests.effort import PROGRAMS, load_profile
 
 load_profile()
 
@@ -26,6 +26,16 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 def pytest_xdist_auto_num_workers() -> int:
     """Have ``-n auto`` start two processes more than there are cores, because many tests wait."""
     return cores() + 2
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out tests that start whole programs, unless they are to run or ``-m`` chooses tests."""
+    if PROGRAMS or config.option.markexpr:
+        return
+    programs = [item for item in items if item.get_closest_marker("program")]
+    if programs:
+        config.hook.pytest_deselected(items=programs)
+        items[:] = [item for item in items if not item.get_closest_marker("program")]
 
 
 def pytest_collection_finish() -> None:

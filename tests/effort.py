@@ -7,6 +7,8 @@
 - `nightly`: many, and other ones every time
 
 A test says how many it wants in CI; `rounds` returns how many there are to be.
+
+Tests that start whole programs have the mark `program`. `quick` leaves them out, except where `CI` is set.
 """
 
 from __future__ import annotations
@@ -21,6 +23,9 @@ _TIMES: Final = {"quick": 0.1, "ci": 1.0, "nightly": 30.0}
 EFFORT: Final = os.environ.get("QFLOW_EFFORT") or ("ci" if os.environ.get("CI") else "quick")
 if EFFORT not in _TIMES:
     raise ValueError(f"QFLOW_EFFORT={EFFORT} is unknown; use one of {', '.join(_TIMES)}")
+
+PROGRAMS: Final = EFFORT != "quick" or bool(os.environ.get("CI"))
+"""Whether tests that start whole programs run: in CI also with `quick`, which is for other releases of Python."""
 
 
 def rounds(in_ci: int, *, least: int = 1) -> int:

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 # The functions of Python that only POSIX systems have, as far as the library uses them.
 PROGRAM = """
 import importlib, os, sys
@@ -35,6 +37,7 @@ with Broker() as broker:
 """
 
 
+@pytest.mark.program
 def test_features_that_need_files_are_refused_and_all_others_work(tmp_path: Path) -> None:
     ran = subprocess.run(
         [sys.executable, "-c", PROGRAM, str(tmp_path / "file")], capture_output=True, text=True, check=False

@@ -14,6 +14,8 @@ from tests.effort import rounds
 from tests.integration.producer.processes import Start, ends_well, says, starting
 from tests.integration.producer.tools import PATIENCE, Stopwatch, bodies, heal
 
+pytestmark = pytest.mark.program
+
 
 @pytest.fixture
 def program() -> Iterator[Start]:

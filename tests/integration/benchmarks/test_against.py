@@ -13,6 +13,7 @@ ROOT = Path(__file__).parents[3]
 SMALL = [str(ROOT), "--url", EMBEDDED, "--peers", "plain", "--sizes", "10", "--messages", "20", "--repeat", "1"]
 
 
+@pytest.mark.program
 def test_both_checkouts_run_and_a_table_compares_them(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*SMALL, "--latency", "--floor", "1000"]) == 1
     printed = capsys.readouterr()

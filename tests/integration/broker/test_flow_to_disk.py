@@ -40,6 +40,7 @@ with Broker(store=sys.argv[1], memory_limit=int(sys.argv[2]) << 20, policies=[sp
 """
 
 
+@pytest.mark.program
 @pytest.mark.timeout(300)
 def test_A2_messages_that_do_not_fit_into_memory_flow_to_disk_and_arrive_in_order(tmp_path):
     count = (MESSAGES << 20) // SIZE

@@ -124,6 +124,7 @@ def killed_under_load(path, connect, first, seconds):
     return load
 
 
+@pytest.mark.program
 @pytest.mark.timeout(600)
 def test_every_confirmed_persistent_message_survives_a_kill_at_any_moment_exactly_once(tmp_path, connect):
     moments = random.Random(1)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import pytest
+
 from benchmarks.soak.brokers import Embedded
 from benchmarks.soak.embedded import COMMANDS
 
@@ -41,6 +43,7 @@ def test_a_connection_without_a_name_is_not_mistaken_for_all_connections() -> No
     assert told == [("flow_one", False, "b")]
 
 
+@pytest.mark.program
 def test_the_broker_restarts_with_its_queue_on_the_same_port_after_a_kill() -> None:
     with Embedded() as broker:
         url = broker.url

@@ -38,6 +38,7 @@ def start(*arguments: str, kind: type[subprocess.Popen[str]] = Forked) -> tuple[
     return process, process.stdout.readline().strip()
 
 
+@pytest.mark.program
 @pytest.mark.parametrize(
     ("number", "kind"),
     # One as users start it; the tests of the other commands start none of their own.

@@ -33,6 +33,7 @@ def _certificates(folder: Path) -> None:
     (folder / "client.pem").write_text((folder / "client.crt").read_text() + (folder / "client.key").read_text())
 
 
+@pytest.mark.program
 def test_with_a_client_authority_only_clients_with_its_certificate_can_connect(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -64,6 +65,7 @@ def test_with_a_client_authority_only_clients_with_its_certificate_can_connect(
         assert first_byte(trusting) == b"\1"
 
 
+@pytest.mark.program
 def test_E8_a_hash_from_the_command_line_logs_in(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -88,6 +90,7 @@ def test_a_blank_password_is_not_hashed(
     assert capsys.readouterr().err == "qflow: the password is blank; enter at least one character\n"
 
 
+@pytest.mark.program
 def test_E9_a_low_limit_of_file_descriptors_is_reported_at_the_start_and_survived(tmp_path: Path) -> None:
     limit = ("sh", "-c", 'ulimit -n 150; exec "$@"', "sh")
     with running_broker(tmp_path, prefix=limit) as (url, _):

@@ -14,6 +14,7 @@ from tests.effort import rounds
 pytestmark = pytest.mark.timeout(600)
 
 
+@pytest.mark.program
 def test_E13_after_a_kill_at_any_moment_each_row_arrives_in_order_and_copies_are_marked(
     broker: Broker, tmp_path: Path
 ) -> None:
@@ -27,6 +28,7 @@ def test_E13_after_a_kill_at_any_moment_each_row_arrives_in_order_and_copies_are
     assert verdict.is_good, verdict
 
 
+@pytest.mark.program
 def test_E13_a_kill_after_the_broker_has_refused_rows_loses_none(broker: Broker, tmp_path: Path) -> None:
     kills = rounds(20, least=6)
     verdict = run(tmp_path, kills=kills, rows=200 * kills, url=broker.url, refusals=True)
@@ -37,6 +39,7 @@ def test_E13_a_kill_after_the_broker_has_refused_rows_loses_none(broker: Broker,
     assert verdict.is_good, verdict
 
 
+@pytest.mark.program
 @pytest.mark.parametrize("format", FORMATS)
 def test_E13_without_a_kill_a_file_of_any_format_is_sent_exactly_once(
     broker: Broker, tmp_path: Path, format: str

@@ -12,6 +12,8 @@ from qflow_client.broker import Broker
 from tests.integration.kombu.scenarios import SCENARIOS, a_chord, application, ends_when_told
 from tests.integration.producer.tools import Stopwatch, eventually
 
+pytestmark = pytest.mark.program
+
 PATIENCE = 30.0
 # Seconds that a publish waits for the broker, and that a worker may take to end.
 WAIT = "1"

@@ -58,6 +58,7 @@ def greenlets(broker: Broker) -> Iterator[Greenlets]:
     assert found.process.returncode == 0
 
 
+@pytest.mark.program
 @pytest.mark.parametrize("how", ["alarm", "flow"])
 def test_J7_greenlets_wait_while_others_run_raise_at_their_deadline_and_continue(
     broker: Broker, greenlets: Greenlets, how: str
@@ -74,6 +75,7 @@ def test_J7_greenlets_wait_while_others_run_raise_at_their_deadline_and_continue
     broker.wait_until(lambda broker: broker.queue("q").depth == 10)
 
 
+@pytest.mark.program
 def test_a_celery_worker_with_the_gevent_pool_waits_until_an_alarm_ends(tmp_path: Path) -> None:
     pytest.importorskip("gevent")
     alone = ("--without-gossip", "--without-mingle")

@@ -74,6 +74,7 @@ def killed_after(path: Path, seed: int, seconds: float) -> list[list[str]]:
     return [line.split() for line in told.split("\n")[:-1]]
 
 
+@pytest.mark.program
 def test_after_a_kill_at_any_moment_no_durable_message_is_lost_and_the_order_is_kept(tmp_path: Path) -> None:
     path = tmp_path / "outbox"
     moments = random.Random(1)
@@ -104,6 +105,7 @@ def test_after_a_kill_at_any_moment_no_durable_message_is_lost_and_the_order_is_
             assert all(stored.may_be_second_copy for stored in outbox.read(limit=10**9))
 
 
+@pytest.mark.program
 def test_after_a_kill_at_any_moment_a_producer_loses_nothing_keeps_the_order_and_marks_copies(
     tmp_path: Path,
 ) -> None:

@@ -188,6 +188,7 @@ def _no_plugin_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
 
 
+@pytest.mark.program
 def test_users_can_test_their_own_producers_with_the_plugin(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(USERS_TESTS)
     result = pytester.runpytest_subprocess(*NAMED, "-q", "-p", "no:cacheprovider")

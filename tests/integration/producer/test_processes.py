@@ -25,6 +25,7 @@ def run() -> Iterator[Start]:
         yield start
 
 
+@pytest.mark.program
 def test_ctrl_c_ends_every_blocking_call(run: Start) -> None:
     calls = ["send", "flush", "result", "wait_unflowed", "flow_events", "close", "leaving", "connect", "good_bye"]
     process = run("interrupted", *calls)
@@ -37,10 +38,12 @@ def test_ctrl_c_ends_every_blocking_call(run: Start) -> None:
     ends_well(process)
 
 
+@pytest.mark.program
 def test_a_forked_child_gets_a_clear_error_and_its_parent_continues(run: Start) -> None:
     ends_well(run("forked"))
 
 
+@pytest.mark.program
 @pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="looks at descriptors by way of /proc")
 def test_a_fork_at_a_busy_moment_leaves_parent_and_child_independent(run: Start) -> None:
     ends_well(run("forked_in_the_middle"))
@@ -92,11 +95,13 @@ def test_the_manager_in_a_forked_child_waits_for_no_thread_of_the_parent_and_hol
     producer.send(b"").result(timeout=PATIENCE)
 
 
+@pytest.mark.program
 def test_a_forked_child_may_create_its_own_producer(run: Start, broker: Broker) -> None:
     ends_well(run("forked_makes_its_own", broker.url))
     assert bodies(broker) == [b"parent 1", b"child", b"parent 2"]
 
 
+@pytest.mark.program
 @pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="looks at descriptors by way of /proc")
 @pytest.mark.parametrize("fault", [FaultProxy.refuse, FaultProxy.black_hole])
 def test_a_fork_during_a_connection_attempt_or_its_delay_leaves_parent_and_child_independent(
@@ -116,6 +121,7 @@ def test_a_fork_during_a_connection_attempt_or_its_delay_leaves_parent_and_child
     assert bodies(broker) == [b"unsettled", b"unsettled", b"parent"]
 
 
+@pytest.mark.program
 def test_a_program_that_forgets_to_close_still_delivers_as_much_as_possible(run: Start, broker: Broker) -> None:
     broker.withhold_confirms()
     process = run("forgotten", broker.url, "900", str(PATIENCE))
@@ -127,6 +133,7 @@ def test_a_program_that_forgets_to_close_still_delivers_as_much_as_possible(run:
     assert broker.queue("q").depth == 900
 
 
+@pytest.mark.program
 @pytest.mark.parametrize("way", ["flow", "block"])
 def test_a_program_that_forgets_to_close_reports_lost_messages(run: Start, broker: Broker, way: str) -> None:
     broker.withhold_confirms()
@@ -145,6 +152,7 @@ def test_a_program_that_forgets_to_close_reports_lost_messages(run: Start, broke
     assert last.startswith("orders: the process ends, and the producer was not closed: 3 admitted messages")
 
 
+@pytest.mark.program
 def test_ctrl_c_at_any_moment_leaves_no_lock_held_and_no_message_half_admitted(run: Start, broker: Broker) -> None:
     process = run("pressed_at_any_moment", broker.url, str(rounds(3000, least=750)))
     own, others = map(int, says(process).split())
@@ -155,10 +163,12 @@ def test_ctrl_c_at_any_moment_leaves_no_lock_held_and_no_message_half_admitted(r
     assert came.count(b"own") >= own > 0
 
 
+@pytest.mark.program
 def test_a_program_that_ends_while_threads_send_ends_without_an_error(run: Start, broker: Broker) -> None:
     ends_well(run("forgotten_while_threads_send", broker.url))
 
 
+@pytest.mark.program
 def test_a_program_that_closes_its_producer_at_the_very_end_loses_no_message_silently(
     run: Start, broker: Broker
 ) -> None:

@@ -163,6 +163,7 @@ except ProducerClosed:
 """
 
 
+@pytest.mark.program
 def test_E12_a_program_that_is_terminated_loses_nothing(broker: Broker) -> None:
     process = subprocess.Popen([sys.executable, "-c", _PROGRAM, broker.url], stdout=subprocess.PIPE, text=True)
     try:

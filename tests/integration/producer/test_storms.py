@@ -12,6 +12,7 @@ from tests.effort import EFFORT, rounds
 
 
 # "both" is the first two at once, so a quick run leaves each alone to CI.
+@pytest.mark.program
 @pytest.mark.parametrize("storm", ["both", "log"] if EFFORT == "quick" else ["signal", "gc", "both", "log"])
 @pytest.mark.parametrize("skin", ["threads", "tasks"])
 def test_E2_a_storm_of_nested_calls_hangs_no_producer_and_assigns_no_number_twice(

@@ -536,6 +536,7 @@ with Broker() as broker:
 """
 
 
+@pytest.mark.program
 def test_an_sdk_installed_after_the_producer_counts_from_its_first_collection_on() -> None:
     assert run(
         _PROGRAM
@@ -548,6 +549,7 @@ def test_an_sdk_installed_after_the_producer_counts_from_its_first_collection_on
     ) == [[None, 1000], [1, 1000]]
 
 
+@pytest.mark.program
 def test_the_counts_of_a_child_process_are_not_added_to_its_parent() -> None:
     assert run(
         _PROGRAM

@@ -42,6 +42,7 @@ def arrived(broker: Broker) -> list[str | None]:
     return [message.properties.message_id for message in broker.messages("orders")]
 
 
+@pytest.mark.program
 @pytest.mark.parametrize(
     "program",
     [
@@ -80,6 +81,7 @@ def test_E12_a_service_starts_without_its_broker_refuses_in_time_and_ends_withou
             assert set(service.accepted) <= set(map(str, arrived(broker)))
 
 
+@pytest.mark.program
 def test_E12_with_an_outbox_a_service_accepts_orders_during_an_alarm_and_loses_none_when_it_ends(folder: Path) -> None:
     amqp, http = unused_port(), unused_port()
     service, outbox = Service(http), folder / "orders.outbox"
@@ -105,6 +107,7 @@ def test_E12_with_an_outbox_a_service_accepts_orders_during_an_alarm_and_loses_n
             assert set(service.accepted) <= {*arrived(broker), *left}
 
 
+@pytest.mark.program
 @pytest.mark.parametrize("start", ["fork", "spawn"])
 def test_each_process_of_a_pool_creates_its_own_producer(folder: Path, start: str) -> None:
     with Broker() as broker, running(folder, broker.port, "pool.py", start) as process:
@@ -114,6 +117,7 @@ def test_each_process_of_a_pool_creates_its_own_producer(folder: Path, start: st
         assert broker.queue("orders").depth == 100
 
 
+@pytest.mark.program
 def test_E12_a_worker_that_is_terminated_delivers_its_admitted_messages(folder: Path) -> None:
     with Broker() as broker, running(folder, broker.port, "worker.py") as process:
         eventually(lambda: "orders" in [queue.name for queue in broker.queues()] and broker.queue("orders").depth > 100)

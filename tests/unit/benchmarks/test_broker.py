@@ -28,6 +28,7 @@ def test_persistent_messages_are_on_disk_when_they_are_confirmed(tmp_path: Path)
         assert broker.memory.written == 50
 
 
+@pytest.mark.program
 def test_connections_stay_open_and_a_bar_without_a_measurement_is_missed(capsys: pytest.CaptureFixture[str]) -> None:
     assert benchmark.main(["--quick", "--json", "--check", "--parts", "connections"]) == 1
     printed = capsys.readouterr()
@@ -36,6 +37,7 @@ def test_connections_stay_open_and_a_bar_without_a_measurement_is_missed(capsys:
     assert "missed: published, of RabbitMQ's >= 3.5, not measured" in printed.err
 
 
+@pytest.mark.program
 def test_messages_of_two_producer_processes_are_counted() -> None:
     row = fairness.flap(0.0, 2, 300)
     assert row["least"] + row["most"] == 300

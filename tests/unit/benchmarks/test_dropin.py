@@ -8,6 +8,7 @@ from benchmarks.dropin import AIO_LOOPS, LOOPS, measure, ratios
 from qflow_client.broker import Broker
 
 
+@pytest.mark.program
 @pytest.mark.parametrize(("library", "loops"), [("pika", LOOPS), ("aio-pika", AIO_LOOPS)])
 def test_every_loop_leaves_its_messages_in_the_queue(library: str, loops: dict[str, object]) -> None:
     with Broker() as broker:

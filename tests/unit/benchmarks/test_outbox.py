@@ -21,6 +21,7 @@ def _url() -> Iterator[str]:
         yield url
 
 
+@pytest.mark.program
 @pytest.mark.parametrize("way", WAYS)
 def test_producers_with_and_without_an_outbox_are_compared(tmp_path: Path, url: str, way: str) -> None:
     comparison = compare(tmp_path, url, way, messages=200, size=10, rounds=1)

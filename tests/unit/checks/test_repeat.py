@@ -11,6 +11,7 @@ from checks import repeat
 from checks.repeat import Run, busy, load_runs, run_once, totals
 
 
+@pytest.mark.program
 def test_a_run_shows_which_tests_passed_and_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # It needs none, and some take seconds to load.
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")

@@ -10,6 +10,7 @@ import pytest
 from checks import warm
 
 
+@pytest.mark.program
 def test_new_files_are_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # None is needed, and some take seconds to load.
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")

@@ -222,6 +222,7 @@ def test_invalid_bounds_are_refused(bounds, words) -> None:
 # On disk.
 
 
+@pytest.mark.program
 def test_the_next_process_knows_exactly_the_messages_that_were_handled(tmp_path: Path) -> None:
     path = tmp_path / "ids"
     child = multiprocessing.get_context("spawn").Process(target=_die_half_way, args=(path,))
@@ -240,6 +241,7 @@ def _die_half_way(path: Path) -> None:
         os._exit(9)
 
 
+@pytest.mark.program
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork.*:DeprecationWarning")
 def test_processes_share_a_file(tmp_path: Path) -> None:

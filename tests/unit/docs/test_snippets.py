@@ -97,6 +97,7 @@ def test_the_python_blocks_of_a_page_run_and_print_the_shown_output(
                 each.dispose()
 
 
+@pytest.mark.program
 def test_the_tests_shown_on_the_page_about_testing_pass(tmp_path: Path) -> None:
     files = {snippet.title: snippet.code for snippet in snippets(ROOT / "docs" / "testing.md")}
     assert None not in files, "every block of this page is a file: give it a title"

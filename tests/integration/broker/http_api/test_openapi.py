@@ -35,6 +35,7 @@ _SCHEMATHESIS = [
 ]
 
 
+@pytest.mark.program
 def test_every_answer_matches_the_openapi_description(tmp_path: Path) -> None:
     with Broker(http_port=0) as broker:
         broker.declare_queue("orders", arguments={"qpid.flow_stop_count": 1})
