@@ -8,7 +8,7 @@ import pytest
 from checks.warm import cores
 from qflow_client.logs import flush_logs
 from qflow_client.manager import flow_manager
-from tests.effort import PROGRAMS, load_profile
+from tests.effort import COMPLETE, load_profile
 
 load_profile()
 
@@ -30,7 +30,7 @@ def pytest_xdist_auto_num_workers() -> int:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out tests that start whole programs, unless they are to run or ``-m`` chooses tests."""
-    if PROGRAMS or config.option.markexpr:
+    if COMPLETE or config.option.markexpr:
         return
     programs = [item for item in items if item.get_closest_marker("program")]
     if programs:

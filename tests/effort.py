@@ -8,7 +8,8 @@
 
 A test says how many it wants in CI; `rounds` returns how many there are to be.
 
-Tests that start whole programs have the mark `program`. `quick` leaves them out, except where `CI` is set.
+Where `CI` is not set, `quick` leaves out tests that start whole programs, which have the mark `program`, and tests on
+uvloop that run on asyncio's own loop as well.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ EFFORT: Final = os.environ.get("QFLOW_EFFORT") or ("ci" if os.environ.get("CI") 
 if EFFORT not in _TIMES:
     raise ValueError(f"QFLOW_EFFORT={EFFORT} is unknown; use one of {', '.join(_TIMES)}")
 
-PROGRAMS: Final = EFFORT != "quick" or bool(os.environ.get("CI"))
-"""Whether tests that start whole programs run: in CI also with `quick`, which is for other releases of Python."""
+COMPLETE: Final = EFFORT != "quick" or bool(os.environ.get("CI"))
+"""Whether every test runs: in CI also with `quick`, which it uses for other releases of Python."""
 
 
 def rounds(in_ci: int, *, least: int = 1) -> int:

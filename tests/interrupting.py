@@ -16,7 +16,7 @@ import qflow_client
 from tests.effort import EFFORT
 
 #: The step from one line at which a call is interrupted to the next, where all of them together take long.
-EVERY = 29 if EFFORT == "quick" else 1
+EVERY = 61 if EFFORT == "quick" else 1
 
 _PACKAGE = str(Path(qflow_client.__file__).parent)
 

@@ -27,6 +27,7 @@ from qflow_client import (
 from qflow_client.aio import aiormq_io
 from qflow_client.amqp.frames import HEARTBEAT
 from qflow_client.broker import Broker
+from tests.effort import COMPLETE
 from tests.integration.producer.tools import PATIENCE, Proxy, Stopwatch, Wire, bodies
 
 from .tools import soon
@@ -195,7 +196,9 @@ def test_the_file_descriptor_of_the_socket_is_closed_with_the_connection(run: Ru
     run(main())
 
 
-@pytest.mark.parametrize(("run", "size"), [("asyncio", 150_000), ("uvloop", 5000)], indirect=["run"])
+@pytest.mark.parametrize(
+    ("run", "size"), [("asyncio", 150_000), *([("uvloop", 5000)] if COMPLETE else [])], indirect=["run"]
+)
 def test_heartbeats_are_sent_while_the_socket_always_has_input(
     run: Run, broker: Broker, proxy: Proxy, wire: Wire, size: int
 ) -> None:

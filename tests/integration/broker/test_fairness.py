@@ -10,8 +10,10 @@ import pytest
 
 from qflow_client import AsyncProducer, ProducerClosed, UndeliveredMessages
 from qflow_client.broker import Broker
+from tests.effort import rounds
 
-PRODUCERS, TAKEN = 10, 3000
+PRODUCERS = 10
+TAKEN = rounds(3000, least=1500)
 
 
 async def feed(producer: AsyncProducer, name: bytes) -> None:

@@ -18,10 +18,14 @@ import aio_pika as original
 import aiormq
 import pytest
 
+from tests.effort import rounds
+
 Scenario = Callable[[Any, Any, Any, list[Any]], Awaitable[Any]]
 
 SCENARIOS: dict[str, Scenario] = {}
 QUEUES = ("q", "other", "dead")
+# Messages that are published at the same time, in multiples of 5.
+MANY = rounds(200, least=50)
 EXCHANGES = ("x", "y")
 PATIENCE = 20.0
 
@@ -212,10 +216,10 @@ async def Exchange__publish__unroutable_that_raises(m: Any, connection: Any, _ch
 @scenario
 async def Exchange__publish__many_at_once(m: Any, _connection: Any, channel: Any, _log: list[Any]) -> Any:
     results = await asyncio.gather(
-        *(channel.default_exchange.publish(m.Message(b"%d" % n), "q" if n % 5 else "nowhere") for n in range(200))
+        *(channel.default_exchange.publish(m.Message(b"%d" % n), "q" if n % 5 else "nowhere") for n in range(MANY))
     )
     queue = await channel.get_queue("q")
-    bodies = [(await queue.get(no_ack=True)).body for _ in range(160)]
+    bodies = [(await queue.get(no_ack=True)).body for _ in range(MANY * 4 // 5)]
     return [[type(each).__name__ for each in results], bodies]
 
 

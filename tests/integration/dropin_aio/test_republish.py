@@ -13,6 +13,7 @@ import qflow_client.aio_pika as aio_pika
 from qflow_client import ConfirmTimeout, FlowControlTimeout, HoldKind
 from qflow_client.broker import Broker
 from qflow_client.message import REPUBLISHED
+from tests.effort import rounds
 from tests.integration.aio.tools import soon
 from tests.integration.producer.tools import PATIENCE, Proxy, Stopwatch, bodies, message_ids
 
@@ -66,7 +67,7 @@ def test_many_tasks_lose_nothing_over_many_losses(
 ) -> None:
     monkeypatch.setenv("QFLOW_ON_DISCONNECT", "republish")
     monkeypatch.setenv("QFLOW_CAPACITY", "50")
-    count, senders, losses = 300, 4, 20
+    count, senders, losses = rounds(300, least=90), 4, rounds(20, least=6)
 
     async def main() -> None:
         url = f"{broker.url}?reconnect_interval=0.01"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
-from concurrent.futures import wait
 from typing import Any
 
 from qflow_client import AsyncProducer, AsyncReceipt, FlowEvent, FlowState
@@ -44,8 +43,10 @@ class _Loop(threading.Thread):
         future = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
         try:
             # No test has a call that takes longer.
-            assert wait((future,), 3 * PATIENCE).done, f"{coroutine} does not end"
-            return future.result()
+            return future.result(3 * PATIENCE)
+        except TimeoutError:
+            assert future.done(), f"{coroutine} does not end"
+            raise
         finally:
             future.cancel()
             with self._lock:

@@ -14,6 +14,7 @@ import uvloop
 
 from qflow_client import Producer, UndeliveredMessages, flow_manager
 from qflow_client.broker import Broker
+from tests.effort import COMPLETE
 
 from .bridge import Bridged
 from .tools import Proxy, Wire, eventually
@@ -99,7 +100,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         skins = ["threads"]
         if metafunc.function.__name__ not in _THREADS_ONLY:
             # The loop matters where it comes to the socket.
-            near = metafunc.module.__name__.endswith(
+            near = COMPLETE and metafunc.module.__name__.endswith(
                 ("test_channel_flow", "test_coalescing", "test_tls", "test_transport")
             )
             skins += ["asyncio", "uvloop"] if near else ["asyncio"]

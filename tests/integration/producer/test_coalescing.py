@@ -14,6 +14,7 @@ from qflow_client import AsyncProducer, HoldKind, Producer
 from qflow_client.aio.aiormq_io import TapTransport
 from qflow_client.amqp import coalescing
 from qflow_client.broker import Broker
+from tests.effort import COMPLETE
 
 from .tools import PATIENCE, wait_held
 
@@ -67,7 +68,7 @@ def end_of_gathering(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     return end
 
 
-@pytest.mark.parametrize("skin", ["asyncio", "uvloop"], indirect=True)
+@pytest.mark.parametrize("skin", ["asyncio", "uvloop"] if COMPLETE else ["asyncio"], indirect=True)
 def test_messages_are_sent_by_a_loop_while_answers_are_coalesced(
     make_producer: Callable[..., Producer], broker: Broker, gathering: _Gathering, end_of_gathering: threading.Event
 ) -> None:

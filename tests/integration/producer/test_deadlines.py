@@ -113,13 +113,14 @@ def test_a4_a_message_is_either_admitted_or_refused(
 ) -> None:
     """Deadlines that fall together with the lifting of the hold: what raised is in no queue, all else is."""
     producer = make_producer(capacity=5)
+    least = rounds(150, least=40)
 
     def work(thread: int) -> tuple[list[bytes], list[bytes]]:
         sent: list[bytes] = []
         refused: list[bytes] = []
         # However the threads take their turns, both happen.
         for number in count():
-            if number >= 150 and sent and refused:
+            if number >= least and sent and refused:
                 break
             body = b"%d %d" % (thread, number)
             try:

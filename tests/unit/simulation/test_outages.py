@@ -124,6 +124,9 @@ class SettledTwice(ProducerProtocol):
             self.reports.settled += self.unsettled_receipts[:1]
 
 
+#: A bug that few seeds show is looked for from one of them on.
+FIRST_SEEDS = {MarkedOnlyIfSuspected: 20, FirstIsToBlame: 5, NobodyIsToBlame: 44}
+
 BUGS: list[Callable[..., ProducerProtocol]] = [
     NeverMarked,
     MarkedOnlyIfSuspected,
@@ -141,7 +144,7 @@ BUGS: list[Callable[..., ProducerProtocol]] = [
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_planted_bug_is_caught(bug: type[ProducerProtocol]) -> None:
     def lives() -> None:
-        for seed in range(100):
+        for seed in range(FIRST_SEEDS.get(bug, 0), 100):
             Outages(seed, bug).live(600)
 
     with pytest.raises(BrokenContract):

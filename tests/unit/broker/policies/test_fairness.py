@@ -12,6 +12,7 @@ from qflow_client.broker.core.snapshots import channel_snapshot, queue_snapshot
 from qflow_client.broker.policies.rates import RateLimit, Rates, RateScope
 from qflow_client.broker.settings import BrokerSettings
 from qflow_client.flow import StopResume
+from tests.effort import rounds
 
 from ..core.test_flow import STOP_2, flows
 
@@ -110,7 +111,7 @@ def test_F4_a_publisher_that_ends_is_skipped(make_world):
     assert [flows(client) for client in (first, third)] == [[True], [True]]
 
 
-def flap(make_world, interval, publishers=10, burst=20, rounds=500):
+def flap(make_world, interval, publishers=10, burst=20):
     """Simulate equal publishers that send bursts whenever they may, and a consumer that takes 30 messages a round.
 
     Returns:
@@ -122,7 +123,7 @@ def flap(make_world, interval, publishers=10, burst=20, rounds=500):
     served = [0] * publishers
     may = [True] * publishers
     network = random.Random(1)
-    for round_number in range(rounds):
+    for round_number in range(rounds(500, least=150)):
         # Nobody is always the first to be heard.
         for number in network.sample(range(publishers), publishers):
             client = clients[number]
