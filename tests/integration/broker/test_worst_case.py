@@ -8,7 +8,7 @@ from pamqp import commands
 from qflow_client.broker import Broker
 from tests.effort import rounds
 
-COUNT = rounds(1000, least=400)
+COUNT = rounds(1000, least=200)
 
 
 class WindowedProducer(threading.Thread):

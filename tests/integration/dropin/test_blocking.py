@@ -17,6 +17,7 @@ from qflow_client import ConfirmTimeout, FlowControlTimeout, FlowEventKind, Hold
 from qflow_client.broker import Broker
 from qflow_client.logs import flush_logs
 from tests.collecting import collect
+from tests.effort import rounds
 from tests.integration.producer.tools import PATIENCE, Stopwatch, bodies, eventually, start
 from tests.interrupting import EVERY, interrupted
 
@@ -316,6 +317,7 @@ def test_the_connection_works_over_tls(certificate, stack):
     parameters = pika.ConnectionParameters(
         "127.0.0.1", broker.port, ssl_options=pika.SSLOptions(client, "localhost"), max_producer_flow_control_wait=0.3
     )
+    count = rounds(3000, least=1000)
     with pika.BlockingConnection(parameters) as connection:
         channel = connection.channel()
         for number in range(300):
@@ -326,10 +328,10 @@ def test_the_connection_works_over_tls(certificate, stack):
         broker.flow(True)
         assert channel.wait_unflowed(PATIENCE)
         channel.confirm_delivery(pipelined=True)
-        for number in range(300, 3000):
+        for number in range(300, count):
             channel.basic_publish("", "q", b"%d" % number + bytes(number))
         channel.wait_for_confirms()
-    assert [int(body.split(b"\0")[0]) for body in bodies(broker)] == list(range(3000))
+    assert [int(body.split(b"\0")[0]) for body in bodies(broker)] == list(range(count))
 
 
 def test_D5_all_producers_are_stopped_and_started_from_another_thread(broker, connect):

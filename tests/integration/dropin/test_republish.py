@@ -14,6 +14,7 @@ from qflow_client import ConfirmTimeout, FlowEventKind, HoldKind, flow_manager
 from qflow_client.broker import Broker
 from qflow_client.core.suspects import PoisonDetector
 from qflow_client.message import REPUBLISHED
+from tests.effort import rounds
 from tests.integration.producer.tools import PATIENCE, Proxy, bodies, eventually, start
 from tests.interrupting import EVERY, interrupted
 
@@ -79,7 +80,7 @@ def test_a_second_lost_channel_hands_over_all_its_messages(broker: Broker, conne
 
 @pytest.mark.parametrize("size", [10, 5000])
 def test_a_program_that_reconnects_loses_nothing_over_many_losses(broker: Broker, connect: Connect, size: int) -> None:
-    count, losses = 400, 20
+    count, losses = rounds(400, least=150), rounds(20, least=8)
     orders = iter(range(count))
     channel, cuts = None, 0
     order = next(orders, None)

@@ -27,11 +27,12 @@ def test_d5_a_producer_can_be_paused_and_resumed(producer: Producer, broker: Bro
 
 
 def test_d5_admitted_messages_are_still_sent(producer: Producer, broker: Broker) -> None:
-    receipts = [producer.send(b"%d" % number) for number in range(1000)]
+    count = rounds(1000, least=200)
+    receipts = [producer.send(b"%d" % number) for number in range(count)]
     producer.pause()
     producer.flush(timeout=20)
     assert all(receipt.delivered for receipt in receipts)
-    assert broker.queue("q").depth == 1000
+    assert broker.queue("q").depth == count
 
 
 def test_d5_stop_all_and_start_all_reach_every_producer(make_producer: Callable[..., Producer], broker: Broker) -> None:

@@ -27,6 +27,7 @@ from qflow_client.broker import Broker
 from qflow_client.message import REPUBLISHED
 from qflow_client.sync.pika_io import TapIOServices
 from qflow_client.testing.proxy import FaultProxy
+from tests.effort import rounds
 
 from .tools import (
     PATIENCE,
@@ -306,14 +307,14 @@ def test_a_message_that_was_cut_off_in_the_middle_arrives_whole(
 
 def test_many_senders_lose_nothing_over_many_losses(make_producer: Callable[..., Producer], broker: Broker) -> None:
     producer = make_producer(capacity=50, **FAST)
-    count, senders = 300, 4
+    count, senders = rounds(300, least=100), 4
 
     def work(sender: int) -> list[Any]:
         return [producer.send(b"%d %d" % (sender, number), timeout=None) for number in range(count)]
 
     jobs = [start(work, sender) for sender in range(senders)]
     for part in range(1, 6):
-        broker.wait_until(lambda b: b.queue("q").depth >= part * 150)  # noqa: B023  # called at once
+        broker.wait_until(lambda b: b.queue("q").depth >= part * count / 2)  # noqa: B023  # called at once
         broker.drop_connections()
     receipts = [receipt for job in jobs for receipt in job.result()]
     producer.flush(timeout=PATIENCE)

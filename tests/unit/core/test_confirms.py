@@ -172,6 +172,14 @@ def test_the_first_return_belongs_to_the_first_of_two_messages_with_the_same_id(
     assert not protocol.parts.returns.by_id
 
 
+def test_E2_a_message_that_is_forgotten_again_after_an_interrupt_leaves_another_with_the_same_id() -> None:
+    protocol = make()
+    first, second = [send(protocol, Message(b"x", message_id="same")) for _ in range(2)]
+    for _ in range(2):
+        protocol.parts.returns.forget([first])
+        assert protocol.parts.returns.by_id == {"same": [second]}
+
+
 def test_of_two_messages_with_the_same_id_and_different_destinations_the_right_one_is_returned() -> None:
     protocol = make()
     good = send(protocol, Message(b"x", message_id="same"), key="good")

@@ -28,7 +28,7 @@ def rate(conditions: Conditions, window: WindowLimiter, *, after: float = 2.0, s
     """Messages per second that are confirmed, once the window has found its size."""
     simulation = Simulation(conditions, [window])
     simulation.run(after)
-    return simulation.run(PART * seconds) / (PART * seconds)
+    return simulation.run(seconds) / seconds
 
 
 def mean_capacity(simulation: Simulation, seconds: float) -> float:
@@ -58,11 +58,11 @@ def adapted(conditions: Conditions, seconds: float, *, producers: int = 1) -> Si
 )
 def test_the_window_finds_the_capacity_of_any_path_and_little_more(round_trip: float, bottleneck: float) -> None:
     conditions = Conditions(delay=round_trip / 2, rate=bottleneck, batch=max(4, int(bottleneck * round_trip / 100)))
-    simulation = adapted(conditions, 2.0 * PART + 20 * round_trip)
+    simulation = adapted(conditions, 2.0 + 20 * round_trip)
     under_way = bottleneck * round_trip
     confirmed = sum(simulation.confirmed)
-    mean = mean_capacity(simulation, PART)
-    assert sum(simulation.confirmed) - confirmed >= 0.95 * PART * bottleneck
+    mean = mean_capacity(simulation, 1.0)
+    assert sum(simulation.confirmed) - confirmed >= 0.95 * bottleneck
     assert under_way < mean <= 1.6 * under_way + FLOOR
 
 

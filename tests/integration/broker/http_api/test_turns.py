@@ -21,7 +21,7 @@ from qflow_client.broker.http.turns import Turns
 from tests.effort import rounds
 
 # All rules are about objects in a turn, so fewer queues prove the same in less time.
-QUEUES = rounds(20_000, least=1_600)
+QUEUES = rounds(20_000, least=1_100)
 
 
 class Turn:
@@ -199,7 +199,7 @@ def test_E9_a_hundred_streams_share_their_snapshots_and_each_pays_only_for_chang
     encodings = counted(monkeypatch, events, "encoded")
     comparisons = counted(monkeypatch, events, "_differ")
     monkeypatch.setattr(Watch, "SHARE", 1e9)
-    queues = rounds(1000, least=250)
+    queues = rounds(1000)
 
     async def main() -> None:
         async with Broker() as broker:
