@@ -493,6 +493,7 @@ def test_the_broker_ends_even_if_a_read_never_returns(tmp_path, monkeypatch, cap
         thread.join(30)
 
 
+@pytest.mark.program
 def test_the_process_ends_even_if_a_write_never_returns(tmp_path):
     program = """
 import threading

@@ -208,6 +208,7 @@ def watching(broker: Broker, *arguments: str) -> Iterator[subprocess.Popen[str]]
         process.communicate(timeout=20)
 
 
+@pytest.mark.program
 def test_flow_states_are_watched_until_ctrl_c(broker: Broker) -> None:
     broker.declare_queue("orders", arguments={"qpid.flow_stop_count": 1})
     with Producer(broker.url, routing_key="orders") as producer:
@@ -233,6 +234,7 @@ def test_flow_states_are_watched_until_ctrl_c(broker: Broker) -> None:
             assert (process.returncode, err) == (0, "")
 
 
+@pytest.mark.program
 def test_the_watch_ends_when_the_broker_ends() -> None:
     with ExitStack() as stack:
         broker = stack.enter_context(Broker(http_port=0))

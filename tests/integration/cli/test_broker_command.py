@@ -53,6 +53,7 @@ def test_the_command_runs_until_it_is_terminated(number: signal.Signals, kind: t
     assert (process.returncode, out, err) == (0, "", f"{number.name}: the broker ends\n")
 
 
+@pytest.mark.program
 @pytest.mark.parametrize(
     ("options", "warned_of"),
     [
@@ -75,6 +76,7 @@ def test_E8_the_operator_is_warned_if_the_broker_is_reachable_from_outside_and_g
     assert err == ("" if options else "SIGTERM: the broker ends\n")
 
 
+@pytest.mark.program
 @pytest.mark.parametrize("by_file", [False, True])
 def test_the_command_writes_a_flow_log(tmp_path: Path, by_file: bool) -> None:
     config = tmp_path / "broker.toml"
@@ -95,6 +97,7 @@ def test_the_command_writes_a_flow_log(tmp_path: Path, by_file: bool) -> None:
     assert (row["queue"], row["waited"], row["filled"]) == ("orders", "shop", "shop")
 
 
+@pytest.mark.program
 def test_settings_of_the_broker_are_options_of_the_command() -> None:
     process, url = start(
         "--user", "ann:s3cret", "--virtual-host", "shop", "--enforcement", "channel_flow", "--quiet",
@@ -147,6 +150,7 @@ def test_a_wrong_setting_is_a_usage_error(arguments: list[str], words: str, caps
     assert words in " ".join(capsys.readouterr().err.split())
 
 
+@pytest.mark.program
 @pytest.mark.usefixtures("no_retries")
 def test_A4_policies_are_options() -> None:
     process, url = start(
@@ -190,6 +194,7 @@ max_count = 7
 """
 
 
+@pytest.mark.program
 def test_options_can_be_in_a_configuration_file_and_flags_override_them(tmp_path: Path) -> None:
     path = tmp_path / "broker.toml"
     path.write_text(CONFIG)
@@ -320,6 +325,7 @@ def test_the_settings_of_the_garbage_collector_are_restored_when_the_broker_has_
     assert gc.get_freeze_count() <= before[1]
 
 
+@pytest.mark.program
 def test_the_store_survives_a_kill_and_its_path_is_relative_to_the_configuration_file(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -65,6 +65,7 @@ def test_without_a_terminal_the_demo_reports_progress_in_lines(
     assert "consumed; depth" in err
 
 
+@pytest.mark.program
 @flights
 def test_on_a_terminal_the_demo_shows_the_queue_between_its_thresholds_and_the_holds_of_its_producers() -> None:
     with on_a_terminal("demo", "--messages", "300") as terminal:
@@ -118,6 +119,7 @@ def test_producers_that_ignore_channel_flow_fail_the_audit_even_if_withheld_conf
     assert all(producer["seconds_flowed"]["capacity"] > 0 for producer in told["producers"])
 
 
+@pytest.mark.program
 @flights
 def test_an_interrupted_demo_ends_with_all_its_processes() -> None:
     process = Forked[str](

@@ -134,6 +134,7 @@ def started(*arguments: str) -> subprocess.Popen[str]:
     )
 
 
+@pytest.mark.program
 def test_the_broker_prints_its_addresses_when_it_is_ready(tmp_path: Path) -> None:
     for options, has_http in (["--http-port", "0"], True), ([], False):
         with started("broker", "--port", "0", "--queue", "orders", *options) as process:
@@ -147,6 +148,7 @@ def test_the_broker_prints_its_addresses_when_it_is_ready(tmp_path: Path) -> Non
             assert (process.communicate(timeout=20)[0], process.returncode) == ("", 0)
 
 
+@pytest.mark.program
 def test_the_relay_prints_its_counts_when_it_ends(folder: Path, broker: Broker) -> None:
     with started("relay", broker.url) as process:
         broker.wait_until(lambda broker: broker.queue("orders").depth == 2)

@@ -145,6 +145,7 @@ def test_drain_needs_confirms_and_an_outbox_that_is_not_in_use(
     assert "is used by another producer" in capsys.readouterr().err
 
 
+@pytest.mark.program
 def test_an_interrupted_drain_keeps_unconfirmed_messages(path: Path, broker: Broker) -> None:
     broker.withhold_confirms()
     with Forked[str](

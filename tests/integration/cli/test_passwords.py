@@ -117,6 +117,7 @@ def test_users_can_be_passed_in_only_one_way_and_a_file_may_contain_several(
     assert "--user and --users-file cannot be combined; put all users into the file" in capsys.readouterr().err
 
 
+@pytest.mark.program
 @pytest.mark.parametrize("way", ["file", "standard input", "environment"])
 def test_E8_users_of_a_broker_can_be_configured_without_the_command_line(
     way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -373,6 +373,7 @@ def test_the_last_line_shows_confirmed_records_time_flowed_and_rate(broker: Brok
         assert re.fullmatch(r"blocked \(flowed\) \d+ times?: (.*, )?channel_flow \d+(\.\d+)? s(, .*)?", flowed)
 
 
+@pytest.mark.program
 def test_on_a_terminal_a_bar_shows_how_much_of_the_file_is_sent_and_the_current_hold(
     broker: Broker, tmp_path: Path
 ) -> None:
@@ -393,6 +394,7 @@ def test_on_a_terminal_a_bar_shows_how_much_of_the_file_is_sent_and_the_current_
     assert terminal.raw.endswith("\x1b[2K")
 
 
+@pytest.mark.program
 def test_on_a_terminal_an_input_of_unknown_length_has_a_spinner(broker: Broker) -> None:
     with on_a_terminal("send", "-u", broker.url, "-k", "orders") as terminal:
         assert terminal.process.stdin is not None
@@ -408,6 +410,7 @@ def test_on_a_terminal_an_input_of_unknown_length_has_a_spinner(broker: Broker) 
     assert "kB" not in terminal.drawn
 
 
+@pytest.mark.program
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_an_interrupt_while_reading_prints_how_far_the_run_got(
     broker: Broker, number: signal.Signals, code: int
@@ -421,6 +424,7 @@ def test_an_interrupt_while_reading_prints_how_far_the_run_got(
     assert (told["confirmed"], told["confirmed_up_to_record"], told["complete"]) == (2, 2, False)
 
 
+@pytest.mark.program
 def test_an_interrupt_while_flowed_ends_the_run_soon_and_sends_nothing_more(broker: Broker) -> None:
     process, stdin = start(broker, b"one\n")
     broker.flow(False)
@@ -435,6 +439,7 @@ def test_an_interrupt_while_flowed_ends_the_run_soon_and_sends_nothing_more(brok
     assert broker.queue("orders").depth == 1
 
 
+@pytest.mark.program
 def test_an_interrupt_while_waiting_for_confirms_reports_that_their_outcome_is_unknown(broker: Broker) -> None:
     broker.withhold_confirms()
     process, stdin = start(broker, b"one\ntwo\n", program=("-c", BRIEF))
@@ -451,6 +456,7 @@ def test_an_interrupt_while_waiting_for_confirms_reports_that_their_outcome_is_u
     process.stderr.close()
 
 
+@pytest.mark.program
 def test_an_interrupt_while_disconnected_ends_the_run_and_reports_unknown_records(broker: Broker) -> None:
     broker.withhold_confirms()
     with FaultProxy(broker.url) as proxy:
@@ -466,6 +472,7 @@ def test_an_interrupt_while_disconnected_ends_the_run_and_reports_unknown_record
     assert err.decode().endswith("qflow: interrupted by SIGTERM\n")
 
 
+@pytest.mark.program
 @pytest.mark.usefixtures("one_connection")
 def test_a_lost_connection_ends_the_run_and_prints_how_far_it_got(broker: Broker) -> None:
     process, _ = start(broker, b"one\n")
@@ -587,6 +594,7 @@ def test_a_record_that_does_not_fit_the_outbox_is_not_sent_and_neither_are_later
     assert "record 2 (line 2) and all after it were not sent" in capsys.readouterr().err
 
 
+@pytest.mark.program
 def test_records_left_by_sigterm_stay_in_the_outbox_and_the_next_run_sends_them_first(
     broker: Broker, stdin: Callable[[bytes], None], tmp_path: Path, capsys: Capture
 ) -> None:
@@ -812,6 +820,7 @@ def test_E13_the_same_file_for_a_different_queue_is_a_different_source(
     assert len(broker.messages("more")) == 3
 
 
+@pytest.mark.program
 def test_E13_records_left_by_sigterm_are_sent_again_and_the_file_continues_after_them(
     broker: Broker, lines: Path, tmp_path: Path, capsys: Capture
 ) -> None:
@@ -867,6 +876,7 @@ def test_E13_undelivered_records_are_sent_again_with_a_mark(
     assert "nothing is left to send" in capsys.readouterr().out
 
 
+@pytest.mark.program
 def test_E13_a_run_killed_between_a_refusal_and_its_handling_loses_no_record(
     broker: Broker, lines: Path, tmp_path: Path
 ) -> None:
