@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import gc
 import os
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -36,6 +38,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if programs:
         config.hook.pytest_deselected(items=programs)
         items[:] = [item for item in items if not item.get_closest_marker("program")]
+    if hasattr(config, "workeroutput"):
+        config.workeroutput["programs"] = len(programs)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Have the summary count what the workers left out. Each of them left out the same tests."""
+    if node.gateway.id == "gw0":
+        count = getattr(node, "workeroutput", {}).get("programs", 0)
+        # What only has to be countable.
+        node.config.hook.pytest_deselected(items=[SimpleNamespace() for _ in range(count)])
 
 
 def pytest_collection_finish() -> None:
