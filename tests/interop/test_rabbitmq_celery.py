@@ -118,7 +118,7 @@ def test_under_a_memory_alarm_confirms_hang_with_pyamqp_and_not_with_the_transpo
         unknown += isinstance(cause, ConfirmTimeout)
         assert isinstance(cause, ConfirmTimeout | FlowControlTimeout)
         assert ("was not sent" in str(caught.value)) == isinstance(cause, FlowControlTimeout)
-    assert unknown, "what became of the first is not known"
+    assert 1 <= unknown <= 5, "the broker says soon that it blocks the connection"
     assert [hold.kind for hold in cause.holds] == [HoldKind.CONNECTION_BLOCKED]
     with Stopwatch() as watch, pytest.raises(OperationalError) as caught:
         ours.call(declare=[ours.app.amqp.queues.select_add("another")])

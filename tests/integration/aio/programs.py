@@ -240,9 +240,11 @@ def _child(producer: AsyncProducer, url: str, events: AsyncIterator[FlowEvent] |
     return asyncio.run(main())
 
 
-def forgotten(url: str, unconfirmed: str = "") -> None:
+def forgotten(url: str, unconfirmed: str = "", kept: str = "") -> None:
     """A program that ends without closing its producer."""
     producers = []
+    if kept:
+        sys.modules["kept"] = producers  # type: ignore[assignment]
 
     async def main() -> None:
         producer = await AsyncProducer(url, routing_key="q").connect()

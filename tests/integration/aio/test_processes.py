@@ -92,12 +92,21 @@ def test_a_program_that_forgets_to_close_the_producer_still_ends(program: Start,
     assert bodies(broker) == [b""]
 
 
-def test_messages_lost_with_an_unclosed_producer_are_logged(program: Start, broker: Broker) -> None:
+@pytest.mark.parametrize(
+    ("kept", "why"),
+    [
+        ("", "the producer was dropped without close()"),
+        ("kept", "the process ends, and the producer was not closed"),
+    ],
+)
+def test_messages_lost_with_an_unclosed_producer_are_logged(
+    kept: str, why: str, program: Start, broker: Broker
+) -> None:
     broker.withhold_confirms()
-    process = program("forgotten", broker.url, "unconfirmed")
+    process = program("forgotten", broker.url, "unconfirmed", kept)
     assert process.stdout is not None
     said = process.stdout.read()
-    assert "the producer was dropped without close(): 1 admitted messages were not delivered" in said
+    assert f"{why}: 1 admitted messages were not delivered" in said
     assert process.wait(PATIENCE) == 0
 
 
