@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import signal
@@ -240,21 +241,23 @@ def _child(producer: AsyncProducer, url: str, events: AsyncIterator[FlowEvent] |
     return asyncio.run(main())
 
 
-def forgotten(url: str, unconfirmed: str = "", kept: str = "") -> None:
-    """A program that ends without closing its producer."""
+def forgotten(url: str, unconfirmed: str = "", dropped: str = "") -> None:
+    """A program that ends without closing its producer, which it may drop before."""
     producers = []
-    if kept:
-        sys.modules["kept"] = producers  # type: ignore[assignment]
 
     async def main() -> None:
         producer = await AsyncProducer(url, routing_key="q").connect()
-        # An application has it somewhere.
         producers.append(producer)
         receipt = await producer.send(b"")
         if not unconfirmed:
             await receipt
 
     asyncio.run(main())
+    if dropped:
+        producers.clear()
+        gc.collect()
+    else:
+        sys.modules["kept"] = producers  # type: ignore[assignment]
     _say("fine")
 
 

@@ -93,17 +93,17 @@ def test_a_program_that_forgets_to_close_the_producer_still_ends(program: Start,
 
 
 @pytest.mark.parametrize(
-    ("kept", "why"),
+    ("dropped", "why"),
     [
-        ("", "the producer was dropped without close()"),
-        ("kept", "the process ends, and the producer was not closed"),
+        ("", "the process ends, and the producer was not closed"),
+        ("dropped", "the producer was dropped without close()"),
     ],
 )
 def test_messages_lost_with_an_unclosed_producer_are_logged(
-    kept: str, why: str, program: Start, broker: Broker
+    dropped: str, why: str, program: Start, broker: Broker
 ) -> None:
     broker.withhold_confirms()
-    process = program("forgotten", broker.url, "unconfirmed", kept)
+    process = program("forgotten", broker.url, "unconfirmed", dropped)
     assert process.stdout is not None
     said = process.stdout.read()
     assert f"{why}: 1 admitted messages were not delivered" in said
