@@ -257,7 +257,7 @@ def forgotten(url: str, unconfirmed: str = "", dropped: str = "") -> None:
         producers.clear()
         gc.collect()
     else:
-        sys.modules["kept"] = producers  # type: ignore[assignment]
+        sys.modules["kept"] = producers  # type: ignore[assignment]  # kept until the very end
     _say("fine")
 
 
@@ -266,7 +266,7 @@ def forgotten_with_its_loop(url: str) -> None:
     loop = asyncio.new_event_loop()
     producer = loop.run_until_complete(AsyncProducer(url, routing_key="q").connect())
     loop.close()
-    sys.modules["forgotten"] = (loop, producer)  # type: ignore[assignment]
+    sys.modules["forgotten"] = (loop, producer)  # type: ignore[assignment]  # kept until the very end
     _say("fine")
 
 
