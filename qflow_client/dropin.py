@@ -222,7 +222,7 @@ class RepeatableMessage(EncodedMessage):
             ValueError: the properties need a larger frame.
         """
         frames, body = self.frames, self.body
-        is_for_channel = int.from_bytes(frames[1:3], "big") == channel
+        is_for_channel = frames[1] << 8 | frames[2] == channel
         if is_for_channel and len(body) <= max_body:
             return frames
         method, header, at = self._parts()
@@ -263,6 +263,13 @@ class EncodedProtocol(ProducerProtocol):
 
     def __init__(self, settings: ProducerSettings, **options: Any) -> None:
         super().__init__(settings, id_prefix="", encoder=_ReadyFrames, **options)
+
+    def send(self, message: EncodedMessage, exchange: str, routing_key: str, now: float) -> Receipt | None:
+        """Admit a message if that is possible now. See `Admission.send`."""
+        admission = self.admission
+        # It usually is, and then this takes half the time.
+        receipt = admission.send_at_once(message, exchange, routing_key)
+        return receipt if receipt is not None else admission.send(message, exchange, routing_key, now)
 
     @step
     def abandon(self, receipts: Sequence[Receipt], reason: str, now: float) -> None:

@@ -11,6 +11,7 @@ unwritten messages are taken back and lose their tags.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from heapq import heapify, heappop, heappush
 from itertools import repeat
 from typing import Any
@@ -141,6 +142,8 @@ class Unconfirmed:
             limit: about how many bytes.
             most: how many messages at most; `source` has at least as many.
         """
+        if most == 1 and self._make_one(source):
+            return
         encoder = self.encoder
         parts: list[bytes] = []
         ends: list[int] = []
@@ -190,6 +193,41 @@ class Unconfirmed:
                     ends.append(size)
             if size >= limit:
                 break
+        self._note_order(batch)
+        # In this order, so that `heal` can see how far the call came.
+        self.flight.update(zip(range(given + 1, tag + 1), batch, strict=True))
+        self.outbound.put(parts, ends, borders, rest)
+        for _ in batch:
+            source.popleft()
+
+    def _make_one(self, source: deque[Receipt]) -> bool:
+        """Do the same as `make` for the first message of `source`, in half the time. Drop-ins write each message alone.
+
+        Returns:
+            False if it is a plain message, has several pieces, or its route is of another encoder. Nothing has changed
+            then.
+        """
+        receipt, encoder = source[0], self.encoder
+        prepared: Any = receipt._prepared
+        route = receipt._route
+        if prepared is None or route.made_by is not encoder.mark:
+            return False
+        payload: Any = receipt._payload
+        body = payload if type(payload) is bytes else payload.body
+        frames = encoder.frames(route, body, prepared, receipt._number)
+        if len(frames) > 1:
+            return False
+        tag = receipt._tag = self.outbound.given + 1
+        self._note_order((receipt,))
+        # In this order, as in `make`.
+        self.flight[tag] = receipt
+        ends = [len(frames[0])]
+        self.outbound.put(frames, ends, ends)
+        source.popleft()
+        return True
+
+    def _note_order(self, batch: Sequence[Receipt]) -> None:
+        """Record the order of messages that have got tags, before they enter `flight`."""
         if not self.flight:
             self._is_ordered = True
             self._by_number.clear()
@@ -199,11 +237,6 @@ class Unconfirmed:
             for each in batch:
                 heappush(self._by_number, (each._number, each._tag, each))
         self._last = batch[-1]._number
-        # In this order, so that `heal` can see how far the call came.
-        self.flight.update(zip(range(given + 1, tag + 1), batch, strict=True))
-        self.outbound.put(parts, ends, borders, rest)
-        for _ in batch:
-            source.popleft()
 
     def beyond(self) -> Receipt | None:
         """Return the last message in flight if its frames were taken back; ``None`` if they were not."""

@@ -292,7 +292,7 @@ class Channel(pyamqp.Channel):
             protocol.hold(HoldKind.TRANSPORT, _monotonic(), detail="the socket takes no more bytes")
         elif not protocol.gate.is_open:
             protocol.lift(HoldKind.TRANSPORT, _monotonic())
-        receipt = protocol.admission.send(encoded, exchange or "", routing_key or "", _monotonic())
+        receipt = protocol.send(encoded, exchange or "", routing_key or "", _monotonic())
         if receipt is None:
             receipt = self._when_unflowed(flow, encoded, exchange or "", routing_key or "", timeout)
         flow.write()

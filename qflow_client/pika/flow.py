@@ -265,7 +265,7 @@ class ChannelFlow(DropInFlow):
         """Pass the messages that may be sent to pika, and report events."""
         protocol = self.protocol
         # Written bytes may release more.
-        while data := protocol.data_to_write(_UNLIMITED):
+        while protocol.unwritten and (data := protocol.data_to_write(_UNLIMITED)):
             # This comes first, because pika may write immediately and call this method again.
             now = _monotonic()
             protocol.advance(len(data), now)
@@ -286,7 +286,7 @@ class ChannelFlow(DropInFlow):
         """
         now = _monotonic()
         self.look_at_transport(now)
-        receipt = self.protocol.admission.send(publish, *publish.arguments[:2], now)
+        receipt = self.protocol.send(publish, *publish.arguments[:2], now)
         if receipt is None:
             error = self.flowed(publish, *publish.arguments[:2])
             self.watch()

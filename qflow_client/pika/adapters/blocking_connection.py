@@ -435,7 +435,7 @@ class BlockingChannel(_pika.BlockingChannel):
             self._look_at_transport(is_writable)
         elif not protocol.gate.is_open:
             protocol.lift(HoldKind.TRANSPORT, _monotonic())
-        receipt = protocol.admission.send(publish, exchange, routing_key, _monotonic())
+        receipt = protocol.send(publish, exchange, routing_key, _monotonic())
         if receipt is None:
             receipt = self._when_unflowed(publish)
         services = turns.services

@@ -15,6 +15,8 @@ from .support import (
     FRAME_MAX,
     PREFIX,
     Published,
+    Wire,
+    check_order,
     drain,
     holds,
     logged,
@@ -424,3 +426,27 @@ def test_a_producer_that_is_closed_during_the_restoration_has_no_hold_from_it() 
     protocol.channel_opened(CHANNEL, FRAME_MAX, 2.0, restores=True)
     protocol.connection_lost("the end", 3.0)
     assert [hold.source for hold in protocol.gate.holds] == [""]
+
+
+def test_a_single_message_is_sent_on_a_channel_with_another_number() -> None:
+    protocol = make()
+    receipt = send(protocol, Message(b"own", type="t"))
+    lose(protocol)
+    protocol.channel_opened(CHANNEL + 1, FRAME_MAX, 2.0)
+    (message,) = Wire().read(drain(protocol, 2.0), CHANNEL + 1).messages
+    assert (message.body, message.properties.message_type) == (b"own", "t")
+    protocol.on_ack(1, False, 3.0)
+    assert receipt.outcome is Outcome.CONFIRMED
+
+
+@given(st.lists(st.sampled_from([b"x", b"", b"y" * 5000, Message(b"own", type="t"), Message(b"z" * 9000)]), max_size=6))
+def test_messages_that_are_written_one_by_one_have_the_same_bytes_and_tags(payloads: list[bytes | Message]) -> None:
+    together, single = make(), make()
+    receipts = [send(together, payload) for payload in payloads]
+    data, one_by_one = drain(together), b""
+    for receipt, payload in zip(receipts, payloads, strict=True):
+        other = send(single, payload)
+        one_by_one += drain(single)
+        assert (other._number, other._tag) == (receipt._number, receipt._tag)
+        check_order(single)
+    assert one_by_one == data

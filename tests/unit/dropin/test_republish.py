@@ -39,7 +39,7 @@ def opened(**settings: Any) -> EncodedProtocol:
 
 
 def send(protocol: EncodedProtocol, message: RepeatableMessage) -> Receipt:
-    receipt = protocol.admission.send(message, "x", "q", 0.0)
+    receipt = protocol.send(message, "x", "q", 0.0)
     assert receipt is not None
     return receipt
 

@@ -22,7 +22,7 @@ def opened(**settings: Any) -> EncodedProtocol:
 
 
 def send(protocol: EncodedProtocol, frames: bytes) -> Receipt:
-    receipt = protocol.admission.send(EncodedMessage(frames, frames), "", "q", 0.0)
+    receipt = protocol.send(EncodedMessage(frames, frames), "", "q", 0.0)
     assert receipt is not None
     return receipt
 
