@@ -16,20 +16,18 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from random import getrandbits
 from struct import Struct
 from typing import Any
-from uuid import UUID
 
 import pamqp.frame
 from aiormq import spec
 from aiormq.abc import DeliveredMessage
 from aiormq.channel import _check_routing_key
 from aiormq.exceptions import AMQPChannelError, ChannelInvalidStateError, DeliveryError, PublishError
-from pamqp.header import ContentHeader
 
 from qflow_client.aio.dispatcher import Dispatcher, refuse_coroutine_function
-from qflow_client.aio.turn import Turns, Waiter, wake_at
+from qflow_client.aio.turn import Deadlines, Turns, Waiter, wake_at
+from qflow_client.aio_pika.encoding import header_frame, make_message_id
 from qflow_client.amqp.frames import HEADER_FRAME, PublishEncoder, frame
 from qflow_client.core import calls
 from qflow_client.core.step import step
@@ -148,6 +146,8 @@ class ChannelFlow(DropInFlow):
         self._passes_on = False
         # Calls the protocol at the time that it has requested.
         self._timer: asyncio.TimerHandle | None = None
+        # Of publishing tasks without a timeout of their own.
+        self._deadlines = Deadlines(self._loop, settings.max_producer_flow_control_wait)
         self._turns = Turns(self._loop, lambda: self.protocol, self._kick, self._arm)
 
     # Channels.
@@ -301,8 +301,7 @@ class ChannelFlow(DropInFlow):
             properties = spec.Basic.Properties(delivery_mode=1)
         message_id = properties.message_id
         if not message_id:
-            message_id = properties.message_id = UUID(int=getrandbits(128), version=4).hex
-        header = ContentHeader(properties=properties, body_size=len(body))
+            message_id = properties.message_id = make_message_id()
         if timeout is not None and timeout <= 0:
             error = FlowControlTimeout(
                 self.protocol.reports.holds, 0.0, body, exchange=exchange, routing_key=routing_key
@@ -312,7 +311,7 @@ class ChannelFlow(DropInFlow):
             raise error
         if channel.is_closed and not self.republishes:
             raise ChannelInvalidStateError(f"{channel!r} closed")
-        message = RepeatableMessage(self._frames(channel, method, header, body), body)
+        message = RepeatableMessage(self._frames(channel, method, properties, body), body)
 
         try:
             return await self._publish(message, exchange, routing_key, message_id if mandatory else None, timeout, wait)
@@ -336,9 +335,9 @@ class ChannelFlow(DropInFlow):
     ) -> spec.Basic.Ack | DeliveredMessage | None:
         """Publish a message. `mandatory` is its message id if it is mandatory."""
         began = now = _monotonic()
-        limit = self.settings.max_producer_flow_control_wait if timeout is None else timeout
-        receipt = self.protocol.admission.send(message, exchange, routing_key, now)
+        receipt = self.protocol.send(message, exchange, routing_key, now)
         if receipt is None:
+            limit = self.settings.max_producer_flow_control_wait if timeout is None else timeout
             receipt = await self._when_unflowed(message, exchange, routing_key, limit)
             if timeout is None:
                 now = _monotonic()
@@ -356,14 +355,20 @@ class ChannelFlow(DropInFlow):
             receipt._waiter = settled
             if mandatory is not None and self._confirms:
                 self._mandatory[mandatory] = settled
-            timer = None if limit is None else wake_at(self._loop, now + limit, settled)
+            timer = None
+            if timeout is None:
+                self._deadlines.add(settled, now)
+            else:
+                timer = wake_at(self._loop, now + timeout, settled)
             try:
                 returned = await settled
             except asyncio.CancelledError:
                 self._end_wait(receipt)
                 raise
             finally:
-                if timer is not None:
+                if timer is None:
+                    self._deadlines.remove(settled)
+                else:
                     timer.cancel()
                 if mandatory is not None and self._mandatory.get(mandatory) is settled:
                     del self._mandatory[mandatory]
@@ -383,9 +388,9 @@ class ChannelFlow(DropInFlow):
             self._methods[exchange, routing_key, mandatory, immediate] = data
         return data
 
-    def _frames(self, channel: Any, method: bytes, header: ContentHeader, body: bytes) -> bytes:
+    def _frames(self, channel: Any, method: bytes, properties: Any, body: bytes) -> bytes:
         number, size, most = channel.number, len(body), channel.max_content_size
-        parts = [method, pamqp.frame.marshal(header, number)]
+        parts = [method, header_frame(properties, size, number)]
         if 0 < size < most:
             parts += (_BODY_HEAD.pack(3, number, size), body, b"\xce")
         elif size:

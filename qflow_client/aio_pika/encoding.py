@@ -1,0 +1,66 @@
+"""The header frame of a message, with the same bytes as pamqp's."""
+
+from __future__ import annotations
+
+from operator import attrgetter
+from random import getrandbits
+from struct import Struct
+from typing import Any
+
+import pamqp.encode
+import pamqp.frame
+from aiormq import spec
+from pamqp.header import ContentHeader
+
+__all__ = ["header_frame", "make_message_id"]
+
+_Properties = spec.Basic.Properties
+# The properties in the order of the wire: their values, and for each its flag and pamqp's function that encodes it.
+_values = attrgetter(*_Properties.__slots__)
+_KINDS = tuple(
+    (_Properties.flags[name], pamqp.encode.METHODS[_Properties.amqp_type(name)]) for name in _Properties.__slots__
+)
+_HEAD = Struct(">BHIHHQH")
+_BASIC = 60
+# Bytes of a header's payload apart from the values.
+_EMPTY = 14
+
+# The bits of a random UUID that are fixed (RFC 9562, section 5.4): its version, 4, and its variant.
+_RANDOM_BITS = ~(0xF000 << 64 | 0xC000 << 48)
+_FIXED_BITS = 0x4000 << 64 | 0x8000 << 48
+
+
+def header_frame(properties: Any, body_size: int, channel: int) -> bytes:
+    """Return the header frame of a message, as pamqp encodes it.
+
+    pamqp finds the function for each property by names. This function calls them itself, which takes a third of the
+    time.
+
+    Args:
+        properties: aiormq's.
+        body_size: bytes of the body.
+        channel: the number of the channel.
+
+    Raises:
+        TypeError, …: as pamqp.
+    """
+    if type(properties) is _Properties:
+        flags, pieces = 0, []
+        try:
+            for (flag, encode), value in zip(_KINDS, _values(properties), strict=True):
+                if value is not None and value != "":
+                    flags |= flag
+                    pieces.append(encode(value))
+        except Exception:
+            # pamqp raises the error, as its users know it.
+            pass
+        else:
+            values = b"".join(pieces)
+            head = _HEAD.pack(2, channel, _EMPTY + len(values), _BASIC, 0, body_size, flags)
+            return b"%b%b\xce" % (head, values)
+    return pamqp.frame.marshal(ContentHeader(properties=properties, body_size=body_size), channel)
+
+
+def make_message_id() -> str:
+    """Return the hexadecimal digits of a random UUID, as aiormq gives them to a message without a message id."""
+    return f"{getrandbits(128) & _RANDOM_BITS | _FIXED_BITS:032x}"

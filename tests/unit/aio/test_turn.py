@@ -1,0 +1,117 @@
+"""`Deadlines` in simulated time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from qflow_client.aio import turn
+from qflow_client.aio.turn import Deadlines
+
+
+class Clock:
+    """The time, and the part of a loop that sets timers."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.timers: list[tuple[float, Callable[[], None], Any]] = []
+        self.made = 0
+
+    def call_later(self, delay: float, callback: Callable[[], None]) -> Any:
+        self.made += 1
+        entry: Any = None
+
+        class Handle:
+            @staticmethod
+            def cancel() -> None:
+                if entry in self.timers:
+                    self.timers.remove(entry)
+
+        entry = (self.now + delay, callback, Handle)
+        self.timers.append(entry)
+        return Handle
+
+    def run_to(self, now: float) -> None:
+        while due := [each for each in self.timers if each[0] <= now]:
+            first = min(due, key=lambda each: each[0])
+            self.timers.remove(first)
+            self.now = max(self.now, first[0])
+            first[1]()
+        self.now = now
+
+
+@pytest.fixture
+def loop() -> Iterator[asyncio.AbstractEventLoop]:
+    loop = asyncio.new_event_loop()
+    yield loop
+    loop.close()
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(turn, "_monotonic", lambda: clock.now)
+    return clock
+
+
+def test_each_future_is_set_at_its_time_and_never_earlier(clock: Clock, loop: asyncio.AbstractEventLoop) -> None:
+    deadlines = Deadlines(clock, 5.0)  # type: ignore[arg-type]  # the part of it that is used
+    waiters = [loop.create_future() for _ in range(10)]
+    for at, waiter in enumerate(waiters):
+        clock.run_to(at)
+        deadlines.add(waiter, clock.now)
+        assert [each.done() for each in waiters] == [number + 5 <= at for number in range(10)]
+    clock.run_to(13.9)
+    assert [each.done() for each in waiters] == [True] * 9 + [False]
+    clock.run_to(14.0)
+    assert waiters[9].done()
+    assert not clock.timers
+
+
+def test_futures_that_are_done_in_time_cost_one_timer(clock: Clock, loop: asyncio.AbstractEventLoop) -> None:
+    deadlines = Deadlines(clock, 60.0)  # type: ignore[arg-type]  # as above
+    for number in range(10_000):
+        clock.run_to(number / 1000)
+        waiter = loop.create_future()
+        deadlines.add(waiter, clock.now)
+        deadlines.remove(waiter)
+    assert clock.made == 1
+    assert not deadlines._times
+    # It ends by itself.
+    clock.run_to(100)
+    assert not clock.timers
+
+
+def test_a_timer_is_set_again_after_a_call_that_was_interrupted(clock: Clock, loop: asyncio.AbstractEventLoop) -> None:
+    deadlines = Deadlines(clock, 5.0)  # type: ignore[arg-type]  # as above
+    late, next_one = loop.create_future(), loop.create_future()
+    deadlines.add(late, clock.now)
+    # Its callback does nothing, as if it were interrupted at its first line.
+    clock.timers.clear()
+    clock.run_to(6.0)
+    deadlines.add(next_one, clock.now)
+    clock.run_to(11.0)
+    assert late.done()
+    assert next_one.done()
+
+
+def test_a_clock_of_the_loop_that_is_early_sets_nothing(clock: Clock, loop: asyncio.AbstractEventLoop) -> None:
+    deadlines = Deadlines(clock, 5.0)  # type: ignore[arg-type]  # as above
+    waiter = loop.create_future()
+    deadlines.add(waiter, clock.now)
+    clock.now = 4.99
+    clock.timers.pop()[1]()
+    assert not waiter.done()
+    clock.run_to(5.0)
+    assert waiter.done()
+
+
+def test_without_a_limit_there_is_no_timer(clock: Clock, loop: asyncio.AbstractEventLoop) -> None:
+    deadlines = Deadlines(clock, None)  # type: ignore[arg-type]  # as above
+    waiter = loop.create_future()
+    deadlines.add(waiter, clock.now)
+    deadlines.remove(waiter)
+    assert not clock.timers
