@@ -1,4 +1,7 @@
-"""Compares the drop-ins for pika and aio-pika with the original libraries: the same loop with each."""
+"""Compares the drop-ins for pika and aio-pika with the original libraries and with the producers of this package.
+
+The loops do the same with each. They run alternately in one run.
+"""
 
 from __future__ import annotations
 
@@ -7,143 +10,212 @@ import asyncio
 import json
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from statistics import median
-from typing import Any
+from typing import Any, Final
 
 import aio_pika
 import pika
 
-import qflow_client.aio_pika as aio_drop_in
-import qflow_client.pika as drop_in
+import qflow_client.aio_pika
+import qflow_client.pika
 from benchmarks.embedded import DEFAULT_URL, EMBEDDED, broker_url
+from benchmarks.shares import print_shares
+from qflow_client import AsyncProducer, Producer
 
-__all__ = ["AIO_LOOPS", "LOOPS", "main", "measure", "ratios"]
+__all__ = ["LOOPS", "RATIOS", "main", "measure", "ratios", "run_loop"]
+
+_PIPELINED: Final = "pipelined"
 
 
-def _loop(module: Any, url: str, count: int, size: int, prepare: Callable[[Any], object], durable: bool) -> float:
-    """Return messages per second of an unchanged loop, until the last one is confirmed if confirms are used."""
-    with module.BlockingConnection(module.URLParameters(url)) as connection:
+@contextmanager
+def _queue(url: str, count: int, durable: bool = False) -> Iterator[str]:
+    """Yield the name of a queue, and check at the end that it has got its messages."""
+    with pika.BlockingConnection(pika.URLParameters(url)) as connection:
         channel = connection.channel()
         queue = channel.queue_declare("", exclusive=not durable, durable=durable).method.queue
-        prepare(channel)
-        properties = module.BasicProperties(delivery_mode=2) if durable else None
-        body = b"x" * size
-        began = time.perf_counter()
-        for _ in range(count):
-            channel.basic_publish("", queue, body, properties)
-        if getattr(channel, "_is_pipelined", False):
-            channel.wait_for_confirms()
-        seconds = time.perf_counter() - began
-        # Without confirms messages may still be on their way. The count of the queue is then used for the check.
+        yield queue
+        # Without confirms messages may still be on their way.
         end = time.monotonic() + 30
         while (depth := channel.queue_declare(queue, passive=True).method.message_count) != count:
             if time.monotonic() > end:
                 raise RuntimeError(f"queue {queue!r} has {depth} of {count} messages after 30 s")
             connection.sleep(0.05)
         channel.queue_delete(queue)
+
+
+def _pika(module: Any, confirms: str, durable: bool, url: str, count: int, size: int) -> float:
+    """Return messages per second of an unchanged loop, until the last one is confirmed if confirms are used."""
+    with _queue(url, count, durable) as queue, module.BlockingConnection(module.URLParameters(url)) as connection:
+        channel = connection.channel()
+        if confirms == _PIPELINED:
+            channel.confirm_delivery(pipelined=True)
+        elif confirms:
+            channel.confirm_delivery()
+        properties = module.BasicProperties(delivery_mode=2) if durable else None
+        body = b"x" * size
+        began = time.perf_counter()
+        for _ in range(count):
+            channel.basic_publish("", queue, body, properties)
+        if confirms == _PIPELINED:
+            channel.wait_for_confirms()
+        seconds = time.perf_counter() - began
     return count / seconds
 
 
-#: By name: the module, the function that turns confirms on, and whether messages and queue are durable.
-LOOPS: dict[str, tuple[Any, Callable[[Any], object], bool]] = {
-    "pika, unconfirmed": (pika, lambda _channel: None, False),
-    "drop-in, unconfirmed": (drop_in, lambda _channel: None, False),
-    "pika, confirm each": (pika, lambda channel: channel.confirm_delivery(), False),
-    "drop-in, confirm each": (drop_in, lambda channel: channel.confirm_delivery(), False),
-    "drop-in, pipelined": (drop_in, lambda channel: channel.confirm_delivery(pipelined=True), False),
-    "pika, confirm each, durable": (pika, lambda channel: channel.confirm_delivery(), True),
-    "drop-in, pipelined, durable": (drop_in, lambda channel: channel.confirm_delivery(pipelined=True), True),
-}
-
-
-async def _depth(channel: Any, queue: str) -> Any:
-    return (await channel.declare_queue(queue, passive=True)).declaration_result.message_count
-
-
-async def _aio_loop(module: Any, url: str, count: int, size: int, tasks: int, confirms: bool) -> float:
-    """Return messages per second of several tasks; each publishes one message after the other."""
-    async with await module.connect(url) as connection:
-        channel = await connection.channel(publisher_confirms=confirms)
-        queue = await channel.declare_queue(exclusive=True)
-        exchange = channel.default_exchange
+def _producer(url: str, count: int, size: int) -> float:
+    """Return messages per second of one thread. The messages are those of pika's loop: not mandatory, without an id."""
+    with (
+        _queue(url, count) as queue,
+        Producer(url, routing_key=queue, mandatory=False, message_ids=False) as producer,
+    ):
         body = b"x" * size
-
-        async def publish() -> None:
-            for _ in range(count // tasks):
-                await exchange.publish(module.Message(body), queue.name)
-
         began = time.perf_counter()
-        await asyncio.gather(*(publish() for _ in range(tasks)))
+        for _ in range(count):
+            producer.send(body)
+        producer.flush()
         seconds = time.perf_counter() - began
-        total = count // tasks * tasks
-        end = time.monotonic() + 30
-        while (depth := await _depth(channel, queue.name)) != total:
-            if time.monotonic() > end:
-                raise RuntimeError(f"queue {queue.name!r} has {depth} of {total} messages after 30 s")
-            await asyncio.sleep(0.05)
-    return total / seconds
+    return count / seconds
 
 
-#: By name: the module, the number of tasks, and whether confirms are used.
-AIO_LOOPS: dict[str, tuple[Any, int, bool]] = {
-    f"{library}, {what}": (module, tasks, confirms)
-    for what, tasks, confirms in (("1 task", 1, True), ("1000 tasks", 1000, True), ("unconfirmed", 1, False))
-    for library, module in (("aio-pika", aio_pika), ("drop-in", aio_drop_in))
+def _aio_pika(module: Any, tasks: int, confirms: bool, url: str, count: int, size: int) -> float:
+    """Return messages per second of several tasks; each publishes one message after the other."""
+    body = b"x" * size
+
+    async def run() -> float:
+        async with await module.connect(url) as connection:
+            channel = await connection.channel(publisher_confirms=confirms)
+            exchange = channel.default_exchange
+
+            async def publish() -> None:
+                for _ in range(count // tasks):
+                    await exchange.publish(module.Message(body), queue)
+
+            return await _seconds(publish, tasks)
+
+    with _queue(url, count // tasks * tasks) as queue:
+        return count // tasks * tasks / asyncio.run(run())
+
+
+def _async_producer(tasks: int, url: str, count: int, size: int) -> float:
+    """Return messages per second of several tasks; each waits for the receipt of one message after the other."""
+    body = b"x" * size
+
+    async def run() -> float:
+        async with AsyncProducer(url, routing_key=queue) as producer:
+
+            async def publish() -> None:
+                for _ in range(count // tasks):
+                    await (await producer.send(body))
+
+            return await _seconds(publish, tasks)
+
+    with _queue(url, count // tasks * tasks) as queue:
+        return count // tasks * tasks / asyncio.run(run())
+
+
+async def _seconds(publish: Callable[[], Any], tasks: int) -> float:
+    began = time.perf_counter()
+    await asyncio.gather(*(publish() for _ in range(tasks)))
+    return time.perf_counter() - began
+
+
+#: By library and name, a loop: it takes the broker's URL, the number of messages and the bytes of a body, and returns
+#: messages per second.
+LOOPS: Final[dict[str, dict[str, Callable[[str, int, int], float]]]] = {
+    "pika": {
+        "pika, unconfirmed": partial(_pika, pika, "", False),
+        "drop-in, unconfirmed": partial(_pika, qflow_client.pika, "", False),
+        "pika, confirm each": partial(_pika, pika, "each", False),
+        "drop-in, confirm each": partial(_pika, qflow_client.pika, "each", False),
+        "drop-in, pipelined": partial(_pika, qflow_client.pika, _PIPELINED, False),
+        "Producer": _producer,
+        "pika, confirm each, durable": partial(_pika, pika, "each", True),
+        "drop-in, pipelined, durable": partial(_pika, qflow_client.pika, _PIPELINED, True),
+    },
+    "aio-pika": {
+        "aio-pika, 1 task": partial(_aio_pika, aio_pika, 1, True),
+        "drop-in, 1 task": partial(_aio_pika, qflow_client.aio_pika, 1, True),
+        "aio-pika, 1000 tasks": partial(_aio_pika, aio_pika, 1000, True),
+        "drop-in, 1000 tasks": partial(_aio_pika, qflow_client.aio_pika, 1000, True),
+        "AsyncProducer, 1000 tasks": partial(_async_producer, 1000),
+        "aio-pika, unconfirmed": partial(_aio_pika, aio_pika, 1, False),
+        "drop-in, unconfirmed": partial(_aio_pika, qflow_client.aio_pika, 1, False),
+    },
+}
+# Loops that publish one message at a time are slower, so a tenth of the messages is enough.
+_ONE_BY_ONE: Final = ("confirm each", "1 task")
+
+#: By library, the compared pairs and their minimum ratios for ``--check``.
+RATIOS: Final = {
+    "pika": {
+        "unconfirmed": ("drop-in, unconfirmed", "pika, unconfirmed", 0.95),
+        "confirm each": ("drop-in, confirm each", "pika, confirm each", 0.95),
+        "pipelined": ("drop-in, pipelined", "pika, confirm each", 5.0),
+        "pipelined, durable": ("drop-in, pipelined, durable", "pika, confirm each, durable", 5.0),
+        "to Producer": ("drop-in, pipelined", "Producer", 0.5),
+    },
+    "aio-pika": {
+        "1 task": ("drop-in, 1 task", "aio-pika, 1 task", 0.95),
+        "1000 tasks": ("drop-in, 1000 tasks", "aio-pika, 1000 tasks", 0.95),
+        "unconfirmed": ("drop-in, unconfirmed", "aio-pika, unconfirmed", 0.95),
+        "to AsyncProducer": ("drop-in, 1000 tasks", "AsyncProducer, 1000 tasks", 0.5),
+    },
 }
 
-#: The compared pairs, and their minimum ratios.
-_RATIOS = {
-    "unconfirmed": ("drop-in, unconfirmed", "pika, unconfirmed", 0.95),
-    "confirm each": ("drop-in, confirm each", "pika, confirm each", 0.95),
-    "pipelined": ("drop-in, pipelined", "pika, confirm each", 5.0),
-    "pipelined, durable": ("drop-in, pipelined, durable", "pika, confirm each, durable", 5.0),
+#: By library, the loops whose processor time ``--shares`` divides.
+_PROFILED: Final = {
+    "pika": ("drop-in, pipelined", "Producer", "pika, unconfirmed", "drop-in, unconfirmed"),
+    "aio-pika": ("drop-in, 1000 tasks", "AsyncProducer, 1000 tasks", "aio-pika, 1000 tasks"),
 }
-_AIO_RATIOS = {
-    what: (f"drop-in, {what}", f"aio-pika, {what}", 0.95) for what in ("1 task", "1000 tasks", "unconfirmed")
-}
+
+
+def run_loop(name: str, url: str, count: int, size: int = 100) -> float:
+    """Run a loop by the names of its library and its own, with a slash between them. Return messages per second."""
+    library, _, loop = name.partition("/")
+    return LOOPS[library][loop](url, count, size)
 
 
 def measure(url: str, count: int, size: int, rounds: int, library: str = "pika") -> list[dict[str, float]]:
     """Return messages per second of every loop for each round; all loops run alternately in a round."""
-    found = []
-    for _ in range(rounds):
-        rates = {}
-        if library == "aio-pika":
-            for name, (module, tasks, confirms) in AIO_LOOPS.items():
-                number = count // (10 if tasks == 1 and confirms else 1)
-                rates[name] = asyncio.run(_aio_loop(module, url, number, size, tasks, confirms))
-            found.append(rates)
-            continue
-        for name, (module, prepare, durable) in LOOPS.items():
-            # One message at a time is slower, so fewer messages are enough.
-            number = max(1, count // (10 if "each" in name else 1))
-            rates[name] = _loop(module, url, number, size, prepare, durable)
-        found.append(rates)
-    return found
+    counts = {name: max(1, count // 10) if any(map(name.count, _ONE_BY_ONE)) else count for name in LOOPS[library]}
+    return [
+        {name: run_loop(f"{library}/{name}", url, number, size) for name, number in counts.items()}
+        for _ in range(rounds)
+    ]
 
 
 def ratios(rounds: Sequence[dict[str, float]], library: str = "pika") -> dict[str, float]:
     """Return the medians of the rounds' ratios, because a disturbance of a round affects both loops."""
-    compared = _RATIOS if library == "pika" else _AIO_RATIOS
-    return {name: median(rates[one] / rates[other] for rates in rounds) for name, (one, other, _) in compared.items()}
+    return {
+        name: median(rates[one] / rates[other] for rates in rounds) for name, (one, other, _) in RATIOS[library].items()
+    }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the rates and the ratios; return 1 if a ratio is below its minimum."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    """Print the rates and the ratios; with ``--check`` return 1 if a ratio is below its minimum."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--url", default=DEFAULT_URL, help=f"or {EMBEDDED!r}")
-    parser.add_argument("--library", choices=["pika", "aio-pika"], default="pika", help="whose drop-in")
+    parser.add_argument("--library", choices=list(LOOPS), default="pika", help="whose drop-in")
     parser.add_argument("--messages", type=int, default=20_000, help="per run; a tenth of it one by one")
     parser.add_argument("--size", type=int, default=100, help="bytes of a body")
     parser.add_argument("--repeat", type=int, default=5, help="rounds")
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--check", action="store_true", help="fail if a ratio is below its minimum")
+    parser.add_argument(
+        "--shares", action="store_true", help="show whose the processor time is, by package, instead; needs py-spy"
+    )
     arguments = parser.parse_args(argv)
+    library = arguments.library
     with broker_url(arguments.url) as url:
-        rounds = measure(url, arguments.messages, arguments.size, arguments.repeat, arguments.library)
-    found = ratios(rounds, arguments.library)
-    compared = _RATIOS if arguments.library == "pika" else _AIO_RATIOS
-    release = f"{arguments.library} {(pika if arguments.library == 'pika' else aio_pika).__version__}"
+        if arguments.shares:
+            print_shares("dropin", [f"{library}/{name}" for name in _PROFILED[library]], url, arguments.messages)
+            return 0
+        rounds = measure(url, arguments.messages, arguments.size, arguments.repeat, library)
+    found = ratios(rounds, library)
+    release = f"{library} {(pika if library == 'pika' else aio_pika).__version__}"
     if arguments.json:
         json.dump({"library": release, "rounds": rounds, "ratios": found}, sys.stdout, indent=2)
         print()
@@ -151,9 +223,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{release}, {arguments.size}-byte bodies, medians of {arguments.repeat} rounds")
         for name in rounds[0]:
             print(f"{name:30} {median(rates[name] for rates in rounds):10,.0f} msg/s")
-        for name, (one, other, least) in compared.items():
+        for name, (one, other, least) in RATIOS[library].items():
             print(f"{name:30} {found[name]:10.2f}  ({one} / {other}; at least {least})")
-    return int(any(found[name] < least for name, (_, _, least) in compared.items()))
+    return int(arguments.check and any(found[name] < least for name, (_, _, least) in RATIOS[library].items()))
 
 
 if __name__ == "__main__":
