@@ -80,6 +80,12 @@ class Deadlines:
         """Forget a future."""
         self._times.pop(waiter, None)
 
+    def end(self) -> None:
+        """Cancel the timer if no future needs it. A later `add` begins again."""
+        if self._timer is not None and all(waiter.done() for waiter in self._times):
+            self._timer.cancel()
+            self._timer, self._next = None, -math.inf
+
     def _arm(self, at: float, now: float) -> None:
         if self._timer is not None:
             self._timer.cancel()

@@ -257,6 +257,7 @@ class ChannelFlow(DropInFlow):
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+        self._deadlines.end()
         self._turns.end()
 
     # Publishing.

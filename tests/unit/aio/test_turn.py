@@ -115,3 +115,16 @@ def test_without_a_limit_there_is_no_timer(clock: Clock, loop: asyncio.AbstractE
     deadlines.add(waiter, clock.now)
     deadlines.remove(waiter)
     assert not clock.timers
+
+
+def test_the_end_leaves_a_timer_only_to_futures_that_wait(clock: Clock, loop: asyncio.AbstractEventLoop) -> None:
+    deadlines = Deadlines(clock, 5.0)  # type: ignore[arg-type]  # as above
+    waits, settled = loop.create_future(), loop.create_future()
+    deadlines.add(settled, clock.now)
+    settled.set_result(None)
+    deadlines.end()
+    assert not clock.timers
+    deadlines.add(waits, clock.now)
+    deadlines.end()
+    clock.run_to(5.0)
+    assert waits.done()
