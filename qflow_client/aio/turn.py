@@ -60,7 +60,7 @@ class Deadlines:
         self._seconds = seconds
         # The waiting futures and their times, in the order of the times.
         self._times: dict[asyncio.Future[None], float] = {}
-        # When the timer calls; the past if it does not. After a call that was interrupted, it is the past, too.
+        # When the timer calls; the past if it does not.
         self._next = -math.inf
         self._timer: asyncio.TimerHandle | None = None
 
@@ -71,10 +71,14 @@ class Deadlines:
             waiter: the future. Call `remove` when it is done.
             now: seconds of `time.monotonic`, not before those of the last call.
         """
-        if self._seconds is not None:
-            at = self._times[waiter] = now + self._seconds
-            if now >= self._next:
-                self._arm(at, now)
+        if self._seconds is None:
+            return
+        if now >= self._next:
+            # The timer is late, because the loop is busy, or there is none.
+            self._set_due()
+        at = self._times[waiter] = now + self._seconds
+        if self._timer is None:
+            self._arm(at)
 
     def remove(self, waiter: asyncio.Future[None]) -> None:
         """Forget a future."""
@@ -82,22 +86,27 @@ class Deadlines:
 
     def end(self) -> None:
         """Cancel the timer if no future needs it. A later `add` begins again."""
-        if self._timer is not None and all(waiter.done() for waiter in self._times):
-            self._timer.cancel()
-            self._timer, self._next = None, -math.inf
+        if all(waiter.done() for waiter in self._times):
+            self._disarm()
 
-    def _arm(self, at: float, now: float) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-        self._timer = self._loop.call_later(at - now, self._on_timer)
+    def _arm(self, at: float) -> None:
+        self._timer = self._loop.call_later(at - _monotonic(), self._set_due)
         self._next = at
 
-    def _on_timer(self) -> None:
+    def _disarm(self) -> None:
+        # In this order: after an interrupt there may be a timer too many, but not one too few.
+        timer, self._timer, self._next = self._timer, None, -math.inf
+        if timer is not None:
+            timer.cancel()
+
+    def _set_due(self) -> None:
+        self._disarm()
         now = _monotonic()
-        for waiter, at in self._times.items():
+        for waiter, at in tuple(self._times.items()):
             if at > now:
-                self._arm(at, now)
+                self._arm(at)
                 break
+            self._times.pop(waiter, None)
             if not waiter.done():
                 waiter.set_result(None)
 

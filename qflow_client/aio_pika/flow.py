@@ -357,11 +357,11 @@ class ChannelFlow(DropInFlow):
             if mandatory is not None and self._confirms:
                 self._mandatory[mandatory] = settled
             timer = None
-            if timeout is None:
-                self._deadlines.add(settled, now)
-            else:
-                timer = wake_at(self._loop, now + timeout, settled)
             try:
+                if timeout is None:
+                    self._deadlines.add(settled, now)
+                else:
+                    timer = wake_at(self._loop, now + timeout, settled)
                 returned = await settled
             except asyncio.CancelledError:
                 self._end_wait(receipt)

@@ -214,6 +214,8 @@ class Unconfirmed:
             return False
         payload: Any = receipt._payload
         body = payload if type(payload) is bytes else payload.body
+        if len(body) > encoder.max_body:
+            return False
         frames = encoder.frames(route, body, prepared, receipt._number)
         if len(frames) > 1:
             return False

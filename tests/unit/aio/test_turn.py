@@ -128,3 +128,27 @@ def test_the_end_leaves_a_timer_only_to_futures_that_wait(clock: Clock, loop: as
     deadlines.end()
     clock.run_to(5.0)
     assert waits.done()
+
+
+def test_a_late_timer_is_not_put_off_by_newer_futures(clock: Clock, loop: asyncio.AbstractEventLoop) -> None:
+    deadlines = Deadlines(clock, 5.0)  # type: ignore[arg-type]  # as above
+    waiters = [loop.create_future() for _ in range(6)]
+    for number, waiter in enumerate(waiters):
+        # The loop is busy, and calls no timer.
+        clock.now = number * 5.0
+        deadlines.add(waiter, clock.now)
+    assert [waiter.done() for waiter in waiters] == [True] * 5 + [False]
+    # What is set is forgotten.
+    assert list(deadlines._times) == waiters[5:]
+
+
+def test_an_early_timer_without_futures_leaves_none_out(clock: Clock, loop: asyncio.AbstractEventLoop) -> None:
+    deadlines = Deadlines(clock, 5.0)  # type: ignore[arg-type]  # as above
+    settled, waits = loop.create_future(), loop.create_future()
+    deadlines.add(settled, clock.now)
+    deadlines.remove(settled)
+    clock.now = 4.999
+    clock.timers.pop()[1]()
+    deadlines.add(waits, clock.now)
+    clock.run_to(10.0)
+    assert waits.done()
