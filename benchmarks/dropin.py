@@ -161,7 +161,7 @@ RATIOS: Final = {
         "1 task": ("drop-in, 1 task", "aio-pika, 1 task", 0.95),
         "1000 tasks": ("drop-in, 1000 tasks", "aio-pika, 1000 tasks", 0.95),
         "unconfirmed": ("drop-in, unconfirmed", "aio-pika, unconfirmed", 0.95),
-        "to AsyncProducer": ("drop-in, 1000 tasks", "AsyncProducer, 1000 tasks", 0.5),
+        "to AsyncProducer": ("drop-in, 1000 tasks", "AsyncProducer, 1000 tasks", 0.4),
     },
 }
 
