@@ -292,6 +292,11 @@ class EncodedProtocol(ProducerProtocol):
         self.channel.settle_all(reason, now)
         self.consequences.update(now)
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether no message waits or is unsettled, so that the end of the channel concerns no message."""
+        return not self.unsettled and not self.line.tickets
+
     def forget_past(self) -> None:
         """Reset the state, as before the first channel.
 

@@ -77,6 +77,8 @@ AIO_PIKA = replace(
 )
 
 _BODY_HEAD = Struct(">BHI")
+# Class and method id.
+_BASIC_PUBLISH = 60, 40
 # This many bytes are worth a separate write.
 _ENOUGH = 1 << 13
 
@@ -95,6 +97,9 @@ class _Protocol(EncodedProtocol):
 
     @step
     def channel_closed(self, code: int, text: str, method: tuple[int, int], now: float) -> None:
+        if self.is_idle and method != _BASIC_PUBLISH:
+            # The refused method raises the error, and no message is concerned.
+            self.forget_past()
         # Unsettled messages are settled when aiormq has closed its side, which determines the errors.
         self.channel.disconnect(f"the broker closed the channel: {code} {text}", now)
 

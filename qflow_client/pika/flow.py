@@ -181,11 +181,11 @@ class ChannelFlow(DropInFlow):
             channels.pop(channel.channel_number, None)
         flow_manager.unregister(self)
         self.closing_reason = reason
-        is_idle = not self.protocol.unsettled and not self.protocol.line.tickets
-        if isinstance(reason, _BY_PROGRAM) or (is_idle and isinstance(reason, exceptions.ChannelClosedByBroker)):
+        is_refusal = isinstance(reason, exceptions.ChannelClosedByBroker)
+        if isinstance(reason, _BY_PROGRAM) or (is_refusal and self.protocol.is_idle):
             # The refused method raises the error, and no message is concerned.
             self.protocol.forget_past()
-        keeps = self.keeps_unconfirmed and not isinstance(reason, exceptions.ChannelClosedByBroker)
+        keeps = self.keeps_unconfirmed and not is_refusal
         # Messages of other channels may have caused the loss of the connection.
         shared = any(each.protocol.admission.admitted for each in channels.values() if each is not self)
         self.protocol.connection_lost(f"the channel is closed: {reason}", _monotonic(), reconnects=keeps, shared=shared)

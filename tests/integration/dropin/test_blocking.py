@@ -513,6 +513,20 @@ def test_closing_by_the_program_itself_causes_no_warning(broker, connect, caplog
     assert [record.message for record in caplog.records if record.name == "qflow_client"] == []
 
 
+@pytest.mark.parametrize("confirms", ["none", "each", "pipelined"])
+def test_E11_an_expected_error_causes_no_warning(broker, connect, caplog, confirms):
+    channel = connect().channel()
+    if confirms != "none":
+        channel.confirm_delivery(pipelined=confirms == "pipelined")
+    channel.basic_publish("", "q", b"")
+    if confirms == "pipelined":
+        channel.wait_for_confirms()
+    with pytest.raises(pika.exceptions.ChannelClosedByBroker):
+        channel.queue_declare("missing", passive=True)
+    assert flush_logs(PATIENCE)
+    assert [record.message for record in caplog.records if record.name == "qflow_client"] == []
+
+
 def test_a_lost_connection_causes_a_warning(broker, connect, caplog):
     connection = connect()
     connection.channel()

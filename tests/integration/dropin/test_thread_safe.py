@@ -290,6 +290,26 @@ def test_E2_the_end_of_the_channel_ends_the_wait(broker, connect, proxy, how):
     assert bodies(broker) == []
 
 
+@pytest.mark.parametrize("confirms", [False, True])
+def test_E11_an_expected_error_causes_no_warning(broker, connect, caplog, confirms):
+    channel = connect().channel()
+    if confirms:
+        channel.confirm_delivery(print)
+    channel.basic_publish("", "q", b"")
+    eventually(lambda: channel.connection.run(lambda: channel.flow_control.protocol.is_idle) and bodies(broker))
+    with pytest.raises(pika.exceptions.ChannelClosedByBroker):
+        channel.queue_declare("missing", passive=True)
+    assert flush_logs(PATIENCE)
+    assert [record.message for record in caplog.records if record.name == "qflow_client"] == []
+
+
+def test_wrap_names_the_class_of_a_channel_of_pika_that_it_refuses(broker, stack):
+    connection = original.Connection(pika.URLParameters(broker.url))
+    stack.callback(end, connection)
+    with pytest.raises(TypeError, match=r"not pika\.adapters\.thread_safe_connection\.Channel; to publish"):
+        pika.wrap(connection.channel())
+
+
 def test_the_buffer_of_the_transport_of_pika_is_bounded(broker, connect, proxy):
     connection = connect(proxy.url(broker), max_unwritten_bytes=100_000, max_producer_flow_control_wait=0.3)
     channel = connection.channel()

@@ -533,6 +533,53 @@ def test_closing_by_the_program_itself_causes_no_warning(run: Run, connect: Any,
     assert [record.message for record in caplog.records if record.name == "qflow_client"] == []
 
 
+@with_both
+@pytest.mark.parametrize("state", ["never published", "confirmed", "unconfirmed", "in line"])
+def test_E11_an_expected_error_causes_no_warning_unless_messages_are_affected(
+    run: Run, broker: Broker, connect: Any, caplog: Any, state: str
+) -> None:
+    async def main() -> None:
+        async with await connect() as connection:
+            channel = await connection.channel()
+            waiting = None
+            if state == "confirmed":
+                await publish(channel, b"")
+            elif state == "unconfirmed":
+                broker.withhold_confirms()
+                waiting = asyncio.ensure_future(publish(channel, b""))
+                await soon(lambda: bodies(broker))
+            elif state == "in line":
+                await stop(channel, broker)
+                waiting = asyncio.ensure_future(publish(channel, b""))
+                await in_line(channel, 1)
+            with pytest.raises(aio_pika.exceptions.ChannelNotFoundEntity):
+                await channel.declare_queue("missing", passive=True)
+            if waiting is not None:
+                await asyncio.wait((waiting,))
+                waiting.exception()
+
+    run(main())
+    broker.release_confirms()
+    assert flush_logs(PATIENCE)
+    told = [each for each in caplog.records if each.name == "qflow_client" and "disconnected" in each.message]
+    assert bool(told) is (state in ("unconfirmed", "in line"))
+
+
+def test_a_channel_closed_because_of_an_unconfirmed_publish_causes_a_warning(
+    run: Run, broker: Broker, connect: Any, caplog: Any
+) -> None:
+    async def main() -> None:
+        async with await connect() as connection:
+            channel = await connection.channel(publisher_confirms=False)
+            exchange = await channel.get_exchange("missing", ensure=False)
+            await exchange.publish(aio_pika.Message(b""), "q")
+            await soon(lambda: flush_logs(PATIENCE) and "404" in caplog.text)
+
+    run(main())
+    told = [each.message for each in caplog.records if each.name == "qflow_client" and each.levelname == "WARNING"]
+    assert "aio-pika channel 1: blocked (flowed): disconnected" in told[0]
+
+
 def test_our_channel_class_needs_our_connection_class(run: Run, broker: Broker) -> None:
     async def main() -> None:
         async with await original.connect(broker.url) as connection:
