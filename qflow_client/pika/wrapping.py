@@ -10,7 +10,6 @@ from pika import spec
 
 from qflow_client.pika.adapters.blocking_connection import BlockingChannel, adopt
 from qflow_client.pika.channel import Channel
-from qflow_client.redaction import shown
 
 __all__ = ["wrap"]
 
@@ -44,13 +43,18 @@ def wrap(channel: Any) -> Any:
         The same object. Its class is now `qflow_client.pika.BlockingChannel` or `qflow_client.pika.Channel`.
 
     Raises:
-        TypeError: it is neither of them, but of another class.
+        TypeError: it is neither of them, but of another class, for example the channel of pika's thread-safe
+            `Connection`.
         ValueError: it is not open, or it is in confirm mode, so that its unconfirmed delivery tags are unknown.
     """
     if isinstance(channel, (BlockingChannel, Channel)):
         return channel
     if type(channel) not in (blocking.BlockingChannel, pika.channel.Channel):
-        raise TypeError(f"wrap() takes pika's BlockingChannel or Channel, not {shown(channel)}")
+        kind = type(channel)
+        raise TypeError(
+            "wrap() takes pika.adapters.blocking_connection.BlockingChannel or pika.channel.Channel, not "
+            f"{kind.__module__}.{kind.__qualname__}; to publish on such a channel, connect with qflow_client.pika"
+        )
     waits = type(channel) is blocking.BlockingChannel
     impl: Any = channel._impl if waits else channel
     if not impl.is_open:

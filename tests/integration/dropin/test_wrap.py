@@ -87,7 +87,7 @@ def test_objects_that_cannot_be_wrapped_safely_are_refused(connection):
     closed.close()
     with pytest.raises(ValueError, match="is not open"):
         drop_in.wrap(closed)
-    with pytest.raises(TypeError, match="BlockingChannel or Channel"):
+    with pytest.raises(TypeError, match=r"not pika\.adapters\.blocking_connection\.BlockingConnection; to publish"):
         drop_in.wrap(connection)
 
     class Other(original.adapters.blocking_connection.BlockingChannel):
@@ -95,5 +95,5 @@ def test_objects_that_cannot_be_wrapped_safely_are_refused(connection):
 
     other = connection.channel()
     other.__class__ = Other
-    with pytest.raises(TypeError, match="BlockingChannel or Channel"):
+    with pytest.raises(TypeError, match=r"BlockingChannel or pika\.channel\.Channel"):
         drop_in.wrap(other)
