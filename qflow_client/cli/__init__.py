@@ -10,15 +10,12 @@ __all__ = ["main"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run ``qflow``.
+    """Run ``qflow``, and return the exit code.
 
     Args:
-        arguments: command line without the program's name; by default that of the process.
-
-    Returns:
-        The exit code.
+        arguments: the command line without the program's name. The default is the command line of the process.
     """
-    # Both packages come with an extra, because the library can be used without them.
+    # An extra installs both packages, because the library can be used without them.
     missing = [name for name in ("typer", "rich") if find_spec(name) is None]
     if missing:
         needs = " and ".join(missing)

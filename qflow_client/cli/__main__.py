@@ -1,4 +1,4 @@
-"""``python -m qflow_client.cli``, for installations without the command."""
+"""Runs ``qflow`` as ``python -m qflow_client.cli``, for installations without the command."""
 
 from __future__ import annotations
 

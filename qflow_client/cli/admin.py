@@ -28,7 +28,7 @@ from qflow_client.redaction import printable, shown
 
 __all__ = ["admin"]
 
-# Seconds without a byte after which the broker counts as unreachable; it sends a sign of life every 15 s.
+# If the broker sends no byte for this number of seconds, it is unreachable. An idle broker sends a comment every 15 s.
 _PATIENCE = 40.0
 _URL = "http://127.0.0.1:15672"
 
@@ -48,30 +48,25 @@ _Messages = Annotated[
     int | None,
     typer.Option(metavar="MESSAGES", help="Messages above which the queue turns ON (0: no stop threshold)."),
 ]
-_MessagesResume = Annotated[int | None, typer.Option(metavar="MESSAGES", help="Messages below which it turns OFF.")]
+_MessagesResume = Annotated[
+    int | None, typer.Option(metavar="MESSAGES", help="Messages below which the queue turns OFF.")
+]
 _Bytes = Annotated[
     int | None,
     typer.Option(metavar="BYTES", help="Body bytes above which the queue turns ON (0: no stop threshold)."),
 ]
-_BytesResume = Annotated[int | None, typer.Option(metavar="BYTES", help="Body bytes below which it turns OFF.")]
+_BytesResume = Annotated[int | None, typer.Option(metavar="BYTES", help="Body bytes below which the queue turns OFF.")]
 _Capacity = Annotated[
     int | None,
     typer.Option(metavar="BYTES", help="Capacity in body bytes, above which the queue turns ON (0: no capacity)."),
 ]
 _CapacityResume = Annotated[
-    int | None, typer.Option(metavar="BYTES", help="Body bytes at or below which it turns OFF.")
+    int | None, typer.Option(metavar="BYTES", help="Body bytes at or below which the queue turns OFF.")
 ]
 
 
 class _Broker:
-    """The HTTP API of a broker.
-
-    Args:
-        url: URL of the API.
-        token: token to send; ``None`` for none.
-        cacert: certificates of trusted authorities; ``None`` for those of the system.
-        cert: client certificate with its key; ``None`` for none.
-    """
+    """The HTTP API of a broker."""
 
     def __init__(self, url: str, token: str | None, cacert: Path | None, cert: Path | None) -> None:
         self.url = url.rstrip("/")
@@ -99,7 +94,7 @@ class _Broker:
                 ) from error
 
     def ask(self, method: str, path: str, body: object = None) -> Any:
-        """Send a request, and return the broker's answer; ``None`` if it has no body.
+        """Send a request, and return the broker's answer. The result is ``None`` if the answer has no body.
 
         Raises:
             CommandError: the broker refuses the request, or cannot be reached.
@@ -109,7 +104,7 @@ class _Broker:
         return json.loads(answer) if answer else None
 
     def open(self, method: str, path: str, body: object = None) -> HTTPResponse:
-        """Send a request, and return an answer that is still arriving.
+        """Send a request, and return a response from which the answer can be read.
 
         Raises:
             CommandError: the broker refuses the request, or cannot be reached.
@@ -129,7 +124,7 @@ class _Broker:
             if isinstance(error, SSLError):
                 way_out = "check --cacert and --cert, and whether --url must begin with http:"
             elif self._context is not None:
-                # A broker that misses a client certificate may close the connection without a TLS alert.
+                # A broker that requires a client certificate may close the connection without a TLS alert.
                 way_out = "start the broker with --http-port, or check --url and --cert"
             else:
                 way_out = "start the broker with --http-port, or check --url"
@@ -184,7 +179,7 @@ def _admin(
         ),
     ] = None,
 ) -> None:
-    # Read here, because not every release of typer reads environment variables.
+    # Read here, because some versions of typer do not read environment variables.
     url = url or os.environ.get("QFLOW_ADMIN_URL") or _URL
     if token:
         warn_of_option("--token", "QFLOW_HTTP_TOKEN")
@@ -222,7 +217,7 @@ def _show(rows: list[dict[str, Any]], columns: Mapping[str, Callable[[dict[str, 
             told = f"{value:,}" if type(value) is int else printable(str(value))
             cells.append(value if isinstance(value, Text) else Text(told))
         table.add_row(*cells)
-    # Output that is not a terminal has no width, so that nothing is cut off.
+    # A pipe or file gets wide lines, so that rich cuts nothing off.
     Console(width=None if sys.stdout.isatty() else 1000).print(table)
 
 
@@ -257,7 +252,8 @@ def _thresholds(queue: dict[str, Any]) -> str:
 def queues(context: typer.Context, as_json: AsJson = False) -> None:
     """List queues with their depths, thresholds and flow states.
 
-    The column `thresholds` shows the stop and resume thresholds: 100/70 in messages, 1,000/700 B in body bytes.
+    The column `thresholds` shows the stop and resume thresholds. For example, 100/70 means messages, and 1,000/700 B
+    means body bytes.
     """
     _list(
         context,
@@ -371,7 +367,7 @@ def watch(
                         print_json(told)
                     else:
                         for line in _flow_lines(told, known):
-                            print(f"{datetime.now():%H:%M:%S} {printable(line)}", flush=True)  # noqa: DTZ005 - of who reads it
+                            print(f"{datetime.now():%H:%M:%S} {printable(line)}", flush=True)  # noqa: DTZ005 - local time
         except Stopped:
             return
         except (OSError, HTTPException) as error:
@@ -386,7 +382,7 @@ def _events(response: Iterable[bytes]) -> Iterator[dict[str, Any]]:
 
 
 def _flow_lines(told: dict[str, Any], known: dict[str, dict[str, Any]]) -> Iterator[str]:
-    """Yield the changes of flow states. An object that is not flowed when it is first seen is not reported."""
+    """Yield a line for each change of a flow state. The first state of an object is reported only if it is flowed."""
     if "producersStopped" in told and (told["producersStopped"] or "operator" in known):
         yield "operator: all producers are " + ("stopped" if told["producersStopped"] else "started")
         known["operator"] = {}
@@ -425,10 +421,10 @@ def _steer(
     *,
     say: Callable[[Any], None] | None = None,
 ) -> None:
-    """Ask the broker for a change, and print its answer as JSON, or for people as `say` does.
+    """Request a change from the broker, and print the answer as JSON or with `say`.
 
     Raises:
-        CommandError: the broker refuses, or cannot be reached.
+        CommandError: the broker refuses the change, or cannot be reached.
     """
     answer = _broker(context).ask(method, path, body)
     if as_json:
@@ -438,7 +434,7 @@ def _steer(
 
 
 def _each_producer(context: typer.Context, what: str, names: list[str] | None, as_json: bool) -> None:
-    # Only the last request prints, so that there is one JSON value.
+    # Print only the last answer, so that the output is one JSON value.
     *others, last = [f"/{quote(name, safe='')}" for name in names or ()] or [""]
     for name in others:
         _broker(context).ask("POST", f"/api/producers{name}/{what}")
@@ -455,18 +451,18 @@ _Producers = Annotated[
 
 @admin.command()
 def stop(context: typer.Context, producer: _Producers = None, as_json: AsJson = False) -> None:
-    """Stop all producers, or the given ones.
+    """Stop all producers, or only the named ones.
 
-    Without a name, producers that connect later are stopped, too.
+    Without a name, the command also stops producers that connect later.
     """
     _each_producer(context, "stop", producer, as_json)
 
 
 @admin.command()
 def start(context: typer.Context, producer: _Producers = None, as_json: AsJson = False) -> None:
-    """Start all producers, or the given ones.
+    """Start all producers, or only the named ones.
 
-    A producer that a queue blocks (flows) stays blocked.
+    If a queue blocks (flows) a producer, the producer stays blocked.
     """
     _each_producer(context, "start", producer, as_json)
 
@@ -523,7 +519,7 @@ def _add_queue(
         typer.Option(
             "--argument",
             metavar="NAME=VALUE",
-            help="Another argument of the queue; can be given several times. VALUE is read as JSON, such as 5 or true. "
+            help="Another argument of the queue; can be repeated. VALUE is read as JSON, such as 5 or true. "
             "If it is not JSON, it is text.",
         ),
     ] = None,
@@ -531,8 +527,8 @@ def _add_queue(
 ) -> None:
     """Declare a queue.
 
-    If the queue exists with the same settings, nothing changes. A resume threshold that is not given is 7/8 of its stop
-    threshold, and a resume capacity is the capacity.
+    If the queue exists with the same settings, nothing changes. The default of a resume threshold is 7/8 of the stop
+    threshold. The default of the resume capacity is the capacity.
     """
     marks = {
         "qpid.flow_stop_size": flow_stop_size,
@@ -563,7 +559,7 @@ def _add_policy(
 ) -> None:
     """Add a policy, or replace the policy with the same name.
 
-    The policy immediately applies to existing queues, too.
+    The policy also applies to existing queues, immediately.
     """
     try:
         told = Policy.parse(text).to_json()
@@ -587,7 +583,7 @@ def _delete_policy(
 ) -> None:
     """Delete a policy.
 
-    Its queues then follow their other policies, and their arguments.
+    The queues of the policy then use their other policies and their arguments.
     """
     _steer(context, as_json, "DELETE", f"/api/policies/{quote(name, safe='')}")
 
@@ -606,7 +602,7 @@ def _set_queue(
 ) -> None:
     """Change the thresholds of a queue in use.
 
-    The flow state changes immediately. Thresholds that are not given stay as they are.
+    The flow state of the queue is updated immediately. Options that you leave out change nothing.
     """
     marks = {
         "flowStopSize": flow_stop_size,
@@ -645,16 +641,16 @@ def _set_rate(
         float | None,
         typer.Option(
             metavar="SECONDS",
-            help="Burst in seconds: after a pause, the messages that the rate allows in this time may pass at once "
+            help="Burst in seconds. After a pause, a producer may send the messages of this time together "
             "(default: 0.1).",
         ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Limit the rate of messages of an exchange, a queue or a user.
+    """Limit the message rate of an exchange, a queue or a user.
 
-    A producer that exceeds the rate is blocked (flowed) for the time that its messages need at this rate. At least one
-    of --messages and --bytes is required.
+    If a producer exceeds the rate, the broker blocks (flows) it until the average rate is allowed again. Give at least
+    one of --messages and --bytes.
     """
     given = {"messages": messages, "bytes": size, "burst": burst}
     body = {name: value for name, value in given.items() if value is not None}
@@ -675,7 +671,7 @@ def _rate_path(scope: str, name: str) -> str:
 def _export(context: typer.Context, _as_json: AsJson = False) -> None:
     """Print queues, exchanges, bindings and policies as JSON.
 
-    The output is JSON with or without --json. `qflow admin import` reads it.
+    The output is always JSON, even without --json. `qflow admin import` reads it.
     """
     print_json(_broker(context).ask("GET", "/api/definitions"), indent=2)
 
@@ -690,7 +686,7 @@ def _import(
 ) -> None:
     """Declare all objects of an export, or none of them.
 
-    The export comes from `qflow admin export` or from RabbitMQ.
+    The file is an export of `qflow admin export` or of RabbitMQ.
     """
     try:
         document = json.load(file)

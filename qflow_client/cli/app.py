@@ -1,4 +1,4 @@
-"""The commands of ``qflow``, and the handling of their errors."""
+"""Registers the commands of ``qflow``, and handles their errors."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from qflow_client.redaction import printable
 
 __all__ = ["app", "run"]
 
-# The exception of typer for a command line that it cannot parse. It belongs to typer's copy of click, which is private.
+# Typer raises this exception for an invalid command line. Its class is in typer's private copy of click.
 _UsageError: Any = typer.BadParameter.__base__
 
 app = typer.Typer(
     name="qflow",
     no_args_is_help=True,
-    # `run` prints errors for users as one line. Python shows all other errors with a traceback.
+    # `run` prints a `CommandError` as one line. Python shows all other errors with a traceback.
     pretty_exceptions_enable=False,
-    # Tables of options would cut off names and examples at 80 columns.
+    # Rich's tables would cut off names and examples at 80 columns.
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -60,7 +60,7 @@ def _qflow(
         bool, typer.Option("--version", help="Show the version and exit.", callback=_show_version, is_eager=True)
     ] = False,
 ) -> None:
-    """Publish messages to AMQP 0-9-1 brokers, never faster than the brokers allow.
+    """Publish messages to AMQP 0-9-1 brokers, and obey their flow control.
 
     `qflow COMMAND --help` describes the options of a command.
     """
@@ -73,7 +73,7 @@ def _qflow(
             level=logging.DEBUG, format="%(name)s: %(message)s", handlers=[RichHandler(console=Console(stderr=True))]
         )
     else:
-        # The commands report these log messages themselves.
+        # The commands print these messages themselves.
         for name in ("qflow_client", "pika"):
             logging.getLogger(name).addHandler(logging.NullHandler())
 
@@ -90,13 +90,10 @@ app.add_typer(admin)
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run a command line.
+    """Run a command line, and return the exit code.
 
     Args:
-        arguments: without the program's name.
-
-    Returns:
-        The exit code.
+        arguments: the command line without the program's name.
     """
     shared = {"debug": False}
     try:
@@ -111,7 +108,7 @@ def run(arguments: Sequence[str]) -> int:
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else ExitCode.FAILED if end.code else ExitCode.OK
     except BrokenPipeError:
-        # The reader has closed the pipe. Python must not flush again at exit.
+        # The reader has closed the pipe. Without this line, Python would flush again at exit and fail.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return ExitCode.FAILED
     except (CommandError, QflowError, OSError) as error:

@@ -48,12 +48,12 @@ resource: Any
 try:
     import resource
 except ImportError:
-    # It exists only on POSIX systems.
+    # The module exists only on POSIX systems.
     resource = None
 
 __all__ = ["broker", "hash_password", "queue_table", "seldom_collected"]
 
-# File descriptors in addition to AMQP connections: for the HTTP API, and for everything else.
+# Number of file descriptors for the HTTP API, and for everything else except AMQP connections.
 _HTTP_CONNECTIONS = 1000
 _OTHER_FILES = 100
 
@@ -69,9 +69,8 @@ def queue_table(queues: tuple[QueueSnapshot, ...], producers: int, flowed: int) 
     """Return a table of the queues and their flow states.
 
     Args:
-        queues: all queues.
         producers: number of publishing channels.
-        flowed: number of flowed (blocked) ones among them.
+        flowed: number of these channels that are blocked (flowed).
     """
     table = Table(
         caption=f"producers: {producers}, blocked (flowed): {flowed}; Ctrl-C stops the broker",
@@ -119,7 +118,7 @@ def _ssl_context(certificate: Path | None, key: Path | None, client_ca: Path | N
     try:
         context.load_cert_chain(certificate, key)
     except OSError as error:
-        # Python does not tell which of the two files is wrong.
+        # Python does not report which of the two files is wrong.
         files = f"{certificate} and {key}" if key is not None else str(certificate)
         raise CommandError(f"{files}: cannot load a certificate with its key: {error}", ExitCode.USAGE) from error
     if client_ca is not None:
@@ -134,9 +133,9 @@ def _ssl_context(certificate: Path | None, key: Path | None, client_ca: Path | N
 def hash_password(as_json: AsJson = False) -> None:
     """Print the hash of a password for `qflow broker`.
 
-    The hash can replace the password in --users-file, and in the table [users] of the configuration file. On a terminal
-    the command asks for the password. Otherwise it reads the first line of standard input. The password is not an
-    option, because other users of the machine could read it.
+    You can write the hash instead of the password in --users-file, and in the table [users] of the configuration file.
+    On a terminal the command asks for the password. Otherwise it reads the first line of standard input. There is no
+    option for the password, because other users of the machine could read it.
     """
     if sys.stdin.isatty():
         password = getpass("password: ")
@@ -154,7 +153,7 @@ def hash_password(as_json: AsJson = False) -> None:
 
 
 def _raise_descriptor_limit(settings: BrokerSettings, console: Console) -> None:
-    """Raise the limit of open files to what the settings need, and print a notice if this fails."""
+    """Raise the limit of open files to the number that the settings need. Print a notice if this fails."""
     if resource is None:
         return
     needed = settings.max_connections + (0 if settings.http_port is None else _HTTP_CONNECTIONS) + _OTHER_FILES
@@ -194,7 +193,7 @@ def broker(
         typer.Option(
             "--user",
             metavar="NAME:PASSWORD",
-            help="User that may log in; can be given several times (default: guest:guest). "
+            help="User that may log in; can be repeated (default: guest:guest). "
             "Other users of this machine can see it; use --users-file to hide it.",
         ),
     ] = None,
@@ -210,14 +209,14 @@ def broker(
         str | None,
         typer.Option(
             metavar="NAME,…",
-            help="Users that may log in from this machine only, separated by commas (default: guest; '': no user).",
+            help="Users that may log in only from this machine, separated by commas (default: guest; '': no user).",
         ),
     ] = None,
     max_failed_logins: Annotated[
         int | None,
         typer.Option(
             metavar="NUMBER",
-            help="Failed logins allowed from one address before its logins are checked only once per second "
+            help="Number of failed logins from one address. After more, the broker checks one login per second from it "
             "(default: 10; 0: no limit).",
         ),
     ] = None,
@@ -239,7 +238,7 @@ def broker(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="PEM file with a certificate authority. Every client must then present a certificate that this "
+            help="PEM file with a certificate authority. With it, every client must present a certificate that this "
             "authority has signed (default: clients need no certificate).",
         ),
     ] = None,
@@ -263,22 +262,22 @@ def broker(
     flow_scope: Annotated[
         FlowScope | None,
         typer.Option(
-            help="Which producers a queue that is ON blocks: offender, those that publish to it above its threshold; "
-            "publishers, all that published to it recently (default: offender)."
+            help="Which producers a queue that is ON blocks. offender: those that publish to it above its threshold. "
+            "publishers: all that have published to it recently (default: offender)."
         ),
     ] = None,
     recent: Annotated[
         float | None,
         typer.Option(
             metavar="SECONDS",
-            help="Seconds after a publish for which a producer counts as a recent publisher (default: 10).",
+            help="Seconds after its last message for which a producer is a recent publisher (default: 10).",
         ),
     ] = None,
     default_flow_stop_threshold: Annotated[
         int | None,
         typer.Option(
             metavar="PERCENT",
-            help="Stop threshold of a queue that has a maximum but no stop threshold, in percent of the maximum "
+            help="Stop threshold in percent of a queue's maximum, for queues without their own stop threshold "
             "(default: 80; 0 for both: no thresholds).",
         ),
     ] = None,
@@ -286,7 +285,7 @@ def broker(
         int | None,
         typer.Option(
             metavar="PERCENT",
-            help="Resume threshold of such a queue, in percent of the maximum "
+            help="Resume threshold of these queues, in percent of the maximum "
             "(default: 70; 0 for both: no thresholds).",
         ),
     ] = None,
@@ -301,7 +300,7 @@ def broker(
         int | None,
         typer.Option(
             metavar="BYTES",
-            help="Body bytes at or below which such a queue turns OFF (default: the value of --capacity).",
+            help="Body bytes at or below which this queue turns OFF (default: the value of --capacity).",
         ),
     ] = None,
     policy: Annotated[
@@ -309,8 +308,8 @@ def broker(
         typer.Option(
             "--policy",
             metavar="'NAME KEY=VALUE…'",
-            help="Policy for queues, such as 'small pattern=^orders policy=reject max_count=100'; can be given "
-            "several times (default: no policy).",
+            help="Policy for queues, such as 'small pattern=^orders policy=reject max_count=100'; can be "
+            "repeated (default: no policy).",
         ),
     ] = None,
     max_producer_flow_control_wait: Annotated[
@@ -349,7 +348,7 @@ def broker(
         int | None,
         typer.Option(
             metavar="NUMBER",
-            help="Maximum number of connections that are not open yet; with more, the oldest of them is closed "
+            help="Maximum number of connections that are still opening. If there are more, the oldest one is closed "
             "(default: 1000).",
         ),
     ] = None,
@@ -394,8 +393,8 @@ def broker(
         int | None,
         typer.Option(
             metavar="MESSAGES",
-            help="Messages of one connection that may wait for room, be unconfirmed, or arrive on blocked (flowed) "
-            "channels. With more, all its channels are blocked (default: 0, no limit).",
+            help="Messages of one connection that may wait for room, be unconfirmed or arrive on blocked (flowed) "
+            "channels. If there are more, all its channels are blocked (default: 0, no limit).",
         ),
     ] = None,
     backlog_size: Annotated[
@@ -406,15 +405,15 @@ def broker(
         float | None,
         typer.Option(
             metavar="SECONDS",
-            help="Seconds that a client has to obey Channel.Flow. Messages that arrive on the blocked (flowed) channel "
-            "after this time are late, for the next four options (default: 5; 0: no time).",
+            help="Seconds within which a client must obey Channel.Flow. Messages that arrive on the blocked (flowed) "
+            "channel after this time are late. The next four options use this number (default: 5; 0: no time).",
         ),
     ] = None,
     tarpit_after: Annotated[
         int | None,
         typer.Option(
             metavar="MESSAGES",
-            help="Each time a channel has sent this number of late messages, the broker stops reading its connection "
+            help="Whenever a channel has sent this number of late messages, the broker stops reading its connection "
             "for a time (default: 0, never).",
         ),
     ] = None,
@@ -429,7 +428,7 @@ def broker(
         int | None,
         typer.Option(
             metavar="MESSAGES",
-            help="Late messages allowed on one channel; with more, the broker closes the channel "
+            help="Maximum number of late messages on one channel. After more, the broker closes the channel "
             "(default: 0, no limit).",
         ),
     ] = None,
@@ -437,7 +436,7 @@ def broker(
         int | None,
         typer.Option(
             metavar="MESSAGES",
-            help="Late messages allowed on one connection; with more, the broker closes the connection "
+            help="Maximum number of late messages on one connection. After more, the broker closes the connection "
             "(default: 0, no limit).",
         ),
     ] = None,
@@ -446,14 +445,14 @@ def broker(
         typer.Option(
             metavar="SECONDS",
             help="Seconds between two channels that a queue unblocks (unflows) when it turns OFF "
-            "(default: 0, all at once).",
+            "(default: 0, all together).",
         ),
     ] = None,
     store: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="File of the message store, in which durable queues and persistent messages survive a restart "
+            help="File of the message store. With it, durable queues and persistent messages survive a restart "
             "(default: no store, all is in memory).",
             dir_okay=False,
         ),
@@ -461,7 +460,7 @@ def broker(
     store_synchronous: Annotated[
         Synchronous | None,
         typer.Option(
-            help="What confirmed messages in the store survive: normal, a crash of the broker; full, also a crash of "
+            help="What confirmed messages in the store survive. normal: a crash of the broker. full: also a crash of "
             "the machine (default: full)."
         ),
     ] = None,
@@ -469,7 +468,7 @@ def broker(
         int | None,
         typer.Option(
             metavar="BYTES",
-            help="Bytes of messages that may be in memory. Above three quarters, queues with the policy flow_to_disk "
+            help="Maximum bytes of messages in memory. Above three quarters, queues with the policy flow_to_disk "
             "move bodies to the store. Above the limit, the broker blocks publishers (default: 0, no limit).",
         ),
     ] = None,
@@ -477,8 +476,8 @@ def broker(
         int | None,
         typer.Option(
             metavar="BYTES",
-            help="Bytes that must be free in the folder of the store. With less, the broker sends Connection.Blocked "
-            "to its clients (default: 0, no limit).",
+            help="Bytes that must be free in the folder of the store. If less is free, the broker sends "
+            "Connection.Blocked to its clients (default: 0, no limit).",
         ),
     ] = None,
     http_host: Annotated[
@@ -506,7 +505,7 @@ def broker(
         typer.Option(
             "--queue",
             metavar="NAME",
-            help="Durable queue to declare at the start; can be given several times (default: no queue).",
+            help="Durable queue to declare at the start; can be repeated (default: no queue).",
         ),
     ] = None,
     flow_stop_count: Annotated[
@@ -520,7 +519,7 @@ def broker(
         int | None,
         typer.Option(
             metavar="MESSAGES",
-            help="Messages below which it turns OFF (default: 7/8 of --flow-stop-count).",
+            help="Messages below which the queue turns OFF (default: 7/8 of --flow-stop-count).",
         ),
     ] = None,
     flow_stop_size: Annotated[
@@ -534,14 +533,14 @@ def broker(
         int | None,
         typer.Option(
             metavar="BYTES",
-            help="Body bytes below which it turns OFF (default: 7/8 of --flow-stop-size).",
+            help="Body bytes below which the queue turns OFF (default: 7/8 of --flow-stop-size).",
         ),
     ] = None,
     flow_log: Annotated[
         Path | None,
         typer.Option(
             metavar="FOLDER",
-            help="Folder for a flow log: which queue blocks which producers, and the depths of the queues. "
+            help="Folder for a flow log. It records which queue blocks which producers, and the depths of the queues. "
             "`qflow report` analyses it (default: no flow log).",
         ),
     ] = None,
@@ -550,11 +549,11 @@ def broker(
 ) -> None:
     """Run a broker for trials and tests, until Ctrl-C or SIGTERM.
 
-    The broker speaks AMQP 0-9-1. It keeps everything in memory, unless --store names a file. When it accepts
-    connections, it prints its URL, and the URL of its HTTP API if there is one.
+    The broker implements AMQP 0-9-1. All data is in memory, unless you give a file with --store. When the broker
+    accepts connections, it prints its URL. It also prints the URL of its HTTP API if there is one.
 
-    A queue turns ON when its depth is above a stop threshold, and OFF when its depth is below the resume threshold.
-    While it is ON, it blocks (flows) its producers.
+    A queue turns ON when its depth exceeds the stop threshold, and OFF when its depth is below the resume threshold. A
+    queue that is ON blocks (flows) its producers.
 
     Exit codes: 0 after Ctrl-C or SIGTERM; 1 if the broker cannot start, for example because the port is in use; 2 if an
     option or the configuration file is wrong.
@@ -635,7 +634,7 @@ def broker(
             given["flow_log"] = stack.enter_context(FlowLog(folder))
         embedded = _make(read, given)
         _raise_descriptor_limit(embedded.settings, Console(stderr=True))
-        # A quiet console prints nothing, not even warnings.
+        # With --quiet, `console` does not even print warnings.
         stack.enter_context(warnings_shown("qflow_client.broker", Console(stderr=True) if quiet else console))
         stopping = stack.enter_context(Stopping())
         stack.enter_context(seldom_collected())
@@ -668,12 +667,12 @@ def broker(
 
 @contextmanager
 def seldom_collected() -> Iterator[None]:
-    """Let the garbage collector check only young objects, in small batches.
+    """Make the garbage collector check only young objects during the block, in small batches.
 
-    A check of all messages would stop all threads.
+    A full check would visit every message, and stop all threads during this time.
     """
     before = gc.get_threshold()
-    # Existing objects stay, and need not be checked.
+    # The objects of the imported modules stay until the end, so the collector need not check them.
     gc.freeze()
     gc.set_threshold(2000, 2, 100_000)
     try:
@@ -690,14 +689,14 @@ def _make(config: Config, given: Mapping[str, Any]) -> Broker:
         return Broker(**settings, ssl_context=_ssl_context(*files))
     except (TypeError, ValueError) as error:
         text = str(error)
-        # The error text begins with the name of the wrong setting, which may come from the file.
+        # The error text begins with the name of the wrong setting. This setting may come from the file.
         name = text.split(maxsplit=1)[0].partition("=")[0]
         where = f"{config.path}: " if name in config.settings and name not in given else ""
         raise CommandError(f"{where}{text}", ExitCode.USAGE) from error
 
 
 def _watch_resident_size(running: Broker, stack: ExitStack) -> None:
-    """Block publishers while the process uses much more memory than `memory_limit`, until the stack is closed."""
+    """Block publishers while the process uses much more memory than `memory_limit`. The check ends with the stack."""
     limit, idle = running.settings.memory_limit, resident_size()
     if not limit or idle is None:
         return
@@ -717,7 +716,7 @@ def _watch_resident_size(running: Broker, stack: ExitStack) -> None:
 
     thread = threading.Thread(target=look, name="qflow-resident", daemon=True)
     thread.start()
-    # The thread must end before the broker, which then accepts no calls.
+    # The thread must end before the broker, because a closed broker accepts no calls.
     stack.callback(thread.join)
     stack.callback(ended.set)
 

@@ -1,4 +1,4 @@
-"""A chart of a queue's depth over time, drawn with characters, with its marks."""
+"""A chart of a queue's depth and thresholds over time, drawn with characters."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from rich.style import Style
 
 __all__ = ["DepthChart", "level"]
 
-# Characters filled from none to all in eighths.
+# Each character is filled one eighth more than the previous one.
 _EIGHTHS = " ▁▂▃▄▅▆▇█"
 
 
 def level(value: float, row: int, step: float) -> str:
-    """Return the character of a bar in one row.
+    """Return the character that shows one row of a bar.
 
     Args:
         value: the height of the bar.
@@ -29,13 +29,13 @@ def level(value: float, row: int, step: float) -> str:
 
 
 class DepthChart:
-    """Draws the depths of a queue, the latest at the right.
+    """Draws the depths of a queue. The latest depth is at the right.
 
     Args:
-        depths: minimum and maximum for each column. Columns that do not fit are left out at the left.
-        marks: names of marks by level.
-        resume: level up to which a bar is green.
-        stop: level up to which a bar is yellow; above it, red.
+        depths: minimum and maximum for each column. If there are too many columns, the oldest ones are not drawn.
+        marks: names of the thresholds, by depth.
+        resume: depth up to which a bar is green.
+        stop: depth up to which a bar is yellow. Higher bars are red.
         height: number of rows.
     """
 
@@ -54,7 +54,7 @@ class DepthChart:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         top = max([1, *self._marks, *(highest for _, highest in self._depths)])
         step = top / (self._height - 0.5)
-        # If a row has several marks, the highest one is the label.
+        # If several thresholds are in one row, the label shows the highest one.
         rows = {min(self._height - 1, int(mark / step)): mark for mark in sorted(self._marks)}
         labels = {row: f"{self._marks[mark]} {mark:,}" for row, mark in rows.items()}
         margin = max([0, *map(len, labels.values())])
@@ -69,7 +69,7 @@ class DepthChart:
     def _row(self, row: int, step: float, depths: Sequence[tuple[int, int]], *, is_mark: bool) -> Iterator[Segment]:
         top = (row + 1) * step
         colour = "green" if top <= self._resume else "yellow" if top <= self._stop + step / 2 else "red"
-        # The part of a bar below the minimum is dim; the part between minimum and maximum is bright.
+        # A bar is dim below the minimum, and bright between the minimum and the maximum.
         moved, stayed = Style(color=colour), Style(color=colour, dim=True)
         for lowest, highest in depths:
             character = level(highest, row, step)

@@ -14,12 +14,12 @@ from qflow_client.cli.errors import CommandError, ExitCode
 
 __all__ = ["MARKS", "SETTINGS", "Config", "read_config"]
 
-#: The settings that a file can have, without those that only a program can set.
+#: The settings that a file can have. The settings left out are only for programs.
 SETTINGS = tuple(
     field.name for field in fields(BrokerSettings) if field.name not in ("authenticate", "ssl_context", "trace")
 )
 _WORDS = tuple(name for name in SETTINGS if name != "policies")
-#: The marks of a queue.
+#: The thresholds of a queue.
 MARKS = ("flow_stop_count", "flow_resume_count", "flow_stop_size", "flow_resume_size")
 # The keys of a policy that are not in its definition.
 _POLICY = ("pattern", "apply_to", "routing_key", "priority")
@@ -31,10 +31,10 @@ class Config:
     """The contents of a configuration file.
 
     Attributes:
-        path: the file; ``None`` if there is none.
-        settings: settings of the broker, `tls_certificate`, `tls_key` and `tls_client_ca`; `flow_log` is the path of a
-            folder.
-        queues: queues to declare at the start, with the marks of each.
+        path: the file; ``None`` if no file was read.
+        settings: settings of the broker by name, and `tls_certificate`, `tls_key` and `tls_client_ca`. The value of
+            `flow_log` is the path of a folder.
+        queues: queues to declare at the start, with their thresholds.
     """
 
     path: Path | None
@@ -46,10 +46,10 @@ def read_config(path: Path | None) -> Config:
     """Read a configuration file.
 
     Args:
-        path: path of the file; ``None`` for no file, which sets nothing.
+        path: path of the file; ``None`` for an empty configuration.
 
     Raises:
-        CommandError: the file is not TOML, or has an unknown option; the text names it and a similar one.
+        CommandError: the file is not TOML, or has an unknown option. The text names the option and a similar one.
         OSError: the file cannot be read.
     """
     if path is None:

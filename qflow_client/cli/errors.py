@@ -1,4 +1,4 @@
-"""Exit codes, and the error that is printed as one line."""
+"""Exit codes of commands, and the error that `qflow` prints as one line."""
 
 from __future__ import annotations
 
@@ -12,18 +12,14 @@ class ExitCode(IntEnum):
 
     OK = 0
     FAILED = 1
-    #: Typer's code for a command line that it cannot parse; also for a setting that is not allowed.
+    #: The command line cannot be parsed (typer uses the same code), or a setting is not allowed.
     USAGE = 2
-    #: The producer was flowed for longer than the allowed wait. Messages that were not sent can be sent later.
+    #: The producer was flowed for longer than the allowed wait. The remaining messages can be sent later.
     FLOWED = 3
 
 
 class CommandError(Exception):
-    """A command cannot continue. The text is complete for its user.
-
-    Attributes:
-        exit_code: exit code of the command.
-    """
+    """A command cannot continue. The text explains the reason to the user."""
 
     def __init__(self, text: str, exit_code: int = ExitCode.FAILED) -> None:
         super().__init__(text)

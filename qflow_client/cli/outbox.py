@@ -38,7 +38,7 @@ from qflow_client.cli.stopping import Stopped, Stopping
 
 __all__ = ["outbox"]
 
-# Seconds to wait for answers that are on their way when sending has stopped.
+# Seconds to wait for the remaining answers after sending has stopped.
 _GRACE = 2.0
 # Maximum number of failures that are reported one by one.
 _TOLD = 5
@@ -71,7 +71,7 @@ def list_(
     ] = 20,
     as_json: AsJson = False,
 ) -> None:
-    """List the messages in an outbox, the oldest first.
+    """List the messages in an outbox, oldest first.
 
     A producer may use the outbox at the same time.
     """
@@ -167,7 +167,7 @@ def _whole(stored: StoredMessage) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value in JSON types. Bytes become text if they are UTF-8, and otherwise ``{"base64": …}``."""
+    """Return a value as JSON types. Bytes become text if they are UTF-8, and ``{"base64": …}`` if they are not."""
     if isinstance(value, bytes):
         try:
             return value.decode()
@@ -203,15 +203,15 @@ def drain(
 ) -> None:
     """Send the messages in an outbox, and remove the confirmed ones.
 
-    The messages are sent in order. A message that may have been sent before has the header x-qflow-republished, and the
-    same message id as before. Messages that the broker does not confirm stay in the outbox, and so do damaged messages.
-    No producer may use the outbox at the same time.
+    The messages are sent in order, with their stored message ids. If a message may have been sent before, it has the
+    header x-qflow-republished. Damaged messages, and messages that the broker does not confirm, stay in the outbox. The
+    command fails if a producer uses the outbox at the same time.
 
     Exit codes: 0 if the outbox is empty; 1 if messages are left or damaged; 2 if the command line or a setting is
     wrong; 3 if the producer was blocked (flowed) for longer than the setting max_producer_flow_control_wait; 130 or 143
     after Ctrl-C or SIGTERM.
     """
-    # These two settings do not depend on the user's settings, because this command handles the outbox itself.
+    # The user's settings do not change these two, because this command handles the outbox itself.
     given: dict[str, Any] = {"when_flowed": WhenFlowed.BLOCK, "outbox": None}
     if rate is not None:
         given["rate"] = rate
@@ -219,7 +219,7 @@ def drain(
         warn_of_url(url, "QFLOW_URL")
     if not ProducerSettings.load(url, **given).confirms:
         raise SettingsError("confirms=False: qflow outbox drain removes only confirmed messages; set confirms=True")
-    # This fails if the file does not exist; an outbox must not be created here.
+    # This call fails if the file does not exist. Without it, the next call would create an outbox.
     Outbox.look(path, limit=1)
     with ExitStack() as stack:
         store = stack.enter_context(Outbox(path))
@@ -233,7 +233,7 @@ def drain(
                 stopping.on_stop(lambda: _leave(producer))
                 draining.send_all(producer)
         except Stopped:
-            # The signal came before anything was sent.
+            # The signal came before the first message.
             pass
         for line in draining.failures[:_TOLD]:
             print(f"qflow: {line}", file=sys.stderr)
@@ -259,7 +259,7 @@ def _left(store: Outbox) -> str:
 
 
 def _failure_of(draining: _Draining, store: Outbox, stopping: Stopping) -> CommandError | None:
-    """Return the error with which ``drain`` ends; ``None`` if the outbox is empty."""
+    """Return the error of ``drain``, or ``None`` if the outbox is empty."""
     left = _left(store)
     if stopping.signal is not None:
         return CommandError(f"interrupted by {stopping.signal.name}; {left}", stopping.exit_code)
@@ -278,24 +278,23 @@ def drop(
     path: _File,
     sequences: Annotated[
         list[int],
-        typer.Argument(
-            metavar="SEQUENCE", help="Sequence numbers of one or more messages, as `qflow outbox ls` shows them."
-        ),
+        typer.Argument(metavar="SEQUENCE", help="Sequence numbers of the messages, as `qflow outbox ls` shows them."),
     ],
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Remove the messages without asking.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Remove messages from an outbox permanently.
 
-    Damaged messages can be removed, too. No producer may use the outbox at the same time.
+    The command can also remove damaged messages. It fails if a producer uses the outbox at the same time.
 
-    Exit codes: 0 if the messages are removed; 1 if a message does not exist or you answer no, and nothing is removed.
+    Exit codes: 0 if the messages are removed; 1 if nothing is removed, because a message does not exist or you answered
+        no.
     """
-    # This fails if the file does not exist; an outbox must not be created here.
+    # This call fails if the file does not exist. Without it, the next call would create an outbox.
     damaged = Outbox.look_damaged(path)
     with Outbox(path) as store:
         wanted = sorted(set(sequences))
-        # With --json only JSON goes to standard output.
+        # With --json, standard output has only JSON.
         shown = sys.stderr if as_json else sys.stdout
         for sequence in wanted:
             if sequence in damaged:
@@ -318,7 +317,7 @@ def _leave(producer: Producer) -> None:
     try:
         producer.close(timeout=_GRACE)
     except UndeliveredMessages:
-        # Messages that are not confirmed stay in the outbox, and are reported.
+        # The unconfirmed messages stay in the outbox, and the command reports them.
         pass
 
 
@@ -328,13 +327,13 @@ class _Draining:
     def __init__(self, store: Outbox) -> None:
         self._store = store
         self.confirmed = 0
-        # The messages that were not confirmed, as texts for people.
+        # Texts about the messages that were not confirmed.
         self.failures: list[str] = []
-        # The error that ended it early.
+        # The error that ended the run early.
         self.error: ProducerFlowed | ProducerClosed | ConfirmTimeout | None = None
 
     def send_all(self, producer: Producer) -> None:
-        """Send batch by batch, so that few messages have to be sent again if this process dies."""
+        """Send the messages in batches, so that few messages are sent twice if this process is killed."""
         store = self._store
         after = 0
         while self.error is None and (batch := store.read(after)):
@@ -348,11 +347,11 @@ class _Draining:
                     sent.append((stored, receipt))
                 producer.flush()
             except UndeliveredMessages:
-                # The failures are reported one by one.
+                # `_account` reports each failure.
                 pass
             except (ProducerFlowed, ProducerClosed, ConfirmTimeout) as error:
                 self.error = error
-                # Answers that are on their way may still arrive.
+                # Wait for the remaining answers.
                 _leave(producer)
             self._account(sent)
 

@@ -1,6 +1,6 @@
-"""``--json``: the output of every command for programs.
+"""The option ``--json`` of every command, whose output is for programs.
 
-The keys are public. Errors go to standard error, and the exit codes are the same as without the option.
+The keys of the JSON objects are public. Errors go to standard error. The option does not change the exit codes.
 """
 
 from __future__ import annotations
@@ -12,17 +12,16 @@ import typer
 
 __all__ = ["AsJson", "print_json"]
 
-#: The option, as the parameter ``as_json`` of a command.
+#: Type of the parameter ``as_json`` of a command.
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON, for programs.")]
 
 
 def print_json(value: Any, *, indent: int | None = None, file: TextIO | None = None) -> None:
-    """Print a value as JSON, and flush: programs may read the output while the command runs.
+    """Print a value as JSON, and flush, because programs may read the output while the command runs.
 
     The output is ASCII. A terminal or a pipe may have any encoding, and a name may contain control characters.
 
     Args:
-        value: the value to print.
         indent: spaces for each level; ``None`` for one line.
         file: where to print; ``None`` for standard output.
     """

@@ -1,7 +1,7 @@
-"""Passwords on the command line: warnings, and ways to avoid it.
+"""Warnings about passwords on the command line, and other ways to pass them.
 
-Every user of a machine can read the arguments of every process (``ps``). So an option with a password prints a warning.
-The warning names the alternatives: an environment variable, a file or standard input.
+Every user of a machine can read the arguments of every process (``ps``). So a command prints a warning if an option has
+a password. The warning names an alternative: an environment variable, a file or standard input.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ __all__ = ["USERS", "broker_users", "hide_arguments", "users_of", "warn_of_optio
 #: The environment variable with the users of a broker.
 USERS = "QFLOW_BROKER_USERS"
 
-# These passwords are not secret; guest is the default of every broker.
+# These passwords are not secret. The password guest is the default of every broker.
 _PUBLIC = (None, "", "guest")
 
 
 def hide_arguments(text: str, arguments: Sequence[str]) -> str:
-    """Remove the passwords of arguments from a text for people."""
+    """Replace the passwords of the arguments in a text."""
     for argument in arguments:
         for given in (argument, argument.partition("=")[2]):
             hidden = hide_password(given)
             if hidden != given:
-                # A `Path` shortens two slashes in a row to one, so replace that form too.
+                # A `Path` shortens two slashes to one, so replace this form too.
                 text = text.replace(given, hidden).replace(str(Path(given)), hidden)
     return text
 
 
 def warn_of_option(option: str, instead: str) -> None:
-    """Warn that other users can read the password in an option.
+    """Warn that other users of the machine can read the password in an option.
 
     Args:
-        option: option as given.
-        instead: alternatives to the option.
+        option: the option with its value.
+        instead: description of the alternative.
     """
     print(
         f"qflow: {option}: other users of this machine can see a password on the command line; use {instead}",
@@ -52,27 +52,27 @@ def warn_of_url(url: str | None, instead: str) -> None:
     """Warn if a URL on the command line has a password.
 
     Args:
-        url: URL as given; ``None`` if it was not given.
-        instead: alternatives to the option.
+        url: URL of the command line; ``None`` if it has none.
+        instead: description of the alternative.
     """
     try:
         is_public = url is None or urlsplit(url).password in _PUBLIC
     except ValueError:
-        # The URL is refused later, where it is used.
+        # The URL is invalid. The code that uses it raises the error.
         return
     if not is_public:
         warn_of_option("--url", instead)
 
 
 def users_of(lines: Iterable[str], where: str) -> dict[str, str]:
-    """Return users with their passwords.
+    """Parse lines with users, and return the passwords by user name.
 
     Args:
         lines: lines of the form ``NAME:PASSWORD``; empty lines are skipped.
-        where: source of the lines, for errors.
+        where: source of the lines, for the error text.
 
     Raises:
-        CommandError: a line has another form. The text does not repeat the line, which may be a password.
+        CommandError: a line has another form. The text does not contain the line, because it may be a password.
     """
     users = {}
     for number, line in enumerate(lines, 1):
@@ -86,17 +86,17 @@ def users_of(lines: Iterable[str], where: str) -> dict[str, str]:
 
 
 def broker_users(options: Sequence[str] | None, file: Path | None) -> dict[str, str] | None:
-    """Return the users of a broker from ``--user`` or ``--users-file``, or otherwise from the environment.
+    """Return the users of a broker from ``--user``, from ``--users-file`` or from the environment.
 
     Args:
         options: values of the form ``NAME:PASSWORD``.
         file: file with lines of the form ``NAME:PASSWORD``; ``-`` for standard input.
 
     Returns:
-        Passwords by user name; ``None`` if no users are given.
+        The passwords by user name; ``None`` if there are no users.
 
     Raises:
-        CommandError: a line is not a user, the file has no user, or both options and a file are given.
+        CommandError: a line is not a user, the file has no user, or the command line has both options and a file.
         OSError: the file cannot be read.
     """
     if options and file is not None:

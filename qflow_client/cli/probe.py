@@ -1,7 +1,8 @@
 """An HTTP readiness probe for a command that runs until it is stopped.
 
-Every path answers 200 or 503, see `qflow_client.health.wsgi_readiness`. A connection gets one answer and lasts at most
-five seconds. There are at most 50 connections at the same time. So other connections cannot keep probes out for long.
+The answer is 200 or 503 for every path; see `qflow_client.health.wsgi_readiness`. Each connection gets one answer and
+lasts at most five seconds. At most 50 connections are open at the same time. So idle connections cannot block probes
+for long.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from qflow_client.health import HasHealth, wsgi_readiness
 
 __all__ = ["readiness_probe"]
 
-# Maximum number of connections, and maximum seconds for each.
+# Maximum number of open connections, and maximum seconds of each connection.
 _MOST = 50
 _LONGEST = 5.0
 
@@ -36,11 +37,11 @@ class _Server(ThreadingTCPServer):
         super().__init__((host, port), handler)
 
     def verify_request(self, request: Any, client_address: Any) -> bool:
-        """Return False if there are too many connections. The new connection is then closed."""
+        """Return False if there are too many connections. The base class then closes the new connection."""
         return self._free.acquire(blocking=False)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Answer in a thread. If none can be started, the connection is closed."""
+        """Answer in a new thread. Close the connection if no thread can be started."""
         try:
             super().process_request(request, client_address)
         except BaseException:
@@ -51,7 +52,7 @@ class _Server(ThreadingTCPServer):
         end = threading.Timer(_LONGEST, self._end, (request,))
         end.daemon = True
         try:
-            # Without this timer a connection could last for ever. If no thread starts for it, the connection is closed.
+            # The timer limits the time of the connection. If its thread cannot be started, the connection is closed.
             end.start()
             super().process_request_thread(request, client_address)
         except RuntimeError:
@@ -66,20 +67,18 @@ class _Server(ThreadingTCPServer):
             request.shutdown(socket.SHUT_RDWR)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Ignore the error: a client that disconnects is not an error of the command."""
+        """Ignore the error, because a client may disconnect at any time."""
 
 
 @contextmanager
 def readiness_probe(source: HasHealth, host: str, port: int) -> Iterator[str]:
-    """Answer probes during the block. The context manager returns their URL.
+    """Answer probes during the block. The value of the context manager is the URL of the probe.
 
     Args:
-        source: object whose health is reported.
-        host: address to listen on.
-        port: port to listen on; 0 for a free port.
+        source: object with the health to report.
 
     Raises:
-        CommandError: the address cannot be used.
+        CommandError: the server cannot listen on this address and port.
     """
     answer = wsgi_readiness(source)
 

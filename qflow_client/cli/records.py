@@ -1,4 +1,4 @@
-"""Records in files. Each record becomes one message."""
+"""Reads records from files. Each record becomes one message."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Format(StrEnum):
 
     @classmethod
     def of(cls, name: str) -> Format:
-        """Return the format for a file name, ignoring endings of compression."""
+        """Return the format for the ending of a file name. An ending for compression is ignored."""
         endings = [ending.lower() for ending in PurePath(name).suffixes]
         if endings and endings[-1] in _COMPRESSED:
             endings.pop()
@@ -47,7 +47,7 @@ _FORMATS = {".csv": Format.CSV, ".jsonl": Format.JSONL, ".ndjson": Format.JSONL}
 
 
 class BadRecord(CommandError):
-    """A record that cannot be read; the text names the file and the line."""
+    """A record cannot be read. The text contains the file and the line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,13 +67,13 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The end of a record in its file, with data to check later that the file has not changed.
+    """The end of a record in its file. Its last line shows later whether the file has changed.
 
     Attributes:
         number: number of the record; 0 for the start of the file.
         line: number of its last line.
-        offset: bytes of the decompressed file up to its end.
-        last_line: bytes of its last line.
+        offset: bytes of the decompressed file up to the end of the record.
+        last_line: length of its last line in bytes.
         checksum: CRC-32 of that line.
     """
 
@@ -90,12 +90,12 @@ class Reading:
 
     Attributes:
         delimiter: separator of the fields in a CSV file; one character.
-        encoding: encoding of a CSV file; the line end must be the byte 10.
-        message_id: CSV column or JSON key with the message id; ``None`` for no message id.
-        headers: headers of every message.
+        encoding: encoding of a CSV file. Its line end must be the byte 10.
+        message_id: CSV column or JSON key with the message id; ``None`` if the records have no message ids.
+        headers: headers to add to every message.
 
     Raises:
-        CommandError: `delimiter` or `encoding` cannot be used.
+        CommandError: `delimiter` or `encoding` is not allowed.
     """
 
     delimiter: str = ","
@@ -120,9 +120,8 @@ class Reading:
         """Create the message of a record.
 
         Args:
-            body: body of the message.
             content_type: content type of the body; ``None`` if it is unknown.
-            values: columns or keys of the record.
+            values: the record as a mapping of its columns or keys.
 
         Raises:
             ValueError: the record has no message id.
@@ -139,18 +138,18 @@ class Reading:
 
 
 class RecordSource:
-    """The records of a file, read lazily. It is a context manager.
+    """A context manager that opens a file and reads its records lazily.
 
     Args:
-        file: path of the file; ``-`` for `standard_input`. A file with the ending ``.gz``, or ``.zip`` with one file in
-            it, is decompressed.
-        format: format of the records; by default from the ending of the file name.
-        standard_input: stream to read for ``-``; ``None`` if it is closed.
+        file: path of the file; ``-`` for `standard_input`. A ``.gz`` file is decompressed, and so is a ``.zip`` file
+            that contains one file.
+        format: format of the records. ``None`` for the format of the file name's ending.
+        standard_input: stream for the path ``-``; ``None`` if standard input is closed.
         reading: how records are converted to messages.
 
     Raises:
         OSError: the file cannot be opened.
-        CommandError: the file does not have the format of its ending.
+        CommandError: the compressed file is invalid, standard input is closed, or the format has no message ids.
     """
 
     def __init__(
@@ -164,9 +163,9 @@ class RecordSource:
         self._stack = ExitStack()
         # The stored file; None for standard input.
         self._stored: IO[bytes] | None = None
-        # Number of the last record that was read, now or by an earlier run.
+        # Number of the last record that this run or an earlier run has read.
         self._number = 0
-        # The column names of a CSV file, if reading was resumed.
+        # The column names of a CSV file if reading was resumed.
         self._names: list[str] = []
         inner = file
         if file == "-":
@@ -208,12 +207,12 @@ class RecordSource:
 
     @property
     def position(self) -> int:
-        """The bytes of the stored file that have been read; 0 if its size is unknown."""
+        """How many bytes of the stored file have been read; 0 if the size of the file is unknown."""
         return 0 if self.size is None or self._stored is None or self._stored.closed else self._stored.tell()
 
     @property
     def can_resume(self) -> bool:
-        """Whether reading can start after a record; not possible for standard input and pipes."""
+        """Whether reading can start after a given record. It cannot for standard input and pipes."""
         return self.size is not None
 
     @property
@@ -223,20 +222,20 @@ class RecordSource:
         return Place(self._number, lines.number, lines.offset, len(lines.last), zlib.crc32(lines.last))
 
     def resume(self, place: Place) -> None:
-        """Start after a record. Call it before anything is read.
+        """Start after a given record. Call this method before reading.
 
         Args:
-            place: end of the record, as stored by an earlier run.
+            place: end of the record, stored by an earlier run.
 
         Raises:
-            CommandError: the file is not the same as in the earlier run.
+            CommandError: the file has changed since the earlier run.
         """
         if not place.number:
             return
         content = self._content
         try:
             if self.format is Format.CSV:
-                # To read the column names.
+                # Read the column names from the start of the file.
                 lines = _Lines(content)
                 self._names = self._read_names(self._rows(lines), lines)
             content.seek(place.offset - place.last_line)
@@ -283,7 +282,7 @@ class RecordSource:
         except OSError as error:
             raise BadRecord(f"{self.name}: cannot read further: {error.strerror or error}") from error
 
-    # Each of these yields the number of a record's last line, and its message.
+    # Each method `_read_…` yields the number of the last line of a record, and the message of the record.
 
     def _message(self, body: bytes, content_type: str | None, values: object) -> bytes | Message:
         try:
@@ -325,7 +324,7 @@ class RecordSource:
 
     def _rows(self, lines: _Lines) -> Iterator[list[str]]:
         """Yield the rows of a CSV file that are not empty."""
-        # A record may be as large as a message. The limit is global for the process.
+        # A record may be as large as a message. The whole process has only one limit.
         csv.field_size_limit(sys.maxsize)
         try:
             decoded = map(partial(lines.decode, encoding=self._reading.encoding), lines)
@@ -334,7 +333,7 @@ class RecordSource:
             raise BadRecord(f"{self.name}, line {lines.number}: not valid CSV: {error}") from error
 
     def _read_names(self, rows: Iterator[list[str]], lines: _Lines) -> list[str]:
-        """Read the column names from the first row of a CSV file; empty if there is no row."""
+        """Read the column names from the first row of a CSV file. The result is empty if there is no row."""
         names = next(rows, [])
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
@@ -346,17 +345,16 @@ class _Lines:
     """The lines of a file, and the position in it.
 
     Args:
-        content: file to read.
-        number: number of lines that were read before.
-        offset: bytes that were read before.
-        last: last line that was read before.
+        number: number of lines before the position of `content`.
+        offset: number of bytes before it.
+        last: the line before it.
     """
 
     def __init__(self, content: IO[bytes], number: int = 0, offset: int = 0, last: bytes = b"") -> None:
         self._content = iter(content)
         #: Number of the last line that was read.
         self.number = number
-        #: Bytes up to the end of that line.
+        #: Number of bytes up to the end of that line.
         self.offset = offset
         #: That line, including its line end.
         self.last = last
@@ -372,7 +370,8 @@ class _Lines:
 
     def decode(self, line: bytes, encoding: str = "utf-8") -> str:
         """Decode the last line that was read."""
-        # Only the first line may start with a byte order mark. `codecs.lookup` maps the names of an encoding to one.
+        # Only the first line may start with a byte order mark. An encoding has several names; `codecs.lookup` returns
+        # the main name.
         has_mark = self.number == 1 and codecs.lookup(encoding).name == "utf-8"
         return line.decode("utf-8-sig" if has_mark else encoding)
 

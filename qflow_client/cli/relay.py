@@ -37,7 +37,7 @@ _LOOK = 0.5
 
 
 class _RunUnlessNamed(TyperGroup):
-    """Makes ``qflow relay URL`` the same as ``qflow relay run URL``."""
+    """A group of commands in which ``qflow relay URL`` means ``qflow relay run URL``."""
 
     def parse_args(self, context: Any, arguments: list[str]) -> list[str]:
         if arguments and arguments[0] not in (*self.commands, "-h", "--help"):
@@ -88,7 +88,7 @@ def run(
         typer.Option(
             metavar="SECONDS",
             show_default=False,
-            help="Seconds without activity of a relay, after which another relay takes over its partitions "
+            help="If a relay is inactive for this number of seconds, another relay takes over its partitions "
             "(default: 30).",
         ),
     ] = 30.0,
@@ -97,7 +97,7 @@ def run(
         typer.Option(
             metavar="SECONDS",
             show_default=False,
-            help="Maximum seconds between two polls for new rows, if the database sends no notification (default: 1).",
+            help="Maximum seconds between two polls for new rows if the database sends no notification (default: 1).",
         ),
     ] = 1.0,
     capacity: Annotated[
@@ -131,8 +131,8 @@ def run(
 ) -> None:
     """Publish committed messages until Ctrl-C or SIGTERM.
 
-    Several relays may run at the same time. Settings of the producer that have no option here come from the environment
-    (QFLOW_RETRY_FOR, …) or from the query of AMQP_URL.
+    Several relays may run at the same time. The command has no options for the other settings of the producer. They
+    come from the environment (QFLOW_RETRY_FOR, …) or from the query of AMQP_URL.
 
     Exit codes: 0 after Ctrl-C or SIGTERM, when the outcome of every message is known; 1 if the relay cannot start; 2 if
     the command line or a setting is wrong.
@@ -152,7 +152,7 @@ def run(
         with made:
             seen: str | None = ""
             while not ended.wait(_LOOK):
-                # Each new state is printed once.
+                # Print each new error once.
                 error = made.error
                 now = None if error is None else str(error).partition("\n")[0]
                 if now != seen and (now is not None or made.is_ready):
@@ -188,8 +188,8 @@ def status(
 ) -> None:
     """Show the waiting rows, the rate, and the relays.
 
-    The status also has the age of the oldest waiting row, the holds of the relays, and the number of messages that were
-    set aside because the broker refused them.
+    The command also shows the age of the oldest waiting row and the holds of the relays. It shows how many messages
+    were set aside because the broker refused them.
     """
     outbox, _ = _outbox(table, schema)
     database = _checked(database)
@@ -199,7 +199,7 @@ def status(
     if seconds:
         before = now.relayed
         threading.Event().wait(seconds)
-        # Use a new transaction: in the old transaction, SQLite would show the same state again.
+        # Use a new transaction, because SQLite would show the same state again in the old one.
         with _connection(database) as connection:
             now = outbox.status(connection)
         rate = (now.relayed - before) / seconds
@@ -266,7 +266,7 @@ def retry(
     schema: _Schema = None,
     as_json: AsJson = False,
 ) -> None:
-    """Put messages that were set aside back into the outbox, at its end."""
+    """Move messages that were set aside to the end of the outbox."""
     outbox, _ = _outbox(table, schema)
     database = _checked(database)
     with _connection(database) as connection:

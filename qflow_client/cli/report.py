@@ -36,14 +36,14 @@ def report(
         typer.Option(
             metavar="MESSAGES",
             min=1,
-            help="Maximum depth of a queue in messages, for which to recommend thresholds and capacities.",
+            help="Recommend thresholds and capacities that keep each queue below this number of messages.",
         ),
     ] = None,
     delay: Annotated[
         float | None,
         typer.Option(
             metavar="SECONDS",
-            help="Maximum seconds of a message in a queue, for which to recommend thresholds and capacities.",
+            help="Recommend thresholds and capacities that keep each message in a queue for at most this time.",
         ),
     ] = None,
     queue: Annotated[
@@ -51,7 +51,7 @@ def report(
         typer.Option(
             "--queue",
             metavar="NAME",
-            help="Queue to recommend them for; can be given several times (default: all queues).",
+            help="Queue for the recommendations; can be repeated (default: all queues).",
         ),
     ] = None,
     round_trip: Annotated[
@@ -59,7 +59,7 @@ def report(
         typer.Option(
             metavar="SECONDS",
             show_default=False,
-            help="Seconds from a publish to its confirm in the simulation (default: 0.005).",
+            help="Seconds from a published message to its confirm in the replay (default: 0.005).",
         ),
     ] = 0.005,
     output: Annotated[
@@ -76,11 +76,12 @@ def report(
 ) -> None:
     """Analyse flow logs, and recommend thresholds.
 
-    The report shows which producers were blocked (flowed), by which queue and for which reason, for how long, and which
-    producers had filled the queue.
+    The report shows which producers were blocked (flowed), for how long, and for which reason. It also shows the queue
+    that blocked them, and the producers that had filled this queue.
 
-    With --maximum or --delay it also recommends thresholds of queues and capacities of producers that keep this limit.
-    To find them, it replays the recorded messages through the broker's queue, with different values.
+    With --maximum or --delay the report also recommends thresholds for queues and capacities for producers that keep
+    this limit. To find these values, the command replays the recorded messages through a queue of the broker with
+    different values.
 
     Exit codes: 0 if the command succeeded; 1 if there is nothing to read; 2 if the command line is wrong.
     """
@@ -108,7 +109,7 @@ def convert(
 ) -> None:
     """Convert flow logs to one Parquet file.
 
-    The file has about a tenth of the size, and can be read faster.
+    The Parquet file has about a tenth of the size, and is faster to read.
     """
     lines = to_parquet(FlowLogs(logs), output)
     if as_json:
@@ -162,7 +163,7 @@ def _print(console: Console, title: str, rows: Sequence[dict[str, Any]], columns
         is_text = isinstance(rows[0][column], str)
         table.add_column(column.replace("_", "\n"), justify="left" if is_text else "right", no_wrap=True)
     for row in rows[:_ROWS]:
-        # The name is a Text, so that square brackets are not interpreted as markup.
+        # A `Text`, because rich would interpret square brackets in a string as markup.
         table.add_row(*(Text(_cell(row[column])) for column in columns))
     console.print(table)
     if len(rows) > _ROWS:

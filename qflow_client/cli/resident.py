@@ -1,7 +1,7 @@
-"""The check of `qflow broker` how much memory its process really uses.
+"""Checks how much memory the process of `qflow broker` really uses.
 
-The memory account has the memory of messages and clients. It does not have the memory that the allocator keeps, or that
-libraries use.
+The memory account of the broker includes messages and clients. It does not include memory that libraries use, or that
+the allocator keeps.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from typing import Final
 
 __all__ = ["ALARM", "ResidentWatch", "resident_size"]
 
-#: The name of the alarm.
+#: Name of the alarm.
 ALARM: Final = "resident"
 
 # The process may use this factor times `memory_limit` beyond its idle size. The allocator does not return all freed
-# memory. So the alarm also depends on the memory account: if the account is low, publishers cannot free more memory.
+# memory. So a low memory account ends the alarm, because blocked publishers then cannot free more memory.
 _FACTOR: Final = 1.2
 _STATM: Final = Path("/proc/self/statm")
 
 
 def resident_size() -> int | None:
-    """Return the resident bytes of this process; None if the system does not report them."""
+    """Return the resident bytes of this process, or None if the system does not report them."""
     try:
         return int(_STATM.read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except (OSError, ValueError, IndexError):
@@ -39,23 +39,23 @@ class ResidentWatch:
 
     def __init__(self, idle: int, limit: int) -> None:
         self._limit = limit
-        #: The resident bytes above which publishers are blocked.
+        #: If the process has more resident bytes, publishers are blocked.
         self.most = idle + int(_FACTOR * limit)
         #: Whether publishers are blocked.
         self.is_over = False
 
     def look(self, resident: int, counted: int) -> bool:
-        """Decide again.
+        """Update the decision.
 
         Args:
             resident: current resident bytes.
-            counted: current bytes in the memory account.
+            counted: current bytes of the memory account.
 
         Returns:
             Whether the decision has changed.
         """
         before = self.is_over
-        # Hysteresis: it ends only an eighth of the limit lower, so that it does not switch often.
+        # Hysteresis: the alarm ends an eighth of the limit lower than it starts, so that it does not switch often.
         least, margin = (self._limit // 4, self._limit // 8) if before else (self._limit // 2, 0)
         self.is_over = resident > self.most - margin and counted > least
         return self.is_over is not before

@@ -1,4 +1,4 @@
-"""The position of ``qflow send`` in a file, as stored in its outbox (E13)."""
+"""The position of ``qflow send`` in its file, which the outbox stores (E13)."""
 
 from __future__ import annotations
 
@@ -17,14 +17,8 @@ _WORDS = re.compile(r"(\w+) record=(\d+) line=(\d+) offset=(\d+) last=(\d+) crc=
 
 
 def source_of(file: str, exchange: str, routing_key: str) -> str:
-    """Return the name of a file's position: the path of the file, and where its records are published.
-
-    Args:
-        file: path of the file.
-        exchange: name of the exchange.
-        routing_key: routing key of the messages.
-    """
-    # A path may contain bytes that are not text.
+    """Return the name under which the position in a file is stored: its path, exchange and routing key."""
+    # A path may contain bytes that are not valid text.
     path = os.fsencode(Path(file).resolve()).decode(errors="backslashreplace")
     return f"{path} to {exchange!r}/{routing_key!r}"
 
@@ -36,8 +30,8 @@ class Reached:
     Attributes:
         format: format of its records.
         place: end of the last record that need not be sent again.
-        sent: number of the last record that was sent. Records up to this number may be in the broker, so they
-            are marked if they are sent again.
+        sent: number of the last record that was sent. Records up to this number may be in the broker. If they are sent
+            again, they are marked.
     """
 
     format: Format
@@ -53,15 +47,15 @@ class Reached:
 
     @classmethod
     def parse(cls, text: int | str | None, format: Format, name: str) -> Self:
-        """Parse the value of a stored position; the start of the file if there is none.
+        """Parse a stored position. The result is the start of the file if no position is stored.
 
         Args:
-            text: value of the position.
+            text: the stored value; ``None`` if there is none.
             format: current format of the records.
             name: name of the file, for errors.
 
         Raises:
-            CommandError: the value has another form, or the records were read in another format.
+            CommandError: the value is invalid, or the records were read in another format.
         """
         if text is None:
             return cls(format, Place())

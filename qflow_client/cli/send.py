@@ -37,20 +37,17 @@ from qflow_client.redaction import printable
 __all__ = ["send"]
 
 
-# Width of a file's name in columns. With the bar and the largest size, a line then fits into 80 columns.
+# Maximum width of the file's name in columns. A line with the bar and the largest size then fits into 80 columns.
 _NAME = 40
 
 
 class _Bar(Progress):
-    """A bar for the file, and below it the records and the hold. Both lines fit into 80 columns.
+    """Two lines: a progress bar for the file, and the numbers of records with the hold. Both fit into 80 columns.
 
-    It reads the position in the file whenever it is drawn. So reading need not report it.
+    The bar reads the position in the file whenever it is drawn. So the code that reads the file does not report it.
 
     Args:
-        source: the file.
-        sending: the run.
-        started: when it began, in seconds of `time.monotonic`.
-        console: a terminal.
+        started: start of the run in seconds of `time.monotonic`.
     """
 
     def __init__(self, source: RecordSource, sending: Sending, started: float, console: Console) -> None:
@@ -74,7 +71,7 @@ class _Bar(Progress):
         line = Text(f"{confirmed:,} confirmed", no_wrap=True, overflow="ellipsis")
         state = self._sending.producer.flow_state
         lasted = 0.0 if state.since is None else time.time() - state.since
-        # The window fills and empties all the time, so it gets a colour only if it stays full. Then the rate is old.
+        # A window often fills for a moment. Show it in colour only if it stays full. The rate is old then.
         is_long = lasted >= 1
         if not is_long:
             line.append(f", {text.rate(confirmed, time.monotonic() - self._started)}")
@@ -90,13 +87,13 @@ class _Bar(Progress):
 
 @contextmanager
 def _shown(source: RecordSource, sending: Sending, console: Console, started: float) -> Iterator[_Bar | None]:
-    """Show the progress during the block: with a bar if there is a terminal."""
+    """Show the progress during the block. A terminal shows a bar."""
     if console.is_terminal:
         with _Bar(source, sending, started, console) as bar:
             yield bar
         return
 
-    # Without a terminal there is no bar. But the user must learn of a long wait for the broker.
+    # Without a terminal there is no bar. But the user must see that the command waits for the broker.
     def tell(event: FlowEvent) -> None:
         if event.kind is FlowEventKind.WAITING:
             waiting = f"qflow: still waiting after {text.seconds(event.seconds)}: {printable(str(event))}"
@@ -110,7 +107,7 @@ def _shown(source: RecordSource, sending: Sending, console: Console, started: fl
 
 
 def _seconds(value: str) -> float | None:
-    """Convert a number of seconds, or ``forever``."""
+    """Parse a number of seconds, or ``forever``."""
     if value.lower() in ("none", "forever"):
         return None
     try:
@@ -120,7 +117,7 @@ def _seconds(value: str) -> float | None:
 
 
 def _headers(given: Iterable[str]) -> dict[str, str]:
-    """Return the headers of every message from ``NAME=VALUE`` texts."""
+    """Parse ``NAME=VALUE`` texts, and return the headers for every message."""
     headers = {}
     for each in given:
         name, equals, value = each.partition("=")
@@ -136,8 +133,8 @@ def send(
         typer.Argument(
             metavar="FILE",
             show_default=False,
-            help="File to send; '-' is standard input (default: -). A .gz file is decompressed, and so is a .zip file "
-            "that contains one file.",
+            help="File to send; '-' is standard input (default: -). The command decompresses a .gz file, and a "
+            ".zip file that contains one file.",
         ),
     ] = "-",
     url: Annotated[str | None, typer.Option("--url", "-u", metavar="URL", help=text.URL_HELP)] = None,
@@ -189,7 +186,7 @@ def send(
         typer.Option(
             "--message-id",
             metavar="COLUMN",
-            help="CSV column or JSON key that contains the message id (default: the producer makes the ids).",
+            help="CSV column or JSON key with the message id (default: the producer creates the ids).",
         ),
     ] = None,
     header: Annotated[
@@ -197,7 +194,7 @@ def send(
         typer.Option(
             "--header",
             metavar="NAME=VALUE",
-            help="Header of every message; can be given several times (default: no header).",
+            help="Header of every message; can be repeated (default: no header).",
         ),
     ] = None,
     mandatory: Annotated[
@@ -233,8 +230,8 @@ def send(
         int | None,
         typer.Option(
             metavar="NUMBER",
-            help="Number of messages that may be sent without a pause after an idle time "
-            "(default: what --rate allows in 50 ms).",
+            help="Number of messages that may be sent together after an idle time "
+            "(default: as many as --rate allows in 50 ms).",
         ),
     ] = None,
     outbox: Annotated[
@@ -266,16 +263,16 @@ def send(
 ) -> None:
     """Send the records of a file, each as one message.
 
-    The command sends as fast as the broker allows, and waits for the confirms. Settings that are not given as options
-    come from the environment (QFLOW_URL, QFLOW_ROUTING_KEY, QFLOW_CAPACITY, …) or from the query of the URL.
+    The command sends as fast as the broker allows, and waits for the confirms. The other settings come from the
+    environment (QFLOW_URL, QFLOW_ROUTING_KEY, QFLOW_CAPACITY, …) or from the query of the URL.
 
     Exit codes: 0 if every record is confirmed; 1 if a record is not confirmed; 2 if the command line or a setting is
-    wrong; 3 if the producer was blocked (flowed) for longer than --max-producer-flow-control-wait, so that a record was
-    not sent; 130 or 143 after Ctrl-C or SIGTERM.
+    wrong; 3 if the producer was blocked (flowed) for longer than --max-producer-flow-control-wait; 130 or 143 after
+    Ctrl-C or SIGTERM.
     """
-    # Only the given options are passed; all others come from elsewhere. The command always waits for the broker,
-    # whatever the user's settings are. A record that is not delivered stays in the outbox, so that a kill at any time
-    # loses no record.
+    # Pass only the options of the command line. The environment or the URL sets the others, except for two settings.
+    # The command always waits for the broker. The outbox keeps each record until it is delivered, so that a kill loses
+    # no record.
     given: dict[str, Any] = {
         "when_flowed": WhenFlowed.BLOCK,
         "outbox_keep_undelivered": True,
@@ -317,8 +314,8 @@ def send(
         if settings.outbox_path is not None and source.can_resume:
             position = source_of(file, settings.exchange, settings.routing_key)
             if from_start:
-                # Reset now. Otherwise, if this run is killed before its first record, the next run believes that all
-                # was sent.
+                # Reset the position now. If this run is killed before its first record, the next run must not start at
+                # the end.
                 with Outbox(settings.outbox_path) as stored:
                     stored.set_position(position, None)
         try:
@@ -339,7 +336,7 @@ def send(
             assert stopping.signal is not None
             failure = CommandError(f"interrupted by {stopping.signal.name}", stopping.exit_code)
         finally:
-            # Count the records before the close. After the close a record may stay in the outbox without having been
+            # Count the records before the close, because the close also leaves records in the outbox that were not
             # refused.
             sending.account()
             sending.close()
@@ -364,12 +361,9 @@ def _summarise(
     """Print the result of a run.
 
     Args:
-        tally: result of the run.
         took: duration in seconds.
-        failure: error that ended it early; ``None`` if there is none.
-        outbox: path of the outbox.
-        before: number of the last record that an earlier run had sent; ``None`` if no position is stored.
-        as_json: whether to print JSON.
+        failure: error that ended the run early; ``None`` if there is none.
+        before: number of the last record that an earlier run has sent; ``None`` if no position is stored.
         quiet: whether to print nothing except JSON.
     """
     if as_json:

@@ -1,9 +1,8 @@
 """One run of ``qflow send``: sends records, and tracks the result of each.
 
-If the producer has an outbox, it keeps each record there until the record is delivered (``outbox_keep_undelivered``).
-The same commit stores the record and how far the file was sent (E13). So a run may end at any time: each sent record is
-confirmed or in the outbox. The next run first sends the records in the outbox and then continues after the stored
-position.
+If the producer has an outbox, the outbox keeps each record until it is delivered (``outbox_keep_undelivered``). One
+commit stores the record and the position in the file (E13). So if a run is killed, each sent record is confirmed or in
+the outbox. The next run first sends the records in the outbox, and then continues after the stored position.
 """
 
 from __future__ import annotations
@@ -37,13 +36,13 @@ from qflow_client.cli.stopping import Stopped, Stopping
 
 __all__ = ["Sending", "Tally"]
 
-# Seconds to wait for answers that are on their way when sending has stopped.
+# Seconds to wait for the remaining answers after sending has stopped.
 _GRACE = 2.0
 # Maximum number of failed records that are reported one by one.
 _TOLD = 5
-# Number of records of a file that are sent together.
+# Number of records that are sent in one batch.
 _TOGETHER = 64
-# Maximum seconds for these records at a rate limit, so that their results are known soon.
+# Maximum seconds that a batch takes at a rate limit, so that its results are known soon.
 _SPAN = 0.1
 _MARK = "x-qflow-republished"
 
@@ -53,13 +52,13 @@ class Tally:
     """The result of a run so far.
 
     Attributes:
-        admitted: records that the producer accepted.
+        admitted: number of records that the producer accepted.
         outcomes: number of records by outcome.
-        confirmed_up_to: number of the last record up to which all records are skipped, confirmed or in an outbox.
-        confirmed_later: confirmed records after one that is not confirmed.
-        failures: first records that were not delivered, as texts for people.
+        confirmed_up_to: all records up to this number are skipped, confirmed or in an outbox.
+        confirmed_later: number of confirmed records after the first record that is not confirmed.
+        failures: texts about the first records that were not delivered.
         failures_left_out: number of further records that were not delivered.
-        left_failed: messages of an earlier run from the outbox that were not delivered.
+        left_failed: number of undelivered messages that an earlier run had left in the outbox.
         times_flowed: how often the producer was blocked (flowed).
         seconds_flowed: seconds for which the producer was held, by kind of hold.
     """
@@ -76,12 +75,12 @@ class Tally:
 
     @property
     def confirmed(self) -> int:
-        """Records that the broker has confirmed."""
+        """The number of records that the broker has confirmed."""
         return self.outcomes[Outcome.CONFIRMED]
 
     @property
     def stored(self) -> int:
-        """Records that stay in the outbox. The next producer with this outbox sends them."""
+        """The number of records that stay in the outbox. The next producer with this outbox sends them."""
         return self.outcomes[Outcome.STORED]
 
     @property
@@ -91,16 +90,11 @@ class Tally:
 
     @property
     def failed(self) -> int:
-        """Accepted records that are neither confirmed nor in the outbox."""
+        """The number of accepted records that are neither confirmed nor in the outbox."""
         return self.outcomes.total() - self.confirmed - self.stored
 
     def settle(self, record: Record, receipt: Receipt) -> None:
-        """Record the outcome of a record. Call it in the order of the records.
-
-        Args:
-            record: the record.
-            receipt: receipt of its message.
-        """
+        """Count the outcome of a record. The calls must be in the order of the records."""
         outcome = receipt.outcome
         assert outcome is not None
         if outcome in (Outcome.CONFIRMED, Outcome.STORED):
@@ -112,13 +106,13 @@ class Tally:
         self._tell(f"record {record.number} (line {record.line})", receipt)
 
     def left(self, receipts: Iterable[Receipt]) -> None:
-        """Record messages of an earlier run from the outbox that were not delivered now."""
+        """Count undelivered messages that an earlier run had left in the outbox."""
         for receipt in receipts:
             self.left_failed += 1
             self._tell("a message of an earlier run", receipt)
 
     def _tell(self, what: str, receipt: Receipt) -> None:
-        # A message that stays in the outbox only because the producer was closed has not failed.
+        # If a message stays in the outbox only because the producer was closed, it has not failed.
         if receipt.failure is None:
             return
         if len(self.failures) < _TOLD:
@@ -128,7 +122,7 @@ class Tally:
 
 
 class _Item(NamedTuple):
-    """A record to send, with the position in the file after it if positions are stored."""
+    """A record to send, and the position in the file after it. There is no position if positions are not stored."""
 
     record: Record
     message: bytes | Message
@@ -136,13 +130,13 @@ class _Item(NamedTuple):
 
 
 class Sending:
-    """One run: gives records to a producer, and tracks them.
+    """One run, which sends records with a producer and tracks their outcomes.
 
     Args:
-        producer: the producer; `close` closes it.
+        producer: the producer, which `close` closes.
         skip: number of records to leave out at the start.
         source: name of the file's position in the outbox; ``None`` if no position is stored.
-        begins_anew: whether to start with the first record after `skip`, for any stored position.
+        begins_anew: whether to start after `skip` records even if a position is stored.
     """
 
     def __init__(
@@ -150,18 +144,18 @@ class Sending:
     ) -> None:
         self.producer = producer
         self.tally = Tally(confirmed_up_to=skip)
-        #: Number of the last record that an earlier run had sent; 0 if there is none.
+        #: Number of the last record that an earlier run has sent; 0 if there is none.
         self.resumed_behind = 0
         self._source = source
         self._skip = skip
         self._begins_anew = begins_anew
-        # Numbers of the last record that was read, and of the last record that an earlier run may have sent.
+        # Number of the last record that was read, and of the last record that an earlier run may have sent.
         self._found = self._sent_before = 0
-        # Records that are not accounted for yet, in order.
+        # Records that are not in the tally yet, in order.
         self._pending: deque[tuple[Record, Receipt]] = deque()
-        # Receipts that are accounted for and were not delivered.
+        # Receipts that are in the tally and were not delivered.
         self._failed: list[Receipt] = []
-        # Held during the close of the producer, so that a second close waits for the first.
+        # Locked while the producer is closed, so that a second close waits for the first.
         self._closing = threading.Lock()
 
     def send_all(self, records: RecordSource, stopping: Stopping) -> None:
@@ -169,8 +163,8 @@ class Sending:
 
         Raises:
             BadRecord: a record cannot be read. All records before it were sent, and none after it.
-            CommandError: the broker did not accept a record, or flow control took too long. All records before it were
-                sent, and none after it.
+            CommandError: the broker did not accept a record, or flow control blocked the record for too long. All
+                records before it were sent, and none after it.
             Stopped: a signal came.
         """
         self._resume(records)
@@ -191,7 +185,7 @@ class Sending:
         late = self._flush()
         if late is not None:
             state = self.producer.flow_state
-            # Answers that are on their way may still arrive.
+            # The close waits for the remaining answers.
             self.close()
             if self.account():
                 flowed = f", {text.flow_line(state)}" if state.flowed else ""
@@ -203,13 +197,12 @@ class Sending:
         """Start after the records that an earlier run has sent.
 
         Raises:
-            CommandError: the file is not the same as in the earlier run.
+            CommandError: the file has changed since the earlier run.
         """
         if self._source is None:
             return
         if self._begins_anew:
-            # Earlier records may still be in the broker. If the stored position cannot be read, there are none to
-            # consider.
+            # Records that an earlier run has sent must be marked. If the position cannot be read, no record is marked.
             with suppress(CommandError, OutboxError):
                 self._sent_before = self._stored_position(self._source, records).sent
             return
@@ -227,10 +220,10 @@ class Sending:
     def _read(
         self, supply: Iterator[Record], records: RecordSource, stopping: Stopping
     ) -> tuple[list[_Item], BadRecord | None]:
-        """Return the next records, and the error if the record after them cannot be read.
+        """Return the next records, and an error if the record after them cannot be read.
 
-        Records of a file are read in batches, because a batch shares a commit of the outbox. Other sources may be slow,
-        so their records are read one by one.
+        Records of a file are read in batches, because the outbox commits a batch at once. Other sources may be slow, so
+        their records are read one by one.
         """
         items: list[_Item] = []
         most = 1 if self._source is None else _TOGETHER
@@ -269,7 +262,7 @@ class Sending:
                     [each.message if each.position is None else (each.message, each.position) for each in items]
                 )
             except NotDurable as failure:
-                # The last receipt belongs to the message that is not on disk. It will report the outcome of the
+                # The last receipt is for the message that is not on disk. The receipt will have the outcome of this
                 # message.
                 receipts = failure.receipts
             except (OutboxFull, ProducerClosed, ProducerFlowed, TypeError, ValueError) as failure:
@@ -288,7 +281,7 @@ class Sending:
 
     @staticmethod
     def _fail(stopping: Stopping, why: str) -> NoReturn:
-        # A failure that follows from the stop is not reported as a failure.
+        # After a signal, report the signal and not the failure that it caused.
         if stopping.signal is not None:
             raise Stopped
         raise CommandError(why)
@@ -299,11 +292,7 @@ class Sending:
         )
 
     def account(self) -> int:
-        """Update the tally from settled receipts.
-
-        Returns:
-            The number of messages that are known not to be delivered.
-        """
+        """Update the tally from settled receipts, and return the number of undelivered messages so far."""
         pending = self._pending
         while pending and pending[0][1].done:
             receipt = pending[0][1]
@@ -314,7 +303,7 @@ class Sending:
         return self.tally.failed + self.tally.stored + self.tally.left_failed
 
     def _flush(self) -> ConfirmTimeout | None:
-        """Wait for the confirms; return the error if they do not come in time."""
+        """Wait for the confirms. Return an error if they do not arrive in time."""
         try:
             self.producer.flush()
         except ConfirmTimeout as error:
@@ -324,18 +313,18 @@ class Sending:
         return None
 
     def _of_earlier_runs(self, error: UndeliveredMessages) -> list[Receipt]:
-        """Return the receipts of messages that were in the outbox before. The tally reports all others one by one."""
-        # The order matters, because the other thread moves receipts from `_pending` to `_failed`.
+        """Return the receipts of messages that an earlier run had left in the outbox."""
+        # Read `_pending` before `_failed`, because the other thread moves receipts from the first to the second.
         ours = {id(receipt) for _, receipt in tuple(self._pending)}
         ours.update(map(id, self._failed))
         return [receipt for receipt in error.receipts if id(receipt) not in ours]
 
     def close(self) -> None:
-        """Wait a short time for answers that are on their way, and close the connection. Any thread may call it."""
+        """Wait a short time for the remaining answers, and close the producer. Any thread may call this method."""
         with self._closing:
             if self.producer.closed:
                 return
-            # Read before the close, because closing is a hold too.
+            # Read the state before the close, because the close adds a hold.
             state = self.producer.flow_state
             self.tally.times_flowed = state.times_flowed
             self.tally.seconds_flowed = dict(state.seconds_flowed)
@@ -347,7 +336,7 @@ class Sending:
 
 
 def _marked(message: bytes | Message) -> Message:
-    """Return a record with the mark that it may already be in the broker."""
+    """Return a message with the header that it may already be in the broker."""
     if isinstance(message, Message):
         return replace(message, headers={**(message.headers or {}), _MARK: True})
     return Message(message, headers={_MARK: True})

@@ -1,4 +1,4 @@
-"""Handling of Ctrl-C and SIGTERM, so that a command can end cleanly and report its progress."""
+"""Handles Ctrl-C and SIGTERM, so that a command ends cleanly and reports its progress."""
 
 from __future__ import annotations
 
@@ -14,28 +14,29 @@ __all__ = ["Stopped", "Stopping"]
 
 
 class Stopped(BaseException):
-    """A signal came while the command was in a block that may be interrupted."""
+    """A signal came during a block that signals may interrupt."""
 
 
 class Stopping:
-    """Handles SIGINT and SIGTERM during a `with` block in the main thread. In other threads it does nothing.
+    """Handles SIGINT and SIGTERM during a `with` block in the main thread. It does nothing in other threads.
 
-    A handler that raises at any place could lose the result of a call. This handler raises only in `breakable`.
-    Otherwise it calls the function of `on_stop` on a separate thread.
+    If a signal handler raises an exception, the result of a call may be lost. So this handler raises only in a
+    `breakable` block. Outside, it calls the function of `on_stop` on a separate thread.
     """
 
     def __init__(self) -> None:
-        #: The signal that came; ``None`` if none has come.
+        #: The signal that has come; ``None`` if no signal has come.
         self.signal: signal.Signals | None = None
         self._breakable = False
         self._before: dict[signal.Signals, Any] = {}
-        # Its `put` is the only way to wake a thread that a signal handler may use at any time.
+        # A signal handler may call its `put` at any time, because `put` is reentrant. Other ways to wake a thread are
+        # not.
         self._came: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._watcher: threading.Thread | None = None
 
     @property
     def exit_code(self) -> int:
-        """The exit code as in shells: 128 plus the number of the signal; 0 if no signal came."""
+        """The exit code: 128 plus the number of the signal, as in shells. It is 0 if no signal came."""
         return 0 if self.signal is None else 128 + self.signal
 
     def __enter__(self) -> Self:
@@ -63,7 +64,7 @@ class Stopping:
 
     @contextmanager
     def breakable(self) -> Iterator[None]:
-        """Allow interruption at any place in the block.
+        """Allow a signal to interrupt the block at any place.
 
         Raises:
             Stopped: a signal came during the block or before it.
@@ -77,7 +78,7 @@ class Stopping:
             self._breakable = False
 
     def on_stop(self, action: Callable[[], object]) -> None:
-        """Call a function on a separate thread when a signal comes; at once if it came before."""
+        """Call a function on a separate thread when a signal comes. Call it immediately if a signal came before."""
 
         def watch() -> None:
             if self._came.get():

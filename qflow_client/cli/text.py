@@ -1,4 +1,4 @@
-"""Texts for people: numbers and flow states, and help that several commands share."""
+"""Formats numbers and flow states for people. It also has help texts that several commands share."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def rate(messages: float, within: float) -> str:
 
 
 def by_hold(held: Mapping[str, float]) -> str:
-    """Return seconds by hold kind as text, the longest first; empty if there are none."""
+    """Return the seconds of each hold kind as text, longest first. The text is empty if there are no holds."""
     told = sorted(((time, kind) for kind, time in held.items() if time > 0), reverse=True)
     return ", ".join(f"{kind} {seconds(time)}" for time, kind in told)
 

@@ -13,14 +13,14 @@ from rich.text import Text
 
 __all__ = ["warnings_shown"]
 
-#: Maximum number of records that wait for a blocked terminal or pipe. Further records are dropped.
+#: Maximum number of log records that wait for a slow terminal or pipe. Further records are dropped.
 _MOST = 1000
-#: Seconds that the end of the command waits for records that are not shown yet.
+#: Maximum seconds that the command waits at its end for records that are not shown yet.
 _AT_EXIT = 1.0
 
 
 class _Handler(logging.Handler):
-    """Puts records into a queue. The logging thread belongs to the broker, and must not wait for a terminal."""
+    """Puts log records into a queue, because the thread that logs belongs to the broker and must not wait."""
 
     def __init__(self, records: Queue[logging.LogRecord | None]) -> None:
         super().__init__(logging.WARNING)
@@ -35,11 +35,11 @@ class _Handler(logging.Handler):
 def warnings_shown(logger: str, console: Console) -> Iterator[None]:
     """Show the warnings and errors of a logger during the block.
 
-    Nothing is shown if the log already has a handler, as with ``--debug``.
+    If the log already has a handler, as with ``--debug``, this function shows nothing.
 
     Args:
         logger: name of the logger.
-        console: console for the records; other output on it is not damaged.
+        console: console for the records. Its other output stays intact.
     """
     if logging.getLogger().handlers:
         yield
@@ -61,7 +61,7 @@ def warnings_shown(logger: str, console: Console) -> Iterator[None]:
 def _show(records: Queue[logging.LogRecord | None], console: Console) -> None:
     formatter = logging.Formatter()
     while (record := records.get()) is not None:
-        # Clients choose names, so control characters in them must not reach the terminal.
+        # Clients choose names, so remove control characters, which would control the terminal.
         text = "".join(
             each if each.isprintable() or each == "\n" else ascii(each)[1:-1] for each in formatter.format(record)
         )

@@ -1,4 +1,4 @@
-"""Reports on flow logs: which producers were held, where, why and how long, and which settings avoid it."""
+"""Reports on flow logs: which producers were held, where, why and for how long. They also recommend settings."""
 
 from __future__ import annotations
 

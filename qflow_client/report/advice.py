@@ -1,4 +1,4 @@
-"""Thresholds and capacities for a given maximum depth (C6) and delay, tested on recorded messages."""
+"""Finds thresholds and capacities for a maximum depth (C6) or delay, and tests them on recorded messages."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ from qflow_client.report.tables import QueueTotals, Row, Tables
 
 __all__ = ["Advice", "AdviceError", "advise", "samples_in", "windows"]
 
-#: Part of a queue's history that is replayed: samples, and messages in them, around the time of the greatest depth.
+#: Maximum number of samples that are replayed, and of the messages in them. They are around the greatest depth.
 SAMPLES = 2000
 MESSAGES = 20_000
-#: Maximum number of round trips of a replay. For a longer time, the round trips are longer.
+#: Maximum number of round trips of a replay. If the time is too long for them, the round trips become longer.
 ROUNDS = 20_000
 
-# Tested divisors for the part of the maximum that is capacity, and tested resume marks as parts of the stop mark.
+# For the sum of the capacities, the maximum is divided by these numbers. A resume threshold is one of these parts of
+# the stop threshold.
 _CAPACITY_PARTS = (16, 8, 4, 2)
 _RESUME_PARTS = ((7, 8), (1, 2), (1, 4))
 
 
 class AdviceError(QflowError):
-    """No thresholds meet the request. The text contains the requested values."""
+    """No thresholds keep the requested limits. The text contains the limits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +39,9 @@ class Advice:
         stop: stop threshold in messages.
         resume: resume threshold in messages.
         capacities: capacities of the publishers.
-        drain_rate: messages per second that its consumers took when messages were there.
+        drain_rate: messages per second that its consumers took while the queue was not empty.
         expected: result of the replay with these settings.
-        recorded: result of the same replay with the recorded marks; ``None`` if there were none.
+        recorded: result of the same replay with the recorded thresholds; ``None`` if there were none.
         tried: results of all replays.
     """
 
@@ -60,7 +61,7 @@ class Advice:
 
     @property
     def longest_delay(self) -> float:
-        """The seconds that a message then waits in the queue at the recorded drain rate."""
+        """How many seconds a message waits in a queue with this maximum depth, at the recorded drain rate."""
         return self.worst_case / self.drain_rate if self.drain_rate else inf
 
     def row(self) -> Row:
@@ -111,7 +112,7 @@ def _replay_row(queue: str, what: str, result: ReplayResult) -> Row:
 
 
 def windows(tables: Tables, queues: Iterable[str] | None = None) -> dict[str, tuple[int, int]]:
-    """Return the time window of the samples to replay for each queue, around its greatest depth, in microseconds."""
+    """Return a time window in microseconds for each queue, around its greatest depth. Its samples are replayed."""
     found = {}
     for name in sorted(tables.queues) if queues is None else queues:
         queue = tables.queues.get(name)
@@ -126,7 +127,7 @@ def samples_in(lines: Iterable[Mapping[str, Any]], wanted: Mapping[str, tuple[in
     """Return the samples of each queue around the time of its greatest depth, in order.
 
     Args:
-        lines: lines of a flow log, in any order. Lines of other kinds than ``depth`` are ignored.
+        lines: lines of a flow log, in any order. Only lines of the kind ``depth`` are used.
         wanted: time windows, see `windows`.
     """
     found: dict[str, list[tuple[int, int, Sample]]] = {name: [] for name in wanted}
@@ -144,7 +145,7 @@ def _sample(line: Mapping[str, Any]) -> Sample:
 
 
 def _trimmed(timed: list[tuple[int, int, Sample]]) -> list[Sample]:
-    """Return at most the samples of one replay, those around the greatest depth first."""
+    """Return the samples of one replay. If there are too many, keep those around the greatest depth."""
     timed.sort(key=lambda each: (each[0], each[1], each[2].seconds, each[2].left))
     center, _, _ = max(timed, key=lambda each: (each[1], -each[0]))
     nearest = sorted(range(len(timed)), key=lambda at: (abs(timed[at][0] - center), at))
@@ -169,25 +170,23 @@ def advise(
     delay: float | None = None,
     round_trip: float = 0.005,
 ) -> Advice:
-    """Find the thresholds and capacities under which publishers would have been held least.
+    """Find the thresholds and capacities with which the replay holds the publishers for the shortest time.
 
     In all tested settings, the sum of the stop threshold and all capacities is at most the maximum. The sum is also at
-    most the number of messages that the consumers take in the allowed delay. So the queue keeps the limits for every
-    behaviour of the publishers, not only in the replay.
+    most the number of messages that the consumers take in the allowed delay. So the queue keeps the limits even if the
+    publishers send in another way than in the replay.
 
     Args:
-        name: name of the queue.
-        queue: totals of the queue.
         samples: samples to replay.
-        publishers: number of messages of each publisher to the queue.
-        capacities: recorded capacities of publishers, if known.
+        publishers: number of messages from each publisher to the queue.
+        capacities: recorded capacities, for publishers whose capacity is known.
         maximum: maximum number of messages in the queue.
         delay: maximum seconds that a message may be in the queue.
-        round_trip: seconds from a publish to its confirm.
+        round_trip: seconds from a published message to its confirm.
 
     Raises:
-        AdviceError: no settings fulfil the request.
-        ValueError: neither maximum nor delay is given, or a value is not more than 0.
+        AdviceError: no settings keep the limits.
+        ValueError: both limits are missing, or a value is not more than 0.
     """
     if maximum is None and delay is None:
         raise ValueError("give a maximum, a delay, or both")
@@ -217,7 +216,7 @@ def advise(
         stop = int(bound) - sum(shares.values())
         for resume in sorted({max(1, stop * part // whole) for part, whole in _RESUME_PARTS}):
             tried.append(replay(samples, StopResume(stop, resume), shares, drain_rate=drain_rate, round_trip=step))
-    # Of equal results, the one with the largest capacities, because a replay does not know the distance to a producer.
+    # Of equal results, take the largest capacities, because a real producer may have a longer round trip.
     best = min(
         tried,
         key=lambda each: (round(each.seconds_held, 2), each.times_on, -sum(each.capacities.values()), -each.resume),
@@ -231,7 +230,7 @@ def advise(
 
 
 def _shared_out(total: int, publishers: Mapping[str, int]) -> dict[str, int]:
-    """Divide a capacity in proportion to the messages of each publisher, with at least 1 for each."""
+    """Divide a capacity in proportion to the messages of each publisher. Each publisher gets at least 1."""
     messages = sum(publishers.values())
     spare = total - len(publishers)
     shares = {name: 1 + spare * count // messages for name, count in publishers.items()}

@@ -1,7 +1,7 @@
-"""Percentiles of whole numbers in constant memory. The order and the division of the numbers do not matter.
+"""Computes percentiles of whole numbers in constant memory.
 
 Each number is counted in a bucket. The width of a bucket is at most 1/32 of its numbers, so a percentile is at most 3 %
-too high. Up to 63 a percentile is exact.
+too high. Percentiles up to 63 are exact. Histograms of parts can be added, in any order.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 __all__ = ["BITS", "bucket_of", "percentile", "top_of"]
 
-#: Number of leading bits that a bucket distinguishes.
+#: Numbers with the same first bits, this many, are in the same bucket.
 BITS = 6
 
 
@@ -31,12 +31,12 @@ def top_of(bucket: int) -> int:
 
 
 def percentile(buckets: Mapping[int, int], percent: int, largest: int) -> int:
-    """Return the smallest number that at least `percent` percent of the numbers do not exceed.
+    """Return the smallest number such that at least `percent` percent of all numbers are not larger.
 
     Args:
-        buckets: count of numbers in each bucket.
+        buckets: how many numbers are in each bucket.
         percent: from 1 to 100.
-        largest: largest of all numbers.
+        largest: the largest of all numbers.
     """
     left = -(-sum(buckets.values()) * percent // 100)
     for bucket in sorted(buckets):

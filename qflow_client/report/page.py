@@ -1,4 +1,4 @@
-"""The report as one self-contained HTML page."""
+"""Writes the report as one self-contained HTML page."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["page"]
 
-# Maximum rows of a table, and maximum charts. The Parquet tables have all rows.
+# Maximum number of rows of a table, and of charts. The Parquet files have all rows.
 _ROWS = 50
 _CHARTS = 12
 

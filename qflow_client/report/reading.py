@@ -1,4 +1,4 @@
-"""Reading flow logs: finding the files, and reading their lines."""
+"""Finds the files of flow logs, and reads their lines."""
 
 from __future__ import annotations
 
@@ -37,23 +37,23 @@ _loads = _parser()
 
 
 class FlowLogError(QflowError):
-    """A flow log cannot be read; the text contains its path."""
+    """A flow log cannot be read. The text contains its path."""
 
 
 class FlowLogs:
     """The files of flow logs.
 
     Args:
-        paths: folders and files. Of a folder, all flow logs are read, including unfinished ones.
+        paths: folders and files. All flow logs in a folder are read, including unfinished ones.
 
     Raises:
-        FlowLogError: there is nothing to read, or a file is of another type.
+        FlowLogError: there are no flow logs, or a file has an unknown type.
     """
 
     def __init__(self, paths: Sequence[str | os.PathLike[str]]) -> None:
         #: The files, sorted by name.
         self.files: list[Path] = []
-        #: Number of lines so far that could not be read, such as the last line of a killed process.
+        #: How many lines so far could not be read, such as the last line of a killed process.
         self.unreadable = 0
         for path in map(Path, paths):
             if path.is_dir():
@@ -71,11 +71,11 @@ class FlowLogs:
 
     @property
     def size(self) -> int:
-        """The bytes of all files."""
+        """The total size of all files in bytes."""
         return sum(path.stat().st_size for path in self.files)
 
     def span(self) -> tuple[int, int]:
-        """Return the approximate times of the first and last line in microseconds, from the ends of the files only."""
+        """Return the approximate times of the first and last line in microseconds. Read only both ends of each file."""
         times = [at for path in self.files for at in _ends(path)]
         return (min(times), max(times)) if times else (0, 0)
 
@@ -83,7 +83,7 @@ class FlowLogs:
         """Yield all lines.
 
         Args:
-            only: kind of the wanted lines; ``None`` for all.
+            only: kind of the lines to yield; ``None`` for all lines.
         """
         for path in self.files:
             if path.suffix == ".parquet":
@@ -92,7 +92,7 @@ class FlowLogs:
                 yield from self._json_lines(path, only)
 
     def _json_lines(self, path: Path, only: str | None) -> Iterator[dict[str, Any]]:
-        # With this mark most lines are skipped without parsing.
+        # Lines without this text are skipped without parsing.
         mark = b"" if only is None else b'"%s"' % only.encode()
         with _open(path) as file:
             for raw in file:
@@ -106,7 +106,7 @@ class FlowLogs:
 
 
 def line_of(raw: str | bytes) -> dict[str, Any] | None:
-    """Parse a line; ``None`` if it is not a line of a flow log."""
+    """Parse a line. Return ``None`` if it is not a line of a flow log."""
     try:
         line = _loads(raw)
     except ValueError:
@@ -120,12 +120,12 @@ def line_of(raw: str | bytes) -> dict[str, Any] | None:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A part of a file of lines: the lines that begin in it.
+    """The lines that begin in one part of a file.
 
     Attributes:
         path: path of the file.
-        start: offset of the first byte.
-        end: offset after the last byte; ``None`` for the end of the file.
+        start: offset of the first byte of the part.
+        end: offset after the last byte of the part; ``None`` for the end of the file.
     """
 
     path: str
@@ -144,7 +144,7 @@ def parts_of(path: Path, size: int) -> Iterator[Part]:
 
 
 def raws(part: Part) -> Iterator[list[bytes]]:
-    """Yield the lines that begin in a part, unparsed, in blocks."""
+    """Yield blocks of the lines that begin in a part. The lines are not parsed."""
     with _open(Path(part.path)) as file:
         at = part.start
         if at:
@@ -153,7 +153,7 @@ def raws(part: Part) -> Iterator[list[bytes]]:
             at += len(file.readline()) - 1
         while part.end is None or at < part.end:
             wanted = _BLOCK if part.end is None else min(_BLOCK, part.end - at)
-            # Read to the end of the last line.
+            # Read up to the end of the last line.
             block = file.read(wanted - 1) + file.readline()
             if not block:
                 return
@@ -180,7 +180,7 @@ def _ends(path: Path) -> list[int]:
     with _open(path) as file:
         found = [_at(file.readline())]
         if path.suffix == ".gz":
-            # The end of a compressed file can only be found by reading all of it.
+            # To find the end of a compressed file, the whole file must be read.
             last = b""
             for last in file:  # noqa: B007  # the last one is what is wanted
                 pass
@@ -203,7 +203,7 @@ def _pyarrow(path: Path) -> Any:
 
 
 def parquet_schema(pyarrow: Any) -> Any:
-    """Return the columns of a flow log as Parquet."""
+    """Return the columns of a flow log in a Parquet file."""
     text, number = pyarrow.string(), pyarrow.int64()
     counts = pyarrow.map_(text, number)
     return pyarrow.schema([(name, {"text": text, "number": number, "counts": counts}[kind]) for name, kind in COLUMNS])
@@ -275,14 +275,10 @@ def _parquet_ends(path: Path) -> list[int]:
 
 
 def to_parquet(logs: FlowLogs, target: str | os.PathLike[str]) -> int:
-    """Write flow logs to one Parquet file.
+    """Write flow logs to one Parquet file, and return the number of lines.
 
     Args:
-        logs: flow logs to read.
-        target: file to write; it appears when it is complete.
-
-    Returns:
-        The number of lines in the file.
+        target: path of the new file. The file does not exist before it is complete.
     """
     path = Path(target)
     pyarrow = _pyarrow(path)

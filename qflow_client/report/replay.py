@@ -1,9 +1,9 @@
-"""Replays recorded messages through the broker's own queue with other marks and capacities, sans-I/O.
+"""Replays recorded messages through the broker's queue with other thresholds and capacities, without I/O.
 
-Time advances in round trips. In each round trip, a publisher that is not held sends as many of its messages as its
-capacity allows. It learns only afterwards that it has to stop. So the queue exceeds its stop threshold, by at most the
-capacities of its publishers (C6). Then the consumer takes as many messages as it can, and the confirms that no queue
-holds arrive.
+Time advances in round trips. In each round trip, a publisher that is not held sends as many messages as its capacity
+allows. A stop takes effect in the next round trip. So the queue may exceed its stop threshold, by at most the
+capacities of its publishers (C6). Then the consumer takes as many messages as it can. Confirms that are not delayed by
+a queue arrive at the end.
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ __all__ = ["Replay", "ReplayResult", "Sample", "Sender", "replay"]
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """The activity of a queue between two samples.
+    """The activity of a queue in a short time.
 
     Attributes:
-        seconds: length of the sample.
-        arrivals: number of messages by publisher.
+        seconds: length of this time.
+        arrivals: number of messages that arrived, by publisher.
         left: number of messages that left.
-        was_busy: whether the queue was never empty; `left` is then the maximum that the consumers could take.
+        was_busy: whether the queue was never empty. In this case the consumers could not take more messages than
+            `left`.
     """
 
     seconds: float
@@ -49,10 +50,10 @@ class ReplayResult:
         resume: resume threshold in messages.
         capacities: capacities of the publishers.
         peak: maximum number of messages in the queue.
-        overshoot: messages beyond the stop threshold at the peak.
+        overshoot: by how many messages the peak exceeded the stop threshold.
         times_on: how often the queue turned ON.
         seconds_flowed: total seconds that publishers with messages to send were held by the queue.
-        seconds_full: total seconds that they were held only by their capacity.
+        seconds_full: total seconds that these publishers were held only by their capacity.
         delay: maximum seconds that a message was in the queue.
         sent: number of published messages.
         unsent: number of messages that still waited at the end.
@@ -95,7 +96,8 @@ class Sender(FlowSource):
         self.to_send = 0
         #: Published messages that are not confirmed.
         self.unconfirmed = 0
-        #: Round trips for which it was held by the queue, and those for which it was held only by its capacity.
+        #: Round trips for which the publisher was held by the queue, and round trips for which only its capacity held
+        #: it.
         self.flowed = self.full = 0
 
     def confirm(self, _: int) -> None:
@@ -105,11 +107,11 @@ class Sender(FlowSource):
 
 @dataclass(slots=True)
 class _Alone:
-    """The environment of a queue without a virtual host."""
+    """What a queue needs from its virtual host, for a queue without one."""
 
     now: float = 0.0
     alarms: list[float] = field(default_factory=list)
-    #: Nothing is read ahead.
+    #: Messages are not read ahead of their delivery.
     window: int = 0
 
     def clock(self) -> float:
@@ -125,19 +127,19 @@ class _Alone:
         """Do nothing: the queue does not expire."""
 
     def admit_waiting(self, queue: Queue, now: float) -> None:
-        """Do nothing: no publishes wait."""
+        """Do nothing: no messages wait for room."""
 
 
 class Replay:
     """A queue, its publishers and its consumers, in simulated time.
 
     Args:
-        marks: marks of the queue.
-        capacities: capacities of the publishers, by name.
+        marks: thresholds of the queue.
+        capacities: capacity of each publisher.
         name: name of the queue.
         round_trip: seconds of a round trip.
         size: body bytes of every message.
-        recorder: creates an observer from a clock; ``None`` for no observer.
+        recorder: creates an observer that uses the given clock; ``None`` for no observer.
         begin: start time in seconds.
     """
 
@@ -154,7 +156,7 @@ class Replay:
     ) -> None:
         self.around = _Alone(begin)
         limits = QueueLimits(marks, Capacity(), None, Enforcement.BOTH)
-        #: The observer; ``None`` if there is none.
+        #: The observer of the queue; ``None`` if there is none.
         self.recorder = recorder(self.around.clock) if recorder is not None else None
         self.queue = Queue(name, limits, self.around, observer=self.recorder)
         self.senders = {sender: Sender(sender, capacity) for sender, capacity in capacities.items()}
@@ -165,7 +167,8 @@ class Replay:
         self.delay = 0
         self._message = StoredMessage(Address("", name), encode_header(size, None), b"\0" * size)
         self._credit = 0.0
-        # Arrival rounds of the messages in the queue; and the senders whose confirms arrive at the end of this round.
+        # The round in which each message in the queue arrived, and the senders whose confirms arrive at the end of this
+        # round.
         self._came: deque[int] = deque()
         self._confirmed: list[Sender] = []
 
@@ -181,7 +184,7 @@ class Replay:
         for name, count in arrivals.items():
             self.senders[name].to_send += count
         senders = list(self.senders.values())
-        # The first sender changes, so that none has an advantage.
+        # Each round starts with another sender, so that no sender has an advantage.
         first = self.round % len(senders)
         told = [(sender, sender.is_blocked) for sender in (*senders[first:], *senders[:first])]
         for sender, is_blocked in told:
@@ -249,12 +252,12 @@ def replay(
     """Replay recorded messages through a queue.
 
     The messages of a sample arrive evenly over its time. If the queue was never empty in a sample, the consumers take
-    as many messages as recorded. Otherwise they take `drain_rate`.
+    as many messages as recorded. If it was empty, they take up to `drain_rate` messages per second.
 
     Args:
         samples: samples in order.
-        marks: marks of the queue.
-        capacities: capacities of all publishers in the samples.
+        marks: thresholds of the queue.
+        capacities: capacity of each publisher in the samples.
         drain_rate: messages per second that the consumers can take.
         round_trip: seconds of a round trip; at most the length of the sample.
     """

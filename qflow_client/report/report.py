@@ -1,4 +1,4 @@
-"""The report: its tables, its advice, and how both are written."""
+"""Creates the report, which has tables and advice, and writes it to files."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ __all__ = ["FlowReport", "flow_report", "make_report"]
 
 @dataclass(frozen=True)
 class FlowReport:
-    """Which producers were held, where, why and how long, and what to set.
+    """Which producers were held, where, why and for how long, and which settings to use.
 
     Attributes:
         tables: the rows of each table, by its name: ``holds``, ``producers``, ``queues``, ``publishers``, ``waits``,
-            ``held_over_time`` and ``depth_over_time``. With advice also ``advice``, ``capacities`` and ``replays``.
-            Durations are in seconds, times in seconds since 1970.
+            ``held_over_time`` and ``depth_over_time``. If there is advice, also ``advice``, ``capacities`` and
+            ``replays``. Durations are in seconds, and times in seconds since 1970.
         lines: number of lines read, by kind.
-        lost: number of lines that were not written because the disk was too slow.
+        lost: number of lines that a flow log dropped because the disk was too slow.
         unreadable: number of lines that could not be read, such as the last line of a killed process.
-        first: time of the first line in seconds since 1970; ``None`` without lines.
-        last: time of the last line in seconds since 1970.
-        advice: settings by queue.
+        first: time of the first line in seconds since 1970; ``None`` if there are no lines.
+        last: time of the last line, in the same form.
+        advice: recommended settings by queue.
         no_advice: reason why there is no advice, by queue.
     """
 
@@ -49,14 +49,13 @@ class FlowReport:
         return page(self)
 
     def write(self, folder: str | os.PathLike[str]) -> list[Path]:
-        """Write ``report.html`` and, if pyarrow is installed, each table that is not empty as a Parquet file.
+        """Write ``report.html`` and, if pyarrow is installed, a Parquet file for each table with rows.
 
         Args:
-            folder: folder to write to; created if it does not exist. Files of an earlier report are replaced or
-                removed.
+            folder: folder to write to. It is created if it does not exist. Files of an earlier report are removed.
 
         Returns:
-            The files, the page first.
+            The paths of the files. The first one is the page.
 
         Raises:
             OSError: a file cannot be written.
@@ -86,7 +85,7 @@ def make_report(
     delay: float | None = None,
     round_trip: float = 0.005,
 ) -> FlowReport:
-    """Make a report from tables.
+    """Create a report from tables.
 
     Args:
         tables: totals of all lines.
@@ -131,19 +130,19 @@ def flow_report(
     queues: Iterable[str] | None = None,
     round_trip: float = 0.005,
 ) -> FlowReport:
-    """Report on flow logs, in this process and in constant memory.
+    """Create a report on flow logs, in this process and in constant memory.
 
-    It reads the logs once, and a second time for advice.
+    The function reads the logs once. For advice it reads them a second time.
 
     Args:
-        paths: folders of `FlowLog`, or files: ``.jsonl``, ``.jsonl.gz`` or ``.parquet``.
-        maximum: maximum number of messages in a queue (C6). The report advises settings for each queue that keep it.
-        delay: maximum seconds of a message in a queue. The report advises settings for each queue that keep it.
-        queues: queues for the advice; ``None`` for all queues with recorded depth.
-        round_trip: seconds from a publish to its confirm, for the replays.
+        paths: folders of `FlowLog`, or files with the endings ``.jsonl``, ``.jsonl.gz`` or ``.parquet``.
+        maximum: recommend settings with which each queue has at most this number of messages (C6).
+        delay: recommend settings with which a message is in a queue for at most this number of seconds.
+        queues: queues for the advice; ``None`` for all queues whose depth was recorded.
+        round_trip: seconds from a published message to its confirm in the replays.
 
     Raises:
-        FlowLogError: there is nothing to read.
+        FlowLogError: there are no flow logs.
         ValueError: the maximum or the delay is not more than 0.
     """
     logs = FlowLogs([paths] if isinstance(paths, (str, os.PathLike)) else paths)

@@ -1,7 +1,8 @@
-"""Tables from lines: sums, maxima and histograms of whole numbers, so that the order of lines does not matter.
+"""Creates tables from the lines of flow logs.
 
-`Tables` takes single lines with `add`, or the facts of other tables with `merge`. Its memory grows with the number of
-producers and queues, not with the number of lines.
+All values are sums, maxima and histograms of whole numbers, so the order of the lines does not matter. `Tables.add`
+adds a line, and `Tables.merge` adds a fact of other tables. The memory grows with the number of producers and queues,
+not with the number of lines.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _SECOND = 1_000_000
 
 
 def bin_width(first: int, last: int) -> int:
-    """Return the width of a series' bins, in microseconds, for lines from `first` to `last`."""
+    """Return the width of a bin of series in microseconds, for lines from `first` to `last`."""
     width = _SECOND
     while (last - first) // width > SERIES_LENGTH:
         width *= 2
@@ -36,7 +37,7 @@ def bin_width(first: int, last: int) -> int:
 
 @dataclass(slots=True)
 class Spread:
-    """A distribution of durations: their number, sum, maximum and histogram."""
+    """The number, sum, maximum and histogram of durations."""
 
     count: int = 0
     total: int = 0
@@ -59,14 +60,14 @@ class Spread:
         self.buckets[bucket] += count
 
     def facts(self, table: str, keys: tuple[str, ...]) -> Iterator[Fact]:
-        """Yield the facts for `add_all`; only the first one has the sum and the maximum."""
+        """Yield the facts for `add_all`. Only the first fact has the sum and the maximum."""
         total, largest = self.total, self.largest
         for bucket, count in self.buckets.items():
             yield Fact(table, keys, bucket, count, total, largest)
             total = 0
 
     def columns(self, name: str, scale: int = _SECOND) -> Row:
-        """Return the columns with percentiles and the maximum."""
+        """Return columns with the percentiles and the maximum."""
         percents = {f"{name}_p{each}": percentile(self.buckets, each, self.largest) / scale for each in _PERCENTS}
         return percents | {f"{name}_max": self.largest / scale}
 
@@ -76,11 +77,11 @@ class HoldTotals:
     """The totals of one hold reason of one producer."""
 
     raised: int = 0
-    # Microseconds held, including holds that have not ended.
+    # Microseconds for which the producer was held, including holds that have not ended.
     us: int = 0
     ended: Spread = field(default_factory=Spread)
     notices: int = 0
-    # Time and messages while it was unflowed: before it became flowed for this reason, and after that.
+    # Time and messages while the producer was unflowed, before it was flowed for this reason and after that.
     before_us: int = 0
     before_messages: int = 0
     after_us: int = 0
@@ -101,18 +102,18 @@ class QueueTotals:
     arrived: int = 0
     arrived_bytes: int = 0
     left: int = 0
-    # Time and departures while the queue was never empty.
+    # Time in which the queue was never empty, and messages that left it in this time.
     busy_us: int = 0
     busy_left: int = 0
     on: Spread = field(default_factory=Spread)
     overshoot: Spread = field(default_factory=Spread)
     overshoot_bytes: int = 0
-    # The latest recorded marks, with their time first.
+    # The time of the latest recorded thresholds, and the thresholds.
     marks: tuple[int, int, int, int, int] = (-1, 0, 0, 0, 0)
 
     @property
     def drain_rate(self) -> float:
-        """The messages per second that consumers took in the samples in which the queue was never empty.
+        """The messages per second that left the queue in samples in which it was never empty.
 
         If there is no such sample, this is the rate over all samples.
         """
@@ -123,12 +124,12 @@ class QueueTotals:
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """Several lines, summed up.
+    """The sum of several lines.
 
     Attributes:
         table: name of the fact's table.
-        keys: keys of the table; their number depends on the table.
-        bucket: bucket of a histogram, or the start of a bin in microseconds.
+        keys: keys of the row. Their number depends on the table.
+        bucket: bucket of a histogram, or start of a bin in microseconds.
         count: a count.
         total: a sum.
         most: a maximum.
@@ -147,7 +148,7 @@ class Fact:
 
 
 class Tables:
-    """Sums up lines.
+    """The tables of all added lines.
 
     Args:
         width: width of the bins of series over time, in microseconds.
@@ -268,7 +269,7 @@ class Tables:
     # Merging.
 
     def facts(self) -> Iterator[Fact]:
-        """Yield all facts, for `merge` of other tables, in any order."""
+        """Yield all facts in any order. Other tables can `merge` them."""
         first, last = self.first or 0, self.last or 0
         for kind, count in self.lines.items():
             lost = self.lost if kind == "lost" else 0
@@ -375,7 +376,7 @@ class Tables:
     # Results.
 
     def capacities(self) -> dict[str, int]:
-        """Return the capacity of each producer whose lines have one."""
+        """Return the capacity of each producer whose capacity is in its lines."""
         found: dict[str, int] = {}
         for (_, producer, _, _, _), hold in self.holds.items():
             if hold.capacity:
@@ -383,11 +384,11 @@ class Tables:
         return found
 
     def publishers(self, queue: str) -> dict[str, int]:
-        """Return the number of messages of each publisher to a queue."""
+        """Return the number of messages from each publisher to a queue."""
         return {producer: count for (name, producer), count in sorted(self.arrivals.items()) if name == queue}
 
     def tables(self) -> dict[str, list[Row]]:
-        """Return all tables, each in a fixed order."""
+        """Return all tables. Their rows have a fixed order."""
         return {
             "holds": list(self._hold_rows()),
             "producers": list(self._producer_rows()),
@@ -462,7 +463,7 @@ class Tables:
             }
 
     def _depth_rows(self) -> Iterator[Row]:
-        """Yield depth samples, joined with the time for which the queue held its publishers."""
+        """Yield a row for each bin: the depth, and the time for which the queue held its publishers."""
         held: dict[tuple[str, int], int] = defaultdict(int)
         for (origin, queue, reason, at), us in self.held.items():
             if origin == "broker" and reason == "channel_flow":

@@ -1,4 +1,4 @@
-"""AMQP 0-9-1 for Apache Spark: ``format("amqp")``. Its writes obey the broker, however many tasks write (C6)."""
+"""AMQP 0-9-1 for Apache Spark: ``format("amqp")``. All tasks of a job together obey the broker (C6)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The columns of rows that are written, their types, and the conversion of rows to messages."""
+"""Converts the rows that Spark writes to messages. It checks the columns and their types."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from qflow_client.message import Message
 
 __all__ = ["Row", "RowError", "Rows", "SchemaError"]
 
-#: Data to send for one row: the payload, the exchange and the routing key; ``None`` for the job's own.
+#: Data to send for one row: the payload, the exchange and the routing key. ``None`` means the value of the job.
 Row = tuple[bytes | Message, str | None, str | None]
 
 _WHOLE = (ByteType, ShortType, IntegerType, LongType)
@@ -68,11 +68,11 @@ _ROUTES = ("body", "exchange", "routing_key")
 
 
 class SchemaError(QflowError, TypeError):
-    """A DataFrame has an unsupported column, or lacks a column. The text contains the column's name and type."""
+    """A column of a DataFrame is missing or not supported. The text contains its name and type."""
 
 
 class RowError(QflowError, ValueError):
-    """A row that AMQP cannot represent. The text contains the partition, the row's number from 0, and the reason."""
+    """AMQP cannot represent a row. The text contains the partition, the number of the row from 0, and the reason."""
 
 
 class Rows:
@@ -80,13 +80,14 @@ class Rows:
 
     Args:
         schema: schema of the rows.
-        body_format: ``"column"``: the body is the column ``body``. ``"json"``: the body is a JSON object of all columns
-            without another meaning.
-        message_id: ``"column"``: the column ``message_id``, if it exists. ``"hash"``: a digest of all data to send.
-            ``"position"``: derived from the row's number. ``"producer"``: not set here.
+        body_format: with ``"column"`` the column ``body`` is the body. With ``"json"`` the body is a JSON object with
+            all columns that have no special meaning.
+        message_id: with ``"column"`` the message id is the column ``message_id``, if this column exists. With
+            ``"hash"`` it is a digest of all data to send. With ``"position"`` it contains the row's number. With
+            ``"producer"`` the producer sets it.
 
     Raises:
-        SchemaError: a column has the wrong type, is not allowed, or no column can be the body.
+        SchemaError: a column has the wrong type or is not allowed, or no column can be the body.
     """
 
     def __init__(self, schema: StructType, body_format: str, message_id: str) -> None:
@@ -140,8 +141,8 @@ class Rows:
         Args:
             batch: rows with the schema.
             number: number of the batch's first row in the partition, from 0.
-            id_prefix: start of message ids by position; the row's number follows. ``None`` for other message ids.
-            mark: name of a header that is set to true in every message; ``None`` for none.
+            id_prefix: text before the row's number in a message id. ``None`` if message ids do not contain the number.
+            mark: name of a header to set to true in every message; ``None`` for no header.
 
         Raises:
             TypeError, ValueError: AMQP cannot represent a row.
@@ -185,7 +186,7 @@ class Rows:
             column = columns[name].to_pylist()
             values.append(column if convert is None else [None if each is None else convert(each) for each in column])
         for row in zip(*values, strict=True):
-            # Null values are left out, as in Spark's to_json.
+            # Leave out null values, as Spark's to_json does.
             yield encode({name: value for name, value in zip(names, row, strict=True) if value is not None}).encode()
 
 
@@ -214,7 +215,7 @@ _VALUES: dict[str, Callable[[pa.Array], list[Any]]] = {"expiration": _expiration
 
 
 def _digest(body: bytes, exchange: str | None, key: str | None, row: Sequence[Any]) -> str:
-    """Return a message id from the data to send: equal rows have equal message ids."""
+    """Return a digest of the data to send, as a message id. Equal rows have equal message ids."""
     digest = blake2b(body, digest_size=16)
     rest = [exchange, key, *(sorted(value.items()) if isinstance(value, dict) else value for value in row)]
     if any(value is not None for value in rest):
@@ -239,7 +240,7 @@ def _check_headers(kind: DataType) -> None:
 
 
 def _json_converter(name: str, kind: DataType) -> Callable[[Any], Any] | None:
-    """Return a function that converts values of a type for JSON; ``None`` if they need no conversion."""
+    """Return a function that converts values of a type for JSON, or ``None`` if they need no conversion."""
     if isinstance(kind, StructType):
         members = [(field.name, _json_converter(f"{name}.{field.name}", field.dataType)) for field in kind.fields]
         return lambda value: {

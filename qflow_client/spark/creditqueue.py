@@ -1,12 +1,12 @@
-"""Credits in a queue of the broker: the checks of the driver, and how a task takes and returns them (C6).
+"""Keeps the credits of a job in a queue of the broker (C6). The driver checks them, and tasks take and return them.
 
-A task holds a credit as a delivery that it has not acknowledged. So a task that is killed returns its credits
-automatically. The delivery is on the same connection as the task's publishes, so both end together.
+A credit that a task holds is a delivery that the task has not acknowledged. So if a task is killed, its credits return
+to the queue. The task publishes and holds its credits on the same connection, so both end together.
 
-There is a second queue, whose name is that of the credit queue plus ``.tasks``. It never holds a message. Each task
-consumes it, so its consumers are the tasks that may hold credits. It is declared after the credits were issued; if it
-does not exist, they were not issued. A third queue, with ``.lock`` after the name, exists while a driver checks the
-others.
+The second queue has the name of the credit queue plus ``.tasks``. It never has messages. Each task consumes it, so the
+number of its consumers is the number of tasks that may hold credits. It is declared after the credits were issued. So
+if it does not exist, the credits were not issued. The third queue has the name of the credit queue plus ``.lock``. It
+exists while a driver checks the other queues.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ _CLASSIC = {"x-queue-type": "classic"}
 _NOT_FOUND = 404
 _LOCKED = 405
 
-# Seconds between two checks of settled messages while credits are held; and the maximum while none are held.
+# Seconds between two checks of settled messages while the task holds credits, and the maximum while it holds none.
 _LOOK = 0.005
 _REST = 1.0
 # Seconds between two checks of a queue with a wrong number of credits.
 _PAUSE = 0.05
-# Seconds without a credit after which a task checks if there are any.
+# If a task gets no credit for this number of seconds, it checks whether credits exist.
 _PATIENCE = 5.0
-# The source of the hold of a task without credits.
+# Source of the hold while a task has no credits.
 _SOURCE = "credits"
 
 
@@ -57,7 +57,6 @@ def _connect(settings: ProducerSettings, *, blocked: float | None = None) -> pik
     """Connect to the first reachable host.
 
     Args:
-        settings: settings of the job or the task.
         blocked: maximum seconds that the broker may keep the connection blocked; ``None`` for no limit.
     """
     errors = []
@@ -74,7 +73,7 @@ def _connect(settings: ProducerSettings, *, blocked: float | None = None) -> pik
 
 
 def _count(connection: pika.BlockingConnection, queue: str) -> tuple[int, int] | None:
-    """Return the numbers of ready messages and of consumers of a queue; ``None`` if the queue does not exist."""
+    """Return how many ready messages and consumers a queue has, or ``None`` if the queue does not exist."""
     channel = connection.channel()
     try:
         found = channel.queue_declare(queue, passive=True).method
@@ -98,7 +97,7 @@ def _way_out(queue: str) -> str:
 
 
 def _check(credit: Credit | None, body: bytes, queue: str, capacity: int) -> Credit:
-    """Return the credit if it is valid and belongs to this capacity."""
+    """Check that a credit is valid and belongs to this capacity, and return it."""
     if credit is None:
         raise _no_credit(queue, body)
     if credit.capacity != capacity:
@@ -118,15 +117,14 @@ def _capacity_of(settings: ProducerSettings) -> int:
 
 
 def prepare(settings: ProducerSettings, queue: str) -> None:
-    """Make sure that a queue holds the credits of a job: issue them if the queue is new, and check that all are there.
+    """Issue the credits of a job if the queue is new, and check that all credits exist.
 
     Args:
-        settings: settings of the job; its capacity is that of the credits.
-        queue: name of the queue.
+        settings: settings of the job. All credits together have its capacity.
 
     Raises:
-        CreditError: the credits have another capacity, are too few or too many, or the queue has other messages.
-        ConnectionFailed: the broker cannot be reached, or refuses.
+        CreditError: the credits have another capacity, their number is wrong, or the queue has other messages.
+        ConnectionFailed: the broker cannot be reached, or refuses a request.
     """
     patience = settings.connect_timeout
     capacity = _capacity_of(settings)
@@ -144,7 +142,7 @@ def prepare(settings: ProducerSettings, queue: str) -> None:
 
 @contextmanager
 def _alone(connection: pika.BlockingConnection, queue: str, patience: float) -> Iterator[None]:
-    """Hold a lock, so that no other driver checks the same queue during the block."""
+    """Lock a queue during the block, so that no other driver checks it."""
     lock = f"{queue}.lock"
     deadline = time.monotonic() + patience
     while True:
@@ -161,7 +159,7 @@ def _alone(connection: pika.BlockingConnection, queue: str, patience: float) -> 
 
 
 def _issue_once(connection: pika.BlockingConnection, queue: str, capacity: int) -> None:
-    """Issue the credits if they were not issued yet."""
+    """Issue the credits, unless they were issued before."""
     tasks = _count(connection, f"{queue}.tasks")
     if tasks is not None:
         if _count(connection, queue) is not None:
@@ -174,13 +172,13 @@ def _issue_once(connection: pika.BlockingConnection, queue: str, capacity: int) 
     found = _count(connection, queue)
     channel = connection.channel()
     if found is None:
-        # A classic queue, because other types drop a message that was returned often.
+        # Use a classic queue, because other types drop a message that was returned many times.
         channel.queue_declare(queue, durable=True, arguments=_CLASSIC)
     if found is not None and found[0]:
-        # A driver died after it had issued the credits, or the messages are not credits.
+        # A driver ended just after it had issued the credits, or the messages are not credits.
         _look_at_one(connection, queue, capacity)
     else:
-        # In a transaction, so that all or none are issued, even if this process dies.
+        # Use a transaction, so that all or no credits are issued, even if this process is killed.
         channel.tx_select()
         properties = pika.BasicProperties(content_type="application/json", delivery_mode=2)
         for credit in issue(uuid4().hex, capacity):
@@ -192,7 +190,7 @@ def _issue_once(connection: pika.BlockingConnection, queue: str, capacity: int) 
 
 
 def _look_through(connection: pika.BlockingConnection, queue: str, capacity: int, patience: float) -> None:
-    """Check that the credits in the queue are valid, and that none are missing."""
+    """Check that the credits in the queue are valid and complete."""
     due = number_of_credits(capacity)
     deadline = time.monotonic() + patience
     while True:
@@ -201,7 +199,7 @@ def _look_through(connection: pika.BlockingConnection, queue: str, capacity: int
         ready, _ = _count(connection, queue) or (0, 0)
         if ready == due or (tasks and ready < due):
             return
-        # The credits of tasks that have just been killed return after a moment.
+        # If tasks have just been killed, their credits return after a moment.
         if ready > due or time.monotonic() >= deadline:
             raise _wrong_number(queue, ready, due, capacity)
         connection.sleep(_PAUSE)
@@ -227,15 +225,11 @@ def _wrong_number(queue: str, ready: int, due: int, capacity: int) -> CreditErro
 
 
 class CreditLine:
-    """Gets the credits of one task from the queue and returns them, on a separate thread.
+    """Takes credits for one task from the queue and returns them, on a separate thread.
 
-    The task's producer is held while the task has no credits.
+    While the task has no credits, its producer is held.
 
-    It is a context manager. On exit it closes the connection, which returns all held credits.
-
-    Args:
-        settings: settings of the task.
-        queue: name of the credit queue.
+    Use it as a context manager. On exit it closes the connection, which returns all credits to the queue.
 
     Raises:
         CreditError: the queue does not exist.
@@ -245,23 +239,23 @@ class CreditLine:
     def __init__(self, settings: ProducerSettings, queue: str) -> None:
         self._queue = queue
         self._capacity = _capacity_of(settings)
-        # Messages sent so far, and the number after the current rows; set by the task's thread.
+        # How many messages were sent so far, and how many there are with all current rows. The task's thread sets both.
         self._sent = self._goal = 0
         self._purse = Purse()
-        # Numbers of the held credits by delivery tag; and the set that they belong to, after the first credit.
+        # Numbers of the held credits by delivery tag, and the set of all credits, known since the first one.
         self._numbers: dict[int, int] = {}
         self._pool: str | None = None
         # The current window of the producer; 0 if it is held.
         self._window = 0
-        # None while it does not consume credits.
+        # None while the thread does not consume credits.
         self._consumer_tag: str | None = None
-        # Time of the last credit or of the last check; and whether all credits were missing at that check.
+        # Time of the last credit or of the last check, and whether all credits were missing at this check.
         self._since = time.monotonic()
         self._missed = False
-        # The error that ended it, except errors of the connection.
+        # The error that ended the thread, except errors of the connection.
         self._error: Exception | None = None
         self._stopping = False
-        # It belongs to the thread once the thread runs.
+        # Only the thread uses the connection after its start.
         self._connection = _connect(settings)
         try:
             self._channel = self._open()
@@ -289,7 +283,7 @@ class CreditLine:
     # Called on the task's thread.
 
     def use(self, rows: Iterator[_T], count: int) -> Iterator[_T]:
-        """Pass rows on, and get credits for them. Each row is sent before the next one is requested.
+        """Yield rows, and take credits for them. The caller sends each row before it requests the next one.
 
         Args:
             rows: rows to send.
@@ -313,7 +307,7 @@ class CreditLine:
         with suppress(pika.exceptions.ConnectionWrongStateError):
             self._connection.add_callback_threadsafe(_nothing)
         self._thread.join(GOOD_BYE)
-        # If everything is confirmed, the error does not matter. Otherwise it is the cause of the other error.
+        # If all messages are confirmed, the error does not matter. Otherwise it is the cause of the other error.
         if self._error is not None and exc is not None:
             raise self._error from exc
 
@@ -327,7 +321,7 @@ class CreditLine:
                 if not self._channel.is_open:
                     raise pika.exceptions.ChannelWrongStateError("Channel is closed.")
         except pika.exceptions.AMQPError as error:
-            # When its connection ends, the producer ends too, and reports the reason.
+            # If the connection has ended, the producer ends too and reports the reason.
             if self._connection.is_open:
                 self._error = CreditError(
                     f"the channel with the credits from queue {self._queue!r} was closed: {error!r}"
@@ -335,7 +329,7 @@ class CreditLine:
         except Exception as error:
             self._error = error
         finally:
-            # Nothing may be sent without credits, so close the connection. This ends the producer.
+            # Without credits the task is not allowed to send. Close the connection, which ends the producer.
             with suppress(pika.exceptions.AMQPError):
                 self._connection.close()
 
@@ -345,11 +339,11 @@ class CreditLine:
         purse.plan(sent, producer.unsettled, self._goal - sent)
         self._set_window(purse.window)
         if purse.wants and self._consumer_tag is None:
-            # One more than there are, so that one credit too many is detected.
+            # One more than the number of credits, so that an additional credit is detected.
             self._channel.basic_qos(prefetch_count=number_of_credits(self._capacity) + 1)
             self._consumer_tag = self._channel.basic_consume(self._queue, self._take)
         elif self._consumer_tag is not None and not purse.wants:
-            # pika returns the messages that arrive in the meantime.
+            # pika rejects the messages that arrive in the meantime, so they return to the queue.
             self._channel.basic_cancel(self._consumer_tag)
             self._consumer_tag = None
         tags = purse.release(producer.unsettled)
@@ -391,10 +385,10 @@ class CreditLine:
         raise CreditError(f"the queue of credits {self._queue!r}, or '{self._queue}.tasks', was deleted")
 
     def _ask(self) -> None:
-        """Check where the credits are.
+        """Check that the credits exist.
 
-        Credits on their way between the queues arrive before the second check. So if they are missing at two checks,
-        they are lost.
+        A credit that moves between a task and the queue arrives before the second check. So if all credits are missing
+        at two checks, they are lost.
         """
         self._since = time.monotonic()
         ready, _ = _count(self._connection, self._queue) or (0, 0)
@@ -413,8 +407,8 @@ class CreditLine:
 
 
 def _ignore(*_: object) -> None:
-    """Do nothing; this queue never has messages."""
+    """Do nothing, because this queue never has messages."""
 
 
 def _nothing() -> None:
-    """Do nothing; wakes the thread."""
+    """Do nothing. A call of this function wakes the thread."""

@@ -1,16 +1,16 @@
-"""A job's capacity as credits that its tasks take and return, sans-I/O (C6).
+"""Divides a job's capacity into credits, which its tasks take and return (C6). This module does no I/O.
 
-A *credit* is the right to have a number of unsettled messages, its *units*. All credits of a capacity are messages in a
-queue of the broker. A task takes a credit by a delivery that it does not acknowledge. So the broker gives the credit to
-another task when the task dies. `Purse` has the credits of one task.
+A *credit* allows a task to have a number of unsettled messages, its *units*. Each credit of a capacity is a message in
+a queue of the broker. A task takes a credit as a delivery that it does not acknowledge. So if the task ends, the broker
+gives the credit to another task. `Purse` has the credits of one task.
 
 There are two rules.
 
-- Safety: a task never has more unsettled messages than its credits have units. It reduces its window before it returns
-  a credit.
-- Fairness: a task returns a credit when it has sent a whole window of messages since it got the credit. It returns
-  credits that the current rows do not need immediately. The task that has waited longest gets the next credit, because
-  brokers deliver in this order.
+- Safety: a task never has more unsettled messages than its credits have units. So it reduces its window before it
+  returns a credit.
+- Fairness: a task returns a credit when it has sent a whole window of messages since it got the credit. If the current
+  rows do not need a credit, the task returns it immediately. The task that has waited longest gets the next credit,
+  because brokers deliver in this order.
 """
 
 from __future__ import annotations
@@ -24,15 +24,16 @@ from qflow_client.errors import QflowError
 
 __all__ = ["Credit", "CreditError", "Purse", "issue", "number_of_credits"]
 
-# Maximum number of credits of a capacity. More credits are finer, but each costs the broker two messages for each use.
+# Maximum number of credits of a capacity. More credits are shared more evenly, but each use of a credit costs the
+# broker two messages.
 _MOST = 256
 
-# The divisor for the part of its credits that a task may return at a time while it continues.
+# While a task continues, it returns at most its credits divided by this number at a time.
 _PART = 4
 
 
 class CreditError(QflowError):
-    """The credits of a job are wrong; the text contains the queue, the mistake and the remedy."""
+    """The credits of a job are wrong. The text contains the queue, the mistake and the remedy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +41,10 @@ class Credit:
     """One credit, as a message in the queue.
 
     Attributes:
-        pool: set that it was issued with.
-        number: its number in the set.
+        pool: name of the set of credits to which this credit belongs.
+        number: number of the credit in the set.
         credits: number of credits in the set.
-        units: number of messages that it allows.
+        units: number of messages that this credit allows.
         capacity: number of messages that all credits together allow.
     """
 
@@ -59,7 +60,7 @@ class Credit:
 
     @classmethod
     def decode(cls, body: bytes) -> Credit | None:
-        """Return the credit in a message; ``None`` if it is not a credit."""
+        """Return the credit in a message body, or ``None`` if the body is not a credit."""
         try:
             return cls(**json.loads(body))
         except (TypeError, ValueError):
@@ -72,12 +73,7 @@ def number_of_credits(capacity: int) -> int:
 
 
 def issue(pool: str, capacity: int) -> Iterator[Credit]:
-    """Yield the credits of a capacity: as many as possible, with sizes that differ by at most one unit.
-
-    Args:
-        pool: name of the set.
-        capacity: number of messages.
-    """
+    """Yield the credits of a capacity, as many as possible. Their units differ by at most one."""
     count = number_of_credits(capacity)
     for number in range(count):
         yield Credit(pool, number, count, capacity // count + (number < capacity % count), capacity)
@@ -87,21 +83,21 @@ def issue(pool: str, capacity: int) -> Iterator[Credit]:
 class _Held:
     tag: int
     units: int
-    # Messages that the task had sent when the credit came.
+    # Number of messages that the task had sent when the credit came.
     since: int
 
 
 class Purse:
     """The credits that one task holds, the oldest first.
 
-    Call `plan`, then set the producer's window to `window`. Only then count the unsettled messages and call `release`.
+    Call `plan`, and set the producer's window to `window`. Then count the unsettled messages, and call `release`.
     """
 
     __slots__ = ("_due", "_due_units", "_held", "units", "wants")
 
     def __init__(self) -> None:
         self._held: deque[_Held] = deque()
-        # Number of the oldest credits that have to be returned, and their units.
+        # Number of credits that have to be returned, and their units. They are the oldest ones.
         self._due = self._due_units = 0
         #: Units of all credits, including those that have to be returned.
         self.units = 0
@@ -114,16 +110,16 @@ class Purse:
 
     @property
     def window(self) -> int:
-        """The number of messages that may be unsettled before another one is sent."""
+        """The maximum number of unsettled messages."""
         return self.units - self._due_units
 
     def grant(self, tag: int, units: int, sent: int) -> None:
         """Add a credit.
 
         Args:
-            tag: delivery tag to return it; greater than all earlier ones.
+            tag: delivery tag of the credit; greater than all earlier tags.
             units: units of the credit.
-            sent: messages that the task has sent so far.
+            sent: number of messages that the task has sent so far.
         """
         self._held.append(_Held(tag, units, sent))
         self.units += units
@@ -132,9 +128,9 @@ class Purse:
         """Decide which credits have to be returned, and whether more credits are useful.
 
         Args:
-            sent: messages that the task has sent so far.
-            unsettled: sent messages that are not settled.
-            left: current rows that are not sent.
+            sent: number of messages that the task has sent so far.
+            unsettled: number of sent messages that are not settled.
+            left: number of current rows that are not sent.
         """
         need = unsettled + left
         most = max(1, len(self._held) // _PART)
@@ -152,7 +148,7 @@ class Purse:
         """Remove the credits that can be returned now.
 
         Args:
-            unsettled: messages that are not settled, counted after the producer got the `window`.
+            unsettled: number of unsettled messages, counted after the producer got the `window`.
 
         Returns:
             The delivery tags, in the order in which the credits came.

@@ -25,7 +25,7 @@ __all__ = ["AmqpDataSource", "register"]
 
 
 class AmqpDataSource(DataSource):
-    """The data source; `register` registers it with a session."""
+    """The data source, which `register` registers with a session."""
 
     #: Number of tasks that the session runs at the same time; ``None`` if it is unknown.
     max_concurrent_tasks: ClassVar[int | None] = None
@@ -93,9 +93,9 @@ def register(spark: SparkSession, *, max_concurrent_tasks: int | None = None) ->
 
     Args:
         spark: the session.
-        max_concurrent_tasks: number of tasks that the session may run at the same time; the capacity of a job is
-            divided by it (C6). The default is the current number of slots of the session. Set it if the cluster may
-            grow. The option ``maxConcurrentTasks`` of a job has priority.
+        max_concurrent_tasks: maximum number of tasks that the session runs at the same time. The capacity of a job is
+            divided by this number (C6). The default is the current number of slots of the session. Set it if the
+            cluster may grow. The option ``maxConcurrentTasks`` of a job has priority.
 
     Raises:
         SettingsError: `max_concurrent_tasks` is below 1.
@@ -103,17 +103,17 @@ def register(spark: SparkSession, *, max_concurrent_tasks: int | None = None) ->
     if max_concurrent_tasks is not None and max_concurrent_tasks < 1:
         raise SettingsError(f"max_concurrent_tasks={max_concurrent_tasks}: it must be at least 1")
     slots = _slots(spark) if max_concurrent_tasks is None else max_concurrent_tasks
-    # A new class for each session, because Spark sends it to the workers with its attributes. A class that can be
-    # imported would be sent by name.
+    # Create a class for each session. The workers cannot import it, so Spark sends it to them with its attributes.
     known = {"max_concurrent_tasks": slots, "is_local": str(spark.conf.get("spark.master", "")).startswith("local")}
     source: type[DataSource] = type("AmqpDataSource", (AmqpDataSource,), known)
     spark.dataSource.register(source)
 
 
 def _slots(spark: Any) -> int | None:
-    """Return how many tasks a session can run at the same time, now or as configured; ``None`` if it is unknown.
+    """Return how many tasks a session can run at the same time, or ``None`` if the number is unknown.
 
-    It is unknown with Spark Connect, for a cluster that may grow without a limit, and for one that is not started yet.
+    The number is unknown with Spark Connect, for a cluster that may grow without a limit, and before a cluster has
+    started.
     """
     try:
         context = spark.sparkContext
@@ -129,5 +129,5 @@ def _slots(spark: Any) -> int | None:
             return None
     else:
         executors = conf.get("spark.executor.instances", "0")
-    # Executors start one by one, so some may be missing now.
+    # Executors start one by one, so some may not run yet.
     return max(slots, int(executors) * per_executor) or None

@@ -1,4 +1,4 @@
-"""Deliveries as rows: the columns of a message that is read, and the conversion of rows to Arrow."""
+"""Converts deliveries to rows, and rows to Arrow. It defines the columns of a message."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ COLUMNS = pa.schema(
     ]
 )
 
-#: Maximum number of messages in a batch, and maximum body bytes; one larger message is allowed.
+#: Maximum number of messages in a batch, and maximum body bytes. A larger message is a batch of its own.
 MOST_ROWS = 2000
 MOST_BYTES = 8 << 20
 
@@ -75,7 +75,7 @@ SCHEMA = StructType([StructField(field.name, _TYPES[field.type]) for field in CO
 
 
 def check_schema(schema: StructType) -> None:
-    """Check that the columns of a user's schema are columns of a message, with the same types.
+    """Check that a user's schema has only columns of a message, with the same types.
 
     Raises:
         SchemaError: a column does not exist, or has another type.
@@ -106,7 +106,7 @@ def row_of(method: Any, properties: pika.BasicProperties, body: bytes) -> Row:
 
 
 def batch_of(rows: Sequence[Row], offsets: Sequence[int]) -> pa.RecordBatch:
-    """Return rows with their offsets as a batch; at least one row."""
+    """Return rows with their offsets as a batch. There must be at least one row."""
     columns = [*zip(*rows, strict=True), offsets]
     return pa.RecordBatch.from_arrays(
         [pa.array(values, type=field.type) for values, field in zip(columns, COLUMNS, strict=True)],
@@ -136,7 +136,7 @@ def _headers(headers: Mapping[str, Any] | None) -> list[tuple[str, str | None]] 
 
 
 def _text(value: Any) -> str:
-    """Return a header that is not a string as JSON; bytes are decoded as text."""
+    """Return a header that is not a string as JSON. Bytes are decoded as text."""
     if isinstance(value, (bytes, bytearray)):
         return value.decode(errors="backslashreplace")
     return json.dumps(value, ensure_ascii=False, default=_other)

@@ -1,9 +1,8 @@
-"""Flow logs of any size: Spark aggregates their lines, once or continuously.
+"""Creates reports on flow logs of any size. Spark aggregates their lines, once or continuously.
 
-Each task sums up the lines of its part with `qflow_client.report`. The result is a small number of facts: rows with a
-key, a bucket, and sums and maxima of whole numbers. Spark adds the facts with the same key, in any order and any number
-of parts. The report is made from the totals. So each number has one definition, and one process and a cluster make the
-same report.
+Each task sums up the lines of its part with `qflow_client.report`. The result is a small number of facts. A fact is a
+row with a key, a bucket, and sums and maxima of whole numbers. Spark adds the facts with the same key, in any order.
+The report is made from the totals. So one process and a cluster create the same report from the same logs.
 """
 
 from __future__ import annotations
@@ -39,13 +38,13 @@ _EVENTS = ", ".join(f"`{name}` {_TYPES[kind]}" for name, kind in COLUMNS)
 # Bytes of a file that one task reads.
 _PART = 64 << 20
 # Number of facts in one batch of a task's output.
-_AT_ONCE = 20_000
+_FACTS_IN_BATCH = 20_000
 
 _Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 
 class _Logs:
-    """The logs to read: finished files on this machine, or the files that Spark finds at other addresses."""
+    """The logs to read: finished files on this machine, or files at other addresses, which Spark reads."""
 
     def __init__(self, spark: SparkSession, paths: _Paths) -> None:
         self._spark = spark
@@ -68,11 +67,11 @@ class _Logs:
         return _united([*frames, self._parquet(columnar)] if columnar else frames)
 
     def facts(self, width: int) -> DataFrame:
-        """Return the facts of the tasks, over the whole time; `width` is the bin width of series in microseconds."""
+        """Return the facts of the whole time. `width` is the bin width of series in microseconds."""
         frames = []
         parts = [part for path in self._local if path.suffix != ".parquet" for part in parts_of(path, _PART)]
         if parts:
-            # The tasks read the files themselves. Through the JVM each line would be copied three times.
+            # The tasks read the files directly. Through the JVM each line would be copied three times.
             numbers = self._spark.range(0, len(parts), 1, len(parts))
             frames.append(numbers.mapInArrow(_summing(None, width, _lines_of_parts(parts)), _SCHEMA))
         lines = [self._spark.read.text(self._remote)] if self._remote else []
@@ -101,11 +100,11 @@ def flow_events(spark: SparkSession, paths: _Paths) -> DataFrame:
 
     Args:
         spark: the session.
-        paths: folders and files: ``.jsonl``, ``.jsonl.gz`` or ``.parquet``. In local folders, only finished files are
-            read. Other folders (``s3a://…``) contain JSON lines.
+        paths: folders, and files with the endings ``.jsonl``, ``.jsonl.gz`` or ``.parquet``. Only finished files of
+            local folders are read. Other folders (``s3a://…``) must have JSON lines.
 
     Raises:
-        FlowLogError: there is nothing to read.
+        FlowLogError: there are no flow logs.
     """
     return _Logs(spark, paths).events()
 
@@ -118,7 +117,7 @@ def _lines_of_rows(batches: Iterator[Any]) -> _Raws:
 
 
 def _lines_of_parts(parts: Sequence[Part]) -> Callable[[Iterator[Any]], _Raws]:
-    """Return a function that reads the lines of numbered parts; its rows are part numbers."""
+    """Return a function that reads the lines of parts. Its input rows are numbers of parts."""
 
     def read(batches: Iterator[Any]) -> _Raws:
         for numbers in _lines_of_rows(batches):
@@ -131,12 +130,12 @@ def _lines_of_parts(parts: Sequence[Part]) -> Callable[[Iterator[Any]], _Raws]:
 def _summing(
     window: int | None, width: int, lines: Callable[[Iterator[Any]], _Raws] = _lines_of_rows
 ) -> Callable[[Iterator[Any]], Iterator[Any]]:
-    """Return a function for ``mapInArrow`` that sums up lines to facts, over the whole time or by windows.
+    """Return a function for ``mapInArrow`` that sums up lines to facts, for the whole time or for each window.
 
     Args:
         window: length of a window in microseconds; ``None`` for the whole time.
         width: width of the bins of series over time, in microseconds.
-        lines: returns the lines in the input of a task.
+        lines: reads the lines from the input of a task.
     """
 
     def sum_up(batches: Iterator[Any]) -> Iterator[Any]:
@@ -156,7 +155,7 @@ def _summing(
         for begin, tables in parts.items():
             for fact in tables.facts():
                 rows.append((begin, *_row(fact)))
-                if len(rows) == _AT_ONCE:
+                if len(rows) == _FACTS_IN_BATCH:
                     yield _batch(rows)
                     rows.clear()
         if rows:
@@ -168,7 +167,7 @@ def _summing(
 def _row(fact: Fact) -> tuple[Any, ...]:
     keys = (*fact.keys, *[""] * (len(_KEYS) - len(fact.keys)))
     more = (*fact.more, *[0] * (len(_MORE) - len(fact.more)))
-    # The number of keys is stored, so that the padding can be removed again.
+    # Store the number of keys, so that `_fact` can remove the padding.
     table = f"{fact.table}/{len(fact.keys)}"
     return (table, *keys, fact.bucket, fact.count, fact.total, *more, fact.most, fact.most_2)
 
@@ -215,18 +214,18 @@ def flow_report(
     queues: Iterable[str] | None = None,
     round_trip: float = 0.005,
 ) -> FlowReport:
-    """Report on flow logs of any size. The report is the same as that of `qflow_client.report.flow_report`.
+    """Create a report on flow logs of any size. `qflow_client.report.flow_report` creates the same report.
 
     Args:
         spark: the session.
         paths: as for `flow_events`.
-        maximum: maximum number of messages in a queue (C6). The report advises settings for each queue that keep it.
-        delay: maximum seconds of a message in a queue. The report advises settings for each queue that keep it.
-        queues: queues for the advice; ``None`` for all queues with recorded depth.
-        round_trip: seconds from a publish to its confirm, for the replays.
+        maximum: recommend settings with which each queue has at most this number of messages (C6).
+        delay: recommend settings with which a message is in a queue for at most this number of seconds.
+        queues: queues for the advice; ``None`` for all queues whose depth was recorded.
+        round_trip: seconds from a published message to its confirm in the replays.
 
     Raises:
-        FlowLogError: there is nothing to read.
+        FlowLogError: there are no flow logs.
         ValueError: the maximum or the delay is not more than 0.
     """
     logs = _Logs(spark, paths)
@@ -260,25 +259,26 @@ def flow_report_stream(
     late: float = 600.0,
     trigger: dict[str, Any] | None = None,
 ) -> Any:
-    """Sum up flow logs while they are written. Each window is written once, when no more lines for it are expected.
+    """Sum up flow logs continuously. Each time window is written once, when no more of its lines are expected.
 
-    A `FlowLog` finishes a file after `max_seconds`, so its lines arrive late. Files of other machines arrive when they
-    are copied here. `flow_report_of_stream` makes the report from the completed windows.
+    A `FlowLog` finishes a file after `max_seconds`, so its lines arrive late. Lines of other machines arrive when the
+    files are copied to this folder. `flow_report_of_stream` creates the report from the written windows.
 
     Args:
         spark: the session.
         folder: folder of the flow logs.
         output: folder for the facts and the checkpoint.
-        window: length of a window in seconds; series over time have no finer steps.
-        late: seconds that a line may come after the lines of a later window. Later lines are dropped. Spark counts the
-            dropped facts in the query's progress as ``numRowsDroppedByWatermark``.
-        trigger: arguments for Spark's ``trigger``, such as ``{"availableNow": True}``; by default as fast as possible.
+        window: length of a window in seconds. It is also the smallest step of series over time.
+        late: maximum delay of a line in seconds, relative to the latest line. Lines with a longer delay may be dropped.
+            In the query's progress, ``numRowsDroppedByWatermark`` is the number of dropped facts.
+        trigger: arguments for Spark's ``trigger``, such as ``{"availableNow": True}``. By default batches start as soon
+            as possible.
 
     Returns:
         The query of Spark.
 
     Raises:
-        ValueError: the window or the lateness is not allowed.
+        ValueError: `window` or `late` is not allowed.
     """
     for name, seconds in (("window", window), ("late", late)):
         if not seconds >= 0.001:
@@ -300,11 +300,11 @@ def flow_report_stream(
 
 
 def flow_report_of_stream(spark: SparkSession, output: str | os.PathLike[str]) -> FlowReport:
-    """Make the report from the facts that `flow_report_stream` has written so far. For advice use `flow_report`.
+    """Create the report from the facts that `flow_report_stream` has written so far. It contains no advice.
 
     Args:
         spark: the session.
-        output: the folder of its argument `output`.
+        output: the argument `output` of `flow_report_stream`.
 
     Raises:
         FlowLogError: no window is complete yet.

@@ -1,4 +1,4 @@
-"""From a queue into a spool: consuming, recognising spooled messages, and acknowledging committed ones."""
+"""Takes messages from a queue into a spool, and acknowledges them. Messages that are delivered again are recognised."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ __all__ = ["Consumer", "Intake", "connect", "connect_first", "drain"]
 
 Connection = TypeVar("Connection")
 
-# Maximum seconds that a file of the spool waits for more messages.
+# Maximum seconds that messages wait until they are written to the spool as one file.
 _LONGEST = 0.05
-# Seconds without a delivery after which the task checks whether the queue is empty.
+# If no delivery comes for this number of seconds, the driver checks whether the queue is empty.
 _QUIET = 0.2
 
-# Start of the keys of messages that are recognised by their message ids.
+# First byte of the key of a message that is recognised by its message id.
 _BY_ID = b"i"
 
 
 def connect_first(
     urls: Sequence[str], timeout: float, opening: Callable[[pika.URLParameters], Connection]
 ) -> Connection:
-    """Connect to the first reachable one of several brokers.
+    """Connect to the first broker that can be reached.
 
     Args:
-        urls: URLs of the brokers.
+        urls: URLs of the brokers, in the order in which they are tried.
         timeout: maximum seconds for each broker.
-        opening: opens the connection.
+        opening: opens a connection.
 
     Raises:
         ConnectionFailed: no broker can be reached.
@@ -59,26 +59,27 @@ def connect_first(
 
 
 def connect(urls: Sequence[str], timeout: float) -> pika.BlockingConnection:
-    """Do the work of `connect_first` with a `BlockingConnection`, which waits for each answer."""
+    """Connect to the first broker that can be reached, with pika's `BlockingConnection`."""
     return connect_first(urls, timeout, pika.BlockingConnection)
 
 
 class Intake:
     """Takes the messages of a queue into a spool. All methods except `wake` belong to one thread.
 
-    A spooled message is delivered again if its connection ended before the acknowledgement. Such a message is
-    recognised, and not spooled again. If it was certainly not acknowledged, it is recognised by its content, even among
-    several equal messages. If it may have been acknowledged, it is recognised only by its message id.
+    If a connection ends before a spooled message is acknowledged, the broker delivers the message again. The intake
+    recognises such a message, and does not spool it again. If the message was certainly not acknowledged, the intake
+    recognises it by its content, even among several equal messages. If it may have been acknowledged, the intake
+    recognises it only by its message id.
 
     Args:
         connection: connection to the broker.
         queue: name of the queue.
         spool: spool for the messages.
         prefetch: maximum number of unacknowledged messages, from 1 to 65535.
-        limit: offset at which the spool is full; further messages stay in the queue. ``None`` for no limit.
+        limit: offset at which the spool is full. Further messages stay in the queue. ``None`` for no limit.
 
     Raises:
-        ConnectionFailed: the queue does not exist, or it may not be consumed.
+        ConnectionFailed: the queue does not exist, or the user is not allowed to consume it.
     """
 
     def __init__(
@@ -90,24 +91,24 @@ class Intake:
         self._limit = limit
         #: Number of delivered messages.
         self.received = 0
-        # Messages that are not in the spool yet, in order, with their delivery tags; and the time since which they
+        # Messages that are not in the spool yet, in order, with their delivery tags, and the time since which they
         # wait.
         self._rows: list[Row] = []
         self._tags: list[int] = []
         self._bytes = 0
         self._since = 0.0
-        # Tag of the first unwanted delivery. This message and the later unwanted ones stay in the queue.
+        # Tag of the first delivery after the limit. This message and later ones stay in the queue.
         self._unwanted: int | None = None
         # Whether the broker has cancelled the consumer.
         self._cancelled = False
         # Delivery tags of spooled and unacknowledged messages, by offset.
         self._unacked: dict[int, int] = {}
-        # Offsets of messages from an earlier run that may be delivered again, by their keys.
+        # Offsets of messages of an earlier run that may be delivered again, by key.
         self._known: dict[bytes, deque[int]] = {}
         self._remember()
-        #: Whether a message was recognised that has not been acknowledged since.
+        #: Whether a message was recognised and is not acknowledged yet.
         self.has_known = False
-        #: Whether all messages that an ended connection returned have arrived. All later messages are new.
+        #: Whether all messages that an ended connection has returned to the queue have arrived. Later messages are new.
         self.settled = False
         try:
             self._channel: BlockingChannel = connection.channel()
@@ -115,8 +116,8 @@ class Intake:
             self._channel.add_on_cancel_callback(self._cancel)
             #: Number of ready messages at the start.
             self.ready = self._count_ready()
-            # 0 is the priority of every consumer. RabbitMQ refuses this argument for streams. A stream must not be read
-            # here, because only its new messages would come, and a restarted query would lose messages.
+            # 0 is the default priority, but RabbitMQ refuses this argument for streams. A stream must be refused. Its
+            # consumer would get only new messages, and a restarted query would lose messages.
             self._consumer_tag = self._channel.basic_consume(queue, self._take, arguments={"x-priority": 0})
             self._settle(self.ready == 0)
         except pika.exceptions.AMQPError as error:
@@ -138,7 +139,8 @@ class Intake:
     def _settle(self, settled: bool) -> None:
         if settled and not self.settled:
             self.settled = True
-            # An equal message may now be a new one. But a message id belongs to only one message.
+            # From now on, a message with the same content may be a new message. But a message id belongs to only one
+            # message.
             self._known = {key: offsets for key, offsets in self._known.items() if key[:1] == _BY_ID}
 
     def _cancel(self, method: Any) -> None:
@@ -180,7 +182,7 @@ class Intake:
         self._bytes = 0
 
     def run_once(self, patience: float) -> None:
-        """Process events. Return when a message has come, when an action was done, or when the time is over.
+        """Process events until a message has come, an action was called, or the time is over.
 
         Args:
             patience: maximum seconds.
@@ -213,15 +215,15 @@ class Intake:
         self.flush()
 
     def wake(self, action: Callable[[], None]) -> None:
-        """Let `run_once` call a function, unless the connection is lost. Any thread may call this method."""
+        """Make `run_once` call a function, unless the connection is lost. Any thread may call this method."""
         with suppress(pika.exceptions.ConnectionWrongStateError):
             self._connection.add_callback_threadsafe(action)
 
     def acknowledge(self, before: int) -> None:
-        """Acknowledge all messages before an offset, and wait until the broker has processed this.
+        """Acknowledge all messages before an offset, and wait until the broker has processed the acks.
 
         Raises:
-            ConnectionFailed: the connection is lost; some messages may be acknowledged.
+            ConnectionFailed: the connection is lost. Some messages may be acknowledged.
         """
         self.has_known = False
         tags = sorted(tag for offset, tag in self._unacked.items() if offset < before)
@@ -236,17 +238,17 @@ class Intake:
             else:
                 for tag in tags:
                     self._channel.basic_ack(tag)
-            # The answer means that the earlier acks have been processed.
+            # The broker answers after it has processed the acks.
             self._count_ready()
         except pika.exceptions.AMQPError as error:
             raise ConnectionFailed(f"acknowledging to queue {self._queue!r} failed: {error}") from error
 
     def is_drained(self) -> bool:
-        """Ask the broker whether no more messages can be expected."""
+        """Return True if the broker reports that the queue is empty and all deliveries have arrived."""
         before = self.received
         try:
             ready = self._count_ready()
-            # Deliveries that were on their way have arrived before that answer.
+            # Earlier deliveries have arrived before the answer.
             self._connection.process_data_events(0)
         except pika.exceptions.AMQPError as error:
             raise ConnectionFailed(f"consuming queue {self._queue!r} ended: {error}") from error
@@ -264,24 +266,23 @@ class Intake:
 
 
 def drain(connection: pika.BlockingConnection, queue: str, spool: Spool, limit: int | None) -> None:
-    """Take the current messages of a queue into a spool, and acknowledge them once they are on disk.
+    """Take the current messages of a queue into a spool, and acknowledge them when they are on disk.
 
     Args:
-        connection: connection to the broker.
-        queue: name of the queue.
-        spool: spool for the messages; its existing messages count.
+        spool: spool for the messages. Its existing messages are part of the limit.
         limit: maximum number of messages in the spool; ``None`` for all ready messages.
     """
     prefetch = MOST_ROWS
     if limit is not None:
-        # Unacknowledged messages come again, and unwanted ones should not be delivered.
+        # The unacknowledged messages of the spool are delivered again. Messages after the limit should not be
+        # delivered.
         prefetch = max(1, min(prefetch, limit - spool.acknowledged))
     intake = Intake(connection, queue, spool, prefetch, limit)
     quiet_since = time.monotonic()
     while intake.received < intake.ready and (limit is None or spool.end < limit or intake.known_again):
         before = intake.received
         intake.run_once(_QUIET)
-        # Each acknowledged message makes room for another delivery.
+        # After each ack the broker sends another message.
         intake.acknowledge(spool.end if limit is None else min(spool.end, limit - prefetch))
         if intake.received > before:
             quiet_since = time.monotonic()
@@ -295,9 +296,7 @@ class Consumer:
     """An `Intake` on a separate thread, for a streaming query.
 
     Args:
-        connection: connection to the broker.
-        queue: name of the queue.
-        spool: spool for the messages; it belongs to this object until `stop`.
+        spool: spool for the messages. Only this object may use it until `stop`.
         prefetch: maximum number of messages that Spark has not committed.
     """
 
@@ -305,11 +304,11 @@ class Consumer:
         self._connection = connection
         self._spool = spool
         self._intake = Intake(connection, queue, spool, prefetch)
-        # Protects the fields below; notified when messages have come or the thread has ended.
+        # Protects the fields below. Notified when messages have come or the thread has ended.
         self._changed = threading.Condition()
         self._error: Exception | None = None
         self._stopping = False
-        # Offset up to which Spark has committed, and offset up to which messages are acknowledged.
+        # Offset up to which Spark has committed messages, and offset up to which messages are acknowledged.
         self._done = self._acknowledged = 0
         self._thread = threading.Thread(target=self._run, name=f"qflow-intake {queue}", daemon=True)
         self._thread.start()
@@ -364,7 +363,7 @@ class Consumer:
         return self._spool.end
 
     def pieces(self, start: int, end: int) -> list[Piece]:
-        """Return the places of the messages between two offsets.
+        """Return the files and rows of the messages between two offsets.
 
         Raises:
             SpoolError: some messages are not in the spool.
@@ -373,7 +372,7 @@ class Consumer:
             return self._spool.pieces(start, end)
 
     def done(self, before: int) -> None:
-        """Note that Spark has committed all messages before an offset, and wait until they are acknowledged.
+        """Acknowledge all messages before an offset, because Spark has committed them. Wait until this is done.
 
         Raises:
             ConnectionFailed: the thread has ended because the connection was lost.
@@ -382,17 +381,17 @@ class Consumer:
             if before > self._done and not self._stopping:
                 self._done = before
                 self._intake.wake(_nothing)
-            # Spark may end this process at any time after this method has returned.
+            # Wait, because Spark may end this process when the method has returned.
             while self._acknowledged < min(before, self._done) and not self._stopping:
                 self._changed.wait()
         self.end()
 
     def wait_beyond(self, offset: int, timeout: float) -> bool:
-        """Wait until there is a message at an offset. Return whether there is one."""
+        """Wait until a message has an offset. Return False if there is none in time."""
         deadline = time.monotonic() + timeout
         with self._changed:
             while self._spool.end <= offset and not self._stopping:
-                # A message is in the spool a moment after its delivery.
+                # Messages are written to the spool a moment after their delivery.
                 if not self._changed.wait(min(_LONGEST, deadline - time.monotonic())) and time.monotonic() >= deadline:
                     return False
         return self.end() > offset
@@ -404,7 +403,7 @@ class Consumer:
                 self._changed.wait(_LONGEST)
 
     def stop(self, timeout: float = 5.0) -> None:
-        """Close the connection, after acknowledging the messages that Spark has committed."""
+        """Acknowledge the messages that Spark has committed, and close the connection."""
         with self._changed:
             already = self._stopping
             self._stopping = True

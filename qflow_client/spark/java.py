@@ -1,4 +1,4 @@
-"""Finds the Java runtime that Spark needs. Without this check Spark fails with an unclear error."""
+"""Finds the Java runtime that Spark needs. If it is missing, the error is clearer than that of Spark."""
 
 from __future__ import annotations
 
@@ -23,12 +23,10 @@ class JavaMissing(QflowError):
 
 
 def check_java() -> Path:
-    """Find the Java that a Spark session of this process will use: that of ``JAVA_HOME``, or otherwise of ``PATH``.
+    """Find the Java that a Spark session of this process will use, in ``JAVA_HOME`` or else in ``PATH``.
 
-    Call it before the session is created. Without Java, Spark reports only that a process has ended.
-
-    Returns:
-        The path of the java program.
+    Call this function before you create the session. Without Java, Spark reports only that a process has ended. The
+    result is the path of the java program.
 
     Raises:
         JavaMissing: there is no Java, or it is too old.

@@ -1,4 +1,4 @@
-"""Reads a RabbitMQ stream. Each task reads its own range of offsets itself, as often as Spark requests."""
+"""Reads a RabbitMQ stream. Each task reads its own range of offsets from the broker, as often as Spark requests."""
 
 from __future__ import annotations
 
@@ -82,12 +82,12 @@ class OffsetOptions:
         """Read a job's options, on the driver.
 
         Args:
-            given: options from Spark.
+            given: texts of the options, from Spark.
             streaming: whether it is a streaming query.
             slots: number of tasks that run at the same time; ``None`` if it is unknown.
 
         Raises:
-            SettingsError: an option does not exist, or a value is not allowed.
+            SettingsError: an option is unknown, or a value is not allowed.
         """
         values = read(given, broker_options() | _COMMON | (_STREAM if streaming else _BATCH))
         if "startingTimestamp" in values and "startingOffsets" in values:
@@ -112,7 +112,7 @@ class OffsetOptions:
 
 
 def beginning(options: OffsetOptions, consumer: StreamConsumer) -> int:
-    """Return the offset to start with."""
+    """Return the first offset to read."""
     if isinstance(options.start, int):
         return options.start
     found = consumer.begin() if options.start == EARLIEST else None
@@ -124,7 +124,7 @@ def beginning(options: OffsetOptions, consumer: StreamConsumer) -> int:
 
 
 class OffsetRange(InputPartition):
-    """The range of one task."""
+    """The range of offsets that one task reads."""
 
     def __init__(self, start: int, end: int) -> None:
         super().__init__(None)

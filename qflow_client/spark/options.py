@@ -1,4 +1,4 @@
-"""The options of ``format("amqp")``: their names and allowed values, and a task's share of the job's limits."""
+"""The options of ``format("amqp")``: their names and allowed values. Each task gets a share of the job's limits."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Option:
     """An option that is not a setting of a producer.
 
     Attributes:
-        parse: converts the text; raises ``ValueError`` if it is not allowed.
+        parse: converts the text. It raises ``ValueError`` if the text is not allowed.
         allowed: description of the allowed values.
     """
 
@@ -66,14 +66,14 @@ def text_of(what: str, most: int = 4096) -> Option:
     return Option(parse, f"{what}, of at most {most} bytes")
 
 
-# Options of Spark itself that come with the others.
+# Spark's own options, which Spark passes together with the options of this format.
 _SPARKS = frozenset({"checkpointlocation", "queryname"})
 
 _PRODUCER = {field.name: field for field in fields(ProducerSettings) if field.metadata}
 
 
 def camel(name: str) -> str:
-    """Return a name in Spark's style: ``max_producer_flow_control_wait`` becomes ``maxProducerFlowControlWait``."""
+    """Return a name in Spark's style, such as ``maxCapacity`` for ``max_capacity``."""
     return re.sub("_(.)", lambda match: match[1].upper(), name)
 
 
@@ -81,11 +81,11 @@ def read(given: Mapping[str, str], known: Mapping[str, Option]) -> dict[str, Any
     """Parse the given options.
 
     Args:
-        given: options from Spark: text by name. Names are not case-sensitive.
-        known: existing options by name.
+        given: texts of the options by name, from Spark. Names are not case-sensitive.
+        known: the known options by name.
 
     Raises:
-        SettingsError: an option does not exist, or a value is not allowed.
+        SettingsError: an option is unknown, or a value is not allowed.
     """
     names = {name.lower(): name for name in known}
     values = {}
@@ -110,12 +110,12 @@ def producer_options() -> dict[str, Option]:
 
 
 def broker_options() -> dict[str, Option]:
-    """Return the options for the broker in a job that only reads, for `broker_of`."""
+    """Return the options with which a job that only reads connects to the broker. `broker_of` uses their values."""
     return {name: option for name, option in producer_options().items() if name in ("url", "connectTimeout")}
 
 
 def broker_of(values: Mapping[str, Any]) -> tuple[tuple[str, ...], float]:
-    """Return the brokers to try, and the maximum seconds for each. Other values come from the environment."""
+    """Return the URLs of the brokers, and the maximum seconds for each. Missing values come from the environment."""
     timeout = {"connect_timeout": values["connectTimeout"]} if "connectTimeout" in values else {}
     settings = ProducerSettings.load(values.get("url"), **timeout)
     return settings.urls, settings.connect_timeout
@@ -124,7 +124,7 @@ def broker_of(values: Mapping[str, Any]) -> tuple[tuple[str, ...], float]:
 _SINK = {
     "bodyFormat": one_of(*BODY_FORMATS),
     "capacityPerTask": whole("messages"),
-    # Queue names have at most 255 bytes, and other queues have this name plus a suffix.
+    # A queue name has at most 255 bytes. The names of two other queues are this name plus a suffix.
     "creditQueue": text_of("the name of a queue", 240),
     "jobId": text_of("a name for the job", 200),
     "maxConcurrentTasks": whole("tasks"),
@@ -138,12 +138,12 @@ class SinkOptions:
     """The options of a job that writes.
 
     Attributes:
-        producer: settings of each task's producer, with a share of the job's limits (C6).
+        producer: settings for the producer of each task. They have the task's share of the job's limits (C6).
         body_format: ``"column"`` or ``"json"``.
         message_id: one of `MESSAGE_IDS`.
-        job_id: name of the job in message ids by position and in the summary; ``None`` if none was given.
-        summary_path: file for summaries, which are appended; ``None`` for none.
-        credit_queue: queue of credits for the job's capacity. ``None`` to divide the capacity among the tasks instead.
+        job_id: name of the job, for message ids and the summary; ``None`` if the option is missing.
+        summary_path: file to which summaries are appended; ``None`` for no file.
+        credit_queue: queue with the credits of the job's capacity. If it is ``None``, each task gets a fixed share.
     """
 
     producer: ProducerSettings
@@ -158,11 +158,11 @@ class SinkOptions:
         """Read a job's options, on the driver.
 
         Args:
-            given: options from Spark.
-            slots: number of tasks that run at the same time, unless an option sets it; ``None`` if it is unknown.
+            given: texts of the options, from Spark.
+            slots: number of tasks that run at the same time; ``None`` if it is unknown. An option has priority.
 
         Raises:
-            SettingsError: an option does not exist, a value is not allowed, or a limit is too small to be divided.
+            SettingsError: an option is unknown, a value is not allowed, or a limit is too small for the tasks.
         """
         values = read(given, producer_options() | _SINK)
         slots = values.get("maxConcurrentTasks", slots)
@@ -210,7 +210,7 @@ class SinkOptions:
 def _share(settings: ProducerSettings, per_task: int | None, slots: int | None) -> ProducerSettings:
     """Return the settings of one task, with its share of the job's capacity, bytes and rate.
 
-    All settings are explicit, so that the environment of an executor changes nothing.
+    All settings are explicit, because the environment of an executor must not change them.
     """
     shares: dict[str, Any] = {} if per_task is None else {"capacity": per_task}
     for name in ("capacity", "capacity_bytes"):
@@ -242,5 +242,5 @@ def _known(slots: int | None, name: str) -> int:
 
 
 def named(settings: ProducerSettings, name: str) -> ProducerSettings:
-    """Return the settings with a name for one producer, which is added to the job's name."""
+    """Return settings in which `name` is added to the name of the producer."""
     return settings.replace(name=f"{settings.name} {name}"[:255])

@@ -1,4 +1,4 @@
-"""Writing: one producer for each task. A task is complete only when all of its messages are confirmed."""
+"""Writes rows with one producer for each task. A task is complete when all its messages are confirmed."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Task:
     """The identity of a task.
 
     Attributes:
-        job: id of the job; for a streaming query the id of the query, which restarts do not change.
+        job: id of the job. For a streaming query it is the id of the query, which stays the same after a restart.
         batch: id of the batch; ``None`` outside of streaming queries.
         partition: partition of the task.
         attempt: number of the attempt; 0 for the first.
@@ -51,22 +51,22 @@ class Task:
     attempt: int = 0
 
     def __str__(self) -> str:
-        """Return the start of message ids by position, which is the same for all attempts."""
+        """Return the first part of the task's message ids. It is the same for all attempts."""
         batch = "" if self.batch is None else f"{self.batch}-"
         return f"{self.job}-{batch}{self.partition}"
 
 
 @dataclass(frozen=True, slots=True)
 class TaskReport(WriterCommitMessage):
-    """The messages that one task sent, all confirmed, and how long it was held.
+    """The numbers of one task. All its messages are confirmed.
 
     Attributes:
         task: the task.
         rows: number of messages sent.
         bytes: body bytes of these messages.
-        seconds: from the first row to the last confirm.
+        seconds: seconds from the first row to the last confirm.
         times_flowed: how often its producer was blocked (flowed).
-        seconds_flowed: seconds for which it was held, by hold kind.
+        seconds_flowed: seconds for which the producer was held, by hold kind.
     """
 
     task: Task
@@ -79,7 +79,7 @@ class TaskReport(WriterCommitMessage):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """The messages that a job, or one batch of a streaming query, sent; all are confirmed.
+    """The numbers of a job, or of one batch of a streaming query. All its messages are confirmed.
 
     Attributes:
         job: id of the job.
@@ -132,7 +132,7 @@ class Summary:
 
 
 class _Sink:
-    """The common part of both writers. It is created on the driver, and sent to the tasks."""
+    """The common code of both writers. Spark creates it on the driver, and sends it to the tasks."""
 
     def __init__(self, options: SinkOptions, rows: Rows) -> None:
         self._options = options
@@ -196,14 +196,13 @@ def write_task(options: SinkOptions, rows: Rows, batches: Iterable[pa.RecordBatc
     """Send the rows of one task, and wait until all of them are confirmed.
 
     Args:
-        options: options of the job.
         rows: converts the rows to messages.
-        batches: batches of rows.
-        task: identity of the task. Messages of a later attempt may be second copies, and have a header for this.
+        task: identity of the task. Messages of a second or later attempt have a header, because they may be second
+            copies.
 
     Raises:
-        FlowControlTimeout: a row was held beyond the time limit. This row and all later ones were not sent.
-        ConfirmTimeout: all rows are sent, but no confirm has come for too long.
+        FlowControlTimeout: a row was held for too long. This row and all later rows were not sent.
+        ConfirmTimeout: all rows were sent, but confirms are missing and none has come for too long.
         CreditError: the credits are wrong.
         DeliveryError, UndeliveredMessages: messages were returned, nacked or rejected, or the connection was lost.
         RowError: AMQP cannot represent a row.
@@ -234,7 +233,7 @@ def write_task(options: SinkOptions, rows: Rows, batches: Iterable[pa.RecordBatc
                     size += len(payload.body if isinstance(payload, Message) else payload)
             except (TypeError, ValueError) as error:
                 raise RowError(f"partition {task.partition}, row {count}: {error}") from error
-            # If the broker refuses the first message, it usually refuses all. So do not wait until the last row.
+            # If the broker refuses the first message, it usually refuses all. So raise the error before the last row.
             if first is not None and (refused := first.error()) is not None:
                 raise refused
         flush(producer, settings)
@@ -243,7 +242,7 @@ def write_task(options: SinkOptions, rows: Rows, batches: Iterable[pa.RecordBatc
 
 
 def flush(producer: Producer, settings: ProducerSettings) -> None:
-    """Wait for the last confirms as long as there is progress, like a `send` that waits.
+    """Wait for the last confirms as long as confirms arrive.
 
     Raises:
         ConfirmTimeout: no confirm came for `max_producer_flow_control_wait`.

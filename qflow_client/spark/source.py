@@ -1,4 +1,4 @@
-"""Reading: the driver takes messages from a queue into a spool, and each task reads its part of the spool."""
+"""Reads a queue. The driver takes messages into a spool, and each task reads its part of the spool."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from qflow_client.spark.spool import Piece, Spool, inline, read_piece
 
 __all__ = ["MOST_UNACKED", "Part", "Reader", "SourceOptions", "part_of", "ranges", "rows_of"]
 
-#: Maximum number of unacknowledged messages, because AMQP's prefetch count has 16 bits.
+#: Maximum number of unacknowledged messages. AMQP's prefetch count has 16 bits.
 MOST_UNACKED = 65_535
 
 _SOURCE = {
@@ -58,13 +58,13 @@ class SourceOptions:
         """Read a job's options, on the driver.
 
         Args:
-            given: options from Spark.
+            given: texts of the options, from Spark.
             streaming: whether it is a streaming query.
             slots: number of tasks that run at the same time; ``None`` if it is unknown.
             local: whether the tasks run on the driver's machine.
 
         Raises:
-            SettingsError: an option does not exist or is missing, or a value is not allowed.
+            SettingsError: an option is unknown or missing, or a value is not allowed.
         """
         left_out = _BATCH_ONLY if streaming else _STREAM_ONLY
         known: dict[str, Option] = broker_options() | {
@@ -86,16 +86,16 @@ class SourceOptions:
         )
 
     def spool(self, kind: str) -> Spool:
-        """Return the spool. It is not entered yet.
+        """Create the spool. The caller enters its context manager.
 
         Args:
-            kind: ``"batch"`` or ``"stream"``; a spool can be used for one kind only.
+            kind: ``"batch"`` or ``"stream"``. A spool can be used for only one kind.
         """
         return Spool(self.spool_path, {"kind": kind, "queue": self.queue})
 
 
 class Part(InputPartition):
-    """The part of one task."""
+    """The messages that one task reads."""
 
     def __init__(self, pieces: Sequence[Piece]) -> None:
         super().__init__(None)
@@ -103,12 +103,12 @@ class Part(InputPartition):
 
 
 def part_of(pieces: list[Piece], shared: bool) -> Part:
-    """Return the part of one task. If the task cannot read the files, the part contains the rows."""
+    """Return the part for one task. If the task cannot read the files, the part contains the rows."""
     return Part(pieces if shared else [inline(piece) for piece in pieces])
 
 
 def ranges(start: int, end: int, count: int) -> Iterator[tuple[int, int]]:
-    """Divide offsets into ranges of nearly equal size; no range is empty."""
+    """Divide offsets into ranges of nearly equal size. No range is empty."""
     count = min(count, end - start)
     for at in range(count):
         yield start + (end - start) * at // count, start + (end - start) * (at + 1) // count
@@ -122,7 +122,7 @@ def rows_of(part: InputPartition, schema: StructType) -> Iterator[pa.RecordBatch
 
 
 class Reader(DataSourceReader):
-    """Reads the current messages of a queue once into a spool, and then the spool as often as Spark requests."""
+    """Reads the current messages of a queue into a spool once. Spark then reads the spool, once or more."""
 
     def __init__(self, options: SourceOptions, schema: StructType) -> None:
         check_schema(schema)

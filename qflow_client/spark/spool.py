@@ -1,7 +1,8 @@
-"""A durable spool: messages in order of arrival, each with an offset, until they are deleted.
+"""A durable spool, which stores messages in the order of their arrival. Each message has an offset.
 
-A queue delivers each message once, but Spark may ask for the same rows again. So the spool is between them. It is a
-folder of Arrow files; each file is complete or does not exist. The spool does not depend on AMQP or Spark.
+A queue delivers each message once, but Spark may request the same rows again. So Spark reads the rows from the spool.
+The spool is a folder of Arrow files. Each file is complete or does not exist. The spool does not depend on AMQP or
+Spark.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _VERSION = 1
 
 
 class SpoolError(QflowError):
-    """A spool cannot be used; the text contains the folder and the reason."""
+    """A spool cannot be used. The text contains the folder and the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +37,7 @@ class Piece:
         path: path of the file.
         start: number of the first row in the file, from 0.
         count: number of rows.
-        data: the rows themselves, as an Arrow stream; ``None`` if they have to be read from the file.
+        data: the rows as an Arrow stream; ``None`` if the rows have to be read from the file.
     """
 
     path: str
@@ -46,11 +47,12 @@ class Piece:
 
 
 class Spool:
-    """A folder of messages. The context manager locks it.
+    """A folder with messages. The context manager locks the folder.
 
     Args:
-        path: folder of the spool; created if it does not exist.
-        holds: purpose of the spool, such as the queue. A spool with another purpose is refused.
+        path: the folder. It is created if it does not exist.
+        holds: purpose of the spool, such as the name of the queue. It is stored. A spool with another purpose is
+            refused.
 
     Raises:
         SpoolError: the spool is in use, or has another purpose.
@@ -60,7 +62,7 @@ class Spool:
         self.path = Path(path)
         self._holds = {"version": _VERSION} | holds
         self._lock: IO[str] | None = None
-        # First offset of each file, in order, and the number of its rows.
+        # The first offset and the number of rows of each file, in order.
         self._starts: list[int] = []
         self._counts: list[int] = []
         #: Offset of the next message.
@@ -120,7 +122,7 @@ class Spool:
     def _write(self, name: str, data: bytes | pa.Buffer) -> None:
         """Write a file so that it is complete or does not exist, even after a crash."""
         part = self.path / f"{name}.part"
-        # A process that died may have left a partial file.
+        # A killed process may have left a partial file.
         part.unlink(missing_ok=True)
         with os.fdopen(open_private(part, os.O_WRONLY | os.O_EXCL), "wb") as file:
             file.write(data)
@@ -135,16 +137,16 @@ class Spool:
 
     @property
     def begin(self) -> int:
-        """The first offset that still exists."""
+        """The first offset that is not deleted."""
         return self._starts[0] if self._starts else self.end
 
     @property
     def complete(self) -> bool:
-        """Whether `finish` was called, so that no messages will be added."""
+        """Whether `finish` was called. No messages are added then."""
         return self._read_state("complete") is not None
 
     def finish(self) -> None:
-        """Note that no messages will be added."""
+        """Store that no more messages will be added."""
         self._write_state("complete", True)
 
     def append(self, rows: pa.RecordBatch) -> None:
@@ -156,19 +158,19 @@ class Spool:
         self.end = start + count
 
     def mark_acknowledged(self, before: int) -> None:
-        """Note that messages before an offset may be acknowledged from now on."""
+        """Store that messages before an offset may be acknowledged from now on."""
         if before > self.acknowledged:
             self._write_state("marks", {"acknowledged": before})
             self.acknowledged = before
 
     def forget(self, before: int) -> None:
-        """Delete the files that only have messages before an offset. Keep the last file, which shows the end."""
+        """Delete the files whose messages are all before an offset. Keep the last file, which shows the end."""
         while len(self._starts) > 1 and self._starts[0] + self._counts[0] <= before:
             (self.path / _name(self._starts[0], self._counts[0])).unlink()
             del self._starts[0], self._counts[0]
 
     def pieces(self, start: int, end: int) -> list[Piece]:
-        """Return the places of the messages between two offsets.
+        """Return the files and rows of the messages between two offsets.
 
         Raises:
             SpoolError: some messages are not in the spool.
@@ -210,7 +212,7 @@ def read_piece(piece: Piece) -> pa.RecordBatch:
     """Return the rows of a piece.
 
     Raises:
-        SpoolError: its file does not exist.
+        SpoolError: the file does not exist.
     """
     try:
         source = piece.data if piece.data is not None else Path(piece.path).read_bytes()

@@ -1,7 +1,7 @@
-"""RabbitMQ streams over AMQP 0-9-1: finding the first and last offsets, and reading a range of offsets.
+"""Consumes RabbitMQ streams over AMQP 0-9-1. It finds the first and last offsets, and reads ranges of offsets.
 
-It uses pika's own event loop instead of its `BlockingConnection`. A `BlockingConnection` rejects deliveries that arrive
-while it closes. Streams do not support rejects, and RabbitMQ then closes the connection.
+The module uses pika's event loop. pika's `BlockingConnection` is not suitable, because it rejects deliveries that
+arrive while it closes. Streams do not support rejects, so RabbitMQ would close the connection with an error.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ from qflow_client.spark.intake import connect_first
 __all__ = ["Cursor", "StreamConsumer", "StreamError"]
 
 _OFFSET = "x-stream-offset"
-# Prefetch count. RabbitMQ sends whole chunks, so there may be more unacknowledged deliveries.
+# Prefetch count. There may be more unacknowledged deliveries, because RabbitMQ sends whole chunks.
 _PREFETCH = 1000
-# Seconds to wait for a message of a stream that seems to be empty.
+# Maximum seconds to wait for a message if a stream seems to be empty.
 _EMPTY = 1.0
 # Maximum seconds to wait for the broker's answer to a close.
 _GOODBYE = 5.0
-# Maximum seconds without messages of a range, for example from a replica that does not have them yet.
+# Maximum seconds to wait for the next message of a range. A replica may not have the message yet.
 _PATIENCE = 30.0
 
 
 class StreamError(QflowError):
-    """A stream does not have the requested messages; the text contains the stream and the offsets."""
+    """A stream does not have the requested messages. The text contains the stream and the offsets."""
 
 
 class Cursor:
-    """Decides which deliveries of a stream belong to a range of offsets, and which offsets are missing.
+    """Decides which deliveries of a stream belong to a range of offsets. It also finds the missing offsets.
 
-    A chunk may begin before the requested offset. A gap need not be a loss, because some entries of a stream are not
-    messages. An example are the offsets that consumers store in the stream.
+    A chunk may begin before the requested offset. A gap does not prove a loss, because some entries of a stream are not
+    messages. For example, consumers store their offsets in the stream.
 
     Args:
         start: first offset.
@@ -52,7 +52,7 @@ class Cursor:
         #: The next expected offset.
         self.at = start
         self.end = end
-        #: Missing offsets of the range, each as the first offset and the offset after the last.
+        #: The gaps in the range. Each gap is the first missing offset and the offset after the last missing one.
         self.gaps: list[tuple[int, int]] = []
 
     @property
@@ -61,7 +61,7 @@ class Cursor:
         return self.at >= self.end
 
     def take(self, offset: int) -> bool:
-        """Record a delivery. Return whether it belongs to the range and is new."""
+        """Record a delivery. Return True if it belongs to the range and is new."""
         if offset < self.at or self.done:
             return False
         if offset > self.at:
@@ -71,7 +71,7 @@ class Cursor:
 
 
 class _Opened:
-    """A connection and its state. The constructor raises the errors that pika reports to callbacks."""
+    """A connection and its state. pika reports errors to callbacks; the constructor raises them."""
 
     def __init__(self, parameters: pika.URLParameters) -> None:
         self.failure: BaseException | None = None
@@ -103,7 +103,7 @@ class _Opened:
 
 
 class StreamConsumer:
-    """A connection for consuming a stream. It is a context manager, and must be used on one thread.
+    """A connection that consumes a stream. It is a context manager. Use it on only one thread.
 
     Args:
         urls: URLs of the brokers to try.
@@ -118,7 +118,7 @@ class StreamConsumer:
         self._stream = stream
         self._timeout = timeout
         self._opened = connect_first(urls, timeout, _Opened)
-        # The condition that `_run` waits for.
+        # `_run` waits until this condition is true.
         self._done: Callable[[], object] = bool
 
     def __enter__(self) -> Self:
@@ -138,11 +138,11 @@ class StreamConsumer:
             self._opened.loop.stop()
 
     def _run(self, done: Callable[[], object], patience: float) -> bool:
-        """Process events until a condition is true. Return False if the time was over first.
+        """Process events until a condition is true. Return False if this takes too long.
 
         Raises:
             ConnectionFailed: the connection or a channel is lost.
-            StreamError: it is not a stream.
+            StreamError: the queue is not a stream.
         """
         opened = self._opened
         if not done() and opened.failure is None:
@@ -157,7 +157,7 @@ class StreamConsumer:
         return bool(done())
 
     def _call(self, method: Callable[..., object], *arguments: Any, **keywords: Any) -> None:
-        """Call a method that the broker answers, and wait for the answer."""
+        """Call a method of pika, and wait for the broker's answer."""
         answers: list[object] = []
 
         def answered(frame: object) -> None:
@@ -169,7 +169,7 @@ class StreamConsumer:
             raise ConnectionFailed(f"stream {self._stream!r}: the broker did not answer in {self._timeout:g} s")
 
     def _barrier(self, channel: Any) -> None:
-        """Wait for an answer of the broker. All earlier deliveries have arrived before it."""
+        """Send a request to the broker, and wait for the answer. Then all earlier deliveries have arrived."""
         self._call(channel.queue_declare, self._stream, passive=True)
 
     @contextmanager
@@ -177,7 +177,7 @@ class StreamConsumer:
         """Open a channel that consumes the stream from an offset.
 
         Raises:
-            ConnectionFailed: the stream does not exist, or it may not be consumed.
+            ConnectionFailed: the stream does not exist, or the user is not allowed to consume it.
         """
         opened = self._opened
         channel: Any = opened.connection.channel(on_open_callback=self._moved)
@@ -204,10 +204,10 @@ class StreamConsumer:
         self._opened.loop.stop()
 
     def _offset_of(self, properties: Any) -> int | None:
-        """Return the offset of a delivery. If it has none, return ``None``, and end the reading with an error."""
+        """Return the offset of a delivery. If it has no offset, return ``None`` and stop reading with an error."""
         if properties.headers is not None and _OFFSET in properties.headers:
             return int(properties.headers[_OFFSET])
-        # pika would treat an exception here as a lost connection.
+        # Do not raise an exception here, because pika would treat it as a lost connection.
         self._opened.failure = StreamError(
             f"messages of {self._stream!r} have no {_OFFSET}, so it is a queue: name it with the option queue"
         )
@@ -215,11 +215,11 @@ class StreamConsumer:
         return None
 
     def _probe(self, offset: str | int | datetime, *, to_the_end: bool) -> tuple[int, int] | None:
-        """Return the first and the last offset that are delivered from an offset on; ``None`` if there are none.
+        """Consume from an offset. Return the first and last delivered offsets, or ``None`` if there are no messages.
 
         Args:
-            offset: offset as in RabbitMQ's argument.
-            to_the_end: whether the last offset has to be the last of the stream.
+            offset: value of RabbitMQ's argument ``x-stream-offset``.
+            to_the_end: whether to consume up to the end of the stream.
         """
         found: list[int] = []
         tags = [0]
@@ -244,22 +244,22 @@ class StreamConsumer:
         return found[0], found[1]
 
     def begin(self) -> int | None:
-        """Return the first offset of the stream; ``None`` if the stream is empty."""
+        """Return the first offset of the stream, or ``None`` if the stream is empty."""
         found = self._probe("first", to_the_end=False)
         return None if found is None else found[0]
 
     def end(self) -> int | None:
-        """Return the offset after the last message; ``None`` if the stream is empty (for example by retention)."""
+        """Return the offset after the last message, or ``None`` if the stream is empty (for example by retention)."""
         found = self._probe("last", to_the_end=True)
         return None if found is None else found[1] + 1
 
     def since(self, when: datetime) -> int | None:
-        """Return the first offset of the chunk with the first messages after a time; ``None`` if there are none yet."""
+        """Return the first offset of the first chunk after a time, or ``None`` if there is no such chunk."""
         found = self._probe(when, to_the_end=False)
         return None if found is None else found[0]
 
     def reaches(self, offset: int) -> bool:
-        """Return whether the stream has reached an offset: the previous message or a later one exists."""
+        """Return True if a message exists at the previous offset or at a later one."""
         return offset == 0 or self._probe(offset - 1, to_the_end=False) is not None
 
     def read(self, start: int, end: int, *, lossless: bool = True) -> Iterator[pa.RecordBatch]:
@@ -287,7 +287,7 @@ class StreamConsumer:
             del properties.headers[_OFFSET]
             received += 1
             if cursor.take(offset):
-                # An empty table means that the publisher sent no headers.
+                # If the publisher sent no headers, RabbitMQ delivers an empty table.
                 properties.headers = properties.headers or None
                 rows.append(row_of(method, properties, body))
                 offsets.append(offset)
@@ -302,7 +302,7 @@ class StreamConsumer:
         if cursor.done:
             return
         with self._consuming(start, _PREFETCH, take):
-            # Some or all messages may have arrived with the answer to the consume.
+            # Messages may have arrived with the answer to Basic.Consume.
             finished = False
             while not finished:
                 before = received
@@ -333,7 +333,7 @@ class StreamConsumer:
 
 
 def lost(stream: str, first: int, last: int) -> StreamError:
-    """Return the error for offsets that do not exist any more, from `first` to the offset before `last`."""
+    """Return the error for deleted messages, from offset `first` to the offset before `last`."""
     return StreamError(
         f"stream {stream!r} no longer has the offsets {first} to {last - 1}: its retention (x-max-length-bytes, "
         "x-max-age) has removed them; set failOnDataLoss to false to continue without them"

@@ -1,6 +1,6 @@
-"""Streaming queries.
+"""The readers of streaming queries.
 
-From a queue, messages are acknowledged when Spark has committed them. A RabbitMQ stream keeps its messages.
+Messages of a queue are acknowledged when Spark has committed them. A RabbitMQ stream keeps its messages.
 """
 
 from __future__ import annotations
@@ -26,10 +26,9 @@ __all__ = ["OffsetStreamReader", "StreamReader"]
 
 T = TypeVar("T")
 
-# Seconds without a delivery after which a query that ends by itself expects no more messages.
+# A query that ends by itself stops waiting for messages if none comes for this number of seconds.
 _PATIENCE = 2.0
-# Seconds for which the known end of a RabbitMQ stream is used again, because Spark requests it a hundred times per
-# second.
+# Seconds for which the known end of a RabbitMQ stream is used. Spark requests the end a hundred times per second.
 _FRESH = 0.1
 
 
@@ -40,12 +39,12 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         check_schema(schema)
         self._options = options
         self._schema = schema
-        # Only set after Spark has requested the first batch. `read` runs in a task, on a copy without them.
+        # Set when Spark requests the first batch. `read` runs in a task, on a copy of this object without them.
         self._spool: Spool | None = None
         self._consumer: Consumer | None = None
-        # The greatest offset that Spark has been given.
-        self._told = 0
-        # Whether the query ends by itself; and then the offset at which it ends.
+        # The greatest offset that was returned to Spark.
+        self._greatest = 0
+        # Whether the query ends by itself, and the offset at which it ends.
         self._ends = False
         self._target: int | None = None
 
@@ -56,29 +55,29 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             offset: offset from Spark's checkpoint.
 
         Raises:
-            SpoolError: the offset is not from this spool. No messages are added in this case, because the next attempt
+            SpoolError: the offset does not belong to this spool. Then no messages are added, because the next attempt
                 would treat them as the messages of the checkpoint.
         """
         options = self._options
         assert options.most is not None
         if self._spool is None:
             self._spool = options.spool("stream").__enter__()
-            self._told = self._spool.end
-        if offset > self._told:
+            self._greatest = self._spool.end
+        if offset > self._greatest:
             raise SpoolError(
-                f"the checkpoint is at offset {offset}, but the spool {options.spool_path} ended at {self._told} "
+                f"the checkpoint is at offset {offset}, but the spool {options.spool_path} ended at {self._greatest} "
                 "when the query began; they belong together, so restore or delete both"
             )
         if self._consumer is None:
             connection = connect(options.urls, options.connect_timeout)
-            # The next batch arrives while Spark works on the current one.
+            # Twice the size of a batch, because the next batch arrives while Spark works on the current one.
             self._consumer = Consumer(connection, options.queue, self._spool, min(2 * options.most, MOST_UNACKED))
         return self._consumer
 
     def initialOffset(self) -> dict[str, int]:
         self._open()
         assert self._spool is not None
-        # Messages that an earlier query has finished may still be in the spool.
+        # The spool may still contain messages that an earlier query has processed.
         return {"offset": max(self._spool.begin, self._spool.acknowledged)}
 
     def getDefaultReadLimit(self) -> ReadLimit:
@@ -92,9 +91,9 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         consumer.done(begin)
         end = self._end_of_all(consumer, begin) if self._ends else consumer.end()
         most = getattr(limit, "max_rows", None)
-        told = max(begin, end if most is None else min(end, begin + most))
-        self._told = max(self._told, told)
-        return {"offset": told}
+        offset = max(begin, end if most is None else min(end, begin + most))
+        self._greatest = max(self._greatest, offset)
+        return {"offset": offset}
 
     def reportLatestOffset(self) -> dict[str, int] | None:
         return None if self._consumer is None else {"offset": self._consumer.end()}
@@ -103,13 +102,13 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         self._ends = True
 
     def _end_of_all(self, consumer: Consumer, begin: int) -> int:
-        """Return the offset up to which to read the messages that were in the queue at the start.
+        """Return the offset after the messages that were in the queue at the start.
 
-        It waits for some of them.
+        The method waits until at least one of them has arrived.
         """
         if self._target is None:
             while consumer.received < consumer.ready and consumer.end() <= begin:
-                # No message for that long: other consumers have them, or they have expired.
+                # The missing messages have expired, or other consumers have them.
                 if not consumer.wait_beyond(begin, _PATIENCE):
                     break
             if consumer.received >= consumer.ready or consumer.end() <= begin:
@@ -146,15 +145,15 @@ class OffsetStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         check_schema(schema)
         self._options = options
         self._schema = schema
-        # Only set after Spark has requested an offset. `read` runs in a task, on a copy without it.
+        # Set when Spark requests an offset. `read` runs in a task, on a copy of this object without it.
         self._consumer: StreamConsumer | None = None
         # The offset after the last message, and the time at which it was found.
         self._end: tuple[int, float] | None = None
-        # Set for a query that ends by itself; it ends where the stream ended at the start.
+        # True for a query that ends by itself, at the end that the stream had at the start.
         self._end_stays = False
 
     def _ask(self, question: Callable[[StreamConsumer], T]) -> T:
-        """Send a request to the broker. If the idle connection has been closed, repeat the request on a new one."""
+        """Send a request to the broker. If the idle connection was closed, repeat the request on a new connection."""
         rested, self._consumer = self._consumer, None
         if rested is not None:
             try:
@@ -189,7 +188,7 @@ class OffsetStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         if known is None or not (known[0] > begin or self._end_stays or time.monotonic() < known[1] + _FRESH):
             end = self._ask(StreamConsumer.end)
             if end is None:
-                # Either nothing was published yet, or retention has removed everything. The next messages show which.
+                # The stream is empty: either new, or by retention. The next messages show which.
                 end = begin
             elif end < begin and not self._ask(lambda consumer: consumer.reaches(begin)):
                 raise StreamError(

@@ -27,31 +27,32 @@ from qflow_client.cli.stopping import Stopped, Stopping
 __all__ = ["demo"]
 
 QUEUE = "flights"
-# The example of the worst case in the documentation of Qpid C++'s flow control (C6).
+# These thresholds are from the worst case in the documentation of Qpid C++'s flow control (C6).
 STOP, RESUME = 100, 70
 ARGUMENTS = {"qpid.flow_stop_count": STOP, "qpid.flow_resume_count": RESUME}
 CAPACITIES = (50, 15)
-# At this rate all flights take one minute.
+# At this rate the consumer needs one minute for all flights.
 RATE = 5_600.0
-# Seconds between two checks of the queue, two frames of the display, two columns of the chart, and two lines without a
-# terminal.
+# Seconds between two checks of the queue, two frames of the display, two columns of the chart, and two lines of text if
+# there is no terminal.
 _LOOK, _PICTURE, _COLUMN, _LINE = 0.02, 0.1, 0.2, 5.0
-# Seconds without a change after which the producers cannot fill the queue further; and after which the run fails.
+# If nothing changes for this number of seconds, the producers cannot fill the queue further. After the second number
+# the run fails.
 _STILL = 0.5
 _PATIENCE = 30.0
 
 
 @dataclass(slots=True)
 class _Actor:
-    """A process, and this end of its pipe."""
+    """A process of the demonstration, and the pipe to it."""
 
     process: multiprocessing.process.BaseProcess
     reports: Connection
-    # Whether its last report has arrived.
+    # Whether the last report has arrived.
     ended: bool = False
 
     def latest(self) -> Any:
-        """Return the latest report; ``None`` if there is no new one.
+        """Return the latest report, or ``None`` if there is no new report.
 
         Raises:
             CommandError: the process has failed.
@@ -69,7 +70,7 @@ class _Actor:
 
 @contextmanager
 def _actor(name: str, body: Callable[..., None], *arguments: object) -> Iterator[_Actor]:
-    """Run a process during the block. It ends with the block at the latest."""
+    """Run a process during the block. At the end of the block the process is terminated if it still runs."""
     # A forked process would inherit the broker's sockets and locks.
     spawn = multiprocessing.get_context("spawn")
     ours, theirs = spawn.Pipe()
@@ -86,15 +87,7 @@ def _actor(name: str, body: Callable[..., None], *arguments: object) -> Iterator
 
 
 class _Stage:
-    """One run of the demonstration.
-
-    Args:
-        broker: the running broker.
-        enforcement: how its queue holds back the producers.
-        messages: number of flights.
-        producers: process of the producers.
-        consumer: process of the consumer.
-    """
+    """One run of the demonstration."""
 
     def __init__(
         self, broker: Broker, enforcement: Enforcement, messages: int, producers: _Actor, consumer: _Actor
@@ -121,7 +114,7 @@ class _Stage:
         )
 
     def look(self) -> None:
-        """Read new reports, and the state of the queue.
+        """Read new reports and the state of the queue.
 
         Raises:
             CommandError: a process has failed, or nothing has changed for too long.
@@ -137,11 +130,11 @@ class _Stage:
             raise CommandError(f"nothing has changed for {_PATIENCE:.0f} s: {progress_line(self.run, self.note, 0)}")
 
     def play(self) -> Iterator[None]:
-        """Run the demonstration, with one check in each step."""
+        """Run the demonstration. Each step of this generator makes one check."""
         while not self._all_held() and not self._producers.ended:
             self.look()
             yield
-        # The consumer starts late: the queue is above its stop threshold, and every producer is blocked.
+        # Start the consumer now, when the queue is above its stop threshold and every producer is blocked.
         self._tell_consumer("begin")
         self.note = "the slow consumer takes what the broker lets the producers send"
         while not self._producers.ended or self.run.queue.depth:
@@ -166,7 +159,7 @@ class _Stage:
         if sum(producer.sent for producer in producers) == self.run.messages:
             return True
         held = self.run.queue.flow_stopped and bool(producers) and all(producer.holds for producer in producers)
-        # A window that is full only for a moment does not count.
+        # A producer whose window is full only for a moment is not held.
         return held and time.monotonic() - self._moved_at >= _STILL
 
 
@@ -210,7 +203,7 @@ def _perform(
 
 
 def demo(
-    # These messages are enough to block both producers before the consumer starts.
+    # The minimum is large enough to block both producers before the consumer starts.
     messages: Annotated[
         int,
         typer.Option(
@@ -237,7 +230,7 @@ def demo(
             metavar="NUMBER",
             min=1,
             show_default=False,
-            help="Maximum number of messages per second that the consumer takes (default: 5600).",
+            help="Maximum number of messages per second for the consumer (default: 5600).",
         ),
     ] = RATE,
     as_json: AsJson = False,
@@ -248,15 +241,15 @@ def demo(
 
     The broker runs in this process. Its queue has a stop threshold of 100 messages and a resume threshold of 70. Two
     producers, with capacities 50 and 15, publish as fast as they can. The consumer is slower, and starts late. At the
-    end an audit checks three things. No message was lost or delivered twice. The queue never had more than 165
+    end an audit checks three conditions. No message was lost or delivered twice. The queue never had more than 165
     messages, which is the stop threshold plus the capacities of the producers. Every producer was blocked (flowed), and
-    released (unflowed) again.
+    later unblocked (unflowed).
 
     Exit codes: 0 if the audit passed; 1 if it failed; 130 or 143 after Ctrl-C or SIGTERM.
     """
     console = Console(stderr=True, quiet=as_json)
     with Stopping() as stopping:
-        # Check that the data exists before anything starts.
+        # Fail before anything starts if the data does not exist.
         open_flights().__exit__(None, None, None)
         try:
             run, took = _perform(messages, enforcement, consumer_rate, console, stopping)

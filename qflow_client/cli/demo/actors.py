@@ -23,12 +23,12 @@ __all__ = ["Failed", "Ledger", "consume", "produce"]
 
 # Seconds between two reports.
 _PERIOD = 0.1
-# Seconds that a producer waits at its end to be unflowed.
+# Maximum seconds that a producer waits until it is unflowed, after its last message.
 _PATIENCE = 60.0
 # Number of messages that the consumer acknowledges together, and its prefetch count.
 _BATCH = 10
 _PREFETCH = 40
-# Start of a message id; the number of the flight follows.
+# A message id is this text followed by the number of the flight.
 _ID = "flight-"
 
 
@@ -37,7 +37,7 @@ class Failed(Exception):
 
 
 def _run(reports: Connection, body: Callable[[], None]) -> None:
-    # Ctrl-C goes to the whole process group. The foreground process decides how the other processes react.
+    # The terminal sends Ctrl-C to every process of the group. Only the foreground process handles it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         body()
@@ -50,13 +50,10 @@ def _run(reports: Connection, body: Callable[[], None]) -> None:
 
 
 class _Feeder(threading.Thread):
-    """A producer that sends records from a shared source until the source is empty.
+    """A thread with a producer that sends records from a shared source until the source is empty.
 
     Args:
-        url: URL of the broker.
-        queue: name of the queue.
-        capacity: capacity of the producer.
-        take: returns the next record; ``None`` if there is none.
+        take: returns the next record, or ``None`` at the end.
     """
 
     def __init__(self, url: str, queue: str, capacity: int, take: Callable[[], Record | None]) -> None:
@@ -66,9 +63,9 @@ class _Feeder(threading.Thread):
         self._begun = ProducerTally(name, capacity)
         self._sent = 0
         self._checksum = 0
-        # Counted on the producer's callback thread.
+        # Changed on the producer's callback thread.
         self._confirmed = 0
-        # The error that ended it early; None if there is none.
+        # The error that ended the thread early; None if there is none.
         self.error: Exception | None = None
         self._producer = Producer(url, routing_key=queue, capacity=capacity, name=name, on_delivery=self._delivered)
 
@@ -84,14 +81,14 @@ class _Feeder(threading.Thread):
                 self._sent += 1
                 self._checksum += zlib.crc32(body)
             self._producer.flush()
-            # A confirmed message does not mean that the producer is unflowed. The consumer has to make room first.
+            # After the last confirm the producer may still be flowed, until the consumer has made room.
             self._producer.wait_unflowed(_PATIENCE)
         except Exception as error:
-            # The error is raised later where the process ends, not in this thread.
+            # The main thread raises the error at the end of the process.
             self.error = error
 
     def report(self) -> ProducerTally:
-        """Return its current progress."""
+        """Return the current progress of the producer."""
         state = self._producer.flow_state
         return replace(
             self._begun,
@@ -104,10 +101,10 @@ class _Feeder(threading.Thread):
         )
 
     def last_report(self) -> ProducerTally:
-        """Return its final progress, and close the producer. The thread has ended."""
+        """Close the producer, and return its final progress. Call it after the end of the thread."""
         report = self.report()
         self._producer.close(timeout=1.0)
-        # All callbacks have been called now.
+        # The producer has now called all callbacks.
         return replace(report, confirmed=self._confirmed)
 
 
@@ -115,13 +112,11 @@ def produce(url: str, queue: str, capacities: Sequence[int], messages: int, repo
     """Publish flights with one producer for each capacity, each as fast as it can.
 
     Args:
-        url: URL of the broker.
-        queue: name of the queue.
-        capacities: capacities of the producers.
+        capacities: the capacity of each producer.
         messages: number of flights of all producers together.
-        reports: receives a list of `ProducerTally` ten times per second; it is closed after the last one.
+        reports: receives a list of `ProducerTally` ten times per second. It is closed after the last report.
     """
-    # The user's own settings for producers must not change the demonstration.
+    # Remove the user's settings for producers, because they would change the demonstration.
     for name in tuple(os.environ):
         if name.startswith("QFLOW_"):
             del os.environ[name]
@@ -151,14 +146,14 @@ def _produce(url: str, queue: str, capacities: Sequence[int], messages: int, rep
 
 
 class Ledger:
-    """Records which messages have arrived, by number.
+    """Counts how often each message has arrived.
 
     Args:
         messages: expected number of messages, numbered from 1.
     """
 
     def __init__(self, messages: int) -> None:
-        # How often each number has arrived; more than two arrivals count as two.
+        # Number of arrivals of each message; 2 stands for two or more.
         self._times = bytearray(messages + 1)
         self._consumed = 0
         self._repeated = 0
@@ -179,7 +174,7 @@ class Ledger:
             self._times[number] = 1
 
     def report(self, *, last: bool) -> ConsumerTally:
-        """Return what has arrived so far. Missing messages are counted only in the last report."""
+        """Return the numbers so far. Only the last report has the number of missing messages."""
         missing = self._times.count(0) - 1 if last else 0
         return ConsumerTally(self._consumed, self._repeated, missing, self._unknown, self._checksum)
 
@@ -188,12 +183,10 @@ def consume(url: str, queue: str, messages: int, rate: float, reports: Connectio
     """Consume messages at a limited rate, and acknowledge them in batches.
 
     Args:
-        url: URL of the broker.
-        queue: name of the queue.
         messages: expected number of messages.
         rate: messages per second, on average.
-        reports: receives a `ConsumerTally` ten times per second. The first object from the other end is the sign to
-            start, the next one the sign to end.
+        reports: receives a `ConsumerTally` ten times per second. The consumer starts when the first object arrives from
+            the other end, and ends when the second object arrives.
     """
     _run(reports, lambda: _consume(url, queue, messages, rate, reports))
 
@@ -215,9 +208,9 @@ def _consume(url: str, queue: str, messages: int, rate: float, reports: Connecti
             taken += 1
             unacked += 1
             last_tag = method.delivery_tag
-        # No message came for a while: acknowledge a partial batch, because producers may wait for room.
+        # No message came for a while. Acknowledge a partial batch, because producers may wait for room.
         if unacked == _BATCH or (method is None and unacked):
-            # The schedule counts from the start, so that delays of a busy machine do not add up.
+            # Compute the time from the start, so that delays of a busy machine do not add up.
             ahead = taken / rate - (time.monotonic() - begun)
             if ahead > 0:
                 time.sleep(ahead)

@@ -1,4 +1,4 @@
-"""The conditions that must be true at the end of the demonstration. No I/O: it takes tallies and returns lines."""
+"""The conditions that must be true at the end of the demonstration. This module does no I/O."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from qflow_client.broker import Enforcement
 
 __all__ = ["AuditLine", "ConsumerTally", "ProducerTally", "QueueTally", "Run", "audit", "to_json"]
 
-#: The holds that a broker causes to slow a producer down.
+#: The kinds of holds with which a broker slows a producer down.
 BY_THE_BROKER = (HoldKind.CHANNEL_FLOW, HoldKind.CAPACITY)
 
-# Even a producer that ignores Channel.Flow is held by its own capacity if confirms are held too.
+# If the broker also delays confirms, a producer that ignores Channel.Flow reaches its own capacity.
 _HELD_BY = {
     Enforcement.CHANNEL_FLOW: HoldKind.CHANNEL_FLOW,
     Enforcement.COMPLETION: HoldKind.CAPACITY,
@@ -27,11 +27,11 @@ class ProducerTally:
     """The numbers that one producer reports.
 
     Attributes:
-        name: of the producer.
+        name: name of the producer.
         capacity: maximum number of its unsettled messages.
-        sent: messages that the producer accepted.
-        confirmed: sent messages that the broker confirmed.
-        checksum: checksum of the bodies; the order does not matter.
+        sent: number of messages that the producer accepted.
+        confirmed: number of sent messages that the broker confirmed.
+        checksum: checksum of the bodies. It does not depend on their order.
         holds: kinds of its current holds.
         times_flowed: how often it was blocked (flowed).
         seconds_flowed: seconds for which the producer was held, by kind of hold.
@@ -52,7 +52,7 @@ class ConsumerTally:
     """The numbers that the consumer reports.
 
     Attributes:
-        consumed: messages, including second copies.
+        consumed: number of messages, including second copies.
         repeated: number of second copies.
         missing: number of messages that never arrived.
         unknown: number of messages that no producer sent.
@@ -71,13 +71,13 @@ class QueueTally:
     """The state of the queue in the broker.
 
     Attributes:
-        enforcement: how it holds back its producers.
+        enforcement: how the queue holds its producers.
         stop: the stop threshold in messages.
         resume: the resume threshold in messages.
-        depth: messages in it at the end.
+        depth: number of messages at the end.
         peak_depth: maximum number of messages.
-        flow_stopped: whether its flow state is ON at the end.
-        flow_stopped_count: how often it turned ON.
+        flow_stopped: whether the flow state is ON at the end.
+        flow_stopped_count: how often the queue turned ON.
     """
 
     enforcement: Enforcement
@@ -107,7 +107,7 @@ class Run:
 
     @property
     def highest_allowed(self) -> int:
-        """The maximum depth that is allowed: the stop threshold plus the sum of the capacities (C6)."""
+        """The maximum allowed depth: the stop threshold plus the sum of the capacities (C6)."""
         return self.queue.stop + sum(producer.capacity for producer in self.producers)
 
 
@@ -118,7 +118,7 @@ class AuditLine:
     Attributes:
         statement: the condition.
         measured: the measured value.
-        difference: how far the condition is missed; empty if it is true.
+        difference: how far the measured value is from the condition; empty if the condition is true.
     """
 
     statement: str

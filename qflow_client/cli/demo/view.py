@@ -1,4 +1,4 @@
-"""The display of the demonstration during the run, and its audit."""
+"""Displays the run of the demonstration, and its audit."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class _Rate:
         self._seen: deque[tuple[float, int]] = deque()
 
     def of(self, number: int, now: float) -> float:
-        """Record a number, and return how fast it grows per second."""
+        """Record a number, and return its growth per second."""
         self._seen.append((now, number))
         while len(self._seen) > 2 and now - self._seen[1][0] >= _WINDOW:
             self._seen.popleft()
@@ -39,11 +39,7 @@ class _Rate:
 
 @dataclass(slots=True)
 class Scene:
-    """The live view.
-
-    Attributes:
-        enforcement: how the queue holds back its producers.
-    """
+    """The live view."""
 
     enforcement: str
     # Minimum and maximum depth for each column of the chart.
@@ -51,15 +47,13 @@ class Scene:
     _rates: dict[str, _Rate] = field(default_factory=dict)
 
     def add_column(self, depths: Sequence[int]) -> None:
-        """Add a column of the chart from depths; at least one."""
+        """Add a column to the chart. `depths` must not be empty."""
         self._depths.append((min(depths), max(depths)))
 
     def render(self, run: Run, note: str, seconds: float) -> RenderableType:
         """Return the display for the current state.
 
         Args:
-            run: current state of the run.
-            note: current step, for people.
             seconds: seconds since the start.
         """
         queue = run.queue
@@ -101,7 +95,7 @@ class Scene:
             table.add_column(name, justify="right", no_wrap=True)
         table.add_column("now held by", no_wrap=True, min_width=len(", ".join(BY_THE_BROKER)))
         for kind in BY_THE_BROKER:
-            # Seconds so far.
+            # Each of these columns has seconds.
             table.add_column(kind, justify="right", no_wrap=True)
         for producer in run.producers:
             held = [text.seconds(producer.seconds_flowed.get(kind, 0.0)) for kind in BY_THE_BROKER]
