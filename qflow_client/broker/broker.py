@@ -13,22 +13,9 @@ from importlib import import_module
 from typing import Unpack
 
 from qflow_client.broker.core.broker import Broker as CoreBroker
-from qflow_client.broker.core.broker import url_host
 from qflow_client.broker.core.channelflow import ChannelFlow
-from qflow_client.broker.core.session import State
-from qflow_client.broker.core.snapshots import (
-    BindingSnapshot,
-    ChannelSnapshot,
-    ConnectionSnapshot,
-    ExchangeSnapshot,
-    MemorySnapshot,
-    QueueSnapshot,
-    binding_snapshots,
-    channel_snapshot,
-    connection_snapshot,
-    exchange_snapshot,
-    queue_snapshot,
-)
+from qflow_client.broker.core.embedding import on_loop, url_host
+from qflow_client.broker.core.snapshots import MemorySnapshot, QueueSnapshot, queue_snapshot
 from qflow_client.broker.policies.definitions import (
     Definitions,
     Exported,
@@ -99,7 +86,7 @@ class Broker(CoreBroker):
                 host,
                 self._journal,
                 self._server.touch,
-                self._on_trouble,
+                self._server.set_alarm,
             )
         # Only set if there is an HTTP API.
         self._http = None
@@ -120,13 +107,15 @@ class Broker(CoreBroker):
         return f"{scheme}://{url_host(self.settings.http_host)}:{self._http.port}"
 
     @property
+    @on_loop()
     def memory(self) -> MemorySnapshot:
         """The memory that messages take, and the bytes that were written to disk, at this moment."""
-        return self._call(lambda: MemorySnapshot() if self._journal is None else self._journal.snapshot())
+        return MemorySnapshot() if self._journal is None else self._journal.snapshot()
 
+    @on_loop()
     def definitions(self) -> Definitions:
         """The queues, exchanges and bindings, without exclusive queues and without the exchanges of every broker."""
-        return self._call(lambda: export_definitions(self._host, self._rules))
+        return export_definitions(self._host, self._rules)
 
     def load_definitions(self, definitions: Definitions) -> None:
         """Declare everything, or nothing. Objects that exist with the same settings stay as they are.
@@ -138,10 +127,6 @@ class Broker(CoreBroker):
             DefinitionError: a definition is refused; the text contains its name and the reason.
         """
         self._call_in_steps(self.load_in_steps(definitions), lasts=True)
-
-    # The iterators below run on the broker's own loop and yield one object at a time. Each snapshot shows its object at
-    # the moment of the yield, so other work may run between two snapshots. An object that is deleted in the meantime is
-    # left out. An object that is created in the meantime is not included.
 
     def load_in_steps(self, definitions: Definitions) -> Generator[None, None, None]:
         """Do the work of `load_definitions` in steps, on the broker's loop: one iteration declares one object.
@@ -158,15 +143,6 @@ class Broker(CoreBroker):
         """The same as `definitions` without the policies. It may be read in several iterations of the loop."""
         return each_definition(self._host)
 
-    def each_queue(self) -> Iterator[QueueSnapshot]:
-        """The queues, in the order in which they were declared."""
-        return (queue_snapshot(queue) for queue in tuple(self._host.queues.values()) if not queue.is_deleted)
-
-    def each_connection(self) -> Iterator[ConnectionSnapshot]:
-        """The connections, oldest first."""
-        sessions = self._server.sessions
-        return (connection_snapshot(session) for session in sessions if session.state is not State.ENDED)
-
     def _count_answer(self, change: int) -> None:
         """Add a change, in bytes, to the memory that answers of the HTTP API take."""
         if self._journal is not None:
@@ -174,35 +150,7 @@ class Broker(CoreBroker):
             # The change may block publishers or unblock them.
             self._server.touch()
 
-    def has_queue(self, name: str) -> bool:
-        """Whether a queue with this name exists."""
-        return name in self._host.queues
-
-    def has_exchange(self, name: str) -> bool:
-        """Whether an exchange with this name exists."""
-        return name in self._host.topology.exchanges
-
-    @property
-    def connection_count(self) -> int:
-        """The number of connections."""
-        return len(self._server.sessions)
-
-    def each_channel(self) -> Iterator[ChannelSnapshot]:
-        """The open channels."""
-        for session in self._server.sessions:
-            for channel in tuple(session.channels.values()):
-                if not channel.is_closing and session.state is not State.ENDED:
-                    yield channel_snapshot(channel)
-
-    def each_exchange(self) -> Iterator[ExchangeSnapshot]:
-        """The exchanges, the default exchange first."""
-        return (exchange_snapshot(exchange) for exchange in tuple(self._host.topology.exchanges.values()))
-
-    def each_binding(self) -> Iterator[BindingSnapshot]:
-        """The bindings, grouped by exchange."""
-        for exchange in tuple(self._host.topology.exchanges.values()):
-            yield from binding_snapshots(exchange)
-
+    @on_loop(changes=True)
     def set_thresholds(self, queue: str, **marks: int | None) -> QueueSnapshot:
         """Change the marks of a queue while it is in use (D4). The flow state changes immediately if necessary.
 
@@ -227,21 +175,18 @@ class Broker(CoreBroker):
         unknown = sorted(marks.keys() - set(MARKS))
         if unknown:
             raise TypeError(f"{', '.join(unknown)} is not a mark; the marks are {', '.join(MARKS)}")
-
-        def change() -> QueueSnapshot:
-            found = self._host.queue(queue)
-            rule_of(found).steered = steered(found, marks)
-            self._host.apply_rules(found)
-            return queue_snapshot(found)
-
-        return self._call(change, changes=True)
+        found = self._host.queue(queue)
+        rule_of(found).steered = steered(found, marks)
+        self._host.apply_rules(found)
+        return queue_snapshot(found)
 
     # Policies.
 
     @property
+    @on_loop()
     def policies(self) -> tuple[Policy, ...]:
         """The policies, in the order in which they were first set."""
-        return self._call(lambda: tuple(self._rules.policies))
+        return tuple(self._rules.policies)
 
     def set_policy(self, policy: Policy) -> None:
         """Add a policy, or replace the policy with the same name; existing queues get it immediately (D4).
@@ -290,10 +235,12 @@ class Broker(CoreBroker):
             yield step
 
     @property
+    @on_loop()
     def rate_limits(self) -> tuple[RateLimit, ...]:
         """The rate limits, in the order in which they were first set."""
-        return self._call(lambda: tuple(self._rates))
+        return tuple(self._rates)
 
+    @on_loop(changes=True)
     def set_rate_limit(self, limit: RateLimit) -> None:
         """Add a rate limit, or replace the limit for the same exchange, queue or user (F6).
 
@@ -305,13 +252,10 @@ class Broker(CoreBroker):
         """
         if not isinstance(limit, RateLimit):
             raise TypeError(f"limit must be a RateLimit, not {type(limit).__name__}: {limit!r:.60}")
+        self._rates.set(limit, self._host.clock())
+        self._controls.limit_rates(True)
 
-        def change() -> None:
-            self._rates.set(limit, self._host.clock())
-            self._controls.limit_rates(True)
-
-        self._call(change, changes=True)
-
+    @on_loop(changes=True)
     def delete_rate_limit(self, apply_to: RateScope | str, name: str) -> None:
         """Remove a rate limit, and unblock the channels that it blocks.
 
@@ -323,10 +267,5 @@ class Broker(CoreBroker):
             LookupError: there is no such limit.
             ValueError: `apply_to` has another value.
         """
-        scope = RateScope(apply_to)
-
-        def change() -> None:
-            self._rates.delete(scope, name)
-            self._controls.limit_rates(bool(self._rates))
-
-        self._call(change, changes=True)
+        self._rates.delete(RateScope(apply_to), name)
+        self._controls.limit_rates(bool(self._rates))

@@ -29,7 +29,8 @@ The other files are not on this path.
 - For the virtual host (`virtualhost.py`), `topology.py` declares exchanges and bindings, `timers.py` calls back at due
   times.
 
-All of this happens on the event loop of `server.py`. There are three places for extensions. An overflow policy plugs
+All of this happens on the event loop of `server.py`. An application uses it by `Broker`: `embedding.py` runs it,
+`inspection.py` shows its state, `broker.py` changes it. There are three places for extensions. An overflow policy plugs
 into `overflow.py`. The rules that choose marks and policy for a queue plug into `limits.py`. A store, an observer of
 flow or a rate meter plugs into `ports.py`.
 """

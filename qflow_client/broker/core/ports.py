@@ -1,14 +1,16 @@
-"""The interfaces of the core for plug-ins: a message store, a flow log and rate limits.
+"""The interfaces of the core for plug-ins: a message store, a flow log, rate limits, and servers of other protocols.
 
 The core calls these protocols and does not know their implementations. `Journal` is informed of every message in a
-queue and of the topology, and reads bodies that are not in memory. `FlowObserver` is called when a queue turns ON or
-OFF, and when a channel is blocked (flowed). `PublishMeter` sees every publish while it is truthy. Overflow policies
-plug into `qflow_client.broker.core.overflow`, and the rules for queues into `qflow_client.broker.core.limits`.
+queue and of the topology, and reads bodies that are not in memory; `Disk` writes its records. `FlowObserver` is called
+when a queue turns ON or OFF, and when a channel is blocked (flowed). `PublishMeter` sees every publish while it is
+truthy. Overflow policies plug into `qflow_client.broker.core.overflow`, and the rules for queues into
+`qflow_client.broker.core.limits`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from typing import Any, Protocol
 
 from qflow_client.broker.core.entries import (
@@ -20,7 +22,7 @@ from qflow_client.broker.core.entries import (
 )
 from qflow_client.flow import FlowSource
 
-__all__ = ["FlowObserver", "Journal", "PublishMeter", "Timed", "TopologyJournal"]
+__all__ = ["Disk", "FlowObserver", "Front", "Journal", "PublishMeter", "Timed", "TopologyJournal"]
 
 
 class Timed(Protocol):
@@ -210,3 +212,35 @@ class PublishMeter(Protocol):
             user: user of the connection.
             now: seconds of the clock.
         """
+
+
+class Disk(Protocol):
+    """Writes the records of the journal, on its own threads."""
+
+    async def start(self) -> None:
+        """Restore the contents of the store."""
+
+    async def watch(self) -> None:
+        """Start watching the disk. The broker listens now."""
+
+    async def stop(self) -> None:
+        """Write the remaining records."""
+
+    def flush(self) -> None:
+        """Start to write the pending records, without waiting."""
+
+    def when_durable(self, *, topology_only: bool = False) -> Future[None]:
+        """Return a future that is done when all records noted so far are on disk."""
+
+    def read_now(self, numbers: Sequence[int]) -> dict[int, bytes]:
+        """Read bodies of messages, by number, on the calling thread."""
+
+
+class Front(Protocol):
+    """Serves a broker to clients of another protocol, on the broker's loop."""
+
+    async def start(self) -> None:
+        """Listen."""
+
+    async def stop(self) -> None:
+        """Stop listening, and end the requests that are running."""

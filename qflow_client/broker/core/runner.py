@@ -61,13 +61,14 @@ class Runner:
                 here.
         """
         started: Future[None] = Future()
-        self._thread = threading.Thread(target=self._run, args=(start, started), name="qflow-broker", daemon=True)
-        self._thread.start()
+        thread = threading.Thread(target=self._run, args=(start, started), name="qflow-broker", daemon=True)
+        thread.start()
         try:
             started.result()
         except BaseException:
-            self._thread.join()
+            thread.join()
             raise
+        self._thread = thread
 
     def _run(self, start: _Step, started: Future[None]) -> None:
         async def main() -> None:

@@ -107,6 +107,8 @@ class Server:
         # full.
         self._waits_for_disk = False
         self._waits_for_memory = False
+        # Whether the memory alarm was raised here; False if an operator raised it.
+        self._has_memory_alarm = False
         # Input bytes of connections whose first publish waits for memory; and the time from which closed connections
         # may be logged again.
         self.first_publishes = 0
@@ -266,10 +268,32 @@ class Server:
             self._limit_buffers(journal)
             limit = journal.limit // 8 * 7 if self._waits_for_memory else journal.limit
             self._waits_for_memory = journal.held > limit
+            self._check_memory_alarm(journal)
         self.host.takes_no_publisher = self.is_paused
         if self.is_paused is not was_paused:
             for connection in self.connections:
                 connection.pause(self.is_paused)
+
+    def _check_memory_alarm(self, journal: Journal) -> None:
+        if journal.held > journal.limit and "memory" not in self.controls.alarms:
+            self._has_memory_alarm = True
+            self.set_alarm("memory", f"{journal.held} bytes of messages are in memory, of at most {journal.limit}")
+        elif self._has_memory_alarm and not self._waits_for_memory:
+            self._has_memory_alarm = False
+            self.set_alarm("memory", None)
+
+    def set_alarm(self, name: str, reason: str | None) -> None:
+        """Raise an alarm, which blocks all connections. ``None`` as the reason clears it."""
+        if reason is not None:
+            self.controls.alarms[name] = reason
+        else:
+            self.controls.alarms.pop(name, None)
+        for session in self.sessions:
+            if reason is not None:
+                session.block(reason, name)
+            else:
+                session.unblock(name)
+        self.touch()
 
     @property
     def is_paused(self) -> bool:

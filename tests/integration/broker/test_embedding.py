@@ -64,7 +64,12 @@ def test_a_broker_runs_only_once_and_a_second_start_is_an_error():
     with pytest.raises(RuntimeError, match="with Broker"):
         _ = broker.port
     with broker:
-        pass
+        thread = broker._runner._thread
+        with pytest.raises(RuntimeError, match="make a new Broker"), broker:
+            pass
+        assert broker.queues() == ()
+    assert thread is not None
+    assert not thread.is_alive()
     with pytest.raises(RuntimeError, match="make a new Broker"), broker:
         pass
 

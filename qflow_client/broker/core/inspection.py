@@ -1,0 +1,212 @@
+"""The state of a broker, as snapshots, and waiting for a state."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import Self
+
+from qflow_client.broker.core.channel import Channel
+from qflow_client.broker.core.embedding import EmbeddedBroker, on_loop
+from qflow_client.broker.core.entries import QueueEntry
+from qflow_client.broker.core.session import State
+from qflow_client.broker.core.snapshots import (
+    BindingSnapshot,
+    BrokerMessage,
+    ChannelSnapshot,
+    ConnectionSnapshot,
+    ExchangeSnapshot,
+    QueueSnapshot,
+    binding_snapshots,
+    channel_snapshot,
+    connection_snapshot,
+    exchange_snapshot,
+    message_copy,
+    queue_snapshot,
+)
+
+__all__ = ["InspectableBroker"]
+
+
+class InspectableBroker(EmbeddedBroker):
+    """Shows the state of a broker.
+
+    An iterator (``each_...``) runs on the broker's own loop and yields one object at a time. Each snapshot shows its
+    object at the moment of the yield, so other work may run between two snapshots. An object that is deleted in the
+    meantime is left out. An object that is created in the meantime is not included.
+    """
+
+    @on_loop()
+    def queue(self, name: str) -> QueueSnapshot:
+        """A snapshot of one queue.
+
+        Raises:
+            ChannelException: 404 if the queue does not exist.
+        """
+        return queue_snapshot(self._host.queue(name))
+
+    @on_loop()
+    def queues(self) -> tuple[QueueSnapshot, ...]:
+        """Snapshots of all queues, in the order in which they were declared."""
+        return tuple(self.each_queue())
+
+    def each_queue(self) -> Iterator[QueueSnapshot]:
+        """The queues, in the order in which they were declared."""
+        return (queue_snapshot(queue) for queue in tuple(self._host.queues.values()) if not queue.is_deleted)
+
+    def has_queue(self, name: str) -> bool:
+        """Whether a queue with this name exists."""
+        return name in self._host.queues
+
+    @on_loop()
+    def messages(self, queue: str) -> tuple[BrokerMessage, ...]:
+        """Copies of all messages in a queue, ready and unacked, in the order of the queue.
+
+        Raises:
+            ChannelException: 404 if the queue does not exist.
+        """
+        return self._copies(self._host.queue(queue).contents.oldest_first())
+
+    def _copies(self, entries: Iterable[QueueEntry]) -> tuple[BrokerMessage, ...]:
+        """Copy messages. Bodies that are not in memory are read from the disk on this thread."""
+        found = tuple(entries)
+        records = [entry.message.record for entry in found if entry.message.body is None]
+        numbers = [record.number for record in records if record is not None]
+        read = self._disk.read_now(numbers) if numbers and self._disk is not None else {}
+        copies = []
+        for entry in found:
+            body, record = entry.message.body, entry.message.record
+            if body is None and record is not None:
+                # None if it is damaged on disk; the store reports it in the log.
+                body = read.get(record.number)
+            if body is not None:
+                copies.append(message_copy(entry, body))
+        return tuple(copies)
+
+    @on_loop()
+    def connections(self) -> tuple[ConnectionSnapshot, ...]:
+        """Snapshots of all connections, oldest first."""
+        return tuple(self.each_connection())
+
+    def each_connection(self) -> Iterator[ConnectionSnapshot]:
+        """The connections, oldest first."""
+        sessions = self._server.sessions
+        return (connection_snapshot(session) for session in sessions if session.state is not State.ENDED)
+
+    @property
+    def connection_count(self) -> int:
+        """The number of connections."""
+        return len(self._server.sessions)
+
+    @on_loop()
+    def channels(self) -> tuple[ChannelSnapshot, ...]:
+        """Snapshots of all open channels: which are flowed, by which queues, how often, and for how long."""
+        return tuple(self.each_channel())
+
+    def each_channel(self) -> Iterator[ChannelSnapshot]:
+        """The open channels."""
+        return map(channel_snapshot, self._channels())
+
+    def _channels(self) -> Iterator[Channel]:
+        for session in self._server.sessions:
+            for channel in tuple(session.channels.values()):
+                if not channel.is_closing and session.state is not State.ENDED:
+                    yield channel
+
+    def producers(self) -> tuple[ChannelSnapshot, ...]:
+        """The channels that publish, or that have selected confirms or transactions."""
+        return tuple(channel for channel in self.channels() if channel.is_producer)
+
+    @on_loop()
+    def exchanges(self) -> tuple[ExchangeSnapshot, ...]:
+        """Snapshots of all exchanges, the default exchange first."""
+        return tuple(self.each_exchange())
+
+    def each_exchange(self) -> Iterator[ExchangeSnapshot]:
+        """The exchanges, the default exchange first."""
+        return map(exchange_snapshot, tuple(self._host.topology.exchanges.values()))
+
+    def has_exchange(self, name: str) -> bool:
+        """Whether an exchange with this name exists."""
+        return name in self._host.topology.exchanges
+
+    @on_loop()
+    def bindings(self) -> tuple[BindingSnapshot, ...]:
+        """Snapshots of all bindings, grouped by exchange."""
+        return tuple(self.each_binding())
+
+    def each_binding(self) -> Iterator[BindingSnapshot]:
+        """The bindings, grouped by exchange."""
+        for exchange in tuple(self._host.topology.exchanges.values()):
+            yield from binding_snapshots(exchange)
+
+    @property
+    @on_loop()
+    def alarms(self) -> dict[str, str]:
+        """The alarms that block all connections, with the reason for the clients; `block` is ``operator``."""
+        return dict(self._controls.alarms)
+
+    @property
+    @on_loop()
+    def sanctions(self) -> dict[str, int]:
+        """How often clients that ignored ``Channel.Flow`` were tarpitted or lost a channel or connection (D8)."""
+        return dict(self._controls.sanctions)
+
+    @property
+    def producers_stopped(self) -> bool:
+        """Whether an operator has stopped all producers, including future ones (D5)."""
+        return self._controls.producers_stopped
+
+    # Waiting.
+
+    @property
+    def version(self) -> int:
+        """A number that grows with each change of the broker's state."""
+        return self._runner.version
+
+    def wait_until(self, predicate: Callable[[Self], object], timeout: float = 30.0) -> None:
+        """Wait until a condition is true. The condition is checked after each change of the broker's state.
+
+        Args:
+            predicate: takes the broker and returns the condition; runs on the calling thread.
+            timeout: seconds.
+
+        Raises:
+            TimeoutError: the condition did not become true; the text describes the queues and channels.
+            RuntimeError: called in a task (such as an async test) or on the broker's loop, which it would block. Use
+                `wait_until_async` there.
+        """
+        self._runner.wait_until(lambda: predicate(self), self._describe, timeout)
+
+    async def wait_until_async(self, predicate: Callable[[Self], object], timeout: float = 30.0) -> None:
+        """Do the work of `wait_until` on any event loop, including the broker's own.
+
+        Args:
+            predicate: takes the broker and returns the condition.
+            timeout: seconds.
+
+        Raises:
+            TimeoutError: the condition did not become true; the text describes the queues and channels.
+        """
+        await self._runner.wait_until_async(lambda: predicate(self), self._describe, timeout)
+
+    async def wait_until_durable_async(self, *, topology_only: bool = False) -> None:
+        """Wait until all changes made so far that have to survive are on disk. Without a store, return immediately.
+
+        Use it on the broker's own loop, where no other method waits for the disk, or on any other loop.
+
+        Args:
+            topology_only: whether to wait only for changes of queues, exchanges and bindings.
+
+        Raises:
+            StoreError: the broker stopped before.
+        """
+        disk = self._disk
+        if disk is not None:
+            when_durable = partial(disk.when_durable, topology_only=topology_only)
+            await asyncio.wrap_future(self._call(when_durable, changes=True))
+
+    def _describe(self) -> str:
+        """Describe the queues and channels, one on each line."""
+        return "".join(f"\n  {each}" for each in (*self.queues(), *self.channels()))
