@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 from typing import Any
 
 import billiard.pool
 from celery import Celery
+from kombu.exceptions import OperationalError
 
 # A child of a prefork worker waits at its end until its parent has read all results, which a parent that ends as well
 # may no longer do: 300 times this long.
@@ -60,6 +62,20 @@ def third_time(self: Any) -> int:
 def spread(count: int) -> list[str]:
     """Publishes from within a task."""
     return [add.delay(number, number).id for number in range(count)]
+
+
+@app.task(name=f"{NAME}.until_it_raises")
+def until_it_raises(wait: float) -> tuple[str, float]:
+    """Publishes from within a task, for no worker, until that raises: the cause, and the seconds of the last call."""
+    # Not with `timeout=`, which does not limit the event that Celery publishes in the same call.
+    with app.connection(transport_options={"max_producer_flow_control_wait": wait}) as connection:
+        producer = app.amqp.Producer(connection, auto_declare=False)
+        while True:
+            began = time.monotonic()
+            try:
+                add.apply_async((1, 1), producer=producer, queue=f"{NAME}-unread")
+            except OperationalError as error:
+                return type(error.__cause__).__name__, time.monotonic() - began
 
 
 @app.task(name=f"{NAME}.note")

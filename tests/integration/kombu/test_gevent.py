@@ -76,22 +76,32 @@ def test_J7_greenlets_wait_while_others_run_raise_at_their_deadline_and_continue
 
 
 @pytest.mark.program
-def test_a_celery_worker_with_the_gevent_pool_waits_until_an_alarm_ends(tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", ["alarm", "flow"])
+def test_a_celery_worker_with_the_gevent_pool_waits_until_a_stop_ends_and_raises_at_a_deadline(
+    tmp_path: Path, how: str
+) -> None:
     pytest.importorskip("gevent")
     alone = ("--without-gossip", "--without-mingle")
     with Broker() as broker:
         url = broker.url.replace("amqp://", "qflow://")
         with application(url, tmp_path, f"file://{tmp_path}", "-P", "gevent", "-c", "10", *alone) as of:
             a_chord(of)
+            ended, unread = of.task("until_it_raises").delay(1.0), f"{of.name}-unread"
+            broker.wait_until(lambda broker: any(each.name == unread and each.depth for each in broker.queues()))
+            stop(broker, how)
+            cause, seconds = ended.get(timeout=60)
+            assert cause == "FlowControlTimeout"
+            assert seconds >= 1.0
+            go_on(broker, how)
             count, is_late = 500, True
-            # A worker that is faster than this thread needs more tasks, or the alarm shows nothing.
+            # A worker that is faster than this thread needs more tasks, or the stop shows nothing.
             while is_late:
                 last = broker.queue(of.name).published + count + 1
                 spread = of.task("spread").delay(count)
                 broker.wait_until(lambda broker: broker.queue(of.name).published >= last - count + 9)  # noqa: B023  # at once
-                broker.block("no memory")
+                stop(broker, how)
                 is_late = broker.queue(of.name).published == last
-                broker.unblock()
+                go_on(broker, how)
                 assert len(spread.get(timeout=60)) == count
                 broker.wait_until(lambda broker: broker.queue(of.name).published == last)  # noqa: B023  # called at once
                 count *= 2
