@@ -1,10 +1,10 @@
-"""The outbox in a Django application's own database: messages of committed transactions are published (E14).
+"""An outbox in the database of a Django application (E14). A message is published when its transaction commits.
 
-Messages of other transactions are never published.
+Messages of transactions that are rolled back are never published.
 
-With ``"qflow_client.django"`` in ``INSTALLED_APPS``, ``manage.py migrate`` creates the tables, and `add` writes a
+Add ``"qflow_client.django"`` to ``INSTALLED_APPS``. ``manage.py migrate`` then creates the tables. `add` writes a
 message in the current transaction. A relay of `qflow_client.sqlalchemy`, or ``qflow relay``, publishes it. A consumer
-uses `first_time` to remember handled messages. This needs the extra ``django``.
+uses `first_time` to remember handled messages. The package needs the extra ``django``.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from qflow_client.sqlalchemy import Inbox, Outbox
 
 __all__ = ["add", "add_many", "first_time", "forget", "inbox", "outbox"]
 
-#: The outbox whose tables the migration creates; for `OutboxRelay(…, outbox=outbox)` and ``outbox.status``.
+#: The outbox, whose tables a migration creates. Use it for `OutboxRelay(…, outbox=outbox)` and ``outbox.status``.
 outbox = Outbox()
-#: The inbox whose table the migration creates.
+#: The inbox, whose table a migration creates.
 inbox = Inbox()
 
 _COLUMNS = ("partition", "ordering_key", "exchange", "routing_key", "properties", "body")
-# The most rows of one statement: SQLite accepts 32,766 values, and before 3.32 only 999.
+# Maximum number of rows of one statement. SQLite accepts 32,766 values, and before 3.32 only 999.
 _ROWS = 100
 
 
@@ -41,18 +41,18 @@ def add(
 
     Args:
         message: the body, or a `Message` with properties.
-        exchange: the exchange; by default that of a `RoutedMessage`, for other messages ``""``.
-        routing_key: the routing key; the same default.
-        ordering_key: messages with the same key are published in the order in which they were added, by transactions
-            that wait for each other. ``None`` for a message without an order.
-        using: the alias of the database.
+        exchange: the exchange. The default is the exchange of a `RoutedMessage`, and ``""`` for other messages.
+        routing_key: the routing key, with the same default.
+        ordering_key: messages with the same key are published in the order in which they were added. The messages of
+            transactions that run at the same time have no order. ``None`` for a message without an order.
+        using: alias of the database.
 
     Returns:
-        The message id: the message's own, or a new one.
+        The message id of the message, or a new one if the message has none.
 
     Raises:
         TypeError: the message is of another type.
-        ValueError: AMQP cannot represent it.
+        ValueError: AMQP cannot represent the message.
     """
     (message_id,) = add_many(
         [message], exchange=exchange, routing_key=routing_key, ordering_key=ordering_key, using=using
@@ -68,7 +68,7 @@ def add_many(
     ordering_key: str | None = None,
     using: str = "default",
 ) -> list[str]:
-    """Add every message, in order, with few statements: all of them or none.
+    """Add messages in order, with few statements. If one message is invalid, none is added.
 
     Args:
         messages: as for `add`.
@@ -81,7 +81,7 @@ def add_many(
         The message ids.
 
     Raises:
-        TypeError, ValueError: as `add`; none is added.
+        TypeError, ValueError: as for `add`.
     """
     made = [outbox.encode(message, exchange, routing_key, ordering_key) for message in messages]
     connection = connections[using]
@@ -93,7 +93,7 @@ def add_many(
             statement = f"INSERT INTO {table} ({', '.join(_COLUMNS)}) VALUES {places}"
             given: list[Any] = [values[name] for values in rows for name in _COLUMNS]
             if connection.vendor == "postgresql":
-                # As `Outbox.add` does.
+                # Notify the relays, as `Outbox.add` does.
                 statement += " RETURNING pg_notify(%s, '')"
                 given.append(outbox.tables.channel)
             cursor.execute(statement, given)
@@ -101,20 +101,18 @@ def add_many(
 
 
 def first_time(message_id: str, *, consumer: str = "", using: str = "default") -> bool:
-    """Remember a message in the current transaction. Return True if it was not handled before.
+    """Remember a message in the current transaction. Return True if the message was not handled before.
 
-    If another transaction is handling a copy, this waits for its end. Call it in the transaction that handles the
-    message. Acknowledge the message after the commit, whatever the result is.
+    If another transaction is handling a copy, the function waits for its end. Call it in the transaction that handles
+    the message. Acknowledge the message after the commit in both cases.
 
     Args:
-        message_id: of the message.
-        consumer: name of the consumer, if several in one database handle the same messages.
-        using: the alias of the database.
+        consumer: name of the consumer. Consumers of the same messages in one database need different names.
+        using: alias of the database.
 
     Raises:
         ValueError: the message has no id.
-        django.db.transaction.TransactionManagementError: there is no transaction, so handling and remembering the
-            message would not be atomic.
+        django.db.transaction.TransactionManagementError: there is no transaction.
     """
     if not message_id:
         raise ValueError(
@@ -132,17 +130,14 @@ def first_time(message_id: str, *, consumer: str = "", using: str = "default") -
 
 
 def forget(older_than: float, *, using: str = "default") -> int:
-    """Forget messages that were handled.
+    """Forget handled messages, and return their number.
 
     Args:
-        older_than: seconds; more than the delay of any second copy.
-        using: the alias of the database.
-
-    Returns:
-        How many were forgotten.
+        older_than: minimum age of the messages in seconds. It must be longer than a second copy can be delayed.
+        using: alias of the database.
     """
     connection = connections[using]
-    # The times were written by the clock of the database.
+    # Use the clock of the database, because it wrote the times.
     before = (
         "datetime('now', %s || ' seconds')" if connection.vendor == "sqlite" else "now() + make_interval(secs => %s)"
     )

@@ -8,7 +8,7 @@ __all__ = ["OutboxConfig"]
 
 
 class OutboxConfig(AppConfig):
-    """Three tables without models."""
+    """The application, which has tables but no models."""
 
     name = "qflow_client.django"
     label = "qflow_outbox"

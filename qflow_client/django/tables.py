@@ -1,4 +1,4 @@
-"""Creates the tables that `qflow_client.sqlalchemy` defines, in migrations of Django."""
+"""Operations for Django's migrations that create and drop the tables of `qflow_client.sqlalchemy`."""
 
 from __future__ import annotations
 
@@ -26,11 +26,7 @@ def _dialect(editor: Any) -> Dialect:
 
 
 def create(metadata: MetaData) -> Callable[[Any, Any], None]:
-    """Return an operation of `RunPython` that creates tables.
-
-    Args:
-        metadata: the definitions of the tables.
-    """
+    """Return an operation for `RunPython` that creates the tables of `metadata`."""
 
     def make(_apps: Any, editor: Any) -> None:
         dialect = _dialect(editor)
@@ -43,11 +39,7 @@ def create(metadata: MetaData) -> Callable[[Any, Any], None]:
 
 
 def drop(metadata: MetaData) -> Callable[[Any, Any], None]:
-    """Return an operation of `RunPython` that drops tables.
-
-    Args:
-        metadata: the definitions of the tables.
-    """
+    """Return an operation for `RunPython` that drops the tables of `metadata`."""
 
     def remove(_apps: Any, editor: Any) -> None:
         for table in metadata.sorted_tables:

@@ -1,22 +1,23 @@
-"""A window that finds its own size: the smallest size with maximum throughput.
+"""A window that finds its best size, which is the smallest size with maximum throughput.
 
-Its only inputs are the number of elements that leave, the time when they leave, and whether an element was refused
-meanwhile. Time is divided into *epochs*, each with one capacity. An epoch lasts for at least one trip of an element
-through the window, and yields a rate and a latency. Only a few elements are timed for that; the others cost nothing.
+The window has only these inputs: how many elements leave, when they leave, and whether an element was refused in
+    between. Time is divided into *epochs*. The capacity does not change in an epoch. An epoch lasts at least as long as
+    one element is inside, and results in a rate and a latency. Only a few elements are timed. The other elements cost
+    nothing.
 
 Four rules change the window:
 
-1. *Is the last part of the window useful?* Every other epoch runs without the last 30 %. If throughput stays the same,
-   the window shrinks. If throughput falls, the window grows. While the window is far too small, it doubles.
+1. *Is the last part of the window useful?* Every second epoch uses only 70 % of the window. If throughput stays the
+    same, the window shrinks. If throughput falls, the window grows. While the window is far too small, it doubles.
 2. *Is there a queue?* The lowest latency of the recent past is the latency without a queue. If even the fastest trip of
-   an epoch takes more than a quarter and 10 ms longer than that, there are two possible causes. Either there is a
-   standing queue, or the broker commits in groups (an element that just misses a commit waits for the next one). In
-   both cases the last part has to bring more throughput to be kept, and the window grows only if throughput grows in
-   proportion. If a trip takes more than twice as long as without a queue, the window shrinks in any case. The test of
-   rule 1 is not useful then: if others wait in the same queue, a larger window always brings some throughput.
-3. *Are answers delayed?* If answers come only after many times the latency, the window is halved before another element
-   enters.
-4. *Was the window the limit?* If the application was the limit of an epoch, the epoch changes nothing.
+    an epoch takes a quarter and 10 ms longer, there are two possible causes. Either elements always wait in a queue, or
+    the broker commits in groups, so that an element may wait for the next commit. In both cases the last part of the
+    window is kept only if it adds more throughput, and the window grows only if throughput grows in proportion. If a
+    trip takes more than twice as long as without a queue, the window always shrinks. Rule 1 does not help then: if
+    other producers use the same queue, a larger window always adds some throughput.
+3. *Are answers delayed?* If an answer takes many times the latency, the window is halved before another element enters.
+4. *Was the window the limit?* If the application was too slow to fill the window in an epoch, the epoch changes
+    nothing.
 """
 
 from __future__ import annotations
@@ -31,47 +32,48 @@ __all__ = ["AdaptiveWindow"]
 # The initial window, and the lower limit of the window, in elements.
 _INITIAL = 32
 _FLOOR = 8
-# The part of the window that is used in a trial.
+# A trial uses only this part of the window.
 _TRIAL = 0.7
-# The throughput that a part of the window must bring, as d(log rate) / d(log capacity). This is 1 if only the window
-# limits throughput, and 0 if the window does not matter.
+# The throughput that a part of the window must add, as d(log rate) / d(log capacity). The value is 1 if only the window
+# limits throughput, and 0 if the window has no effect.
 _WORTH_HAVING = 0.03
 _WORTH_DOUBLING = 0.5
-# The same value if there may be a queue: for keeping a part, and for adding one.
+# The same value if there may be a queue: to keep a part of the window, and to add a part.
 _WORTH_KEEPING = 0.2
 _WORTH_ADDING = 0.9
 # The factors by which a trial changes the window.
 _GROW = 1.25
 _SHRINK = 1.1
-# How many doublings in a row may bring too little before doubling ends. A broker that commits in groups takes steps.
+# Doubling ends after more than this number of doublings in a row that add too little. With group commits, throughput
+# grows in steps.
 _FLAT = 2
-# A ratio up to this one is treated as equal.
+# Two values are equal if their ratio is at most this number.
 _EQUAL = 1.05
-# Epochs without a trial if the window may not grow anyway.
+# Number of epochs without a trial after the window was not allowed to grow.
 _REST = 8
-# How much longer than without a queue a trip may take: this part of the latency without a queue, and these seconds,
-# because a broker on a busy machine may get no CPU time for a while …
+# A trip may take this much longer than without a queue: this part of the latency without a queue, plus these seconds,
+# because a broker on a busy machine may get no CPU time for a while.
 _JITTER = 0.25
 _QUEUE = 0.01
-# … and with group commits: this part of the latency without a queue, at most these seconds, and the seconds above.
+# With group commits it may take this part of the latency longer, at most the seconds below, plus the seconds above.
 _COMMIT = 1.2
 _COMMIT_AT_MOST = 0.05
-# Seconds after which the latency without a queue has to be measured again (as in BBR).
+# After this number of seconds the latency without a queue is measured again (as in BBR).
 _WAY_KEEPS = 10.0
 # The shortest epoch that gives a useful result, in seconds.
 _LEAST = 0.05
-# If there has been unused room for this many seconds, the application limits throughput.
+# If the window has room for this number of seconds, the application is the limit.
 _IDLE = 0.05
 
 
 class _Epoch(Enum):
-    """What an epoch tries."""
+    """The kind of an epoch, which defines its capacity."""
 
     #: The whole window, twice as large as in the epoch before.
     GROWTH = auto()
     #: The whole window.
     FULL = auto()
-    #: The part of the window that is used to measure the value of the other part.
+    #: Only 70 % of the window, to measure how much throughput the last part adds.
     TRIAL = auto()
     #: The smallest window, to measure the latency without a queue.
     PROBE = auto()
@@ -81,27 +83,27 @@ _SHARE = {_Epoch.GROWTH: 1.0, _Epoch.FULL: 1.0, _Epoch.TRIAL: _TRIAL, _Epoch.PRO
 
 
 class AdaptiveWindow(WindowLimiter):
-    """A window between 8 elements and a maximum, which adapts to the size that throughput needs.
+    """A window between 8 elements and a maximum. It adapts to the size that throughput needs.
 
-    It starts small and doubles while throughput grows with it. Then it sometimes runs without 30 % of its size. If that
-    costs almost no throughput, it shrinks by a tenth. Otherwise it grows by a quarter, or stays as it is if the latency
-    shows a queue. It also shrinks if elements take more than about twice as long as without a queue. It is halved when
-    elements come back after a long silence. While no element waits for room, the size does not change.
+    The window starts small and doubles while throughput grows. Later it sometimes uses only 70 % of its size for a
+    short time. If this costs almost no throughput, the window shrinks by a tenth. If it costs throughput, the window
+    grows by a quarter, or stays the same if the latency shows a queue. The window also shrinks if elements take more
+    than about twice as long as without a queue. It is halved when answers come after a long silence. While no element
+    waits for room, the size does not change.
 
-    It is a `WindowLimiter` that changes its own `capacity`. Call `observe` for elements that leave *before* they are
-    released::
+    This `WindowLimiter` changes its own `capacity`. Call `observe` for elements that leave *before* you release them::
 
         window.observe(count, now)
         controller.release(size, count)
 
-    A `capacity` that is set from outside holds until the next epoch.
+    If you set `capacity`, the value stays until the next epoch.
 
     Args:
-        maximum: the most elements that may ever be inside, at least 1.
-        kind: the kind of the hold for a full window.
+        maximum: upper limit of the window in elements, at least 1.
+        kind: kind of the hold while the window is full.
 
     Raises:
-        ValueError: a maximum below 1.
+        ValueError: the maximum is below 1.
     """
 
     __slots__ = (
@@ -140,54 +142,54 @@ class AdaptiveWindow(WindowLimiter):
         super().__init__(min(_INITIAL, maximum), kind=kind)
         #: The upper limit of `capacity`.
         self.maximum = maximum
-        # The lowest capacity, and the lowest window for which a trial has that capacity.
+        # The smallest capacity, and the smallest window whose trial has this capacity.
         self._floor = min(_FLOOR, maximum)
         self._least = min(_FLOOR / _TRIAL, maximum)
-        #: Elements per second, and seconds that an element was inside, in the last epoch; 0 before the first.
+        #: Elements per second in the last epoch, and seconds for which an element was inside; 0 before the first epoch.
         self.rate = 0.0
         self.latency = 0.0
-        #: The measured seconds that an element is inside without a queue; infinite before the first epoch.
+        #: Seconds for which an element is inside without a queue, as measured; infinite before the first epoch.
         self.way = inf
         # When this latency was measured last.
         self._way_at = -inf
         # The capacity of each epoch is a part of this value.
         self._window = float(self.capacity)
 
-        # Elements that ever left, and the value of this count at the beginning of the present instant.
+        # How many elements have left so far, and how many had left before `_instant`.
         self._settled = 0
         self._before = 0
-        # When the last elements left. One reading of the socket brings many answers at the same time.
+        # When the last elements left. Many elements leave at the same time, because one read has many answers.
         self._instant = -inf
-        # When an element was first refused after that; ``None`` if none was.
+        # When an element was first refused after `_instant`; ``None`` if none was refused.
         self._refused_at: float | None = None
 
         self._epoch = _Epoch.GROWTH
-        # Whether the elements that leave now have entered in this epoch.
+        # Whether the elements that leave now entered in this epoch.
         self._measuring = False
-        # When the measurement began, and how many elements had left then.
+        # When the measurement began, and how many elements had left before.
         self._since = 0.0
         self._from = 0
-        # The timed element: when it entered, how many elements will have left when it leaves, and the time by which it
-        # should leave. Also the shortest trip of this epoch.
+        # When the timed element entered, how many elements will have left when it leaves, and when it should leave at
+        # the latest. Also the shortest trip of this epoch.
         self._followed_at = 0.0
         self._due = 0
         self._fastest = inf
         self._patience = inf
-        # Whether an element was refused in this epoch, since when there has been room, and whether there was room for
-        # too long.
+        # Whether an element was refused in this epoch, since when there is room, and whether there was room for too
+        # long.
         self._limited = False
         self._room_since = inf
         self._idle = False
 
-        # While the window doubles, capacity and rate of each step; ``None`` while it does not.
+        # Capacity and rate of each step while the window doubles; ``None`` otherwise.
         self._tried: list[tuple[int, float]] | None = []
-        # How many of the last of these steps brought too little.
+        # How many of the latest steps in a row added too little.
         self._flat = 0
-        # Capacity and rate of the trial before a full epoch.
+        # Capacity and rate of the trial before the present full epoch.
         self._trial: tuple[int, float] | None = None
         # Whether the last pair of epochs showed that the window is too small.
         self._paid = False
-        # Full epochs until the next trial.
+        # How many full epochs come before the next trial.
         self._rest = 0
 
     def refusal(self, size: int, now: float) -> str | None:
@@ -198,18 +200,17 @@ class AdaptiveWindow(WindowLimiter):
         return self.kind
 
     def try_add(self, size: int, now: float) -> str | None:
-        # Inlined for speed, because every send calls this.
+        # Inlined for speed, because every `send` calls this method.
         if self.used < self._capacity:
             self.used += 1
             return None
         return self.refusal(size, now)
 
     def observe(self, count: int, now: float) -> None:
-        """Record that elements are about to leave. Change the capacity if that ends an epoch.
+        """Record that elements are about to leave. If this ends an epoch, change the capacity.
 
         Args:
             count: the number of elements, at least 1.
-            now: seconds.
         """
         if now > self._instant:
             self._look_back(now)
@@ -220,7 +221,7 @@ class AdaptiveWindow(WindowLimiter):
         self._settled += count
 
     def _look_back(self, now: float) -> None:
-        """Account for the time since the last elements left."""
+        """Update the measurement for the time since the last elements left."""
         if self._refused_at is not None:
             self._limited = True
             self._idle = self._idle or self._refused_at - self._room_since > _IDLE
@@ -235,7 +236,7 @@ class AdaptiveWindow(WindowLimiter):
 
     @property
     def _bound(self) -> float:
-        """The latency above which there is a queue."""
+        """The maximum latency without a queue."""
         return self.way + min(self.way * _COMMIT, _COMMIT_AT_MOST) + _QUEUE
 
     def _end_round(self, now: float) -> None:
@@ -252,14 +253,14 @@ class AdaptiveWindow(WindowLimiter):
                 self._judge((self._before - self._from) / took, self._fastest, now)
 
     def _stall(self, now: float) -> None:
-        """Handle a stall: almost nothing has left for much longer than a trip should take."""
+        """Halve the window after a stall, in which almost no element left for much longer than a trip should take."""
         if self._was_the_limit:
             self._window /= 2
             self._tried = None
         self._begin_again(now)
 
     def _begin_again(self, now: float) -> None:
-        """Discard earlier measurements, and keep the window as it is until there are new ones."""
+        """Discard the measurements, and keep the window until there are new ones."""
         self._trial = None
         self._paid = False
         # While nothing is measured, measurements do not expire.
@@ -275,7 +276,7 @@ class AdaptiveWindow(WindowLimiter):
         before = self.capacity
         self.capacity = min(max(round(self._window * _SHARE[epoch]), self._floor), self.maximum)
         self._epoch = epoch
-        # The elements inside entered under the old capacity, so they show its latency.
+        # The elements inside entered with the old capacity, so their latency is that of the old capacity.
         self._begin(now, measuring=self.capacity == before)
 
     def _begin(self, now: float, *, measuring: bool) -> None:
@@ -289,7 +290,7 @@ class AdaptiveWindow(WindowLimiter):
         self._follow(now)
 
     def _follow(self, now: float) -> None:
-        """Time the element that enters next. It leaves after all elements that are inside, in any order."""
+        """Time the element that enters next. It leaves after all elements that are inside now."""
         self._followed_at = now
         self._due = self._settled + self.used + 1
 
@@ -347,7 +348,7 @@ class AdaptiveWindow(WindowLimiter):
             self._window *= 2
 
     def _judge_pair(self, rate: float, latency: float) -> None:
-        """Compute what the part of the window that the trial left out is worth."""
+        """Compare a full epoch with the trial before it, and change the window."""
         assert self._trial is not None
         trial, self._trial = self._trial, None
         full = self.capacity, rate
@@ -377,10 +378,10 @@ class AdaptiveWindow(WindowLimiter):
 
 
 def _worth(less: tuple[int, float], more: tuple[int, float]) -> float:
-    """Return how throughput grew with capacity: 1 if in proportion, 0 if not at all or if capacity did not grow.
+    """Return how throughput grew with capacity: 1 means in proportion, and 0 means not at all.
 
     Args:
-        less: a capacity and the rate with it.
-        more: a larger capacity and the rate with that.
+        less: a capacity and its rate.
+        more: a larger capacity and its rate.
     """
     return log(more[1] / less[1]) / log(more[0] / less[0]) if more[0] > less[0] else 0.0

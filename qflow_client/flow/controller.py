@@ -1,17 +1,16 @@
-"""Controllers: each has a limiter, a gate, and an order of waiting sources.
+"""A controller combines a limiter, a gate, and a waiting line.
 
-A `FlowController` controls the entrance of one resource. It serves two kinds of source:
+A `FlowController` controls the entrance of one resource. There are two kinds of sources:
 
-* A source that can wait *before* its element is taken calls `try_acquire`. If that fails, it waits in line with a
-  `Ticket`. The limit is never exceeded.
-* A source that cannot wait (F3) calls `offer`. The element is accepted immediately, even beyond the limit, and the
-  source is blocked instead.
+* A source that can wait *before* its element enters calls `try_acquire`. If the element cannot enter, the source waits
+    in line with a `Ticket`. The limit is never exceeded.
+* A source that cannot wait (F3) calls `offer`. The element always enters immediately, even beyond the limit. Beyond the
+    limit, the controller blocks the source.
 
-This module uses no threads, tasks or clocks. The caller guards the controller against concurrent calls and passes the
-time. The caller also has to call the controller when there may be room again. There may be room after a release, at the
-time that `ready_at` returns, after a hold of the gate was lifted, and after a change of a capacity, a rate or
-thresholds. Then the caller calls `grant` until it returns no more tickets, for the sources in line, and `resume`, for
-the blocked sources. A release calls `resume` itself.
+This module uses no threads, tasks or clocks. The caller prevents concurrent calls, and passes the time. The caller also
+calls the controller when there may be room again. There may be room after `release`, at the time that `ready_at`
+returns, after a hold of the gate was lifted, and after a change of a capacity, a rate or thresholds. Then the caller
+calls `grant` until it returns no more tickets, and `resume` for the blocked sources. `release` itself calls `resume`.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from qflow_client.flow.limiters import Limiter
 
 __all__ = ["FifoLine", "FlowController", "FlowSource", "Line", "Ticket", "WeightedLine"]
 
-# A shorter line, or a shorter list of remembered sources, is not worth sweeping.
+# A line or a list of sources that is shorter than this is not cleaned up.
 _SWEEP_FROM = 64
 
 
@@ -36,43 +35,39 @@ class Ticket:
     """A place in the line of a controller.
 
     Args:
-        size: the size of the element that waits.
-        source: the source of the element; only a `WeightedLine` uses it.
+        size: size of the waiting element.
+        source: source of the element. Only a `WeightedLine` uses it.
     """
 
     __slots__ = ("_controller", "_in_front", "cancelled", "size", "source")
 
     def __init__(self, size: int, source: str = "") -> None:
-        #: The size of the element that waits.
+        #: The size of the waiting element.
         self.size = size
         #: The source of the element.
         self.source = source
-        #: Whether the ticket was withdrawn. The line drops such a ticket when it reaches the head.
+        #: Whether the ticket was withdrawn. The line drops a withdrawn ticket when the ticket reaches the head.
         self.cancelled = False
-        # The controller in whose line the ticket is; ``None`` before and after.
+        # The controller in whose line the ticket waits; ``None`` before and after.
         self._controller: FlowController | None = None
         # Whether the ticket waits in front of the line.
         self._in_front = False
 
 
 class Line(Protocol):
-    """An order in which tickets are served (F4). Every pushed ticket reaches the head at some time."""
+    """The order in which tickets are served (F4). Every ticket must reach the head of the line at some time."""
 
     def push(self, ticket: Ticket) -> None:
-        """Put a ticket in its place."""
+        """Add a ticket."""
 
     def head(self) -> Ticket | None:
-        """Return the ticket whose turn it is. It is never a cancelled ticket.
-
-        Returns:
-            The ticket; ``None`` if no ticket waits.
-        """
+        """Return the next ticket that is not cancelled, or ``None`` if no ticket waits."""
 
     def pop(self) -> None:
-        """Remove the ticket that `head` has just returned."""
+        """Remove the ticket that the last call of `head` has returned."""
 
     def clear(self) -> None:
-        """Drop all tickets. This works in any state that an interrupted step may have left."""
+        """Remove all tickets. This also works after an interrupted call of another method."""
 
 
 class FifoLine:
@@ -82,7 +77,7 @@ class FifoLine:
 
     def __init__(self) -> None:
         self._tickets: deque[Ticket] = deque()
-        # The length at which cancelled tickets are removed. They accumulate after a ticket that waits for long.
+        # At this length the cancelled tickets are removed. They accumulate behind a ticket that waits for a long time.
         self._sweep_at = _SWEEP_FROM
 
     def push(self, ticket: Ticket) -> None:
@@ -105,42 +100,42 @@ class FifoLine:
 
 
 class WeightedLine:
-    """Start-time fair queuing: waiting sources are served in proportion to their weights, and none starves (F4).
+    """A line that serves waiting sources in proportion to their weights (F4, start-time fair queuing).
 
-    Tickets of one source are served in the order of their arrival. A cancelled ticket costs its source no turn. A turn
-    is one element of any size.
+    No source starves. The tickets of one source are served in the order of their arrival. A source has a turn for each
+    element of any size, but not for a cancelled ticket.
 
     Args:
-        weights: turns of a source for each turn of a source of weight 1; the default weight is 1.
+        weights: how many turns a source has for each turn of a source with weight 1. The default weight is 1.
 
     Raises:
-        ValueError: a weight that is not more than 0, or not finite.
+        ValueError: a weight is not more than 0, or not finite.
     """
 
     __slots__ = ("_finish", "_heap", "_lines", "_serial", "_sweep_at", "_time", "_weights")
 
     def __init__(self, weights: Mapping[str, float] | None = None) -> None:
         self.weights = weights or {}
-        # The tickets of each source in line.
+        # The waiting tickets of each source.
         self._lines: dict[str, FifoLine] = {}
-        # For each source in line, the virtual start of its next turn.
+        # The virtual start of the next turn of each waiting source.
         self._heap: list[tuple[float, int, str]] = []
-        # The virtual time at which each source's last turn ended. It is forgotten when it has passed, or when no source
-        # waits.
+        # The virtual time at which the last turn of each source ended. An entry is removed when its time has passed, or
+        # when no source waits.
         self._finish: dict[str, float] = {}
-        # The number of remembered sources at which those with a past last turn are forgotten.
+        # At this number of entries in `_finish` the past ones are removed.
         self._sweep_at = _SWEEP_FROM
         # The virtual start of the last turn.
         self._time = 0.0
-        # Breaks ties by arrival.
+        # Sorts equal starts by arrival.
         self._serial = 0
 
     @property
     def weights(self) -> Mapping[str, float]:
-        """Turns of a source for each turn of a source of weight 1. Can be set as a whole, for future turns.
+        """How many turns a source has for each turn of a source with weight 1. A new mapping applies to future turns.
 
         Raises:
-            ValueError: set to a weight that is not more than 0, or not finite.
+            ValueError: a new weight is not more than 0, or not finite.
         """
         return MappingProxyType(self._weights)
 
@@ -165,7 +160,7 @@ class WeightedLine:
             ticket = self._lines[source].head()
             if ticket is not None:
                 return ticket
-            # The source cancelled all its tickets, and none of its turns is used up.
+            # All tickets of the source are cancelled, so the source has used no turn.
             self._leave()
         return None
 
@@ -203,48 +198,48 @@ class WeightedLine:
 
 
 class FlowSource:
-    """A source of elements that cannot wait before they are taken. It is stopped instead (F3, J4).
+    """A source whose elements cannot wait before they enter. So the controller blocks the source (F3, J4).
 
-    Any number of controllers may block it. It is unblocked when no controller blocks it any more. Subclasses define the
-    effect. Their code may call back into the controllers, but must not raise, because other sources wait to be
-    unblocked after it.
+    Several controllers may block a source at the same time. The source is unblocked when no controller blocks it any
+    more. Subclasses define `on_blocked` and `on_unblocked`. These methods may call the controllers. They must not raise
+    exceptions, because other sources still have to be unblocked.
 
     Args:
-        name: a name for people, which need not be unique.
+        name: name for people. It need not be unique.
     """
 
     __slots__ = ("_reserved", "blocked_by", "name")
 
     def __init__(self, name: str) -> None:
-        #: A name for people, which need not be unique.
+        #: Name for people. It need not be unique.
         self.name = name
-        #: The controllers that block this source, as keys, the oldest first.
+        #: The controllers that block this source, as keys, oldest first.
         self.blocked_by: dict[FlowController, None] = {}
-        # The room that its elements still occupy upstream: (controller, blocker, size), see `forward`.
+        # The room that forwarded elements still occupy upstream, as (controller, blocker, size); see `forward`.
         self._reserved: list[tuple[FlowController, FlowController, int]] = []
 
     @property
     def is_blocked(self) -> bool:
-        """Whether any controller blocks the source."""
+        """Whether at least one controller blocks the source."""
         return bool(self.blocked_by)
 
     def on_blocked(self) -> None:
-        """Called when the source becomes blocked. It must keep its elements from now on."""
+        """Called when the source becomes blocked. From now on the source must keep its elements."""
 
     def on_unblocked(self) -> None:
-        """Called when no controller blocks the source any more. It may continue, even inside this call."""
+        """Called when no controller blocks the source any more. The source may offer elements inside this call."""
 
     def block(self, controller: FlowController) -> None:
-        """Record that a controller blocks the source; the controller calls this. A second call changes nothing."""
+        """Record that a controller blocks the source. Only the controller calls this. A second call changes nothing."""
         first = not self.blocked_by
         self.blocked_by.setdefault(controller)
         if first:
             self.on_blocked()
 
     def unblock(self, controller: FlowController) -> None:
-        """Record that a controller does not block the source any more; the controller calls this.
+        """Record that a controller does not block the source any more. Only the controller calls this.
 
-        The room that was reserved because of this controller is given back (F3).
+        The room that was reserved because of this controller is released (F3).
         """
         if controller not in self.blocked_by:
             return
@@ -261,18 +256,18 @@ class FlowSource:
         """Pass an element on to the next resource.
 
         Args:
-            size: of the element.
-            downstream: the controller of the next resource.
+            size: size of the element.
+            downstream: controller of the next resource.
             now: seconds.
-            held: the controller on this side in which the element occupies room. The room is released immediately if
-                the element fits downstream. If it overflows there, the room is released when `downstream` unblocks this
-                source (F3). ``None`` if the element occupies no room.
+            held: controller of this side, if the element occupies room in it. If the element fits downstream, the room
+                is released immediately. If the element overflows there, the room is released when `downstream` unblocks
+                this source (F3).
 
         Returns:
             True if `downstream` blocks this source now.
 
         Raises:
-            ValueError: the element does not occupy that room in `held`.
+            ValueError: the element does not occupy room in `held`.
         """
         blocked = downstream.offer(self, size, now)
         if held is not None:
@@ -286,58 +281,51 @@ class FlowSource:
 class FlowController:
     """The entrance of one resource (F1).
 
-    It is not thread-safe and reads no clock: the caller guards it against concurrent calls and passes the time.
+    It is not thread-safe and reads no clock. The caller prevents concurrent calls, and passes the time.
 
     Args:
-        limiter: limits the elements inside.
-        gate: has the other reasons to admit no element; by default a new gate. Holds with the limiter's kinds and no
-            source belong to the controller. Other code must use other kinds, or pass a source.
-        line: the order in which waiting tickets are served; by default first come, first served (F4).
-        name: a name for people, which need not be unique.
+        limiter: the limit for elements.
+        gate: the gate, which has all other reasons to admit no element. The default is a new gate. Holds with the
+            limiter's kinds and without a source belong to the controller. Other code must use other kinds, or pass a
+            source.
+        line: order in which waiting tickets are served. The default is first come, first served (F4).
+        name: name for people. It need not be unique.
     """
 
     __slots__ = ("_blocked", "_front", "_ignored", "_limited", "_line", "gate", "limiter", "name", "waiting")
 
     def __init__(self, limiter: Limiter, *, gate: Gate | None = None, line: Line | None = None, name: str = "") -> None:
-        #: Limits the elements inside.
+        #: The limit for elements.
         self.limiter = limiter
-        #: Has all other holds. Code that lifts such a hold calls `grant` and `resume` afterwards.
+        #: The gate. Code that lifts a hold of other code calls `grant` and `resume` afterwards.
         self.gate = gate if gate is not None else Gate()
-        #: A name for people, which need not be unique.
+        #: Name for people. It need not be unique.
         self.name = name
         self._line: Line = line if line is not None else FifoLine()
-        # The ticket in front of the line, and the source of the holds that it ignores.
+        # The ticket in front of the line, and the source whose holds it ignores.
         self._front: Ticket | None = None
         self._ignored = ""
-        # The kinds of the holds that the controller raised for the limiter, as keys. There is at most one, except for a
-        # moment before the older of two is lifted. A kind is added before its hold is raised and removed after it is
-        # lifted, so Ctrl-C leaves no hold behind.
+        # The kinds of the holds that the controller has raised for the limiter, as keys. There are two only for a
+        # moment, before the older one is lifted. A kind is added before its hold is raised and removed after it is
+        # lifted, so that Ctrl-C leaves no hold behind.
         self._limited: dict[str, None] = {}
-        #: How many tickets wait in line or in front of it. Read-only.
+        #: Number of tickets that wait in line or in front of the line. Read-only.
         self.waiting = 0
-        # Blocked sources, the oldest first.
+        # Blocked sources, oldest first.
         self._blocked: dict[FlowSource, None] = {}
 
     @property
     def blocked(self) -> tuple[FlowSource, ...]:
-        """The sources that this controller blocks, the oldest first."""
+        """The sources that this controller blocks, oldest first."""
         return tuple(self._blocked)
 
     # Sources that wait.
 
     def try_acquire(self, size: int, now: float) -> bool:
-        """Enter immediately, or not at all. A new element never enters before a waiting one (F4).
-
-        Args:
-            size: of the element.
-            now: seconds.
-
-        Returns:
-            True if the element is inside now.
-        """
+        """Admit an element if it can enter immediately. A new element never enters before a waiting element (F4)."""
         if self.waiting:
             return False
-        # The reason for the limiter's own hold may be gone, after some time or after a release.
+        # The limiter's own hold may be outdated, because time has passed or elements were released.
         if not self.gate.is_open and (not self._limited or not self._look(size, now)):
             return False
         kind = self.limiter.try_add(size, now)
@@ -347,14 +335,10 @@ class FlowController:
         return False
 
     def stand_in_line(self, ticket: Ticket, now: float) -> None:
-        """Put a ticket in line. `grant` returns the ticket when its element is inside.
-
-        Args:
-            ticket: the ticket.
-            now: seconds.
+        """Put a ticket in line. When its element has entered, `grant` returns the ticket.
 
         Raises:
-            ValueError: the ticket is in a line already, or was withdrawn.
+            ValueError: the ticket is already in a line, or was withdrawn.
         """
         self._check_new(ticket)
         self._line.push(ticket)
@@ -366,15 +350,14 @@ class FlowController:
     def stand_in_front(self, ticket: Ticket, now: float, *, ignoring: str) -> None:
         """Put a ticket in front of the line, so that it is served next.
 
-        Used by callbacks. Other senders may be waiting for the callback to return, so it waits for none of them.
+        Used by callbacks. The senders in line may wait for the callback to return, so the callback must not wait for
+        them.
 
         Args:
-            ticket: the ticket.
-            now: seconds.
-            ignoring: the source of the holds that the ticket ignores.
+            ignoring: the ticket ignores holds from this source.
 
         Raises:
-            ValueError: the ticket is in a line already, or was withdrawn; or another ticket is in front.
+            ValueError: the ticket is already in a line, or was withdrawn, or another ticket is in front.
         """
         self._check_new(ticket)
         if self._front is not None:
@@ -391,11 +374,10 @@ class FlowController:
             raise ValueError("a ticket that stands in line or was withdrawn cannot stand in line again: take a new one")
 
     def leave_line(self, ticket: Ticket) -> bool:
-        """Stop waiting. Call `grant` next, because elements that wait after a large one may fit now.
+        """Remove a ticket from the line. Call `grant` next, because the next element may be smaller and fit.
 
         Returns:
-            True if the ticket was in this line. False if it was granted, dismissed or withdrawn before; nothing changes
-            then.
+            True if the ticket was in this line. False if it was granted, dismissed or withdrawn before.
         """
         if ticket._controller is not self:
             return False
@@ -406,11 +388,7 @@ class FlowController:
         return True
 
     def dismiss(self) -> Ticket | None:
-        """Remove the ticket that is next in the waiting line. Its element is not admitted.
-
-        Returns:
-            The ticket; ``None`` if no ticket waits.
-        """
+        """Remove the next ticket without admitting its element. Return ``None`` if no ticket waits."""
         ticket = self._head()
         if ticket is not None:
             self._pop(ticket)
@@ -420,7 +398,7 @@ class FlowController:
         """Replace all waiting tickets.
 
         Args:
-            tickets: the new ones, in the order of their arrival.
+            tickets: the new tickets in the order of their arrival.
         """
         self._front = None
         self._line.clear()
@@ -436,14 +414,11 @@ class FlowController:
     def grant(self, now: float) -> Ticket | None:
         """Admit the element of the next ticket, if it may enter now.
 
-        The limiter's hold stays while other tickets wait. If no ticket is in line, a hold whose reason is gone is
+        While other tickets wait, the limiter's hold stays. If no ticket waits and the limiter has room, the hold is
         lifted.
 
-        Args:
-            now: seconds.
-
         Returns:
-            The ticket, whose element is inside now; ``None`` if no ticket waits or none may enter.
+            The ticket of the admitted element; ``None`` if no element was admitted.
         """
         ticket = self._head()
         if ticket is None:
@@ -478,41 +453,31 @@ class FlowController:
         self.waiting -= 1
 
     def release(self, size: int, count: int = 1) -> None:
-        """Record that elements have left, and unblock the sources that may continue (J6).
+        """Record that elements have left, and unblock sources that may continue (J6).
 
         Args:
-            size: the total size of the elements.
-            count: the number of elements.
+            size: total size of the elements.
+            count: number of elements.
 
         Raises:
-            ValueError: less than that is inside.
+            ValueError: fewer elements, or a smaller size, are inside.
         """
         self.limiter.remove(size, count)
         if self._blocked:
             self.resume()
 
     def look(self, now: float) -> bool:
-        """Raise or lift the limiter's hold on the gate, according to whether the next element could enter.
+        """Raise or lift the limiter's hold, depending on whether the next element could enter.
 
-        While tickets wait, the hold is not lifted here: `grant` lifts it after it has admitted them.
-
-        Args:
-            now: seconds.
+        While tickets wait, this method does not lift the hold. `grant` lifts it after it has admitted them.
 
         Returns:
-            Whether a new element of the smallest size above 0 could enter now.
+            Whether a new element of size 1 could enter now.
         """
         return self._look(self.next_size, now) and not self.waiting
 
     def ready_at(self, now: float) -> float | None:
-        """Return when to call `grant` and `resume` again if nothing else happens.
-
-        Args:
-            now: seconds.
-
-        Returns:
-            Seconds; ``None`` if time alone changes nothing.
-        """
+        """Return the time at which to call `grant` and `resume` again, or ``None`` if time alone changes nothing."""
         times = []
         if self._limited:
             times.append(self.limiter.ready_at(self.next_size, now))
@@ -522,9 +487,9 @@ class FlowController:
 
     @property
     def next_size(self) -> int:
-        """The size of the next ticket; the smallest size above 0 if no ticket waits."""
+        """The size of the next ticket, or 1 if no ticket waits."""
         head = self._head()
-        # Size 0 always fits, so an exactly full limiter would seem to have room.
+        # Not 0, because an element of size 0 always fits, even into a full limiter.
         return head.size if head is not None else 1
 
     def _look(self, size: int, now: float) -> bool:
@@ -540,7 +505,7 @@ class FlowController:
     def _limit(self, kind: str, now: float) -> None:
         limited = self._limited
         limited[kind] = None
-        # Changes nothing if the hold exists already.
+        # If the hold exists, this changes nothing.
         self.gate.hold(kind, now=now)
         if len(limited) > 1:
             self._unlimit(now, but=kind)
@@ -554,18 +519,13 @@ class FlowController:
     # Sources that cannot wait.
 
     def offer(self, source: FlowSource, size: int, now: float) -> bool:
-        """Accept an element immediately. Block its source if it overflows (F3 J3) or if another hold closes the gate.
+        """Accept an element immediately. Block its source if the limit is exceeded (F3 J3) or the gate is closed.
 
-        The gate keeps no element out, because an offered element has no other place. Its source stays blocked until the
-        limiter allows it to continue and there is no other hold.
-
-        Args:
-            source: the source of the element.
-            size: of the element.
-            now: seconds.
+        Even a closed gate admits an offered element, because the element has no other place. The source stays blocked
+        until the limiter lets sources continue and the gate has no other hold.
 
         Returns:
-            True if this controller blocks the source now.
+            Whether this controller blocks the source now.
         """
         if self.limiter.add(size, now) or (not self.gate.is_open and self._is_held):
             self._block(source, now)
@@ -577,49 +537,48 @@ class FlowController:
         self._look_again(source, now)
 
     def _look_again(self, source: FlowSource, now: float | None) -> None:
-        """Unblock a source for which room was made after it overflowed and before it was blocked (J5)."""
+        """Unblock a source again if room was made between its last element and its blocking (J5)."""
         if self._may_go_on(now):
             self._unblock(source)
 
     def resume(self, now: float | None = None) -> None:
-        """Unblock the sources that may continue, the oldest first.
+        """Unblock the sources that may continue, oldest first.
 
         Call this at the time that `ready_at` returns, after a hold of the gate was lifted, and after a capacity, a rate
         or thresholds were changed. `release` already calls this method.
 
         Args:
-            now: seconds; ``None`` if the time is not known. Then no source is unblocked that only waits for time to
-                pass.
+            now: seconds; ``None`` if the time is unknown. Then sources that wait only for a time stay blocked.
         """
         for source in tuple(self._blocked):
-            # An unblocked source may immediately offer so much that the other sources have to stay blocked.
+            # An unblocked source may immediately offer elements, so that the other sources have to stay blocked.
             if not self._may_go_on(now):
                 return
             self._unblock(source)
 
     def block(self, source: FlowSource, now: float | None = None) -> None:
-        """Block a source although it offers no element now, unless all sources may continue.
+        """Block a source that offers no element now. Do nothing if the sources may continue.
 
-        An example is a source that offered an element recently (D12).
+        For example, the source has offered an element recently (D12).
 
         Args:
             source: the source to block.
-            now: seconds; ``None`` if the time is not known, as for `resume`.
+            now: seconds; ``None`` if the time is unknown, as for `resume`.
         """
         if not self._may_go_on(now):
             self._block(source, now)
 
     def forget(self, source: FlowSource) -> None:
-        """Drop a source that is gone. This controller does not block it any more."""
+        """Forget a source that has ended. This controller does not block it any more."""
         self._unblock(source)
 
     @property
     def _is_held(self) -> bool:
-        """Whether the gate has a hold that is not the limiter's."""
+        """Whether the gate has a hold that does not belong to the limiter."""
         return self._holds_back(None)
 
     def _holds_back(self, ticket: Ticket | None) -> bool:
-        """Whether a hold that is not the limiter's keeps a ticket out."""
+        """Whether a ticket has to wait because of a hold that does not belong to the limiter."""
         gate = self.gate
         if gate.is_open or gate.is_shut:
             return gate.is_shut
@@ -627,7 +586,7 @@ class FlowController:
         return any(hold.source != ignored if hold.source else hold.kind not in self._limited for hold in gate.holds)
 
     def _may_go_on(self, now: float | None) -> bool:
-        """Whether nothing keeps sources blocked."""
+        """Whether blocked sources may continue."""
         if not self.limiter.resumable and (now is None or self.limiter.resumes_at(now) != now):
             return False
         return not self._is_held

@@ -1,8 +1,7 @@
-"""The gate: open if and only if it has no holds.
+"""A gate, which is open if and only if it has no holds.
 
-A gate answers one question: may an element pass *now*? The answer depends on the set of its *holds*. Every hold has a
-kind (the reason) and a source (its owner). So two reasons, or two sources with the same reason, never lift each other's
-holds.
+A gate answers one question: may an element pass *now*? The answer depends on the *holds* of the gate. Every hold has a
+    kind (the reason) and a source (the owner). So code never lifts a hold with another reason or of another source.
 """
 
 from __future__ import annotations
@@ -19,9 +18,9 @@ class Hold:
 
     Attributes:
         kind: the reason, as one word, such as ``"paused"``.
-        since: when it was raised, in seconds of the caller's clock.
-        source: the owner of the hold; a hold of the same kind from another source is a separate hold.
-        detail: an explanation by the source, for people to read.
+        since: when the hold was raised, in seconds of the caller's clock.
+        source: the owner of the hold. Holds of the same kind from two sources are two holds.
+        detail: an explanation for people.
     """
 
     kind: str
@@ -35,7 +34,7 @@ class Hold:
 
 
 class Gate:
-    """A set of holds; open if and only if the set is empty.
+    """A set of holds. The gate is open if and only if the set is empty.
 
     It is not thread-safe and reads no clock: the caller guards it against concurrent calls and passes the time.
     """
@@ -43,43 +42,40 @@ class Gate:
     __slots__ = ("_closed_at", "_held_for", "_holds", "is_open", "is_shut", "observer", "times_closed")
 
     def __init__(self) -> None:
-        # In the order in which they were raised.
+        # The holds, in the order in which they were raised.
         self._holds: dict[tuple[str, str], Hold] = {}
-        # Seconds for which there were holds of each kind, without the present holds.
+        # Seconds by kind for which there were holds, without the present holds.
         self._held_for: dict[str, float] = {}
-        # Since when there are holds; ``None`` while there are none. The first of these holds may be lifted already.
+        # Since when there is at least one hold; ``None`` if there is none.
         self._closed_at: float | None = None
-        #: True if and only if there is no hold and the gate is not shut. Read-only; a plain attribute for speed.
+        #: True if and only if there is no hold and the gate is not shut. Read-only. A plain attribute is faster.
         self.is_open = True
-        #: Whether the gate was shut for good. Read-only.
+        #: Whether the gate is shut permanently. Read-only.
         self.is_shut = False
-        #: How often the gate changed from no hold to a hold.
+        #: How often the gate has changed from no hold to a hold.
         self.times_closed = 0
         #: Called after a hold was raised (``True``) or lifted (``False``), with the time; ``None`` for no observer. It
-        #: must not raise, and must not call a controller of this gate.
+        #: must not raise an exception, and must not call a controller of this gate.
         self.observer: Callable[[Hold, bool, float], object] | None = None
 
     @property
     def holds(self) -> tuple[Hold, ...]:
-        """The present holds, the oldest first."""
+        """The present holds, oldest first."""
         return tuple(self._holds.values())
 
     @property
     def closed_since(self) -> float | None:
-        """Since when there are holds, in the caller's seconds; ``None`` while there is none."""
+        """Since when there is at least one hold, in seconds of the caller's clock; ``None`` if there is none."""
         return self._closed_at
 
     def hold(self, kind: str, *, now: float, source: str = "", detail: str = "") -> bool:
         """Raise a hold. An existing hold stays unchanged.
 
         Args:
-            kind: the reason, as one word.
-            now: seconds.
-            source: the owner; only the same source can lift the hold.
-            detail: a text for people.
+            source: the owner. A hold is lifted only for the same source.
 
         Returns:
-            True if it is new.
+            True if the hold is new.
         """
         key = (kind, source)
         if key in self._holds:
@@ -94,20 +90,11 @@ class Gate:
         return True
 
     def lift(self, kind: str, *, now: float, source: str = "") -> Hold | None:
-        """Lift a hold.
-
-        Args:
-            kind: of the hold.
-            now: seconds.
-            source: the owner of the hold.
-
-        Returns:
-            The lifted hold; ``None`` if there was no such hold.
-        """
+        """Lift a hold, and return it. Return ``None`` if there is no such hold."""
         hold = self._holds.pop((kind, source), None)
         if not self._holds:
-            # Set this also if there was no such hold: an earlier call may have been interrupted by Ctrl-C just before
-            # this line.
+            # Set this even if there was no such hold, because Ctrl-C may have interrupted an earlier call before this
+            # line.
             self.is_open = not self.is_shut
             self._closed_at = None
         if hold is None:
@@ -125,12 +112,12 @@ class Gate:
             self._closed_at = since
 
     def shut(self) -> None:
-        """Close the gate for good. This is not a hold, because it is not flow control."""
+        """Close the gate permanently. This is not a hold, because it is not flow control."""
         self.is_shut = True
         self.is_open = False
 
     def forget_past(self) -> None:
-        """Restart the count of closings and the times of holds. The present holds stay counted."""
+        """Reset the count of closings and the times of holds. Both still include the present holds."""
         self._held_for.clear()
         self.times_closed = int(bool(self._holds))
 
@@ -139,16 +126,9 @@ class Gate:
         return any(key[0] == kind for key in self._holds)
 
     def seconds_held(self, now: float) -> dict[str, float]:
-        """Return for how long the gate was held so far.
-
-        Args:
-            now: seconds.
-
-        Returns:
-            Seconds by kind, including the present holds.
-        """
+        """Return the seconds for which the gate was held so far, by kind, including the present holds."""
         seconds = dict(self._held_for)
-        # `holds` is a copy, so a thread without the caller's guard can call this, too.
+        # `holds` is a copy, so any thread can call this method at any time.
         for hold in self.holds:
             seconds[hold.kind] = seconds.get(hold.kind, 0.0) + (now - hold.since)
         return seconds

@@ -1,7 +1,7 @@
-"""Limiters: how much may be inside at the same time, or how much may pass per second (F2).
+"""Limiters define how much may be inside at the same time, or how much may pass per second (F2).
 
-A limiter only counts. The controller decides which source to stop and which element is next. Sizes are 0 or more, in
-any unit that the caller chooses (usually bytes). Times are in seconds of the caller's clock, which must not go back.
+A limiter only counts. The controller decides which source to block and which element is next. Sizes are 0 or more, in a
+unit that the caller chooses (usually bytes). Times are in seconds of the caller's clock, which must not go back.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ __all__ = ["CompositeLimiter", "Limiter", "RateLimiter", "SizeLimiter", "WindowL
 
 
 def check_at_least_1(name: str, value: float) -> None:
-    """Reject a limit below 1 that is not a finite number with a `ValueError` that names it."""
+    """Raise a `ValueError` with the name of the limit if it is below 1 or not finite."""
     if not 1 <= value < math.inf:
         raise ValueError(f"{name} must be at least 1 and finite, not {value!r}")
 
@@ -22,46 +22,34 @@ def check_at_least_1(name: str, value: float) -> None:
 class Limiter(ABC):
     """The interface of a limit.
 
-    There are two ways to use a limiter. *Strict*: `try_add` takes no element without room, so the limit is never
-    exceeded. *Overflowing* (F3): call `add` immediately, and stop the source if it returns True. Let the source
-    continue when `resumable` is true, or at the time that `resumes_at` returns.
+    There are two ways to use a limiter. *Strict*: `try_add` admits an element only if there is room, so the limit is
+    never exceeded. *Overflowing* (F3): call `add` for every element, and stop the source if the result is True. Let the
+    source continue when `resumable` is true, or at the time that `resumes_at` returns.
     """
 
     __slots__ = ()
 
     @abstractmethod
     def refusal(self, size: int, now: float) -> str | None:
-        """Return why an element may not enter now.
-
-        Args:
-            size: of the element.
-            now: seconds.
+        """Return the reason why an element is not allowed to enter now.
 
         Returns:
-            The kind of the hold for this reason; ``None`` if the element may enter.
+            The kind of the hold for this reason; ``None`` if the element is allowed to enter.
         """
 
     @abstractmethod
     def add(self, size: int, now: float) -> bool:
-        """Take an element in, even if there is no room.
-
-        Args:
-            size: of the element.
-            now: seconds.
+        """Admit an element even if there is no room.
 
         Returns:
-            True if it overflows, so that its source has to be stopped (F3).
+            True if the limit is exceeded, so that the source of the element has to be stopped (F3).
         """
 
     def try_add(self, size: int, now: float) -> str | None:
-        """Call `refusal`, and then `add` if the element may enter. An element enters completely or not at all.
-
-        Args:
-            size: of the element.
-            now: seconds.
+        """Admit an element if there is room.
 
         Returns:
-            ``None`` if the element is inside now. Otherwise the kind of the hold, and nothing has changed.
+            ``None`` if the element was admitted. Otherwise the kind of the hold, as from `refusal`.
         """
         kind = self.refusal(size, now)
         if kind is None:
@@ -70,7 +58,7 @@ class Limiter(ABC):
 
     @abstractmethod
     def remove(self, size: int, count: int = 1) -> None:
-        """Give back the room of elements.
+        """Release the room of elements that leave.
 
         Args:
             size: the total size of the elements.
@@ -83,58 +71,51 @@ class Limiter(ABC):
     @property
     @abstractmethod
     def resumable(self) -> bool:
-        """Whether sources that an overflow stopped may continue. The current time is not considered."""
+        """Whether sources that were stopped after an overflow may continue. The current time is not considered."""
 
     def resumes_at(self, now: float) -> float | None:
-        """Return when time alone will let stopped sources continue after an overflow.
-
-        Args:
-            now: seconds.
+        """Return the time at which stopped sources may continue if nothing else happens.
 
         Returns:
-            Seconds; `now` if they may continue immediately, ``None`` if time alone changes nothing.
+            Seconds. `now` if they may continue immediately; ``None`` if time alone changes nothing.
         """
         return now if self.resumable else None
 
     @abstractmethod
     def ready_at(self, size: int, now: float) -> float | None:
-        """Return when time alone will let an element enter.
-
-        Args:
-            size: of the element.
-            now: seconds.
+        """Return the time at which an element may enter if nothing else happens.
 
         Returns:
-            Seconds; `now` if it may enter immediately, ``None`` if time alone changes nothing.
+            Seconds. `now` if the element may enter immediately; ``None`` if time alone changes nothing.
         """
 
 
 class WindowLimiter(Limiter):
-    """Limits the elements inside to `capacity`, whatever their size (F2 C6).
+    """Limits the number of elements inside to `capacity`. Their sizes do not matter (F2 C6).
 
     Args:
-        capacity: elements, at least 1.
-        kind: the kind of the hold for a full window.
+        capacity: maximum number of elements, at least 1.
+        kind: kind of the hold while the window is full.
 
     Raises:
-        ValueError: a capacity below 1.
+        ValueError: the capacity is below 1.
     """
 
     __slots__ = ("_capacity", "kind", "used")
 
     def __init__(self, capacity: int, *, kind: str = "capacity") -> None:
         self.capacity = capacity
-        #: The kind of the hold for a full window.
+        #: Kind of the hold while the window is full.
         self.kind = kind
-        #: Elements inside.
+        #: Number of elements inside.
         self.used = 0
 
     @property
     def capacity(self) -> int:
-        """The most elements that may be inside. If it is set lower, no element enters until enough have left.
+        """The maximum number of elements inside. After a reduction, no element enters until enough have left.
 
         Raises:
-            ValueError: set to less than 1.
+            ValueError: the new value is below 1.
         """
         return self._capacity
 
@@ -151,7 +132,7 @@ class WindowLimiter(Limiter):
         return self.used > self._capacity
 
     def try_add(self, size: int, now: float) -> str | None:
-        # Inlined for speed, because every send calls this.
+        # Inlined for speed, because every `send` calls this method.
         if self.used < self._capacity:
             self.used += 1
             return None
@@ -171,31 +152,31 @@ class WindowLimiter(Limiter):
 
 
 class SizeLimiter(Limiter):
-    """Limits the total size of the elements inside to `capacity`. A larger element enters alone (F2 C6).
+    """Limits the total size of the elements inside to `capacity`. A larger element enters only alone (F2 C6).
 
     Args:
-        capacity: the limit in the unit of the sizes, at least 1.
-        kind: the kind of the hold for a full limiter.
+        capacity: maximum total size, at least 1.
+        kind: kind of the hold while the limiter is full.
 
     Raises:
-        ValueError: a capacity below 1.
+        ValueError: the capacity is below 1.
     """
 
     __slots__ = ("_capacity", "kind", "used")
 
     def __init__(self, capacity: int, *, kind: str = "capacity") -> None:
         self.capacity = capacity
-        #: The kind of the hold for a full limiter.
+        #: Kind of the hold while the limiter is full.
         self.kind = kind
         #: The total size of the elements inside.
         self.used = 0
 
     @property
     def capacity(self) -> int:
-        """The largest total size inside. If it is set lower, no element enters until enough has left.
+        """The maximum total size inside. After it is reduced, no element enters until enough elements have left.
 
         Raises:
-            ValueError: set to less than 1.
+            ValueError: the new value is below 1.
         """
         return self._capacity
 
@@ -225,31 +206,32 @@ class SizeLimiter(Limiter):
 
 
 class RateLimiter(Limiter):
-    """Limits elements to `rate` per second on average, and to `burst` without a pause (F2 F6).
+    """Limits elements to `rate` per second on average, and to `burst` elements without a pause (F2 F6).
 
-    It uses the generic cell rate algorithm (ITU-T I.371). Its only state is the time at which the bucket will be full
-    again, so the time at which the next element may pass is known exactly. If an element passes too soon (F3), its cost
-    is a debt. Its source may continue when there is no debt.
+    The limiter uses the generic cell rate algorithm (ITU-T I.371). The only state is the time at which the bucket will
+    be full again. So the limiter knows exactly when the next element may pass. If an element passes too early (F3), its
+    cost is a debt. The source of the element may continue when the debt is 0.
 
     Args:
         rate: elements per second, or size per second if `by_size`; more than 0.
-        burst: number of elements (size if `by_size`) that may pass without a pause after an idle time; at least 1.
-        by_size: True if the cost of an element is its size, False if it is 1. An element that costs more than `burst`
-            passes when the bucket is full, and its cost is a debt then.
-        kind: the kind of the hold for an empty bucket.
+        burst: number of elements that may pass without a pause after an idle time, or their total size if `by_size`. At
+            least 1.
+        by_size: whether the cost of an element is its size. Otherwise the cost is 1. An element that costs more than
+            `burst` passes when the bucket is full, and leaves a debt.
+        kind: kind of the hold while the bucket is empty.
 
     Raises:
-        ValueError: a rate or a burst that is not allowed.
+        ValueError: the rate or the burst is not allowed.
     """
 
     __slots__ = ("_at", "_burst", "_full_at", "_rate", "by_size", "kind")
 
     def __init__(self, rate: float, *, burst: float = 1, by_size: bool = False, kind: str = "rate") -> None:
-        #: Whether the cost of an element is its size instead of 1.
+        #: Whether the cost of an element is its size. Otherwise the cost is 1.
         self.by_size = by_size
-        #: The kind of the hold for an empty bucket.
+        #: Kind of the hold while the bucket is empty.
         self.kind = kind
-        # When the bucket is full again; in the past after a rest.
+        # When the bucket is full again. The time is in the past if the bucket is full.
         self._full_at = -math.inf
         # When the last element passed.
         self._at = -math.inf
@@ -259,10 +241,10 @@ class RateLimiter(Limiter):
 
     @property
     def rate(self) -> float:
-        """How much may pass per second. A new rate applies from the last element on, and a debt stays.
+        """Elements, or size, per second. A new rate applies to the time since the last element. A debt stays the same.
 
         Raises:
-            ValueError: set to 0 or less, or to a value that is not finite.
+            ValueError: the new value is not more than 0, or not finite.
         """
         return self._rate
 
@@ -276,12 +258,12 @@ class RateLimiter(Limiter):
 
     @property
     def burst(self) -> float:
-        """How much may pass without a pause after an idle time.
+        """Elements, or size, that may pass without a pause after an idle time.
 
-        If it is changed, the content of the bucket (up to the new size) and a debt stay.
+        A change keeps the content of the bucket, up to the new size. A debt stays the same.
 
         Raises:
-            ValueError: set to less than 1, or to a value that is not finite.
+            ValueError: the new value is below 1, or not finite.
         """
         return self._burst
 
@@ -294,12 +276,12 @@ class RateLimiter(Limiter):
 
     @property
     def _lacked(self) -> float:
-        """How far the bucket was from full after the last element had passed."""
+        """How much was missing in the bucket after the last element."""
         return (self._full_at - self._at) * self._rate if self._full_at > self._at else 0.0
 
     @property
     def _even_at(self) -> float:
-        """The time when there is no debt any more."""
+        """The time at which the debt is 0."""
         return self._full_at - self._burst / self._rate
 
     def _passes_at(self, size: int) -> float:
@@ -311,7 +293,7 @@ class RateLimiter(Limiter):
 
     def add(self, size: int, now: float) -> bool:
         overflows = now < self._passes_at(size)
-        # A caller that read the clock earlier may come later.
+        # `now` may be older than in the last call, if the caller has read the clock before that call.
         if now > self._at:
             self._at = now
         full_at = self._full_at
@@ -319,7 +301,7 @@ class RateLimiter(Limiter):
         return overflows
 
     def remove(self, size: int, count: int = 1) -> None:
-        """Do nothing: a rate does not depend on elements that leave."""
+        """Do nothing, because a rate does not depend on elements that leave."""
 
     @property
     def resumable(self) -> bool:
@@ -334,10 +316,10 @@ class RateLimiter(Limiter):
 
 
 class CompositeLimiter(Limiter):
-    """Combines several limiters: an element enters if all of them let it in (F2).
+    """Combines several limiters. An element enters if every limiter has room for it (F2).
 
     Args:
-        parts: the limiters; the first that refuses an element gives the reason.
+        parts: the limiters. The reason of a refusal comes from the first limiter that refuses the element.
     """
 
     __slots__ = ("parts",)
@@ -355,7 +337,7 @@ class CompositeLimiter(Limiter):
 
     def add(self, size: int, now: float) -> bool:
         overflows = False
-        # Every part must count the element, so there is no short cut.
+        # Do not stop at the first True, because every part must count the element.
         for part in self.parts:
             if part.add(size, now):
                 overflows = True

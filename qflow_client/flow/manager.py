@@ -1,4 +1,4 @@
-"""The registry of flow resources in a process, to inspect all and to stop and start them by hand (F1 F5 F6 D5)."""
+"""A registry of the flow resources in a process. It lists, stops and starts all of them (F1 F5 F6 D5)."""
 
 from __future__ import annotations
 
@@ -13,73 +13,62 @@ __all__ = ["FlowManager", "FlowResource"]
 class FlowResource(Protocol):
     """A resource that a manager can stop and start.
 
-    It must be hashable and weakly referable. A manager calls `hold` and `lift` under its own lock, so neither may wait
-    for a thread that calls the manager.
+    A resource must be hashable and weakly referable. A manager calls `hold` and `lift` while it holds its lock. So
+    these methods must not wait for a thread that calls the manager.
     """
 
     @property
     def name(self) -> str:
-        """A name for people, which need not be unique."""
+        """Name for people. It need not be unique."""
 
     def hold(self, kind: str, *, source: str, detail: str) -> None:
-        """Raise a hold on the resource's gate.
-
-        Args:
-            kind: the reason, as one word.
-            source: the owner of the hold.
-            detail: a text for people.
-        """
+        """Raise a hold on the gate of the resource."""
 
     def lift(self, kind: str, *, source: str) -> None:
-        """Lift the hold again.
-
-        Args:
-            kind: of the hold.
-            source: the owner of the hold.
-        """
+        """Lift the hold of this kind and source."""
 
 
 class FlowManager:
-    """A registry of all resources that registered and still exist (F1). Thread-safe.
+    """A thread-safe registry of all registered resources that still exist (F1).
 
-    It keeps no resource alive. It holds a resource while everything is stopped and the resource is registered. A
-    resource that registers after `stop_all` is held immediately. A resource that is unregistered is released.
+    The manager has only weak references to resources. After `stop_all` it holds all registered resources, and also each
+    resource that registers later. If a resource is unregistered, the manager lifts its hold.
 
     Args:
-        name: the source of its holds; managers that share a resource need different names.
+        name: the source of the holds. Managers that share a resource need different names.
     """
 
-    #: The kind of the hold that `stop_all` raises.
+    #: Kind of the hold that `stop_all` raises.
     HOLD = "paused"
 
     def __init__(self, name: str = "manager") -> None:
-        #: The source of its holds.
+        #: The source of the holds.
         self.name = name
-        # Reentrant. The garbage collector can run a resource's finalizer at any point in here, and the finalizer
-        # unregisters the resource.
+        # Reentrant, because the garbage collector may run the finalizer of a resource while this thread has the lock.
+        # The finalizer unregisters the resource.
         self._lock = threading.RLock()
         self._resources: weakref.WeakSet[FlowResource] = weakref.WeakSet()
-        # Why everything is stopped; ``None`` while it is not.
+        # The reason of `stop_all`; ``None`` if the resources are not stopped.
         self._stopped: str | None = None
 
     @property
     def resources(self) -> tuple[FlowResource, ...]:
-        """The registered resources, in no order."""
+        """The registered resources, in any order."""
         with self._lock:
             return tuple(self._resources)
 
     @property
     def is_stopped(self) -> bool:
-        """Whether everything is stopped, by `stop_all`."""
+        """Whether all resources are stopped by `stop_all`."""
         return self._stopped is not None
 
     def register(self, resource: FlowResource) -> None:
-        """Register a resource, and stop it if everything is stopped.
+        """Register a resource. Stop it if all resources are stopped.
 
-        If its `hold` raises an error, the resource is not registered.
+        If its `hold` raises an exception, the resource is not registered.
 
         Args:
-            resource: the resource; a second registration changes nothing.
+            resource: the resource. If it is already registered, nothing changes.
         """
         with self._lock:
             if self._stopped is not None:
@@ -87,7 +76,7 @@ class FlowManager:
             self._resources.add(resource)
 
     def unregister(self, resource: FlowResource) -> None:
-        """Unregister a resource, and start it if everything is stopped. No later call would start it.
+        """Unregister a resource. Start it if all resources are stopped, because no later call would start it.
 
         Args:
             resource: the resource. If it is not registered, nothing changes.
@@ -99,43 +88,43 @@ class FlowManager:
                     resource.lift(self.HOLD, source=self.name)
 
     def stop_all(self, reason: str = "") -> int:
-        """Stop all producers (D5): raise a hold on every resource, also on those that register later.
+        """Stop all producers (D5): raise a hold on every resource, including resources that register later.
 
         Args:
-            reason: a text for people, which becomes the detail of the hold.
+            reason: text for people, used as the detail of the hold.
 
         Returns:
-            How many resources there are.
+            The number of resources.
 
         Raises:
-            ExceptionGroup: the errors of `hold` of some resources; all others are stopped.
+            ExceptionGroup: `hold` of some resources has failed. All other resources are stopped.
         """
         with self._lock:
             self._stopped = reason
             return self._each("stopped", lambda resource: resource.hold(self.HOLD, source=self.name, detail=reason))
 
     def start_all(self) -> int:
-        """Start all producers (D5): lift the hold that `stop_all` raised, and no other.
+        """Start all producers (D5): lift the hold that `stop_all` has raised. Other holds stay.
 
         Returns:
-            How many resources there are.
+            The number of resources.
 
         Raises:
-            ExceptionGroup: the errors of `lift` of some resources; all others are started.
+            ExceptionGroup: `lift` of some resources has failed. All other resources are started.
         """
         with self._lock:
             self._stopped = None
             return self._each("started", lambda resource: resource.lift(self.HOLD, source=self.name))
 
     def forked(self) -> None:
-        """Renew the lock in a child process after a fork, because a thread of the parent may have held it."""
+        """Replace the lock in a forked child process, because another thread of the parent may have held it."""
         self._lock = threading.RLock()
 
     def _each(self, done: str, do: Callable[[FlowResource], None]) -> int:
         errors = []
         resources = tuple(self._resources)
         for resource in resources:
-            # The hold of another resource may have led to the end of this one.
+            # This resource may have ended because another resource was held.
             if resource not in self._resources:
                 continue
             try:

@@ -1,7 +1,7 @@
-"""The thresholds of a queue's flow state, in two forms that follow their sources.
+"""The thresholds of a queue's flow state, in two forms.
 
-* `StopResume` is Qpid C++'s (C1-C4): ON above a stop threshold, OFF below every resume threshold.
-* `Capacity` is Qpid Java's (J1 J2): ON above a capacity in bytes, OFF at a resume capacity or below.
+* `StopResume` is from Qpid C++ (C1-C4): ON above a stop threshold, OFF below every resume threshold.
+* `Capacity` is from Qpid Java (J1 J2): ON above a capacity in bytes, OFF at a resume capacity or below.
 
 Between the thresholds the state does not change. Both forms are immutable values. `ThresholdLimiter` has the state.
 """
@@ -17,21 +17,21 @@ __all__ = ["Capacity", "StopResume", "ThresholdLimiter", "Thresholds"]
 
 
 class Thresholds(Protocol):
-    """A pair of thresholds for a queue's depth. `count` is in messages, `size` in body bytes."""
+    """Thresholds for a queue's depth. In all methods `count` is in messages and `size` in body bytes."""
 
     def stops(self, count: int, size: int) -> bool:
-        """Whether a flow state that was OFF becomes ON at this depth."""
+        """Whether a flow state changes from OFF to ON at this depth."""
 
     def resumes(self, count: int, size: int) -> bool:
-        """Whether a flow state that was ON becomes OFF at this depth; never at a depth at which `stops` is true."""
+        """Whether a flow state changes from ON to OFF at this depth. It must be False if `stops` is True."""
 
     def holds_publisher(self, on: bool, count: int, size: int) -> bool:
-        """Whether the publisher of the message that led to this depth is held.
+        """Whether to hold the publisher of a message that has just arrived.
 
         Args:
-            on: the flow state with that message.
-            count: messages.
-            size: body bytes.
+            on: the flow state after this message.
+            count: depth in messages after this message.
+            size: depth in body bytes after this message.
         """
 
 
@@ -41,19 +41,20 @@ def _refused(stop_name: str, stop: int, resume_name: str, resume: int, why: str)
 
 @dataclass(frozen=True, slots=True)
 class StopResume:
-    """Qpid C++'s flow thresholds: strictly above a stop is ON, strictly below every resume is OFF (C1 C2).
+    """The flow thresholds of Qpid C++: ON above a stop threshold, OFF below all resume thresholds (C1 C2).
 
-    A dimension (count or size) whose stop is 0 is ignored. If both are 0, flow control is off for the queue.
+    At a threshold itself the state does not change. If a stop threshold is 0, its dimension (count or size) is ignored.
+    If both are 0, the queue has no flow control.
 
     Attributes:
-        stop_count: messages; the state becomes ON when there are more.
-        resume_count: messages; the state can become OFF when there are fewer. ``None`` means 7/8 of the stop, rounded
-            down, at least 1.
-        stop_size: body bytes; the state becomes ON when there are more.
-        resume_size: body bytes; as `resume_count`.
+        stop_count: stop threshold in messages.
+        resume_count: resume threshold in messages. ``None`` means 7/8 of `stop_count`, rounded down, at least 1.
+        stop_size: stop threshold in body bytes.
+        resume_size: resume threshold in body bytes. ``None`` means 7/8 of `stop_size`, rounded down, at least 1.
 
     Raises:
-        ValueError: a stop below its resume, or a resume below 1 under a stop above 0; the text contains both values.
+        ValueError: a resume threshold is above its stop threshold, or is below 1 although the stop threshold is above
+            0. The text contains both values.
     """
 
     stop_count: int = 0
@@ -86,19 +87,20 @@ class StopResume:
     def from_limits(
         cls, max_count: int = 0, max_size: int = 0, *, stop_percent: int = 80, resume_percent: int = 70
     ) -> StopResume:
-        """The default thresholds of a queue with a maximum (C4): percentages of it, rounded down, at least 1.
+        """Return the default thresholds for a queue with a maximum (C4): percentages, rounded down, at least 1.
 
         Args:
-            max_count: messages; 0 for no maximum.
-            max_size: body bytes; 0 for no maximum.
-            stop_percent: of the maximum, for the stop; 0 together with `resume_percent` 0 sets no thresholds.
-            resume_percent: of the maximum, for the resume.
+            max_count: maximum number of messages; 0 for no maximum.
+            max_size: maximum body bytes; 0 for no maximum.
+            stop_percent: stop threshold in percent of the maximum. If both percentages are 0, there are no thresholds.
+            resume_percent: resume threshold in percent of the maximum.
 
         Returns:
-            The thresholds; none for a dimension without a maximum.
+            The thresholds. A dimension without a maximum has none.
 
         Raises:
-            ValueError: a percentage outside 0 to 100, a stop below the resume, or a negative maximum.
+            ValueError: a percentage is not between 0 and 100, `stop_percent` is below `resume_percent`, or a maximum is
+                negative.
         """
         for name, maximum in (("max_count", max_count), ("max_size", max_size)):
             if maximum < 0:
@@ -137,20 +139,20 @@ class StopResume:
         return (not self.stop_count or count < self.resume_count) and (not self.stop_size or size < self.resume_size)
 
     def holds_publisher(self, on: bool, count: int, size: int) -> bool:
-        """Return True while the state is ON: every publisher is held then."""
+        """Return True while the state is ON, because every publisher is held then."""
         return on
 
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """Qpid Java's producer flow control: ON above `capacity` bytes, OFF at `resume` bytes or below (J1 J2).
+    """The producer flow control of Qpid Java: ON above `capacity` bytes, OFF at `resume` bytes or below (J1 J2).
 
     Attributes:
-        capacity: body bytes; 0 for no maximum.
-        resume: body bytes (Qpid's ``flowResumeCapacity``); ``None`` means the capacity.
+        capacity: body bytes; 0 for no limit.
+        resume: body bytes (``flowResumeCapacity`` in Qpid). ``None`` means `capacity`.
 
     Raises:
-        ValueError: a resume above the capacity, or a negative value; the text contains both values.
+        ValueError: `resume` is above `capacity`, or a value is negative. The text contains both values.
     """
 
     capacity: int = 0
@@ -184,45 +186,41 @@ class Capacity:
         return not self.capacity or size <= self.resume
 
     def holds_publisher(self, on: bool, count: int, size: int) -> bool:
-        """Return True only if the message exceeds the capacity. Publishers between the thresholds are not held."""
+        """Return True if the message exceeds the capacity. A publisher between the thresholds is not held."""
         return self.stops(count, size)
 
 
 class ThresholdLimiter(Limiter):
-    """A queue's depth and flow state, as a limiter that overflows (F3) and never refuses an element.
+    """The depth and flow state of a queue. This limiter overflows (F3), and never refuses an element.
 
     Args:
-        thresholds: the thresholds.
-        count: messages that are in the queue already.
-        size: their body bytes.
+        count: initial depth in messages.
+        size: initial depth in body bytes.
     """
 
     __slots__ = ("count", "on", "peak_count", "peak_size", "size", "thresholds", "times_on")
 
     def __init__(self, thresholds: Thresholds, *, count: int = 0, size: int = 0) -> None:
-        #: The present thresholds. Read-only; use `change` to replace them.
+        #: The thresholds. Read-only; `change` replaces them.
         self.thresholds = thresholds
         #: The depth in messages.
         self.count = count
         #: The depth in body bytes.
         self.size = size
-        #: The highest depth so far, in messages.
+        #: The maximum depth so far, in messages.
         self.peak_count = count
-        #: The highest depth so far, in body bytes.
+        #: The maximum depth so far, in body bytes.
         self.peak_size = size
-        #: The flow state (C7: ``flowStopped``).
+        #: Whether the flow state is ON (``flowStopped``, C7).
         self.on = False
-        #: How often the state went from OFF to ON (C7: ``flowStoppedCount``).
+        #: How often the state has changed from OFF to ON (``flowStoppedCount``, C7).
         self.times_on = 0
         self._look()
 
     def change(self, thresholds: Thresholds) -> None:
-        """Replace the thresholds. The state changes immediately if necessary (D4).
+        """Replace the thresholds, and update the state immediately (D4).
 
-        Call `FlowController.resume` next, to unblock the sources that may continue.
-
-        Args:
-            thresholds: the new thresholds.
+        Call `FlowController.resume` afterwards, to unblock sources that may continue.
         """
         self.thresholds = thresholds
         self._look()
@@ -258,7 +256,7 @@ class ThresholdLimiter(Limiter):
 
     @property
     def resumable(self) -> bool:
-        """Whether the state is OFF."""
+        """Whether the flow state is OFF."""
         return not self.on
 
     def ready_at(self, size: int, now: float) -> float | None:

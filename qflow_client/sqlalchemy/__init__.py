@@ -1,7 +1,7 @@
-"""The outbox in the application's own database: a message is published if and only if its transaction commits (E14).
+"""An outbox in the application's database. A message is published if and only if its transaction commits (E14).
 
-`Outbox.add` writes a message into a table in the caller's transaction. `OutboxRelay` publishes the committed messages,
-in a thread of the application or as ``qflow relay``. This needs the extra ``sqlalchemy``.
+`Outbox.add` writes a message into a table, in the caller's transaction. `OutboxRelay` publishes the committed messages,
+in a thread of the application or in the command ``qflow relay``. The package needs the extra ``sqlalchemy``.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Measures how many rows wait in an outbox, and for how long.
+"""Measures how many rows wait in an outbox, and how long the oldest one has waited.
 
-`measure` queries the database. `Backlog` is for readers that ask often, such as a reader of metrics. It queries the
-database at most every ten seconds, and for at most a hundredth of the time, on a separate thread. If the database does
-not answer, a reader waits for one second at most.
+`measure` queries the database. `Backlog` is for frequent readers, such as metrics. It queries the database on a
+separate thread, at most every ten seconds and for at most a hundredth of the time. If the database does not answer, a
+reader waits for at most one second.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from qflow_client.sqlalchemy.tables import Tables, dialect_of
 
 __all__ = ["Backlog", "measure"]
 
-# The shortest time between two queries in seconds, and as a multiple of the duration of a query.
+# Minimum time between two queries: in seconds, and as a multiple of the duration of a query.
 _PERIOD = 10.0
 _RARITY = 100.0
-# The time limit in seconds for a reader that waits, and for the query in the database.
+# Maximum seconds that a reader waits, and maximum seconds of the query in the database.
 _PATIENCE = 1.0
 _LONGEST = 30
 
@@ -32,10 +32,10 @@ logger = logging.getLogger("qflow_client")
 
 
 def measure(connection: Connection | Session, tables: Tables) -> tuple[int, float]:
-    """Return how many rows wait, and for how many seconds the oldest has waited, by the clock of the database."""
+    """Return the number of waiting rows, and the age of the oldest one in seconds by the clock of the database."""
     rows = tables.rows
     depth = connection.execute(select(sql.count()).select_from(rows)).scalar_one()
-    # All rows of a transaction have the time of its beginning, which may be later than the commit of another one.
+    # Not `now()` on PostgreSQL, which is the time at which this transaction began. A visible row may be newer.
     is_postgresql = dialect_of(connection, rows) == "postgresql"
     now = sql.clock_timestamp(type_=DateTime(timezone=True)) if is_postgresql else sql.now()
     oldest = connection.execute(select(rows.c.created_at, now).order_by(rows.c.id).limit(1)).first()
@@ -46,21 +46,21 @@ class Backlog:
     """The backlog of one outbox, for any number of readers.
 
     Args:
-        engine: of the database.
-        tables: the outbox's.
+        engine: engine of the database.
+        tables: tables of the outbox.
     """
 
     def __init__(self, engine: Engine, tables: Tables) -> None:
         self._engine = engine
         self._tables = tables
         self._lock = threading.Lock()
-        # The querying thread; ``None`` while there is no query.
+        # The thread of the query; ``None`` while there is no query.
         self._thread: threading.Thread | None = None
         self._next_at = 0.0
         self._found: tuple[int, float] | None = None
 
     def read(self) -> tuple[int, float] | None:
-        """Return the last result of `measure`; ``None`` if the database does not answer."""
+        """Return the last result of `measure`, or ``None`` if the database does not answer."""
         with self._lock:
             if self._thread is None and _monotonic() >= self._next_at:
                 self._thread = threading.Thread(target=self._ask, name="qflow-outbox-backlog", daemon=True)
@@ -80,7 +80,7 @@ class Backlog:
                     connection.execute(text(f"SET LOCAL statement_timeout = '{_LONGEST}s'"))
                 found = measure(connection, self._tables)
         except Exception as error:
-            # The error text may contain data of a row. The relay logs errors of the database.
+            # Do not log the error text, because it may contain data of a row. The relay logs errors of the database.
             logger.debug("outbox relay: the backlog could not be counted: %s", type(error).__name__)
         finally:
             now = _monotonic()

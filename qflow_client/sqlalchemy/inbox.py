@@ -1,7 +1,7 @@
-"""`Inbox` lets a consumer record handled messages in its own database, in the transaction that handles them.
+"""An inbox in the consumer's database. It remembers handled messages, in the transactions that handle them.
 
-So handling and recording are atomic: a process that dies in between has done neither. With a producer that loses no
-message, and that repeats its ids, each message is handled effectively once.
+So if a process is killed, a message is either handled and remembered, or neither. A producer with an outbox loses no
+message, and second copies have the same message id. Together with an inbox, each message is handled effectively once.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class Inbox:
     """The ids of messages that a consumer has handled, in a table of the consumer's database (E14).
 
     Args:
-        metadata: the application's, to which the table is added; ``None`` for a separate one.
-        name: of the table.
-        schema: the schema of the table; ``None`` for the connection's default.
+        metadata: metadata of the application, to which the table is added. ``None`` for separate metadata.
+        name: name of the table.
+        schema: schema of the table; ``None`` for the default schema of the connection.
     """
 
     def __init__(
@@ -59,15 +59,14 @@ class Inbox:
     def first_time(
         self, session: Session | Connection | AsyncSession | AsyncConnection, message_id: str, *, consumer: str = ""
     ) -> bool | Awaitable[bool]:
-        """Remember a message in the caller's transaction. The result is True if it was not handled before.
+        """Remember a message in the caller's transaction. Return True if the message was not handled before.
 
-        If another transaction is handling a copy, this waits for its end. If that transaction is rolled back, the
-        message is handled here. Acknowledge the message after the commit, whatever the result is.
+        If another transaction is handling a copy, the method waits for its end. If that transaction is rolled back, the
+        result is True. Acknowledge the message after the commit in both cases.
 
         Args:
-            session: the caller's; with an asynchronous one, await the result.
-            message_id: of the message.
-            consumer: name of the consumer, if several in one database handle the same messages.
+            session: session or connection of the caller. If it is asynchronous, await the result.
+            consumer: name of the consumer. Consumers of the same messages in one database need different names.
 
         Raises:
             ValueError: the message has no id, or the database is not supported.
@@ -79,7 +78,7 @@ class Inbox:
         dialect = dialect_of(session, self.table)
         if dialect not in _INSERTS:
             raise ValueError(f"database {dialect!r}: use PostgreSQL or SQLite")
-        # Only an inserted row is returned.
+        # If the row exists, the statement returns no row.
         statement = _INSERTS[dialect](self.table).on_conflict_do_nothing().returning(self.table.c.message_id)
         values = {"consumer": consumer, "message_id": message_id}
         if isinstance(session, (AsyncSession, AsyncConnection)):
@@ -87,14 +86,10 @@ class Inbox:
         return session.execute(statement, values).first() is not None
 
     def forget(self, connection: Session | Connection, older_than: float) -> int:
-        """Forget messages, in the caller's transaction.
+        """Forget handled messages in the caller's transaction, and return their number.
 
         Args:
-            connection: a connection to the database.
-            older_than: seconds; more than the delay of any second copy.
-
-        Returns:
-            How many were forgotten.
+            older_than: minimum age of the messages in seconds. It must be longer than a second copy can be delayed.
         """
         before = datetime.now(UTC) - timedelta(seconds=older_than)
         gone: Any = connection.execute(delete(self.table).where(self.table.c.handled_at < before))

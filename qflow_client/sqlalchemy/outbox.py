@@ -1,7 +1,7 @@
-"""`Outbox` is the application's interface to an outbox in its own database.
+"""The application's interface to an outbox in its own database.
 
-A message is encoded when it is added, and gets its message id then. So later changes by the application do not change
-the published message (E3), and every try to publish it uses the same id.
+`Outbox.add` encodes a message and assigns its message id. So later changes by the application do not change the
+published message (E3), and all copies of a message have the same id.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ class OutboxStatus:
     """The content of an outbox at one moment.
 
     Attributes:
-        depth: rows that wait.
-        oldest_age: seconds since the oldest of them was added, by the clock of the database; 0 if there is none.
-        failed: rows that are set aside.
-        relayed: rows that the broker has confirmed so far.
-        relays: how many relays are working now; ``None`` if that is unknown.
-        holds: for each held relay, its holds, such as ``"channel_flow"``; up to one second old.
+        depth: number of waiting rows.
+        oldest_age: age of the oldest waiting row in seconds, by the clock of the database; 0 if no row waits.
+        failed: number of rows that are set aside.
+        relayed: number of rows that the broker has confirmed so far.
+        relays: number of working relays; ``None`` if it is unknown.
+        holds: the holds of each held relay, such as ``"channel_flow"``. They are at most one second old.
     """
 
     depth: int
@@ -50,14 +50,14 @@ class OutboxStatus:
 
 @dataclass(frozen=True, slots=True)
 class FailedRow:
-    """A message that was set aside, because the broker will never take it.
+    """A message that was set aside because the broker will never accept it.
 
     Attributes:
-        id: its number in the outbox.
+        id: id of the row in the outbox.
         message: the message with its exchange and routing key; ``None`` if it is damaged.
         ordering_key: the key with which it was added.
-        reply: the reason: the broker's reply text.
-        failed_at: when it was set aside.
+        reply: reply text of the broker, which is the reason.
+        failed_at: time at which it was set aside.
     """
 
     id: int
@@ -70,15 +70,15 @@ class FailedRow:
 class Outbox:
     """The tables of an outbox in the application's database, and methods to add messages to it.
 
-    ``metadata.create_all()`` creates the tables, or an Alembic migration that ``--autogenerate`` writes. There are no
+    Create the tables with ``metadata.create_all()``, or with an Alembic migration of ``--autogenerate``. There are no
     triggers and no functions.
 
     Args:
-        metadata: the application's, to which the tables are added; ``None`` for a separate one.
-        name: the name of the table; the other two are called ``<name>_failed`` and ``<name>_relay``.
-        schema: the schema of the tables; ``None`` for the connection's default.
-        notify: wake the relays with ``NOTIFY`` on PostgreSQL. PostgreSQL lets only one notifying transaction of a
-            database commit at a time. With ``False`` relays find rows at their next poll.
+        metadata: metadata of the application, to which the tables are added. ``None`` for separate metadata.
+        name: name of the main table. The names of the other tables are ``<name>_failed`` and ``<name>_relay``.
+        schema: schema of the tables; ``None`` for the default schema of the connection.
+        notify: whether to wake the relays with ``NOTIFY`` on PostgreSQL. PostgreSQL commits transactions with
+            ``NOTIFY`` one after the other. With ``False`` relays find new rows at their next poll.
     """
 
     def __init__(
@@ -129,19 +129,19 @@ class Outbox:
         """Add a message in the caller's transaction. It is published if and only if the transaction commits.
 
         Args:
-            session: the caller's; with an asynchronous one, await the result.
+            session: session or connection of the caller. If it is asynchronous, await the result.
             message: the body, or a `Message` with properties.
-            exchange: the exchange; by default that of a `RoutedMessage`, for other messages ``""``.
-            routing_key: the routing key; the same default.
-            ordering_key: messages with the same key are published in the order in which they were added, by
-                transactions that wait for each other. ``None`` for a message without an order.
+            exchange: the exchange. The default is the exchange of a `RoutedMessage`, and ``""`` for other messages.
+            routing_key: the routing key, with the same default.
+            ordering_key: messages with the same key are published in the order in which they were added. The messages
+                of transactions that run at the same time have no order. ``None`` for a message without an order.
 
         Returns:
-            The message id: the message's own, or a new one.
+            The message id of the message, or a new one if the message has none.
 
         Raises:
             TypeError: the message is of another type.
-            ValueError: AMQP cannot represent it.
+            ValueError: AMQP cannot represent the message.
         """
         values, message_id = self.encode(message, exchange, routing_key, ordering_key)
         if isinstance(session, (AsyncSession, AsyncConnection)):
@@ -180,7 +180,7 @@ class Outbox:
         routing_key: str | None = None,
         ordering_key: str | None = None,
     ) -> list[str] | Awaitable[list[str]]:
-        """Add every message, in order, with few statements.
+        """Add messages in order, with few statements. If one message is invalid, none is added.
 
         Args:
             session: as for `add`.
@@ -193,7 +193,7 @@ class Outbox:
             The message ids.
 
         Raises:
-            TypeError, ValueError: as `add`; none is added.
+            TypeError, ValueError: as for `add`.
         """
         made = [self.encode(message, exchange, routing_key, ordering_key) for message in messages]
         rows, ids = [values for values, _ in made], [message_id for _, message_id in made]
@@ -211,8 +211,8 @@ class Outbox:
     def _insert(self, dialect: str) -> Insert:
         statement = insert(self.tables.rows)
         if dialect == "postgresql" and self._notify:
-            # In the same statement, so there is no further round trip and no trigger. The notification is sent once,
-            # with the commit. Rows get their ids in the order of the values.
+            # Notify in the same statement, which needs no further round trip and no trigger. PostgreSQL sends the
+            # notification once, with the commit. Rows get their ids in the order of the values.
             woken = func.pg_notify(self.tables.channel, "")
             return statement.returning(woken, sort_by_parameter_order=True)
         return statement
@@ -220,7 +220,7 @@ class Outbox:
     def encode(
         self, given: bytes | str | Message, exchange: str | None, routing_key: str | None, ordering_key: str | None
     ) -> tuple[dict[str, Any], str]:
-        """Return a message as the values of a row, and its id. For programs that insert rows in another way.
+        """Return the values of a row, and the message id. Programs can insert the row in their own way.
 
         Args:
             given: as for `add`.
@@ -229,7 +229,7 @@ class Outbox:
             ordering_key: as for `add`.
 
         Raises:
-            TypeError, ValueError: as `add`.
+            TypeError, ValueError: as for `add`.
         """
         message = given if isinstance(given, Message) else Message(as_body(given))
         if isinstance(message, RoutedMessage):
@@ -253,11 +253,7 @@ class Outbox:
     # Administration.
 
     def status(self, connection: Connection | Session) -> OutboxStatus:
-        """Return the counts of an outbox.
-
-        Args:
-            connection: a connection to the outbox's database.
-        """
+        """Return the content and the relays of the outbox."""
         failed, relay = self.tables.failed, self.tables.relay
         depth, oldest_age = measure(connection, self.tables)
         is_postgresql = dialect_of(connection, self.tables.rows) == "postgresql"
@@ -288,12 +284,11 @@ class Outbox:
         return connection.execute(text(locks), given).scalar_one(), holds
 
     def failed(self, connection: Connection | Session, *, after: int = 0, limit: int = 100) -> list[FailedRow]:
-        """Return messages that were set aside, the oldest first.
+        """Return messages that were set aside, oldest first.
 
         Args:
-            connection: a connection to the outbox's database.
-            after: a `FailedRow.id`; only later rows are returned.
-            limit: the most messages to return.
+            after: return only rows after this `FailedRow.id`.
+            limit: maximum number of messages to return.
         """
         table = self.tables.failed
         found = connection.execute(select(table).where(table.c.id > after).order_by(table.c.id).limit(limit))
@@ -309,14 +304,13 @@ class Outbox:
         ]
 
     def retry(self, connection: Connection | Session, ids: Sequence[int] | None = None) -> int:
-        """Put messages that were set aside back at the end of the outbox, in the caller's transaction.
+        """Move messages that were set aside to the end of the outbox, in the caller's transaction.
 
         Args:
-            connection: a connection to the outbox's database.
-            ids: `FailedRow.id` of each; ``None`` for all.
+            ids: the `FailedRow.id` of each message; ``None`` for all messages.
 
         Returns:
-            How many messages were put back.
+            The number of moved messages.
         """
         failed = self.tables.failed
         names = ("partition", "ordering_key", "exchange", "routing_key", "properties", "body")
@@ -335,11 +329,10 @@ class Outbox:
         """Delete messages that were set aside, in the caller's transaction.
 
         Args:
-            connection: a connection to the outbox's database.
-            ids: `FailedRow.id` of each.
+            ids: the `FailedRow.id` of each message.
 
         Returns:
-            How many messages were deleted.
+            The number of deleted messages.
         """
         failed = self.tables.failed
         gone: Any = connection.execute(delete(failed).where(failed.c.id.in_(ids)))
@@ -354,5 +347,5 @@ def _message_of(row: Any) -> RoutedMessage | None:
 
 
 def _aware(at: datetime) -> datetime:
-    # Times of SQLite have no time zone, and are in UTC.
+    # Times of SQLite are in UTC and have no time zone.
     return at if at.tzinfo is not None else at.replace(tzinfo=UTC)

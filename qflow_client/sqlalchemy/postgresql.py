@@ -1,32 +1,33 @@
-"""A relay's session with PostgreSQL: its partitions, and how it reads and writes rows.
+"""The session of a relay with PostgreSQL, which locks partitions, and reads and writes rows.
 
-**Partitions.** Each relay holds a shared advisory lock that shows its membership, and an exclusive one for each
-partition that it works on. Members are ordered by the number of their server process. Partition ``p`` belongs to member
-``p mod count``. A relay releases partitions of other members and locks its own. While two relays see different members,
-a partition may have no relay for a moment. It never has two.
+**Partitions.** Each relay has a shared advisory lock, which makes it a member, and an exclusive lock for each partition
+on which it works. Members are ordered by the number of their server process. Partition ``p`` belongs to member ``p mod
+count``. A relay unlocks the partitions of other members and locks its own. If two relays see different members, a
+partition may have no relay for a moment. It never has two relays.
 
-The locks belong to the session, so they end with it: immediately if the relay is killed, and within the lease if it is
-suspended or cut off from the database. The server itself measures that time (``idle_session_timeout``), so no clocks
-are compared, and a dead relay leaves nothing to clean up.
+The locks end with the session: immediately if the relay is killed, and within the lease if the relay is suspended or
+    cut off from the database. The server measures this time (``idle_session_timeout``), so no clocks are compared. A
+    killed relay leaves nothing to clean up.
 
-**Reading.** An ``id`` is assigned before its transaction commits. So rows do not become visible in the order of their
-ids, and a reader that only remembers the last id would lose rows. Rows are therefore read in *sweeps*. A sweep is bound
-to a snapshot. It reads, in the order of ids, the rows that are visible in its snapshot and were not visible in the
-snapshot of the sweep before. A row is new to a snapshot if its transaction (the column ``xid``) began after the earlier
-snapshot, or was in progress in it. Both are short ranges of an index. It follows:
+**Reading.** A transaction assigns ids to its rows before it commits. So rows do not become visible in the order of
+their ids, and a reader that remembers only the last id would lose rows. Therefore rows are read in *sweeps*. Each sweep
+has a snapshot. It reads the rows that are visible in its snapshot and were not visible in the snapshot of the previous
+sweep, in the order of ids. A row is new if its transaction (the column ``xid``) began after the previous snapshot, or
+was in progress in this snapshot. Both conditions are short ranges of an index. The result:
 
-- Each row is in exactly one sweep, whenever its transaction commits. A row that commits late is in a later sweep.
-- If a transaction adds a row after another transaction has committed, no sweep reads the second row before the first. A
-  snapshot that shows the second row also shows the first, and inside a sweep ids define the order. This is the order
-  that an application can observe.
-- A transaction that stays open delays only its own rows. Deleted rows that cannot be vacuumed because of it are not
-  visited again, because a page begins after the last row of the page before.
+- Each row is in exactly one sweep. If its transaction commits late, the row is in a later sweep.
+- If a transaction adds a row after another transaction has committed, the row of the other transaction is read first. A
+  snapshot that shows the later row also shows the earlier one, and a sweep reads rows in the order of ids. An
+  application can observe only this order.
+- A transaction that stays open delays only its own rows. PostgreSQL cannot vacuum deleted rows while it is open. But
+  they are not visited again, because each page begins after the last row of the previous page.
 
-**Writing.** Rows are permitted by a commit that waits for the disk. It permits `AHEAD` more rows than were read, so at
-a low rate most pages need no such commit. Deletes are made with the next page, and do not wait for the disk.
+**Writing.** A commit that waits for the disk permits rows. It permits `AHEAD` more rows than were read, so at a low
+rate most pages need no such commit. Confirmed rows are deleted together with the next read, without a wait for the
+disk.
 
-The first sweep of a session is *full*: there is no earlier snapshot. Another full sweep is made once a minute. It costs
-one look at the table, and finds rows that snapshots do not show, such as rows that were restored from a backup.
+The first sweep of a session is *full*, because there is no previous snapshot. Another full sweep follows once a minute.
+It costs one scan of the table, and finds rows that other sweeps miss, such as rows that were restored from a backup.
 """
 
 from __future__ import annotations
@@ -44,14 +45,14 @@ from qflow_client.sqlalchemy.tables import PARTITIONS, Tables
 
 __all__ = ["AHEAD", "PostgresqlSession"]
 
-# Seconds between two full sweeps of a relay that has no other rows to read.
+# Seconds between two full sweeps while a relay has no other rows to read.
 _FULL_PERIOD = 60.0
-# No transaction is in progress. The list is not empty, because a driver may not know the type of an empty list.
+# Stands for no transactions in progress. A driver may not know the type of an empty list.
 _NONE = [-1]
 # Greater than any transaction number.
 _ALL = 1 << 62
-#: How many numbers after the last row that was read are permitted with it. Rows within them do not wait for a disk
-#: before they are published. After a crash up to this many more first copies are marked.
+#: A commit also permits this number of rows after the last row that was read. These rows are published without a wait
+#: for the disk. After a crash, up to this number of first copies have the mark of second copies.
 AHEAD = 1000
 
 _monotonic = time.monotonic
@@ -61,12 +62,12 @@ class PostgresqlSession:
     """One session.
 
     Args:
-        engine: an engine of SQLAlchemy, with the driver psycopg.
-        tables: the outbox's.
-        lease: seconds without activity of the relay after which another relay gets its partitions; see `silence_of`.
+        engine: an engine of SQLAlchemy with the driver psycopg.
+        tables: tables of the outbox.
+        lease: if the relay is inactive for this number of seconds, another relay gets its partitions; see `silence_of`.
 
     Raises:
-        RelayError: the driver or the server is not suitable.
+        RelayError: the driver or the server is not supported.
         sqlalchemy.exc.SQLAlchemyError: the database cannot be reached.
     """
 
@@ -84,19 +85,19 @@ class PostgresqlSession:
         quote = engine.dialect.identifier_preparer.format_table
         self._rows, self._failed, self._relay = quote(tables.rows), quote(tables.failed), quote(tables.relay)
         self._find_next = self._statement("%(last)s")
-        # First the rows are found by the index on xid. With ORDER BY id, the planner might prefer to visit all ids,
-        # including those of deleted rows.
+        # Find the rows with the index on xid first. With ORDER BY id, the planner might visit all ids, including those
+        # of deleted rows.
         self._find_first = self._statement(
             f"(SELECT min(id) - 1 FROM (SELECT id FROM {self._rows}"
             " WHERE xid >= %(before_xmax)s OR xid = ANY(%(before_xip)s) OFFSET 0) fresh)"
         )
         self._mine: list[int] = []
-        # Whether the sweep reads rows that an earlier session, or this one before a failure, may have sent.
+        # Whether the sweep reads rows that may have been sent before.
         self.is_full = True
         self.has_more = False
         self._in_sweep = False
-        # The snapshots of this sweep and of the sweep before. Each is the first unassigned transaction number, and the
-        # transactions that were in progress.
+        # The snapshots of this sweep and of the previous one. A snapshot is the first unassigned transaction number,
+        # and the numbers of the transactions that were in progress.
         self._xmax, self._xip = 0, _NONE
         self._before = 0, _NONE
         self._last = 0
@@ -105,9 +106,9 @@ class PostgresqlSession:
         self._is_noticed = False
         self._connection = engine.connect().execution_options(isolation_level="AUTOCOMMIT")
         self._driver = cast(Any, self._connection.connection.driver_connection)
-        # Bodies are transferred in binary form, not as text.
+        # Transfer bodies as binary data and not as text.
         self._cursor = self._driver.cursor(binary=True)
-        # The connection is never returned to the pool, because it has its own locks and settings.
+        # Do not return the connection to the pool, because it has locks and settings.
         self._connection.detach()
         try:
             self._set_up(lease)
@@ -122,9 +123,9 @@ class PostgresqlSession:
         for setting in (
             f"idle_session_timeout = {milliseconds}",
             f"statement_timeout = {milliseconds}",
-            # The two settings above have no effect on a session that sends a page to a relay that has stopped reading.
+            # The two settings above have no effect while the server sends a page and the relay does not read.
             f"tcp_user_timeout = {milliseconds}",
-            # Do not use a generic plan from statistics of a time when the table was empty.
+            # A generic plan may be based on statistics of an empty table.
             "plan_cache_mode = force_custom_plan",
             "enable_seqscan = off",
             "synchronous_commit = on",
@@ -132,7 +133,7 @@ class PostgresqlSession:
             self._run(f"SET {setting}")
         if self._driver.info.host and not self._driver.info.host.startswith("/"):
             self._set_socket(milliseconds)
-        # Notifications that arrive with the answer to a statement are passed only to the handler.
+        # psycopg passes notifications that arrive with an answer only to this handler.
         self._driver.add_notify_handler(self._notice)
         self._run(f"LISTEN {self._tables.channel}")
         self._run(
@@ -141,7 +142,7 @@ class PostgresqlSession:
         )
 
     def _set_socket(self, milliseconds: int) -> None:
-        """Let a connection without answers end within the lease."""
+        """Make the system end the connection within the lease if the server does not answer."""
         seconds = max(1, milliseconds // 3000)
         with socket.socket(fileno=socket.dup(self._driver.fileno())) as copy:
             copy.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -163,11 +164,11 @@ class PostgresqlSession:
     # Partitions.
 
     def join(self) -> None:
-        """Become a member, which partitions can belong to."""
+        """Become a member, so that partitions can belong to this relay."""
         self._run("SELECT pg_advisory_lock_shared(:class, :member)", **{"class": self._class, "member": PARTITIONS})
 
     def due(self) -> set[int]:
-        """Return the partitions that belong to this relay, with the present members."""
+        """Return the partitions that belong to this relay according to the present members."""
         found = self._rows_of(
             "SELECT pid, pid = pg_backend_pid(), objid::int FROM pg_locks"
             " WHERE locktype = 'advisory' AND objsubid = 2 AND granted AND classid = :class"
@@ -185,10 +186,10 @@ class PostgresqlSession:
         return {partition for partition in range(PARTITIONS) if partition % len(members) == mine}
 
     def take(self, partitions: Iterable[int]) -> dict[int, int]:
-        """Take those of the partitions that no other relay has.
+        """Lock the partitions that no other relay has locked.
 
         Returns:
-            For each partition, the row up to which messages may have been sent.
+            The locked partitions, each with the row up to which messages may have been sent.
         """
         taken = {}
         for partition in sorted(partitions):
@@ -200,10 +201,10 @@ class PostgresqlSession:
         return taken
 
     def give_up(self, doubts: Mapping[int, int]) -> None:
-        """Give up partitions.
+        """Unlock partitions.
 
         Args:
-            doubts: by partition, the row up to which messages may have been sent, if they still exist.
+            doubts: the partitions, each with the row up to which existing rows may have been sent.
         """
         statement = f"UPDATE {self._relay} SET permitted = :doubt WHERE partition = :partition"
         for partition, doubt in doubts.items():
@@ -215,35 +216,36 @@ class PostgresqlSession:
     # Reading.
 
     def start_over(self) -> None:
-        """Read from the beginning. No row that was read may be unsettled."""
+        """Read from the beginning again. Call this only when all rows that were read are settled."""
         self._in_sweep = False
         self._before = 0, _NONE
         self._next_full = 0.0
 
     def is_full_due(self) -> bool:
-        """Return True if the next sweep should be a full one. A full sweep requires that no row is unsettled."""
+        """Return True if the next sweep should be full. A full sweep may start only when no row is unsettled."""
         return not self._in_sweep and _monotonic() >= self._next_full > 0
 
     def read(self, limit: int, gone: Sequence[int] = ()) -> list[Row]:
-        """Delete confirmed rows, and read and permit the next ones, in one commit.
+        """Delete confirmed rows, read the next rows and permit them, in one commit.
 
-        Permissions are on disk when this returns. There is no wait for the deletes: if the server crashes, deleted rows
-        may come back, and are sent again and marked. `has_more` is True if the sweep may have further rows.
+        When the method returns, the permissions are on disk. The deletes may not be on disk yet. If the server crashes,
+        deleted rows may come back. They are then sent again with a mark. `has_more` is True if the sweep may have
+        further rows.
 
         Args:
-            limit: the most rows to return.
+            limit: maximum number of rows to return.
             gone: ids of the rows to delete.
         """
         begins = not self._in_sweep
         xmax, xip = self._before
         if begins:
             self.is_full = xmax == 0
-            # Every row that the statement sees is in the snapshot of a sweep that begins with the statement.
+            # The sweep begins with this statement, so its snapshot has every row that the statement sees.
             self._last, self._xmax, self._xip = 0, _ALL, _NONE
             if self.is_full:
                 self._next_full = _monotonic() + _FULL_PERIOD
                 self._adopt_restored()
-        # The driver alone needs half of the time of SQLAlchemy with the driver.
+        # Without SQLAlchemy the driver needs half of the time.
         found = self._cursor.execute(
             self._find_first if begins and not self.is_full else self._find_next,
             {
@@ -262,7 +264,7 @@ class PostgresqlSession:
             _, first_unknown, in_progress = found[0][0].split(":")
             self._xmax = int(first_unknown)
             self._xip = [int(each) for each in in_progress.split(",")] if in_progress else _NONE
-        # Without rows, the result is the snapshot alone.
+        # If there are no rows, the result has only the snapshot.
         total = found[0][2] or 0
         rows = [Row(*row[3:]) for row in found] if total else []
         self.has_more = total == limit or total > len(rows)
@@ -274,7 +276,7 @@ class PostgresqlSession:
         return rows
 
     def _adopt_restored(self) -> None:
-        """Replace transaction numbers of another server by one of this server. Visible rows began before it."""
+        """Set transaction numbers that come from another server to 0, so that they are older than every snapshot."""
         self._run(
             f"UPDATE {self._rows} SET xid = 0"
             " WHERE xid >= (SELECT pg_snapshot_xmax(pg_current_snapshot())::text::bigint)"
@@ -284,12 +286,12 @@ class PostgresqlSession:
         """Return the statement of `read`.
 
         Args:
-            last: an expression for the row after which the page begins.
+            last: SQL expression for the row after which the page begins.
         """
         return (
             "WITH now AS (SELECT pg_current_snapshot() AS snapshot),"
             f" gone AS (DELETE FROM {self._rows} WHERE id = ANY(CAST(%(gone)s AS bigint[])) RETURNING partition),"
-            # Large bodies are stored outside the table, and are not read before their rows are chosen.
+            # Choose the rows before their bodies are read. Large bodies are stored outside the table.
             " page AS MATERIALIZED (SELECT * FROM ("
             "SELECT *, count(*) OVER () AS total, row_number() OVER (ORDER BY id) AS number,"
             " sum(octet_length(body)) OVER (ORDER BY id ROWS UNBOUNDED PRECEDING) - octet_length(body) AS size FROM ("
@@ -327,12 +329,12 @@ class PostgresqlSession:
         )
 
     def set_aside(self, rows: Sequence[Aside]) -> None:
-        """Move rows to the table of failed ones, with the broker's reply."""
+        """Move rows to the table of failed rows, with the broker's reply."""
         statement = text(
             f"WITH gone AS (DELETE FROM {self._rows} WHERE id = :id RETURNING *)"
             f" INSERT INTO {self._failed}"
             " (id, partition, ordering_key, exchange, routing_key, properties, body, created_at, reply)"
-            # The number may exist already, if the sequence was reset.
+            # If the sequence was reset, the id may already exist.
             f" SELECT CASE WHEN EXISTS (SELECT FROM {self._failed} WHERE id = :id)"
             f" THEN (SELECT max(id) + 1 FROM {self._failed}) ELSE id END,"
             " partition, ordering_key, exchange, routing_key, properties, body, created_at, :reply FROM gone"
@@ -345,17 +347,17 @@ class PostgresqlSession:
         self._run("SELECT 1")
 
     def say(self, holds: str) -> None:
-        """Show the holds of the relay to everyone who views the sessions. They are not written to disk."""
+        """Show the holds of the relay in the server's list of sessions. They are not written to disk."""
         self._run("SELECT set_config('application_name', :name, false)", name=self._tables.session_name + holds)
 
     # Waiting.
 
     def wait(self, wake: socket.socket, timeout: float) -> bool:
-        """Wait for a commit of the application, or for a byte.
+        """Wait for a commit of the application, or for a byte on a socket.
 
         Args:
-            wake: the socket that receives the byte.
-            timeout: seconds.
+            wake: the socket.
+            timeout: maximum seconds.
 
         Returns:
             Whether rows may have been committed.
@@ -370,7 +372,7 @@ class PostgresqlSession:
     def _take_notices(self) -> None:
         driver = self._driver.pgconn
         driver.consume_input()
-        # Several commits need only one read.
+        # Take all notifications, because several commits need only one read.
         while driver.notifies() is not None:
             self._is_noticed = True
 
@@ -378,8 +380,8 @@ class PostgresqlSession:
         self._is_noticed = True
 
     def close(self) -> None:
-        """End the session, and with it the locks."""
+        """End the session and its locks."""
         self._driver.close()
-        # The connection may be broken, and there is nothing left to do.
+        # The connection may be broken, so ignore errors.
         with suppress(Exception):
             self._connection.close()

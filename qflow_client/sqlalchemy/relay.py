@@ -1,7 +1,7 @@
-"""`OutboxRelay` publishes the committed messages of an outbox, in a thread. `tenure` explains how.
+"""Publishes the committed messages of an outbox, in a thread. The module `tenure` explains how.
 
-An asyncio application uses the same thread: `run` and ``async with`` start it, and wait for its end on the loop. The
-thread never calls into the loop, except to report its end.
+An asyncio application uses the same thread. `run` and ``async with`` start the thread, and wait for its end without
+blocking the loop. The thread calls the loop only to report its end.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ _SESSIONS: dict[str, type[PostgresqlSession] | type[SqliteSession]] = {
     "postgresql": PostgresqlSession,
     "sqlite": SqliteSession,
 }
-# The drivers of a relay, by the name of the database in a URL.
+# The driver of a relay, by the name of the database in a URL.
 _DRIVERS = {"postgresql": "postgresql+psycopg", "postgres": "postgresql+psycopg", "sqlite": "sqlite"}
-# The first and the longest pause after an error, in seconds.
+# The first and the maximum pause after an error in seconds.
 _FIRST_PAUSE = 0.1
 _LONGEST_PAUSE = 5.0
 
@@ -53,22 +53,22 @@ logger = logging.getLogger("qflow_client")
 
 
 def engine_of(url: str | URL) -> Engine:
-    """Make an engine for a relay, with the relay's driver in place of the driver in the URL.
+    """Create an engine for a relay. The relay's driver replaces the driver of the URL.
 
     Args:
-        url: the URL of the database, in SQLAlchemy's form.
+        url: URL of the database in the form of SQLAlchemy.
 
     Raises:
-        SettingsError: it is not such a URL, or the database is not supported.
+        SettingsError: the URL has another form, or the database is not supported.
     """
     try:
         made = make_url(url)
         name = made.get_backend_name() if made.drivername != "postgres" else "postgres"
-        # An @ in the host comes from a password that was not encoded, and errors would show a part of the password.
+        # Do not accept a host with @. The password was not encoded, and errors would show a part of it as the host.
         if name in _DRIVERS and "@" not in (made.host or ""):
             return create_engine(made.set(drivername=_DRIVERS[name]))
     except (ArgumentError, ValueError):
-        # The error text contains the URL.
+        # Raise another error below, because the text of this one contains the URL.
         pass
     raise SettingsError(f"database={shown(str(url))}: use postgresql://user@host/name or sqlite:///path")
 
@@ -76,21 +76,21 @@ def engine_of(url: str | URL) -> Engine:
 class OutboxRelay:
     """Publishes the committed messages of an outbox, in order for each ordering key, with its own `Producer`.
 
-    Any number of relays may work on one outbox. On PostgreSQL they share the work. On SQLite one works and the others
-    wait. A relay works in a thread, from the beginning of a ``with`` or ``async with`` block to its end, or as a task
-    that awaits `run`. If it ends in order, no message is in doubt.
+    Any number of relays may run for one outbox. On PostgreSQL they share the work. On SQLite one relay works and the
+    others wait. A relay works in a thread, during a ``with`` or ``async with`` block, or while a task awaits `run`.
+    After a clean end the outcome of every message is known.
 
     Args:
-        database: an engine of SQLAlchemy with the driver psycopg or for SQLite, or a URL.
-        url: the URL of the broker, or several; the setting ``url``.
-        outbox: the outbox with the names of the tables; ``None`` for the names of ``Outbox()``.
-        lease: seconds without activity of a relay after which another relay takes its partitions, if it is suspended or
-            cut off. A relay that is killed loses them immediately. The default of the setting ``liveness`` is a sixth
-            of it.
-        poll: the longest time in seconds between two checks for new rows, if no ``NOTIFY`` comes.
+        database: URL of the database, or an engine of SQLAlchemy for SQLite or with the driver psycopg.
+        url: URL of the broker, or several URLs; the setting ``url``.
+        outbox: outbox with the names of the tables; ``None`` for the names of ``Outbox()``.
+        lease: seconds. If a relay is suspended or cut off for this time, another relay takes its partitions. If a relay
+            is killed, its partitions are free immediately. The default of the setting ``liveness`` is a sixth of the
+            lease.
+        poll: maximum seconds between two checks for new rows if no ``NOTIFY`` comes.
         credentials: as for a `Producer`.
-        settings: as for a `Producer`; confirms are on, and there is no outbox file.
-        keywords: single settings.
+        settings: as for a `Producer`. Confirms are always on, and an outbox file is not allowed.
+        keywords: single settings, as for a `Producer`.
 
     Raises:
         SettingsError: a setting is not allowed, or the database is not supported.
@@ -124,7 +124,7 @@ class OutboxRelay:
         if settings is not None and "name" not in keywords:
             given.pop("name")
         loaded = ProducerSettings.load(url, settings, **given, **forced)
-        # A lost connection to the broker is detected early enough for another relay to take over.
+        # Detect a lost connection to the broker early, so that another relay can take over within the lease.
         self._settings = loaded if loaded.liveness is not None else loaded.replace(liveness=lease / 6)
         if isinstance(database, AsyncEngine):
             raise SettingsError(
@@ -138,10 +138,10 @@ class OutboxRelay:
         self._tables = (outbox or Outbox()).tables
         self._lease = lease
         self._poll = poll
-        #: The metrics of its work.
+        #: The metrics of the relay.
         self._metrics = RelayMetrics(self._settings.name, Backlog(self._engine, self._tables).read)
         self.counts = RelayCounts(self._metrics)
-        #: Why its last tenure ended; ``None`` while it works.
+        #: The error that ended the last tenure; ``None`` while the relay works.
         self.error: Exception | None = None
         self._tenure: Tenure | None = None
         self._producer: Producer | None = None
@@ -153,22 +153,22 @@ class OutboxRelay:
 
     @property
     def partitions(self) -> frozenset[int]:
-        """The partitions that it works on: all 16 if it is alone, none while it cannot work."""
+        """The partitions of this relay: all 16 if there is no other relay, none while it cannot work."""
         tenure = self._tenure
         return frozenset(() if tenure is None else tenure.mine)
 
     @property
     def is_ready(self) -> bool:
-        """Whether it has a database session and a producer, so that it works on its partitions."""
+        """Whether the relay has a database session and a producer, so that it can work."""
         return self._tenure is not None and self.error is None
 
     @property
     def name(self) -> str:
-        """The setting ``name``, by default ``"relay"``."""
+        """The setting ``name``. The default is ``"relay"``."""
         return self._settings.name
 
     def health(self) -> Health:
-        """Its health; ``"disconnected"`` without the database or the broker.
+        """The health of the relay. It is ``"disconnected"`` without the database or the broker.
 
         `qflow_client.health.asgi_readiness` accepts a relay like a producer.
         """
@@ -194,13 +194,13 @@ class OutboxRelay:
         self._thread.start()
 
     def close(self, timeout: float | None = None) -> bool:
-        """End: publish no more rows, and wait for unconfirmed ones, for at most half of the lease.
+        """Stop publishing, and wait for unconfirmed rows, for at most half of the lease.
 
         Args:
-            timeout: seconds to wait; ``None`` until it has ended.
+            timeout: maximum seconds to wait for the end of the thread; ``None`` for no limit.
 
         Returns:
-            Whether it has ended.
+            Whether the thread has ended.
         """
         self._stop()
         if self._thread is None:
@@ -214,10 +214,10 @@ class OutboxRelay:
             self._waker.wake()
 
     async def run(self) -> None:
-        """Start, and work until the task is cancelled or `close` is called.
+        """Start the relay, and wait until the task is cancelled or `close` is called.
 
-        A cancelled task waits for the end, as ``async with`` does. If it is cancelled again meanwhile, it stops
-        waiting, and the relay ends by itself.
+        A cancelled task waits for the end of the relay, as ``async with`` does. If the task is cancelled again, it
+        stops waiting, and the relay ends by itself.
 
         Raises:
             RuntimeError: the relay was started before.
@@ -226,11 +226,11 @@ class OutboxRelay:
             await self._wait_for_end(None)
 
     async def _wait_for_end(self, timeout: float | None) -> bool:
-        """Wait for the end of the thread without blocking the loop. Return True if it has ended."""
+        """Wait for the end of the thread without blocking the loop. Return True if the thread has ended."""
         loop, ended = asyncio.get_running_loop(), asyncio.Event()
 
         def report(_: Future[None]) -> None:
-            # The loop is closed if no task waits any longer.
+            # If no task waits any more, the loop may be closed.
             with suppress(RuntimeError):
                 loop.call_soon_threadsafe(ended.set)
 
@@ -258,7 +258,7 @@ class OutboxRelay:
         self._report_end(await self._wait_for_end(2 * self._lease))
 
     def _report_end(self, has_ended: bool) -> None:
-        # If the database is cut off, a call may last until the system ends its connection.
+        # If the database does not answer, a call may last until the system ends the connection.
         if not has_ended:
             logger.warning(
                 "outbox relay: its thread has not ended after %g s, and continues until its last call returns",
@@ -312,7 +312,7 @@ class OutboxRelay:
 
 
 def _words(error: Exception) -> str:
-    """Return the loggable text of an error; of a database error, its first line without statement or parameters."""
+    """Return a text of an error for the log. It has only the first line of a database error, without any data."""
     if isinstance(error, QflowError):
         return str(error)
     origin = getattr(error, "orig", None) or error

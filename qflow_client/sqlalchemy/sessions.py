@@ -12,9 +12,9 @@ from qflow_client.errors import QflowError
 
 __all__ = ["LOOK", "PAGE_BYTES", "Aside", "RelayError", "Row", "Session", "silence_of", "wait_readable"]
 
-#: Seconds between two checks of a relay for the partitions that belong to it.
+#: Seconds between two checks which partitions belong to a relay.
 LOOK = 1.0
-#: A page of rows ends with the row whose body reaches this many bytes.
+#: A page of rows ends when the bodies have this total size in bytes.
 PAGE_BYTES = 1 << 24
 
 
@@ -33,12 +33,12 @@ class Row(NamedTuple):
     body: bytes
 
 
-#: The id of a row that the broker will never take, and the reason.
+#: The id of a row that the broker will never accept, and the reason.
 Aside = tuple[int, str]
 
 
 class Session(Protocol):
-    """A session with a database. `postgresql` describes what each method guarantees."""
+    """A session with a database. The methods are documented in `PostgresqlSession`."""
 
     is_notified: bool
     is_full: bool
@@ -60,19 +60,19 @@ class Session(Protocol):
 
 
 def silence_of(lease: float) -> float:
-    """Return the seconds without activity of a relay after which the server ends its session.
+    """Return the seconds of inactivity after which the server ends the session of a relay.
 
-    The rest of the lease is for another relay, which has to notice that and publish.
+    In the remaining time of the lease another relay has to take over.
     """
     return max(lease / 2, lease - 2 * LOOK)
 
 
 def wait_readable(descriptors: Iterable[int], timeout: float) -> set[int]:
-    """Wait until one of some descriptors is readable, and return the readable ones.
+    """Wait until at least one file descriptor is readable, and return the readable ones.
 
     Args:
-        descriptors: descriptors with any number; `select.select` accepts only numbers below 1024.
-        timeout: seconds.
+        descriptors: descriptors, which may have any number. `select.select` accepts only numbers below 1024.
+        timeout: maximum seconds.
     """
     poll = select.poll()
     for descriptor in descriptors:

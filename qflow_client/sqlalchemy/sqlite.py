@@ -1,10 +1,10 @@
-"""A relay's session with SQLite.
+"""The session of a relay with SQLite.
 
-SQLite allows one writer at a time, and the database assigns a row's id while its writer has the lock. So rows become
-visible in the order of their ids. The new rows are exactly the rows after the last row that was read.
+SQLite allows one writer at a time, and assigns the id of a row while the writer has the lock. So rows become visible in
+the order of their ids. The new rows are exactly the rows after the last row that was read.
 
-One relay at a time works on a database. It holds a lock on the file ``<database>.relay``, which ends with its process.
-The file contains the holds of the relay.
+One relay at a time works on a database. It locks the file ``<database>.relay``. The lock ends with the process of the
+relay. The file contains the holds of the relay.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from qflow_client.sqlalchemy.tables import PARTITIONS, Tables
 __all__ = ["SqliteSession", "relay_of"]
 
 _PARTITIONS = frozenset(range(PARTITIONS))
-# The most values that every build of SQLite accepts in one statement.
+# Every build of SQLite accepts this number of values in one statement.
 _VALUES = 500
-# The longest text about the holds of a relay, in bytes.
+# Maximum length of the text with the holds of a relay in bytes.
 _LONGEST = 1000
 
-# The descriptors of locks that this process holds. A forked child has them too, and would keep the locks of a dead
-# parent.
+# Descriptors of the locked files of this process. A forked child closes them. Otherwise it would keep the locks after
+# the end of the parent.
 _locks: set[int] = set()
 
 
@@ -47,14 +47,14 @@ after_fork_in_child(_close_locks_in_child)
 
 
 def relay_of(connection: Connection | orm.Session) -> tuple[int | None, tuple[str, ...]]:
-    """Return how many relays work on a database (``None`` if unknown), and the holds of each held relay."""
+    """Return the number of working relays, or ``None`` if it is unknown, and the holds of each held relay."""
     path = connection.execute(text("PRAGMA database_list")).first()[2]  # type: ignore[index]
     try:
         descriptor = os.open(f"{path}.relay", os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
         return (0 if path else None), ()
     except OSError:
-        # The file belongs to another user.
+        # This user is not allowed to open the file.
         return None, ()
     _locks.add(descriptor)
     try:
@@ -72,9 +72,9 @@ class SqliteSession:
     """One session.
 
     Args:
-        engine: an engine of SQLAlchemy, with a synchronous driver.
-        tables: the outbox's.
-        lease: not used; it is for databases on a network.
+        engine: an engine of SQLAlchemy with a synchronous driver.
+        tables: tables of the outbox.
+        lease: not used, because the database is not on a network.
 
     Raises:
         RelayError: the driver is asynchronous, or the database is in memory.
@@ -139,7 +139,7 @@ class SqliteSession:
         return {partition: permitted for partition, permitted in found if partition in set(partitions)}
 
     def give_up(self, doubts: Mapping[int, int]) -> None:
-        """Give up all partitions."""
+        """Unlock all partitions."""
         relay = self._tables.relay
         if self._has_all:
             with self._connection.begin():
@@ -179,8 +179,8 @@ class SqliteSession:
                 size += len(row.body)
                 if size >= PAGE_BYTES:
                     break
-        # Not in the reading transaction: a transaction that writes after reading may have to give way to another
-        # writer.
+        # Write in a separate transaction. If a transaction reads and then writes, SQLite may refuse the write because
+        # of another writer.
         if found or gone:
             with self._connection.begin():
                 self._delete(gone)
@@ -236,6 +236,6 @@ class SqliteSession:
         return False
 
     def close(self) -> None:
-        """End the session, and with it the lock."""
+        """End the session and its lock."""
         self._unlock()
         self._connection.close()

@@ -1,12 +1,11 @@
-"""The three tables of an outbox, and the meaning of their columns.
+"""The three tables of an outbox, and their columns.
 
-``<name>``: one row for each message that waits. The application inserts a row, and the relay deletes it. A row is never
-changed, so no index has an entry that moves, and no row has a state column.
+``<name>``: one row for each waiting message. The application inserts a row, and the relay deletes it. A row is never
+updated, so index entries never move.
 
-``<name>_failed``: messages that the broker will never take, with its reply. Operators look at them, and can send them
-back.
+``<name>_failed``: messages that the broker will never accept, with its reply. Operators can move them back.
 
-``<name>_relay``: one row for each partition, with the row up to which its messages may have been sent.
+``<name>_relay``: one row for each partition. It has the id of the row up to which messages may have been sent.
 """
 
 from __future__ import annotations
@@ -35,8 +34,8 @@ from sqlalchemy.sql.expression import ColumnElement
 
 __all__ = ["PARTITIONS", "Tables", "dialect_of", "partition_of"]
 
-#: The number of partitions of the ordering keys. Applications of any release write it, so it never changes. It is also
-#: the most relays that can share the work.
+#: The number of partitions of the ordering keys. It must never change, because applications with any version of this
+#: package write rows. It is also the maximum number of relays that share the work.
 PARTITIONS = 16
 
 
@@ -46,10 +45,10 @@ def partition_of(ordering_key: str) -> int:
 
 
 def dialect_of(session: Any, table: Table) -> str:
-    """Return the name of the database in which a session or connection has a table.
+    """Return the name of the database in which a session or connection finds a table.
 
     Raises:
-        TypeError: it is neither a session nor a connection.
+        TypeError: the object is neither a session nor a connection.
     """
     if isinstance(session, AsyncSession):
         session = session.sync_session
@@ -61,7 +60,7 @@ def dialect_of(session: Any, table: Table) -> str:
 
 
 class _TransactionId(ColumnElement[int]):
-    """The number of the transaction that inserts; 0 in databases that allow one writer at a time."""
+    """The number of the inserting transaction. It is 0 in databases that allow only one writer at a time."""
 
     inherit_cache = True
     type = BigInteger()
@@ -74,7 +73,7 @@ def _compile_default(_element: _TransactionId, _compiler: Any, **_: Any) -> str:
 
 @compiles(_TransactionId, "postgresql")
 def _compile_postgresql(_element: _TransactionId, _compiler: Any, **_: Any) -> str:
-    # As a bigint, which has an operator class, can be compared with snapshots, and can be read by every driver.
+    # A bigint can be indexed and compared with snapshots, and every driver can read it.
     return "(pg_current_xact_id()::text::bigint)"
 
 
@@ -82,9 +81,9 @@ class Tables:
     """The tables of one outbox.
 
     Args:
-        metadata: their metadata.
-        name: the name of the first table; the others' names begin with it.
-        schema: of the tables.
+        metadata: metadata for the tables.
+        name: name of the first table. The names of the others begin with it.
+        schema: schema of the tables.
     """
 
     def __init__(self, metadata: MetaData, name: str, schema: str | None) -> None:
@@ -97,7 +96,7 @@ class Tables:
                 Column("ordering_key", Text),
                 Column("exchange", Text, nullable=False),
                 Column("routing_key", Text, nullable=False),
-                # The properties, as the payload of AMQP's content header.
+                # The properties, in the format of the payload of an AMQP content header.
                 Column("properties", LargeBinary, nullable=False),
                 Column("body", LargeBinary, nullable=False),
             )
@@ -110,7 +109,7 @@ class Tables:
             *message(),
             Column("created_at", DateTime(timezone=True), nullable=False, server_default=now),
             schema=schema,
-            # An id must not be assigned twice, because it identifies the messages that may have been sent.
+            # Never assign an id twice, because the ids show which messages may have been sent.
             sqlite_autoincrement=True,
         )
         Index(f"ix_{name}_xid", self.rows.c.xid)
@@ -128,9 +127,9 @@ class Tables:
             f"{name}_relay",
             metadata,
             Column("partition", SmallInteger, primary_key=True, autoincrement=False),
-            # A relay records a number here before it passes rows up to that number to the broker.
+            # Rows up to this id may have been sent. A relay updates it before it sends them.
             Column("permitted", BigInteger, nullable=False),
-            # Rows that the broker has confirmed.
+            # Number of rows that the broker has confirmed.
             Column("relayed", BigInteger, nullable=False),
             schema=schema,
         )
@@ -142,13 +141,13 @@ class Tables:
 
     @property
     def lock_class(self) -> int:
-        """The first number of the advisory locks, a signed integer of 32 bits."""
+        """The first key of the advisory locks, a signed integer of 32 bits."""
         number = crc32(f"qflow {self.full_name}".encode())
         return number - (1 << 32) if number >= 1 << 31 else number
 
     @property
     def session_name(self) -> str:
-        """The name of its relays' sessions in the database; the holds of a relay follow it."""
+        """The first part of the session name of each relay in the database. The holds of the relay follow."""
         return f"qflow relay {crc32(self.full_name.encode()):08x}: "
 
     @property

@@ -1,21 +1,20 @@
-"""A tenure: the work of one database session and one producer, from the first row to the first error.
+"""A tenure is the work of one database session with one producer, from the first row to the first error.
 
-There is one way to recover from every error: the tenure ends, and another one begins. The end first closes the
-producer, so that no more messages of this tenure can be sent. Then it closes the session, and with it the locks. The
-next tenure, here or in another relay, reads from the beginning. So the following rules have to hold only within a
-tenure:
+Every error ends the tenure, and another tenure begins. At the end of a tenure the producer is closed first, so that no
+more messages of this tenure can be sent. Then the session is closed, which ends its locks. The next tenure, in this or
+in another relay, reads from the beginning. So the following rules are needed only within a tenure:
 
-- A row is *permitted* before it is published. The number up to which a partition's rows may have been sent is on disk
-  (`Session.read`) before the first of them is passed to the producer. A tenure begins by reading that number, and marks
-  the rows that it finds below it. Later rows cannot have been sent by an earlier tenure, because they did not exist.
-- A row is deleted after the broker has confirmed it, by the statement that reads and permits further rows.
+- A row is *permitted* before it is published. `Session.read` stores the id up to which rows of a partition may be sent.
+  The id is on disk before the first of these rows is passed to the producer. A tenure begins by reading the stored id,
+  and marks the existing rows up to this id. An earlier tenure cannot have sent later rows.
+- After the broker has confirmed a row, the row is deleted by the statement that reads and permits further rows.
 - One thread passes the rows of a partition to the producer in the order in which the session reads them. The producer
   keeps that order, even if its own connection is lost.
-- Before a row is passed to the producer, the time of the database's last answer is checked. If it is longer ago than
-  the server waits (`silence_of`), another relay may have the partition, and the tenure is over.
+- Before a row is passed to the producer, the time of the database's last answer is checked. If it is more than
+  `silence_of` seconds ago, another relay may have the partition, so the tenure ends.
 
-The rows that are read and not settled are never more than the producer's window. While any hold except a full window
-stops the producer, no rows are read.
+There are never more unsettled rows than the producer's window allows. While another hold than a full window stops the
+producer, no rows are read.
 """
 
 from __future__ import annotations
@@ -40,22 +39,22 @@ from qflow_client.telemetry import RelayMetrics
 
 __all__ = ["RelayCounts", "Tenure", "Waker"]
 
-# The most rows of one page.
+# Maximum number of rows of one page.
 _PAGE = 1000
-# The part of the window that has to be free before more rows are read, while there are more.
+# If more rows exist, they are read when this part of the window is free.
 _ROOM = 0.25
-# Seconds for which confirmed rows wait to be deleted in the commit that reads the next ones.
+# Seconds for which confirmed rows wait for the next read, which deletes them in the same commit.
 _LINGER = 0.02
-# Seconds between two checks whether a held producer takes more rows, and for how long these checks follow an event.
+# Seconds between two checks of a held producer, and seconds after an event for which these checks continue.
 _RETRY = 0.02
 _SOON = 0.2
-# The shortest pause between two polls if no commit wakes the relay, in seconds.
+# Minimum seconds between two polls if no commit wakes the relay.
 _SHORTEST_POLL = 0.01
-# How many of the oldest holds the session shows; PostgreSQL accepts 63 bytes.
+# Number of holds that the session shows, oldest first. PostgreSQL accepts 63 bytes.
 _SAID = 2
-# Holds during which a relay still reads rows, within its capacity and its rate.
+# During these holds a relay still reads rows, within its capacity and rate.
 _HARMLESS = (HoldKind.CAPACITY, HoldKind.RATE, HoldKind.TRANSPORT)
-# The broker will never take a message with such an outcome.
+# A message with one of these outcomes will never be accepted.
 _POISON = (Outcome.RETURNED, Outcome.REJECTED)
 
 _monotonic = time.monotonic
@@ -64,13 +63,13 @@ logger = logging.getLogger("qflow_client")
 
 
 class RelayCounts:
-    """The counts of a relay since it was made.
+    """The counts of a relay since it was created.
 
     Attributes:
-        confirmed: rows that the broker has confirmed.
-        marked: rows that were sent with the mark of a second copy.
-        set_aside: rows that the broker did not take.
-        tenures: how often it began to work.
+        confirmed: number of rows that the broker has confirmed.
+        marked: number of rows that were sent with the mark of a second copy.
+        set_aside: number of rows that the broker did not accept.
+        tenures: number of tenures.
     """
 
     def __init__(self, metrics: RelayMetrics) -> None:
@@ -81,7 +80,7 @@ class RelayCounts:
         self.tenures = 0
 
     def count(self, **numbers: int) -> None:
-        """Add to some of the counts, and to the metrics."""
+        """Add numbers to the counts and to the metrics."""
         for name, number in numbers.items():
             setattr(self, name, getattr(self, name) + number)
         self._metrics.count(**numbers)
@@ -101,12 +100,12 @@ class Waker:
 
     def wake(self) -> None:
         """Wake the thread. Any thread may call this."""
-        # If there is no room for the byte, there are other bytes already.
+        # If the socket is full, the thread will wake anyway.
         with suppress(OSError):
             self._other.send(b"\0")
 
     def clear(self) -> bool:
-        """Discard the received bytes. Return True if there were any."""
+        """Discard the received bytes. Return True if there were bytes."""
         has_come = False
         with suppress(OSError):
             while self.socket.recv(4096):
@@ -123,13 +122,13 @@ class Tenure:
     """One tenure.
 
     Args:
-        session: the session with the database, just opened.
-        counts: of the relay.
-        metrics: of the relay.
-        waker: of its thread.
-        lease: seconds.
-        poll: seconds between two checks for rows that came without a notification.
-        is_stopping: whether to end.
+        session: new session with the database.
+        counts: counts of the relay.
+        metrics: metrics of the relay.
+        waker: wakes the relay's thread.
+        lease: lease of the relay in seconds.
+        poll: seconds between two checks for rows without a notification.
+        is_stopping: returns True if the relay has to end.
     """
 
     def __init__(
@@ -150,27 +149,28 @@ class Tenure:
         self._lease = lease
         self._poll = poll
         self._is_stopping = is_stopping
-        #: The partitions that this relay has.
+        #: The partitions that this relay has locked.
         self.mine: set[int] = set()
-        # Partitions to release and to lock when nothing is unsettled; ``None`` if they stay as they are.
+        # Partitions to unlock and to lock when nothing is unsettled; ``None`` if there is no change.
         self._change: tuple[set[int], set[int]] | None = None
-        # By partition, the row up to which an earlier tenure may have sent messages, until all of them have been read.
+        # By partition, the row up to which an earlier tenure may have sent messages. Empty after all these rows were
+        # read.
         self._doubt: dict[int, int] = {}
-        # Rows that are permitted, and not passed to the producer.
+        # Permitted rows that are not passed to the producer yet.
         self._pending: deque[Row] = deque()
         self._in_flight: dict[Receipt, Row] = {}
-        # Settled receipts, from the producer's callback thread.
+        # Settled receipts. The producer's callback thread adds them.
         self._settled: deque[Receipt] = deque()
-        # When the thread was woken last.
+        # When the thread was last woken.
         self._woken_at = 0.0
-        # This many settled receipts wake the thread.
+        # This number of settled receipts wakes the thread.
         self._wake_at = 1
         self._gone: list[int] = []
         self._oldest_gone_at = 0.0
         self._aside: list[Aside] = []
         # The first failure that ends the tenure.
         self._failure: str | None = None
-        # Whether all existing rows have been read, and when to look again.
+        # Whether all existing rows have been read, and when to check again.
         self._is_dry = False
         self._pause = _SHORTEST_POLL
         self._read_at = 0.0
@@ -219,7 +219,7 @@ class Tenure:
             unsubscribe()
 
     def _collect(self) -> None:
-        """Sort settled messages into those to be deleted and those to be set aside."""
+        """Decide for each settled message whether to delete its row or to set it aside."""
         settled = self._settled
         for _ in range(len(settled)):
             receipt = settled.popleft()
@@ -241,7 +241,7 @@ class Tenure:
             self._failure = f"row {row.id} was not confirmed, and will be sent again: {receipt.describe()}"
 
     def _look_around(self, producer: Producer) -> None:
-        """Check for external changes: the members, the producer's connection, the time."""
+        """Check the members, the producer's connection and the time of the database's last answer."""
         now = _monotonic()
         holds = {hold.kind: hold for hold in producer.flow_state.holds}
         if HoldKind.DISCONNECTED not in holds:
@@ -259,7 +259,7 @@ class Tenure:
                 if due != self.mine:
                     self._change = self.mine - due, due - self.mine
         if self._change is None and self._session.is_full_due():
-            # No row may be unsettled when the full sweep begins.
+            # A full sweep may begin only when no row is unsettled.
             self._change = set(), set()
         if self._change is not None and not self._in_flight and not self._pending:
             self._change_partitions()
@@ -286,17 +286,17 @@ class Tenure:
             self._is_dry = False
 
     def _give_up(self, leaving: set[int]) -> None:
-        """Give up partitions without unsettled messages.
+        """Unlock partitions that have no unsettled messages.
 
-        Messages that this tenure has sent are confirmed and deleted. Messages that an earlier tenure may have sent are
-        still in doubt, unless a full sweep has ended since.
+        Messages of this tenure are confirmed and deleted. Messages of an earlier tenure are still in doubt, unless a
+        full sweep has ended since then.
         """
         self._session.give_up({partition: self._doubt.pop(partition, 0) for partition in leaving})
         self.mine -= leaving
         self._metrics.change_partitions(-len(leaving))
 
     def _next_read(self, producer: Producer) -> float | None:
-        """Return when to read; ``None`` if another action has to come before."""
+        """Return when to read the next rows, or ``None`` if another action has to come first."""
         if not self.mine or self._change is not None or self._pending or self._is_held(producer):
             return None
         room = self._room(producer)
@@ -314,7 +314,7 @@ class Tenure:
         return max(1, int(producer.capacity * _ROOM))
 
     def _read(self, producer: Producer) -> bool:
-        """Read a page, permit it, and pass it to the producer. Return True if there was one."""
+        """Read a page, permit its rows, and pass them to the producer. Return True if there were rows."""
         limit = self._room(producer)
         began = _monotonic()
         rows = self._session.read(limit, self._gone)
@@ -329,7 +329,7 @@ class Tenure:
         if not rows:
             return False
         if not self._session.is_full:
-            # All rows that existed when the partitions were taken have been read.
+            # All rows that existed when the partitions were locked have been read.
             self._doubt.clear()
         self._pending.extend(rows)
         self._send(producer)
@@ -400,7 +400,8 @@ class Tenure:
         if next_read is not None:
             until.append(next_read)
         is_held = self._is_held(producer)
-        # The producer's flow events come before it is unflowed. The rate and the socket cause no events.
+        # A flow event comes before the producer is unflowed, and the rate and the socket cause no events. So check
+        # again.
         if (is_held and now - self._woken_at < _SOON) or (self._pending and not is_held):
             until.append(now + _RETRY)
         needed = len(self._in_flight)
@@ -415,7 +416,7 @@ class Tenure:
     # Ending.
 
     def _drain(self, producer: Producer) -> None:
-        """Wait for unconfirmed messages, and leave none in doubt."""
+        """Wait for unconfirmed messages, so that the outcome of every message is known."""
         self._pending.clear()
         until = _monotonic() + self._lease / 2
         while self._in_flight and _monotonic() < until:
@@ -430,9 +431,9 @@ class Tenure:
             self._give_up(set(self.mine))
 
     def end(self, producer: Producer | None) -> None:
-        """Close the producer, so that no more messages are sent.
+        """Close the producer, so that it sends no more messages.
 
-        Then delete the rows that it confirmed, and end the session.
+        Then delete the confirmed rows, and end the session.
         """
         try:
             if producer is not None:
@@ -442,7 +443,7 @@ class Tenure:
                     self._sort(receipt, row)
                 self._in_flight.clear()
                 if self._gone or self._aside:
-                    # A failed session cannot do that. Then the rows are sent again, and marked.
+                    # A failed session cannot delete the rows. They are sent again with a mark.
                     with suppress(Exception):
                         self._write()
         finally:

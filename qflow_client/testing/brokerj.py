@@ -1,7 +1,7 @@
-"""Private Apache Qpid Broker-J brokers, which send ``Channel.Flow`` to producers that overfill a queue.
+"""Private Apache Qpid Broker-J brokers. They send ``Channel.Flow`` to producers that fill a queue too much.
 
-A broker runs from the jars of one release. Maven fetches them once into a cache folder. Each broker has its own ports,
-folder, configuration and password. It keeps everything in memory, and listens only on the loopback interface.
+A broker runs from the jars of one version. Maven downloads the jars once into a cache folder. Each broker has its own
+ports, folder, configuration and password. All its data is in memory. It listens only on the loopback interface.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _PLUGINS = (
     "management-http",
     "memory-store",
 )
-# qpid-broker has the main class. Without the exclusions it would also bring every plugin.
+# qpid-broker has the main class. Without the exclusions, Maven would also download every plugin.
 _POM = """\
 <project xmlns="http://maven.apache.org/POM/4.0.0">
   <modelVersion>4.0.0</modelVersion>
@@ -70,20 +70,20 @@ _DEPENDENCY = """\
 
 
 class BrokerJError(RuntimeError):
-    """A broker did not do the requested action."""
+    """A broker failed to do a requested action."""
 
 
 class BrokerJNotInstalled(BrokerJError):
-    """This machine has no Broker-J, and cannot fetch one."""
+    """This machine has no Broker-J, and cannot download it."""
 
 
 class BrokerJ:
-    """A running Broker-J, started by anyone, and its REST API.
+    """A running Broker-J and its REST API. Any program may have started the broker.
 
     Args:
-        url: AMQP URL of a virtual host, with a user and password that are also valid for its REST API.
-        management_url: HTTP URL of the management.
-        virtual_host_node: virtual host node of the virtual host. None: the node with the same name.
+        url: AMQP URL of a virtual host. Its user and password are also used for the REST API.
+        management_url: HTTP URL of the REST API.
+        virtual_host_node: node of the virtual host. ``None`` for the node with the name of the virtual host.
     """
 
     def __init__(self, url: str, management_url: str, *, virtual_host_node: str | None = None) -> None:
@@ -113,7 +113,7 @@ class BrokerJ:
             BrokerJError: the queue does not exist, or the broker does not answer.
         """
         answer = self._request("GET", self._queue_path(name))
-        # Some releases return a list with one queue.
+        # Some versions return a list with one queue.
         queue: dict[str, Any] = answer[0] if isinstance(answer, list) else answer
         return queue
 
@@ -121,7 +121,8 @@ class BrokerJ:
         """Create a queue.
 
         Args:
-            name: name of the queue; without a slash, which the broker's HTTP server refuses in a path.
+            name: name of the queue. It must not have a slash, because the broker's HTTP server refuses a slash in a
+                path.
             attributes: attributes with Broker-J's names, such as ``overflowPolicy="PRODUCER_FLOW_CONTROL"``.
 
         Raises:
@@ -130,11 +131,11 @@ class BrokerJ:
         self._request("PUT", self._queue_path(name), {"name": name, **attributes})
 
     def change_queue(self, name: str, **attributes: object) -> None:
-        """Change attributes of a queue. Otherwise the same as `make_queue`."""
+        """Change attributes of a queue. The arguments and errors are those of `make_queue`."""
         self._request("POST", self._queue_path(name), attributes)
 
     def set_context(self, variables: Mapping[str, object]) -> None:
-        """Set context variables of its virtual host. Otherwise the same as `make_queue`.
+        """Set the context variables of the virtual host. The errors are those of `make_queue`.
 
         Args:
             variables: all context variables of the virtual host by name, such as ``queue.defaultOverflowPolicy``.
@@ -173,14 +174,14 @@ class BrokerJNode(Node, BrokerJ):
             connection = pika.BlockingConnection(pika.URLParameters(node.url))
 
     Args:
-        version: version of the broker. At the first use Maven fetches its jars into the folder of the environment
-            variable ``QFLOW_BROKERJ_CACHE``, or otherwise into the user's cache.
-        flow_enforcement_timeout: seconds after which it closes a channel that still publishes after a stop. None: the
-            broker's default, 5.
+        version: version of the broker. At the first use Maven downloads the jars into the folder of the environment
+            variable ``QFLOW_BROKERJ_CACHE``, or else into the user's cache.
+        flow_enforcement_timeout: if a channel still publishes this number of seconds after a stop, the broker closes
+            the channel. ``None`` for the broker's default, 5.
         start_timeout: maximum seconds that `start` waits until the broker is ready.
 
     Raises:
-        BrokerJNotInstalled: Java is missing, or the jars are missing and Maven cannot fetch them.
+        BrokerJNotInstalled: Java is missing, or the jars are missing and Maven cannot download them.
     """
 
     _error = BrokerJError
@@ -202,7 +203,7 @@ class BrokerJNode(Node, BrokerJ):
         BrokerJ.__init__(
             self, f"amqp://{_USER}:{self._password}@{HOST}:{port}/{_VIRTUAL_HOST}", f"http://{HOST}:{self._http_port}"
         )
-        #: Release of the broker.
+        #: Version of the broker.
         self.version = version
         self._context: dict[str, str] = {}
         if flow_enforcement_timeout is not None:
@@ -214,7 +215,7 @@ class BrokerJNode(Node, BrokerJ):
 
     @property
     def log(self) -> str:
-        """The log since the start, such as that a queue is overfull (``QUE-1003``) or not any more (``QUE-1004``)."""
+        """The log since the start. ``QUE-1003`` means that a queue is too full, ``QUE-1004`` that it has room again."""
         return self._log_file.read_text(encoding="utf-8", errors="replace") if self._log_file.exists() else ""
 
     def _prepare(self) -> None:
@@ -311,7 +312,7 @@ def _cache() -> Path:
 
 
 def _fetch(version: str) -> Path:
-    """Return the folder with the jars of a release. Fetch them if they are not there yet."""
+    """Return the folder with the jars of a version. Download them first if they are missing."""
     folder = _cache() / version
     if folder.is_dir():
         return folder
@@ -346,7 +347,7 @@ def _fetch(version: str) -> Path:
         if done.returncode != 0:
             words = "\n  ".join((done.stdout + done.stderr).strip().splitlines()[:10])
             raise BrokerJNotInstalled(f"Maven could not fetch Apache Qpid Broker-J {version}:\n  {words}")
-        # The rename is atomic. It fails if another process was faster.
+        # The rename is atomic. It fails if another process has created the folder first.
         with contextlib.suppress(OSError):
             jars.rename(folder)
     return folder

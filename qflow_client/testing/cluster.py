@@ -1,11 +1,11 @@
-"""A private cluster of three RabbitMQ nodes, whose links tests can cut.
+"""A private cluster of three RabbitMQ nodes. Tests can cut the links between the nodes.
 
-All nodes run on this machine, each at its own loopback address (127.0.0.2 and so on), and use these addresses for the
-links between them. A link is cut by dropping the packets between two addresses. As in a broken network, no node is
-informed; a node detects it after `NET_TICK_TIME`. Cutting links needs root and iptables; everything else does not.
-Clients connect from 127.0.0.1, and are not cut off.
+All nodes run on this machine. Each node has its own loopback address (127.0.0.2 and so on), which it also uses for the
+links. To cut a link, iptables drops the packets between two addresses. As in a broken network, a node detects the cut
+only after `NET_TICK_TIME`. Only the cutting of links needs root and iptables. Clients connect from 127.0.0.1, so they
+stay connected.
 
-A node in the minority pauses and disconnects its clients (``cluster_partition_handling = pause_minority``).
+A node that is in the minority pauses, and disconnects its clients (``cluster_partition_handling = pause_minority``).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from qflow_client.testing.rabbitmq import RabbitMQError, RabbitMQNode
 
 __all__ = ["NET_TICK_TIME", "RabbitMQCluster"]
 
-#: Seconds of silence after which a node considers another node lost.
+#: If a node receives nothing from another node for this number of seconds, it considers the other node lost.
 NET_TICK_TIME: Final = 8
 
 _START_TIMEOUT = 300.0
@@ -37,11 +37,9 @@ class _ClusterNode(RabbitMQNode):
     """One node of a cluster.
 
     Args:
-        host: loopback address of the node.
         epmd_port: port of the cluster's port mapper.
         cookie: Erlang cookie of the cluster.
         peers: names of all nodes.
-        directory: folder of the node.
     """
 
     _ctl_options = ("--longnames",)
@@ -90,7 +88,7 @@ class _ClusterNode(RabbitMQNode):
             os.chown(cookie, self._account.uid, self._account.gid)
 
     def _start_helpers(self) -> None:
-        """Do nothing, because the cluster itself starts one port mapper for all nodes."""
+        """Do nothing, because the cluster starts one port mapper for all nodes."""
 
 
 def _name(host: str) -> str:
@@ -116,7 +114,7 @@ class RabbitMQCluster:
     """
 
     def __init__(self, size: int = 3) -> None:
-        # As for a single node, the user rabbitmq must have access to it.
+        # The user rabbitmq must have access to the folder, as for a single node.
         parent = "/var/tmp" if os.geteuid() == 0 else None
         self._folder = tempfile.TemporaryDirectory(prefix="qflow-cluster-", dir=parent, ignore_cleanup_errors=True)
         Path(self._folder.name).chmod(0o755)
@@ -129,7 +127,7 @@ class RabbitMQCluster:
         self.nodes: tuple[_ClusterNode, ...] = tuple(
             _ClusterNode(host, self._epmd_port, cookie, names, Path(self._folder.name) / host) for host in self._hosts
         )
-        # The iptables rules that cut links.
+        # The iptables rules that cut links now.
         self._rules: list[tuple[str, ...]] = []
 
     @property
@@ -139,11 +137,11 @@ class RabbitMQCluster:
 
     @staticmethod
     def can_partition() -> bool:
-        """Whether links can be cut on this machine, which needs root and iptables."""
+        """Whether this process can cut links. It needs root and iptables."""
         return os.geteuid() == 0 and shutil.which("iptables") is not None
 
     def start(self) -> None:
-        """Start all nodes that are not running, at the same time.
+        """Start all nodes that do not run, in parallel.
 
         Raises:
             RabbitMQError: a node does not start, or does not join the cluster.
@@ -165,7 +163,7 @@ class RabbitMQCluster:
 
     @property
     def running(self) -> int:
-        """The number of nodes that the first node sees running, including itself."""
+        """The number of running nodes as the first node sees them, including itself."""
         return int(self.nodes[0].evaluate("length(rabbit_mnesia:cluster_nodes(running))."))
 
     @staticmethod
@@ -187,7 +185,7 @@ class RabbitMQCluster:
             raise errors[0]
 
     def cut(self, one: int, other: int) -> None:
-        """Cut the link between two nodes until `heal`. The nodes are given by their index in `nodes`.
+        """Cut the link between two nodes until `heal`. The arguments are indexes of `nodes`.
 
         Raises:
             RabbitMQError: this machine has no iptables, or the process is not root.
@@ -208,7 +206,7 @@ class RabbitMQCluster:
 
     @contextlib.contextmanager
     def partition(self, alone: int) -> Iterator[None]:
-        """Cut one node off from all others during the block. It pauses, and rejoins by itself afterwards.
+        """Cut one node off from all others during the block. The node pauses, and rejoins the cluster afterwards.
 
         Raises:
             RabbitMQError: as for `cut`.
@@ -222,7 +220,7 @@ class RabbitMQCluster:
             self.heal()
 
     def close(self) -> None:
-        """Stop all nodes for good, and remove their data."""
+        """Stop all nodes permanently, and remove their data."""
         self.heal()
         self._each([node.kill for node in self.nodes])
         if self._epmd is not None:

@@ -1,4 +1,4 @@
-"""The depth of a queue over time: recorded from an embedded broker, and drawn with its marks."""
+"""Records the depth of a queue of an embedded broker over time, and draws it with its thresholds."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class DepthSample:
     """A queue at one moment.
 
     Attributes:
-        at: seconds since the start of the recording.
-        depth: messages, ready and unacked.
-        bytes: body bytes of all these messages.
-        on: whether its flow state is ON.
+        at: time in seconds since the start of the recording.
+        depth: number of ready and unacked messages.
+        bytes: body bytes of these messages.
+        on: whether the flow state is ON.
     """
 
     at: float
@@ -34,14 +34,14 @@ class DepthSample:
 
 
 class DepthRecorder:
-    """Records a queue after each change of its broker's state, on a separate thread, during the block.
+    """Records a queue during the block, on a separate thread. It takes a sample after each change of the broker.
 
     Args:
         broker: a running embedded broker.
         queue: name of one of its queues.
     """
 
-    #: Seconds after which it takes a sample even if nothing has changed.
+    #: Maximum seconds between two samples if nothing changes.
     PERIOD = 0.05
 
     def __init__(self, broker: Broker, queue: str) -> None:
@@ -50,15 +50,15 @@ class DepthRecorder:
         self._started = 0.0
         self._is_over = False
         self._thread = threading.Thread(target=self._run, name=f"depth of {queue}", daemon=True)
-        #: The samples, the oldest first.
+        #: The samples, oldest first.
         self.samples: list[DepthSample] = []
-        #: Maximum messages and body bytes, as counted by the queue itself, so that no peak is missed.
+        #: Maximum number of messages and body bytes. The queue itself counts them, so no peak is missed.
         self.peak_depth = 0
         self.peak_bytes = 0
 
     def __enter__(self) -> Self:
         self._started = time.monotonic()
-        # If the queue does not exist, the error is raised here and not in the thread.
+        # Raise an error here, and not in the thread, if the queue does not exist.
         self._look(self._broker)
         self._thread.start()
         return self
@@ -93,9 +93,9 @@ class DepthPanel:
 
     Attributes:
         title: title of the run.
-        samples: samples, the oldest first.
-        peak: maximum of the run; ``None`` for the maximum of the samples.
-        marks: marks to draw as lines, by name: ``highest``, ``stop`` and ``resume`` have colours.
+        samples: samples, oldest first.
+        peak: maximum value of the run; ``None`` for the maximum of the samples.
+        marks: values to draw as lines, by name. The lines ``highest``, ``stop`` and ``resume`` have colours.
         of_bytes: whether to draw body bytes instead of messages.
     """
 
@@ -110,12 +110,12 @@ class DepthPanel:
         return sample.bytes if self.of_bytes else sample.depth
 
     def words(self, value: int) -> str:
-        """Return a value as text."""
+        """Return a value with its unit as text."""
         return f"{value / 1e6:g} MB" if self.of_bytes else str(value)
 
     @property
     def highest(self) -> int:
-        """The maximum of the run."""
+        """The maximum value of the run."""
         return max(map(self.value, self.samples)) if self.peak is None else self.peak
 
 
@@ -135,10 +135,10 @@ text.highest { fill: #c297ff } text.stop { fill: #ff7b72 } text.resume { fill: #
 .depth { stroke: #79c0ff }
 .on { fill: #ff7b72; opacity: 0.16 }"""
 
-# Distance between two lines of text.
+# Minimum distance between two lines of text.
 _LINE = 14
 
-# Seconds between two ticks of the time axis.
+# Possible distances between two ticks of the time axis in seconds.
 _STEPS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 _MOST_STEPS = 8
 
@@ -148,11 +148,11 @@ def draw_depth(panels: Sequence[DepthPanel], *, title: str, made_by: str) -> str
 
     Args:
         panels: one or more panels, each with samples.
-        title: description of the drawing for screen readers. The peaks are appended.
-        made_by: name of the program that creates the drawing.
+        title: description of the drawing for screen readers. The peaks are added to it.
+        made_by: name of the program that creates the drawing, for a comment.
 
     Returns:
-        The drawing as SVG; the same panels always give the same SVG.
+        The drawing as SVG. The same panels always result in the same SVG.
 
     Raises:
         ValueError: there is no panel, or a panel has no samples.
@@ -195,16 +195,16 @@ def _panel(panel: DepthPanel, top: int, seconds: float, most: float) -> list[str
     for name, value in sorted(panel.marks.items(), key=lambda mark: -mark[1]):
         kind = escape(name)
         parts.append(f'<path class="mark {kind}" d="M{_LEFT} {y(value)}H{right}"/>')
-        # Marks may be closer together than lines of text can be.
+        # Lines may be closer together than their names can be.
         above = max(y(value) + 4, above + _LINE)
         parts.append(f'<text class="{kind}" x="{right + 6}" y="{above}">{panel.words(value)} {kind}</text>')
     parts.append(f'<text class="small" x="{_LEFT - 6}" y="{y(0) + 4}" text-anchor="end">0</text>')
     first, *others = _thinned(panel, seconds)
-    # A value is valid until the next sample.
+    # A value applies until the next sample.
     steps = "".join(f"H{x(sample.at)}V{y(panel.value(sample))}" for sample in others)
     parts.append(f'<path class="depth" d="M{x(first.at)} {y(panel.value(first))}{steps}"/>')
     top_sample = max(panel.samples, key=panel.value)
-    # Near the right end the text would leave the plot.
+    # Near the right end, draw the text at the left of the point.
     anchor, shift = ("end", -4) if x(top_sample.at) > right - 90 else ("start", 4)
     parts.append(
         f'<text x="{x(top_sample.at) + shift}" y="{y(panel.highest) - 5}" text-anchor="{anchor}">'
@@ -219,7 +219,7 @@ def _panel(panel: DepthPanel, top: int, seconds: float, most: float) -> list[str
 
 
 def _spans(samples: Sequence[DepthSample]) -> list[tuple[float, float]]:
-    """Return the start and end of each time at which the flow state was ON."""
+    """Return the start and end of each period in which the flow state was ON."""
     spans = []
     since = None
     for sample in samples:
@@ -234,7 +234,7 @@ def _spans(samples: Sequence[DepthSample]) -> list[tuple[float, float]]:
 
 
 def _thinned(panel: DepthPanel, seconds: float) -> list[DepthSample]:
-    """Return the first, lowest, highest and last sample of each one and a half pixels; a line cannot show more."""
+    """Return the first, lowest, highest and last sample of each 1.5 pixels, because a line cannot show more."""
     groups: dict[int, list[DepthSample]] = {}
     for sample in panel.samples:
         groups.setdefault(int(sample.at / seconds * 400), []).append(sample)

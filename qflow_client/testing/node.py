@@ -1,4 +1,4 @@
-"""The process of a private broker: starting it, waiting for it, stopping and killing it, without leaving processes."""
+"""Starts, stops and kills the process of a private broker, and leaves no processes behind."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ class Node(ABC):
 
     Args:
         title: name in error messages, such as ``"RabbitMQ node on port 5672"``.
-        directory: working folder, which also has its console log.
-        temporary: the same folder if `close` has to remove it.
-        start_timeout: maximum seconds that `start` waits until it is ready.
+        directory: working folder. It also contains the console log.
+        temporary: the same folder if `close` has to remove it; ``None`` otherwise.
+        start_timeout: maximum seconds that `start` waits until the broker is ready.
     """
 
-    #: The exception to raise if it does not do the requested action.
+    #: The class of exceptions for failed actions.
     _error: type[Exception] = RuntimeError
 
     def __init__(
@@ -55,25 +55,25 @@ class Node(ABC):
         self._directory = directory
         self._temporary = temporary
         self._start_timeout = start_timeout
-        # Set while it runs. If it died by itself, still set until stop() or kill().
+        # Set while the broker runs. If the broker ends by itself, it stays set until stop() or kill().
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
     def pid(self) -> int | None:
-        """The process id of the broker; None while it does not run."""
+        """The process id of the broker; None while the broker does not run."""
         return self._process.pid if self._process is not None and self._process.poll() is None else None
 
     @property
     def running(self) -> bool:
-        """Whether its process is alive; a suspended process is alive."""
+        """Whether the process exists. It may be suspended."""
         return self.pid is not None
 
     def start(self) -> None:
-        """Start it, and return when it answers. Do nothing if it runs already.
+        """Start the broker, and return when it answers. Do nothing if it already runs.
 
         Raises:
-            RabbitMQError, BrokerJError: it ends or does not answer within `start_timeout`. The message contains the
-                last lines of its log.
+            RabbitMQError, BrokerJError: the broker ends or does not answer within `start_timeout`. The text contains
+                the last lines of its log.
         """
         if self.running:
             return
@@ -82,7 +82,7 @@ class Node(ABC):
         try:
             self._start_helpers()
             with (self._directory / "console.log").open("wb") as console:
-                # In a session of its own, so that Ctrl-C in the terminal stops the tests and not the broker.
+                # A separate session, so that Ctrl-C in the terminal stops the tests and not the broker.
                 self._process = process = subprocess.Popen(
                     self._command(),
                     cwd=self._directory,
@@ -106,10 +106,10 @@ class Node(ABC):
             raise
 
     def stop(self, timeout: float = 30.0) -> None:
-        """Stop it cleanly. Do nothing if it does not run.
+        """Stop the broker cleanly. Do nothing if it does not run.
 
         Args:
-            timeout: maximum seconds; after this time it is killed, and a warning is logged.
+            timeout: maximum seconds. After this time the broker is killed, and a warning is logged.
         """
         process = self._process
         if process is not None and process.poll() is None:
@@ -122,32 +122,32 @@ class Node(ABC):
         self.kill()
 
     def kill(self) -> None:
-        """End it immediately, like a crash (SIGKILL). Do nothing if it does not run."""
+        """Kill the broker (SIGKILL), like a crash. Do nothing if it does not run."""
         if self._process is not None and self._process.poll() is None:
             os.killpg(self._process.pid, signal.SIGKILL)
         self._reap()
 
     def pause(self) -> None:
-        """Suspend it (SIGSTOP): its connections stay open, but it reads and answers nothing until `resume`.
+        """Suspend the broker (SIGSTOP). Its connections stay open, but it reads nothing until `resume`.
 
         Raises:
-            RabbitMQError, BrokerJError: it does not run.
+            RabbitMQError, BrokerJError: the broker does not run.
         """
         pid = self.pid
         if pid is None:
             raise self._error(f"cannot pause the {self._title}: it is not running; call start() first")
         os.killpg(pid, signal.SIGSTOP)
-        # The signal may take effect after kill() has returned. So wait until the process is stopped.
+        # The signal may take effect only after kill() has returned. So wait until the process is stopped.
         os.waitid(os.P_PID, pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
 
     def resume(self) -> None:
-        """Continue it after `pause` (SIGCONT). Do nothing if it is not suspended or does not run."""
+        """Continue the broker after `pause` (SIGCONT). Do nothing if it is not suspended."""
         pid = self.pid
         if pid is not None:
             os.killpg(pid, signal.SIGCONT)
 
     def close(self) -> None:
-        """Stop it for good, and remove its folder if the folder is temporary."""
+        """Stop the broker permanently, and remove its folder if the folder is temporary."""
         self.stop()
         if self._temporary is not None:
             self._temporary.cleanup()
@@ -173,33 +173,33 @@ class Node(ABC):
 
     @abstractmethod
     def _prepare(self) -> None:
-        """Write the files that it reads at its start."""
+        """Write the files that the broker reads at its start."""
 
     @abstractmethod
     def _command(self) -> Sequence[str | Path]:
-        """Return its command line."""
+        """Return the command line of the broker."""
 
     @abstractmethod
     def _environment(self) -> dict[str, str]:
-        """Return its environment."""
+        """Return the environment of the broker."""
 
     @abstractmethod
     def _is_ready(self) -> bool:
-        """Whether it accepts connections."""
+        """Whether the broker accepts connections."""
 
     @abstractmethod
     def _said(self) -> str:
-        """Return its log."""
+        """Return the log of the broker."""
 
     def _account_of_process(self) -> Any:
-        """Return the user to run it as, as arguments of ``subprocess.Popen``."""
+        """Return the user of the process, as arguments of ``subprocess.Popen``."""
         return {}
 
     def _start_helpers(self) -> None:  # noqa: B027 - most need none
-        """Start other processes that it needs."""
+        """Start other processes that the broker needs."""
 
     def _reap(self) -> None:
-        """Wait for processes that have ended."""
+        """Wait for the ended processes, so that no zombies are left."""
         if self._process is not None:
             self._process.wait()
             self._process = None
@@ -208,11 +208,11 @@ class Node(ABC):
 def free_port(taken: set[int], *, for_proxy: bool = False) -> int:
     """Return a port that has no listener and is not in `taken`.
 
-    Nodes and proxies use different ranges. A node listens only seconds after its ports were chosen, and proxies in
-    other processes come and go in the meantime.
+    Nodes and proxies use different ranges. A node listens on its port only seconds after the choice. A proxy of another
+    process could use the same port in the meantime.
     """
-    # The ranges are below the range that systems use for outgoing connections. Otherwise a client that reconnects while
-    # the broker is down could get the broker's port, and connect to itself.
+    # The ranges are below the range that systems use for outgoing connections. Otherwise, while the broker is down, a
+    # client could get the broker's port as its own and connect to itself.
     while True:
         port = random.randrange(20_000, 26_000) if for_proxy else random.randrange(26_000, 32_000)
         if port not in taken:
@@ -223,7 +223,7 @@ def free_port(taken: set[int], *, for_proxy: bool = False) -> int:
 
 
 def wait_until(condition: Callable[[], bool], timeout: float) -> bool:
-    """Wait until a condition is true. Return whether it became true within `timeout` seconds."""
+    """Wait until a condition is true, for at most `timeout` seconds. Return whether it is true."""
     deadline = time.monotonic() + timeout
     while not condition():
         if time.monotonic() >= deadline:

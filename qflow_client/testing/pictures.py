@@ -1,6 +1,6 @@
-"""SVG drawings in the style of the documentation: a card with text, light and dark.
+"""Creates SVG drawings in the style of the documentation, for light and dark pages.
 
-The same input gives the same bytes.
+The same input always results in the same bytes.
 """
 
 from __future__ import annotations
@@ -27,16 +27,14 @@ text { fill: #e6edf3 }
 def svg(
     width: float, height: float, parts: Iterable[str], *, title: str, made_by: str, light: str = "", dark: str = ""
 ) -> str:
-    """Return a complete SVG drawing.
+    """Return a complete SVG drawing. `width` and `height` are in pixels.
 
     Args:
-        width: width in pixels.
-        height: height in pixels.
         parts: elements of the drawing, as SVG.
         title: description for screen readers.
-        made_by: name of the program that creates the drawing.
-        light: more rules of the style sheet. The classes ``title``, ``small`` and ``grid`` already exist.
-        dark: rules that differ on a dark page.
+        made_by: name of the program that creates the drawing, for a comment.
+        light: additional rules of the style sheet. The classes ``title``, ``small`` and ``grid`` already exist.
+        dark: additional rules for dark pages.
     """
     body = "\n".join(parts)
     style = f"{_LIGHT}\n{light}\n@media (prefers-color-scheme: dark) {{\n{_DARK}\n{dark}\n}}"

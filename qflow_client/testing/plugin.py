@@ -1,9 +1,9 @@
-"""The pytest plugin: a broker for each test that requests it.
+"""The pytest plugin, which starts a broker for each test that requests the fixture `qflow_broker`.
 
-A test takes the fixture `qflow_broker`. The program under test publishes to its `url`. The test then lets the broker
-act: ``flow(False)``, ``block()``, ``withhold_confirms()``, ``nack_publishes()``, ``close_channels()``,
-``close_connections()``, ``drop_connections()``; see `qflow_client.broker.Broker`. The ``url`` of `qflow_proxy` leads to
-the same broker through a proxy that simulates network faults; see `qflow_client.testing.proxy.FaultProxy`.
+The program under test publishes to the ``url`` of the broker. The test calls methods of the broker: ``flow(False)``,
+``block()``, ``withhold_confirms()``, ``nack_publishes()``, ``close_channels()``, ``close_connections()``,
+``drop_connections()``; see `qflow_client.broker.Broker`. The fixture `qflow_proxy` is a proxy in front of the same
+broker. It simulates network faults; see `qflow_client.testing.proxy.FaultProxy`.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture
 def qflow_broker_settings() -> Mapping[str, Any]:
-    """Settings for every `qflow_broker`; override it in a conftest or a module. A marker has priority."""
+    """Settings for every `qflow_broker`. Override this fixture in a conftest or a module. A marker has priority."""
     return {}
 
 
 @pytest.fixture
 def qflow_broker(request: pytest.FixtureRequest, qflow_broker_settings: Mapping[str, Any]) -> Iterator[Broker]:
     """A new broker on a free loopback port. It ends with the test."""
-    # Imported here, because pytest loads this module in every run, even without the fixture.
+    # Import it here, because pytest loads this module in every run, even if no test needs a broker.
     from qflow_client.broker import Broker
 
     settings = dict(qflow_broker_settings)
@@ -69,7 +69,7 @@ def qflow_broker_factory() -> Iterator[Callable[..., Broker]]:
 
 @pytest.fixture
 def qflow_proxy(qflow_broker: Broker) -> Iterator[FaultProxy]:
-    """A proxy in front of the test's `qflow_broker`. It passes everything on until a fault is set."""
+    """A proxy in front of the test's `qflow_broker`. It passes all bytes on until the test sets a fault."""
     from qflow_client.testing.proxy import FaultProxy
 
     with FaultProxy(qflow_broker.url) as proxy:

@@ -1,8 +1,8 @@
-"""A proxy between clients and any broker that simulates network faults.
+"""A proxy that simulates network faults between clients and any broker.
 
-The proxy passes everything on until a fault is set: by a method, or by a schedule. A fault applies to one connection,
-or to all current and future connections. Random values come from a seed. Bytes are passed unchanged, also with TLS. In
-a TLS connection the proxy cannot see frames. So it can neither inject frames there nor count them.
+The proxy passes all bytes on unchanged until a method or a schedule sets a fault. A fault applies to one connection, or
+to all current and future connections. Random values come from a seed. Connections may use TLS. The proxy cannot see the
+frames of a TLS connection, so it cannot inject or count frames there.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ _Result = TypeVar("_Result")
 
 _HOST = "127.0.0.1"
 _PORTS = {"amqp": 5672, "amqps": 5671}
-# Receive buffer of the system for a socket in bytes. It is small, so that a sender soon notices that nothing is read.
+# Size of a socket's receive buffer in bytes. It is small, so that a sender is soon blocked if nothing is read.
 _RECEIVE_BUFFER = 1 << 18
 
 
 class Schedule:
-    """The steps that a proxy takes by itself; created by `FaultProxy.schedule`."""
+    """Steps that a proxy executes at given times. `FaultProxy.schedule` creates it."""
 
     def __init__(self, proxy: FaultProxy, steps: Iterable[tuple[float, Callable[[FaultProxy], object]]]) -> None:
         self._proxy = proxy
@@ -52,18 +52,18 @@ class Schedule:
 
     @property
     def done(self) -> bool:
-        """Whether no steps are left."""
+        """Whether all steps are done."""
         return self._done.done()
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait until the last step is done, or until the schedule is cancelled.
 
         Args:
-            timeout: seconds; ``None`` for no limit.
+            timeout: maximum seconds; ``None`` for no limit.
 
         Raises:
-            TimeoutError: steps are left.
-            Exception: the exception of a step. Later steps are not executed.
+            TimeoutError: not all steps are done.
+            Exception: a step has raised it. Later steps are not executed.
         """
         self._done.result(timeout)
 
@@ -104,20 +104,20 @@ class Schedule:
 
 
 class FaultProxy:
-    """A TCP proxy in front of a broker that cuts, stalls, delays and splits connections, and injects frames.
+    """A TCP proxy in front of a broker. It cuts, stalls, delays and splits connections, and injects frames.
 
-    ``with FaultProxy(broker.url) as proxy:`` runs it on its own thread and event loop, on a free port of the loopback
-    interface. Its methods may be called from any thread.
+    ``with FaultProxy(broker.url) as proxy:`` runs the proxy on a separate thread. It listens on a free port of the
+    loopback interface. Any thread may call its methods.
 
-    Lasting faults (`stall`, `black_hole`, `delay`, `limit`, `split`, `merge`, `cut_after`) stay until `heal`. With
-    `connection` they apply to one connection, and otherwise to all current and future connections. `direction` is
-    ``"to_broker"``, ``"to_client"``, or ``None`` for both.
+    Lasting faults (`stall`, `black_hole`, `delay`, `limit`, `split`, `merge`, `cut_after`) stay until `heal`. With the
+    argument `connection` they apply to one connection, and without it to all current and future connections.
+    `direction` is ``"to_broker"``, ``"to_client"``, or ``None`` for both.
 
     Args:
         broker: AMQP URL of the broker, or ``host:port``.
         port: port to listen on; 0 for a free port.
-        seed: seed of all random values. With the same seed, the n-th connection is split and delayed in the same way,
-            whatever other connections do.
+        seed: seed of all random values. With the same seed, the n-th connection is always split and delayed in the same
+            way.
 
     Raises:
         ValueError: the broker's address is invalid.
@@ -138,18 +138,17 @@ class FaultProxy:
         # None while connections are refused.
         self._listener: socket.socket | None = None
         self._schedules: list[Schedule] = []
-        # Accepted connections without a transport yet.
+        # Tasks of accepted connections that have no transport yet.
         self._greeting: set[asyncio.Task[None]] = set()
-        # The event loop, for code that runs on it.
+        # The event loop, for code on the loop.
         self._running: asyncio.AbstractEventLoop
-        # The event loop for other threads; None while it accepts no calls. The lock prevents calls while the loop is
-        # removed.
+        # The event loop, for other threads; None while the loop accepts no calls. The lock protects this attribute.
         self._loop: asyncio.AbstractEventLoop | None = None
         self._loop_lock = threading.RLock()
         self._thread = threading.Thread(target=self._run, name="qflow-proxy", daemon=True)
         self._started: Future[None] = Future()
         self._stopping: asyncio.Event | None = None
-        # Grows with each change while a thread waits; protected by the condition.
+        # Incremented at each change while a thread waits. Protected by the condition.
         self._version = 0
         self._changed = threading.Condition()
         self._waiting = 0
@@ -206,8 +205,8 @@ class FaultProxy:
         try:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _RECEIVE_BUFFER)
-            # Not a port that the system uses for outgoing connections. While the proxy refuses connections, a client
-            # that reconnects could get this port, and connect to itself.
+            # Do not use a port for outgoing connections. While the proxy refuses connections, a client could get the
+            # same port as its own and connect to itself.
             self._port = self._port or free_port(set(), for_proxy=True)
             listener.bind((_HOST, self._port))
             listener.listen(128)
@@ -263,7 +262,7 @@ class FaultProxy:
     # Calls from other threads.
 
     def _call(self, function: Callable[[], _Result]) -> _Result:
-        """Run a function on the proxy's loop. If this is that loop, call it directly."""
+        """Run a function on the proxy's loop. If this thread runs the loop, call the function directly."""
         done: Future[_Result] = Future()
 
         def run() -> None:
@@ -329,14 +328,14 @@ class FaultProxy:
         return self._accepted
 
     def wait_until(self, predicate: Callable[[FaultProxy], object], timeout: float = 30.0) -> None:
-        """Wait until a condition is true. It is checked whenever bytes have passed or a connection has changed.
+        """Wait until a condition is true. It is checked after each transfer of bytes and each change of a connection.
 
         Args:
-            predicate: takes the proxy and returns the condition; runs on the calling thread.
-            timeout: seconds.
+            predicate: function that gets the proxy and returns the condition. It runs on the calling thread.
+            timeout: maximum seconds.
 
         Raises:
-            TimeoutError: the condition did not become true; the text lists the connections.
+            TimeoutError: the condition did not become true in time. The text lists the connections.
         """
         end = time.monotonic() + timeout
         with self._changed:
@@ -362,10 +361,10 @@ class FaultProxy:
     # Momentary faults.
 
     def cut(self, connection: int | None = None) -> None:
-        """Close connections on both sides immediately, as when the peer's process ends.
+        """Close connections on both sides immediately, as if the process of the peer ended.
 
         Args:
-            connection: number of one connection; ``None`` for all.
+            connection: number of the connection; ``None`` for all connections.
 
         Raises:
             LookupError: the connection does not exist.
@@ -373,10 +372,10 @@ class FaultProxy:
         self._cut(connection, reset=False)
 
     def reset(self, connection: int | None = None) -> None:
-        """Close connections on both sides with a TCP reset, as when the peer's machine has lost them.
+        """Close connections on both sides with a TCP reset, as if the machine of the peer were restarted.
 
         Args:
-            connection: number of one connection; ``None`` for all.
+            connection: number of the connection; ``None`` for all connections.
 
         Raises:
             LookupError: the connection does not exist.
@@ -392,23 +391,23 @@ class FaultProxy:
         connection: int | None = None,
         answer: type[pamqp.base.Frame] | None = None,
     ) -> None:
-        """Send a frame in the name of the broker or the client, after the frame that is passing now.
+        """Insert a frame after the current frame, as if the broker or the client had sent it.
 
-        It overtakes stalled and delayed bytes. It may come between the frames of one message. To avoid this, inject
-        only while no content is on its way.
+        The frame overtakes stalled and delayed bytes. It may come between the frames of one message. To avoid this,
+        inject only while no message is transferred.
 
         Args:
             frame: a method, such as ``pamqp.commands.Channel.Flow(False)``, or bytes.
             channel: number of the channel.
-            direction: side that receives it.
-            connection: number of one connection; ``None`` for all.
-            answer: the method that will answer it, such as ``pamqp.commands.Channel.FlowOk``; ``None`` to let the
-                answer pass. The next such method on that channel is removed on its way back, because the other side did
-                not ask for it. For example, RabbitMQ closes a connection on which it receives a ``Channel.FlowOk``.
+            direction: direction of the frame.
+            connection: number of the connection; ``None`` for all connections.
+            answer: method that answers the frame, such as ``pamqp.commands.Channel.FlowOk``. The proxy removes the next
+                such method on this channel, because the other side does not expect it. For example, RabbitMQ closes a
+                connection that sends ``Channel.FlowOk``. ``None`` to pass all methods on.
 
         Raises:
             LookupError: the connection does not exist.
-            ValueError: a connection does not use AMQP, or uses TLS.
+            ValueError: a connection uses TLS, or does not use AMQP.
         """
         data = frame if isinstance(frame, bytes) else pamqp.frame.marshal(frame, channel)
         towards = _direction(direction)
@@ -431,11 +430,11 @@ class FaultProxy:
     # Lasting faults.
 
     def stall(self, direction: Direction | str | None = None, connection: int | None = None) -> None:
-        """Stop reading: the sender's socket fills up. After `heal` the bytes pass, and none are missing.
+        """Stop reading, so that the sender's socket becomes full. After `heal` all bytes are passed on.
 
         Args:
             direction: affected direction; ``None`` for both.
-            connection: number of one connection; ``None`` for all current and future connections.
+            connection: number of the connection; ``None`` for all current and future connections.
 
         Raises:
             LookupError: the connection does not exist.
@@ -443,14 +442,15 @@ class FaultProxy:
         self._change(direction, connection, stalls=True)
 
     def black_hole(self, direction: Direction | str | None = None, connection: int | None = None) -> None:
-        """Read everything and pass nothing on, not even the end. Neither side learns what happened to the other.
+        """Read all bytes and discard them. The end of a connection is not passed on either.
 
-        A direction that has swallowed bytes carries nothing any more, even after `heal`. A client that connects while
-        both directions are black holes is accepted, but never gets an answer. This needs no broker.
+        After bytes were discarded, no more bytes of this direction are passed on, even after `heal`. While both
+        directions are black holes, the proxy accepts a new client without connecting to the broker, and the client
+        never gets an answer.
 
         Args:
             direction: affected direction; ``None`` for both.
-            connection: number of one connection; ``None`` for all current and future connections.
+            connection: number of the connection; ``None`` for all current and future connections.
 
         Raises:
             LookupError: the connection does not exist.
@@ -465,13 +465,13 @@ class FaultProxy:
         direction: Direction | str | None = None,
         connection: int | None = None,
     ) -> None:
-        """Delay everything, without changing the order.
+        """Delay all bytes, without changing their order.
 
         Args:
-            seconds: delay.
-            jitter: maximum random seconds in addition.
-            direction: affected direction; ``None`` for both, so that a round trip takes twice the time.
-            connection: number of one connection; ``None`` for all current and future connections.
+            seconds: delay in seconds.
+            jitter: maximum additional random delay in seconds.
+            direction: affected direction. ``None`` for both, so that a round trip is delayed twice.
+            connection: number of the connection; ``None`` for all current and future connections.
 
         Raises:
             LookupError: the connection does not exist.
@@ -492,7 +492,7 @@ class FaultProxy:
         Args:
             bytes_per_second: maximum bytes per second.
             direction: affected direction; ``None`` for both.
-            connection: number of one connection; ``None`` for all current and future connections.
+            connection: number of the connection; ``None`` for all current and future connections.
 
         Raises:
             LookupError: the connection does not exist.
@@ -513,14 +513,15 @@ class FaultProxy:
         direction: Direction | str | None = None,
         connection: int | None = None,
     ) -> None:
-        """Pass everything on in small writes.
+        """Pass all bytes on in small writes.
 
         Args:
-            lowest: minimum bytes of a write; fewer if no more bytes are there.
-            highest: maximum bytes of a write; the size is random between the two. ``None`` for `lowest`.
-            pause: seconds between two writes.
+            lowest: minimum bytes of a write, if so many bytes were received.
+            highest: maximum bytes of a write. The size of each write is random between `lowest` and `highest`. ``None``
+                for `lowest`.
+            pause: pause between two writes in seconds.
             direction: affected direction; ``None`` for both.
-            connection: number of one connection; ``None`` for all current and future connections.
+            connection: number of the connection; ``None`` for all current and future connections.
 
         Raises:
             LookupError: the connection does not exist.
@@ -540,13 +541,13 @@ class FaultProxy:
         direction: Direction | str | None = None,
         connection: int | None = None,
     ) -> None:
-        """Collect bytes, and pass them on in writes of one size.
+        """Collect bytes, and pass them on in writes of a fixed size.
 
         Args:
             size: bytes of a write.
-            wait: seconds after which fewer bytes are passed on.
+            wait: maximum seconds to collect bytes. After this time fewer bytes are passed on.
             direction: affected direction; ``None`` for both.
-            connection: number of one connection; ``None`` for all current and future connections.
+            connection: number of the connection; ``None`` for all current and future connections.
 
         Raises:
             LookupError: the connection does not exist.
@@ -564,15 +565,15 @@ class FaultProxy:
         direction: Direction | str = Direction.TO_CLIENT,
         connection: int | None = None,
     ) -> None:
-        """Close connections after exactly this many frames or bytes.
+        """Close connections after an exact number of frames or bytes.
 
-        Counting starts now, or for future connections at their start.
+        Counting starts now, or when a future connection starts.
 
         Args:
-            frames: number of whole frames; a protocol header counts as one. 0 for no limit.
-            size: number of bytes. 0 for no limit.
-            direction: direction that is counted.
-            connection: number of one connection; ``None`` for each current and future connection.
+            frames: number of complete frames. A protocol header is one frame. 0 for no limit.
+            size: number of bytes; 0 for no limit.
+            direction: direction of the counted frames or bytes.
+            connection: number of the connection; ``None`` for each current and future connection.
 
         Raises:
             LookupError: the connection does not exist.
@@ -582,18 +583,18 @@ class FaultProxy:
         self._change(_direction(direction), connection, last_frame=frames, last_byte=size)
 
     def refuse(self) -> None:
-        """Refuse connections from now on, as if nothing listened on the port. Current connections stay open."""
+        """Refuse new connections from now on, as if the port were closed. Current connections stay open."""
         self._call(self._stop_listening)
 
     def heal(self, connection: int | None = None) -> None:
-        """End all lasting faults. Stalled and delayed bytes pass, and connections are accepted again.
+        """End all lasting faults. Pass stalled and delayed bytes on, and accept connections again.
 
         Args:
-            connection: number of one connection; ``None`` for all current and future connections.
+            connection: number of the connection; ``None`` for all current and future connections.
 
         Raises:
             LookupError: the connection does not exist.
-            OSError: another process has taken the port while connections were refused.
+            OSError: another process has used the port while connections were refused.
         """
         self._change(None, connection, **asdict(NO_RULES))
         if connection is None:
@@ -603,12 +604,12 @@ class FaultProxy:
         """Execute steps at given times, such as ``[(0.5, FaultProxy.cut), (2.0, lambda proxy: proxy.delay(0.1))]``.
 
         Args:
-            steps: pairs of seconds from now on, in rising order, and a function that is then called with the proxy. The
-                function runs on the proxy's thread, and must not block. A step is read from the iterator only after the
-                previous one was executed, so the iterator may be endless.
+            steps: pairs of a time and a function. The time is in seconds from now on, and must not decrease. The
+                function is called with the proxy on the proxy's thread, and must not block. The next step is read after
+                the previous one was executed, so `steps` may be endless.
 
         Returns:
-            The schedule, to wait for it or cancel it. It ends with the proxy.
+            The schedule. It ends with the proxy.
         """
         schedule = Schedule(self, steps)
 

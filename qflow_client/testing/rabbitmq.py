@@ -1,8 +1,8 @@
-"""Private RabbitMQ nodes, for which tests can raise alarms, and which tests can suspend, kill and restart.
+"""Private RabbitMQ nodes. Tests can raise alarms in a node, and suspend, kill and restart it.
 
-A node runs from the RabbitMQ that is installed on the machine. It has its own ports, data folder, configuration, Erlang
-cookie and port mapper (epmd), and listens only on the loopback interface. So it neither sees nor disturbs any other
-node. This module never installs or configures RabbitMQ on the machine.
+A node uses the RabbitMQ that is installed on the machine. It has its own ports, data folder, configuration, Erlang
+cookie and port mapper (epmd), and listens only on the loopback interface. So it does not disturb other nodes. This
+module never installs or configures RabbitMQ on the machine.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 
 __all__ = ["RabbitMQ", "RabbitMQError", "RabbitMQNode", "RabbitMQNotInstalled"]
 
-# All nodes have the same name. Each of them has its own epmd, and a data folder belongs to a node name.
+# All nodes can have the same name, because each node has its own epmd. A data folder can only be used with one name.
 _NODE_NAME = "qflow@localhost"
 
-# Folders of the scripts that are not in the PATH of an ordinary user.
+# Folders with scripts that are not in the PATH of an ordinary user.
 _EXTRA_FOLDERS = ("/usr/sbin", "/usr/local/sbin", "/opt/homebrew/sbin")
 # The wrapper scripts of Linux distributions refuse all users except root and rabbitmq. The wrapped scripts do not.
 _WRAPPER_FOLDERS = frozenset(map(Path, ("/usr/sbin", "/usr/bin", "/sbin", "/bin")))
@@ -41,8 +41,8 @@ _WRAPPED_FOLDER = Path("/usr/lib/rabbitmq/bin")
 _PROTOCOL_HEADER = b"AMQP\x00\x00\x09\x01"
 _METHOD_FRAME = b"\x01"
 
-# A monitor answers before the process that tells the connections of an alarm has its message. That process answers this
-# call after it has told them.
+# An alarm command returns before RabbitMQ has informed the connections. The process that informs them answers this call
+# afterwards.
 _ALARMS_ARE_NOTICED = "rabbit_alarm:get_alarms()"
 
 _EPMD_TIMEOUT = 60.0
@@ -50,7 +50,7 @@ _POLL_INTERVAL = 0.05
 
 
 class RabbitMQError(RuntimeError):
-    """A node did not do the requested action."""
+    """A node failed to do a requested action."""
 
 
 class RabbitMQNotInstalled(RabbitMQError):
@@ -62,7 +62,7 @@ class _Tools:
     server: Path
     ctl: Path
     epmd: Path
-    # The Erlang of some systems does not include it.
+    # Some systems have an Erlang without this tool.
     erl_call: str | None
 
     @classmethod
@@ -98,7 +98,7 @@ class _Credentials(TypedDict, total=False):
 
 
 class RabbitMQ(ABC):
-    """A RabbitMQ node, running anywhere, for which tests can raise alarms."""
+    """A RabbitMQ node, on any machine, in which tests can raise alarms."""
 
     @property
     @abstractmethod
@@ -112,10 +112,10 @@ class RabbitMQ(ABC):
     def evaluate(self, expression: str) -> str:
         """Evaluate an Erlang expression in the node, and return the result as text.
 
-        This method uses ``rabbitmqctl``, which takes about a second of CPU time. Subclasses may have a faster way.
+        This method uses ``rabbitmqctl``, which needs about a second of CPU time. A subclass may be faster.
 
         Args:
-            expression: The expression, with its full stop. An error may cause a second evaluation.
+            expression: the expression with its full stop. After an error it may be evaluated a second time.
 
         Raises:
             RabbitMQError: the node does not answer, or the expression fails.
@@ -131,7 +131,7 @@ class RabbitMQ(ABC):
         self.evaluate(f"vm_memory_monitor:set_vm_memory_high_watermark(0), {_ALARMS_ARE_NOTICED}.")
 
     def clear_memory_alarm(self) -> None:
-        """Undo `raise_memory_alarm`. The node sends ``Connection.Unblocked`` to the connections that it had blocked.
+        """Clear the memory alarm. The node sends ``Connection.Unblocked`` to the connections that it had blocked.
 
         Raises:
             RabbitMQError: the node does not accept the command.
@@ -147,7 +147,7 @@ class RabbitMQ(ABC):
         self.evaluate(f"rabbit_disk_monitor:set_disk_free_limit(1000000000000000), {_ALARMS_ARE_NOTICED}.")
 
     def clear_disk_alarm(self) -> None:
-        """Undo `raise_disk_alarm`. The node sends ``Connection.Unblocked`` to the connections that it had blocked.
+        """Clear the disk alarm. The node sends ``Connection.Unblocked`` to the connections that it had blocked.
 
         Raises:
             RabbitMQError: the node does not accept the command.
@@ -155,7 +155,7 @@ class RabbitMQ(ABC):
         self.evaluate(f"rabbit_disk_monitor:set_disk_free_limit(50000000), {_ALARMS_ARE_NOTICED}.")
 
     def sync(self) -> None:
-        """Flush declarations to disk. RabbitMQ 3 writes them some time after its answer, so a crash could lose them.
+        """Flush declarations to disk. RabbitMQ 3 answers before it writes them, so a crash could lose them.
 
         Raises:
             RabbitMQError: the node does not accept the command.
@@ -171,15 +171,15 @@ class RabbitMQNode(Node, RabbitMQ):
         with RabbitMQNode() as node:
             connection = pika.BlockingConnection(pika.URLParameters(node.url))
 
-    Its data survive `stop` and `kill`. `start` then starts the same node again, on the same port. If root starts the
-    node, it runs as the user rabbitmq, if that user exists.
+    The data survives `stop` and `kill`. `start` then starts the same node on the same port. If root starts the node,
+    the node runs as the user rabbitmq, if this user exists.
 
     Args:
-        directory: Folder for data, logs and configuration; created if necessary. It is kept, and a later node uses its
-            data. If root starts the node, the folder is given to the user rabbitmq, who must have access to it. None: a
-            temporary folder that `close` removes.
-        port: AMQP port. None: a free port.
-        start_timeout: Maximum seconds that `start` waits for an answer of the node.
+        directory: folder for data, logs and configuration. It is created if it does not exist. `close` keeps it, and a
+            later node uses its data. If root starts the node, the user rabbitmq becomes the owner of the folder, and
+            must have access to its path. ``None`` for a temporary folder, which `close` removes.
+        port: AMQP port; ``None`` for a free port.
+        start_timeout: maximum seconds that `start` waits for an answer of the node.
 
     Raises:
         RabbitMQNotInstalled: the machine has no RabbitMQ.
@@ -201,10 +201,10 @@ class RabbitMQNode(Node, RabbitMQ):
     ) -> None:
         self._tools = _Tools.find()
         self._account = _Account.find()
-        # Only set if `close` has to remove the data folder.
+        # Set only if `close` has to remove the data folder.
         temporary: tempfile.TemporaryDirectory[str] | None = None
         if directory is None:
-            # Test runners may set a TMPDIR that only root can access, and not the user rabbitmq.
+            # TMPDIR may be a folder that only root can access, and not the user rabbitmq.
             parent = "/var/tmp" if self._account is not None and Path("/var/tmp").is_dir() else None
             temporary = tempfile.TemporaryDirectory(prefix="qflow-rabbitmq-", dir=parent, ignore_cleanup_errors=True)
             directory = temporary.name
@@ -235,14 +235,14 @@ class RabbitMQNode(Node, RabbitMQ):
         """Run ``rabbitmqctl`` for this node.
 
         Args:
-            args: Command and its arguments, such as ``"list_queues", "name", "messages"``.
-            timeout: Maximum seconds.
+            args: command and its arguments, such as ``"list_queues", "name", "messages"``.
+            timeout: maximum seconds.
 
         Returns:
             The output, without headers and surrounding white space.
 
         Raises:
-            RabbitMQError: the command fails or takes too long; the message has its error output.
+            RabbitMQError: the command fails or takes too long. The text has the error output of the command.
         """
         words = " ".join(args)
         try:
@@ -255,11 +255,11 @@ class RabbitMQNode(Node, RabbitMQ):
         return done.stdout.strip()
 
     def evaluate(self, expression: str, timeout: float = 180.0) -> str:
-        """Evaluate an Erlang expression in the node, in milliseconds if Erlang's ``erl_call`` is installed.
+        """Evaluate an Erlang expression in the node. This takes milliseconds if ``erl_call`` of Erlang is installed.
 
         Args:
-            expression: The expression, with its full stop. An error may cause a second evaluation.
-            timeout: Maximum seconds, for both evaluations together.
+            expression: the expression with its full stop. After an error it may be evaluated a second time.
+            timeout: maximum seconds for all evaluations together.
 
         Returns:
             The result as text.
@@ -275,7 +275,7 @@ class RabbitMQNode(Node, RabbitMQ):
                 raise RabbitMQError(f"{self._title} did not evaluate {expression} within {timeout:g} s") from None
             if (result := result_of_erl_call(done.stdout)) is not None:
                 return result
-        # rabbitmqctl explains errors better.
+        # Evaluate it again, because rabbitmqctl explains errors better.
         return self.ctl("eval", expression, timeout=max(0.0, deadline - time.monotonic()))
 
     def _run(self, command: Sequence[str | Path], standard_input: str, timeout: float) -> CompletedProcess[str]:
@@ -298,7 +298,7 @@ class RabbitMQNode(Node, RabbitMQ):
         return {"user": self._account.uid, "group": self._account.gid, "extra_groups": []}
 
     def _environment(self) -> dict[str, str]:
-        # Environment variables for the machine's own node must not affect this one.
+        # Remove variables for the machine's own node, because they would change this node.
         environment = {name: value for name, value in os.environ.items() if not name.startswith(("RABBITMQ_", "ERL_"))}
         folder = str(self._directory)
         return environment | {
@@ -321,8 +321,8 @@ class RabbitMQNode(Node, RabbitMQ):
             "RABBITMQ_CONFIG_FILES": f"{folder}/conf.d",
             "RABBITMQ_ADVANCED_CONFIG_FILE": f"{folder}/advanced.config",
             "RABBITMQ_CONF_ENV_FILE": os.devnull,
-            # With this variable the start script is replaced by the Erlang process, instead of staying as its parent.
-            # So signals reach the Erlang process, and its end is visible here.
+            # With this variable the start script does not stay as the parent of the Erlang process. So this process
+            # sends its signals to Erlang, and sees its end.
             "RUNNING_UNDER_SYSTEMD": "true",
         }
 
@@ -363,7 +363,7 @@ class RabbitMQNode(Node, RabbitMQ):
             start_new_session=True,
             **self._account_of_process(),
         )
-        # If no epmd listens, the node starts one, which would outlive the node.
+        # Without a listening epmd the node would start one, which would not end with the node.
         if not wait_until(lambda: epmd.poll() is not None or _accepts(self._epmd_port), _EPMD_TIMEOUT):
             raise RabbitMQError(f"epmd did not listen on port {self._epmd_port} within {_EPMD_TIMEOUT:g} s")
         if epmd.poll() is not None:
@@ -386,7 +386,7 @@ class RabbitMQNode(Node, RabbitMQ):
     def _reap(self) -> None:
         super()._reap()
         if self._epmd is not None:
-            # epmd has no data, and does not end normally while a node is registered.
+            # Kill epmd, because it does not end normally while a node is registered. It has no data.
             self._epmd.kill()
             self._epmd.wait()
             self._epmd = None
@@ -404,7 +404,7 @@ def _find_tool(name: str) -> Path:
 
 
 def result_of_erl_call(output: str) -> str | None:
-    """Return the result in the output of ``erl_call -e``, or None if there is none."""
+    """Return the result in the output of ``erl_call -e``, or None if there is no result."""
     found = re.fullmatch(r"\{ok, (.*)\}", output.strip(), re.DOTALL)
     return found and found[1]
 
@@ -416,7 +416,7 @@ def _accepts(port: int) -> bool:
 
 
 def speaks_amqp(host: str, port: int) -> bool:
-    """Whether a server on this port answers the AMQP protocol header."""
+    """Return True if the server on this port answers the AMQP protocol header."""
     with contextlib.suppress(OSError), socket.create_connection((host, port), timeout=1.0) as connection:
         connection.sendall(_PROTOCOL_HEADER)
         return connection.recv(1) == _METHOD_FRAME

@@ -1,4 +1,4 @@
-"""The connections of a `FaultProxy`: their two ends, and the two directions between them with their rules."""
+"""The connections of a `FaultProxy`. Each has two ends, and two directions with rules."""
 
 from __future__ import annotations
 
@@ -20,18 +20,19 @@ __all__ = ["NO_RULES", "Direction", "ProxiedConnection", "Relay", "Relays", "Rul
 
 _log = logging.getLogger(__name__)
 
-# Maximum bytes on their way in one direction. With more, nothing more is read. A delayed direction may hold more,
-# because a delay must not limit the bandwidth.
+# Maximum bytes in the proxy for one direction. With more bytes, the proxy stops reading. A delayed direction may have
+# more, because a delay must not limit the bandwidth.
 _ON_THE_WAY = 1 << 18
 _ON_A_LONG_WAY = 64 << 20
-# Seconds of a limited rate that are sent as one piece. If the loop is late, the delay is made up only for this time.
+# With a limited rate, the bytes of this number of seconds are sent together. If the loop is late, at most this time is
+# made up.
 _SLICE = 0.01
 # Maximum seconds to connect to the broker.
 _CONNECT_TIMEOUT = 30.0
 
 _HEAD = struct.Struct(">BHI")
 _METHOD = 1
-# Frame header with class id and method id.
+# A frame header, class id and method id.
 _METHOD_HEAD = struct.Struct(">BHII")
 _FRAME_END = 0xCE
 _FRAME_KINDS = frozenset((1, 2, 3, 8))
@@ -40,7 +41,7 @@ _RESET = struct.pack("ii", 1, 0)
 
 
 class Direction(StrEnum):
-    """The direction of bytes."""
+    """A direction of bytes."""
 
     TO_BROKER = "to_broker"
     TO_CLIENT = "to_client"
@@ -51,13 +52,13 @@ class ProxiedConnection:
     """A connection at one moment.
 
     Attributes:
-        number: number of the connection, from 1, in the order of arrival.
+        number: number of the connection in the order of arrival, from 1.
         client: address and port of the client.
-        name_at_broker: address and port of the connection as the broker sees it; `Broker` and RabbitMQ use it as the
-            connection's name. Empty if there is no connection to the broker.
-        bytes_to_broker: bytes passed on to the broker.
-        bytes_to_client: bytes passed on to the client.
-        bytes_swallowed: bytes of both directions that will never be passed on.
+        name_at_broker: address and port of the connection as the broker sees them. `Broker` and RabbitMQ use this text
+            as the name of the connection. Empty if there is no connection to the broker.
+        bytes_to_broker: number of bytes passed on to the broker.
+        bytes_to_client: number of bytes passed on to the client.
+        bytes_swallowed: number of discarded bytes in both directions.
     """
 
     number: int
@@ -76,15 +77,15 @@ class Rules:
     jitter: float = 0.0
     # Bytes per second; 0 for no limit.
     rate: float = 0.0
-    # Minimum and maximum bytes of a write; 0 to leave writes unchanged.
+    # Minimum and maximum bytes of a write; 0 for unchanged writes.
     split: tuple[int, int] = (0, 0)
     pause: float = 0.0
-    # Bytes to collect before they are passed on, and seconds after which fewer bytes are passed on.
+    # Number of bytes to collect, and maximum seconds to collect them.
     merge: int = 0
     wait: float = 0.0
     stalls: bool = False
     swallows: bool = False
-    # Frames and bytes that may pass before the connection is cut; 0 for no limit.
+    # Numbers of frames and bytes after which the connection is cut; 0 for no limit.
     last_frame: int = 0
     last_byte: int = 0
 
@@ -93,12 +94,12 @@ NO_RULES = Rules()
 
 
 class Borders:
-    """Finds the borders of AMQP frames in a stream of pieces."""
+    """Finds the borders of AMQP frames in a stream of bytes."""
 
     __slots__ = ("_head", "_left", "is_amqp")
 
     def __init__(self) -> None:
-        # The received part of a frame's header; and then the bytes that are missing of the frame.
+        # The received part of a frame header. After the header, the number of missing bytes of the frame.
         self._head = b""
         self._left = 0
         # False after bytes that are not AMQP frames.
@@ -110,7 +111,7 @@ class Borders:
         return not self._left and not self._head
 
     def step(self, data: bytes, at: int) -> int:
-        """Go from a position to the next border, or to the end of the data. Return the new position."""
+        """Process the data from a position to the next frame border. Return this border, or the end of the data."""
         if not self.is_amqp:
             return len(data)
         if not self._left:
@@ -139,7 +140,7 @@ class Borders:
         return at
 
     def skip(self, data: bytes) -> None:
-        """Process all of the data, without returning the borders of frames."""
+        """Process all of the data, without returning borders."""
         at, end = 0, len(data)
         if not self.at_border:
             at = self.step(data, 0)
@@ -155,7 +156,7 @@ class Borders:
 
 
 class Way:
-    """One direction of a connection: received bytes are passed on as the rules define."""
+    """One direction of a connection. It passes received bytes on according to the rules."""
 
     def __init__(self, connection: Relay, rules: Rules) -> None:
         self.connection = connection
@@ -163,23 +164,23 @@ class Way:
         self.source: End | None = None
         self.target: End | None = None
         self.rules = rules
-        # Whether no more bytes will be passed on, for any rules.
+        # True if no more bytes are passed on, whatever the rules are.
         self.is_dead = False
-        # Numbers of bytes.
+        # How many bytes were passed on, and how many were discarded.
         self.passed = self.swallowed = 0
         self.borders = Borders()
         # Bytes to insert at the next border.
         self._injected: list[bytes] = []
-        # Methods to remove once each, by channel and pamqp's index; and the received part of a possible one.
+        # Methods to remove, by channel and pamqp's index, each of them once. And the received part of such a method.
         self._unwanted: list[tuple[int, int]] = []
         self._undecided = b""
-        # Received pieces with the times when they are due; an empty piece is the end.
+        # Received bytes with the times at which to pass them on. Empty bytes are the end.
         self._pieces: deque[tuple[float, bytes]] = deque()
         self._size = 0
         self._timer: asyncio.Handle | None = None
         # Time before which nothing is passed on.
         self._not_before = 0.0
-        # Frames and bytes that may still pass before the connection is cut; None for no limit.
+        # Numbers of further frames and bytes after which the connection is cut; None for no limit.
         self._frames_left = rules.last_frame or None
         self._bytes_left = rules.last_byte or None
         self._is_plain = rules == NO_RULES
@@ -200,13 +201,13 @@ class Way:
         self.pump()
 
     def _swallow(self, count: int) -> None:
-        # The later bytes have no meaning without these.
+        # Without these bytes, later bytes have no meaning.
         self.is_dead = True
         self.swallowed += count
         self.relays.changed()
 
     def receive(self, data: bytes) -> None:
-        """Handle received bytes; empty bytes mean the end."""
+        """Handle received bytes. Empty bytes mean the end."""
         if self.rules.swallows or self.is_dead:
             self._swallow(len(data))
             return
@@ -226,7 +227,7 @@ class Way:
             self.look()
 
     def pump(self) -> None:
-        """Pass on the bytes that are due."""
+        """Pass on the bytes whose time has come."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -249,13 +250,13 @@ class Way:
                 begun = max(self._not_before, now - _SLICE)
                 self._not_before = begun + rules.pause + (len(data) / rules.rate if rules.rate else 0.0)
             elif rules.split[1]:
-                # The reader gets a chance to see this write separately.
+                # Continue in the next iteration of the loop, so that the reader may receive this write separately.
                 self._timer = self.relays.loop.call_soon(self.pump)
                 break
         self.look()
 
     def _take(self, now: float) -> bytes:
-        """Remove and return the next bytes to pass on as one piece."""
+        """Remove the next bytes to pass on together, and return them."""
         rules, pieces = self.rules, self._pieces
         room = rules.merge or self._size
         if rules.split[1]:
@@ -300,7 +301,7 @@ class Way:
             self.connection.finish()
 
     def _sift(self, data: bytes) -> bytes:
-        """Remove unwanted methods. An incomplete frame waits for its rest."""
+        """Remove unwanted methods. Keep an incomplete frame until the missing bytes arrive."""
         data, self._undecided = self._undecided + data, b""
         borders = copy(self.borders)
         kept = []
@@ -341,7 +342,7 @@ class Way:
             self._injected.append(data)
 
     def look(self) -> None:
-        """Start or stop reading, depending on the bytes on their way."""
+        """Start or stop reading, depending on the number of bytes in the proxy."""
         rules = self.rules
         most = _ON_A_LONG_WAY if rules.latency and not rules.rate else _ON_THE_WAY
         if self.source is not None:
@@ -349,7 +350,7 @@ class Way:
             self.source.read(has_room or self.is_dead or rules.swallows)
 
     def stop(self) -> None:
-        """Pass nothing on any more."""
+        """Stop passing bytes on."""
         self.is_dead = True
         self._pieces.clear()
         if self._timer is not None:
@@ -361,7 +362,7 @@ class End(asyncio.Protocol):
     """One end of a connection.
 
     Args:
-        connection: connection of this end.
+        connection: the connection.
         incoming: direction of received bytes.
         outgoing: direction of written bytes.
     """
@@ -372,7 +373,7 @@ class End(asyncio.Protocol):
         self._outgoing = outgoing
         self._transport: asyncio.Transport | None = None
         self._reads = True
-        # Whether its socket accepts no more bytes for now.
+        # Whether the socket accepts no more bytes now.
         self.is_full = False
         # Whether the end of the stream was written.
         self.is_ended = False
@@ -398,7 +399,7 @@ class End(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
-        # Without an error, this proxy has closed it.
+        # If there is no error, this proxy has closed the end.
         if exc is not None and not (self._incoming.rules.swallows or self._incoming.is_dead):
             self._connection.cut(reset=True)
         self._connection.end_lost(self)
@@ -412,7 +413,7 @@ class End(asyncio.Protocol):
         self._outgoing.pump()
 
     def read(self, reads: bool) -> None:
-        """Start or stop reading its socket."""
+        """Start or stop reading from the socket."""
         if reads != self._reads and self._transport is not None and not self._transport.is_closing():
             self._reads = reads
             if reads:
@@ -421,7 +422,7 @@ class End(asyncio.Protocol):
                 self._transport.pause_reading()
 
     def write(self, data: bytes) -> None:
-        """Write to its socket."""
+        """Write to the socket."""
         if self._transport is not None and not self._transport.is_closing() and data:
             self._transport.write(data)
 
@@ -434,12 +435,12 @@ class End(asyncio.Protocol):
             self._transport.write_eof()
 
     def finish(self) -> None:
-        """Close it when all written bytes are sent."""
+        """Close the socket when all written bytes are sent."""
         if self._transport is not None:
             self._transport.close()
 
     def cut(self, *, reset: bool = False) -> None:
-        """Close it immediately."""
+        """Close the socket immediately."""
         if self._transport is not None:
             if reset:
                 sock = self._transport.get_extra_info("socket")
@@ -453,7 +454,7 @@ class Relays:
     Args:
         target: host and port of the broker.
         seed: seed of all random values.
-        changed: called on the loop when bytes have passed, or when a connection was added or removed.
+        changed: called on the loop after bytes were passed on, or a connection was added or removed.
     """
 
     def __init__(self, target: tuple[str, int], seed: int, changed: Callable[[], None]) -> None:
@@ -474,7 +475,7 @@ class Relay:
     def __init__(self, relays: Relays, number: int) -> None:
         self.relays = relays
         self.number = number
-        # A separate generator for each connection, so that other connections do not influence it.
+        # A separate generator, so that other connections do not change the random values.
         self.random = random.Random(f"{relays.seed} {number}")
         self.ways = {direction: Way(self, relays.rules[direction]) for direction in Direction}
         to_broker, to_client = self.ways[Direction.TO_BROKER], self.ways[Direction.TO_CLIENT]
@@ -485,11 +486,11 @@ class Relay:
         self.lost: asyncio.Future[None] = relays.loop.create_future()
 
     def end_made(self, end: End) -> None:
-        """Note that one end is connected."""
+        """Handle the connection of one end."""
         self._open += 1
         if end is self.client:
             self.relays.connections[self.number] = self
-            # A client that never gets an answer needs no broker.
+            # If the client never gets an answer, a connection to the broker is not needed.
             if not all(way.rules.swallows for way in self.ways.values()):
                 self._connecting = self.relays.loop.create_task(self._connect())
         self.relays.changed()
@@ -504,7 +505,7 @@ class Relay:
             self.client.cut(reset=True)
 
     def end_lost(self, end: End) -> None:
-        """Note that one end is closed."""
+        """Handle the close of one end."""
         self._open -= 1
         if end is self.client and self._connecting is not None:
             self._connecting.cancel()
