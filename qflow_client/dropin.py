@@ -366,6 +366,13 @@ class DropInFlow:
         """Change the protocol in the right context, and do what follows."""
         raise NotImplementedError
 
+    def disown(self, reason: str) -> None:
+        """In a forked child, leave all messages to the parent, and accept no others. See `skin.disown`."""
+        now = time.monotonic()
+        self.protocol = type(self.protocol)(self.protocol.settings, now=now, wall_offset=time.time() - now)
+        self.protocol.close(reason, now)
+        self._listeners = []
+
     # Calls that wait.
 
     def drive(self, call: Call[_T], flag: Flag, turn: Callable[[float], None]) -> _T:

@@ -5,10 +5,31 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 
-__all__ = ["after_fork_in_child"]
+__all__ = ["after_fork_in_child", "not_shared", "replace_copy"]
 
 
 def after_fork_in_child(function: Callable[[], object]) -> None:
     """Call a function in every child that this process forks from now on."""
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=function)
+
+
+def replace_copy(descriptor: int) -> None:
+    """Close this process's copy of a socket. Its number stays a valid descriptor, because other code will close it."""
+    if descriptor >= 0:
+        nothing = os.open(os.devnull, os.O_RDWR)
+        os.dup2(nothing, descriptor, inheritable=False)
+        os.close(nothing)
+
+
+def not_shared(what: str, pid: int) -> str:
+    """Return why a forked child cannot use an object of its parent.
+
+    Args:
+        what: the object.
+        pid: the process that made it.
+    """
+    return (
+        f"the {what} was made in process {pid}, and this is process {os.getpid()}: a child process cannot share a "
+        f"connection; make a {what} in the child"
+    )

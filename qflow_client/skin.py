@@ -22,7 +22,7 @@ from qflow_client.core.reporting import LogEntry, log_entry
 from qflow_client.errors import ConfirmTimeout, ConnectionFailed, SettingsError, UndeliveredMessages
 from qflow_client.events import FlowEvent, HoldKind
 from qflow_client.flow import FlowManager, Line
-from qflow_client.forks import after_fork_in_child
+from qflow_client.forks import after_fork_in_child, not_shared
 from qflow_client.logs import log, write_log
 from qflow_client.receipt import Outcome, Receipt
 from qflow_client.recovery import retries
@@ -468,11 +468,7 @@ def disown(protocol: ProducerProtocol, storage: Storage | None, pid: int) -> Pro
         receipt._outcome = Outcome.UNKNOWN
     now = time.monotonic()
     own = ProducerProtocol(protocol.settings, id_prefix="", now=now, wall_offset=time.time() - now)
-    reason = (
-        f"the producer was made in process {pid}, and this is process {os.getpid()}: a child process cannot share a "
-        "connection; make a producer in the child"
-    )
-    own.close(reason, now)
+    own.close(not_shared("producer", pid), now)
     return own
 
 

@@ -25,7 +25,7 @@ from yarl import URL
 
 from qflow_client.amqp.frames import CHANNEL_CLOSE, CONNECTION_UNBLOCKED, METHOD_FRAME, FrameError, frame
 from qflow_client.amqp.tap import Tap
-from qflow_client.forks import after_fork_in_child
+from qflow_client.forks import after_fork_in_child, replace_copy
 from qflow_client.guard import LOOPS
 from qflow_client.logs import log
 from qflow_client.skin import GOOD_BYE, TLS_WRITE_CHUNK, WRITE_CHUNK
@@ -372,7 +372,7 @@ class TapTransport(asyncio.Transport):
         self._broken = True
         self._socket.close()
         # The loop's transport closes the descriptor when it is dropped, so the descriptor must stay valid.
-        _replace(self._raw.get_extra_info("socket").fileno())
+        replace_copy(self._raw.get_extra_info("socket").fileno())
 
     # For the library: asyncio's interface.
 
@@ -520,14 +520,6 @@ async def _connected(
     )
 
 
-def _replace(descriptor: int) -> None:
-    """Close this process's copy of a socket. Its number stays a valid descriptor, because other code will close it."""
-    if descriptor >= 0:
-        nothing = os.open(os.devnull, os.O_RDWR)
-        os.dup2(nothing, descriptor, inheritable=False)
-        os.close(nothing)
-
-
 # This includes transports of connections that are still being made, which no producer has yet; and their sockets.
 _transports: weakref.WeakSet[TapTransport] = weakref.WeakSet()
 _sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
@@ -535,7 +527,7 @@ _sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
 def _after_fork_in_child() -> None:
     for sock in tuple(_sockets):
-        _replace(sock.fileno())
+        replace_copy(sock.fileno())
     for transport in tuple(_transports):
         transport.forget()
 

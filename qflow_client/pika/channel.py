@@ -85,11 +85,14 @@ class Channel(pika.channel.Channel):
         if content is not None:
             _encoded.publishes.append(self._encode(method, *content))
             return
+        # pika checks this before most methods, but not before all of them.
+        self.connection.flow_control.check_process()
         if isinstance(method, spec.Confirm.Select):
             self.flow_control.confirms_begin()
         super()._send_method(method)  # type: ignore[misc]  # private
 
     def _raise_if_not_open(self) -> None:
+        self.connection.flow_control.check_process()
         error, self.flow_control.unraised = self.flow_control.unraised, None
         if error is not None:
             raise error

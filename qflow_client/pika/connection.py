@@ -79,6 +79,14 @@ class FlowedConnection:
         # At this point pika has registered its own blocked callbacks, and no other code has registered any.
         ConnectionFlow.of(self)
 
+    def channel(self, channel_number: int | None = None, on_open_callback: Any = None) -> Any:
+        ConnectionFlow.of(self).check_process()
+        return super().channel(channel_number, on_open_callback)  # type: ignore[misc]  # the adapter's
+
+    def close(self, reply_code: int = 200, reply_text: str = "Normal shutdown") -> None:
+        ConnectionFlow.of(self).check_process()
+        super().close(reply_code, reply_text)  # type: ignore[misc]  # the adapter's
+
     def _create_channel(self, channel_number: int, on_open_callback: Any) -> Channel:
         return Channel(self, channel_number, on_open_callback)
 

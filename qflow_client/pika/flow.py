@@ -6,15 +6,18 @@ This module does not wait: `BlockingChannel` waits, `Channel` raises an error.
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakSet
 
 from pika import exceptions, spec
 from pika.adapters.blocking_connection import ReturnedMessage
 
 from qflow_client.dropin import ADDRESSING, RECONNECTING, RETRYING, DropIn, DropInFlow, RepeatableMessage
 from qflow_client.events import FlowState, HoldKind
+from qflow_client.forks import after_fork_in_child, not_shared, replace_copy
 from qflow_client.manager import flow_manager
 from qflow_client.receipt import Receipt
 from qflow_client.settings import OnDisconnect, ProducerSettings
@@ -89,17 +92,35 @@ class Publish(RepeatableMessage):
         return spec.Basic.Publish(exchange=exchange, routing_key=routing_key, mandatory=mandatory)
 
 
+# The connections of this process.
+_connections: WeakSet[Any] = WeakSet()
+
+
+def _after_fork_in_child() -> None:
+    for connection in tuple(_connections):
+        ConnectionFlow.of(connection).leave_to_parent(connection)
+
+
+after_fork_in_child(_after_fork_in_child)
+
+
 class ConnectionFlow:
     """The common state of the channels of one connection."""
 
     def __init__(self, connection: Any) -> None:
         self.settings: ProducerSettings = getattr(connection.params, "flow_settings", None) or PIKA.settings()
+        #: Why this process cannot use the connection; ``None`` if it can.
+        self.not_shared: str | None = None
+        self._pid = os.getpid()
+        #: Called in a forked child with the error for each use; set by an object that has the connection (internal).
+        self.on_forked: Callable[[BaseException], object] = bool
         # Why the broker blocks the connection; ``None`` while it does not.
         self.blocked: str | None = None
         # The open channels, by number; after the loss of the connection, those that were open before.
         self.channels: dict[int, ChannelFlow] = {}
         connection.add_on_connection_blocked_callback(self._on_blocked)
         connection.add_on_connection_unblocked_callback(self._on_unblocked)
+        _connections.add(connection)
 
     @staticmethod
     def of(connection: Any) -> ConnectionFlow:
@@ -108,6 +129,32 @@ class ConnectionFlow:
         if found is None:
             found = connection.flow_control = ConnectionFlow(connection)
         return found
+
+    def check_process(self) -> None:
+        """Raise an error if the connection belongs to another process.
+
+        Raises:
+            ConnectionWrongStateError: this process is a fork of the process that made the connection.
+        """
+        if self.not_shared is not None:
+            raise exceptions.ConnectionWrongStateError(self.not_shared)
+
+    def leave_to_parent(self, connection: Any) -> None:
+        """In a forked child, close the copy of the socket and all channels, without a word to the broker."""
+        transport = connection._transport
+        if transport is None:
+            return
+        self.not_shared = not_shared("connection", self._pid)
+        # Twisted's transports have no `_sock`.
+        sock = transport._sock if hasattr(transport, "_sock") else transport.getHandle()
+        replace_copy(sock.fileno())
+        # The parent has the same epoll object, and this process must not change what it watches.
+        getattr(getattr(connection, "ioloop", None), "deactivate_poller", bool)()
+        connection._set_connection_state(connection.CONNECTION_CLOSED)
+        reason = exceptions.ConnectionWrongStateError(self.not_shared)
+        for flow in self.channels.values():
+            flow.leave_to_parent(reason)
+        self.on_forked(reason)
 
     def _on_blocked(self, _connection: Any, blocked: Any) -> None:
         self.blocked = blocked.method.reason or ""
@@ -224,6 +271,14 @@ class ChannelFlow(DropInFlow):
         self.returned, ended.returned = ended.returned, []
         self.write()
         self.watch()
+
+    def leave_to_parent(self, reason: BaseException) -> None:
+        """Same as `ConnectionFlow.leave_to_parent`, for one channel."""
+        flow_manager.unregister(self)
+        self.closing_reason = reason
+        self.returned = []
+        self._channel._set_state(self._channel.CLOSED)
+        self.disown(str(reason))
 
     def give_up_all(self) -> None:
         """End the channel: waiting calls get an error."""

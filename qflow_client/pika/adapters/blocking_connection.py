@@ -259,6 +259,7 @@ class BlockingConnection(_pika.BlockingConnection):
         self._turns = _Turns(self)
 
     def _flush_output(self, *waiters: Any) -> None:
+        ConnectionFlow.of(self._impl).check_process()
         if hasattr(self, "_turns"):
             self._turns.go_on_writing()
         super()._flush_output(*waiters)  # type: ignore[misc]  # private
@@ -280,6 +281,7 @@ class BlockingConnection(_pika.BlockingConnection):
             ConnectionBlockedTimeout: the connection was aborted.
         """
         error = None
+        ConnectionFlow.of(self._impl).check_process()
         if self.is_open:
             wait = ConnectionFlow.of(self._impl).settings.max_producer_flow_control_wait
             end = math.inf if wait is None else _monotonic() + wait

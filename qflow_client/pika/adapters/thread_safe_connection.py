@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -25,7 +26,7 @@ from qflow_client.events import FlowEvent, FlowState
 from qflow_client.logs import log
 from qflow_client.pika.adapters.select_connection import SelectConnection
 from qflow_client.pika.connection import follow
-from qflow_client.pika.flow import ChannelFlow, Publish
+from qflow_client.pika.flow import ChannelFlow, ConnectionFlow, Publish
 from qflow_client.pika.mirror import mirror, passed_on
 from qflow_client.receipt import Receipt
 from qflow_client.settings import WhenFlowed
@@ -319,7 +320,13 @@ class Connection(_pika.Connection):  # type: ignore[misc]  # of no known type
         # On the IOLoop's thread, before it reads anything after Connection.OpenOk.
         self._ioloop_ident = get_ident()
         follow(connection)
+        ConnectionFlow.of(connection).on_forked = self._leave_to_parent
         super()._on_connection_open(connection)
+
+    def _leave_to_parent(self, reason: BaseException) -> None:
+        # Another thread of the parent may have held the lock, and the IOLoop's thread does not exist here.
+        self._channel_waiters_lock = threading.Lock()
+        self._closed_reason = reason
 
     def channel(self, timeout: float | None = _pika.DEFAULT_RPC_TIMEOUT) -> Channel:
         """Same as pika's method, with flow control."""

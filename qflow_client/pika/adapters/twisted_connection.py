@@ -11,6 +11,7 @@ from twisted.internet import defer
 from qflow_client.errors import ProducerFlowed
 from qflow_client.events import FlowEvent, FlowState
 from qflow_client.pika.connection import follow
+from qflow_client.pika.flow import ConnectionFlow
 from qflow_client.pika.mirror import mirror, passed_on
 
 __all__ = ["TwistedChannel", "TwistedProtocolConnection"]
@@ -56,6 +57,7 @@ class TwistedProtocolConnection(_pika.TwistedProtocolConnection):
 
     def channel(self, channel_number: int | None = None) -> Any:
         """Same as pika's method, with flow control."""
+        ConnectionFlow.of(self._impl).check_process()
         return super().channel(channel_number).addCallback(_adopt)
 
 

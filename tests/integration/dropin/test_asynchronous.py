@@ -15,7 +15,10 @@ import pytest
 import qflow_client.pika as pika
 from qflow_client import FlowEventKind, HoldKind, ProducerFlowed
 from qflow_client.logs import flush_logs
+from tests.integration.producer.processes import in_child
 from tests.integration.producer.tools import PATIENCE, bodies, eventually
+
+from .tools import refused
 
 ADAPTERS = [
     name for name in ("select", "asyncio", "tornado", "gevent") if name in ("select", "asyncio") or find_spec(name)
@@ -129,6 +132,26 @@ def test_J7_a_stop_is_answered_and_publishers_are_notified(broker, running, wire
     broker.flow(True)
     broker.wait_until(lambda broker: bodies(broker) == [b"at last"])
     assert [event.kind for event in events] == [FlowEventKind.FLOWED, FlowEventKind.UNFLOWED]
+
+
+def test_a_forked_child_is_refused_and_its_parent_continues(broker, running):
+    channel, connection = running.channel, running.connection
+
+    def child() -> None:
+        assert not connection.is_open
+        assert not channel.is_open
+        refused(
+            lambda: channel.basic_publish("", "q", b"child"),
+            lambda: channel.queue_declare("child"),
+            lambda: channel.basic_get("q", print),
+            lambda: channel.close(),
+            lambda: connection.channel(),
+            lambda: connection.close(),
+        )
+
+    in_child(child)
+    running.publish(b"parent")
+    broker.wait_until(lambda broker: bodies(broker) == [b"parent"])
 
 
 def test_a_blocked_connection_holds_even_if_a_callback_fails(broker, running, caplog):

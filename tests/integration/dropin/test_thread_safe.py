@@ -14,7 +14,10 @@ import qflow_client.pika as pika
 from qflow_client import FlowControlTimeout, HoldKind, ProducerFlowed, flow_manager
 from qflow_client.logs import flush_logs
 from tests.integration.parity import members, parameters
+from tests.integration.producer.processes import in_child
 from tests.integration.producer.tools import PATIENCE, Stopwatch, bodies, eventually, start
+
+from .tools import refused
 
 original = pytest.importorskip("pika.adapters.thread_safe_connection", reason="pika has it from 1.5 on")
 
@@ -51,6 +54,25 @@ def publish_when_unflowed(channel: Any, body: bytes) -> None:
     """Publish without a deadline that a slow machine could miss."""
     eventually(lambda: not channel.flow_state.flowed)
     channel.connection.run(lambda: channel.basic_publish("", "q", body))
+
+
+def test_a_forked_child_is_refused_and_its_parent_continues(broker: Any, connect: Any) -> None:
+    connection = connect()
+    channel = connection.channel()
+
+    def child() -> None:
+        assert not connection.is_open
+        assert channel.flow_state.flowed
+        refused(
+            lambda: channel.basic_publish("", "q", b"child"),
+            lambda: channel.queue_declare("child"),
+            lambda: connection.channel(),
+        )
+        connection.close()
+
+    in_child(child)
+    channel.basic_publish("", "q", b"parent")
+    broker.wait_until(lambda broker: bodies(broker) == [b"parent"])
 
 
 def test_E11_the_connection_is_our_class_and_has_all_members_of_pika() -> None:

@@ -12,7 +12,10 @@ import pytest
 
 import qflow_client.pika as pika
 from qflow_client import ProducerFlowed
+from tests.integration.producer.processes import in_child
 from tests.integration.producer.tools import PATIENCE, bodies
+
+from .tools import refused
 
 pytest.importorskip("twisted")
 
@@ -59,6 +62,7 @@ def test_J7_a_stop_is_answered_and_the_deferred_fails(broker, wire):
         return result.result(PATIENCE)
 
     assert isinstance(channel, adapter.TwistedChannel)
+    in_child(lambda: refused(lambda: channel._channel.basic_publish("", "q", b"child"), connection.channel))
     do(lambda: channel.confirm_delivery())
     do(lambda: channel.basic_publish("", "q", b"before"))
     told = threading.Event()

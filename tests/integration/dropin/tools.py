@@ -6,8 +6,13 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+
 from qflow_client import HoldKind
+from qflow_client.pika import exceptions
 from tests.integration.producer.tools import PATIENCE
+
+_REFUSED = r"the connection was made in process \d+, and this is process \d+: .* make a connection in the child"
 
 
 def pump(connection: Any, condition: Callable[[], object], what: str = "") -> None:
@@ -32,3 +37,10 @@ def stop(channel: Any, broker: Any) -> None:
     (name,) = (each.name for each in broker.channels() if each.number == channel.channel_number)
     broker.flow(False, name)
     held(channel, HoldKind.CHANNEL_FLOW)
+
+
+def refused(*calls: Callable[[], object]) -> None:
+    """Have each call raise the error for a forked child."""
+    for call in calls:
+        with pytest.raises(exceptions.ConnectionWrongStateError, match=_REFUSED):
+            call()
