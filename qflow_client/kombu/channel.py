@@ -313,7 +313,8 @@ class Channel(pyamqp.Channel):
             with suppress(TimeoutError):
                 connection.drain_events(timeout=0)
             connection = self.connection
-        raise RecoverableConnectionError("basic_publish: the channel or its connection is closed")
+        why = None if self._flow is None else self._flow.protocol.closed
+        raise RecoverableConnectionError(f"basic_publish: {why or 'the channel or its connection is closed'}")
 
     def _when_unflowed(
         self, flow: ChannelFlow, encoded: EncodedMessage, exchange: str, routing_key: str, timeout: float | None

@@ -10,12 +10,14 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
+from weakref import WeakSet
 
 from kombu.transport import pyamqp
 
 from qflow_client.errors import FlowControlTimeout, SettingsError
 from qflow_client.events import HoldKind
 from qflow_client.flow import Hold
+from qflow_client.forks import after_fork_in_child, not_shared
 from qflow_client.kombu.channel import PIPELINED, Channel, refuse
 from qflow_client.kombu.flow import KOMBU
 from qflow_client.kombu.wire import PlainWire, TLSWire, Unanswered, Wire
@@ -30,6 +32,18 @@ _HEARTBEAT_LOOK = 1.0
 
 # The process and the thread in which an event loop of kombu runs.
 _loops = threading.local()
+
+
+# The connections of this process.
+_connections: WeakSet[Connection] = WeakSet()
+
+
+def _after_fork_in_child() -> None:
+    for connection in tuple(_connections):
+        connection.leave_to_parent()
+
+
+after_fork_in_child(_after_fork_in_child)
 
 
 class Connection(pyamqp.Connection):
@@ -71,7 +85,23 @@ class Connection(pyamqp.Connection):
         self.server_name: str | None = None
         #: Channels that were closed while the broker blocked the connection, and whose close the broker has not read.
         self.left: list[Any] = []
+        self._pid = os.getpid()
         super().__init__(*arguments, **keywords)
+        _connections.add(self)
+
+    def leave_to_parent(self) -> None:
+        """In a forked child, close the copy of the socket. From now on every use raises an error."""
+        wire = self._transport
+        if wire is None or wire.sock is None:
+            return
+        why = not_shared("connection", self._pid)
+        wire.leave_to_parent(why)
+        # Another thread of the parent may have held the lock of py-amqp's.
+        self._frame_writer = wire.check_connected
+        for channel in (self.channels or {}).values():
+            flow = getattr(channel, "_flow", None)
+            if flow is not None:
+                flow.disown(why)
 
     def Transport(
         self,

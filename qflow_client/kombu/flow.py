@@ -159,6 +159,12 @@ class ChannelFlow(DropInFlow):
         self.protocol.end(reason, _monotonic())
         self.after()
 
+    def disown(self, reason: str) -> None:
+        flow_manager.unregister(self)
+        super().disown(reason)
+        self.protocol.flow = self
+        self.protocol.before = None
+
     def confirms_begin(self) -> None:
         """Start confirm mode, because ``Confirm.Select`` will be sent.
 

@@ -11,6 +11,7 @@ from amqp.exceptions import RecoverableConnectionError
 from kombu.transport import pyamqp
 
 from qflow_client.errors import SettingsError
+from qflow_client.forks import after_fork_in_child
 from qflow_client.kombu.connection import Connection
 
 __all__ = ["SSLTransport", "Transport"]
@@ -62,6 +63,8 @@ class _Kept:
 
 #: The kept connections of the process (internal).
 kept = _Kept()
+# In a forked child, another thread of the parent may have held its lock.
+after_fork_in_child(lambda: kept.__init__())  # type: ignore[misc]  # of an object that exists
 
 
 class Transport(pyamqp.Transport):

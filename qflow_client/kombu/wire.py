@@ -24,6 +24,7 @@ from amqp.transport import SSLTransport, TCPTransport
 
 from qflow_client.amqp.frames import METHOD_FRAME, FrameError
 from qflow_client.amqp.tap import Tap
+from qflow_client.forks import replace_copy
 
 __all__ = ["PlainWire", "TLSWire", "Unanswered", "Wire"]
 
@@ -185,6 +186,8 @@ class Wire:
         self._poll: _Poll | None = None
         # Rings while frames are left; ``None`` while no event loop watches.
         self._bell: _Bell | None = None
+        # Why it cannot be used when it is not connected.
+        self._why = "connection already closed"
 
     def _setup_transport(self) -> None:
         super()._setup_transport()  # type: ignore[misc]  # py-amqp's
@@ -207,6 +210,28 @@ class Wire:
         bell, self._bell = self._bell, None
         if bell is not None:
             bell.close()
+
+    def leave_to_parent(self, why: str) -> None:
+        """In a forked child, close the copy of the socket, without a word to the broker."""
+        replace_copy(self.sock.fileno())
+        self._why = why
+        self.connected = False
+        self._quick_recv = self.check_connected
+        # Another thread of the parent may have held it.
+        self._writing = threading.RLock()
+        self._frames = b""
+        self.later.clear()
+        # The parent has the same pipes.
+        self._poll = self._bell = None
+
+    def check_connected(self, *_arguments: Any) -> Any:
+        """Raise an error if it is not connected.
+
+        Raises:
+            RecoverableConnectionError: it is not, for example because it belongs to another process.
+        """
+        if not self.connected:
+            raise RecoverableConnectionError(self._why)
 
     def wake(self) -> None:
         """End a wait. Any thread may call this."""
@@ -294,7 +319,7 @@ class Wire:
         """Read the available bytes without waiting. Return True if there were any."""
         sock = self.sock
         if sock is None:
-            raise RecoverableConnectionError("connection already closed")
+            raise RecoverableConnectionError(self._why)
         try:
             data = self._quick_recv(_READ)
         except _MUST_WAIT:
@@ -323,7 +348,7 @@ class Wire:
         """Read all available bytes without waiting. Return True if the socket accepts bytes."""
         poll = self._poll
         if poll is None or not self.connected:
-            raise RecoverableConnectionError("connection already closed")
+            raise RecoverableConnectionError(self._why)
         ready = poll.now()
         if ready & ~select.POLLOUT or self._has_pending():
             self._receive_all()
@@ -347,7 +372,7 @@ class Wire:
             Whether there is room; not meaningful if room was not waited for.
         """
         if self._poll is None:
-            raise RecoverableConnectionError("connection already closed")
+            raise RecoverableConnectionError(self._why)
         has_pending = self._has_pending()
         ready = self._poll.wait(0.0 if has_pending else seconds, writable=writable or self.unwritten)
         if ready & ~select.POLLOUT or has_pending:
