@@ -371,7 +371,7 @@ class Broker(InspectableBroker):
         if queue is None:
             self._controls.withhold_confirms = False
             for session in self._server.sessions:
-                session.output.announce_confirms()
+                session.output.announce()
 
     @on_loop(changes=True)
     def nack_publishes(self, on: bool = True, queue: str | None = None) -> None:

@@ -30,7 +30,7 @@ from qflow_client.broker.core.controls import Controls
 from qflow_client.broker.core.entries import DropReason, StoredMessage
 from qflow_client.broker.core.errors import ChannelException, ConnectionException, FrameWaitsError, ReplyCode
 from qflow_client.broker.core.exchange import MANY_QUEUES, Target
-from qflow_client.broker.core.methods import CONSUMING_METHODS, TOPOLOGY_METHODS
+from qflow_client.broker.core.methods import METHODS
 from qflow_client.broker.core.profiles import Dialect, OnAlarm
 from qflow_client.broker.core.queue import Queue
 from qflow_client.broker.core.replies import address_reply
@@ -206,8 +206,7 @@ class Channel:
             )
         # One test covers messages that have neither.
         if payload[12] & _HAS_ADDRESSES:
-            if payload[12] & HAS_HEADERS:
-                check_copies(payload)
+            check_copies(payload)
             if payload[12] & HAS_REPLY_TO and self.session.dialect.has("direct_reply_to"):
                 payload = address_reply(payload, self.reply_queue if self.reply_queue in self.host.queues else "")
         self.router.check_size(size)
@@ -427,11 +426,12 @@ class Channel:
             if len(self.targets) >= self.MAX_TARGETS:
                 del self.targets[next(iter(self.targets))]
             self.targets[names] = None
-        if not self.flow.is_producer:
-            self.become_producer()
+        self.become_producer()
 
     def become_producer(self) -> None:
         """Note that the channel publishes, or has announced that it will."""
+        if self.flow.is_producer:
+            return
         self.flow.is_producer = True
         if self.controls.producers_stopped:
             self.flow.block(self.controls.operator)
@@ -459,12 +459,10 @@ class Channel:
         if self.transaction is not None:
             raise ChannelException(ReplyCode.PRECONDITION_FAILED, "a channel in transaction mode cannot confirm")
         if self.confirms is None:
-            self.confirms = Confirms(self.number, self._has_confirms)
-            self.confirms.on_released = self.flow.repay
+            self.confirms = Confirms(self.number, self._has_confirms, self.flow.repay)
         if not method.nowait:
             self.reply(commands.Confirm.SelectOk())
-        if not self.flow.is_producer:
-            self.become_producer()
+        self.become_producer()
 
     def settle(self, deliveries: tuple[Delivery, ...], *, acked: bool, requeue: bool) -> None:
         """Settle deliveries. In transaction mode, add them to the transaction instead.
@@ -487,13 +485,7 @@ class Channel:
         self.session.channel_closed(self)
 
     def fail(self, code: int, text: str, cause: bytes = b"\0\0\0\0") -> None:
-        """Close the channel with an error.
-
-        Args:
-            code: the reply code.
-            text: the reply text.
-            cause: class and method id of the method at fault.
-        """
+        """Close the channel with an error. `cause` is the class and method id of the method at fault."""
         if self.is_closing:
             return
         # This is done first: if the code cannot be encoded, nothing must change.
@@ -530,8 +522,7 @@ def _flow_ok(channel: Channel, method: commands.Channel.FlowOk) -> None:
 
 
 _METHODS: dict[type[pamqp.base.Frame], Callable[[Channel, Any], None]] = {
-    **TOPOLOGY_METHODS,
-    **CONSUMING_METHODS,
+    **METHODS,
     **TRANSACTION_METHODS,
     commands.Channel.FlowOk: _flow_ok,
     commands.Channel.Close: Channel._close,

@@ -23,21 +23,22 @@ class Confirms:
     Args:
         number: number of the channel.
         on_due: called when the first tag becomes due after a `flush`.
+        on_released: called with the body bytes of a publish in `owed` that is no longer held.
     """
 
-    __slots__ = ("_due", "_held", "_last_tag", "_number", "_on_due", "on_released", "owed")
+    __slots__ = ("_due", "_held", "_last_tag", "_number", "_on_due", "_on_released", "owed")
 
-    def __init__(self, number: int, on_due: Callable[[], None]) -> None:
+    def __init__(self, number: int, on_due: Callable[[], None], on_released: Callable[[int], None]) -> None:
         self._number = number
         self._on_due = on_due
+        self._on_released = on_released
         self._last_tag = 0
         # Publishes whose confirm a queue holds (C5), by tag.
         self._held: dict[int, Completion] = {}
         # Tags to be acked by the next flush.
         self._due: list[int] = []
-        # Body bytes of the held publishes that are in the connection's backlog, by tag; and the callback for a release.
+        # Body bytes of the held publishes that are in the connection's backlog, by tag.
         self.owed: dict[int, int] = {}
-        self.on_released: Callable[[int], None] | None = None
 
     def __len__(self) -> int:
         return len(self._held) + len(self._due)
@@ -91,8 +92,8 @@ class Confirms:
 
     def _release(self, tag: int) -> None:
         size = self.owed.pop(tag, None)
-        if size is not None and self.on_released is not None:
-            self.on_released(size)
+        if size is not None:
+            self._on_released(size)
 
     def flush(self) -> bytes:
         """Return the frames that ack the due tags; one frame covers all due tags below the lowest held tag."""

@@ -123,12 +123,7 @@ class Contents:
     # Adding.
 
     def append(self, queue: QueueView, message: StoredMessage) -> QueueEntry:
-        """Add a message without calling the observers.
-
-        Args:
-            queue: the queue of these contents.
-            message: the message to add.
-        """
+        """Add a message to the contents of a queue, without calling the observers."""
         self.published = sequence = self.published + 1
         self.depth = depth = self.depth + 1
         self.size = size = self.size + message.size
@@ -201,9 +196,7 @@ class Contents:
     def left(self, entry: QueueEntry, reason: DropReason | None = None) -> None:
         """Record that an entry has left the queue, for any reason (J6). It has been taken out before.
 
-        Args:
-            entry: the entry.
-            reason: the reason of the drop; ``None`` if it was not dropped.
+        The reason is ``None`` if it was not dropped.
         """
         entry.is_gone = True
         self.depth -= 1

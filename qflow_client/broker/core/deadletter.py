@@ -25,7 +25,7 @@ from qflow_client.broker.core.exchange import Target
 from qflow_client.broker.core.logs import get_logger
 from qflow_client.broker.core.properties import decode_headers, with_headers
 from qflow_client.broker.core.queue import Queue
-from qflow_client.broker.core.wire import expiration_of
+from qflow_client.broker.core.wire import EXPIRATION_FLAG, short_property
 
 __all__ = ["DeadLetters"]
 
@@ -298,5 +298,5 @@ def _next_death(message: StoredMessage, before: Sequence[Death], queue: str, rea
             "routing-keys": [message.target.routing_key],
         }
         if message.ttl is not None:
-            fields["original-expiration"] = expiration_of(message.header)
+            fields["original-expiration"] = short_property(message.header, EXPIRATION_FLAG)
     return Death(queue, reason.value, fields, _entry(fields))

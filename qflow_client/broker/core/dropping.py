@@ -93,7 +93,7 @@ class Dropping:
     def end(self) -> None:
         """End with the queue. The queue is deleted, and all its entries have left."""
         self._died = self.expiry = None
-        self._wake = _nothing
+        self._wake = lambda: None
 
     def let_leave(self) -> None:
         """Let some of the leaving entries leave."""
@@ -101,7 +101,3 @@ class Dropping:
             self._contents.let_leave()
             if self._contents.leaving:
                 self._wake()
-
-
-def _nothing() -> None:
-    """Do nothing; used for the queue after its deletion."""

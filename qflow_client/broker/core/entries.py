@@ -63,13 +63,12 @@ class DropReason(StrEnum):
 class Address:
     """The exchange and routing key of a publish."""
 
-    __slots__ = ("exchange", "immediate", "mandatory", "names", "routing_key")
+    __slots__ = ("exchange", "mandatory", "names", "routing_key")
 
-    def __init__(self, exchange: str, routing_key: str, *, mandatory: bool = False, immediate: bool = False) -> None:
+    def __init__(self, exchange: str, routing_key: str, *, mandatory: bool = False) -> None:
         self.exchange = exchange
         self.routing_key = routing_key
         self.mandatory = mandatory
-        self.immediate = immediate
         # The exchange and the routing key as short strings.
         self.names = short(exchange) + short(routing_key)
 

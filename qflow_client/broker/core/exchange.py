@@ -31,8 +31,8 @@ class Target(Address):
 
     __slots__ = ("queues", "version", "watched")
 
-    def __init__(self, exchange: str, routing_key: str, *, mandatory: bool = False, immediate: bool = False) -> None:
-        super().__init__(exchange, routing_key, mandatory=mandatory, immediate=immediate)
+    def __init__(self, exchange: str, routing_key: str, *, mandatory: bool = False) -> None:
+        super().__init__(exchange, routing_key, mandatory=mandatory)
         # The destination queues in the topology of `version`; None if they depend on the message's headers.
         self.queues: tuple[Queue, ...] | None = ()
         # The version of the virtual host for which `queues` is valid.

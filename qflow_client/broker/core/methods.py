@@ -28,7 +28,7 @@ from qflow_client.broker.core.replies import (
 from qflow_client.broker.core.unsupported import check_consumer_arguments
 from qflow_client.broker.core.virtualhost import VirtualHost
 
-__all__ = ["CONSUMING_METHODS", "TOPOLOGY_METHODS"]
+__all__ = ["METHODS"]
 
 
 class MethodSession(Protocol):
@@ -289,7 +289,7 @@ def _recover_async(channel: MethodChannel, method: Any) -> None:
         raise FrameWaitsError
 
 
-TOPOLOGY_METHODS: dict[type[pamqp.base.Frame], Callable[[Any, Any], None]] = {
+METHODS: dict[type[pamqp.base.Frame], Callable[[Any, Any], None]] = {
     commands.Exchange.Declare: _exchange_declare,
     commands.Exchange.Delete: _exchange_delete,
     commands.Exchange.Bind: _exchange_bind,
@@ -299,9 +299,6 @@ TOPOLOGY_METHODS: dict[type[pamqp.base.Frame], Callable[[Any, Any], None]] = {
     commands.Queue.Unbind: _queue_unbind,
     commands.Queue.Purge: _queue_purge,
     commands.Queue.Delete: _queue_delete,
-}
-
-CONSUMING_METHODS: dict[type[pamqp.base.Frame], Callable[[Any, Any], None]] = {
     commands.Channel.Flow: _flow,
     commands.Basic.Qos: _qos,
     commands.Basic.Consume: _consume,

@@ -122,7 +122,7 @@ class Output:
             return
         self._frames.append(data)
         if not self._announced:
-            self._announce()
+            self.announce()
 
     def write_in_turn(self, data: bytes) -> None:
         """Append whole frames before all promises, to be sent after the frames that other connections have by now.
@@ -132,7 +132,8 @@ class Output:
         """
         self.unsent += len(data)
         self._frames.append(data)
-        self._announce()
+        self._announced = True
+        self._on_output()
 
     def deliver(self, data: bytes) -> None:
         """Append a delivery."""
@@ -144,26 +145,17 @@ class Output:
     def has_confirms(self, channel: _Channel) -> None:
         """Note that a channel has queued confirms. They are sent together with the other frames."""
         self._confirming[channel] = None
-        if not self._announced:
-            self._announce()
+        self.announce()
 
     def forget(self, channel: _Channel) -> None:
         """Forget a closed channel with its queued confirms."""
         self._confirming.pop(channel, None)
 
-    def announce_confirms(self) -> None:
-        """Announce that confirms may be sent again."""
-        if self._confirming and not self._announced:
-            self._announce()
-
-    def announce_end(self) -> None:
-        """Announce that the connection has ended, as if there were something to send."""
+    def announce(self) -> None:
+        """Announce that there may be something to send, that confirms may be sent again, or that this is the end."""
         if not self._announced:
-            self._announce()
-
-    def _announce(self) -> None:
-        self._announced = True
-        self._on_output()
+            self._announced = True
+            self._on_output()
 
     # Waiting for the disk.
 
@@ -192,12 +184,7 @@ class Output:
         self.write(data)
 
     def promise(self, number: int, size: int = 0) -> Promise:
-        """Append a promise of frames on a channel.
-
-        Args:
-            number: number of the channel.
-            size: approximate size of the frames in bytes.
-        """
+        """Append a promise of about `size` bytes of frames on a channel."""
         promise = Promise(self, number, size)
         self._wait_for(promise, number)
         return promise
@@ -225,8 +212,8 @@ class Output:
             self._frames += (data, *promises.popleft().behind)
         if not promises:
             del self.promises[number]
-        if self._frames and not self._announced:
-            self._announce()
+        if self._frames:
+            self.announce()
         channel = self._channels.get(number)
         if channel is not None and not promises:
             channel.consuming.wait_for_disk(False)
@@ -234,11 +221,7 @@ class Output:
     # Sending.
 
     def take(self, now: float) -> bytes:
-        """Remove and return the bytes to send now.
-
-        Args:
-            now: monotonic seconds.
-        """
+        """Remove and return the bytes to send now."""
         self._announced = False
         if self._confirming and not self._controls.withhold_confirms:
             for channel in self._confirming:
@@ -282,7 +265,7 @@ class Output:
 
     def lost(self) -> None:
         """Drop all references, because the socket is closed."""
-        self._on_output = _nobody
+        self._on_output = lambda: None
         self._confirming.clear()
         self.promises.clear()
 
@@ -291,7 +274,3 @@ class Output:
         """Bytes in memory that wait for `take`."""
         behind = (promise.behind for promises in self.promises.values() for promise in promises)
         return sum(len(data) for part in (self._frames, *behind) for data in part)
-
-
-def _nobody() -> None:
-    """Do nothing; called in place of a server whose socket is closed."""

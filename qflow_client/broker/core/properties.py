@@ -21,7 +21,7 @@ from qflow_client.broker.core.wire import (
     short,
 )
 
-__all__ = ["decode_headers", "decode_properties", "is_persistent", "reply_to_of", "with_headers", "with_reply_to"]
+__all__ = ["decode_headers", "decode_properties", "is_persistent", "with_headers", "with_reply_to"]
 
 #: Sizes of field table values in bytes, by type. Values of other types begin with a length of four bytes.
 _FIELD_SIZES = dict(zip(b"tbBsuIilLfdDTV\0", (1, 1, 1, 2, 2, 4, 4, 8, 8, 4, 8, 5, 8, 0, 0), strict=True))
@@ -92,12 +92,6 @@ def with_headers(header: bytes, headers: dict[bytes, bytes]) -> bytes:
     table = b"".join(b"%c%b%b" % (len(name), name, value) for name, value in (fields | headers).items())
     changes = {HEADERS_FLAG: len(table).to_bytes(4, "big") + table, EXPIRATION_FLAG: None}
     return _with_properties(header, changes)
-
-
-def reply_to_of(header: bytes) -> bytes:
-    """Return the property ``reply_to``, which must exist."""
-    at = offset(header, REPLY_TO_FLAG)
-    return header[at + 1 : at + 1 + header[at]]
 
 
 def with_reply_to(header: bytes, name: str) -> bytes:

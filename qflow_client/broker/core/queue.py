@@ -227,11 +227,7 @@ class Queue:
             self.storage.put_in_force(self.limits)
 
     def change(self, limits: QueueLimits) -> None:
-        """Apply other thresholds, another maximum or another policy. The messages stay in the queue (D4, J6).
-
-        Args:
-            limits: the new limits.
-        """
+        """Apply other thresholds, another maximum or another policy. The messages stay in the queue (D4, J6)."""
         if limits == self.limits:
             return
         self.limits = limits
@@ -319,7 +315,7 @@ class Queue:
         """Add a message that was not refused, and then check the marks (J3 D2). Nothing is delivered yet.
 
         Args:
-            message: the message to add.
+            message: the message.
             source: the publishing channel, which may be blocked; ``None`` for a source that cannot be blocked.
             completion: the confirm, which may be held (C5); ``None`` if there is none.
         """
@@ -471,11 +467,7 @@ class Queue:
         self._tick_by(self._clock())
 
     def tick(self, now: float) -> None:
-        """Do all work whose time has come.
-
-        Args:
-            now: seconds of the clock.
-        """
+        """Do all work whose time has come."""
         if now < self._tick_at:
             return
         self._tick_at = math.inf

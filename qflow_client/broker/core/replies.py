@@ -12,7 +12,8 @@ from __future__ import annotations
 from collections.abc import Container
 
 from qflow_client.broker.core.errors import ChannelException, ReplyCode
-from qflow_client.broker.core.properties import reply_to_of, with_reply_to
+from qflow_client.broker.core.properties import with_reply_to
+from qflow_client.broker.core.wire import HAS_REPLY_TO, REPLY_TO_FLAG, short_property
 
 __all__ = ["REPLY_PREFIX", "REPLY_TO", "address_reply", "check_reply_consumer", "check_reply_queue", "is_reply_queue"]
 
@@ -63,7 +64,7 @@ def address_reply(header: bytes, queue: str) -> bytes:
     """Return the content header of a request, with the name of the reply queue.
 
     Args:
-        header: the payload of a well-formed content header frame with the property ``reply_to``.
+        header: the payload of a well-formed content header frame.
         queue: name of the channel's reply queue; empty if it has no reply consumer.
 
     Returns:
@@ -72,7 +73,7 @@ def address_reply(header: bytes, queue: str) -> bytes:
     Raises:
         ChannelException: 406 if the request asks for direct replies and the channel does not consume them.
     """
-    if reply_to_of(header) != REPLY_TO.encode():
+    if not header[12] & HAS_REPLY_TO or short_property(header, REPLY_TO_FLAG) != REPLY_TO:
         return header
     if not queue:
         raise ChannelException(

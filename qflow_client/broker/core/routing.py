@@ -123,12 +123,7 @@ def _alternate(exchange: Exchange, exchanges: Mapping[str, Exchange]) -> Exchang
 
 
 def needs_headers(start: Exchange, exchanges: Mapping[str, Exchange]) -> bool:
-    """Whether the destinations of a message may depend on more than its routing key.
-
-    Args:
-        start: the exchange that the message is published to.
-        exchanges: all exchanges by name.
-    """
+    """Whether the destinations of a message to the exchange `start` may depend on more than its routing key."""
     seen: dict[Exchange, None] = {start: None}
     todo = [start]
     while todo:
@@ -149,14 +144,9 @@ def reach(
     exchanges: Mapping[str, Exchange],
     queues: Mapping[str, Queue],
 ) -> tuple[Queue, ...]:
-    """Return the queues that a message reaches from an exchange, each once.
+    """Return the queues that a message reaches from the exchange `start`, each once.
 
-    Args:
-        start: the exchange that the message is published to.
-        routing_key: routing key of the message.
-        headers: headers of the message; empty if no exchange on the way needs them.
-        exchanges: all exchanges by name.
-        queues: all queues by name.
+    `headers` may be empty if no exchange on the way needs them.
     """
     found: dict[Queue, None] = {}
     seen: dict[Exchange, None] = {start: None}

@@ -185,17 +185,7 @@ class Runner:
                 waiter.set_result(None)
 
     def wait_until(self, predicate: Callable[[], object], describe: Callable[[], str], timeout: float) -> None:
-        """Wait until a condition is true. The condition is checked after each change.
-
-        Args:
-            predicate: returns the condition; runs on the calling thread.
-            describe: returns the current state, for the error.
-            timeout: seconds.
-
-        Raises:
-            TimeoutError: the condition did not become true.
-            RuntimeError: called in a task, or on the broker's loop, which it would block.
-        """
+        """Wait until a condition is true, see `Broker.wait_until`. `describe` returns the state, for the error."""
         if (self._loop is not None and threading.get_ident() == self._loop_thread) or _is_in_task():
             raise RuntimeError("wait_until would block the running event loop; await wait_until_async instead")
         end = time.monotonic() + timeout
@@ -218,14 +208,7 @@ class Runner:
     ) -> None:
         """Do the work of `wait_until` on any event loop, including the broker's own.
 
-        Args:
-            predicate: returns the condition. It runs on the broker's loop, or on a helper thread if this is another
-                loop.
-            describe: returns the current state, for the error.
-            timeout: seconds.
-
-        Raises:
-            TimeoutError: the condition did not become true.
+        The predicate runs on the broker's loop, or on a helper thread if this is another loop.
         """
         loop = asyncio.get_running_loop()
         if loop is not self._loop:

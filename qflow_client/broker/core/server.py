@@ -24,6 +24,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from typing import cast
 
 from qflow_client.broker.core.channelflow import Discipline
@@ -398,7 +399,9 @@ class Connection(asyncio.Protocol):
         self._is_finished = False
         # Done when the connection is closed.
         self.lost: asyncio.Future[None] = self._loop.create_future()
-        self.session = Session("?", server.host, server.controls, server.clock(), self._has_output, server.discipline)
+        self.session = Session(
+            "?", server.host, server.controls, server.clock(), partial(server.has_output, self), server.discipline
+        )
 
     @property
     def name(self) -> str:
@@ -501,9 +504,6 @@ class Connection(asyncio.Protocol):
         self._check_reading()
         self.session.output.resume()
         self._resume()
-
-    def _has_output(self) -> None:
-        self._server.has_output(self)
 
     def send(self, now: float) -> None:
         """Give the session's output to the transport."""

@@ -21,6 +21,7 @@ import pamqp.base
 from pamqp import commands
 
 from qflow_client.amqp.frames import (
+    BODY_FRAME,
     CHANNEL_CLOSE,
     CHANNEL_CLOSE_OK,
     CONNECTION_CLOSE,
@@ -52,6 +53,7 @@ __all__ = ["PROTOCOL_HEADER", "Session", "State"]
 _log = get_logger(__name__)
 
 _CHANNEL_OPEN = bytes((0, 20, 0, 10))
+_CONNECTION_CLOSE_OK = bytes((0, 10, 0, 51))
 _FRAME_KINDS = {1: "method", 2: "ContentHeader", 3: "ContentBody", 8: "Heartbeat"}
 
 
@@ -118,7 +120,8 @@ class Session:
         self._held = b""
         # Input bytes until the next reading of the clock, rounded up to whole frames.
         self._stride = 0
-        # Set by a frame that took long, or by a tarpit: the rest of the input is held even if its time is not over.
+        # Set by a frame that took long or has a large answer, or by a tarpit: the rest of the input is held even if its
+        # time is not over.
         self.has_done_much = False
         self._beginning = b""
         self._splitter = FrameSplitter(FRAME_MIN_SIZE)
@@ -179,17 +182,16 @@ class Session:
                         self._receive_elsewhere(kind, number, payload, now)
                     elif kind == METHOD_FRAME:
                         channel.on_method(payload)
+                        # Not checked after content frames. They add little output, or at most their own message
+                        # (Basic.Return).
                         if output.unsent > max_output:
-                            # Not checked after content frames. They add little output, or at most their own message
-                            # (Basic.Return).
-                            self._hold(stop + 1)
-                            break
+                            self.has_done_much = True
                     elif kind == HEADER_FRAME:
                         channel.on_header(payload)
-                    elif kind == HEARTBEAT_FRAME:
-                        self._receive_heartbeat(number)
-                    else:
+                    elif kind == BODY_FRAME:
                         channel.on_body(payload)
+                    else:
+                        self._receive_elsewhere(kind, number, payload, now)
                 except ChannelException as error:
                     cause = payload[:4] if kind == METHOD_FRAME else PUBLISH
                     if self.dialect.channel_errors_close is None:
@@ -201,15 +203,15 @@ class Session:
                     cause = payload[:4] if kind == METHOD_FRAME else b"\0\0\0\0"
                     self.fail(error.code, error.reply_text, now, cause)
                 except FrameWaitsError:
-                    self._hold(start - 7)
+                    self._hold_rest(start - 7)
                     break
                 if self.has_done_much:
-                    self._hold(stop + 1)
+                    self._hold_rest(stop + 1)
                     break
                 if stop > look_at:
                     time = clock()
                     if time >= until:
-                        self._hold(stop + 1)
+                        self._hold_rest(stop + 1)
                         break
                     self._stride = self.STRIDE if time - began < self.LONG_STRIDE else 0
                     began = time
@@ -220,7 +222,7 @@ class Session:
         # Free the bytes, so that an idle connection keeps none.
         splitter.data = b""
 
-    def _hold(self, start: int) -> None:
+    def _hold_rest(self, start: int) -> None:
         """Hold the rest of the input, from this offset in the splitter's data."""
         rest = self._splitter.data[start:]
         if rest and self.state is not State.ENDED:
@@ -257,13 +259,19 @@ class Session:
         return rest
 
     def _receive_elsewhere(self, kind: int, number: int, payload: bytes, now: float) -> None:
-        """Handle a frame for channel 0, for a channel that is not open, or in a state without channels."""
+        """Handle a heartbeat, or a frame for channel 0, for a channel that is not open, or while no channel is open."""
         if self.state is State.ENDED:
             return
         if kind == HEARTBEAT_FRAME:
-            self._receive_heartbeat(number)
+            if number:
+                raise ConnectionException(
+                    ReplyCode.FRAME_ERROR, f"a heartbeat came on channel {number}; it must be on channel 0"
+                )
         elif self.state is State.CLOSE_OK:
-            self._receive_while_closing(kind, number, payload)
+            if kind == METHOD_FRAME and number == 0 and payload[:4] in (CONNECTION_CLOSE, _CONNECTION_CLOSE_OK):
+                if payload[:4] == CONNECTION_CLOSE:
+                    self._send(commands.Connection.CloseOk())
+                self.end()
         elif number == 0:
             if kind != METHOD_FRAME:
                 raise ConnectionException(
@@ -275,38 +283,17 @@ class Session:
                 ReplyCode.CHANNEL_ERROR, f"a frame came on channel {number} before the connection was open"
             )
         elif number in self.channels:
-            self._receive_on_closing_channel(kind, number, payload)
+            # The channel is closing.
+            if kind == METHOD_FRAME and payload[:4] == CHANNEL_CLOSE_OK:
+                self.channel_closed(self.channels[number])
+            elif kind == METHOD_FRAME and payload[:4] == CHANNEL_CLOSE:
+                self.output.write(wire.method(number, commands.Channel.CloseOk()))
         elif kind == METHOD_FRAME and payload[:4] == _CHANNEL_OPEN:
             self._open_channel(number, payload)
         else:
             raise ConnectionException(
                 ReplyCode.CHANNEL_ERROR, f"channel {number} is not open; open it with Channel.Open"
             )
-
-    @staticmethod
-    def _receive_heartbeat(number: int) -> None:
-        if number:
-            raise ConnectionException(
-                ReplyCode.FRAME_ERROR, f"a heartbeat came on channel {number}; it must be on channel 0"
-            )
-
-    def _receive_while_closing(self, kind: int, number: int, payload: bytes) -> None:
-        if kind != METHOD_FRAME or number:
-            return
-        method = payload[:4]
-        if method == CONNECTION_CLOSE:
-            self._send(commands.Connection.CloseOk())
-            self.end()
-        elif method == commands.Connection.CloseOk.index.to_bytes(4, "big"):
-            self.end()
-
-    def _receive_on_closing_channel(self, kind: int, number: int, payload: bytes) -> None:
-        if kind != METHOD_FRAME:
-            return
-        if payload[:4] == CHANNEL_CLOSE_OK:
-            self.channel_closed(self.channels[number])
-        elif payload[:4] == CHANNEL_CLOSE:
-            self.output.write(wire.method(number, commands.Channel.CloseOk()))
 
     # Channel 0.
 
@@ -451,14 +438,7 @@ class Session:
     # Closing.
 
     def fail(self, code: int, text: str, now: float, cause: bytes = b"\0\0\0\0") -> None:
-        """Close the connection with an error.
-
-        Args:
-            code: the reply code.
-            text: the reply text.
-            now: monotonic seconds.
-            cause: class and method id of the method at fault.
-        """
+        """Close the connection with an error. `cause` is the class and method id of the method at fault."""
         if self.state in (State.CLOSE_OK, State.ENDED):
             return
         if self.state is State.HEADER:
@@ -489,7 +469,7 @@ class Session:
         self._held, self.is_held = b"", False
         self.deadlines.at = math.inf
         self._end_channels()
-        self.output.announce_end()
+        self.output.announce()
 
     def lost(self) -> None:
         """Drop all references of a closed socket's connection, so that it is freed without the garbage collector."""
@@ -505,11 +485,6 @@ class Session:
         self.output.takes_deliveries = False
         self.channels.end()
         self.host.owner_gone(self)
-
-    @property
-    def is_running(self) -> bool:
-        """Whether the connection is open and not closing."""
-        return self.state is State.RUNNING
 
     @property
     def held_size(self) -> int:

@@ -13,7 +13,7 @@ from qflow_client.broker.core.channel import Channel
 from qflow_client.broker.core.entries import QueueEntry
 from qflow_client.broker.core.exchange import Exchange
 from qflow_client.broker.core.queue import Queue
-from qflow_client.broker.core.session import Session
+from qflow_client.broker.core.session import Session, State
 from qflow_client.flow import Capacity, StopResume
 
 __all__ = [
@@ -492,7 +492,7 @@ def connection_snapshot(session: Session) -> ConnectionSnapshot:
         name=session.name,
         client=session.handshake.client_name,
         user=session.handshake.user,
-        is_open=session.is_running,
+        is_open=session.state is State.RUNNING,
         blocked=bool(session.blocks),
         blocked_by=tuple(session.blocks),
         backlog=discipline.depth.count if discipline is not None else 0,
@@ -537,12 +537,9 @@ def binding_snapshots(exchange: Exchange) -> Iterator[BindingSnapshot]:
         )
 
 
-def message_copy(entry: QueueEntry, body: bytes | None = None) -> BrokerMessage:
-    """Return a copy of a message in a queue, with a body that was read from disk, or with its own body."""
+def message_copy(entry: QueueEntry, body: bytes) -> BrokerMessage:
+    """Return a copy of a message in a queue. Its body may have been read from disk."""
     message = entry.message
-    if body is None:
-        body = message.body
-        assert body is not None
     return BrokerMessage(
         body, message.properties, message.target.exchange, message.target.routing_key, entry.redelivered
     )

@@ -134,8 +134,7 @@ def _select(channel: TransactionChannel, method: commands.Tx.Select) -> None:
     if channel.transaction is None:
         channel.transaction = Transaction()
     channel.output.write(wire.method(channel.number, commands.Tx.SelectOk()))
-    if not channel.flow.is_producer:
-        channel.become_producer()
+    channel.become_producer()
 
 
 def _commit(channel: TransactionChannel, method: commands.Tx.Commit) -> None:

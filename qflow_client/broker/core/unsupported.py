@@ -57,7 +57,7 @@ def check_copies(header: bytes) -> None:
     """Check that a message requests no copies to other routing keys.
 
     Args:
-        header: the payload of a well-formed content header frame with headers.
+        header: the payload of a well-formed content header frame.
 
     Raises:
         ChannelException: 406 if it has a header ``CC`` or ``BCC``.

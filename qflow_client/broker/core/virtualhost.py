@@ -29,12 +29,7 @@ from qflow_client.broker.core.timers import Timers
 from qflow_client.broker.core.topology import Topology, check_depth, check_owner
 from qflow_client.broker.core.unsupported import check_copies, check_queue_arguments
 from qflow_client.broker.core.waiting import WaitingRoom, refusal
-from qflow_client.broker.core.wire import (
-    HAS_HEADERS,
-    HAS_REPLY_TO,
-    check_properties,
-    encode_header,
-)
+from qflow_client.broker.core.wire import check_properties, encode_header
 from qflow_client.flow import FlowSource
 
 __all__ = ["VirtualHost"]
@@ -67,7 +62,7 @@ class VirtualHost:
         self._store = journal.topology if journal is not None and journal.has_store else None
         self.clock = clock
         self.queues: dict[str, Queue] = {}
-        self.timers = Timers(clock, _nothing if journal is None else journal.divide)
+        self.timers = Timers(clock, journal.divide if journal is not None else lambda: None)
         self.wake_at = self.timers.wake_at
         self.topology = Topology(settings, self.queues, self._store, self._bindings_changed)
         self.router = self.topology.router
@@ -321,10 +316,8 @@ class VirtualHost:
         self.router.resolve(target)
         header = encode_header(len(body), properties)
         check_properties(header)
-        if header[12] & HAS_HEADERS:
-            check_copies(header)
-        if header[12] & HAS_REPLY_TO:
-            address_reply(header, "")
+        check_copies(header)
+        address_reply(header, "")
         message = StoredMessage(target, header, body)
         queues = self.router.destinations(message, target)
         with self.dead_letters:
@@ -366,10 +359,6 @@ class VirtualHost:
     def died(self, queue: Queue, message: StoredMessage, reason: DropReason) -> None:
         """Dead-letter a message that a queue with a dead-letter exchange has dropped."""
         self.dead_letters.died(queue, message, reason)
-
-
-def _nothing() -> None:
-    """Do nothing; used without a journal, which has no batches to divide."""
 
 
 def _run(message: StoredMessage, callback: Callable[[], None]) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from qflow_client.broker.core.entries import DropReason, StoredMessage
@@ -49,29 +50,25 @@ class Publisher(Protocol):
         """
 
 
+@dataclass(eq=False, slots=True)
 class WaitingPublish:
     """A publish in the lines of all of its destination queues. No later publish can overtake it.
 
-    Args:
+    Attributes:
         message: the published message.
         queues: its destination queues.
         publisher: the channel that published it.
         tag: its publish sequence number; 0 without confirms.
         deadline: clock time at which it is refused.
+        is_over: whether it no longer waits, for any reason.
     """
 
-    __slots__ = ("deadline", "is_over", "message", "publisher", "queues", "tag")
-
-    def __init__(
-        self, message: StoredMessage, queues: tuple[Queue, ...], publisher: Publisher, tag: int, deadline: float
-    ) -> None:
-        self.message = message
-        self.queues = queues
-        self.publisher = publisher
-        self.tag = tag
-        self.deadline = deadline
-        # Whether it no longer waits, for any reason.
-        self.is_over = False
+    message: StoredMessage
+    queues: tuple[Queue, ...]
+    publisher: Publisher
+    tag: int
+    deadline: float
+    is_over: bool = False
 
 
 class WaitingRoom:
@@ -91,14 +88,7 @@ class WaitingRoom:
         self._lines: dict[Queue, deque[WaitingPublish]] = {}
 
     def wait(self, message: StoredMessage, queues: tuple[Queue, ...], publisher: Publisher, tag: int) -> WaitingPublish:
-        """Let a message wait until all of its destinations accept it.
-
-        Args:
-            message: the published message.
-            queues: its destination queues.
-            publisher: the channel that published it.
-            tag: its publish sequence number; 0 without confirms.
-        """
+        """Let a message wait until all of its destinations accept it, see `WaitingPublish`."""
         deadline = self._clock() + self._max_wait
         waiting = WaitingPublish(message, queues, publisher, tag, deadline)
         if self._journal is not None:

@@ -44,7 +44,6 @@ __all__ = [
     "content_frames",
     "decode_method",
     "encode_header",
-    "expiration_of",
     "layout",
     "method",
     "method_name",
@@ -54,6 +53,7 @@ __all__ = [
     "queue_declare_ok",
     "return_",
     "short",
+    "short_property",
     "shortened",
     "time_to_live",
 ]
@@ -145,17 +145,15 @@ def _field_size(data_type: str, payload: bytes, at: int) -> int:
     return _SIZES[data_type]
 
 
-#: Bit in byte 12 of a content header: the property ``expiration`` is present.
-HAS_EXPIRATION = 1
-#: The same for ``headers`` and ``reply_to``.
-HAS_HEADERS = 1 << 5
-HAS_REPLY_TO = 1 << 1
+# The flags of basic properties in a content header, which are its bytes 12 and 13.
 HEADERS_FLAG = 1 << 13
+DELIVERY_MODE_FLAG = 1 << 12
 REPLY_TO_FLAG = 1 << 9
 EXPIRATION_FLAG = 1 << 8
-DELIVERY_MODE_FLAG = 1 << 12
 TIMESTAMP_FLAG = 1 << 6
 _USER_ID_FLAG = 1 << 4
+#: The same flags in byte 12 alone.
+HAS_HEADERS, HAS_REPLY_TO, HAS_EXPIRATION = HEADERS_FLAG >> 8, REPLY_TO_FLAG >> 8, EXPIRATION_FLAG >> 8
 #: Flag and fixed size of each basic property, in the order of the wire; size 0 is a short string.
 PROPERTIES = (
     (1 << 15, 0),
@@ -164,7 +162,7 @@ PROPERTIES = (
     (DELIVERY_MODE_FLAG, 1),
     (1 << 11, 1),
     (1 << 10, 0),
-    (1 << 9, 0),
+    (REPLY_TO_FLAG, 0),
     (EXPIRATION_FLAG, 0),
     (1 << 7, 0),
     (TIMESTAMP_FLAG, 8),
@@ -183,9 +181,6 @@ _MAX_SOUND_TABLE = 1024
 
 def check_properties(header: bytes) -> str | None:
     """Check, without decoding it, that a content header is well-formed and that its ``expiration`` is valid.
-
-    Args:
-        header: the payload of a content header frame.
 
     Returns:
         The property ``user_id``, which the caller compares with the login; ``None`` if it is absent.
@@ -257,23 +252,13 @@ def _check_table(table: bytes) -> None:
         _sound_tables.add(table)
 
 
-def expiration_of(header: bytes) -> str:
-    """Return the property ``expiration``, which must exist.
-
-    Args:
-        header: the payload of a well-formed content header frame.
-    """
-    at = offset(header, EXPIRATION_FLAG)
-    return header[at + 1 : at + 1 + header[at]].decode()
-
-
 def time_to_live(header: bytes) -> int:
     """Return the time to live of a message in milliseconds, from its property ``expiration``, which must exist.
 
     Raises:
         ChannelException: 406 if it is not a number of milliseconds.
     """
-    text = expiration_of(header)
+    text = short_property(header, EXPIRATION_FLAG)
     if not text.isascii() or not text.isdigit():
         raise ChannelException(
             ReplyCode.PRECONDITION_FAILED,
@@ -297,6 +282,12 @@ def offset(header: bytes, wanted: int) -> int:
             break
         at += property_size(header, at, size)
     return at
+
+
+def short_property(header: bytes, wanted: int) -> str:
+    """Return a property that is a short string, and that must exist."""
+    at = offset(header, wanted)
+    return header[at + 1 : at + 1 + header[at]].decode()
 
 
 def encode_header(size: int, properties: pamqp.commands.Basic.Properties | None) -> bytes:
@@ -339,14 +330,7 @@ def queue_declare_ok(channel: int, name: str, message_count: int, consumer_count
 
 
 def content_frames(channel: int, header: bytes, body: bytes, frame_max: int) -> bytes:
-    """Encode the header frame and the body frames of a message.
-
-    Args:
-        channel: the channel number.
-        header: the payload of the header frame.
-        body: body of the message.
-        frame_max: maximum frame size in bytes.
-    """
+    """Encode the header frame and the body frames of a message. `header` is the payload of its header frame."""
     head = b"%b%b\xce" % (_HEAD.pack(HEADER_FRAME, channel, len(header)), header)
     size = frame_max - FRAME_OVERHEAD
     if len(body) <= size:

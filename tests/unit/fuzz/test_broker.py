@@ -66,7 +66,7 @@ class Server:
         assert self.session.state is State.ENDED
         # The queues' books are right, and nobody holds what is gone.
         for queue in self.host.queues.values():
-            messages = [message_copy(entry) for entry in queue.contents.oldest_first()]
+            messages = [message_copy(entry, entry.message.body or b"") for entry in queue.contents.oldest_first()]
             seen = queue_snapshot(queue)
             assert (seen.depth, seen.bytes) == (len(messages), sum(len(message.body) for message in messages))
             assert (seen.unacked, seen.consumers, seen.blocked) == (0, 0, ())

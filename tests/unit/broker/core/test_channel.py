@@ -118,7 +118,7 @@ def test_withheld_confirms_are_sent_when_released(world):
     assert client.received() == []
     assert client.session.channels[1].unconfirmed == 2
     world.controls.withhold_confirms = False
-    client.session.output.announce_confirms()
+    client.session.output.announce()
     assert client.only(Basic.Ack).delivery_tag == 2
 
 
@@ -130,7 +130,7 @@ def test_withheld_confirms_are_not_sent_when_the_channel_closes(world):
     client.send(1, CHANNEL_CLOSE(200, "", 0, 0))
     client.only(commands.Channel.CloseOk)
     world.controls.withhold_confirms = False
-    client.session.output.announce_confirms()
+    client.session.output.announce()
     assert client.received() == []
 
 

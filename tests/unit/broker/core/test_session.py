@@ -388,7 +388,7 @@ def test_a_timestamp_outside_the_range_of_datetime_is_passed_on_unchanged(world)
     late = head.replace(struct.pack(">Q", 2**31), b"\xff" * 8)
     client.feed(frame.marshal(commands.Basic.Publish(exchange="amq.headers"), 1) + late)
     (entry,) = world.queue().contents.ready
-    found = message_copy(entry).properties
+    found = message_copy(entry, b"").properties
     assert (found.content_type, found.headers, found.timestamp, found.app_id) == ("t", {"k": 1}, None, "a")
     client.send(1, commands.Basic.Get(queue="q", no_ack=True))
     assert late in client.raw_output()
