@@ -9,24 +9,14 @@ as in a program that must not lose messages. `stop` ends this, and answers with 
 
 from __future__ import annotations
 
-import sys
-
-if __name__ == "__main__" and sys.argv[1] == "celery-gevent":
-    # As in a worker with this pool.
-    from gevent import monkey  # type: ignore[import-untyped]
-
-    import qflow_client.kombu  # noqa: F401
-
-    monkey.patch_all()
-
 import asyncio
-import itertools
 import json
 import os
-import threading
+import sys
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import asynccontextmanager, contextmanager
 from importlib import import_module
 from typing import Any, Final
@@ -38,6 +28,7 @@ APPLICATIONS: Final = {
     "dramatiq": (1, "dramatiq"),
     "celery-django": (1, "celery"),
     "celery-gevent": (10, "celery"),
+    "pika-pipelined": (1, "pika"),
 }
 # Seconds until a failed message is published again; and seconds that senders have to end.
 _PAUSE: Final = 0.05
@@ -167,12 +158,8 @@ async def _once_async(publish: Callable[[str], Awaitable[object]]) -> dict[str, 
 # Synchronous applications.
 
 
-def _task(token: str) -> None:
-    """# Only its messages matter."""
-
-
 @contextmanager
-def _dramatiq(url: str, changed: bool) -> Any:
+def _dramatiq(url: str, changed: bool) -> Iterator[tuple[Callable[[str], object], Callable[[], object]]]:
     module: Any = import_module("dramatiq.brokers.rabbitmq")
     if changed:
         import qflow_client.pika
@@ -180,11 +167,15 @@ def _dramatiq(url: str, changed: bool) -> Any:
         module.pika = qflow_client.pika
     app = module.RabbitmqBroker(url=url, confirm_delivery=True)
     actor = import_module("dramatiq").actor(lambda token: None, broker=app, actor_name="actor", queue_name="dramatiq")
-    yield actor.send
+    yield actor.send, _nothing
+
+
+def _task(token: str) -> None:
+    """# Only its messages matter."""
 
 
 @contextmanager
-def _celery(url: str, changed: bool) -> Any:
+def _celery(url: str, changed: bool) -> Iterator[tuple[Callable[[str], object], Callable[[], object]]]:
     import celery
     import django.conf
 
@@ -198,64 +189,132 @@ def _celery(url: str, changed: bool) -> Any:
     app = celery.Celery("application")
     app.config_from_object("django.conf:settings", namespace="CELERY")
     task = app.task(_task, name="task", shared=False)
-    yield lambda token: task.apply_async((token,))
+    yield lambda token: task.apply_async((token,)), _nothing
+
+
+class _Pika:
+    """A program that uses pika, and connects again after each error.
+
+    Args:
+        url: the URL.
+        changed: whether it has pipelined confirms, and publishes the unconfirmed messages of a lost connection again.
+    """
+
+    def __init__(self, url: str, changed: bool) -> None:
+        self._pika: Any = import_module("qflow_client.pika" if changed else "pika")
+        self._url = url
+        self._changed = changed
+        # The channel; ``None`` after an error.
+        self._channel: Any = None
+        # The last channel that was in confirm mode.
+        self._last: Any = None
+
+    def publish(self, token: str) -> None:
+        self._do(lambda channel: channel.basic_publish("", "pika", token.encode()))
+
+    def finish(self) -> None:
+        """Wait for all confirms."""
+        if self._changed:
+            self._do(lambda channel: channel.wait_for_confirms())
+
+    def _do(self, call: Callable[[Any], object]) -> None:
+        try:
+            if self._channel is None:
+                self._connect()
+            call(self._channel)
+        except self._pika.exceptions.AMQPConnectionError:
+            self._channel = None
+            raise
+
+    def _connect(self) -> None:
+        channel = self._pika.BlockingConnection(self._pika.URLParameters(self._url)).channel()
+        channel.queue_declare("pika", durable=True)
+        if self._changed:
+            channel.confirm_delivery(pipelined=True, republish=self._last)
+            self._last = channel
+        else:
+            channel.confirm_delivery()
+        self._channel = channel
+
+
+@contextmanager
+def _pipelined(url: str, changed: bool) -> Iterator[tuple[Callable[[str], object], Callable[[], object]]]:
+    program = _Pika(url, changed)
+    yield program.publish, program.finish
+
+
+def _nothing() -> None:
+    pass
+
+
+def serve(
+    lines: Iterable[str],
+    senders: Senders,
+    publish: Callable[[str], object],
+    finish: Callable[[], object],
+    submit: Callable[..., Future[Any]],
+    answer: Callable[[Any], None],
+) -> None:
+    """Do what the input lines say.
+
+    Args:
+        lines: the input.
+        senders: the results.
+        publish: publishes a message; it may return before the message is confirmed.
+        finish: waits until the messages are confirmed.
+        submit: calls a function elsewhere, with arguments; as `Executor.submit`.
+        answer: prints an answer.
+    """
+
+    def send(sender: int) -> None:
+        for token in senders.numbers(sender):
+            began = time.monotonic()
+            try:
+                publish(token)
+            except Exception as error:
+                senders.failed(error)
+                time.sleep(_PAUSE)
+            else:
+                senders.published[sender] += 1
+            senders.longest = max(senders.longest, time.monotonic() - began)
+        while True:
+            try:
+                finish()
+                break
+            except Exception as error:
+                senders.failed(error)
+                time.sleep(_PAUSE)
+
+    def once() -> dict[str, Any]:
+        began = time.monotonic()
+        try:
+            publish("one")
+            finish()
+        except Exception as error:
+            return {"outcome": _name(error), "seconds": time.monotonic() - began}
+        return {"outcome": "published", "seconds": time.monotonic() - began}
+
+    jobs: list[Future[Any]] = []
+    answer("ready")
+    for line in lines:
+        match line.strip():
+            case "publish":
+                answer(submit(once).result())
+            case "stream":
+                senders.go_on = True
+                jobs = [submit(send, each) for each in range(len(senders.published))]
+                answer("streaming")
+            case "stop":
+                senders.go_on = False
+                answer(senders.report(len(wait(jobs, _PATIENCE).not_done)))
 
 
 def _run_threads(name: str, url: str, changed: bool) -> None:
-    senders = Senders(APPLICATIONS[name][0])
-    application = _dramatiq if name == "dramatiq" else _celery
-    with application(url, changed) as publish:
-
-        def send(sender: int) -> None:
-            for token in senders.numbers(sender):
-                began = time.monotonic()
-                try:
-                    publish(token)
-                except Exception as error:
-                    senders.failed(error)
-                    time.sleep(_PAUSE)
-                else:
-                    senders.published[sender] += 1
-                senders.longest = max(senders.longest, time.monotonic() - began)
-
-        def once() -> dict[str, Any]:
-            began = time.monotonic()
-            try:
-                publish("one")
-            except Exception as error:
-                return {"outcome": _name(error), "seconds": time.monotonic() - began}
-            return {"outcome": "published", "seconds": time.monotonic() - began}
-
-        threads: list[threading.Thread] = []
-        _answer("ready")
-        for line in _blocking_lines(name):
-            match line:
-                case "publish":
-                    _answer(once())
-                case "stream":
-                    senders.go_on = True
-                    count = len(senders.published)
-                    threads = [threading.Thread(target=send, args=(each,), daemon=True) for each in range(count)]
-                    for thread in threads:
-                        thread.start()
-                    _answer("streaming")
-                case "stop":
-                    senders.go_on = False
-                    end = time.monotonic() + _PATIENCE
-                    for thread in threads:
-                        thread.join(max(0.0, end - time.monotonic()))
-                    _answer(senders.report(sum(thread.is_alive() for thread in threads)))
+    count = APPLICATIONS[name][0]
+    application = {"dramatiq": _dramatiq, "celery-django": _celery, "pika-pipelined": _pipelined}[name]
+    with application(url, changed) as (publish, finish):
+        serve(sys.stdin, Senders(count), publish, finish, ThreadPoolExecutor(count).submit, _answer)
         os._exit(0)
-
-
-def _blocking_lines(name: str) -> Iterator[str]:
-    if name == "celery-gevent":
-        from gevent.fileobject import FileObject  # type: ignore[import-untyped]
-
-        source: Any = (line.decode() for line in FileObject(sys.stdin.buffer, "rb"))
-    else:
-        source = sys.stdin
-    return itertools.takewhile(bool, (line.strip() for line in source))
 
 
 def _answer(what: Any) -> None:

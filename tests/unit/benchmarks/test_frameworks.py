@@ -22,6 +22,9 @@ GOOD = {"alarm": "ConfirmTimeout", "alarm_seconds": 3.0, "alarm_next": "FlowCont
         ("taskiq", {"errors": {"E": 1}}, "raises {'E': 1}"),
         ("taskiq", {"copies": 3, "unmarked": 1}, "1 messages with two copies without a mark"),
         ("dramatiq", {"errors": {"E": 1}, "copies": 3, "unmarked": 3}, None),
+        ("pika-pipelined", {"errors": {"E": 1}, "copies": 3}, None),
+        ("pika-pipelined", {"copies": 3, "unmarked": 1}, "1 messages with two copies without a mark"),
+        ("pika-pipelined", {"disordered": 1}, "out of order"),
     ],
 )
 def test_a_changed_application_may_not(application: str, changes: dict[str, object], words: str | None) -> None:
