@@ -45,6 +45,9 @@ _UNSTEADY: Final = (
     # Its iterator has a timeout of 50 ms, which is also the timeout of `Basic.Consume` while the test begins.
     "tests/test_amqp_robust_proxy.py::test_iterator_cancellation_survives_close_timeout",
     "tests/test_memory_leak.py::test_leak_unclosed_channel",
+    # It opens channels while the connection is restored, and the connection may be closed at that moment. On a busy
+    # machine it fails in most runs, with aio-pika and with the drop-in.
+    "tests/test_reconnect_channel_snapshot.py::test_create_channels_during_reconnect",
 )
 
 
