@@ -1,7 +1,7 @@
 """aio-pika with flow control: ``import qflow_client.aio_pika as aio_pika``.
 
-It has everything that aio-pika has. Connections and channels are aio-pika's own with flow control added. Everything
-else, including exchanges and queues, is aio-pika's own, unchanged.
+The package has all names of aio-pika. Connections and channels are subclasses of aio-pika's classes, with flow control.
+All other objects, including exchanges and queues, are those of aio-pika.
 """
 
 from __future__ import annotations
@@ -65,10 +65,10 @@ __all__ = [
     "wrap",
 ]
 
-# Some versions of aio-pika have more.
+# Some versions of aio-pika have more names.
 __all__ += [_name for _name in getattr(_aio_pika, "__all__", ()) if _name not in __all__]
 
-# So that "import aio_pika.exceptions" can become "import qflow_client.aio_pika.exceptions".
+# Make "import qflow_client.aio_pika.exceptions" possible.
 for _name in (
     "abc",
     "exceptions",

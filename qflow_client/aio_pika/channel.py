@@ -21,14 +21,14 @@ __all__ = ["Channel"]
 class Channel(_aio_pika.Channel):
     """aio-pika's `Channel`. While the broker has stopped it, `publish` of its exchanges waits for a limited time.
 
-    ``Channel.Flow`` is answered and stops publishing. ``Connection.Blocked``, a full window of unconfirmed messages, a
-    rate limit and a full socket stop publishing, too. All other I/O continues meanwhile.
+    The channel answers ``Channel.Flow``, which stops publishing. ``Connection.Blocked``, a full window of unconfirmed
+    messages, a rate limit and a full socket also stop publishing. All other I/O continues.
     """
 
     # aio-pika's.
     _connection: Any
     _channel: Any
-    # Whether aio-pika repeats the declarations of the last channel on a new one.
+    # Whether aio-pika repeats the declarations of a lost channel on a new channel.
     _restores = False
 
     def __init__(
@@ -66,17 +66,18 @@ class Channel(_aio_pika.Channel):
         self.flow_control.opened(self._connection.carrier_of(self._channel.channel), self._channel)
 
     async def _on_open(self) -> None:
-        # Here the channel is open, and nothing can have been published on it.
+        # The channel has just been opened, and no message was published on it.
         self._follow()
         await super()._on_open()
         if self._restores:
             self.flow_control.restored()
 
     async def close(self, exc: Any = None) -> None:
-        """Same as aio-pika's method. Tasks that wait to publish get the error that ends the channel.
+        """Close the channel like aio-pika. Tasks that wait to publish get the error that ends the channel.
 
-        A broker that does not read, for example because it blocks the connection, gets `max_producer_flow_control_wait`
-        seconds to answer. If an exception leaves the channel's block, it gets almost no time.
+        If the broker does not read, for example because it blocks the connection, the method waits at most
+        `max_producer_flow_control_wait` seconds for the answer. If an exception leaves the channel's block, it hardly
+        waits.
         """
         flow = self.flow_control
         flow.left = True
@@ -89,16 +90,16 @@ class Channel(_aio_pika.Channel):
             flow.ended()
 
     async def _close_stuck(self, exc: Any) -> None:
-        """Close the channel on a connection from which the broker does not read, so it does not read a close either."""
+        """Close the channel for a limited time, because the broker does not read the close now."""
         flow = self.flow_control
-        # A block that an exception leaves does not wait for holds.
+        # If an exception leaves the channel's block, do not wait for holds.
         wait = BRIEF if exc is not None else flow.settings.max_producer_flow_control_wait
         closing = asyncio.ensure_future(super().close(exc))
         done, _ = await asyncio.wait((closing,), timeout=wait)
         if done:
             closing.result()
             return
-        # The broker may read the close later. At the latest, the end of the connection ends this task.
+        # The broker may read the close later. The end of the connection also ends this task.
         closing.add_done_callback(_look)
         log(
             logging.WARNING,
@@ -108,16 +109,17 @@ class Channel(_aio_pika.Channel):
         )
 
     def on_flow(self, callback: Callable[[FlowEvent], object]) -> Callable[[], None]:
-        """Call a callback with every flow event, in order, as a call scheduled on the loop.
+        """Call a callback with each flow event, in order. The calls are scheduled on the loop.
 
         Args:
-            callback: may call any method of the channel. If it raises, the error is logged.
+            callback: the callback. It may call any method of the channel. If it raises an exception, the exception is
+                logged.
 
         Returns:
             A function that ends the calls.
 
         Raises:
-            TypeError: it is a coroutine function, which would never be awaited.
+            TypeError: the callback is a coroutine function, which would never be awaited.
         """
         return self.flow_control.on_flow(callback)
 
@@ -130,14 +132,14 @@ class Channel(_aio_pika.Channel):
         """Wait until there are no holds.
 
         Args:
-            timeout: seconds; ``None`` for no limit.
+            timeout: maximum seconds; ``None`` for no limit.
 
         Returns:
-            True if there are no holds; False after the timeout.
+            True if there are no holds. False after the timeout.
 
         Raises:
-            ChannelInvalidStateError: the channel is closed and will never be unflowed; if it is closed during the call,
-                the error that closed it.
+            ChannelInvalidStateError: the channel is closed, so it will never be unflowed. If it is closed during the
+                call, the error that closed it is raised instead.
             TypeError, ValueError: `timeout` is not a number.
         """
         return await self.flow_control.wait_unflowed(timeout)

@@ -23,25 +23,25 @@ from qflow_client.settings import ProducerSettings
 
 __all__ = ["Connection", "connect"]
 
-# The most bytes of the setting `name`.
+# Maximum bytes of the setting `name`.
 _NAME_SIZE = 255
 
 
 def settings_of(drop_in: DropIn, url: URL, keywords: dict[str, Any]) -> tuple[ProducerSettings, URL, dict[str, Any]]:
-    """Return the settings of a connection, and its URL and keywords without them.
+    """Return the settings of a connection, its URL without settings, and its keywords without settings.
 
     Args:
-        drop_in: the settings that it accepts.
-        url: its URL.
-        keywords: its keywords.
+        drop_in: the settings that the connection accepts.
+        url: URL of the connection.
+        keywords: keywords of the connection.
 
     Raises:
-        SettingsError: a value is not allowed.
+        SettingsError: the value of a setting is not allowed.
         TypeError: a setting has no meaning here.
     """
     query, rest = drop_in.split(url.query.items())
     ours, theirs = drop_in.split(keywords.items())
-    # The broker's management shows aio-pika's name. Flow events and logs show the same name, up to the size limit.
+    # The broker's management shows the name from aio-pika. Use it also for flow events and logs, up to the size limit.
     name = keywords.get("name") or url.query.get("name")
     if name and "name" not in query:
         ours.setdefault("name", str(name).encode(errors="replace")[:_NAME_SIZE].decode(errors="ignore"))
@@ -49,23 +49,20 @@ def settings_of(drop_in: DropIn, url: URL, keywords: dict[str, Any]) -> tuple[Pr
 
 
 class Connection(TappedConnection):
-    """aio-pika's `Connection`, whose channels have flow control.
+    """aio-pika's `Connection`, with flow control in its channels.
 
     Args:
-        url: aio-pika's argument; the query may also contain settings of flow control.
-        loop: as aio-pika's.
-        ssl_context: as aio-pika's.
-        client_properties: as aio-pika's.
-        kwargs: aio-pika's, and settings by the names of `ProducerSettings`.
+        url: as for aio-pika. The query may also contain settings of flow control.
+        kwargs: keywords of aio-pika, and settings of `ProducerSettings`.
 
     Raises:
-        SettingsError: a setting has a value that is not allowed.
+        SettingsError: the value of a setting is not allowed.
         TypeError: a connection of aio-pika does not accept one of the settings.
     """
 
     CHANNEL_CLASS = Channel
 
-    # The settings that it accepts.
+    # The settings that the connection accepts.
     _drop_in = AIO_PIKA
 
     #: The settings of flow control.
@@ -80,7 +77,7 @@ class Connection(TappedConnection):
         **kwargs: Any,
     ) -> None:
         self.flow_settings, url, kwargs = settings_of(self._drop_in, URL(url), kwargs)
-        #: The flows of its channels, including closed ones (internal).
+        #: The flows of its channels, including closed channels (internal).
         self.flows: weakref.WeakSet[ChannelFlow] = weakref.WeakSet()
         super().__init__(url, loop=loop, ssl_context=ssl_context, client_properties=client_properties, **kwargs)
 
@@ -93,7 +90,7 @@ class Connection(TappedConnection):
         return self.tapped
 
     async def close(self, exc: Any = ConnectionClosed) -> None:
-        """Same as aio-pika's method. Tasks that wait to publish get the error that ends the connection."""
+        """Close the connection like aio-pika. Tasks that wait to publish get the error that ends the connection."""
         flows = tuple(self.flows)
         for flow in flows:
             flow.left = True
@@ -105,43 +102,37 @@ class Connection(TappedConnection):
 
 
 async def connect(url: Any = None, *, connection_class: Any = Connection, **keywords: Any) -> Any:
-    """Same as aio-pika's function; the URL's query and the keywords may also contain settings of flow control.
+    """Connect like aio-pika. The URL's query and the keywords may also contain settings of flow control.
 
     Args:
-        url: aio-pika's argument, for example with ``?max_producer_flow_control_wait=10&capacity=500``.
-        connection_class: as aio-pika's. A class of your own has flow control if its base is `Connection` of this
+        url: as for aio-pika, for example with ``?max_producer_flow_control_wait=10&capacity=500``.
+        connection_class: as for aio-pika. Your own class has flow control if it is a subclass of `Connection` of this
             module.
-        keywords: aio-pika's, and settings by the names of `ProducerSettings`, except those that aio-pika's methods
-            determine.
+        keywords: keywords of aio-pika, and settings of `ProducerSettings`. Settings with another meaning in aio-pika
+            are not accepted.
 
     Raises:
-        SettingsError: a setting has a value that is not allowed.
+        SettingsError: the value of a setting is not allowed.
         TypeError: a connection of aio-pika does not accept one of the settings.
     """
     return await checked(_aio_pika.connect, url, connection_class=connection_class, **keywords)
 
 
 async def checked(connect: Callable[..., Awaitable[Any]], url: Any, *, connection_class: Any, **keywords: Any) -> Any:
-    """Call a `connect` function of aio-pika, but check the settings first, and show no password in an error.
-
-    Args:
-        connect: the function.
-        url: its first argument.
-        connection_class: the class of the connection.
-        keywords: the other arguments.
+    """Call a `connect` function of aio-pika. Check the settings first, and show no password in errors.
 
     Raises:
-        SettingsError: a setting has a value that is not allowed.
+        SettingsError: the value of a setting is not allowed.
         TypeError: a connection of aio-pika does not accept one of the settings.
     """
-    # aio-pika puts the keywords into the URL, and its errors would repeat them.
+    # Check the keywords here, because aio-pika puts them into the URL, and its errors would show them.
     drop_in = getattr(connection_class, "_drop_in", AIO_PIKA)
     drop_in.settings(**drop_in.split(keywords.items())[0])
     try:
         return await connect(url, connection_class=connection_class, **keywords)
     except (TypeError, ValueError) as error:
         refused = censored(error, url)
-    # Raised outside the handler, because the original error would be the context and may contain the password.
+    # Raise outside the handler. Otherwise the context would be the original error, which may contain the password.
     raise refused
 
 

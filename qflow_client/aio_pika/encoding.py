@@ -1,4 +1,4 @@
-"""The header frame of a message, with the same bytes as pamqp's."""
+"""Encodes the header frame of a message, with the same bytes as pamqp."""
 
 from __future__ import annotations
 
@@ -15,34 +15,34 @@ from pamqp.header import ContentHeader
 __all__ = ["header_frame", "make_message_id"]
 
 _Properties = spec.Basic.Properties
-# The properties in the order of the wire: their values, and for each its flag and pamqp's function that encodes it.
+# The values of the properties in the order of the wire, and the flag and pamqp's encoder of each property.
 _values = attrgetter(*_Properties.__slots__)
 _KINDS = tuple(
     (_Properties.flags[name], pamqp.encode.METHODS[_Properties.amqp_type(name)]) for name in _Properties.__slots__
 )
 _HEAD = Struct(">BHIHHQH")
 _BASIC = 60
-# Bytes of a header's payload apart from the values.
+# Bytes of a header's payload without the values.
 _EMPTY = 14
 
-# The bits of a random UUID that are fixed (RFC 9562, section 5.4): its version, 4, and its variant.
+# The fixed bits of a random UUID (RFC 9562, section 5.4): the version 4 and the variant.
 _RANDOM_BITS = ~(0xF000 << 64 | 0xC000 << 48)
 _FIXED_BITS = 0x4000 << 64 | 0x8000 << 48
 
 
 def header_frame(properties: Any, body_size: int, channel: int) -> bytes:
-    """Return the header frame of a message, as pamqp encodes it.
+    """Return the header frame of a message as pamqp encodes it.
 
-    pamqp finds the function for each property by names. This function calls them itself, which takes a third of the
-    time.
+    pamqp looks up the encoder of each property by name. This function calls the encoders directly, which takes a third
+    of the time.
 
     Args:
-        properties: aiormq's.
-        body_size: bytes of the body.
-        channel: the number of the channel.
+        properties: properties of aiormq.
+        body_size: size of the body in bytes.
+        channel: number of the channel.
 
     Raises:
-        TypeError, …: as pamqp.
+        TypeError, …: as for pamqp.
     """
     if type(properties) is _Properties:
         flags, pieces = 0, []
@@ -52,7 +52,7 @@ def header_frame(properties: Any, body_size: int, channel: int) -> bytes:
                     flags |= flag
                     pieces.append(encode(value))
         except Exception:
-            # pamqp raises the error, as its users know it.
+            # Encode with pamqp below, which raises the error that users know.
             pass
         else:
             values = b"".join(pieces)
@@ -62,5 +62,5 @@ def header_frame(properties: Any, body_size: int, channel: int) -> bytes:
 
 
 def make_message_id() -> str:
-    """Return the hexadecimal digits of a random UUID, as aiormq gives them to a message without a message id."""
+    """Return the hexadecimal digits of a random UUID, which aiormq assigns to a message without a message id."""
     return f"{getrandbits(128) & _RANDOM_BITS | _FIXED_BITS:032x}"

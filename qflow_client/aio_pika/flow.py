@@ -1,8 +1,8 @@
-"""The flow of a channel of aio-pika: a `ProducerProtocol` that replaces ``basic_publish`` of aiormq's channel.
+"""The flow of a channel of aio-pika. It replaces ``basic_publish`` of aiormq's channel by a `ProducerProtocol`.
 
-aio-pika still manages connections, topology, consumers and restoring. Its exchanges publish with aiormq's
-``basic_publish``, so only this method is replaced. The tap at the connection's socket handles the broker's answers to
-publishes, and aiormq does not see them.
+aio-pika still manages connections, topology, consumers and the restoring of channels. Its exchanges publish with
+aiormq's ``basic_publish``, so only this method is replaced. The tap at the connection's socket handles the broker's
+confirms and returned messages. aiormq does not see them.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ AIO_PIKA = replace(
 _BODY_HEAD = Struct(">BHI")
 # Class and method id.
 _BASIC_PUBLISH = 60, 40
-# This many bytes are worth a separate write.
+# At least this number of bytes is written immediately.
 _ENOUGH = 1 << 13
 
 _monotonic = time.monotonic
@@ -88,7 +88,8 @@ _monotonic = time.monotonic
 class _Protocol(EncodedProtocol):
     def __init__(self, settings: ProducerSettings, **options: Any) -> None:
         super().__init__(settings, **options)
-        # Returned messages that are not reported yet: the method, the payload of the header frame, and the body.
+        # Returned messages that are not reported yet. Each is the method, the payload of the header frame, and the
+        # body.
         self.returned: list[tuple[spec.Basic.Return, bytes, bytes]] = []
 
     def on_return(self, code: int, text: str, exchange: str, routing_key: str, header: bytes, body: bytes) -> None:
@@ -100,18 +101,18 @@ class _Protocol(EncodedProtocol):
         if self.is_idle and method != _BASIC_PUBLISH:
             # The refused method raises the error, and no message is concerned.
             self.forget_past()
-        # Unsettled messages are settled when aiormq has closed its side, which determines the errors.
+        # Do not settle the messages yet. The errors are known when aiormq has closed its side.
         self.channel.disconnect(f"the broker closed the channel: {code} {text}", now)
 
 
 class ChannelFlow(DropInFlow):
-    """The flow of one channel of aio-pika, which uses one channel of aiormq after the other.
+    """The flow of one channel of aio-pika, which may use several channels of aiormq, one after the other.
 
     Args:
-        settings: of the connection.
-        confirms: whether the broker is asked to confirm.
+        settings: settings of the connection.
+        confirms: whether the broker confirms messages.
         restores: whether aio-pika replaces a lost channel and repeats its declarations.
-        is_closing: whether the program has closed the connection.
+        is_closing: returns True if the program has closed the connection.
     """
 
     protocol: _Protocol
@@ -119,7 +120,7 @@ class ChannelFlow(DropInFlow):
     def __init__(
         self, settings: ProducerSettings, *, confirms: bool, restores: bool, is_closing: Callable[[], bool]
     ) -> None:
-        # Without confirms there is no latency for adapting a window, and written messages are settled.
+        # Without confirms, written messages are settled, and there is no latency to adapt a window.
         changes: dict[str, Any] = {} if confirms else {"confirms": False, "capacity": settings.capacity_max}
         super().__init__(settings, "aio-pika channel", protocol=_Protocol, **changes)
         self._is_named = self.name != "aio-pika channel"
@@ -133,35 +134,35 @@ class ChannelFlow(DropInFlow):
         self._loop = asyncio.get_running_loop()
         self._thread = threading.get_ident()
         self._dispatcher = Dispatcher(self._loop)
-        # aiormq's channel, and the object that transfers its frames; the last ones while there is no channel.
+        # aiormq's channel, and the object that transfers its frames. While there is no channel, those of the last one.
         self._channel: Any = None
         self._tapped: Any = None
-        # Whether there ever was a channel, and its number while it is attached to the tap.
+        # Whether a channel was open before, and the number of the channel while it is attached to the tap.
         self._was_open = False
         self._number: int | None = None
-        # How many messages aiormq had published on it before.
+        # Number of messages that aiormq had published on the channel before.
         self._before = 0
-        # The method frame by exchange, routing key, mandatory and immediate.
+        # The method frames by exchange, routing key, mandatory and immediate.
         self._methods: dict[tuple[str, str, bool, bool], bytes] = {}
-        # By message id, the future for the result of a mandatory message.
+        # The futures for the results of mandatory messages, by message id.
         self._mandatory: dict[str, asyncio.Future[Any]] = {}
-        # Why the last channel ended: the error for messages that were published on it.
+        # The error that ended the last channel, for the messages that were published on it.
         self._reason: BaseException | None = None
         # True while a call of `after` is scheduled on the loop.
         self._passes_on = False
-        # Calls the protocol at the time that it has requested.
+        # The timer for the time that the protocol has requested.
         self._timer: asyncio.TimerHandle | None = None
-        # Of publishing tasks without a timeout of their own.
+        # The deadlines of publishing tasks without their own timeout.
         self._deadlines = Deadlines(self._loop, settings.max_producer_flow_control_wait)
         self._turns = Turns(self._loop, lambda: self.protocol, self._kick, self._arm)
 
     # Channels.
 
     def opened(self, tapped: Any, underlay: Any) -> None:
-        """Start flow control on an open channel. If it is not the first, `restored` opens the gate.
+        """Start flow control on an open channel. The gate of a replacement channel stays closed until `restored`.
 
         Args:
-            tapped: the `TapTransport` of the connection, or the object that replaces it.
+            tapped: the connection's `TapTransport`, or an object that replaces it.
             underlay: aio-pika's record of aiormq's channel.
         """
         self.left = False
@@ -183,7 +184,7 @@ class ChannelFlow(DropInFlow):
         tapped.tap.attach(number, protocol, now)
         tapped.add_after(self._after_io)
         channel.basic_publish = partial(self.basic_publish, channel)
-        # Publishing tasks get the error before aio-pika's close callbacks are called, as with aio-pika.
+        # As with aio-pika, publishing tasks get the error before the close callbacks are called.
         ended, told = partial(self._on_close, channel), underlay.close_callback
         closing = channel.closing
         if closing is channel.closing:
@@ -192,7 +193,7 @@ class ChannelFlow(DropInFlow):
             if moved:
                 closing.add_done_callback(told)
         else:
-            # Newer versions of aiormq return a separate future to every caller, which is done late.
+            # Newer versions of aiormq return a new future to each caller, and this future is done later.
             channel.create_future().add_done_callback(ended)
         flow_manager.register(self)
         self._after_io()
@@ -200,11 +201,11 @@ class ChannelFlow(DropInFlow):
 
     @property
     def is_stuck(self) -> bool:
-        """Whether the broker takes no bytes from the connection for now."""
+        """Whether the broker reads no bytes from the connection now."""
         return self._number is not None and (self._tapped.tap.is_blocked or self._tapped.full)
 
     def restored(self) -> None:
-        """Let messages be sent, because the declarations are repeated."""
+        """Open the gate, because aio-pika has repeated the declarations."""
         self.protocol.restored(_monotonic())
         self._kick()
 
@@ -221,38 +222,38 @@ class ChannelFlow(DropInFlow):
         words = "the channel was closed" if error is None else f"the channel was closed: {error!r}"
         if self.left:
             self.protocol.forget_past()
-        # A channel that ends while it is being restored is opened again, as after a lost connection.
+        # If a channel ends while it is restored, it is opened again, as after a lost connection.
         is_lost = self.protocol.channel.is_restoring or not isinstance(error, AMQPChannelError)
         if is_lost and self.republishes:
             ended = [each for each in self.protocol.unsettled_receipts if each._waiter and each._waiter.done()]
             self.protocol.abandon(ended, words, _monotonic())
-            # The program may have lost it for another reason than these messages.
+            # The loss may have another reason than these messages.
             self.protocol.connection_lost(words, _monotonic(), reconnects=True, shared=True)
         else:
             self.protocol.channel_ended(words, _monotonic())
         self.after()
-        # Write the rest of a partly written frame.
+        # Complete a partly written frame.
         tapped.pump()
         if not self._comes_back:
             self.ended()
 
     @property
     def channel(self) -> Any:
-        """The channel of aiormq; the last one while there is none."""
+        """The channel of aiormq. While there is no channel, this is the last one."""
         return self._channel
 
     @property
     def republishes(self) -> bool:
-        """Whether messages wait for the next channel if there is none, and are sent again if they may have arrived."""
+        """Whether messages wait for the next channel if there is none. Unconfirmed messages are then sent again."""
         return self._republishes and self._comes_back
 
     @property
     def _comes_back(self) -> bool:
-        """Whether there will be another channel, so that waiting messages may wait for it."""
+        """Whether there will be another channel, so that messages can wait for it."""
         return self._restores and not self.left
 
     def ended(self) -> None:
-        """End: there will be no other channel, unless the program opens it again, so no message waits for one."""
+        """End the flow, because there will be no other channel unless the program opens it again."""
         flow_manager.unregister(self)
         if self._number is None and self.protocol.unsettled:
             self.protocol.channel_ended("the channel is closed", _monotonic())
@@ -280,26 +281,20 @@ class ChannelFlow(DropInFlow):
         timeout: float | None = None,
         wait: bool = True,
     ) -> spec.Basic.Ack | DeliveredMessage | None:
-        """Same as aiormq's method, after waiting while the channel is flowed (J7 A4).
+        """Publish a message like aiormq. Wait first while the channel is flowed (J7 A4).
 
         Args:
-            channel: aiormq's.
-            body: the content.
-            exchange: the exchange.
-            routing_key: the routing key.
-            properties: of the message.
-            mandatory: let the broker return the message if no queue takes it.
-            immediate: as aiormq's.
-            timeout: seconds that the whole call may take. With ``None`` the setting `max_producer_flow_control_wait`
+            mandatory: whether the broker returns the message if no queue receives it.
+            timeout: maximum seconds of the whole call. With ``None`` the setting `max_producer_flow_control_wait`
                 applies twice: to the wait while the channel is flowed, and to the wait for the confirm.
-            wait: as aiormq's: without confirms, whether to wait until the message is written.
+            wait: whether to wait until the message is written, if there are no confirms.
 
         Raises:
-            FlowControlTimeout: no byte of the message was written in time, and none ever will be.
-            ProducerFlowed: flowed, and `when_flowed` is ``"raise"``; the message was not sent.
-            ConfirmTimeout: the message was written at least in part. The broker did not confirm it, or did not take the
-                rest, in time. Its outcome is not known.
-            DeliveryError, PublishError, ChannelInvalidStateError, …: as aiormq's.
+            FlowControlTimeout: no byte of the message was written in time. The message will never be sent.
+            ProducerFlowed: the channel is flowed, and `when_flowed` is ``"raise"``. The message was not sent.
+            ConfirmTimeout: the message was written at least in part. The broker did not confirm it in time, or did not
+                read all of it in time. The outcome is unknown.
+            DeliveryError, PublishError, ChannelInvalidStateError, …: as for aiormq.
         """
         arguments = (exchange, routing_key, mandatory, immediate)
         method = self._methods.get(arguments) or self._method(channel, *arguments)
@@ -312,7 +307,7 @@ class ChannelFlow(DropInFlow):
             error = FlowControlTimeout(
                 self.protocol.reports.holds, 0.0, body, exchange=exchange, routing_key=routing_key
             )
-            # The channel may have no hold, so the text does not say that it is flowed.
+            # The channel may have no hold, so the text must not say that it is flowed.
             error.args = (f"the message was not sent, because timeout={timeout!r} leaves no time; set a longer one",)
             raise error
         if channel.is_closed and not self.republishes:
@@ -322,8 +317,8 @@ class ChannelFlow(DropInFlow):
         try:
             return await self._publish(message, exchange, routing_key, message_id if mandatory else None, timeout, wait)
         except asyncio.CancelledError:
-            # A consumer that is cancelled because the channel is closed gets the reason. Not every release has this
-            # method.
+            # If a consumer is cancelled because the channel is closed, it gets the reason. Some versions do not have
+            # this method.
             translate = getattr(channel, "_raise_on_channel_close", None)
             if translate is None:
                 raise
@@ -339,7 +334,7 @@ class ChannelFlow(DropInFlow):
         timeout: float | None,
         wait: bool,
     ) -> spec.Basic.Ack | DeliveredMessage | None:
-        """Publish a message. `mandatory` is its message id if it is mandatory."""
+        """Publish a message. `mandatory` is the message id if the message is mandatory, and otherwise ``None``."""
         began = now = _monotonic()
         receipt = self.protocol.send(message, exchange, routing_key, now)
         if receipt is None:
@@ -400,7 +395,7 @@ class ChannelFlow(DropInFlow):
         if 0 < size < most:
             parts += (_BODY_HEAD.pack(3, number, size), body, b"\xce")
         elif size:
-            # The same chunks as in aiormq; without a limit, one chunk.
+            # The same chunks as in aiormq. Without a limit there is one chunk.
             step = most if most > 0 else size
             for at in range(0, size, step):
                 part = body[at : at + step]
@@ -439,11 +434,11 @@ class ChannelFlow(DropInFlow):
         return withdrawn
 
     def _end_wait(self, receipt: Receipt) -> bool:
-        """Prevent that a message is sent after its publish has ended. Return True if no byte of it was written."""
+        """Withdraw a message whose call has ended. Return True if no byte of it was written."""
         if self._withdraw(receipt):
             return True
         if receipt._outcome is None and self._number is None:
-            # The message waits to be sent again.
+            # The message was waiting to be sent again.
             self.protocol.abandon((receipt,), "publish() has ended", _monotonic())
         return False
 
@@ -487,7 +482,7 @@ class ChannelFlow(DropInFlow):
         return ConfirmTimeout(f"no answer from the broker within {waited:.3g} s for {receipt.describe()}{self.held}")
 
     def _tell_returns(self) -> None:
-        """Report returned messages as aiormq does."""
+        """Report returned messages like aiormq."""
         returned, self.protocol.returned = self.protocol.returned, []
         channel = self._channel
         for method, header, body in returned:
@@ -515,12 +510,12 @@ class ChannelFlow(DropInFlow):
         protocol = self.protocol
         if protocol.returned:
             self._tell_returns()
-        # In this order, an interrupt may wake a waiter twice, which changes nothing.
+        # Wake the waiters before the list is cleared. An interrupt may then wake a waiter twice, which does no harm.
         for waiter in protocol.reports.wake:
             _wake(waiter)
         protocol.reports.wake = []
         if protocol.reports.failures:
-            # The publishing tasks get the errors.
+            # The publishing tasks raise the errors.
             protocol.reports.forget_failures()
         if protocol.reports.logs or protocol.reports.events:
             super().after()
@@ -529,28 +524,27 @@ class ChannelFlow(DropInFlow):
         self._dispatcher.call(listener, event)
 
     def _after_io(self) -> bool:
-        """Return True if the output has to be written before the woken tasks run."""
+        """Return True if the output has to be written before the tasks that have just been woken run."""
         self.after()
         if self.settings.rate is not None:
             self._arm()
         protocol = self.protocol
-        # The answer to a stop is written immediately. The answer to a restart is written together with the waiting
-        # messages.
+        # Write the answer to a stop immediately. The answer to a restart is written together with the waiting messages.
         return protocol.unwritten > _ENOUGH or (protocol.is_stopped and protocol.has_answer)
 
     def _kick(self) -> None:
-        """Write the waiting bytes, and let the loop pass on the protocol's reports."""
+        """Write the waiting bytes, and schedule `after` on the loop."""
         if self._number is not None and self.protocol.unwritten > 0 and not self._tapped.awake:
             self._tapped.wake()
         if self._loop.is_closed():
             self.after()
         elif not self._passes_on:
-            # The loop calls it, because an interrupt here would lose wake-ups and log lines.
+            # Do not call `after` here, because an interrupt would lose wake-ups and log lines.
             self._loop.call_soon(self.after)
             self._passes_on = True
 
     def _arm(self) -> None:
-        """Start the timer for the protocol's next time, if it has one."""
+        """Start the timer for the next time of the protocol, if there is one."""
         now = _monotonic()
         at = self.protocol.next_timer(now)
         if at is not None and self._timer is None:
@@ -570,14 +564,14 @@ class ChannelFlow(DropInFlow):
         if self._thread == threading.get_ident():
             call()
             return
-        # A closed loop has nothing to hold.
+        # If the loop is closed, there is nothing to hold.
         with suppress(RuntimeError):
             self._loop.call_soon_threadsafe(call)
 
     # For the application.
 
     def on_flow(self, callback: Callable[[FlowEvent], object]) -> Callable[[], None]:
-        """Call a callback with every flow event, as a call scheduled on the loop."""
+        """Call a callback with each flow event. The calls are scheduled on the loop."""
         refuse_coroutine_function("on_flow", callback)
         return self.listen(callback)
 
@@ -588,7 +582,7 @@ class ChannelFlow(DropInFlow):
         return state
 
     async def wait_unflowed(self, timeout: float | None) -> bool:
-        """Wait until there are no holds, at most for `timeout` seconds. Return True if there are none."""
+        """Wait until there are no holds, for at most `timeout` seconds. Return False after the timeout."""
         check_timeout(timeout)
         if self._number is None and not self._comes_back:
             raise ChannelInvalidStateError(f"{self._channel!r} closed")

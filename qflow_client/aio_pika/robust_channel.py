@@ -18,7 +18,7 @@ __all__ = ["RobustChannel"]
 
 
 class _Exchange(aio_pika.RobustExchange):
-    """An exchange that accepts messages even without a connection. The message waits for a limited time."""
+    """An exchange that accepts messages even without a connection. Such a message waits for a limited time."""
 
     # aio-pika's.
     channel: Any
@@ -50,11 +50,10 @@ class _Exchange(aio_pika.RobustExchange):
 
 
 class RobustChannel(Channel, _aio_pika.RobustChannel):
-    """aio-pika's `RobustChannel`. While the broker has stopped it, `publish` of its exchanges waits.
+    """aio-pika's `RobustChannel`. While the broker has stopped it, `publish` of its exchanges waits for a limited time.
 
-    If the connection is lost, waiting tasks continue to wait until aio-pika has restored the channel, or until their
-    timeout. The flow state of the last channel is discarded. The flow state of the new channel is tracked from its
-    first byte.
+    If the connection is lost, waiting tasks wait until aio-pika has restored the channel, or until their timeout. The
+    flow state of the lost channel is discarded. The flow state of the new channel is known from its first byte.
     """
 
     _restores = True
@@ -73,8 +72,8 @@ class RobustChannel(Channel, _aio_pika.RobustChannel):
 
     async def _on_close(self, closing: asyncio.Future[Any]) -> BaseException | None:
         if not closing.cancelled() and isinstance(closing.exception(), AMQPConnectionError):
-            # The connection restores its channels. aio-pika's channel starts that, too. It may wait for the connection
-            # while it holds the lock that the connection waits for: a deadlock.
+            # The connection restores its channels. aio-pika's channel would also restore itself. It could wait for the
+            # connection while it holds a lock that the connection needs, which is a deadlock.
             self.__restored.clear()
             return await aio_pika.channel.Channel._on_close(self, closing)
         return await super()._on_close(closing)

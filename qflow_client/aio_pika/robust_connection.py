@@ -17,15 +17,14 @@ __all__ = ["RobustConnection", "connect_robust"]
 
 
 class RobustConnection(Connection, TappedRobustConnection):
-    """aio-pika's `RobustConnection`, whose channels have flow control.
+    """aio-pika's `RobustConnection`, with flow control in its channels.
 
     Args:
-        url: aio-pika's argument; the query may also contain settings of flow control.
-        loop: as aio-pika's.
-        kwargs: aio-pika's, and settings by the names of `ProducerSettings`.
+        url: as for aio-pika. The query may also contain settings of flow control.
+        kwargs: keywords of aio-pika, and settings of `ProducerSettings`.
 
     Raises:
-        SettingsError: a setting has a value that is not allowed.
+        SettingsError: the value of a setting is not allowed.
         TypeError: a connection of aio-pika does not accept one of the settings.
     """
 
@@ -36,22 +35,22 @@ class RobustConnection(Connection, TappedRobustConnection):
         super().__init__(url, loop=loop, **kwargs)
 
     async def close(self, exc: Any = asyncio.CancelledError) -> None:
-        """Same as aio-pika's method. Tasks that wait to publish get the error that ends the connection."""
+        """Close the connection like aio-pika. Tasks that wait to publish get the error that ends the connection."""
         await super().close(exc)
 
 
 async def connect_robust(url: Any = None, *, connection_class: Any = RobustConnection, **keywords: Any) -> Any:
-    """Same as aio-pika's function; the URL's query and the keywords may also contain settings of flow control.
+    """Connect like aio-pika. The URL's query and the keywords may also contain settings of flow control.
 
     Args:
-        url: aio-pika's argument, for example with ``?max_producer_flow_control_wait=10&capacity=500``.
-        connection_class: as aio-pika's. A class of your own has flow control if its base is `RobustConnection` of this
-            module.
-        keywords: aio-pika's, and settings by the names of `ProducerSettings`, except those that aio-pika's methods
-            determine.
+        url: as for aio-pika, for example with ``?max_producer_flow_control_wait=10&capacity=500``.
+        connection_class: as for aio-pika. Your own class has flow control if it is a subclass of `RobustConnection` of
+            this module.
+        keywords: keywords of aio-pika, and settings of `ProducerSettings`. Settings with another meaning in aio-pika
+            are not accepted.
 
     Raises:
-        SettingsError: a setting has a value that is not allowed.
+        SettingsError: the value of a setting is not allowed.
         TypeError: a connection of aio-pika does not accept one of the settings.
     """
     return await checked(_aio_pika.connect_robust, url, connection_class=connection_class, **keywords)

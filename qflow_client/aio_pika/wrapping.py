@@ -1,9 +1,10 @@
-"""Adds flow control to connections and channels that aio-pika itself has made.
+"""Adds flow control to connections and channels that aio-pika itself has created.
 
-There is no tap at their socket; `QueueCarrier` replaces it. aiormq reads the socket and puts the frames of a channel
-into the channel's queue `frames`. It writes the entries of the connection's `write_queue`. The carrier takes the frames
-that concern publishing before they reach `frames`. It puts a `_Turn` into `write_queue`. When aiormq's writer reads the
-`_Turn`, it gets the next bytes from the protocol. So no message begins before aiormq passes it to asyncio.
+These connections have no tap at their socket. A `QueueCarrier` replaces the tap. aiormq reads the socket and puts the
+frames of a channel into the channel's queue `frames`. It writes the entries of the connection's `write_queue`. The
+carrier takes frames about publishing before they reach `frames`. To write, it puts a `_Turn` into `write_queue`. When
+aiormq's writer reads the `_Turn`, the `_Turn` gets the next bytes from the protocol. So no message begins before aiormq
+passes it to asyncio.
 """
 
 from __future__ import annotations
@@ -36,14 +37,14 @@ _ConnectionT = TypeVar("_ConnectionT", bound=AbstractConnection)
 
 
 class _Blocked:
-    """Whether the broker blocks a connection of aiormq, reported to the channels with flow control.
+    """Tracks whether the broker blocks a connection of aiormq, and informs the channels with flow control.
 
     Args:
-        connection: aiormq's.
+        connection: connection of aiormq.
     """
 
     def __init__(self, connection: Any) -> None:
-        # The broker's reason; ``None`` while it does not block the connection.
+        # The broker's reason; ``None`` while the connection is not blocked.
         self.reason: str | None = None if connection._Connection__connection_unblocked.is_set() else ""
         self.carriers: WeakSet[QueueCarrier] = WeakSet()
         self._told = connection._Connection__handle_connection_blocked
@@ -53,7 +54,7 @@ class _Blocked:
 
     @staticmethod
     def of(connection: Any) -> _Blocked:
-        """Return the object for a connection, made on first use."""
+        """Return the object for a connection. Create it on first use."""
         found: _Blocked | None = getattr(connection, "flow_blocked", None)
         if found is None:
             found = connection.flow_blocked = _Blocked(connection)
@@ -73,7 +74,7 @@ class _Blocked:
 
 
 class _Turn:
-    """An entry that aiormq's writer treats as a frame. Its bytes are made when they are written."""
+    """An entry that aiormq's writer treats as a frame. Its bytes are created when they are written."""
 
     should_close = False
     should_drain = True
@@ -83,16 +84,16 @@ class _Turn:
 
     @property
     def payload(self) -> bytes:
-        """The next bytes; empty if there are none any more."""
+        """The next bytes to write. They may be empty."""
         return self._carrier.begin_turn()
 
     def drain(self) -> None:
-        """Record that the bytes are in the socket, or in asyncio's buffer for it."""
+        """Record that the bytes were passed to the socket, or to asyncio's buffer for the socket."""
         self._carrier.end_turn()
 
 
 class _WriteQueue:
-    """A channel's queue to the connection's writer. No message follows ``Channel.Close`` on it."""
+    """A channel's queue to the connection's writer. After ``Channel.Close`` it accepts no message."""
 
     def __init__(self, queue: Any, closes: Callable[[], object]) -> None:
         self._queue = queue
@@ -112,13 +113,13 @@ class _WriteQueue:
 
 
 class QueueCarrier:
-    """Transfers one channel's frames through aiormq's queues. `ChannelFlow` uses it like a `TapTransport` and its tap.
+    """Transfers the frames of one channel in aiormq's queues. `ChannelFlow` uses it like a `TapTransport` and its tap.
 
     Args:
-        channel: aiormq's.
+        channel: channel of aiormq.
     """
 
-    # aiormq handles both.
+    # aiormq handles heartbeats and the frame size.
     heartbeat = 0.0
     frame_max = 0
 
@@ -129,15 +130,15 @@ class QueueCarrier:
         # ``None`` before the channel is attached, and after its end.
         self._protocol: ProducerProtocol | None = None
         self._after: Callable[[], bool] = bool
-        # How many messages aiormq has published before; all of them are confirmed.
+        # Number of messages that aiormq has published before. All of them are confirmed.
         self._before: int = channel.delivery_tag
         self._blocked = _Blocked.of(channel.connection)
         self._write_queue = channel.write_queue
         self._pass_on = channel.frames.put
-        # Basic.Return and the header of a returned message whose content is not complete, and the body so far.
+        # The Basic.Return and the header of a returned message with incomplete content, and the body so far.
         self._returned: tuple[spec.Basic.Return, ContentHeader | None] | None = None
         self._body = b""
-        #: Whether a `_Turn` is in the queue, or waits for room there.
+        #: Whether a `_Turn` is in the queue, or waits for room in the queue.
         self.awake = False
         #: Whether the bytes of the last `_Turn` are not passed to the socket yet.
         self.full = False
@@ -149,7 +150,7 @@ class QueueCarrier:
         return self._blocked.reason is not None
 
     def attach(self, _number: int, protocol: ProducerProtocol, now: float) -> None:
-        """Take the frames that concern publishing from now on. No published message may be unconfirmed."""
+        """Handle frames about publishing from now on. All published messages must be confirmed."""
         channel = self._channel
         self._protocol = protocol
         for queue in channel.rpc_frames, channel.frames:
@@ -184,7 +185,7 @@ class QueueCarrier:
             self._putting.cancel()
 
     def add_after(self, after: Callable[[], bool]) -> None:
-        """Set the function that is called after any possible change of the channel."""
+        """Set the function to call after each possible change of the channel."""
         self._after = after
 
     def remove_after(self, _after: Callable[[], bool]) -> None:
@@ -194,19 +195,19 @@ class QueueCarrier:
     # Reading.
 
     def pass_event(self, change: Callable[[ProducerProtocol, float], object]) -> None:
-        """Pass an event to the protocol, and do what follows."""
+        """Pass an event to the protocol, and handle the consequences."""
         if self._protocol is not None:
             change(self._protocol, _monotonic())
             self._after()
             self.pump()
 
     async def _take(self, item: tuple[int, Any]) -> None:
-        """Replaces `put` of the channel's `frames`."""
+        """Handle an entry instead of `put` of the channel's `frames`."""
         if self._protocol is None or not self._take_frame(item[1]):
             await self._pass_on(item)
 
     def _take_frame(self, frame: Any) -> bool:
-        """Handle a frame that only concerns publishing. Return False for any other frame."""
+        """Handle a frame about publishing. Return False for any other frame."""
         match frame:
             case spec.Basic.Ack() if self._is_ours(frame):
                 tag = self._tag(frame)
@@ -267,7 +268,7 @@ class QueueCarrier:
     wake = pump
 
     def begin_turn(self) -> bytes:
-        """Return the bytes to write now."""
+        """Return the bytes to write."""
         protocol = self._protocol
         if protocol is None:
             return b""
@@ -277,7 +278,7 @@ class QueueCarrier:
         return data
 
     def end_turn(self) -> None:
-        """Record that aiormq's writer has passed the bytes to asyncio, which accepts more."""
+        """Record that aiormq's writer has passed the bytes to asyncio, and that asyncio accepts more."""
         protocol = self._protocol
         self.full = self.awake = False
         if protocol is not None:
@@ -311,29 +312,29 @@ def wrap(target: AbstractChannel) -> Channel: ...
 @overload
 def wrap(target: _ConnectionT) -> _ConnectionT: ...
 def wrap(target: Any) -> Any:
-    """Add flow control to a connection or a channel of aio-pika, in place.
+    """Add flow control to a connection or a channel of aio-pika.
 
-    A publish by any exchange of a wrapped channel waits as with `qflow_client.aio_pika`, also on the channels that a
-    robust connection restores. If a connection is wrapped, this applies to all channels that it makes from now on. Wrap
-    its existing channels, too. The following is not possible on a connection that was not made by
-    `qflow_client.aio_pika`:
+    `publish` of the channel's exchanges then waits as with `qflow_client.aio_pika`, even after a robust connection has
+    restored the channel. If you wrap a connection, all its new channels have flow control. Wrap its existing channels,
+    too. These features need a connection of `qflow_client.aio_pika`:
 
-    - A guarantee that no byte of a message is written: asyncio buffers 64 KiB or more for a socket that takes no bytes.
-      A message in that buffer raises `ConfirmTimeout`, not `FlowControlTimeout`, and may be sent later.
-    - The broker's reason for blocking the connection, if it blocks the connection already.
-    - A time limit for `connection.close()` while the broker blocks the connection; `channel.close()` has one.
+    - A guarantee that no byte of a message is written: if the socket accepts no bytes, asyncio buffers 64 KiB or more.
+      The call for a buffered message raises `ConfirmTimeout`, not `FlowControlTimeout`, and the message may be sent
+      later.
+    - The broker's reason, if the broker already blocks the connection.
+    - A time limit for `connection.close()` while the broker blocks the connection. `channel.close()` has a limit.
     - Settings from the connection's URL. Settings of the environment are used.
-    - The speed of `qflow_client.aio_pika`: every confirm passes through aiormq's queues and tasks.
+    - The speed of `qflow_client.aio_pika`: with a wrapped channel, aiormq's queues and tasks transfer every confirm.
 
     Args:
         target: an open `Connection`, `RobustConnection`, `Channel` or `RobustChannel` of aio-pika.
 
     Returns:
-        The same object; a channel is a `qflow_client.aio_pika.Channel` or `RobustChannel` now.
+        The same object. The class of a channel is now `qflow_client.aio_pika.Channel` or `RobustChannel`.
 
     Raises:
-        TypeError: it is none of these, but of another class.
-        ValueError: it is not open, or the channel has published messages that are not confirmed.
+        TypeError: the object has another class.
+        ValueError: the object is not open, or the channel has unconfirmed messages.
         RuntimeError: no event loop is running.
     """
     if isinstance(target, aio_pika.Connection):

@@ -1,20 +1,20 @@
-"""Computes how long the broker's answers may gather before they are read.
+"""Computes how long the broker's answers may wait, so that one read gets many of them.
 
-A broker often answers a handful of messages at a time. To wake a client for each handful costs more than the answers
-themselves, because of thread switches, system calls and cold caches. So network adapters coalesce their interrupts, and
-a busy producer coalesces its reads.
+A broker often answers only a few messages at a time. A wake-up of the client costs more than these answers, because of
+thread switches, system calls and cold caches. So a busy producer waits until more answers have come, just as network
+adapters coalesce their interrupts.
 """
 
 from __future__ import annotations
 
 __all__ = ["delay"]
 
-# With fewer messages in flight than this, every answer is read immediately.
+# If fewer messages are in flight, answers are read immediately.
 _LEAST = 256
 # The delay in seconds.
 _DELAY = 0.001
-# If one read yields more bytes than this, the next read is not delayed. Acks are small, so large reads contain returned
-# messages. An unread socket holds only as many of them as fit into its buffer.
+# If one read returns more bytes, the next read is not delayed. Acks are small, so a large read contains returned
+# messages. They would soon fill the buffer of the socket.
 _LARGE = 1 << 13
 
 
@@ -22,10 +22,10 @@ def delay(size: int, in_flight: int) -> float:
     """Return how long the next answers may wait, on a connection of one producer.
 
     Args:
-        size: the size of the answers that were read, in bytes.
-        in_flight: messages that are written, or being written, and not settled.
+        size: size of the answers in the last read in bytes.
+        in_flight: number of unsettled messages that are at least partly written.
 
     Returns:
-        Seconds; 0 to read the next answers immediately.
+        Seconds. 0 to read the next answers immediately.
     """
     return _DELAY if in_flight >= _LEAST and size <= _LARGE else 0.0

@@ -1,7 +1,7 @@
-"""AMQP 0-9-1 data fields as bytes (section 4.2.5): octets, short strings, timestamps and field tables.
+"""Encodes and decodes AMQP 0-9-1 data fields (section 4.2.5): octets, short strings, timestamps and field tables.
 
-Only field types that RabbitMQ and the clients read alike are written; the only integers are ``I`` and ``l``. All field
-types that RabbitMQ uses are read.
+The encoder uses only field types that RabbitMQ and all clients decode in the same way. The only integer types are ``I``
+and ``l``. The decoder accepts all field types of RabbitMQ.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = [
     "encode_timestamp",
 ]
 
-#: The maximum depth of nested tables and arrays. Readers recurse, and most have a limit that is not documented.
+#: Maximum depth of nested tables and arrays. Decoders are recursive, and most have an undocumented limit.
 MAX_DEPTH = 100
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
@@ -42,17 +42,17 @@ _DOUBLE = Struct(">cd").pack
 _DECIMAL = Struct(">cBi").pack
 _OCTETS = tuple(bytes((value,)) for value in range(256))
 
-# Encoded keys. Most messages have the same keys as the message before.
+# Cache of encoded keys. Most messages have the same keys as the previous message.
 _keys: dict[str, bytes] = {}
-# If there are more keys than this, all are forgotten.
+# If the cache has more keys, it is cleared.
 _MAX_KEYS = 1024
 
 
 def encode_octet(value: int, name: str) -> bytes:
-    """Encode a number of 8 bits.
+    """Encode an integer of 8 bits.
 
     Raises:
-        IndexError: it has more bits.
+        IndexError: the integer has more bits.
     """
     return _OCTETS[value]
 
@@ -61,15 +61,14 @@ def encode_short_string(text: str, name: str) -> bytes:
     """Encode a short string.
 
     Args:
-        text: the text.
-        name: the name of the text in error texts.
+        name: name of the value, for error texts.
 
     Raises:
-        TypeError: it is not a text.
-        ValueError: it has more than 255 bytes, or is not valid Unicode.
+        TypeError: the value is not a text.
+        ValueError: the text has more than 255 bytes, or is not valid Unicode.
     """
     if not isinstance(text, str):
-        # Other values may contain a password.
+        # Show only these values in the error, because others may contain a password.
         is_harmless = isinstance(text, (NoneType, float, int)) or (isinstance(text, bytes) and b"@" not in text)
         value = f": {text!r:.60}" if is_harmless else ""
         raise TypeError(f"{name} must be a str, not {type(text).__name__}{value}")
@@ -87,20 +86,20 @@ def _no_text(name: str, error: UnicodeEncodeError) -> ValueError:
 
 
 def encode_timestamp(value: datetime | int, name: str) -> bytes:
-    """Encode a timestamp: whole seconds since 1970.
+    """Encode a timestamp, which has whole seconds since 1970.
 
     Args:
-        value: a naive ``datetime`` is local time.
-        name: the name of the timestamp in error texts.
+        value: the time. A naive ``datetime`` is local time.
+        name: name of the value, for error texts.
 
     Raises:
-        ValueError: it is before 1970 or, in UTC, after 9999.
+        ValueError: the time is before 1970 or, in UTC, after 9999.
     """
     if isinstance(value, datetime):
         try:
             since = value.astimezone(UTC) - _EPOCH
         except (OverflowError, ValueError):
-            # At both ends of the calendar, a time may not exist in another time zone.
+            # At both ends of the calendar, a time zone may lead to a year that does not exist.
             since = _BEFORE
         if since.days < 0:
             raise ValueError(f"{name} must be from 1970 to 9999, not {value!r}")
@@ -112,27 +111,27 @@ def encode_table(table: Mapping[str, Any], name: str) -> bytes:
     """Encode a field table.
 
     Args:
-        table: values are ``str``, ``bool``, ``int``, ``float``, ``Decimal``, bytes, ``datetime`` (a naive one is local
-            time), ``None``, and lists, tuples and mappings of them.
-        name: the name of the table in error texts. The error text has the keys that lead to the invalid value.
+        table: the table. Values can be ``str``, ``bool``, ``int``, ``float``, ``Decimal``, bytes, ``datetime`` (local
+            time if it is naive), ``None``, and lists, tuples and mappings of these types.
+        name: name of the table, for error texts. The text also has the path of keys to the invalid value.
 
     Raises:
-        TypeError: a key or value of another type.
-        ValueError: a value that AMQP cannot represent, or a table that contains itself or was changed meanwhile.
+        TypeError: a key or value has another type.
+        ValueError: AMQP cannot represent a value, the table contains itself, or another thread has changed the table.
     """
     try:
         return _table(table, 1)
     except RuntimeError as error:
-        # Another thread changed the table, or the stack was nearly full.
+        # Another thread has changed the table, or the stack was nearly full.
         raise ValueError(f"{name} cannot be encoded: {error}") from error
     except (TypeError, ValueError) as error:
         raise _inside(name, error) from None
 
 
 def _inside(key: str, error: Exception) -> Exception:
-    """Return an error with one more key on the path to the invalid value. Each caller adds its key."""
+    """Return an error with one more key in the path to the invalid value. Each recursive call adds its key."""
     text = str(error)
-    # Errors of this module continue the name of a value. Errors of Python or of a time zone do not.
+    # An error text of this module continues the name of the value. Other errors need a colon.
     text = f"{key}{text}" if text.startswith((" ", ":", "[")) else f"{key}: {text}"
     if len(text) > 400:
         text = f"{text[:120]}…{text[-279:]}"
@@ -173,8 +172,7 @@ def _value(value: object, depth: int) -> bytes:
     """Encode a value with its type.
 
     Args:
-        value: the value.
-        depth: the depth of the table or array that contains the value.
+        depth: depth of the table or array with the value.
     """
     if isinstance(value, str):
         try:
@@ -196,7 +194,7 @@ def _value(value: object, depth: int) -> bytes:
         return b"V"
     if isinstance(value, float):
         if not isfinite(value):
-            # RabbitMQ closes the connection when it reads such a value.
+            # RabbitMQ closes the connection when it reads NaN or an infinite value.
             raise ValueError(f" is {value!r}, which brokers do not accept; send None, or a str")
         return _DOUBLE(b"d", value)
     if isinstance(value, datetime):
@@ -223,7 +221,7 @@ def _value(value: object, depth: int) -> bytes:
 
 def _decimal(value: Decimal) -> bytes:
     sign, digits, exponent = value.as_tuple()
-    # 32 bits hold at most ten digits. The exponent of an infinite value is not a number.
+    # 32 bits have at most ten digits. The exponent of an infinite value is not a number.
     if isinstance(exponent, int) and exponent >= -255 and len(digits) + max(exponent, 0) <= 10:
         number = int("".join(map(str, digits))) * 10 ** max(exponent, 0)
         try:
@@ -234,7 +232,7 @@ def _decimal(value: Decimal) -> bytes:
 
 
 def decode_octet(data: bytes, at: int) -> tuple[int, int]:
-    """Return the octet at an offset, and the offset after it.
+    """Decode the octet at an offset. Return it and the offset after it.
 
     Raises:
         IndexError: there is no valid value.
@@ -243,7 +241,7 @@ def decode_octet(data: bytes, at: int) -> tuple[int, int]:
 
 
 def decode_short_string(data: bytes, at: int) -> tuple[str, int]:
-    """Return the short string at an offset, and the offset after it.
+    """Decode the short string at an offset. Return it and the offset after it.
 
     Raises:
         IndexError, ValueError: there is no valid value.
@@ -256,10 +254,10 @@ def decode_short_string(data: bytes, at: int) -> tuple[str, int]:
 
 
 def decode_timestamp(data: bytes, at: int) -> tuple[datetime | int, int]:
-    """Return the timestamp at an offset, and the offset after it.
+    """Decode the timestamp at an offset. Return it and the offset after it.
 
     Returns:
-        A time in UTC; seconds since 1970 if it is after 9999.
+        The time in UTC, or the seconds since 1970 if the time is after 9999. And the offset.
 
     Raises:
         struct.error: there is no valid value.
@@ -272,7 +270,7 @@ def decode_timestamp(data: bytes, at: int) -> tuple[datetime | int, int]:
 
 
 def decode_table(data: bytes, at: int) -> tuple[dict[str, Any], int]:
-    """Return the field table at an offset, and the offset after it.
+    """Decode the field table at an offset. Return it and the offset after it.
 
     Raises:
         IndexError, ValueError, struct.error: there is no valid value.
@@ -292,14 +290,14 @@ def _read_table(data: bytes, at: int, depth: int) -> tuple[dict[str, Any], int]:
 
 
 def _extent(data: bytes, at: int) -> tuple[int, int]:
-    """Return the start and the end of data that is preceded by its size."""
+    """Return the start and the end of data that begins with its size."""
     (size,) = _SIZE.unpack_from(data, at)
     if at + 4 + size > len(data):
         raise ValueError(f"a value has a length of {size} bytes, but only {len(data) - at - 4} bytes are left")
     return at + 4, at + 4 + size
 
 
-# The types with a fixed number of bytes, and the functions that decode them.
+# The decoders of types with a fixed number of bytes.
 _NUMBERS = {
     b"t": Struct(">?"),
     b"b": Struct(">b"),
@@ -339,7 +337,7 @@ def _read_value(data: bytes, at: int, depth: int) -> tuple[Any, int]:
             return None, at
         case b"D":
             places, unscaled = _SCALED.unpack_from(data, at)
-            # Built from text, because arithmetic would round with the thread's decimal context.
+            # Create the value from text, because arithmetic would round with the decimal context of the thread.
             return Decimal(f"{unscaled}E-{places}"), at + _SCALED.size
         case b"F" | b"A" if depth >= MAX_DEPTH:
             raise ValueError(f"tables and arrays are nested more than {MAX_DEPTH} deep")
@@ -354,7 +352,7 @@ def _read_array(data: bytes, at: int, depth: int) -> tuple[list[Any], int]:
     at, stop = _extent(data, at)
     items: list[Any] = []
     while at < stop:
-        # Decode a run of nulls in one step: a frame has room for 130,000.
+        # Decode a run of nulls in one step, because a frame may have 130,000 of them.
         if nulls := _NULLS.match(data, at, stop):
             items += [None] * (nulls.end() - at)
             at = nulls.end()

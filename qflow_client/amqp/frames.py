@@ -1,7 +1,8 @@
-"""AMQP 0-9-1 frames as bytes: splits received data into frames, and encodes publish frames.
+"""Splits received data into AMQP 0-9-1 frames, and encodes the frames of published messages.
 
-A publish has at least three frames: method, content header, body. If two messages have the same exchange, routing key,
-properties and length, their frames differ only in the message id and the body. The other bytes are cached.
+A message with a body has at least three frames: method, content header and body. If two messages have the same
+    exchange, routing key, properties and length, their frames differ only in the message id and the body. The other
+    bytes are cached.
 """
 
 from __future__ import annotations
@@ -70,12 +71,12 @@ HEADER_FRAME = 2
 BODY_FRAME = 3
 HEARTBEAT_FRAME = 8
 FRAME_END = 0xCE
-#: Bytes of a frame apart from its payload: type, channel, size and end.
+#: Bytes of a frame without its payload: type, channel, size and end.
 FRAME_OVERHEAD = 8
-#: The largest frame that every peer must take (AMQP 0-9-1, section 1.4.2.7 "frame-min-size").
+#: Every peer must accept frames up to this size (AMQP 0-9-1, section 1.4.2.7 "frame-min-size").
 FRAME_MIN_SIZE = 4096
 
-# Class and method ids, as the first four bytes of a method frame's payload.
+# The first four bytes of the payload of a method frame: class id and method id.
 CONNECTION_START = bytes((0, 10, 0, 10))
 CONNECTION_TUNE_OK = bytes((0, 10, 0, 31))
 CONNECTION_CLOSE = bytes((0, 10, 0, 50))
@@ -98,19 +99,19 @@ CONFIRM_SELECT = bytes((0, 85, 0, 10))
 CONFIRM_SELECT_OK = bytes((0, 85, 0, 11))
 
 _FRAME_HEAD = Struct(">BHI")
-# Class, weight, body size and property flags. Below, the same with the head of the frame before it.
+# Class, weight, body size and property flags. The second one begins with the head of the frame.
 _HEADER_HEAD = Struct(">HHQH")
 _HEADER_FRAME_HEAD = Struct(">BHIHHQH")
 _BODY_SIZE = Struct(">Q")
 _BASIC = 60
 
 
-# The first byte of "AMQP".
+# The first byte of a protocol header.
 _HEADER = 65
 
 
 class FrameError(Exception):
-    """Bytes that are not an AMQP frame, or a frame that is too large (AMQP reply code 501, FRAME-ERROR)."""
+    """Received bytes are not an AMQP frame, or a frame is too large (reply code 501, FRAME-ERROR)."""
 
 
 def frame(kind: int, channel: int, payload: bytes) -> bytes:
@@ -127,11 +128,10 @@ def flow_ok(channel: int, active: bool) -> bytes:
 
 
 def _no_frame(kind: int) -> FrameError:
-    """Return the error for data that begins with this byte, which is not a frame."""
+    """Return the error for data that is not a frame because it begins with this byte."""
     text = f"frame type {kind} does not exist in AMQP 0-9-1"
     if kind == _HEADER:
-        # By the standard, a broker that does not support the client's version answers with the header of a version that
-        # it supports.
+        # If a broker does not support the client's version, it answers with the header of a version that it supports.
         text += "; the header of another AMQP version begins like this: use a port, or a broker, that speaks AMQP 0-9-1"
     return FrameError(text)
 
@@ -140,33 +140,33 @@ class FrameSplitter:
     """Finds the frames in a stream of bytes that may be cut anywhere.
 
     Args:
-        frame_max: the largest frame to accept, in bytes with head and end; 0 for no limit. The attribute `frame_max`
-            can be set between two calls of `feed`, because it is negotiated in the middle of the stream.
+        frame_max: maximum size of a frame in bytes, with head and end; 0 for no limit. It is negotiated in the middle
+            of the stream, so the attribute `frame_max` can be set between two calls of `feed`.
     """
 
     __slots__ = ("_needed", "_pieces", "data", "frame_max", "pending")
 
     def __init__(self, frame_max: int = 0) -> None:
         self.frame_max = frame_max
-        #: The bytes that the offsets yielded by `feed` refer to.
+        #: The bytes to which the offsets of `feed` refer.
         self.data = b""
-        #: Bytes of an incomplete frame at the end of the stream so far.
+        #: Number of bytes of the incomplete frame at the end of the stream.
         self.pending = 0
-        # These bytes as received, and how many are needed before the next check is useful.
+        # The bytes of the incomplete frame, as received, and the number of bytes at which to check again.
         self._pieces: list[bytes] = []
         self._needed = 0
 
     def feed(self, data: bytes) -> Iterator[tuple[int, int, int, int]]:
         """Add bytes to the stream.
 
-        The iterator must be run to its end before the next call.
+        Consume the iterator completely before the next call.
 
         Yields:
-            For every complete frame: its type, its channel, and where its payload starts and stops in `data`. The frame
-            itself is ``data[start - 7 : stop + 1]``.
+            The type and channel of each complete frame, and the offsets of its payload in `data`. The frame is
+            ``data[start - 7 : stop + 1]``.
 
         Raises:
-            FrameError: the end of a frame is not where its size says, its type is unknown, or it is too large.
+            FrameError: the type of a frame is unknown, its size is wrong, or it is too large.
         """
         if self.pending:
             self._pieces.append(data)
@@ -205,7 +205,7 @@ class FrameSplitter:
         self.pending = end - at
 
 
-# A property's flag, and the functions that encode and decode it.
+# The flag of a property, and the functions that encode and decode the property.
 _Property = tuple[int, Callable[[Any, str], bytes], Callable[[bytes, int], tuple[Any, int]]]
 
 
@@ -240,14 +240,14 @@ def properties(given: Mapping[str, Any], message_id: bytes = b"") -> tuple[int, 
     """Encode a message's properties.
 
     Args:
-        given: the properties by name, in the order of the wire; other names are ignored.
-        message_id: an id as a short string, for a message without an id; empty to add none.
+        given: the properties by name, in the order of the wire. Other names are ignored.
+        message_id: short string with the message id for a message without one. Empty to add no message id.
 
     Returns:
-        The property flags, and the values.
+        The property flags, and the encoded values.
 
     Raises:
-        TypeError, ValueError: headers that AMQP cannot represent.
+        TypeError, ValueError: AMQP cannot represent the headers.
     """
     flags, before, after = _split_properties(given)
     if message_id and not flags & _MESSAGE_ID:
@@ -256,10 +256,10 @@ def properties(given: Mapping[str, Any], message_id: bytes = b"") -> tuple[int, 
 
 
 def _split_properties(given: Mapping[str, Any]) -> tuple[int, bytes, bytes]:
-    """Same as `properties`, but return the values before and after the position of a new message id separately."""
+    """Encode like `properties`, but return the values before and after the message id separately."""
     flags = 0
     values = []
-    # How many values come before the message id.
+    # Number of values before the message id.
     before = 0
     for name, value in given.items():
         known = _PROPERTIES.get(name)
@@ -273,8 +273,8 @@ def _split_properties(given: Mapping[str, Any]) -> tuple[int, bytes, bytes]:
     return flags, b"".join(values[:before]), b"".join(values[before:])
 
 
-#: The flags of a message's properties, the values before and after the assigned message id, and the length of that id
-#: in bytes.
+#: The property flags of a message, the values before and after the assigned message id, and the length of this id in
+#: bytes.
 Prepared = tuple[int, bytes, bytes, int]
 
 
@@ -286,15 +286,15 @@ class Content(Protocol):
 
 
 class Route:
-    """An exchange and a routing key, with the first frame of every message to them on one channel."""
+    """An exchange and a routing key, with the method frame of their messages on one channel."""
 
     __slots__ = ("cost", "exchange", "made_by", "method", "routing_key")
 
     def __init__(self, channel: int, exchange: str, routing_key: str, mandatory: bool) -> None:
         self.exchange = exchange
         self.routing_key = routing_key
-        # The encoder sets both: the bytes of a plain message apart from its body, if the body is not empty; and the
-        # encoder's mark.
+        # Set by the encoder: the number of bytes of a plain message without its body, if the body is not empty, and the
+        # mark of the encoder.
         self.cost = 0
         self.made_by: object = None
         names = encode_short_string(exchange, "exchange") + encode_short_string(routing_key, "routing_key")
@@ -302,8 +302,8 @@ class Route:
         self.method = frame(METHOD_FRAME, channel, b"%b\0\0%b%b" % (PUBLISH, names, bytes((mandatory,))))
 
 
-#: The last two digits of a message id, by the last byte of its number. Formatting them would add 0.2 µs to the
-#: 3.3 µs of a publish.
+#: The last two digits of a message id, by the last byte of its number. To format them would add 0.2 µs to the 3.3 µs of
+#: a message.
 LAST_DIGITS = tuple(b"%02x" % number for number in range(256))
 
 
@@ -311,10 +311,10 @@ class PublishEncoder:
     """Encodes messages for one channel.
 
     Args:
-        channel: the AMQP channel number.
-        frame_max: the negotiated frame size in bytes; 0 for no limit.
-        id_prefix: the prefix of all assigned message ids, at most 243 bytes; a number of 12 hexadecimal digits follows.
-        mandatory: the ``mandatory`` bit of every message.
+        channel: number of the channel.
+        frame_max: negotiated maximum size of a frame in bytes; 0 for no limit.
+        id_prefix: first part of all assigned message ids, at most 243 bytes. A number of 12 hexadecimal digits follows.
+        mandatory: ``mandatory`` bit of all messages.
     """
 
     __slots__ = (
@@ -330,39 +330,38 @@ class PublishEncoder:
         "max_body",
     )
 
-    #: If there are more routes than this, all are forgotten, so that many different routing keys do not fill the
-    #: memory.
+    #: Maximum number of cached routes. If there are more, the cache is cleared, so that many routing keys do not fill
+    #: the memory.
     MAX_ROUTES = 1024
-    #: The same limit for body lengths whose parts are cached.
+    #: Maximum number of body lengths with cached parts.
     MAX_SIZES = 1024
 
     def __init__(self, channel: int, frame_max: int, *, id_prefix: str = "", mandatory: bool = False) -> None:
         self.channel = channel
         self.mandatory = mandatory
-        #: Identifies the routes of this encoder.
+        #: All routes of this encoder have this mark.
         self.mark = object()
-        # The length of the longest body, and of the largest header, that fits into one frame.
+        # The maximum length of a body, and of a header, that fits into one frame.
         self.max_body = (frame_max or 1 << 31) - FRAME_OVERHEAD
         prefix = id_prefix.encode()
         if len(prefix) > 255 - 12:
             raise ValueError(f"id_prefix has {len(prefix)} bytes; a message id has room for {255 - 12}")
-        # A message id as a short string, without its number.
+        # The short string of a message id, without its number.
         self._id_head = bytes((len(prefix) + 12,)) + prefix
         # Cached parts for 256 numbers that differ only in their last two hexadecimal digits: the other digits, a
-        # message id up to the last two digits, and the header frame of a plain message from the flags up to the last
-        # two digits.
+        # message id without the last two digits, and the bytes of a header frame from the flags up to these two digits.
         self._hundreds = -1
         self._id_start = self._plain_middle = b""
         self._routes: dict[tuple[str, str], Route] = {}
-        # By body length: the header frame of a plain message up to the flags; and for any message that fits into one
-        # frame, the bytes between its properties and its body.
+        # By body length: the header frame of a plain message up to the flags, and the bytes between the properties and
+        # the body of any message that fits into one frame.
         self._sizes: dict[int, tuple[bytes, bytes]] = {}
 
     def route(self, exchange: str, routing_key: str) -> Route:
-        """Return the route, and make it on first use.
+        """Return a route. Create it on first use.
 
         Raises:
-            TypeError, ValueError: a name that is not a text, or has more than 255 bytes.
+            TypeError, ValueError: a name is not a text, or has more than 255 bytes.
         """
         key = (exchange, routing_key)
         route = self._routes.get(key)
@@ -377,16 +376,16 @@ class PublishEncoder:
         return route
 
     def plain(self, route: Route, length: int, number: int) -> tuple[bytes, bytes]:
-        """Return the parts of the frames of a persistent message whose only other property is its message id.
+        """Return parts of the frames of a plain message, which is persistent and has only a message id.
 
         Args:
-            route: from `route`.
-            length: the length of its body, at most `max_body` bytes.
-            number: the number in the message id, below 2**48.
+            route: result of `route`.
+            length: length of the body, at most `max_body` bytes.
+            number: number in the message id, below 2**48.
 
         Returns:
             The bytes before the last two digits of the message id, and the bytes between these digits and the body.
-            Both are the same for all numbers that differ only in these digits. The body is followed by a frame end.
+            Numbers that differ only in these digits have the same bytes. A frame end follows the body.
         """
         if number >> 8 != self._hundreds:
             self._next_hundreds(number >> 8)
@@ -396,13 +395,13 @@ class PublishEncoder:
     def _next_hundreds(self, hundreds: int) -> None:
         self._id_start = b"%b%010x" % (self._id_head, hundreds)
         self._plain_middle = (_DELIVERY_MODE | _MESSAGE_ID).to_bytes(2, "big") + b"\2" + self._id_start
-        # This comes last, so that Ctrl-C in between does not leave parts for other numbers.
+        # Set this last, so that Ctrl-C leaves no parts for other numbers.
         self._hundreds = hundreds
 
     def _next_size(self, length: int) -> tuple[bytes, bytes]:
         header = _HEADER_HEAD.size + 1 + len(self._id_head) + 12
         head = _HEADER_FRAME_HEAD.pack(HEADER_FRAME, self.channel, header, _BASIC, 0, length, 0)[:-2]
-        # Without a body there is no body frame, and the byte of the last frame end is that of the header frame.
+        # Without a body there is no body frame. The frame end after the body is then that of the header frame.
         tail = b"\xce" + _FRAME_HEAD.pack(BODY_FRAME, self.channel, length) if length else b""
         if len(self._sizes) >= self.MAX_SIZES:
             self._sizes.clear()
@@ -413,11 +412,10 @@ class PublishEncoder:
         """Encode the properties of a message.
 
         Args:
-            message: the message.
-            has_id: whether a message without an id gets one.
+            has_id: whether to assign a message id to a message without one.
 
         Raises:
-            TypeError, ValueError: headers that AMQP cannot represent, or properties larger than a frame.
+            TypeError, ValueError: AMQP cannot represent the headers, or the properties are larger than a frame.
         """
         flags, before, after = _split_properties(message.__dict__)
         id_size = 0
@@ -437,9 +435,9 @@ class PublishEncoder:
         """Return the size of the frames of a message, in bytes.
 
         Args:
-            route: from `route`.
-            length: of its body.
-            prepared: its properties.
+            route: result of `route`.
+            length: length of the body.
+            prepared: the properties, from `prepare`.
         """
         _, before, after, id_size = prepared
         header = _HEADER_HEAD.size + len(before) + id_size + len(after)
@@ -449,13 +447,14 @@ class PublishEncoder:
         """Return the frames of a message.
 
         Args:
-            route: from `route`.
-            body: the content, of any length.
-            prepared: its properties.
-            number: the number in its message id, if an id is assigned.
+            route: result of `route`.
+            body: body of any length.
+            prepared: the properties, from `prepare`.
+            number: number in the message id, if an id is assigned.
 
         Returns:
-            The first piece has all bytes up to and including the first body frame. Each further piece is a body frame.
+            The first element has the method frame, the header frame and the first body frame. Each further element is a
+            body frame.
         """
         flags, before, after, id_size = prepared
         message_id = b""
@@ -476,31 +475,30 @@ class PublishEncoder:
 
 
 def content_header(message: Content, message_id: bytes = b"") -> bytes:
-    """Return the payload of a message's content header frame, for `decode_properties`.
+    """Return the payload of a message's content header frame.
 
     Args:
-        message: the message.
-        message_id: an id as a short string, for a message without an id; empty to add none.
+        message_id: short string with the message id for a message without one. Empty to add no message id.
 
     Raises:
-        TypeError, ValueError: headers that AMQP cannot represent.
+        TypeError, ValueError: AMQP cannot represent the headers.
     """
     flags, values = properties(message.__dict__, message_id)
     return _HEADER_HEAD.pack(_BASIC, 0, len(message.body), flags) + values
 
 
 def plain_content_header(length: int, message_id: bytes) -> bytes:
-    """Same as `content_header`, for a persistent message whose only other property is its message id.
+    """Return the payload like `content_header`, for a persistent message that has only a message id.
 
     Args:
-        length: of its body.
-        message_id: the id, as a short string.
+        length: length of the body.
+        message_id: short string with the message id.
     """
     return b"%b\2%b" % (_HEADER_HEAD.pack(_BASIC, 0, length, _DELIVERY_MODE | _MESSAGE_ID), message_id)
 
 
 def body_size(header: bytes) -> int:
-    """Return the length of the content, from the payload of its content header frame.
+    """Return the body length in the payload of a content header frame.
 
     Raises:
         struct.error: the payload is too short.
@@ -509,12 +507,12 @@ def body_size(header: bytes) -> int:
 
 
 def add_header(header: bytes, name: str, value: Any) -> bytes:
-    """Return the payload of a content header frame with one more header. All other bytes of properties stay unchanged.
+    """Return the payload of a content header frame with an added header. Other properties keep their bytes.
 
     Args:
         header: the payload.
-        name: the name of the header; an existing header of that name is replaced.
-        value: of the header.
+        name: name of the header. An existing header with this name is replaced.
+        value: value of the header.
 
     Raises:
         IndexError, ValueError, struct.error: the payload is not a content header.
@@ -541,7 +539,7 @@ def decode_properties(header: bytes) -> dict[str, Any]:
     """Decode the properties in the payload of a content header frame.
 
     Returns:
-        The properties by name; timestamps are in UTC, and arrays are lists.
+        The properties by name. Timestamps are in UTC, and arrays are lists.
 
     Raises:
         IndexError, ValueError, struct.error: the payload is not a content header.

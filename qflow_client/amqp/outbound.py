@@ -1,9 +1,9 @@
-"""The bytes that are being written on one channel, and how many of them are written.
+"""The bytes to write on one channel, and how many of them are already written.
 
-The channel's messages come in batches. A batch is one bytes object with two lists of offsets: the ends of its messages,
-and the ends of its frames, where another channel may write. Messages of a batch can be taken back if none of their
-bytes is written. When the broker stops the channel (``Channel.Flow``), the partly written message is completed, then
-the reply is written, and then nothing more.
+Messages come in batches. A batch is one bytes object with two lists of offsets: the ends of its messages, and the ends
+    of its frames, where another channel may write. A message of a batch can be withdrawn if none of its bytes is
+    written. When the broker stops the channel (``Channel.Flow``), a partly written message is completed, then the reply
+    is written, and then nothing more.
 """
 
 from __future__ import annotations
@@ -16,49 +16,48 @@ __all__ = ["Outbound"]
 
 
 class Outbound:
-    """One batch, an offset into it, and control frames that are written between two messages."""
+    """One batch, the number of its written bytes, and control frames to write between two messages."""
 
     __slots__ = ("_at", "_borders", "_controls", "_data", "_done", "_ends", "_goes_on", "_rest", "_taken", "stopped")
 
     def __init__(self) -> None:
-        # The bytes that are being written, how many of them are written, and the offsets at which messages and frames
-        # end.
+        # The bytes of the batch, the number of written bytes, and the offsets at which messages and frames end.
         self._data = b""
         self._at = 0
         self._ends: list[int] = []
         self._borders: list[int] = []
-        # The further frames of a message that the data does not complete, and how many of these frames have been in the
-        # data.
+        # The further frames of the last message, if the data does not complete it, and how many of them were added to
+        # the data.
         self._rest: Sequence[bytes] = ()
         self._taken = 0
-        # Whether the data begins inside a message.
+        # Whether the data begins in the middle of a message.
         self._goes_on = False
-        # Messages that were written before this data.
+        # Number of messages that were written before this data.
         self._done = 0
         self._controls: list[bytes] = []
-        #: While this is True, no message may begin.
+        #: True while no further message may begin.
         self.stopped = False
 
     def put(self, parts: Iterable[bytes], ends: list[int], borders: list[int], rest: Sequence[bytes] = ()) -> None:
         """Set the next batch of messages. The previous batch must be completely written.
 
         Args:
-            parts: its bytes.
-            ends: the offsets at which its messages end.
-            borders: the offsets at which its frames end and another channel may write; the last one is the length of
-                the batch.
-            rest: the other frames of the last message, if the batch does not complete it.
+            parts: bytes of the batch.
+            ends: offsets at which the messages end.
+            borders: offsets at which frames end, so that another channel may write. The last one is the length of the
+                batch.
+            rest: further frames of the last message, if the batch does not complete it.
         """
         data = b"".join(parts)
-        # One assignment, here and below, so that Ctrl-C leaves all of it or nothing.
+        # Use one assignment, here and below, so that Ctrl-C cannot leave a part of the change.
         self._data, self._ends, self._borders, self._rest, self._taken = data, ends, borders, rest, 0
 
     def put_control(self, frame: bytes) -> None:
-        """Write a frame after the messages of the batch. To write it earlier, call `discard_unbegun` first."""
+        """Add a control frame after the messages of the batch. To write it earlier, call `discard_unbegun` first."""
         self._controls.append(frame)
 
     def discard_unbegun(self) -> None:
-        """Forget those messages of the batch that have not begun to be written."""
+        """Remove the messages of the batch of which no byte is written."""
         begun = self.begun
         if begun == self.given:
             return
@@ -83,55 +82,55 @@ class Outbound:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing is left to be written."""
+        """Whether all bytes are written."""
         return not (self._data or self._has_rest or self._controls)
 
     @property
     def size(self) -> int:
-        """How many bytes are not written."""
+        """The number of unwritten bytes."""
         rest = islice(self._rest, self._taken, None)
         return len(self._data) - self._at + sum(map(len, rest)) + sum(map(len, self._controls))
 
     @property
     def given(self) -> int:
-        """How many messages were put, without those that were taken back."""
+        """The number of messages that were added and not removed."""
         is_open = self._has_rest or (bool(self._data) and self._has_open_end)
         return self._done + len(self._ends) + is_open
 
     @property
     def begun(self) -> int:
-        """How many messages are begun: at least one byte is written."""
+        """The number of messages of which at least one byte is written."""
         has_begun = self._goes_on or (self._at > 0 and self._has_messages)
         return self._done + has_begun + bisect_left(self._ends, self._at)
 
     @property
     def finished(self) -> int:
-        """How many messages are completely written."""
+        """The number of completely written messages."""
         return self._done + bisect_right(self._ends, self._at)
 
     @property
     def mid_frame(self) -> bool:
-        """Whether a frame is partly written, so that nothing else may be written on the connection."""
+        """Whether a frame is partly written. Then no other channel may write."""
         at = self._at
         return at > 0 and self._borders[bisect_left(self._borders, at)] != at
 
     @property
     def unfinished(self) -> bytes:
-        """The unwritten rest of partly written frames; empty at a frame border."""
+        """The unwritten bytes of a partly written frame. Empty at a frame border."""
         if not self.mid_frame:
             return b""
         return self._data[self._at : self._borders[bisect_left(self._borders, self._at)]]
 
     def stop(self) -> bool:
-        """Start no further message. Return True if no message is partly written."""
+        """Stop after the current message. Return True if no message is partly written."""
         self.stopped = True
         return self.begun == self.finished and not self._at
 
     def data(self, limit: int) -> bytes:
-        """Return the next bytes to write; empty if the batch is completely written.
+        """Return the next bytes to write. They are empty if the batch is completely written.
 
         Args:
-            limit: a message's further frames are returned up to about this many bytes.
+            limit: approximate maximum of bytes, for the further frames of a message.
         """
         self._end_if_written()
         if not self._data:
@@ -161,7 +160,7 @@ class Outbound:
         self._end_if_written()
 
     def _end_if_written(self) -> None:
-        """End the batch if it is completely written. After Ctrl-C the next call completes this."""
+        """End the batch if it is completely written. If Ctrl-C interrupts this, the next call does it."""
         if not self._at or self._at < len(self._data):
             return
         goes_on, done = self._has_rest, self._done + len(self._ends)

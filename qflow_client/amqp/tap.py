@@ -1,11 +1,11 @@
-"""The tap between the socket and the library that owns the connection, sans-I/O.
+"""The tap between the socket and the library that owns the connection. It does no I/O.
 
-pika or aio-pika manages the connection: connecting, TLS, authentication, heartbeats, topology, consuming. The tap is
-between the library and the socket. From the received bytes it takes the frames that belong to publishing channels
-(confirms, returns, flow). It copies frames that both sides need (close, blocked), and passes all other frames to the
-library unchanged. There is one exception: some brokers confirm publishes but do not announce that in the form that
+pika or aio-pika manages the connection: connecting, TLS, authentication, heartbeats, topology and consuming. The tap is
+between the library and the socket. It removes the frames of publishing channels (confirms, returned messages, flow)
+from the received bytes. It copies frames that both sides need (close, blocked), and passes all other frames to the
+library unchanged. There is one exception. Some brokers confirm messages but do not announce this in the form that
 libraries expect. The tap adds the announcement. In the other direction, the tap merges the channels' bytes with the
-library's bytes at frame borders. It handles frames and has no reference to producers.
+library's bytes at frame borders. It does not use producers.
 """
 
 from __future__ import annotations
@@ -47,43 +47,45 @@ __all__ = ["Tap", "TapChannel"]
 _TAG_AND_BITS = Struct(">QB")
 _CLOSE_IDS = Struct(">HH")
 
-# A complete Basic.Ack frame: the part that all acks of a channel have in common, the delivery tag, and one of two ends.
+# A complete Basic.Ack frame: the part that is the same for all acks of a channel, the delivery tag, and one of two
+# ends.
 _ACK_FRAME = Struct(">11sQ2s")
 _ACK_SIZE = _ACK_FRAME.size
-# Acks in reads of at most this size are reported one by one, by `on_ack`.
+# If a read has at most this size, its acks are reported one by one with `on_ack`.
 _FEW_ACKS = 2 * _ACK_SIZE
 _ENDS_SINGLE = b"\0\xce"
 _ENDS_MULTIPLE = b"\1\xce"
 
-# Why the secret is replaced, as a short string for the broker's log.
+# The reason for a new secret, as a short string, for the broker's log.
 _REASON = b"\x13the old one expires"
 
-# The limit of a frame before the peers have agreed on a size. The standard says 4,096 bytes; this is the size that they
-# usually agree on.
+# Maximum size of a frame before the peers have negotiated it. The standard has 4,096 bytes. This is the usual
+# negotiated size.
 _FIRST_FRAME_MAX = 1 << 17
 
 
-# The announcement of confirms by Apache Qpid Broker-J, and the capabilities that it means. Libraries look for these in
-# a table that Broker-J does not send. Broker-J accepts and sends Basic.Nack. It does not send Connection.Blocked or
+# The announcement of confirms by Apache Qpid Broker-J, and the capabilities that it means. Libraries read these from a
+# table that Broker-J does not send. Broker-J accepts and sends Basic.Nack. It does not send Connection.Blocked or
 # Basic.Cancel, and cannot bind an exchange to an exchange.
 _QPID_CONFIRMS = "qpid.confirmed_publish_supported"
 _QPID_CAPABILITIES = encode_table({"capabilities": {"publisher_confirms": True, "basic.nack": True}}, "capabilities")[
     4:
 ]
-# The capabilities of a broker that lists none, such as WSO2's. aiormq fails without a table.
+# The capabilities of a broker that announces none, such as WSO2. aiormq fails without a table.
 _NO_CAPABILITIES = encode_table({"capabilities": {}}, "capabilities")[4:]
 
 
 def _announce_capabilities(start: bytes) -> bytes:
-    """Return a ``Connection.Start`` with a table of capabilities, if the broker did not send one.
+    """Add a table of capabilities to a ``Connection.Start`` that has none.
 
-    The table has the capabilities that the broker announces in another form, or none.
+    The table has the capabilities that the broker announces in another form. It may be empty.
 
     Returns:
-        The start unchanged, if nothing is missing, or if it is invalid and the library should report that.
+        The new payload. The payload is unchanged if it has a table, or if it is invalid, so that the library reports
+        the error.
     """
     try:
-        # After the ids and the version.
+        # The table follows the ids and the version.
         properties, stop = decode_table(start, 6)
     except (struct_error, IndexError, ValueError):
         return start
@@ -101,50 +103,50 @@ def _ack_head(number: int) -> bytes:
 class TapChannel(Protocol):
     """The interface of a publishing channel for the tap. `ProducerProtocol` implements it.
 
-    If an exception such as KeyboardInterrupt leaves a call that reports an answer of the broker, answers may be lost.
-    Then the tap accepts no more data, and the connection has to end.
+    If an exception such as KeyboardInterrupt interrupts a call that reports an answer of the broker, answers may be
+    lost. Then the tap accepts no more data, and the connection has to end.
     """
 
     @property
     def unfinished(self) -> bytes:
-        """The unwritten rest of partly written frames; empty at a frame border."""
+        """The unwritten bytes of a partly written frame. Empty at a frame border."""
 
     def data_to_write(self, limit: int) -> bytes:
         """Return the channel's next bytes."""
 
     def advance(self, count: int, now: float) -> bool:
-        """Record that `count` of the bytes are written. Return True if they end at a frame border."""
+        """Record that the first `count` of the bytes are written. Return True if they end at a frame border."""
 
     def on_ack(self, tag: int, multiple: bool, now: float) -> None:
-        """``Basic.Ack``."""
+        """Handle ``Basic.Ack``."""
 
     def on_acks(self, acks: list[tuple[int, int]], now: float) -> None:
-        """The ``Basic.Ack`` frames of one read, in order.
+        """Handle the ``Basic.Ack`` frames of one read, in order.
 
         Args:
             acks: pairs of a delivery tag and a count. If the count is above 0, the pair stands for this number of acks
-                of one message each, with consecutive tags. If the count is 0, the pair stands for one ack of all
+                with consecutive tags, each for one message. If the count is 0, the pair stands for one ack of all
                 messages up to the tag (``multiple``).
             now: seconds.
         """
 
     def on_nack(self, tag: int, multiple: bool, now: float) -> None:
-        """``Basic.Nack``."""
+        """Handle ``Basic.Nack``."""
 
     def on_return(self, code: int, text: str, exchange: str, routing_key: str, header: bytes, body: bytes) -> None:
-        """``Basic.Return`` with its content: the payload of the header frame, and the body."""
+        """Handle ``Basic.Return`` with its content: the payload of the header frame, and the body."""
 
     def on_flow(self, active: bool, now: float) -> None:
-        """``Channel.Flow``."""
+        """Handle ``Channel.Flow``."""
 
     def on_blocked(self, reason: str, now: float) -> None:
-        """``Connection.Blocked``."""
+        """Handle ``Connection.Blocked``."""
 
     def on_unblocked(self, now: float) -> None:
-        """``Connection.Unblocked``."""
+        """Handle ``Connection.Unblocked``."""
 
     def channel_closed(self, code: int, text: str, method: tuple[int, int], now: float) -> None:
-        """``Channel.Close`` from the broker; the library replies to it."""
+        """Handle ``Channel.Close`` from the broker. The library replies to it."""
 
 
 class _Returned:
@@ -153,12 +155,12 @@ class _Returned:
     __slots__ = ("body", "channel", "header", "left", "method")
 
     def __init__(self, channel: TapChannel | None, method: tuple[int, str, str, str]) -> None:
-        # The channel that receives the message; ``None`` after it is detached, and the rest is dropped.
+        # The channel that receives the message. ``None`` after it is detached, so that the content is dropped.
         self.channel = channel
         self.method = method
         # The header; empty until it is received.
         self.header = b""
-        # Chunks of the body, and how many bytes are missing.
+        # The received parts of the body, and the number of missing bytes.
         self.body: list[bytes] = []
         self.left = 0
 
@@ -178,57 +180,58 @@ class Tap:
         self._channels: dict[int, TapChannel] = {}
         # The same channels, by the first bytes of their Basic.Ack frames.
         self._acked: dict[bytes, TapChannel] = {}
-        # The channels of these whose messages may begin.
+        # The channels that may begin messages.
         self._writers: dict[int, TapChannel] = {}
-        # By number of a channel that is being opened, the ``Channel.Flow`` states that the broker has sent.
+        # The states that the broker has sent in ``Channel.Flow``, by number of a channel that the library opens.
         self._expected: dict[int, list[bool]] = {}
-        #: Whether all channels are expected, because the library chooses the numbers. Set this before the first is
-        #: opened.
+        #: Whether every channel may publish, because the library chooses the numbers. Set it before the first channel
+        #: is opened.
         self.expects_all = False
-        # Channels that were detached and that the broker may still consider open.
+        # Detached channels that may still be open in the broker.
         self._left: set[int] = set()
-        # Channels that the library does not use, each with the receiver of its methods.
+        # Channels that the library does not use, and the functions that receive their methods.
         self._own: dict[int, Callable[[bytes], None]] = {}
-        # By channel, the return whose content is not complete yet.
+        # The returned message with incomplete content of each channel.
         self._returns: dict[int, _Returned] = {}
-        # Why the broker blocks the connection; ``None`` while it does not.
+        # The broker's reason for blocking the connection; ``None`` while it is not blocked.
         self._blocked: str | None = None
-        # The error in the broker's data, after which nothing can be received any more; ``None`` if there was none.
+        # The error in the broker's data, after which nothing can be received any more; ``None`` without an error.
         self.error: FrameError | None = None
-        # Why the broker closes the connection, as its reply text; ``None`` while it does not.
+        # The reply text with which the broker closes the connection; ``None`` before.
         self.closed: str | None = None
         #: When the broker last sent data.
         self.heard_at = 0.0
-        # Channels on which the answer to a probe is expected.
+        # Channels with a probe whose answer has not come.
         self._probed: set[int] = set()
-        # Callbacks for the expected answers to `update_secret`, the first answer first.
+        # Callbacks for the expected answers to `update_secret`, oldest first.
         self._updates: deque[Callable[[], object]] = deque()
         # The negotiated heartbeat interval in seconds; 0 for none.
         self.heartbeat = 0.0
-        # Whether an exception has left `received`, so that a part of its data may be lost.
+        # Whether an exception has interrupted `received`, so that a part of its data may be lost.
         self._is_torn = False
         # When the library last received data.
         self._fed_at = 0.0
         # The channel with a partly written frame.
         self._writer: TapChannel | None = None
-        # Whether the rest of that frame is all that the channel may write.
+        # Whether the channel may write only the rest of this frame.
         self._writes_last = False
-        # The rest of a partly written frame whose channel is gone.
+        # The rest of a partly written frame whose channel is detached.
         self._remains = b""
-        # The number of the channel that writes next. Channels take turns.
-        self._turn = 0
+        # The number of the channel that wrote last. The next channel in order writes next.
+        self._last_writer = 0
 
     # Channels.
 
     def expect(self, number: int) -> None:
         """Keep the broker's flow frames for a channel that the library opens, until it is attached.
 
-        A broker may stop a channel together with opening it, before any code here has seen that it is open.
+        A broker may stop a channel immediately when it opens the channel, before this package notices that the channel
+        is open.
         """
         self._expected[number] = []
 
     def attach(self, number: int, channel: TapChannel, now: float) -> None:
-        """Take the frames of a channel from now on. The channel is open, and in confirm mode if that is wanted."""
+        """Take the frames of a channel from now on. It must be open, and in confirm mode if confirms are used."""
         self._left.discard(number)
         self._channels[number] = self._writers[number] = channel
         self._acked[_ack_head(number)] = channel
@@ -238,57 +241,56 @@ class Tap:
             channel.on_blocked(self._blocked, now)
 
     def detach(self, number: int) -> None:
-        """Report nothing more to a channel. The rest of its partly written frame is still written.
+        """Report no more frames to a channel. A partly written frame is still completed.
 
-        Until the channel is closed, frames that only concern a publisher are dropped. The library does not see them
-        either.
+        Until the channel is closed, its frames about publishing are dropped. The library does not see them either.
         """
         if number in self._channels:
             self._left.add(number)
         self._drop(number)
 
     def closes(self, number: int) -> None:
-        """Start no further message of a channel, because the library is about to send its ``Channel.Close``.
+        """Start no further message of a channel, because the library will now send ``Channel.Close``.
 
-        The broker's answers to messages that are written are still reported.
+        The broker's answers to written messages are still reported.
         """
         channel = self._writers.pop(number, None)
-        # The channel must record that its last message is written. Otherwise it would not accept the answer.
+        # Let the channel record that its last message is written. Otherwise it would not accept the answer.
         if channel is not None and channel is self._writer:
             self._writes_last = True
 
     def own(self, number: int, on_method: Callable[[bytes], None]) -> None:
-        """Hide a channel from the library, which has not opened it, until `disown` is called.
+        """Hide a channel that the library has not opened from the library, until `disown` is called.
 
         Args:
-            number: the channel's.
-            on_method: called with the payload of every method frame that does not concern a publisher.
+            number: number of the channel.
+            on_method: called with the payload of each method frame that is not about publishing.
         """
         self._own[number] = on_method
 
     def disown(self, number: int) -> None:
-        """Stop hiding a channel, because it is closed. The library may open one with that number."""
+        """Stop hiding a channel, because it is closed. The library may use the number again."""
         self._own.pop(number, None)
 
     def probe(self, number: int) -> bytes:
-        """Make a frame for a channel in confirm mode whose answer shows that the broker is alive.
+        """Return a frame for a channel in confirm mode. The answer shows that the broker is alive.
 
-        It is a second ``Confirm.Select``, which changes nothing. The library does not see the answer.
+        The frame is a second ``Confirm.Select``, which changes nothing. The library does not see the answer.
         """
         self._probed.add(number)
         return frame(METHOD_FRAME, number, CONFIRM_SELECT + b"\0")
 
     def is_probed(self, number: int) -> bool:
-        """Whether the answer to a probe on a channel is expected."""
+        """Whether the answer to a probe on this channel has not come yet."""
         return number in self._probed
 
     def update_secret(self, secret: str, on_updated: Callable[[], object]) -> bytes:
-        """Make the frame that gives the broker a new secret (``Connection.UpdateSecret``, an extension of RabbitMQ).
+        """Return the frame that sends a new secret (``Connection.UpdateSecret``, an extension of RabbitMQ).
 
         Any channel may write it. The library does not see the answer.
 
         Args:
-            secret: the password or token.
+            secret: the new password or token.
             on_updated: called when the broker has answered.
         """
         self._updates.append(on_updated)
@@ -302,7 +304,7 @@ class Tap:
         self._expected.pop(number, None)
         self._probed.discard(number)
         if number in self._returns:
-            # The library must not see the end of a content without its beginning.
+            # Drop the rest of the content too, because the library must not see it without its beginning.
             self._returns[number].channel = None
         if channel is not None and channel is self._writer:
             self._remains = channel.unfinished
@@ -316,7 +318,7 @@ class Tap:
 
     @property
     def frame_max(self) -> int:
-        """The largest frame that the broker may send, in bytes; 0 for no limit. Set it to the negotiated size."""
+        """Maximum size of the broker's frames in bytes; 0 for no limit. Set it to the negotiated size."""
         return self._splitter.frame_max
 
     @frame_max.setter
@@ -333,12 +335,12 @@ class Tap:
             now: seconds.
 
         Returns:
-            The complete frames for the library; may be empty. If `error` is set now, this is the last data. The next
-            call raises then, even without data.
+            The complete frames for the library, or empty bytes. If `error` is set now, this is the last data, and the
+            next call raises the error even without data.
 
         Raises:
-            FrameError: the data is not AMQP frames, or a method frame for a publishing channel cannot be decoded. Or an
-                exception has left an earlier call, so a part of its data may be lost.
+            FrameError: the data has no valid AMQP frames, or a method frame of a publishing channel cannot be decoded.
+                Or an exception has interrupted an earlier call, so that a part of its data may be lost.
         """
         if self._is_torn:
             self.error = FrameError("an exception interrupted the reading, and some received bytes are lost")
@@ -353,29 +355,26 @@ class Tap:
                 self._take_frames(rest, passed, now)
         except FrameError as error:
             self.error, self._is_torn = error, False
-            # Frames before the error are still passed on, such as the Connection.Close that explains it.
+            # Pass on the frames before the error, such as a Connection.Close that explains it.
             if not passed:
                 raise
         self._is_torn = False
         if passed:
             self._fed_at = now
             return b"".join(passed)
-        # A library that receives nothing for long assumes that the broker is dead, even while a frame for it is only
-        # partly received.
+        # If the library receives nothing for a long time, it assumes that the broker is dead. A frame for it may be
+        # only partly received.
         if data and self.heartbeat and now - self._fed_at >= self.heartbeat / 2:
             self._fed_at = now
             return HEARTBEAT
         return b""
 
     def _take_acks(self, data: bytes, passed: list[bytes], now: float) -> bytes:
-        """Handle the acks at the beginning of the data. Many brokers send one ack for every message, and little else.
-
-        Returns:
-            The data after them.
-        """
+        """Handle the acks at the beginning of the data, and return the data after them."""
         acked = self._acked
         pending = self._splitter.pending
-        # Where the next ack begins, if the incomplete frame is an ack, too. The stream may be cut anywhere.
+        # The offset of the next ack, if the incomplete frame is also an ack. The data may begin in the middle of a
+        # frame.
         at = _ACK_SIZE - pending if 0 < pending < _ACK_SIZE else 0
         if data[at : at + 11] not in acked:
             return data
@@ -386,7 +385,7 @@ class Tap:
         view = memoryview(data)
         while (channel := acked.get(head := data[at : at + 11])) is not None:
             acks: list[tuple[int, int]] = []
-            # The run of single acks that is not in the list yet.
+            # The current run of single acks, which is not in the list yet.
             first = count = 0
             for each, tag, end in _ACK_FRAME.iter_unpack(view[at : len(data) - (len(data) - at) % _ACK_SIZE]):
                 if each != head:
@@ -413,10 +412,10 @@ class Tap:
         return data[at:]
 
     def _take_frames(self, data: bytes, passed: list[bytes], now: float) -> None:
-        """Handle frames of any kind, and append those for the library."""
+        """Handle frames of any kind. Append the library's frames to `passed`."""
         splitter = self._splitter
         channels = self._channels
-        # Where a run of frames for the library begins and ends.
+        # The begin and end of the current run of frames for the library.
         run = end = -1
         try:
             for kind, number, start, stop in splitter.feed(data):
@@ -429,14 +428,14 @@ class Tap:
                             self._take_content(number, kind, start, stop)
                     elif number == 0:
                         payload = splitter.data[start:stop]
-                        # This is the first frame of a broker, so it cannot be inside a run.
+                        # Connection.Start is the first frame of a broker, so it is not inside a run.
                         taken = run < 0 and payload.startswith(CONNECTION_START)
                         if taken:
                             passed.append(frame(METHOD_FRAME, 0, _announce_capabilities(payload)))
                         else:
                             taken = self._take_connection(payload, now)
                     else:
-                        # A method frame ends an incomplete content.
+                        # A method frame ends incomplete content.
                         self._returns.pop(number, None)
                         if number in self._expected or (self.expects_all and number not in self._left):
                             taken = self._keep_flow(number, splitter.data[start:stop])
@@ -460,18 +459,14 @@ class Tap:
                 passed.append(splitter.data[run:end])
 
     def _take(self, channel: TapChannel, number: int, kind: int, start: int, stop: int, now: float) -> bool:
-        """Handle one frame of a publishing channel.
-
-        Returns:
-            True if the frame is not passed to the library.
-        """
+        """Handle one frame of a publishing channel. Return True if the library must not see it."""
         data = self._splitter.data
         if kind != METHOD_FRAME:
             if number not in self._returns:
                 return False
             self._take_content(number, kind, start, stop)
             return True
-        # A copy, so that nothing is read past the end of the frame.
+        # Copy the payload, so that nothing is read after the end of the frame.
         payload = data[start:stop]
         method = payload[:4]
         if number in self._returns and method != CHANNEL_CLOSE:
@@ -527,7 +522,7 @@ class Tap:
         return method == CHANNEL_FLOW
 
     def _take_late(self, number: int, method: bytes) -> bool:
-        """Handle a frame for the former publisher of a detached channel."""
+        """Handle a frame of a detached channel. Return True if the library must not see it."""
         if method in (CHANNEL_CLOSE, CHANNEL_CLOSE_OK):
             self._left.discard(number)
         elif method == RETURN:
@@ -535,7 +530,7 @@ class Tap:
         return method in (ACK, NACK, CHANNEL_FLOW, RETURN)
 
     def _take_connection(self, payload: bytes, now: float) -> bool:
-        """Handle a method of the connection. Return True if it is not passed to the library."""
+        """Handle a method of the connection. Return True if the library must not see it."""
         method = payload[:4]
         if method == CONNECTION_BLOCKED:
             self._blocked = _short(payload, 4)[0] if len(payload) > 4 else ""
@@ -556,16 +551,16 @@ class Tap:
 
     @property
     def at_border(self) -> bool:
-        """Whether the library may write: no frame of a publishing channel is partly written."""
+        """Whether the library may write, because no frame of a publishing channel is partly written."""
         return self._writer is None and not self._remains
 
     @property
     def unfinished(self) -> bytes:
-        """The bytes to be written before the library may write; empty at a frame border. As for `data_to_write`."""
+        """The bytes to write before the library may write. Empty at a frame border. Use them like `data_to_write`."""
         return self._remains or (self._writer.unfinished if self._writer is not None else b"")
 
     def data_to_write(self, limit: int) -> bytes:
-        """Return the channels' next bytes, at most about `limit`; empty if there are none.
+        """Return the channels' next bytes, approximately up to `limit`. They are empty if there are none.
 
         The caller must write them, or a first part of them, and then call `advance` before any other method.
         """
@@ -573,22 +568,22 @@ class Tap:
             return self._remains
         channels = self._writers
         if self._writer is not None:
-            # Write only up to the next border. Otherwise a channel whose every write ends inside a frame would never
-            # let another write.
+            # Write only up to the next border. Otherwise, if each write of this channel ends inside a frame, no other
+            # channel could write.
             rest = self._writer.unfinished if self._writes_last or len(channels) > 1 else b""
             return rest or self._writer.data_to_write(limit)
-        # Start with the channel after the one that wrote last.
-        turns = channels if len(channels) == 1 else sorted(channels, key=lambda each: (each <= self._turn, each))
+        # Start with the channel after the last writer.
+        turns = channels if len(channels) == 1 else sorted(channels, key=lambda each: (each <= self._last_writer, each))
         for number in turns:
             data = channels[number].data_to_write(limit)
             if data:
                 self._writer = channels[number]
-                self._turn = number
+                self._last_writer = number
                 return data
         return b""
 
     def advance(self, count: int, now: float) -> None:
-        """Record that `count` of the bytes from `data_to_write` are written; 0 if the socket accepted none."""
+        """Record that the first `count` bytes of `data_to_write` are written. `count` may be 0."""
         if self._remains:
             self._remains = self._remains[count:]
             return

@@ -1,8 +1,8 @@
 """kombu (and Celery) with flow control: ``broker_url = "qflow://…"`` instead of ``"pyamqp://…"``.
 
-The transport is kombu's own for py-amqp with flow control added. If this package is installed, kombu finds the
-transport when it loads its serializers. It loads them in every program that declares, publishes or consumes, as every
-Celery application does. A program that only connects has to import ``qflow_client.kombu``.
+The transport is kombu's transport for py-amqp with flow control. If this package is installed, kombu finds the
+transport when it loads its serializers. It loads them in every program that declares, publishes or consumes, such as a
+Celery application. A program that only connects has to import ``qflow_client.kombu``.
 """
 
 from __future__ import annotations
@@ -19,15 +19,14 @@ if TYPE_CHECKING:
 
 __all__ = ["Channel", "Connection", "SSLTransport", "Transport"]
 
-# kombu has no entry point for transports. An object that it loads from the entry point for serializers is registered
-# under the entry point's name. This object encodes nothing, decodes nothing, and has a content type that no message
-# has.
+# kombu has no entry point for transports, so this package uses the entry point for serializers. kombu registers this
+# object as a serializer. The object encodes and decodes nothing, and no message has its content type.
 NO_SERIALIZER = (None, None, "application/x-qflow-transport", "binary")
 
 TRANSPORT_ALIASES["qflow"] = "qflow_client.kombu:Transport"
 TRANSPORT_ALIASES["qflows"] = "qflow_client.kombu:SSLTransport"
 
-# kombu is still being imported when it loads this module, so modules that need more of kombu are imported on access.
+# kombu loads this module during its own import. So modules that need more of kombu are imported on access.
 _LATER = {"Channel": "channel", "Connection": "connection", "SSLTransport": "transport", "Transport": "transport"}
 
 

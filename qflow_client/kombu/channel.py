@@ -34,24 +34,25 @@ PIPELINED = "pipelined"
 
 _monotonic = time.monotonic
 
-# Methods that need no answer, and are also written while the broker does not read.
+# Methods without an answer, which are written even while the broker does not read.
 _UNANSWERED = frozenset(
     (spec.Basic.Ack, spec.Basic.Nack, spec.Basic.Reject, spec.Basic.RecoverAsync, spec.Channel.CloseOk)
 )
-# A method that closes something raises the errors of a lost connection, which kombu expects there.
+# If the connection is lost, these methods raise the error of a lost connection, because kombu expects it.
 _GOOD_BYES = frozenset((spec.Basic.Cancel, spec.Basic.CancelOk, spec.Channel.Close, spec.Channel.CloseOk))
 
 
 def refuse(cause: BaseException) -> NoReturn:
-    """Raise the error that kombu's users expect, and that kombu does not retry."""
+    """Raise an `OperationalError`, which users of kombu expect. kombu does not retry the call after this error."""
     raise OperationalError(str(cause)) from cause
 
 
 class Channel(pyamqp.Channel):
-    """kombu's `Channel` for py-amqp. While the broker has stopped it, it publishes nothing.
+    """kombu's `Channel` for py-amqp, which publishes nothing while the broker has stopped it.
 
-    ``Channel.Flow`` is answered, and `basic_publish` waits. It also waits for ``Connection.Blocked``, a full window of
-    unconfirmed messages, a rate limit and a full socket. It waits at most `max_producer_flow_control_wait` seconds.
+    The channel answers ``Channel.Flow``. `basic_publish` waits while the broker has stopped the channel or blocks the
+    connection. It also waits while the window of unconfirmed messages is full, a rate limit is reached, or the socket
+    is full. It waits at most `max_producer_flow_control_wait` seconds.
     """
 
     # py-amqp's.
@@ -64,7 +65,7 @@ class Channel(pyamqp.Channel):
         # The flow of the channel while it is open.
         self._flow: ChannelFlow | None = None
         super().__init__(connection, channel_id, auto_decode, on_open)
-        # For a connection in confirm mode, py-amqp sets another method in its place.
+        # In confirm mode, py-amqp replaces this method by an attribute. Remove the attribute.
         self.__dict__.pop("basic_publish", None)
 
     # Opening and closing.
@@ -96,12 +97,12 @@ class Channel(pyamqp.Channel):
     def close(
         self, reply_code: int = 0, reply_text: str = "", method_sig: tuple[int, int] = (0, 0), argsig: str = "BsBB"
     ) -> Any:
-        """Same as py-amqp's method, after the unconfirmed messages of pipelined confirms are settled.
+        """Close the channel like py-amqp, after the unconfirmed messages of pipelined confirms are settled.
 
-        A broker that blocks the connection gets the close when it reads again.
+        If the broker blocks the connection, the close is sent when the broker reads again.
 
         Raises:
-            OperationalError: as `wait_for_confirms`, after the channel is closed.
+            OperationalError: as for `wait_for_confirms`, after the channel is closed.
         """
         connection = self.connection
         if self.is_open and connection is not None and connection.is_blocked:
@@ -114,7 +115,7 @@ class Channel(pyamqp.Channel):
             result = super().close(reply_code, reply_text, method_sig, argsig)
         finally:
             if self.connection is None:
-                # Also if the close failed, because py-amqp does not try it again.
+                # Do this even if the close failed, because py-amqp does not repeat it.
                 self._end_flow("the channel is closed")
         if error is not None:
             raise error
@@ -126,16 +127,16 @@ class Channel(pyamqp.Channel):
         super().close()
 
     def settle(self) -> OperationalError | None:
-        """Before a close, wait for the confirms of pipelined messages.
+        """Wait for the confirms of pipelined messages before a close.
 
-        Return the error for messages that are not delivered.
+        Return an error if messages are not delivered.
         """
         connection = self.connection
         flow = self._flow
         if not self.is_open or flow is None or connection is None or connection.confirm_publish != PIPELINED:
             return None
         if flow.has_given_up:
-            # An earlier call has waited without success. kombu's pools close a connection after any error.
+            # An earlier call has waited in vain, and kombu's pools close a connection after any error.
             return None
         try:
             self.wait_for_confirms()
@@ -158,7 +159,7 @@ class Channel(pyamqp.Channel):
         callback: Any = None,
         returns_tuple: bool = False,
     ) -> Any:
-        """Same as py-amqp's method, but wait for a limited time while the broker blocks the connection."""
+        """Send a method like py-amqp. While the broker blocks the connection, wait for a limited time."""
         connection = self.connection
         if sig not in _UNANSWERED and connection is not None:
             try:
@@ -172,7 +173,7 @@ class Channel(pyamqp.Channel):
         return super().send_method(sig, format, args, content, wait, callback, returns_tuple)
 
     def wait(self, method: Any, callback: Any = None, timeout: Any = None, returns_tuple: bool = False) -> Any:
-        """Same as py-amqp's method, but limit the wait for an answer while the broker blocks the connection."""
+        """Wait for a method like py-amqp. While the broker blocks the connection, the time is limited."""
         connection = self.connection
         if connection is None:
             raise RecoverableConnectionError("connection already closed")
@@ -180,7 +181,7 @@ class Channel(pyamqp.Channel):
             with connection.awaiting():
                 return super().wait(method, callback, timeout, returns_tuple)
         except Unanswered as error:
-            # A late answer would be taken for the answer to another method.
+            # End the channel. A late answer would be confused with the answer to another method.
             connection.collect()
             if method in _GOOD_BYES:
                 raise
@@ -199,28 +200,23 @@ class Channel(pyamqp.Channel):
         confirm_timeout: float | None = None,
         argsig: str = "Bssbb",
     ) -> promise:
-        """Same as py-amqp's method, after waiting while the channel is flowed (J7 A4).
+        """Publish a message like py-amqp. Wait first while the channel is flowed (J7 A4).
 
         Args:
-            msg: the message.
-            exchange: the exchange.
-            routing_key: the routing key.
-            mandatory: let the broker return the message if no queue takes it.
-            immediate: obsolete.
-            timeout: seconds to wait while the channel is flowed, instead of `max_producer_flow_control_wait`.
-            confirm_timeout: seconds to wait for the confirm, instead of `max_producer_flow_control_wait`.
-            argsig: py-amqp's.
+            mandatory: whether the broker returns the message if no queue receives it.
+            timeout: maximum seconds to wait while the channel is flowed, instead of `max_producer_flow_control_wait`.
+            confirm_timeout: maximum seconds to wait for the confirm, instead of `max_producer_flow_control_wait`.
 
         Raises:
-            OperationalError: its ``__cause__`` shows what happened to the message. FlowControlTimeout: still flowed
-                after the timeout; the message was not sent and never will be. ProducerFlowed: the channel is blocked
-                (flowed), and waiting is not allowed here; the message was not sent. ConfirmTimeout: the message was
-                written at least in part, and its outcome is not known. MessageNacked: with pipelined confirms, earlier
-                messages were nacked; this one was not sent.
-            MessageNacked: with one confirm per call: the broker did not take the message.
+            OperationalError: the ``__cause__`` shows what happened to the message. FlowControlTimeout: the channel was
+                still flowed after the timeout; the message was not sent and never will be. ProducerFlowed: the channel
+                is blocked (flowed), and waiting is not allowed here; the message was not sent. ConfirmTimeout: the
+                message was written at least in part, and its outcome is unknown. MessageNacked: with pipelined
+                confirms, earlier messages were nacked; this message was not sent.
+            MessageNacked: with one confirm per call, the broker did not accept the message.
 
         Returns:
-            As py-amqp's: a promise that is already fulfilled.
+            A promise that is already fulfilled, as with py-amqp.
         """
         connection = self.connection
         if not connection:
@@ -234,7 +230,7 @@ class Channel(pyamqp.Channel):
         return _kept()
 
     def basic_publish_confirm(self, *args: Any, **kwargs: Any) -> promise:
-        """Same as `basic_publish`, but always with a confirm."""
+        """Publish like `basic_publish`, and always wait for a confirm."""
         confirm_timeout = kwargs.pop("confirm_timeout", None)
         connection = self.connection
         if not connection:
@@ -286,7 +282,7 @@ class Channel(pyamqp.Channel):
         protocol = flow.protocol
         encoded = flow.encode(message, exchange, routing_key, bits, argsig, connection.frame_max)
         if protocol.unwritten:
-            # Write output for which an earlier call could not wait.
+            # Write the output of earlier calls that could not wait.
             flow.write()
         if not is_writable or wire.unwritten:
             protocol.hold(HoldKind.TRANSPORT, _monotonic(), detail="the socket takes no more bytes")
@@ -303,7 +299,7 @@ class Channel(pyamqp.Channel):
     def _open_flow(self) -> ChannelFlow:
         flow = self._flow
         if flow is None or flow.protocol.closed is not None:
-            # If py-amqp knows the reason, it raises it.
+            # py-amqp raises the reason if it knows the reason.
             self._raise_closed()
         return flow
 
@@ -349,7 +345,7 @@ class Channel(pyamqp.Channel):
         return receipt
 
     def _turn(self, flow: ChannelFlow, deadline: float) -> None:
-        """Process I/O until there is an event, at most until the deadline or the next timer."""
+        """Process I/O until an event happens, or until the deadline or the next timer."""
         protocol = flow.protocol
         flow.look()
         at = protocol.next_timer(_monotonic())
@@ -392,7 +388,7 @@ class Channel(pyamqp.Channel):
             self._turn(flow, deadline)
 
     def _confirm(self, receipt: Receipt, timeout: float | None) -> None:
-        """Wait for a message's confirm, and raise the same errors as py-amqp."""
+        """Wait for the confirm of a message. Raise the same errors as py-amqp."""
         connection = self.connection
         if not receipt.done:
             flow = self._open_flow()
@@ -404,7 +400,7 @@ class Channel(pyamqp.Channel):
                     waited = f"within {wait:.3g} s" if is_up else "yet"
                     flow.after()
                     refuse(ConfirmTimeout(f"no answer from the broker {waited} for {receipt.describe()}{flow.held}"))
-                # No ticket is in line, because every publish waits here.
+                # No ticket waits in line, because each call of `basic_publish` waits until its message is sent.
                 connection.turn(deadline, False)
                 if flow.protocol.closed is not None:
                     self._raise_closed()
@@ -412,7 +408,7 @@ class Channel(pyamqp.Channel):
         if receipt._outcome is Outcome.UNKNOWN:
             self._raise_closed()
         if connection.transport.has_news:
-            # Handle the return of the message.
+            # Let py-amqp handle the returned message.
             connection.hear()
         if receipt._outcome is Outcome.NACKED:
             if self._flow is not None:
@@ -429,11 +425,12 @@ class Channel(pyamqp.Channel):
         """Wait until all published messages are confirmed.
 
         Args:
-            timeout: seconds; ``None`` for no limit. The default is the setting `max_producer_flow_control_wait`.
+            timeout: maximum seconds; ``None`` for no limit. The default is the setting
+                `max_producer_flow_control_wait`.
 
         Raises:
-            OperationalError: its ``__cause__`` shows the reason. ConfirmTimeout: some messages are not confirmed; their
-                outcome is not known yet. MessageNacked: the broker did not take some messages.
+            OperationalError: the ``__cause__`` shows the reason. ConfirmTimeout: some messages are not confirmed; their
+                outcome is unknown. MessageNacked: the broker did not accept some messages.
             TypeError, ValueError: `timeout` is not a number.
         """
         if timeout is DEFAULT:
@@ -457,11 +454,11 @@ class Channel(pyamqp.Channel):
     # Flow.
 
     def on_flow(self, callback: Callable[[FlowEvent], object]) -> Callable[[], None]:
-        """Call a callback with every flow event, in order, until the channel is closed.
+        """Call a callback with each flow event, in order, until the channel is closed.
 
         Args:
-            callback: called where kombu reads or publishes; it must not read or publish itself. If it raises, the error
-                is logged.
+            callback: called when kombu reads or publishes. It must not read or publish itself. If it raises an
+                exception, the exception is logged.
 
         Returns:
             A function that ends the calls.
@@ -491,10 +488,10 @@ class Channel(pyamqp.Channel):
         """Wait until there are no holds.
 
         Args:
-            timeout: seconds; ``None`` for no limit.
+            timeout: maximum seconds; ``None`` for no limit.
 
         Returns:
-            True if there are no holds; False after the timeout.
+            True if there are no holds. False after the timeout.
 
         Raises:
             TypeError, ValueError: `timeout` is not a number.

@@ -27,7 +27,7 @@ __all__ = ["Connection"]
 
 _monotonic = time.monotonic
 
-# The most seconds between two checks whether it is time for a heartbeat.
+# Maximum seconds between two checks whether a heartbeat is needed.
 _HEARTBEAT_LOOK = 1.0
 
 # The process and the thread in which an event loop of kombu runs.
@@ -50,12 +50,12 @@ class Connection(pyamqp.Connection):
     """kombu's `Connection` for py-amqp, whose channels have flow control.
 
     Args:
-        arguments: py-amqp's.
-        keywords: py-amqp's, and settings by the names of `ProducerSettings`, except those that kombu's methods
-            determine. ``confirm_publish`` may also be ``"pipelined"``.
+        arguments: arguments of py-amqp.
+        keywords: keywords of py-amqp, and settings of `ProducerSettings`. Settings with another meaning in kombu are
+            not accepted. ``confirm_publish`` may also be ``"pipelined"``.
 
     Raises:
-        SettingsError: a setting has a value that is not allowed.
+        SettingsError: the value of a setting is not allowed.
         TypeError: a connection of kombu does not accept one of the settings.
     """
 
@@ -75,15 +75,15 @@ class Connection(pyamqp.Connection):
         confirms = keywords.get("confirm_publish", False)
         if isinstance(confirms, str) and confirms != PIPELINED:
             raise SettingsError(f"confirm_publish={shown(confirms)}: it must be True, False or {PIPELINED!r}")
-        # How many calls wait for the answer to a method.
+        # Number of calls that wait for the answer to a method.
         self._awaits = 0
-        # When this was last checked.
+        # When heartbeats were last checked.
         self._looked_at = 0.0
-        #: A key that equal connections share; set by the transport.
+        #: A key that is the same for equal connections. The transport sets it.
         self.made_of = ""
-        #: The name that the broker's certificate must have; ``None`` for that of the host.
+        #: The name that the broker's certificate must have; ``None`` for the name of the host.
         self.server_name: str | None = None
-        #: Channels that were closed while the broker blocked the connection, and whose close the broker has not read.
+        #: Channels that were closed while the broker blocked the connection. The broker has not read their close.
         self.left: list[Any] = []
         self._pid = os.getpid()
         super().__init__(*arguments, **keywords)
@@ -113,7 +113,7 @@ class Connection(pyamqp.Connection):
         socket_settings: Any = None,
         **kwargs: Any,
     ) -> Wire:
-        """Same as py-amqp's method: return the transport of a new connection."""
+        """Return the transport of a new connection, like py-amqp."""
         wire = (TLSWire if ssl else PlainWire)(
             host,
             connect_timeout=connect_timeout,
@@ -155,21 +155,21 @@ class Connection(pyamqp.Connection):
     def close(
         self, reply_code: int = 0, reply_text: str = "", method_sig: tuple[int, int] = (0, 0), argsig: str = "BsBB"
     ) -> Any:
-        """Same as py-amqp's method, but abort a connection that the broker blocks: it would not read the close."""
+        """Close the connection like py-amqp. If the broker blocks it, abort it, because the broker reads nothing."""
         if self.is_blocked:
             self.collect()
             return None
         for channel in tuple((self.channels or {}).values()):
             if channel is not self:
-                # Messages that are not delivered are logged.
+                # `settle` logs messages that are not delivered.
                 channel.settle()
         return super().close(reply_code, reply_text, method_sig, argsig)
 
     @property
     def may_be_kept(self) -> bool:
-        """Return True if this closed connection can report when the broker accepts messages again.
+        """Return True if this closed connection can show when the broker accepts messages again.
 
-        A connection with consumers cannot be kept, because it would keep the messages that are delivered to them.
+        A connection with consumers is not suitable, because it would keep the messages that are delivered to them.
         """
         return (
             self.is_blocked
@@ -187,12 +187,12 @@ class Connection(pyamqp.Connection):
             flow = getattr(channel, "_flow", None)
             if flow is not None:
                 if flow.protocol.unwritten:
-                    # The broker's flow frames must be answered, and released messages may be sent.
+                    # Write the answers to the broker's flow frames, and messages that are released.
                     wire.flush()
                 flow.look()
 
     def blocking_read(self, timeout: float | None = None) -> Any:
-        """Same as py-amqp's method. If the broker does not read, the wait for the answer to a method is limited."""
+        """Read like py-amqp. If the broker does not read, the time to wait for the answer to a method is limited."""
         wire: Wire = self.transport
         if timeout is not None or not self._awaits:
             frame = wire.next_frame(timeout)
@@ -219,7 +219,7 @@ class Connection(pyamqp.Connection):
 
     @contextmanager
     def awaiting(self) -> Iterator[None]:
-        """Mark reads in this block as waits for the answer to a method."""
+        """Treat reads in this block as waits for the answer to a method."""
         self._awaits += 1
         try:
             yield
@@ -237,12 +237,12 @@ class Connection(pyamqp.Connection):
                 self.drain_events(timeout=0)
 
     def turn(self, deadline: float, wants_room: bool) -> bool:
-        """Process I/O until there is an event, at most until a given time. Return True if the socket accepts bytes."""
+        """Process I/O until an event happens or the deadline has passed. Return True if the socket accepts bytes."""
         wire: Wire = self.transport
         now = _monotonic()
         look = math.inf
         if self.heartbeat:
-            # py-amqp expects several checks in an interval.
+            # py-amqp expects several checks in each interval.
             look = min(_HEARTBEAT_LOOK, self.heartbeat / 4)
             deadline = min(deadline, now + look)
         is_writable = wire.wait(max(0.0, deadline - now), writable=wants_room)
@@ -256,7 +256,7 @@ class Connection(pyamqp.Connection):
         return is_writable
 
     def heartbeat_tick(self, rate: int = 2) -> None:
-        """Same as py-amqp's method, which counts the bytes that it writes itself."""
+        """Check heartbeats like py-amqp, which does not know the bytes that the tap writes."""
         wire = self._transport
         if wire is not None:
             self.bytes_sent += wire.sent
@@ -267,9 +267,9 @@ class Connection(pyamqp.Connection):
 
     @property
     def must_not_wait(self) -> bool:
-        """Return True if the thread runs an event loop, as in a worker. A wait would stop everything else there.
+        """Return True if this thread runs an event loop, as in a worker. A wait would stop the loop.
 
-        A task that a worker runs in that thread may wait, because it stops everything else anyway.
+        If a worker runs a task in this thread, the task may wait, because it stops the loop anyway.
         """
         if getattr(_loops, "pid", None) != os.getpid():
             return False
@@ -285,7 +285,7 @@ class Connection(pyamqp.Connection):
         """Wait while the broker blocks the connection, because it reads nothing then.
 
         Raises:
-            FlowControlTimeout: it still blocks the connection after `max_producer_flow_control_wait`.
+            FlowControlTimeout: the broker still blocks the connection after `max_producer_flow_control_wait`.
         """
         wire: Wire = self.transport
         if not wire.tap.is_blocked:

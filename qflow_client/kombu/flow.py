@@ -45,7 +45,7 @@ _UNLIMITED = 1 << 62
 
 _monotonic = time.monotonic
 
-# The basic properties by their names in py-amqp and in this package, in the order of the wire.
+# The names of the basic properties in py-amqp and in this package, in the order of the wire.
 _NAMES = [(name, "headers" if name == "application_headers" else name) for name, _ in Message.PROPERTIES]
 _FLAGS = Struct(">H")
 _ALIKE = frozenset((str, bool, float, type(None)))
@@ -53,16 +53,16 @@ _ALIKE = frozenset((str, bool, float, type(None)))
 _FRAME = Struct(">BHI")
 _CONTENT = Struct(">HHQ")
 _PUBLISH = b"\0\x3c\0\x28"
-# Bytes of a frame apart from its payload.
+# Bytes of a frame without its payload.
 _OVERHEAD = 8
 
 
 class _Protocol(EncodedProtocol):
     """The protocol of a publishing channel of py-amqp, with its connection to the tap."""
 
-    # Set immediately by the code that makes the object.
+    # Set immediately after the object is created.
     flow: ChannelFlow
-    #: How many messages were written before confirm mode; ``None`` while the broker does not confirm.
+    #: Number of messages that were written before confirm mode; ``None`` while the channel is not in confirm mode.
     before: int | None
 
     def on_ack(self, tag: int, multiple: bool, now: float) -> None:
@@ -76,7 +76,7 @@ class _Protocol(EncodedProtocol):
                 for tag in range(first, first + (count or 1)):
                     self.flow.pass_frame(spec.Basic.Ack, "Lb", (tag, count == 0))
         before = self.before or 0
-        # Tag 0 means all messages, see `on_ack`.
+        # Tag 0 means all messages; see `on_ack`.
         super().on_acks([(tag and tag + before, count) for tag, count in acks], now)
 
     def on_nack(self, tag: int, multiple: bool, now: float) -> None:
@@ -85,7 +85,7 @@ class _Protocol(EncodedProtocol):
         super().on_nack(tag and tag + (self.before or 0), multiple, now)
 
     def on_return(self, code: int, text: str, exchange: str, routing_key: str, header: bytes, body: bytes) -> None:
-        # py-amqp does not use the channel of the message.
+        # The message needs no channel, because py-amqp does not use it.
         content = Message(frame_method=spec.Basic.Return)
         content.inbound_header(header)
         if body:
@@ -94,12 +94,12 @@ class _Protocol(EncodedProtocol):
 
     @step
     def advance(self, count: int, now: float) -> bool:
-        # An admitted message is written immediately, so no message is admitted before all bytes are written.
+        # Each admitted message is written immediately. So admit no message before all bytes are written.
         outbound = self.parts.unconfirmed.outbound
         outbound.advance(count)
         self.admission.unwritten -= count
         if self.before is None:
-            # The broker does not answer.
+            # The broker sends no confirms, so the written messages are settled.
             self.parts.settling.answer(0, True, Outcome.CONFIRMED, now)
             self.consequences.update(now)
         if not self.gate.is_open and not self.unwritten:
@@ -111,11 +111,11 @@ class _Protocol(EncodedProtocol):
         super().on_flow(active, now)
 
     def channel_closed(self, code: int, text: str, method: tuple[int, int], now: float) -> None:
-        # py-amqp opens it again, as another channel.
+        # If py-amqp opens the channel again, it is a new channel.
         self.end(f"the channel is closed: {code} {text}", now)
 
     def end(self, reason: str, now: float) -> None:
-        """Admit nothing any more, and settle all messages. This is not flow control."""
+        """Admit no more messages, and settle all messages. This is not flow control."""
         if self.closed is None:
             self.close(reason, now)
             self.connection_lost(reason, now)
@@ -125,25 +125,25 @@ class ChannelFlow(DropInFlow):
     """The flow of one channel, from its opening to its end.
 
     Args:
-        channel: py-amqp's.
-        settings: of the connection.
-        wire: the connection's transport.
+        channel: channel of py-amqp.
+        settings: settings of the connection.
+        wire: transport of the connection.
     """
 
     protocol: _Protocol
 
     def __init__(self, channel: Any, settings: ProducerSettings, wire: Wire) -> None:
         number = channel.channel_id
-        # Bytes that the socket accepts are written immediately. While it takes none, no message is admitted.
+        # Messages are written immediately. While the socket accepts no bytes, no message is admitted.
         super().__init__(settings, f"kombu channel {number}", protocol=_Protocol, max_unwritten_bytes=_UNLIMITED)
         #: The channel.
         self.channel = channel
-        #: Whether the last publish has waited without success.
+        #: Whether the last call has waited in vain.
         self.has_given_up = False
         self._number = number
         self._wire = wire
         self._calls: deque[Callable[[], None]] = deque()
-        # The first bytes of a message, by exchange, routing key and bits.
+        # The first bytes of a message by exchange, routing key and bits.
         self._heads: dict[tuple[Any, ...], bytes] = {}
         now = _monotonic()
         self.protocol.flow = self
@@ -168,16 +168,16 @@ class ChannelFlow(DropInFlow):
     def confirms_begin(self) -> None:
         """Start confirm mode, because ``Confirm.Select`` will be sent.
 
-        If it is the first ``Confirm.Select``, the next message has delivery tag 1.
+        After the first ``Confirm.Select``, the next message has delivery tag 1.
         """
         if self.protocol.before is None:
-            # A partly written message is completed first.
+            # Complete a partly written message first.
             self._wire.finish()
             self.protocol.before = self.protocol.written
 
     @property
     def tells_confirms(self) -> bool:
-        """Whether py-amqp has to receive confirms."""
+        """Whether to pass confirms to py-amqp."""
         pending, events = self.channel._pending, self.channel.events
         return bool(
             (pending and (spec.Basic.Ack in pending or spec.Basic.Nack in pending))
@@ -185,7 +185,7 @@ class ChannelFlow(DropInFlow):
         )
 
     def pass_frame(self, method: Any, format: str, arguments: tuple[Any, ...], content: Any = None) -> None:
-        """Pass a method that the tap has taken to py-amqp, as if py-amqp had read it."""
+        """Pass a method from the tap to py-amqp, as if py-amqp had read it."""
         payload = bytes(4) + dumps(format, arguments)
         self._wire.later.append(lambda: self.channel.dispatch_method(method, payload, content))
 
@@ -196,7 +196,7 @@ class ChannelFlow(DropInFlow):
         self._wire.wake()
 
     def look(self) -> None:
-        """Do what other threads have requested, and report events."""
+        """Make the calls that other threads have requested, and report events."""
         while self._calls:
             self._calls.popleft()()
         protocol = self.protocol
@@ -208,12 +208,12 @@ class ChannelFlow(DropInFlow):
     def encode(
         self, message: Any, exchange: str, routing_key: str, bits: tuple[Any, Any], argsig: str, frame_max: int
     ) -> EncodedMessage:
-        """Return the frames of a published message, as py-amqp encodes them."""
+        """Return the frames of a message as py-amqp encodes them."""
         body = message.body
         if isinstance(body, str):
             body = body.encode(message.properties.setdefault("content_encoding", "utf-8"))
         elif type(body) is not bytes:
-            # `bytes` would also accept other values, such as a number.
+            # `bytes(body)` alone would also accept other values, such as a number.
             body = bytes(memoryview(body)) if len(body) else b""
         number = self._number
         key = (exchange, routing_key, bits, argsig)
@@ -239,10 +239,10 @@ class ChannelFlow(DropInFlow):
 
 
 def encode_properties(message: Any) -> bytes:
-    """Return the property flags and values of a message, with the same bytes as py-amqp.
+    """Return the property flags and values of a message, encoded like py-amqp.
 
-    This package's encoder takes a third of the time. Values that it would encode in another way, or not at all, are
-    left to py-amqp.
+    The encoder of this package needs a third of the time. py-amqp encodes the values that this encoder would encode in
+    another way, or not at all.
     """
     given = message.properties
     if "timestamp" not in given and _is_alike(given.get("application_headers")):

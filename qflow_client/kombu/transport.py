@@ -18,11 +18,11 @@ __all__ = ["SSLTransport", "Transport"]
 
 
 class _Kept:
-    """Connections that were closed while the broker blocked them, by the key of equal connections.
+    """Connections that were closed while the broker blocked them, by `Connection.made_of`.
 
     kombu's pools close a connection after any error, and connect again for the next message. On a new connection,
-    RabbitMQ reports that it takes no messages only after a message was sent. So each new connection would send one
-    message with an unknown outcome. The old connection knows the state, and is informed when it ends. So the next
+    RabbitMQ sends ``Connection.Blocked`` only after the first message. So each new connection would send one message
+    with an unknown outcome. The old connection is already blocked, and RabbitMQ informs it about the end. So the next
     connect returns the old connection.
     """
 
@@ -53,7 +53,7 @@ class _Kept:
             connection.collect()
 
     def cut(self) -> None:
-        """Abort all of them."""
+        """Abort all kept connections."""
         with self._lock:
             kept, self._of = self._of, {}
         for connections in kept.values():
@@ -70,13 +70,13 @@ after_fork_in_child(lambda: kept.__init__())  # type: ignore[misc]  # of an obje
 class Transport(pyamqp.Transport):
     """kombu's transport for py-amqp, with flow control: ``qflow://``."""
 
-    # The name that the broker's certificate must have; ``None`` for that of the host.
+    # The name that the broker's certificate must have; ``None`` for the name of the host.
     _server_name: str | None = None
 
     def establish_connection(self) -> Any:
-        """Same as kombu's method, which connects to 127.0.0.1 instead of localhost and discards the name.
+        """Connect like kombu, which replaces the host localhost by 127.0.0.1.
 
-        With TLS the name is kept, because the certificate may not be for 127.0.0.1.
+        With TLS the certificate must still have the name localhost, because it may not be for 127.0.0.1.
 
         Raises:
             SettingsError: eventlet has patched Python.
@@ -96,7 +96,7 @@ class Transport(pyamqp.Transport):
                 client.hostname = self._server_name
 
     def Connection(self, **options: Any) -> Connection:  # type: ignore[override]  # as kombu calls it
-        """Return a connection that is not connected yet; for kombu."""
+        """Return an unconnected connection. kombu calls this method."""
         made_of = f"{os.getpid()} {sorted(options.items())!r}"
         connection = kept.take(made_of)
         if connection is None:
@@ -106,7 +106,7 @@ class Transport(pyamqp.Transport):
         return connection
 
     def close_connection(self, connection: Any) -> None:
-        """Same as kombu's method."""
+        """Close a connection like kombu, or keep it if the broker blocks it."""
         if connection.may_be_kept:
             connection.client = None
             kept.put(connection)
@@ -114,9 +114,9 @@ class Transport(pyamqp.Transport):
             super().close_connection(connection)  # type: ignore[no-untyped-call]  # kombu's
 
     def register_with_event_loop(self, connection: Any, loop: Any) -> None:
-        """Same as kombu's method.
+        """Register the connection like kombu.
 
-        A publish in this thread does not wait while its channel is flowed, because the loop would wait, too.
+        In this thread `basic_publish` does not wait while its channel is flowed, because the wait would stop the loop.
         """
         connection.loop_runs_here()
         bell = connection.transport.bell()
@@ -124,9 +124,9 @@ class Transport(pyamqp.Transport):
         super().register_with_event_loop(connection, loop)  # type: ignore[no-untyped-call]  # kombu's
 
     def on_readable(self, connection: Any, loop: Any) -> None:
-        """Deliver one event, as kombu's does. If frames are left, the bell makes the loop call again.
+        """Deliver one event, like kombu. If frames are left, the bell makes the loop call again.
 
-        kombu continues to read by ``loop.call_soon``, but its loop may wait for sockets before it makes that call.
+        kombu uses ``loop.call_soon`` for this. But its loop may wait for sockets before it makes this call.
         """
         if not connection.connected:
             raise RecoverableConnectionError("Socket was disconnected")
@@ -139,11 +139,11 @@ class Transport(pyamqp.Transport):
                 connection.transport.has_left_frames()
 
     def _on_left(self, connection: Any, loop: Any, bell: int) -> None:
-        """Deliver frames that earlier reads have left."""
+        """Deliver frames that are left from earlier reads."""
         if connection.connected:
             self.on_readable(connection, loop)
         else:
-            # The connection is closed, and the number of the descriptor may have been reused.
+            # The connection is closed, and another file may have the number of the descriptor.
             loop.remove_reader(bell)
 
 

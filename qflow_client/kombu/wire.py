@@ -1,6 +1,6 @@
-"""py-amqp's transports, with the tap at their socket.
+"""The transports of py-amqp, with the tap between py-amqp and the socket.
 
-The socket never blocks. All waits are in this module, and have time limits.
+The socket is non-blocking. All waits for the socket are in this module, and have time limits.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _monotonic = time.monotonic
 
 _HEAD = Struct(">BHI")
 _DELIVER = b"\0\x3c\0\x3c"
-# The most bytes of one read or write of the socket.
+# Maximum bytes of one read or write of the socket.
 _READ = 1 << 16
 _WRITE = 1 << 18
 
@@ -42,7 +42,7 @@ _MUST_WAIT = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 
 
 class Unanswered(TimeoutError):
-    """The broker blocks the connection or takes no bytes, and has not answered in time."""
+    """The broker has not answered in time, because it blocks the connection or reads nothing."""
 
 
 def _unpatched_poll() -> Any:
@@ -52,10 +52,10 @@ def _unpatched_poll() -> Any:
 
 
 class _Poll:
-    """Waits for one socket, and for a call from another thread.
+    """Waits for one socket, and for `wake` from another thread.
 
-    If gevent has patched Python, a wait lets other greenlets run. A check without waiting must not do that: gevent's
-    own poll would switch to another greenlet, and find nothing.
+    If gevent has patched Python, other greenlets run during a wait. A check without waiting must not use gevent's poll,
+    which would switch to another greenlet.
     """
 
     def __init__(self, sock: Any) -> None:
@@ -66,19 +66,19 @@ class _Poll:
         self._for_both.register(self._fd, select.POLLIN | select.POLLOUT)
         self._for_now = _unpatched_poll()
         self._for_now.register(self._fd, select.POLLIN | select.POLLOUT)
-        # The pipe that another thread writes to in order to end a wait; made for the first wait.
+        # Another thread writes to this pipe to end a wait. Created for the first wait.
         self._pipe: tuple[int, int] | None = None
 
     def now(self) -> int:
-        """Return the present state of the socket."""
+        """Return the present state of the socket without waiting."""
         found = self._for_now.poll(0)
         return int(found[0][1]) if found else 0
 
     def wait(self, seconds: float, *, writable: bool) -> int:
-        """Wait for bytes or a call; with `writable` also for room.
+        """Wait until the socket has bytes, or accepts bytes if `writable`, or another thread calls `wake`.
 
         Returns:
-            Which of these states the socket has.
+            The state of the socket.
         """
         if self._pipe is None:
             self._pipe = _pipe()
@@ -117,13 +117,13 @@ def _pipe() -> tuple[int, int]:
 
 
 class _Bell:
-    """A file descriptor for an event loop to watch. It is readable while the bell rings."""
+    """A file descriptor that an event loop watches. It is readable while the bell rings."""
 
     def __init__(self) -> None:
         self.fd, self._from = _pipe()
 
     def ring(self) -> None:
-        # A full pipe is readable already.
+        # If the pipe is full, it is already readable.
         with suppress(BlockingIOError):
             os.write(self._from, b"\0")
 
@@ -133,21 +133,22 @@ class _Bell:
                 pass
 
     def close(self) -> None:
-        # A child process may have a copy of the descriptor, which an event loop would continue to watch.
+        # Make it unreadable first. If a child process has a copy of the descriptor, an event loop continues to watch
+        # it.
         self.stop()
         os.close(self.fd)
         os.close(self._from)
 
 
 class Wire:
-    """The layer between a connection of py-amqp and its socket; a mixin that comes before one of its transports.
+    """A mixin for a transport of py-amqp, between a connection and its socket. It is the first base class.
 
-    Reading: it reads all available bytes in one call, while py-amqp reads a frame in three pieces. It keeps the frames
-    until py-amqp asks for them. An event loop that watches the socket cannot see these frames, so it also watches a
-    bell. `receive`, the only method that reads from the socket, rings the bell when frames are left. `has_left_frames`
-    stops the bell when none are left.
+    Reading: the wire reads all available bytes in one call, while py-amqp reads a frame in three pieces. It keeps the
+        frames until py-amqp asks for them. An event loop that watches the socket cannot see these frames, so the loop
+        also watches a bell. Only `receive` reads from the socket. It rings the bell if frames are left.
+        `has_left_frames` stops the bell if no frames are left.
 
-    Writing: it writes the channels' messages and py-amqp's methods one after the other, at frame borders.
+    Writing: the wire writes the channels' messages and py-amqp's methods one after the other, at frame borders.
     """
 
     # py-amqp's.
@@ -158,33 +159,33 @@ class Wire:
     write_timeout: float | None
     _quick_recv: Callable[[int], bytes]
 
-    #: Seconds that the broker may take to take bytes; ``None`` for no limit.
+    #: Maximum seconds to wait until the broker reads bytes; ``None`` for no limit.
     limit: float | None = None
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
         self.tap = Tap()
-        #: Calls for py-amqp's channels that wait to be made, besides frames.
+        #: Functions that are called between frames, for channels of py-amqp.
         self.later: deque[Callable[[], object]] = deque()
         #: Called after bytes were received.
         self.on_received: Callable[[], object] = _nothing
-        #: How many publishes were written. py-amqp uses this to decide about heartbeats.
+        #: Number of written messages. py-amqp uses it to decide about heartbeats.
         self.sent = 0
-        #: How many bytes were received.
+        #: Number of received bytes.
         self.bytes_received = 0
-        # Complete frames for py-amqp, and how many bytes of them it has read.
+        # Complete frames for py-amqp, and the number of their bytes that py-amqp has read.
         self._frames = b""
         self._at = 0
-        # Seconds that py-amqp's next read may take.
+        # Maximum seconds of py-amqp's next read.
         self._patience: float | None = None
-        # Threads of a pool acknowledge on a connection that another thread reads.
+        # Locked for writes, because threads of a pool acknowledge on a connection that another thread reads.
         self._writing = threading.RLock()
-        # Whether a write began and its result was not recorded, because of an exception of a signal handler.
+        # Whether an exception of a signal handler has interrupted a write before its result was recorded.
         self._is_torn = False
         # Whether a frame of py-amqp is partly written.
         self._is_midway = False
         self._poll: _Poll | None = None
-        # Rings while frames are left; ``None`` while no event loop watches.
+        # Rings while frames are left; ``None`` while no event loop watches it.
         self._bell: _Bell | None = None
         # Why it cannot be used when it is not connected.
         self._why = "connection already closed"
@@ -198,8 +199,8 @@ class Wire:
     def _get_tcp_socket_defaults(self, sock: Any) -> dict[int, int]:
         found: dict[int, int] = super()._get_tcp_socket_defaults(sock)  # type: ignore[misc]  # py-amqp's
         if _TCP_USER_TIMEOUT is not None:
-            # py-amqp lets Linux end a connection whose peer has taken no bytes for a second. This class has to wait
-            # longer, and a method after a partly written message may wait the same time again.
+            # With py-amqp, Linux ends a connection if the peer accepts no bytes for a second. This class waits up to
+            # `limit`, and a method after a partly written message may wait the same time again.
             found[_TCP_USER_TIMEOUT] = 0 if self.limit is None else min(int(2000 * self.limit) + 1000, 1 << 30)
         return found
 
@@ -242,7 +243,7 @@ class Wire:
 
     @contextmanager
     def having_timeout(self, timeout: float | None) -> Iterator[Any]:
-        """Same as py-amqp's method, for reads."""
+        """Limit the time of reads in the block, like py-amqp."""
         before, self._patience = self._patience, timeout
         try:
             yield self.sock
@@ -250,16 +251,16 @@ class Wire:
             self._patience = before
 
     def read_frame(self, unpack: Any = None) -> tuple[int, int, bytes]:
-        """Same as py-amqp's method."""
+        """Return the next frame, like py-amqp."""
         while (found := self.next_frame(self._patience)) is None:
             self.later.popleft()()
         return found
 
     def next_frame(self, timeout: float | None) -> tuple[int, int, bytes] | None:
-        """Return the next frame for py-amqp: its type, channel and payload; ``None`` if a call of `later` comes first.
+        """Return type, channel and payload of the next frame for py-amqp, or ``None`` if a call of `later` comes first.
 
         Raises:
-            TimeoutError: no frame came in time.
+            TimeoutError: no frame has come in time.
         """
         end: float | None = None
         while True:
@@ -288,7 +289,7 @@ class Wire:
         return self._at < len(self._frames) or bool(self.later)
 
     def bell(self) -> int:
-        """Return the descriptor that an event loop watches besides the socket.
+        """Return the descriptor that an event loop watches in addition to the socket.
 
         The descriptor is readable while frames are left for py-amqp.
         """
@@ -299,24 +300,24 @@ class Wire:
         return self._bell.fd
 
     def has_left_frames(self) -> bool:
-        """Return True if frames are left for py-amqp; otherwise stop the bell."""
+        """Return True if frames are left for py-amqp. If none are left, stop the bell."""
         if not self.has_frames and self._bell is not None:
             self._bell.stop()
-            # Another thread may have read from the socket meanwhile, and have started the bell.
+            # Check again, because another thread may have read from the socket and rung the bell.
             if self.has_frames:
                 self._bell.ring()
         return self.has_frames
 
     @property
     def has_news(self) -> bool:
-        """Whether there is a frame for py-amqp that is not a delivery."""
+        """Whether py-amqp has a frame to handle that is not a delivery."""
         if self.later:
             return True
         at, frames = self._at, self._frames
         return at < len(frames) and (frames[at] != METHOD_FRAME or frames[at + 7 : at + 11] != _DELIVER)
 
     def receive(self) -> bool:
-        """Read the available bytes without waiting. Return True if there were any."""
+        """Read the available bytes without waiting. Return True if there were bytes."""
         sock = self.sock
         if sock is None:
             raise RecoverableConnectionError(self._why)
@@ -362,14 +363,14 @@ class Wire:
             received = self.bytes_received
 
     def _has_pending(self) -> bool:
-        """Whether bytes have come that the state of the socket does not show."""
+        """Whether received bytes are in a buffer, where the state of the socket does not show them."""
         return False
 
     def wait(self, seconds: float, *, writable: bool = False) -> bool:
-        """Wait until the socket has bytes, another thread calls, or there is output and the socket has room.
+        """Wait until the socket has bytes, another thread calls `wake`, or there is output and the socket has room.
 
         Returns:
-            Whether there is room; not meaningful if room was not waited for.
+            Whether the socket has room. The result is undefined if the call did not wait for room.
         """
         if self._poll is None:
             raise RecoverableConnectionError(self._why)
@@ -386,7 +387,7 @@ class Wire:
 
     @property
     def unwritten(self) -> bool:
-        """Whether a frame of a producer is partly written."""
+        """Whether a frame of a channel is partly written."""
         return not self.tap.at_border
 
     def flush(self) -> None:
@@ -415,9 +416,9 @@ class Wire:
             raise RecoverableConnectionError("a write was interrupted, and it is not known how much of it is written")
 
     def finish(self) -> float:
-        """Write the rest of a partly written frame of a producer.
+        """Complete a partly written frame of a channel.
 
-        Return the deadline for this frame and for a frame of py-amqp.
+        Return the deadline for this frame and a following frame of py-amqp.
         """
         limit = self.limit if self.write_timeout is None else self.write_timeout
         with self._writing:
@@ -449,7 +450,7 @@ class Wire:
     def _await_room(self, end: float) -> None:
         left = end - _monotonic()
         if left <= 0:
-            # A connection with a partly written frame cannot be used any more.
+            # After a partly written frame the connection cannot be used any more.
             self.connected = False
             raise Unanswered("the broker takes no more bytes")
         poll = select.poll()
@@ -457,7 +458,7 @@ class Wire:
         poll.poll(None if left == math.inf else math.ceil(left * 1000))
 
     def _some(self, data: Any) -> int:
-        """Write as much as the socket accepts."""
+        """Write as many bytes as the socket accepts, and return their number."""
         try:
             return int(self.sock.send(data))
         except _MUST_WAIT:
@@ -469,22 +470,22 @@ def _nothing() -> None:
 
 
 class PlainWire(Wire, TCPTransport):  # type: ignore[misc]  # py-amqp has no types
-    """TCP."""
+    """The transport for TCP."""
 
 
 class TLSWire(Wire, SSLTransport):  # type: ignore[misc]  # py-amqp has no types
-    """TLS."""
+    """The transport for TLS."""
 
     # py-amqp's.
     host: str
 
-    #: The name that the broker's certificate must have; ``None`` for the host that is connected to.
+    #: The name that the broker's certificate must have; ``None`` for the name of the host.
     server_name: str | None = None
 
     def _wrap_socket(self, sock: Any, context: Any = None, **options: Any) -> Any:
-        """Same as py-amqp's method, but a verified certificate must name the host, unless the options say otherwise.
+        """Wrap the socket like py-amqp. If certificates are verified, check the name of the host by default.
 
-        py-amqp compares the name only if ``server_hostname`` is given. Otherwise it accepts every certificate of the
+        py-amqp checks the name only if ``server_hostname`` is given. Otherwise it accepts every certificate of the
         authority, for any host.
         """
         if context:
@@ -500,6 +501,6 @@ class TLSWire(Wire, SSLTransport):  # type: ignore[misc]  # py-amqp has no types
         return bool(self.sock.pending())
 
     def _shutdown_transport(self) -> None:
-        # A time limit for the TLS handshake.
+        # Limit the time of the TLS handshake.
         self.sock.settimeout(self.connect_timeout or 1.0)
         super()._shutdown_transport()

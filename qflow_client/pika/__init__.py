@@ -1,7 +1,7 @@
 """pika with flow control: ``import qflow_client.pika as pika``.
 
-It has everything that pika has. `BlockingConnection` and the asynchronous adapters, their channels, and the connection
-parameters are pika's own with flow control added. Everything else is pika's own, unchanged.
+The package has all names of pika. `BlockingConnection`, the asynchronous adapters, their channels and the connection
+parameters are subclasses of pika's classes, with flow control. All other objects are those of pika.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ __all__ = [
     "wrap",
 ]
 
-# pika has it from 1.5 on.
+# pika 1.5 and later have it.
 with suppress(ImportError):
     from qflow_client.pika.adapters import Connection
 
     __all__ += ["Connection"]
 
-# So that "import pika.exceptions" can become "import qflow_client.pika.exceptions".
+# Make "import qflow_client.pika.exceptions" possible.
 alias(__name__, _pika)
 
 

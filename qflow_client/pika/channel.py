@@ -17,8 +17,8 @@ from qflow_client.pika.mirror import mirror, passed_on
 
 __all__ = ["Channel"]
 
-# The size of a content header frame without properties, the position of the body size in it, and the beginning of a
-# body frame (AMQP 0-9-1, section 4.2).
+# The size of a content header frame without properties, the position of the body size in this frame, and the first byte
+# of a body frame (AMQP 0-9-1, section 4.2).
 _EMPTY_HEADER = 22
 _SIZE_AT = 11
 _SIZE = Struct(">Q")
@@ -28,7 +28,7 @@ _BODY_HEAD = Struct(">BHI")
 class _Encoded(local):
     """Messages that pika's `basic_publish` has encoded on this thread.
 
-    They are a stack, because a finalizer may publish in between.
+    They are a stack, because a finalizer may publish during the encoding.
     """
 
     def __init__(self) -> None:
@@ -39,10 +39,10 @@ _encoded = _Encoded()
 
 
 class Channel(pika.channel.Channel):
-    """pika's `Channel`. While the broker has stopped it, it sends nothing, and `basic_publish` raises an error.
+    """pika's `Channel`. While the broker has stopped the channel, `basic_publish` raises an error and sends nothing.
 
-    ``Channel.Flow`` is answered and stops `basic_publish`. ``Connection.Blocked``, a full window of unconfirmed
-    messages, a rate limit and a transport with more than `max_unwritten_bytes` stop it, too.
+    The channel answers ``Channel.Flow``. `basic_publish` also raises an error because of ``Connection.Blocked``, a full
+    window of unconfirmed messages, a rate limit, or a transport with more than `max_unwritten_bytes`.
     """
 
     # pika's.
@@ -54,8 +54,8 @@ class Channel(pika.channel.Channel):
 
     def adopt(self) -> None:
         """Start flow control (internal)."""
-        # The frames of a message without properties, by exchange, routing key and mandatory: up to the size of its
-        # body, and the rest of the header frame.
+        # The frames of a message without properties, by exchange, routing key and mandatory: the bytes before the body
+        # size, and the rest of the header frame.
         self._heads: dict[tuple[str, str, bool], tuple[bytes, bytes]] = {}
         #: The channel's flow (internal).
         self.flow_control = ChannelFlow(self)
@@ -63,9 +63,9 @@ class Channel(pika.channel.Channel):
     def encode(
         self, exchange: str, routing_key: str, body: Any, properties: spec.BasicProperties | None, mandatory: bool
     ) -> Publish:
-        """Return a message as pika's `basic_publish` encodes it, without sending it (internal)."""
+        """Encode a message like pika's `basic_publish`, without sending it (internal)."""
         if properties is None and type(body) is bytes and 0 < len(body) <= self.connection._body_max_length:
-            # All bytes except the body and its size are the same as in an earlier message that pika encoded.
+            # Except for the body and its size, the bytes are those of an earlier message that pika has encoded.
             arguments = (exchange, routing_key, mandatory)
             try:
                 head, tail = self._heads[arguments]
@@ -119,21 +119,21 @@ class Channel(pika.channel.Channel):
         properties: spec.BasicProperties | None = None,
         mandatory: bool = False,
     ) -> None:
-        """Same as pika's method, if the channel is not flowed.
+        """Publish a message like pika, if the channel is not flowed.
 
         Raises:
-            ProducerFlowed: the channel is flowed; the message was not sent and never will be. A callback of `on_flow`
-                is called when the channel is unflowed.
+            ProducerFlowed: the channel is flowed. The message was not sent and never will be. When the channel is
+                unflowed, callbacks of `on_flow` are called.
         """
         self.flow_control.send_nowait(self.encode(exchange, routing_key, body, properties, mandatory))
 
     def confirm_delivery(
         self, ack_nack_callback: Callable[[Any], object], callback: Callable[[Any], object] | None = None
     ) -> None:
-        """Same as pika's method. From then on the window applies: at most `capacity` messages are unconfirmed."""
+        """Start confirm mode like pika. From now on at most `capacity` messages are unconfirmed at the same time."""
         told = ack_nack_callback
         if callable(ack_nack_callback):
-            # The gate is updated first, so that the callback may publish into the room that it makes.
+            # Update the gate first, so that the callback can publish if there is room.
             def told(answer: Any) -> None:
                 self.flow_control.on_confirm(answer)
                 ack_nack_callback(answer)
@@ -141,15 +141,16 @@ class Channel(pika.channel.Channel):
         super().confirm_delivery(told, callback)
 
     def close(self, reply_code: int = 0, reply_text: str = "Normal shutdown") -> None:
-        """Same as pika's method. Threads that wait in `basic_publish` get an error."""
+        """Close the channel like pika. Threads that wait in `basic_publish` get an error."""
         super().close(reply_code, reply_text)
         self.flow_control.give_up_all()
 
     def on_flow(self, callback: Callable[[FlowEvent], object]) -> Callable[[], None]:
-        """Call a callback with every flow event, in order, in the connection's I/O loop.
+        """Call a callback with each flow event, in order, in the connection's I/O loop.
 
         Args:
-            callback: may call any method of the channel. If it raises, the error is logged.
+            callback: the callback. It may call any method of the channel. If it raises an exception, the exception is
+                logged.
 
         Returns:
             A function that ends the calls.

@@ -18,16 +18,16 @@ __all__ = ["ConnectionParameters", "FlowedConnection", "URLParameters"]
 
 
 class ConnectionParameters(pika.ConnectionParameters):
-    """pika's `ConnectionParameters`, which also accept the settings of flow control.
+    """pika's `ConnectionParameters`, which also accept settings of flow control.
 
     Args:
-        arguments: pika's.
-        keywords: pika's, and settings by the names of `ProducerSettings`. Settings that pika's methods determine are
-            not accepted: ``exchange``, ``routing_key``, ``mandatory``, ``confirms``, ``message_ids``,
-            ``connect_timeout``, ``url``. ``retry_delay`` is pika's.
+        arguments: arguments of pika.
+        keywords: keywords of pika, and settings of `ProducerSettings`. Some settings are not accepted, because pika has
+            its own way for them: ``exchange``, ``routing_key``, ``mandatory``, ``confirms``, ``message_ids``,
+            ``connect_timeout``, ``url``. ``retry_delay`` is a keyword of pika.
 
     Raises:
-        SettingsError: a setting has a value that is not allowed.
+        SettingsError: the value of a setting is not allowed.
         TypeError: a connection of pika does not accept one of the settings.
     """
 
@@ -39,20 +39,20 @@ class ConnectionParameters(pika.ConnectionParameters):
         #: The settings of flow control.
         self.flow_settings = PIKA.settings(**ours)
 
-    # pika's own signature ends with ``**kwargs``, but pika accepts no such arguments.
+    # pika's signature ends with ``**kwargs``, although pika accepts no other arguments.
     __init__.__signature__ = inspect.signature(  # type: ignore[attr-defined]  # what inspect looks for
         pika.ConnectionParameters.__init__
     )
 
 
 class URLParameters(pika.URLParameters):
-    """pika's `URLParameters`; the query may also contain settings of flow control.
+    """pika's `URLParameters`, whose query may also contain settings of flow control.
 
     Args:
-        url: pika's argument, for example with ``?max_producer_flow_control_wait=10&capacity=500``.
+        url: as for pika, for example with ``?max_producer_flow_control_wait=10&capacity=500``.
 
     Raises:
-        SettingsError: a setting has a value that is not allowed.
+        SettingsError: the value of a setting is not allowed.
         TypeError: a connection of pika does not accept one of the settings.
     """
 
@@ -72,11 +72,11 @@ class URLParameters(pika.URLParameters):
 
 
 class FlowedConnection:
-    """A mixin that adds flow control to the channels of an adapter of pika. It comes first among the base classes."""
+    """A mixin that adds flow control to the channels of an adapter of pika. It is the first base class."""
 
     def _init_connection_state(self) -> None:
         super()._init_connection_state()  # type: ignore[misc]  # the adapter's
-        # At this point pika has registered its own blocked callbacks, and no other code has registered any.
+        # At this point pika has registered its own blocked callbacks, and no other callbacks are registered.
         ConnectionFlow.of(self)
 
     def channel(self, channel_number: int | None = None, on_open_callback: Any = None) -> Any:
@@ -92,7 +92,7 @@ class FlowedConnection:
 
 
 def follow(connection: Any) -> None:
-    """Add flow control to the channels of a connection that pika itself has just made (internal)."""
+    """Add flow control to the channels of a connection that pika has just created (internal)."""
     ConnectionFlow.of(connection)
     connection._create_channel = partial(Channel, connection)
 

@@ -1,6 +1,6 @@
-"""The flow of a channel of pika: a `ProducerProtocol` that receives pika's events and writes through pika.
+"""The flow of a channel of pika. Its `ProducerProtocol` receives events from pika and writes with pika.
 
-This module does not wait: `BlockingChannel` waits, `Channel` raises an error.
+This module does not wait. `BlockingChannel` waits, and `Channel` raises an error.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ from qflow_client.settings import OnDisconnect, ProducerSettings
 
 __all__ = ["PIKA", "ChannelFlow", "ConnectionFlow", "Publish"]
 
-#: The settings that a connection of pika accepts. When a channel is made, it is not known whether it will be in confirm
-#: mode. Until then written messages count as confirmed.
+#: The settings that a connection of pika accepts. Before confirm mode, written messages count as confirmed.
 PIKA = DropIn(
     "pika",
     frozenset({"retry_delay"}),
@@ -46,26 +45,25 @@ PIKA = DropIn(
 )
 _UNLIMITED = 1 << 62
 
-# The holds from outside: by the broker, and by the manager of all producers.
+# The holds that come from outside: from the broker, and from the manager of all producers.
 _FROM_OUTSIDE = HoldKind.CHANNEL_FLOW, HoldKind.CONNECTION_BLOCKED, HoldKind.TRANSPORT, HoldKind.PAUSED
 
-# The reasons for the end of a channel that the program closes.
+# The reasons for the end of a channel that the program has closed.
 _BY_PROGRAM = exceptions.ChannelClosedByClient, exceptions.ConnectionClosedByClient
 
-# Seconds until the next check of a full transport that does not report when it takes bytes.
+# Seconds until the next check of a full transport that does not report room.
 _LOOK_AGAIN = 0.01
 
 _monotonic = time.monotonic
 
 
 class Publish(RepeatableMessage):
-    """One `basic_publish`, as pika has encoded it.
+    """A message, as pika's `basic_publish` has encoded it.
 
     Args:
-        frames: all its frames.
+        frames: all frames of the message.
         arguments: exchange, routing key and ``mandatory``.
-        basic_properties: the properties, as they were passed.
-        body: the content.
+        basic_properties: the properties that the caller has passed.
     """
 
     arguments: tuple[str, str, bool]
@@ -78,7 +76,7 @@ class Publish(RepeatableMessage):
         basic_properties: spec.BasicProperties | None,
         body: bytes,
     ) -> None:
-        # Without the base class's constructor, because one object is made for every message.
+        # Do not call the base class's constructor, because each message needs an object.
         given = self.__dict__
         given["body"] = body
         given["frames"] = frames
@@ -87,7 +85,7 @@ class Publish(RepeatableMessage):
 
     @property
     def method(self) -> spec.Basic.Publish:
-        """The method object, as pika shows it."""
+        """The message's method as an object of pika."""
         exchange, routing_key, mandatory = self.arguments
         return spec.Basic.Publish(exchange=exchange, routing_key=routing_key, mandatory=mandatory)
 
@@ -114,9 +112,9 @@ class ConnectionFlow:
         self._pid = os.getpid()
         #: Called in a forked child with the error for each use; set by an object that has the connection (internal).
         self.on_forked: Callable[[BaseException], object] = bool
-        # Why the broker blocks the connection; ``None`` while it does not.
+        # The reason why the broker blocks the connection; ``None`` while it does not.
         self.blocked: str | None = None
-        # The open channels, by number; after the loss of the connection, those that were open before.
+        # The open channels by number. After the loss of the connection, the channels that were open before.
         self.channels: dict[int, ChannelFlow] = {}
         connection.add_on_connection_blocked_callback(self._on_blocked)
         connection.add_on_connection_unblocked_callback(self._on_unblocked)
@@ -124,7 +122,7 @@ class ConnectionFlow:
 
     @staticmethod
     def of(connection: Any) -> ConnectionFlow:
-        """Return the object for a connection, made on first use."""
+        """Return the object for a connection. Create it on first use."""
         found: ConnectionFlow | None = getattr(connection, "flow_control", None)
         if found is None:
             found = connection.flow_control = ConnectionFlow(connection)
@@ -173,13 +171,13 @@ class ChannelFlow(DropInFlow):
     """The flow of one channel.
 
     Args:
-        channel: pika's channel implementation.
+        channel: pika's `Channel`, also for a `BlockingChannel`.
     """
 
     def __init__(self, channel: Any) -> None:
         number = channel.channel_number
         shared = ConnectionFlow.of(channel.connection)
-        # The size of pika's transport is checked here, because admitted messages are passed to it immediately.
+        # Admitted messages are passed to pika immediately, so this class checks the size of pika's transport.
         super().__init__(
             shared.settings,
             f"pika channel {number}",
@@ -188,27 +186,26 @@ class ChannelFlow(DropInFlow):
         )
         now = _monotonic()
         self._channel = channel
-        #: Whether messages that are unconfirmed at the end of the connection stay unconfirmed, for `take_over` by
-        #: another channel.
+        #: Whether messages stay unconfirmed at the end of the connection, so that another channel can `take_over`.
         self.keeps_unconfirmed = False
-        #: The channel that the application uses, if that is another object (internal).
+        #: The channel that the application uses, if it is another object (internal).
         self.owner: Any = None
-        #: Messages that were returned and not raised yet.
+        #: Returned messages that no error has reported yet.
         self.returned: list[ReturnedMessage] = []
-        #: An error that a call found and did not raise, because its message was accepted before. The next call raises
-        #: it.
+        #: An error that the next call raises. The call that noticed it did not raise it, because its message was
+        #: accepted.
         self.unraised: BaseException | None = None
-        #: Why the channel ended; ``None`` before.
+        #: The reason for the end of the channel; ``None`` before.
         self.closing_reason: BaseException | None = None
         self.protocol.channel_opened(number, 0, now)
-        # How many messages were written before confirm mode; ``None`` while the broker does not confirm.
+        # Number of messages that were written before confirm mode; ``None`` while the channel is not in confirm mode.
         self._before_confirms: int | None = None
-        # Whether another check of the time or the transport is scheduled.
+        # Whether the next check of the time or the transport is scheduled.
         self._is_armed = False
         shared.channels[number] = self
         if shared.blocked is not None:
             self.protocol.on_blocked(shared.blocked, now)
-        # This callback is the first, so that all other callbacks see the gate's new state.
+        # Add this callback first, so that all other callbacks see the new state of the gate.
         channel.add_on_flow_callback(self._on_flow)
         channel.add_on_close_callback(self._on_close)
         flow_manager.register(self)
@@ -217,7 +214,7 @@ class ChannelFlow(DropInFlow):
 
     def _on_flow(self, flow: Any) -> None:
         if not self._channel.is_open:
-            # The frame has crossed the Channel.Close of this side, and there is no channel for a reply.
+            # This side has sent Channel.Close before the frame came, so no reply is possible.
             return
         self.protocol.on_flow(flow.method.active, _monotonic())
         self.write()
@@ -230,10 +227,10 @@ class ChannelFlow(DropInFlow):
         self.closing_reason = reason
         is_refusal = isinstance(reason, exceptions.ChannelClosedByBroker)
         if isinstance(reason, _BY_PROGRAM) or (is_refusal and self.protocol.is_idle):
-            # The refused method raises the error, and no message is concerned.
+            # No message is affected, and the refused method raises the error.
             self.protocol.forget_past()
         keeps = self.keeps_unconfirmed and not is_refusal
-        # Messages of other channels may have caused the loss of the connection.
+        # A message of another channel may have caused the loss of the connection.
         shared = any(each.protocol.admission.admitted for each in channels.values() if each is not self)
         self.protocol.connection_lost(f"the channel is closed: {reason}", _monotonic(), reconnects=keeps, shared=shared)
         self.give_up_all()
@@ -241,14 +238,14 @@ class ChannelFlow(DropInFlow):
     def take_over(self, ended: ChannelFlow) -> None:
         """Continue with the unconfirmed messages of an ended channel, like a producer on its next channel.
 
-        The broker confirms on this channel, and nothing is unsettled. From now on this channel has the `capacity` of
-        the ended channel, which has no messages any more.
+        This channel must be in confirm mode and have no unsettled messages. It gets the `capacity` of the ended
+        channel, which then has no messages any more.
 
         Args:
-            ended: its flow.
+            ended: flow of the ended channel.
         """
         protocol, unused, now = ended.protocol, self.protocol, _monotonic()
-        # The listeners have seen the holds of `unused`. Differences are reported below.
+        # The listeners know the holds of `unused`, so report only differences below.
         protocol.reports.events = None
         protocol.reports.name = unused.reports.name
         protocol.settings = protocol.settings.replace(name=unused.reports.name)
@@ -257,7 +254,7 @@ class ChannelFlow(DropInFlow):
                 protocol.lift(hold.kind, now, source=hold.source)
         for hold in unused.gate.holds:
             if hold.kind in _FROM_OUTSIDE:
-                # With the same time as it was raised, so that it does not differ.
+                # Keep the time, so that the hold does not count as a difference.
                 protocol.hold(hold.kind, hold.since, source=hold.source, detail=hold.detail)
         frame_max = self._channel.connection._body_max_length + spec.FRAME_HEADER_SIZE + spec.FRAME_END_SIZE
         protocol.channel_opened(self._channel.channel_number, frame_max, now)
@@ -265,8 +262,7 @@ class ChannelFlow(DropInFlow):
         unused.forget_past()
         unused.connection_lost("another channel publishes its messages", now)
         self._before_confirms = 0
-        # After an interrupt before this line the ended channel has the messages; after this line, this channel has
-        # them.
+        # After an interrupt before this line the ended channel has the messages. Later this channel has them.
         self.protocol, ended.protocol = protocol, unused
         self.returned, ended.returned = ended.returned, []
         self.write()
@@ -281,20 +277,20 @@ class ChannelFlow(DropInFlow):
         self.disown(str(reason))
 
     def give_up_all(self) -> None:
-        """End the channel: waiting calls get an error."""
+        """End the channel. Waiting calls get an error."""
         self.protocol.line.give_up_all("the channel is closed", _monotonic())
         self.after()
 
     def confirms_begin(self) -> None:
         """Start confirm mode, because ``Confirm.Select`` was sent.
 
-        If it was the first ``Confirm.Select``, the next message has delivery tag 1.
+        After the first ``Confirm.Select``, the next message has delivery tag 1.
         """
         if self._before_confirms is None:
             self._before_confirms = self.protocol.written
 
     def delivery_tag(self, number: int) -> int | None:
-        """Return the delivery tag of a message by its number; ``None`` if the broker does not confirm it."""
+        """Return the delivery tag of a message by its number, or ``None`` if the broker does not confirm it."""
         before = self._before_confirms
         return None if before is None else number - before
 
@@ -319,14 +315,14 @@ class ChannelFlow(DropInFlow):
     def write(self) -> None:
         """Pass the messages that may be sent to pika, and report events."""
         protocol = self.protocol
-        # Written bytes may release more.
+        # When bytes are written, more messages may be released.
         while protocol.unwritten and (data := protocol.data_to_write(_UNLIMITED)):
-            # This comes first, because pika may write immediately and call this method again.
+            # Advance first, because pika may write immediately and call this method again.
             now = _monotonic()
             protocol.advance(len(data), now)
             self._channel.connection._output_marshaled_frames([data])
             if self._before_confirms is None:
-                # There will be no answer.
+                # The broker sends no confirms, so the message is settled.
                 protocol.on_ack(0, True, now)
         if not protocol.reports.is_empty:
             self.after()
@@ -337,7 +333,7 @@ class ChannelFlow(DropInFlow):
         """Admit and write a message now.
 
         Raises:
-            ProducerFlowed: the channel is flowed; the message was not sent and never will be.
+            ProducerFlowed: the channel is flowed. The message was not sent and never will be.
         """
         now = _monotonic()
         self.look_at_transport(now)
@@ -356,14 +352,14 @@ class ChannelFlow(DropInFlow):
         if not self._channel.is_closed:
             self.look_at_transport(now)
         state = self.protocol.flow_state(now)
-        # First write the released messages, then admit waiting ones.
+        # Write the released messages before waiting messages are admitted.
         self.write()
         return state
 
     def look_at_transport(self, now: float) -> None:
-        """Hold the channel if pika's transport is full, or lift that hold."""
+        """Hold the channel if pika's transport is full. Lift the hold if it has room."""
         transport = getattr(self._channel.connection, "_transport", None)
-        # Twisted's transport does not report its size.
+        # Twisted's transport has no such method.
         size = getattr(transport, "get_write_buffer_size", int)()
         if size > self.settings.max_unwritten_bytes:
             self.protocol.hold(HoldKind.TRANSPORT, now, detail=f"{size} bytes are not written yet")
@@ -372,7 +368,7 @@ class ChannelFlow(DropInFlow):
             self.protocol.lift(HoldKind.TRANSPORT, now)
 
     def watch(self) -> None:
-        """Check again when time or the transport may have made room."""
+        """Schedule another check for the time at which there may be room."""
         protocol = self.protocol
         now = _monotonic()
         at = protocol.next_timer(now)

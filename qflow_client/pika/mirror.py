@@ -1,7 +1,7 @@
-"""Lets a module of the drop-in take the place of pika's module with the same name.
+"""Makes modules of the drop-in behave like pika's modules with the same names.
 
-Names that the drop-in does not have are read from pika's module (`passed_on`). An assignment to such a name is made in
-pika's module, so ``select_connection.SELECT_TYPE = "poll"`` has the same effect as with pika.
+If the drop-in does not have a name, the name is read from pika's module (`passed_on`). An assignment to such a name
+changes pika's module. So ``select_connection.SELECT_TYPE = "poll"`` has the same effect as with pika.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from typing import Any
 
 __all__ = ["alias", "mirror", "passed_on"]
 
-# By the name of a drop-in's module: pika's module, and the names that only the drop-in has.
+# By the name of the drop-in's module: pika's module, and the names that belong to the drop-in.
 _mirrored: dict[str, tuple[ModuleType, frozenset[str]]] = {}
-# By module and name, pika's value before an assignment in the drop-in's module.
+# pika's value before an assignment to the drop-in's module, by module and name.
 _assigned: dict[tuple[str, str], Any] = {}
-# The classes without flow control for which a warning was issued.
+# Classes without flow control for which a warning was already issued.
 _warned: set[type] = set()
 
 
 class _Mirror(ModuleType):
     def _theirs(self, name: str) -> ModuleType | None:
-        """Return pika's module if this name has to be assigned there; ``None`` if it belongs to the drop-in."""
+        """Return pika's module if the name has to be assigned there, or ``None`` if it belongs to the drop-in."""
         theirs, own = _mirrored[self.__name__]
         is_own = name in own or name.startswith("__") or f"{self.__name__}.{name}" in sys.modules
         return None if is_own or not hasattr(theirs, name) else theirs
@@ -43,7 +43,7 @@ class _Mirror(ModuleType):
     def __delattr__(self, name: str) -> None:
         theirs = self._theirs(name)
         if (self.__name__, name) in _assigned:
-            # Test tools undo an assignment in this way, because the module itself does not have the name.
+            # Test tools delete the name to undo an assignment, because the drop-in's module does not have it.
             setattr(theirs, name, _assigned.pop((self.__name__, name)))
         elif theirs is not None:
             delattr(theirs, name)
@@ -55,10 +55,10 @@ class _Mirror(ModuleType):
 
 
 def mirror(name: str, theirs: ModuleType) -> None:
-    """Let a module of the drop-in take the place of a module of pika. The module calls this at its end.
+    """Make a module of the drop-in behave like pika's module. The module calls this function at its end.
 
     Args:
-        name: the name of the drop-in's module. Its ``__all__`` has the names that only the drop-in has.
+        name: name of the drop-in's module. Its ``__all__`` has the names that belong to the drop-in.
         theirs: pika's module.
     """
     ours = sys.modules[name]
@@ -70,10 +70,10 @@ def mirror(name: str, theirs: ModuleType) -> None:
 
 
 def alias(name: str, theirs: ModuleType) -> None:
-    """Make pika's submodules without a counterpart importable by the drop-in's names, too.
+    """Make submodules of pika that the drop-in does not have importable with the drop-in's names.
 
     Args:
-        name: the name of the drop-in's package.
+        name: name of the drop-in's package.
         theirs: pika's package.
     """
     package = sys.modules[name]
@@ -88,9 +88,10 @@ def alias(name: str, theirs: ModuleType) -> None:
 
 
 def passed_on(theirs: ModuleType, name: str) -> Any:
-    """Return an attribute of pika's module that the drop-in's module does not have.
+    """Return an attribute of pika's module, because the drop-in's module does not have it.
 
-    A connection or channel class that the drop-in does not support has no flow control. One warning reports this (E11).
+    If the drop-in does not support a class of connections or channels, the class has no flow control. One warning
+    reports it (E11).
     """
     found = getattr(theirs, name)
     if (

@@ -1,4 +1,4 @@
-"""Adds flow control to a channel that was not made by `qflow_client.pika`."""
+"""Adds flow control to a channel of pika."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ def wrap(channel: blocking.BlockingChannel) -> BlockingChannel: ...
 @overload
 def wrap(channel: pika.channel.Channel) -> Channel: ...
 def wrap(channel: Any) -> Any:
-    """Add flow control to a channel of pika, in place, for all code that uses the channel.
+    """Add flow control to a channel of pika, for all code that uses the channel.
 
-    From now on the channel answers ``Channel.Flow``, and `basic_publish` waits (`BlockingChannel`) or raises
-    (`Channel`) as on a connection of `qflow_client.pika`. The following is not possible on a connection that was not
-    made by `qflow_client.pika`:
+    From now on the channel answers ``Channel.Flow``. `basic_publish` of a `BlockingChannel` waits, and that of a
+    `Channel` raises an error, as on a connection of `qflow_client.pika`. These features need a connection of
+    `qflow_client.pika`:
 
-    - Earlier events: if the broker has already stopped the channel, or already blocks the connection, this is unknown
-      until its next frame about it. So wrap the channel as soon as it is open.
-    - A guarantee that no byte of a message is written: the state of the socket is only known after a write. If the
-      socket accepts no bytes, `basic_publish` raises `ConfirmTimeout`, not `FlowControlTimeout`, and the message may be
-      sent later.
-    - A time limit for `BlockingConnection.close` while the broker blocks the connection (the channel's own `close` has
-      one). pika's ``blocked_connection_timeout`` is such a limit.
-    - Settings from the connection's parameters, unless those are of `qflow_client.pika`. Settings of the environment
-      are used.
-    - Flow control for other channels of the connection: wrap each of them.
+    - Earlier events: a wrapped channel does not know that the broker has already stopped it, or already blocks the
+      connection. So wrap the channel as soon as it is open.
+    - A guarantee that no byte of a message is written: a wrapped channel knows the state of the socket only after a
+      write. If the socket accepts no bytes, `basic_publish` raises `ConfirmTimeout`, not `FlowControlTimeout`, and the
+      message may be sent later.
+    - A time limit for `BlockingConnection.close` while the broker blocks the connection. The `close` of the channel has
+      a limit. pika's ``blocked_connection_timeout`` is a limit for the connection.
+    - Settings from the connection's parameters, unless these are parameters of `qflow_client.pika`. Settings of the
+      environment are used.
+    - Flow control for all channels: wrap each channel.
 
     Args:
         channel: a `BlockingChannel`, or a `Channel` of an asynchronous adapter, that is open and not in confirm mode.
@@ -43,9 +43,8 @@ def wrap(channel: Any) -> Any:
         The same object. Its class is now `qflow_client.pika.BlockingChannel` or `qflow_client.pika.Channel`.
 
     Raises:
-        TypeError: it is neither of them, but of another class, for example the channel of pika's thread-safe
-            `Connection`.
-        ValueError: it is not open, or it is in confirm mode, so that its unconfirmed delivery tags are unknown.
+        TypeError: the channel has another class, for example that of pika's thread-safe `Connection`.
+        ValueError: the channel is not open, or is in confirm mode, so that its unconfirmed delivery tags are unknown.
     """
     if isinstance(channel, (BlockingChannel, Channel)):
         return channel

@@ -13,7 +13,7 @@ __all__ = ["AsyncioConnection"]
 
 
 class AsyncioConnection(FlowedConnection, _pika.AsyncioConnection):
-    """pika's `AsyncioConnection`, whose channels have flow control."""
+    """pika's `AsyncioConnection`, with flow control in its channels."""
 
 
 def __getattr__(name: str) -> Any:

@@ -37,27 +37,27 @@ _monotonic = time.monotonic
 # The broker's answers to a published message.
 _ANSWERS = (spec.Basic.Ack, spec.Basic.Nack)
 
-# Linux has this option. It ends after 200 ms, so data is sent even if no further call follows.
+# An option of Linux. It ends after 200 ms, so data is sent even if no further call follows.
 _TCP_CORK: int | None = getattr(socket, "TCP_CORK", None)
-# With at least this many unconfirmed messages in pipelined mode, throughput is more important than the latency of one.
+# In pipelined mode, throughput is more important than latency if there are at least this many unconfirmed messages.
 _MANY = 16
 
 
 class _Services(SelectorIOServicesAdapter):
-    """pika's I/O services, which also report the state of the socket, and can write immediately."""
+    """pika's I/O services. They also report the state of the socket, and can write immediately."""
 
-    #: Whether pika's output is written immediately, and not after the loop has polled.
+    #: Whether pika's output is written immediately. Otherwise it is written after the next poll of the loop.
     eager = False
-    # The connected socket and its handler; none before the connection.
+    # The descriptor and handler of the connected socket; -1 and None before.
     _fd = -1
     _sock: Any = None
     _poll: Any = None
-    # Whether the loop waits until the socket accepts bytes, and whether pika has just said that this is not needed.
+    # Whether the loop waits until the socket accepts bytes, and whether pika has just stopped waiting for this.
     _watches = False
     _is_done = False
-    # The function of pika to call when the socket is writable.
+    # pika's function to call when the socket is writable.
     _writes: Callable[[], None] | None = None
-    #: Called once, when pika has written all its output and the socket accepts more.
+    #: Called once when pika has written all its output and the socket accepts more bytes.
     on_writable: Callable[[], None] | None = None
     _is_corked = False
 
@@ -86,7 +86,7 @@ class _Services(SelectorIOServicesAdapter):
         super().set_writer(fd, on_writable)
 
     def go_on_writing(self) -> None:
-        """Let the loop wait until the socket accepts bytes. An interrupt may have prevented pika's request for that."""
+        """Make the loop wait until the socket accepts bytes, because an interrupt may have prevented pika's request."""
         if not self._watches and self._writes is not None:
             self._watch(self._fd, self._writes)
 
@@ -107,16 +107,16 @@ class _Services(SelectorIOServicesAdapter):
         return int(found[0][1]) if found else 0
 
     def cork(self, on: bool) -> None:
-        """Let the kernel gather small writes into large packets, for at most 200 ms; or end this."""
+        """Start or stop the gathering of small writes into large packets. The kernel gathers for at most 200 ms."""
         if on is not self._is_corked:
             self._is_corked = on
-            # With TLS, the TLS socket has the descriptor.
+            # With TLS, the descriptor belongs to the TLS socket.
             if _TCP_CORK is not None and self._sock.fileno() >= 0:
                 with suppress(OSError):
                     self._sock.setsockopt(socket.IPPROTO_TCP, _TCP_CORK, on)
 
     def wake_when_writable(self) -> None:
-        """End the loop's next poll when the socket is writable. Only used while pika itself does not wait for that."""
+        """End the loop's next poll when the socket is writable. Used only while pika does not wait for this."""
 
         def awake() -> None:
             self.remove_writer(self._fd)
@@ -151,67 +151,63 @@ class _Connection(SelectConnection):
         if type(getattr(frame_value, "method", None)) in _ANSWERS:
             channel = self._channels.get(frame_value.channel_number)
             if channel is not None:
-                # pika's own search for callbacks would cost more than the rest of this method.
+                # pika's search for callbacks would cost more than the rest of this method.
                 self.frames_received += 1
                 channel.flow_control.on_confirm(frame_value)
                 return
         super()._process_frame(frame_value)  # type: ignore[misc]  # private
 
 
-# The name that pika's errors show.
+# pika's errors show this name.
 _Connection.__name__ = SelectConnection.__name__
 
 
 class _Turns:
-    """The I/O of one `BlockingConnection`, one turn at a time, without pika's wait for its whole output.
+    """Processes the I/O of a `BlockingConnection`. Unlike pika, it does not wait until all output is written.
 
-    No callback of the application is called in a turn: pika keeps them for `process_data_events`.
+    It calls no callbacks of the application. pika keeps their events for `process_data_events`.
     """
 
     def __init__(self, connection: Any) -> None:
         self._connection = connection
         self._impl = connection._impl
         services = connection._impl._nbio
-        # ``None`` on a connection that was made by pika. The state of the socket is unknown then.
+        # ``None`` if pika has created the connection. The state of the socket is unknown then.
         self.services: _Services | None = services if isinstance(services, _Services) else None
 
     @property
     def unwritten(self) -> int:
-        """How many bytes pika has that the socket has not taken."""
+        """The number of bytes in pika's output buffer."""
         transport = self._impl._transport
         return transport.get_write_buffer_size() if transport is not None else 0
 
     def go_on_writing(self) -> None:
-        """Let the loop write pika's output."""
+        """Make the loop write pika's output."""
         if self.services is not None and self.unwritten:
             self.services.go_on_writing()
 
     def now(self) -> bool:
-        """Read the received data without waiting.
-
-        Returns:
-            Whether the socket accepts bytes.
-        """
+        """Read the received data without waiting. Return True if the socket accepts bytes."""
         services = self.services
         loop = self._impl.ioloop
         if services is None:
             self.until(0.0)
             return self.unwritten == 0
-        # The second iteration writes the output that follows from the received data.
+        # The second iteration writes the answers to the received data.
         for _ in range(2):
             ready = services.ready()
             if ready == select.POLLOUT and not self.unwritten:
                 loop.process_timeouts()
                 return True
             self.go_on_writing()
-            # Data can be read or written, so this does not wait.
+            # This does not wait, because data can be read or written.
             if ready & ~select.POLLOUT or (ready and self.unwritten):
                 loop.poll()
         loop.process_timeouts()
         return self.unwritten == 0 and services.ready() & select.POLLOUT != 0
 
     def when_writable(self) -> None:
-        """Release the channels that the socket holds when it takes bytes."""
+        """When the socket accepts bytes, release the channels that waited for the socket."""
         if self.services is not None:
             self.services.on_writable = self._let_go
             if not self.unwritten:
@@ -223,7 +219,7 @@ class _Turns:
             flow.write()
 
     def until(self, deadline: float) -> None:
-        """Wait until something happens on the connection, or until a time."""
+        """Process I/O until an event happens on the connection, or until the deadline."""
         loop = self._impl.ioloop
         if self.services is not None:
             self.services.cork(False)
@@ -244,11 +240,11 @@ def _nothing() -> None:
 
 
 class BlockingConnection(_pika.BlockingConnection):
-    """pika's `BlockingConnection`. While the broker has stopped its channels, `basic_publish` waits for a limited time.
+    """pika's `BlockingConnection`. While the broker has stopped a channel, `basic_publish` waits for a limited time.
 
     Args:
-        parameters: as pika's; those of `qflow_client.pika` accept settings of flow control, too.
-        _impl_class: as pika's, for tests.
+        parameters: as for pika. Parameters of `qflow_client.pika` also have settings of flow control.
+        _impl_class: as for pika, for tests.
     """
 
     # pika's.
@@ -265,19 +261,19 @@ class BlockingConnection(_pika.BlockingConnection):
         super()._flush_output(*waiters)  # type: ignore[misc]  # private
 
     def channel(self, channel_number: int | None = None) -> BlockingChannel:
-        """Same as pika's method, with flow control."""
+        """Open a channel like pika, with flow control."""
         channel: BlockingChannel = adopt(super().channel(channel_number))
         return channel
 
     def close(self, reply_code: int = 200, reply_text: str = "Normal shutdown") -> None:
-        """Same as pika's method, after the unconfirmed messages of channels with pipelined confirms are settled.
+        """Close the connection like pika, after the unconfirmed messages of pipelined confirms are settled.
 
-        A broker that does not read, for example because it blocks the connection, gets `max_producer_flow_control_wait`
-        seconds. Then the connection is aborted.
+        If the broker does not read, for example because it blocks the connection, the connection is aborted after
+        `max_producer_flow_control_wait` seconds.
 
         Raises:
-            UnroutableError, NackError, ConfirmTimeout: as `BlockingChannel.wait_for_confirms`, after the connection is
-                closed.
+            UnroutableError, NackError, ConfirmTimeout: as for `BlockingChannel.wait_for_confirms`, after the connection
+                is closed.
             ConnectionBlockedTimeout: the connection was aborted.
         """
         error = None
@@ -303,7 +299,7 @@ class BlockingConnection(_pika.BlockingConnection):
             for channel in self._channels():
                 channel._forsake(value)
             if ConnectionFlow.of(self._impl).blocked is not None:
-                # A close would wait for a broker that does not read.
+                # The broker does not read, so do not wait for it in a close.
                 text = (
                     "the connection is cut without a close, because the broker blocks it and the program leaves the "
                     "`with` block by %r"
@@ -316,7 +312,7 @@ class BlockingConnection(_pika.BlockingConnection):
 
 @contextmanager
 def good_bye(connection: Any) -> Iterator[None]:
-    """Abort a connection that is not closed in time because the broker does not read."""
+    """Abort the connection if the block does not close it in time, because the broker does not read."""
     impl = connection._impl
     wait = ConnectionFlow.of(impl).settings.max_producer_flow_control_wait
     timer: Any = None
@@ -325,7 +321,7 @@ def good_bye(connection: Any) -> Iterator[None]:
         nonlocal timer
         timer = None
         if impl.is_closed:
-            # The deadline of the connection, or of another of its channels, has ended it.
+            # Another deadline, of the connection or of one of its channels, has ended the connection.
             return
         if ConnectionFlow.of(impl).blocked is not None or _Turns(connection).unwritten:
             impl._terminate_stream(
@@ -351,7 +347,7 @@ def cut(connection: Any) -> None:
 
 
 class _FlowNotice:
-    """A flow event that waits for `process_data_events`, as pika's own events do."""
+    """A flow event that waits for `process_data_events`, like pika's events."""
 
     def __init__(self, callback: Callable[[FlowEvent], object], event: FlowEvent) -> None:
         self._callback = callback
@@ -365,7 +361,7 @@ _CallbackResult: Any = _pika._CallbackResult  # type: ignore[attr-defined]  # pr
 
 
 class _Unused(_CallbackResult):  # type: ignore[misc]  # of no known type
-    """Takes the place of the one answer that pika expects. Answers are counted by their delivery tags instead."""
+    """Replaces pika's object for the answer to one message. This package matches answers by their delivery tags."""
 
     def set_value_once(self, *_arguments: Any, **_keywords: Any) -> None:
         pass
@@ -374,9 +370,9 @@ class _Unused(_CallbackResult):  # type: ignore[misc]  # of no known type
 class BlockingChannel(_pika.BlockingChannel):
     """pika's `BlockingChannel`. While the broker has stopped the channel, `basic_publish` waits for a limited time.
 
-    ``Channel.Flow`` is answered and stops publishing. ``Connection.Blocked``, a full window, a rate limit and a full
-    socket stop publishing, too. While `basic_publish` waits, heartbeats, acks and all other I/O continue. Callbacks are
-    kept for `BlockingConnection.process_data_events`, as pika keeps them.
+    The channel answers ``Channel.Flow``, which stops publishing. ``Connection.Blocked``, a full window, a rate limit
+    and a full socket also stop publishing. While `basic_publish` waits, heartbeats, acks and all other I/O continue. As
+    with pika, callbacks are called later, in `BlockingConnection.process_data_events`.
     """
 
     # pika's.
@@ -398,7 +394,7 @@ class BlockingChannel(_pika.BlockingChannel):
         self._flow = flow
         self._turns: _Turns = getattr(self._connection, "_turns", None) or _Turns(self._connection)
         self._message_confirmation_result = _Unused(self._OnMessageConfirmationReportArgs)
-        # Whether `basic_publish` returns before the confirm, and later calls report failures.
+        # Whether `basic_publish` returns before the confirm. Later calls then report failures.
         self._is_pipelined = False
 
     # Publishing.
@@ -411,19 +407,19 @@ class BlockingChannel(_pika.BlockingChannel):
         properties: spec.BasicProperties | None = None,
         mandatory: bool = False,
     ) -> None:
-        """Same as pika's method, after waiting while the channel is flowed (J7 A4).
+        """Publish a message like pika. Wait first while the channel is flowed (J7 A4).
 
         Raises:
-            FlowControlTimeout: still flowed after `max_producer_flow_control_wait`; the message was not sent and never
-                will be.
-            ProducerFlowed: flowed, and `when_flowed` is ``"raise"``; the message was not sent.
-            ConfirmTimeout: the message was written at least in part. The broker did not confirm it, or did not take the
-                rest, within `max_producer_flow_control_wait`. Its outcome is not known.
-            UnroutableError, NackError: as pika's. With pipelined confirms they are about earlier messages, and the
+            FlowControlTimeout: the channel was still flowed after `max_producer_flow_control_wait`. The message was not
+                sent and never will be.
+            ProducerFlowed: the channel is flowed, and `when_flowed` is ``"raise"``. The message was not sent.
+            ConfirmTimeout: the message was written at least in part. Within `max_producer_flow_control_wait` the broker
+                did not confirm it, or did not read all of it. The outcome is unknown.
+            UnroutableError, NackError: as for pika. With pipelined confirms they are about earlier messages, and the
                 message of this call was not sent.
         """
         if self._is_pipelined and self._flow.closing_reason is not None:
-            # An earlier call may have found the end without raising it.
+            # An earlier call may have noticed the end of the channel without raising it.
             self._check_open()
         publish = self._impl.encode(exchange, routing_key, body, properties, mandatory)
         if self._is_pipelined:
@@ -459,7 +455,7 @@ class BlockingChannel(_pika.BlockingChannel):
             self._confirm(receipt, publish)
 
     def _check_open(self) -> None:
-        """Raise an error if the channel has ended, as pika does after a wait."""
+        """Raise an error if the channel has ended, like pika after a wait."""
         closed = self._connection._closed_result
         if closed.ready:
             try:
@@ -506,7 +502,7 @@ class BlockingChannel(_pika.BlockingChannel):
             raise
         except exceptions.AMQPError as error:
             if self._is_pipelined and ticket.receipt is not None:
-                # The message was admitted before the channel ended, so `unconfirmed` has it.
+                # The message was admitted before the end of the channel, so it is in `unconfirmed`.
                 self._flow.unraised = error
                 return ticket.receipt
             raise
@@ -515,7 +511,7 @@ class BlockingChannel(_pika.BlockingChannel):
             self._flow.write()
 
     def _turn(self, deadline: float) -> None:
-        """Process I/O until something happens, or until a time."""
+        """Process I/O until an event happens, or until the deadline."""
         protocol = self._flow.protocol
         at = protocol.next_timer(_monotonic())
         self._turns.until(deadline if at is None else min(deadline, at))
@@ -543,7 +539,7 @@ class BlockingChannel(_pika.BlockingChannel):
             self._turns.until(deadline)
 
     def _confirm(self, receipt: Receipt, publish: Publish) -> None:
-        """Wait for a message's confirm, and raise the same errors as pika."""
+        """Wait for the confirm of a message. Raise the same errors as pika."""
         if not receipt.done:
             wait, deadline = self._deadline()
             while not receipt.done and not self.is_closed:
@@ -555,7 +551,7 @@ class BlockingChannel(_pika.BlockingChannel):
             self._flow.after()
         if not receipt.done or receipt._outcome is Outcome.UNKNOWN:
             self._check_open()
-        # A late return belongs to a message whose publish has already raised `ConfirmTimeout`.
+        # A late return belongs to an earlier message. Its call has already raised `ConfirmTimeout`.
         returned = [each for each in self._flow.returned if _is_of(each, publish)]
         self._flow.returned.clear()
         if receipt.outcome is Outcome.NACKED:
@@ -572,22 +568,22 @@ class BlockingChannel(_pika.BlockingChannel):
     # Confirms.
 
     def confirm_delivery(self, pipelined: bool = False, republish: BlockingChannel | None = None) -> None:
-        """Same as pika's method.
+        """Start confirm mode like pika.
 
         Args:
-            pipelined: `basic_publish` returns as soon as the message is written, and at most `capacity` messages are
-                unconfirmed at a time. If a message is returned or nacked, the next `basic_publish`, `wait_for_confirms`
-                or `close` raises the error. If `basic_publish` raises another error than `ConfirmTimeout`, its own
-                message was not accepted.
-            republish: a channel with pipelined confirms whose connection has ended. Its unconfirmed messages are
-                published on this channel, in order, before all other messages. Messages that may have arrived have the
-                header `REPUBLISHED`. ``None`` for nothing. If this call raises, that channel still has its messages.
-                After ``KeyboardInterrupt`` one of the two channels has them.
+            pipelined: if True, `basic_publish` returns when the message is written. At most `capacity` messages are
+                unconfirmed at the same time. If a message is returned or nacked, the next `basic_publish`,
+                `wait_for_confirms` or `close` raises an error. If `basic_publish` raises another error than
+                `ConfirmTimeout`, its own message was not sent.
+            republish: an ended channel with pipelined confirms, whose connection was lost. Its unconfirmed messages are
+                published on this channel, in order, before all other messages. Messages that may have arrived get the
+                header `REPUBLISHED`. If this call raises an error, the ended channel still has its messages. After
+                ``KeyboardInterrupt`` one of the two channels has them.
 
         Raises:
             TypeError: `republish` is not a channel of this class.
-            ValueError: `republish` is open, or the broker has closed it, or its confirms were not pipelined; or this
-                channel is in confirm mode already, or is not pipelined.
+            ValueError: `republish` is open, was closed by the broker, or had no pipelined confirms. Or this channel is
+                already in confirm mode, or `pipelined` is False.
         """
         if republish is not None:
             self._check_republish(republish, pipelined)
@@ -617,13 +613,14 @@ class BlockingChannel(_pika.BlockingChannel):
         """Wait until all published messages are confirmed.
 
         Args:
-            timeout: seconds; ``None`` for no limit. The default is the setting `max_producer_flow_control_wait`.
+            timeout: maximum seconds; ``None`` for no limit. The default is the setting
+                `max_producer_flow_control_wait`.
 
         Raises:
-            ConfirmTimeout: some messages are not confirmed; their outcome is not known yet.
-            NackError: the broker nacked messages. The error has them in `messages`, with their ``Basic.Publish``. Its
-                notes say how many of them were not nacked but dropped by the channel, and why.
-            UnroutableError: no queue took some mandatory messages. The error has them in `messages`.
+            ConfirmTimeout: some messages are not confirmed. Their outcome is unknown.
+            NackError: the broker nacked messages. The attribute `messages` has them, with their ``Basic.Publish``. If
+                the channel itself dropped some of them, the notes of the error have their number and the reason.
+            UnroutableError: no queue has received some mandatory messages. The attribute `messages` has them.
             TypeError, ValueError: `timeout` is not a number.
         """
         wait, deadline = self._deadline(timeout)
@@ -641,9 +638,9 @@ class BlockingChannel(_pika.BlockingChannel):
 
     @property
     def unconfirmed(self) -> tuple[ReturnedMessage, ...]:
-        """Messages that were published in confirm mode and not confirmed, in order.
+        """The unconfirmed messages of confirm mode, in order.
 
-        On a closed channel they never will be confirmed. Each has the ``Basic.Publish``, the properties and the body.
+        On a closed channel they will never be confirmed. Each message has its ``Basic.Publish``, properties and body.
         """
         protocol = self._flow.protocol
         receipts = [*protocol.reports.failures, *protocol.unsettled_receipts]
@@ -656,7 +653,7 @@ class BlockingChannel(_pika.BlockingChannel):
             failures = self._flow.protocol.reports.take_failures()
             error = exceptions.NackError([_published(each) for each in failures])
             others = [each for each in failures if each._outcome is not Outcome.NACKED]
-            # The log has a warning with their number, which pika's error cannot contain.
+            # pika's error cannot contain the number of dropped messages. A warning in the log has the number.
             self._flow.protocol.reports.take_dropped()
         elif self._flow.returned:
             returned, self._flow.returned = self._flow.returned, []
@@ -669,7 +666,7 @@ class BlockingChannel(_pika.BlockingChannel):
         raise error
 
     def _settle(self, end: float = math.inf) -> Exception | None:
-        """On the first call, settle the messages. Return an error if some were not delivered."""
+        """Settle the messages on the first call. Return an error if some were not delivered."""
         if not self._is_pipelined:
             return None
         self._is_pipelined = False
@@ -681,7 +678,7 @@ class BlockingChannel(_pika.BlockingChannel):
         return None
 
     def _forsake(self, value: object) -> None:
-        """Leave the channel without waiting for confirms, because of an exception."""
+        """Discard the channel after an exception, without waiting for confirms."""
         if self._is_pipelined and self._flow.protocol.unsettled:
             log(
                 logging.WARNING,
@@ -693,11 +690,11 @@ class BlockingChannel(_pika.BlockingChannel):
         self._is_pipelined = False
 
     def close(self, reply_code: int = 0, reply_text: str = "Normal shutdown") -> None:
-        """Same as pika's method, after the unconfirmed messages of pipelined confirms are settled.
+        """Close the channel like pika, after the unconfirmed messages of pipelined confirms are settled.
 
         Raises:
-            UnroutableError, NackError, ConfirmTimeout: as `wait_for_confirms`, after the channel is closed.
-            ConnectionBlockedTimeout: the broker does not read, and the connection was aborted.
+            UnroutableError, NackError, ConfirmTimeout: as for `wait_for_confirms`, after the channel is closed.
+            ConnectionBlockedTimeout: the broker does not read, so the connection was aborted.
         """
         error = self._settle() if self.is_open else None
         with good_bye(self._connection):
@@ -716,11 +713,11 @@ class BlockingChannel(_pika.BlockingChannel):
     # Flow.
 
     def add_on_flow_callback(self, callback: Callable[[FlowEvent], object]) -> None:
-        """Call a callback with every flow event, in order.
+        """Call a callback with each flow event, in order.
 
         Args:
-            callback: called where pika calls all callbacks: in `BlockingConnection.process_data_events`,
-                `BlockingConnection.sleep` and `start_consuming`. It may call any method.
+            callback: called in `BlockingConnection.process_data_events`, `BlockingConnection.sleep` and
+                `start_consuming`, like all callbacks of pika. It may call any method.
         """
         self._flow.listen(lambda event: self._add_pending_event(_FlowNotice(callback, event)))
 
@@ -734,16 +731,16 @@ class BlockingChannel(_pika.BlockingChannel):
         return state
 
     def wait_unflowed(self, timeout: float | None = None) -> bool:
-        """Wait until there are no holds. I/O continues meanwhile.
+        """Wait until there are no holds. I/O continues during the wait.
 
         Args:
-            timeout: seconds; ``None`` for no limit.
+            timeout: maximum seconds; ``None`` for no limit.
 
         Returns:
-            True if there are no holds; False after the timeout.
+            True if there are no holds. False after the timeout.
 
         Raises:
-            ChannelClosed, ConnectionClosed: as pika's methods.
+            ChannelClosed, ConnectionClosed: as for pika's methods.
             TypeError, ValueError: `timeout` is not a number.
         """
         _, deadline = self._deadline(timeout)

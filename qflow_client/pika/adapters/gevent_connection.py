@@ -13,7 +13,7 @@ __all__ = ["GeventConnection"]
 
 
 class GeventConnection(FlowedConnection, _pika.GeventConnection):
-    """pika's `GeventConnection`, whose channels have flow control."""
+    """pika's `GeventConnection`, with flow control in its channels."""
 
 
 def __getattr__(name: str) -> Any:

@@ -13,7 +13,7 @@ __all__ = ["SelectConnection"]
 
 
 class SelectConnection(FlowedConnection, _pika.SelectConnection):
-    """pika's `SelectConnection`, whose channels have flow control."""
+    """pika's `SelectConnection`, with flow control in its channels."""
 
 
 def __getattr__(name: str) -> Any:

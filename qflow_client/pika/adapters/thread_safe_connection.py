@@ -1,9 +1,9 @@
 """`pika.adapters.thread_safe_connection` of pika 1.5, with flow control: publishing waits for a limited time.
 
-pika runs the connection on a separate thread, the IOLoop's thread. All decisions about the flow of a channel are made
-on that thread, so no lock is needed here. A thread that publishes passes the message to the IOLoop's thread
-(`_Publishing`). If there is certainly room, it does not wait for the result, as with pika. Otherwise it waits until the
-message is written or rejected.
+pika runs the connection on a separate thread, the IOLoop's thread. Only this thread decides about the flow of a
+channel, so no lock is needed. A thread that publishes passes the message to the IOLoop's thread (`_Publishing`). If
+there is certainly room, the publishing thread does not wait, as with pika. Otherwise it waits until the message is
+written or rejected.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ __all__ = ["Channel", "Connection", "SelectConnection"]
 
 _monotonic = time.monotonic
 
-# The interval, in seconds, at which a waiting thread checks whether the IOLoop's thread is alive and a notice is due.
+# Seconds between two checks of a waiting thread: whether the IOLoop's thread is alive, and whether to log a notice.
 _LOOK_AGAIN = 0.5
 
 
 class _Withdrawable(Publish):
-    """A message whose thread may stop waiting at any time. Only one side decides whether it is sent."""
+    """A message whose thread may stop waiting at any time. Exactly one of the threads decides whether it is sent."""
 
     future: Future[None]
 
     def __init__(self, publish: Publish, future: Future[None]) -> None:
         self.__dict__.update(publish.__dict__, future=future)
-        # The property `frames` takes its place.
+        # The property `frames` replaces the attribute.
         self.__dict__["given"] = self.__dict__.pop("frames")
 
     @property
@@ -58,10 +58,10 @@ class _Withdrawable(Publish):
 
 
 class _Publishing:
-    """One `basic_publish` of another thread. `accept` and `wait` run there, all other methods on the IOLoop's thread.
+    """One `basic_publish` of another thread, which calls `accept` and `wait`. The IOLoop's thread calls the rest.
 
-    It is its own ticket's waiter. The step that admits the message also writes it and calls `set`. So `on_publish` is
-    called before the broker's answer can be read.
+    The object is the waiter of its ticket. The step that admits the message also writes it and calls `set`. So
+    `on_publish` is called before the broker's answer can be read.
     """
 
     def __init__(self, channel: Channel, publish: Publish, on_publish: Any) -> None:
@@ -69,17 +69,17 @@ class _Publishing:
         self._flow = channel.flow_control
         self._publish = publish
         self._on_publish = on_publish
-        # Done when the message is written or rejected; ``None`` if no thread waits. After the admission it is running.
-        # Cancelling it withdraws the message.
+        # Done when the message is written or rejected; ``None`` if no thread waits. It is running after the admission.
+        # To withdraw the message, the thread cancels it.
         self._future: Future[None] | None = None
-        # The ticket in line.
+        # The ticket that waits in line.
         self._ticket: Any = None
 
     def accept(self) -> bool:
-        """Send the message without waiting, if there is certainly room. Return False otherwise.
+        """Send the message without waiting if there is certainly room. Otherwise return False.
 
-        If the broker stops the channel before the message is sent, it is sent when the broker restarts the channel.
-        There are at most `capacity` such messages, with at most `max_unwritten_bytes` together.
+        If the broker stops the channel before the message is sent, the message is sent when the broker restarts the
+        channel. There are at most `capacity` such messages, and they have at most `max_unwritten_bytes` bytes together.
         """
         admission, accepted = self._flow.protocol.admission, self._channel.accepted
         window = admission.window
@@ -102,7 +102,7 @@ class _Publishing:
         """Send the message, and wait until it is sent.
 
         Args:
-            timeout: seconds; ``None`` for no limit.
+            timeout: maximum seconds; ``None`` for no limit.
 
         Raises:
             FlowControlTimeout, ProducerFlowed: the message was not sent and never will be.
@@ -122,7 +122,7 @@ class _Publishing:
                 except TimeoutError:
                     if future.done():
                         raise
-                # If the connection has ended, this call raises the reason. The IOLoop's thread may be gone then.
+                # If the connection has ended, the IOLoop's thread may have ended too. Then this call raises the reason.
                 connection.add_callback_threadsafe(self._notice)
                 if _monotonic() >= deadline and future.cancel():
                     exchange, routing_key, _ = self._publish.arguments
@@ -145,7 +145,7 @@ class _Publishing:
             try:
                 self._channel.accepted.remove(self)
             except ValueError:
-                # The channel ended before this call.
+                # The channel has ended before this call.
                 return
         elif self._future.cancelled():
             return
@@ -176,7 +176,7 @@ class _Publishing:
         flow.look_at_transport(now)
 
     def set(self) -> None:
-        """Continue: the message is admitted and written, or rejected."""
+        """Finish, because the message was admitted and written, or was rejected."""
         ticket = self._ticket
         if ticket.receipt is None:
             self._end(self._channel.closing_error if isinstance(ticket.error, ProducerClosed) else ticket.error)
@@ -195,7 +195,7 @@ class _Publishing:
             future.set_exception(error)
 
     def lose(self) -> None:
-        """Fail, because the channel ended before the message was in line."""
+        """Fail, because the channel has ended before the message was in line."""
         self._end(self._channel.closing_error)
 
     def _notice(self) -> None:
@@ -211,13 +211,13 @@ class _Publishing:
 class Channel(_pika.Channel):  # type: ignore[misc]  # of no known type
     """pika's thread-safe `Channel`. While the broker has stopped the channel, `basic_publish` waits for a limited time.
 
-    It answers ``Channel.Flow``. Publishing stops because of ``Channel.Flow``, ``Connection.Blocked``, a full window of
-    unconfirmed messages, a rate limit, or a transport with more than `max_unwritten_bytes`.
+    The channel answers ``Channel.Flow``. ``Channel.Flow``, ``Connection.Blocked``, a full window of unconfirmed
+    messages, a rate limit and a transport with more than `max_unwritten_bytes` stop publishing.
     """
 
     #: The connection (internal).
     connection: Connection
-    #: Messages that were accepted and have not begun, see `_Publishing.accept` (internal).
+    #: Messages that were accepted and are not in line yet; see `_Publishing.accept` (internal).
     accepted: deque[_Publishing]
 
     @property
@@ -235,30 +235,22 @@ class Channel(_pika.Channel):  # type: ignore[misc]  # of no known type
         mandatory: bool = False,
         on_publish: Any = None,
     ) -> None:
-        """Same as pika's method, after waiting while the channel is flowed (J7 A4).
+        """Publish a message like pika. Wait first while the channel is flowed (J7 A4).
 
-        In a callback of a consumer it waits at most half of ``work_queue_put_timeout``, because pika reads nothing
-        while its queue of callbacks is full.
-
-        Args:
-            exchange: as pika's.
-            routing_key: as pika's.
-            body: as pika's.
-            properties: as pika's.
-            mandatory: as pika's.
-            on_publish: as pika's.
+        In a callback of a consumer this method waits at most half of ``work_queue_put_timeout``, because pika reads
+        nothing while its queue of callbacks is full.
 
         Raises:
-            FlowControlTimeout: still flowed after `max_producer_flow_control_wait`; the message was not sent and never
-                will be.
-            ProducerFlowed: flowed, and `when_flowed` is ``"raise"``, or this is the IOLoop's thread; the message was
-                not sent.
-            ChannelWrongStateError, ChannelClosed, …: the channel is not open. pika only logs that.
+            FlowControlTimeout: the channel was still flowed after `max_producer_flow_control_wait`. The message was not
+                sent and never will be.
+            ProducerFlowed: the channel is flowed, and `when_flowed` is ``"raise"`` or this is the IOLoop's thread. The
+                message was not sent.
+            ChannelWrongStateError, ChannelClosed, …: the channel is not open. pika itself only logs this error.
         """
         if on_publish is not None:
             validators.require_callback(on_publish, "on_publish")
         connection = self.connection
-        # Encoded here, so that later changes by the caller have no effect.
+        # Encode the message here, so that later changes by the caller have no effect.
         try:
             publish = self._channel.encode(exchange, routing_key, body, properties, mandatory)
         except exceptions.ChannelWrongStateError:
@@ -290,16 +282,16 @@ class Channel(_pika.Channel):  # type: ignore[misc]  # of no known type
 
     @property
     def next_publish_seq_no(self) -> int | None:
-        """Same as pika's method."""
+        """Return the sequence number of the next message, like pika."""
         flow = self.flow_control
         return flow.delivery_tag(flow.protocol.admission.next_number)
 
     def on_flow(self, callback: Callable[[FlowEvent], object]) -> None:
-        """Call a callback with every flow event, in order.
+        """Call a callback with each flow event, in order.
 
         Args:
-            callback: called on the IOLoop's thread, so it must return quickly. A call there that would have to wait
-                raises an error.
+            callback: called on the IOLoop's thread, so it must return quickly. If it calls a method that would have to
+                wait, the method raises an error.
         """
         self.connection.run(lambda: self.flow_control.listen(callback))
 
@@ -317,7 +309,7 @@ class Connection(_pika.Connection):  # type: ignore[misc]  # of no known type
     _ioloop_ident: int | None = None
 
     def _on_connection_open(self, connection: Any) -> None:
-        # On the IOLoop's thread, before it reads anything after Connection.OpenOk.
+        # This runs on the IOLoop's thread, before any data after Connection.OpenOk is read.
         self._ioloop_ident = get_ident()
         follow(connection)
         ConnectionFlow.of(connection).on_forked = self._leave_to_parent
@@ -329,7 +321,7 @@ class Connection(_pika.Connection):  # type: ignore[misc]  # of no known type
         self._closed_reason = reason
 
     def channel(self, timeout: float | None = _pika.DEFAULT_RPC_TIMEOUT) -> Channel:
-        """Same as pika's method, with flow control."""
+        """Open a channel like pika, with flow control."""
         channel: Any = super().channel(timeout)
         channel.__class__ = Channel
         channel.connection, channel.accepted = self, deque()
@@ -343,7 +335,7 @@ class Connection(_pika.Connection):  # type: ignore[misc]  # of no known type
         return self._ioloop_ident == get_ident()
 
     def limit(self, settings: Any) -> float | None:
-        """Return for how many seconds this thread may wait; ``None`` for no limit (internal)."""
+        """Return the maximum seconds that this thread may wait, or ``None`` for no limit (internal)."""
         wait: float | None = settings.max_producer_flow_control_wait
         if self._is_pool_worker_thread():
             half: float = self._work_queue_put_timeout / 2

@@ -13,7 +13,7 @@ __all__ = ["TornadoConnection"]
 
 
 class TornadoConnection(FlowedConnection, _pika.TornadoConnection):
-    """pika's `TornadoConnection`, whose channels have flow control."""
+    """pika's `TornadoConnection`, with flow control in its channels."""
 
 
 def __getattr__(name: str) -> Any:

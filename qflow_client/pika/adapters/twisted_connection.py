@@ -18,7 +18,7 @@ __all__ = ["TwistedChannel", "TwistedProtocolConnection"]
 
 
 class TwistedChannel(_pika.TwistedChannel):
-    """pika's `TwistedChannel`. While the broker has stopped it, it sends nothing, and `basic_publish` fails."""
+    """pika's `TwistedChannel`. While the broker has stopped the channel, `basic_publish` fails and sends nothing."""
 
     # pika's.
     _channel: Any
@@ -26,37 +26,37 @@ class TwistedChannel(_pika.TwistedChannel):
     def basic_publish(
         self, exchange: str, routing_key: str, body: Any, properties: Any = None, mandatory: bool = False
     ) -> Any:
-        """Same as pika's method; the `Deferred` fails with `ProducerFlowed` if the channel is flowed."""
+        """Publish a message like pika. If the channel is flowed, the `Deferred` fails with `ProducerFlowed`."""
         try:
             return super().basic_publish(exchange, routing_key, body, properties, mandatory)
         except ProducerFlowed:
             return defer.fail()
 
     def on_flow(self, callback: Callable[[FlowEvent], object]) -> Callable[[], None]:
-        """Same as `Channel.on_flow`."""
+        """Call a callback with each flow event; see `Channel.on_flow`."""
         stop: Callable[[], None] = self._channel.on_flow(callback)
         return stop
 
     @property
     def flow_state(self) -> FlowState:
-        """Same as `Channel.flow_state`."""
+        """The flow state; see `Channel.flow_state`."""
         state: FlowState = self._channel.flow_state
         return state
 
 
 class TwistedProtocolConnection(_pika.TwistedProtocolConnection):
-    """pika's `TwistedProtocolConnection`, whose channels have flow control."""
+    """pika's `TwistedProtocolConnection`, with flow control in its channels."""
 
     # pika's.
     _impl: Any
 
     def __init__(self, parameters: Any = None, custom_reactor: Any = None) -> None:
         super().__init__(parameters, custom_reactor)
-        # pika makes this object by name, so the methods of `FlowedConnection` are added to it here.
+        # pika creates this object itself, so add the methods of `FlowedConnection` to it here.
         follow(self._impl)
 
     def channel(self, channel_number: int | None = None) -> Any:
-        """Same as pika's method, with flow control."""
+        """Open a channel like pika, with flow control."""
         ConnectionFlow.of(self._impl).check_process()
         return super().channel(channel_number).addCallback(_adopt)
 
