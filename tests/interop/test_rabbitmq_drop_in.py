@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,8 @@ import pytest
 
 import qflow_client.pika as drop_in
 from qflow_client import ConfirmTimeout, FlowControlTimeout, HoldKind
+from qflow_client.message import REPUBLISHED
+from qflow_client.testing.proxy import FaultProxy
 from qflow_client.testing.rabbitmq import RabbitMQNode
 from tests.effort import rounds
 from tests.integration.dropin.scenarios import all_scenarios, outcome
@@ -207,3 +210,48 @@ def test_pipelined_confirms_work_for_many_messages(rabbitmq: RabbitMQNode) -> No
                 break
         channel.cancel()
         assert got == [b"%d" % number for number in range(count)]
+
+
+def test_pipelined_messages_survive_lost_connections_in_order_and_copies_are_marked(rabbitmq: RabbitMQNode) -> None:
+    cuts = rounds(10, least=3)
+    with FaultProxy(rabbitmq.url) as proxy, original.BlockingConnection(original.URLParameters(rabbitmq.url)) as other:
+        reader = other.channel()
+        queue = reader.queue_declare("", exclusive=True).method.queue
+        last, number, lost = None, 0, 0
+
+        def depth() -> int:
+            return int(reader.queue_declare(queue, passive=True).method.message_count)
+
+        while lost <= cuts:
+            # The window is never full, so no publish waits for confirms that the proxy swallows.
+            channel = drop_in.BlockingConnection(drop_in.URLParameters(f"{proxy.url}?capacity=100000")).channel()
+            try:
+                channel.confirm_delivery(pipelined=True, republish=last)
+                last = channel
+                while lost < cuts:
+                    for _ in range(100):
+                        channel.basic_publish("", queue, b"%d" % number)
+                        number += 1
+                    if any(each.bytes_to_broker > 50_000 for each in proxy.connections):
+                        # These arrive, and their confirms do not.
+                        proxy.black_hole(direction="to_client")
+                        channel.basic_publish("", queue, b"%d" % number)
+                        number += 1
+                        eventually(lambda: depth() >= number)  # noqa: B023  # called at once
+                        proxy.cut()
+                        proxy.heal()
+                channel.wait_for_confirms(PATIENCE)
+                channel.connection.close()
+                break
+            except drop_in.exceptions.AMQPConnectionError:
+                lost += 1
+        # How many copies of each have no mark, in the order of the first copies.
+        unmarked: Counter[int] = Counter()
+        copies = depth()
+        for _ in range(copies):
+            _, properties, body = reader.basic_get(queue, auto_ack=True)
+            unmarked[int(body or b"")] += REPUBLISHED not in (properties.headers or {})  # type: ignore[union-attr]
+    assert lost == cuts
+    assert list(unmarked) == list(range(number))
+    assert copies > number
+    assert max(unmarked.values()) == 1
