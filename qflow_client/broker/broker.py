@@ -135,9 +135,13 @@ class Broker(CoreBroker):
             DefinitionError: a definition is refused; the objects that were declared before it have been deleted again.
         """
         with closing(Loading(self._host, self._rules, definitions).steps()) as steps:
-            for step in steps:
-                self._server.touch()
-                yield step
+            yield from self._noted(steps)
+
+    def _noted(self, steps: Iterator[None]) -> Iterator[None]:
+        """Note a change of the broker for each step."""
+        for step in steps:
+            self._server.touch()
+            yield step
 
     def each_definition(self) -> Iterator[Exported]:
         """The same as `definitions` without the policies. It may be read in several iterations of the loop."""
@@ -209,9 +213,7 @@ class Broker(CoreBroker):
         Raises:
             ValueError: the policy needs a message store, and the broker has none.
         """
-        for step in self._rules.set_policy_in_steps(policy, self._host):
-            self._server.touch()
-            yield step
+        return self._noted(self._rules.set_policy_in_steps(policy, self._host))
 
     def delete_policy(self, name: str) -> None:
         """Remove a policy; each queue then follows the other policies and arguments that apply to it.
@@ -230,9 +232,7 @@ class Broker(CoreBroker):
         Raises:
             LookupError: no policy has this name.
         """
-        for step in self._rules.delete_policy_in_steps(name, self._host):
-            self._server.touch()
-            yield step
+        return self._noted(self._rules.delete_policy_in_steps(name, self._host))
 
     @property
     @on_loop()

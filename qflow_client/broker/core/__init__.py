@@ -3,6 +3,16 @@
 Read these files in this order to follow a publish to the ``Channel.Flow`` that it causes. Each file imports only later
 files of this list, and uses protocols for the earlier ones. The exception is `channelflow.py`, which imports
 `queueflow.py`. Together the files have at most 3,500 lines.
+The calls are, from the bytes of a message to the bytes of its ``Channel.Flow``::
+
+    Session.receive_data > Channel.on_body > Channel._finish > Channel._publish_watched > Channel._enqueue
+    > Queue.enqueue > QueueFlows.entered > FlowController.offer > ChannelFlow.block > ChannelFlow.on_blocked
+    > Output.write_in_turn
+
+and from an ack to the ``Channel.Flow`` that ends it::
+
+    Session.receive_data > Channel.on_method > Channel.settle > Consuming.settle > Dispatcher.settle > Contents.left
+    > QueueFlows.left > FlowController.release > ChannelFlow.unblock > ChannelFlow.on_unblocked > Output.write_in_turn
 
 1. `session.py` splits bytes into frames and gives each frame to its channel. `wire.py`, which the other files use too,
    decodes and encodes frames.
@@ -13,7 +23,8 @@ files of this list, and uses protocols for the earlier ones. The exception is `c
 5. `queue.py` appends the message to its `contents.py`, and calls all observers of the queue's entries.
 6. `queueflow.py` observes the entries for the marks. Each configured family of marks gets the new depth. A family that
    turns ON blocks the publishing channel and holds its confirms. A family that turns OFF unblocks the channel and
-   releases the confirms.
+   releases the confirms. Each family is a `FlowController` with a `ThresholdLimiter`. These two classes are in the
+   package `qflow_client.flow`, which producers use too.
 7. `channelflow.py` is the channel as queues see it. `ChannelFlow.on_blocked` sends one ``Channel.Flow`` for the first
    hold of a channel. `ChannelFlow.on_unblocked` sends one when the last hold is released.
 8. `output.py` buffers the ``Channel.Flow`` until the socket accepts it.

@@ -156,6 +156,7 @@ class Channel:
             raise ConnectionException(
                 ReplyCode.UNEXPECTED_FRAME, f"{wire.method_name(payload)} came in the middle of a message's content"
             )
+        # Most publishes repeat the bytes of an earlier Basic.Publish, of any channel, so they are not decoded again.
         target = self.router.targets.get(payload)
         if target is not None:
             self._target = target

@@ -75,7 +75,7 @@ class EmbeddedBroker:
         self.settings = settings
         self._host = VirtualHost(settings, journal=journal, rules=rules)
         self._controls = Controls(watches_publishes=settings.watches_publishes)
-        self._server = Server(settings, self._host, self._controls, self._on_turn, discipline)
+        self._server = Server(self._host, self._controls, self._on_turn, discipline)
         # Only set if there is a store.
         self._disk: Disk | None = None
         # Started after the broker listens, and stopped before it stops listening.

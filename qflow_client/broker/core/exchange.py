@@ -352,16 +352,8 @@ _KINDS: dict[ExchangeType, type[Exchange]] = {
 }
 
 
-def make_exchange(
-    name: str,
-    kind: str,
-    *,
-    durable: bool,
-    auto_delete: bool,
-    internal: bool,
-    arguments: Mapping[str, object],
-) -> Exchange:
-    """Create an exchange of a type that a client requested.
+def make_exchange(name: str, kind: str, **settings: Any) -> Exchange:
+    """Create an exchange of a type that a client requested. `settings` are those of `Exchange`.
 
     Raises:
         ConnectionException: 503 if the type does not exist.
@@ -373,4 +365,4 @@ def make_exchange(
         raise ConnectionException(
             ReplyCode.COMMAND_INVALID, f"exchange '{name}' of unknown type '{kind}'; known are {allowed}"
         ) from None
-    return _KINDS[exchange_type](name, durable=durable, auto_delete=auto_delete, internal=internal, arguments=arguments)
+    return _KINDS[exchange_type](name, **settings)

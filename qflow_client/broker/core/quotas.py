@@ -1,4 +1,4 @@
-"""The maximum numbers of queues, bindings, consumers and unauthenticated connections.
+"""The maximum numbers of queues, bindings and consumers.
 
 A quota is checked when an object is created, and never when a message is published. It keeps an upper bound of the
 number of objects. So no code has to report deletions. The exact number is counted only when the bound reaches the
@@ -8,11 +8,10 @@ limit.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Generic, Protocol, TypeVar
 
 from qflow_client.broker.core.errors import ChannelException, ReplyCode
 
-__all__ = ["Quota", "Stranger", "Strangers"]
+__all__ = ["Quota"]
 
 
 class Quota:
@@ -53,57 +52,3 @@ class Quota:
                     "remove some, or raise that setting of the broker",
                 )
         self._bound += 1
-
-
-class StrangerSession(Protocol):
-    """The part of a session that `Strangers` needs."""
-
-    #: Whether the connection was opened.
-    was_opened: bool
-
-
-class Stranger(Protocol):
-    """A connection that may not be open yet."""
-
-    @property
-    def session(self) -> StrangerSession:
-        """The session of the connection."""
-
-
-T = TypeVar("T", bound=Stranger)
-
-
-class Strangers(Generic[T]):
-    """The connections that are not open yet, the oldest first.
-
-    Connections that have been opened stay in the list until it is full. So opening a connection costs nothing here.
-
-    Args:
-        limit: maximum number of connections that are not open.
-    """
-
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._connections: dict[T, None] = {}
-
-    def add(self, connection: T) -> T | None:
-        """Add a connection that was accepted.
-
-        Returns:
-            The oldest connection that is not open, if there is one too many. The caller has to close it.
-        """
-        connections = self._connections
-        connections[connection] = None
-        if len(connections) <= self._limit:
-            return None
-        for each in [each for each in connections if each.session.was_opened]:
-            del connections[each]
-        if len(connections) <= self._limit:
-            return None
-        oldest = next(iter(connections))
-        del connections[oldest]
-        return oldest
-
-    def discard(self, connection: T) -> None:
-        """Remove a connection that is closed."""
-        self._connections.pop(connection, None)

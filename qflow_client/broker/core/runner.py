@@ -127,13 +127,15 @@ class Runner:
             else:
                 done.set_result(result)
 
+        return done.result() if self._post(run) else function()
+
+    def _post(self, function: Callable[[], None]) -> bool:
+        """Schedule a function on the loop. Return False if this is that loop, or if no loop runs."""
         with self._loop_lock:
-            loop = self._loop if threading.get_ident() != self._loop_thread else None
-            if loop is not None:
-                loop.call_soon_threadsafe(run)
-        if loop is None:
-            run()
-        return done.result()
+            if self._loop is None or threading.get_ident() == self._loop_thread:
+                return False
+            self._loop.call_soon_threadsafe(function)
+            return True
 
     def call_in_steps(self, steps: Iterator[object]) -> None:
         """Run steps on the loop, for `SLICE` seconds in each of its turns.
@@ -158,15 +160,11 @@ class Runner:
             else:
                 done.set_result(None)
 
-        with self._loop_lock:
-            is_elsewhere = self._loop is not None and threading.get_ident() != self._loop_thread
-            if is_elsewhere and self._loop is not None:
-                self._loop.call_soon_threadsafe(go_on)
-        if not is_elsewhere:
-            for _ in steps:
-                pass
+        if self._post(go_on):
+            done.result()
             return
-        done.result()
+        for _ in steps:
+            pass
 
     # Waiting.
 

@@ -33,9 +33,8 @@ from qflow_client.broker.core.errors import ReplyCode
 from qflow_client.broker.core.listener import Listener
 from qflow_client.broker.core.logs import get_logger
 from qflow_client.broker.core.ports import Journal
-from qflow_client.broker.core.quotas import Strangers
 from qflow_client.broker.core.session import Session, State
-from qflow_client.broker.core.settings import DEFAULT_USERS, Settings, is_loopback
+from qflow_client.broker.core.settings import DEFAULT_USERS, is_loopback
 from qflow_client.broker.core.virtualhost import VirtualHost
 
 __all__ = ["Server"]
@@ -49,7 +48,6 @@ class Server:
     All output of a connection in one iteration of the event loop is written with one write.
 
     Args:
-        settings: settings of the broker.
         host: the virtual host.
         controls: controls of the operator.
         on_change: called at the end of every turn with a change.
@@ -72,20 +70,19 @@ class Server:
 
     def __init__(
         self,
-        settings: Settings,
         host: VirtualHost,
         controls: Controls,
         on_change: Callable[[], None],
         discipline: Callable[[Session], Discipline] | None = None,
     ) -> None:
-        self.settings = settings
+        self.settings = host.settings
         self.host = host
         self.controls = controls
         self.discipline = discipline
         # All connections, the oldest first.
         self.connections: dict[Connection, None] = {}
-        # The connections that are not open yet.
-        self.strangers: Strangers[Connection] = Strangers(settings.max_unauthenticated)
+        # The connections that are not open yet. Opened connections leave it only when it is full.
+        self._strangers: dict[Connection, None] = {}
         # Number of connections that have sent everything and wait for their clients to close.
         self.finished = 0
         self.clock = time.monotonic
@@ -221,9 +218,23 @@ class Server:
         self._with_input[connection] = None
         self.touch()
 
-    def forget_input(self, connection: Connection) -> None:
-        """Remove a lost connection from those with held input."""
-        self._with_input.pop(connection, None)
+    def add_stranger(self, connection: Connection) -> None:
+        """Note a connection that is not open yet. If there are too many of them, drop the oldest."""
+        self._strangers[connection] = None
+        limit = self.settings.max_unauthenticated
+        if len(self._strangers) > limit:
+            self._strangers = {each: None for each in self._strangers if not each.session.was_opened}
+        if len(self._strangers) > limit:
+            oldest = next(iter(self._strangers))
+            del self._strangers[oldest]
+            text = "%s: cut before it was open, because %d newer connections are not open either (max_unauthenticated)"
+            _log.warning(text, oldest.name, limit)
+            oldest.abort()
+
+    def forget(self, connection: Connection) -> None:
+        """Forget a lost connection."""
+        for connections in (self.connections, self._strangers, self._with_input):
+            connections.pop(connection, None)
 
     def _go_on(self) -> None:
         """Let connections continue with their held input while this iteration of the loop has time."""
@@ -418,15 +429,7 @@ class Connection(asyncio.Protocol):
         if server.is_stopping:
             self._transport.abort()
             return
-        oldest = server.strangers.add(self)
-        if oldest is not None:
-            limit = server.settings.max_unauthenticated
-            _log.warning(
-                "%s: cut before it was open, because %d newer connections are not open either (max_unauthenticated)",
-                oldest.name,
-                limit,
-            )
-            oldest.abort()
+        server.add_stranger(self)
         _log.debug("%s: connected", self.session.name)
         self._set_timer()
         server.touch()
@@ -436,10 +439,8 @@ class Connection(asyncio.Protocol):
         if self._timer is not None:
             self._timer.cancel()
         self.session.lost()
-        self._server.connections.pop(self, None)
-        self._server.forget_input(self)
+        self._server.forget(self)
         self._set_buffers(0, 0)
-        self._server.strangers.discard(self)
         if self._is_finished:
             self._server.finished -= 1
         self._server.touch()

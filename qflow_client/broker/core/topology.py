@@ -18,7 +18,7 @@ from qflow_client.broker.core.quotas import Quota
 from qflow_client.broker.core.routing import ALTERNATE_EXCHANGE, Router
 from qflow_client.broker.core.settings import Settings
 
-__all__ = ["Topology", "check_depth", "check_owner"]
+__all__ = ["Topology", "check_depth", "check_owner", "check_same"]
 
 _PREDECLARED = (
     ("amq.direct", ExchangeType.DIRECT),
@@ -51,9 +51,7 @@ class Topology:
         self._on_bindings = on_bindings
         self.exchanges: dict[str, Exchange] = {"": DirectExchange("", durable=True)}
         for name, kind in _PREDECLARED:
-            self.exchanges[name] = make_exchange(
-                name, kind.value, durable=True, auto_delete=False, internal=False, arguments={}
-            )
+            self.exchanges[name] = make_exchange(name, kind, durable=True)
         self.router = Router(settings, self.exchanges, queues)
         self._binding_quota = Quota("max_bindings", settings.max_bindings, "bindings", self._count_bindings)
         # Whether the declared objects come from the message store.
@@ -87,19 +85,14 @@ class Topology:
         """
         there = self.exchanges.get(name)
         if there is not None and name:
-            for what, asked, is_so in (
-                ("type", kind, there.type.value),
-                ("durable", durable, there.durable),
-                ("auto_delete", auto_delete, there.auto_delete),
-                ("internal", internal, there.internal),
-                ("arguments", dict(arguments or {}), there.arguments),
-            ):
-                if asked != is_so:
-                    raise ChannelException(
-                        ReplyCode.PRECONDITION_FAILED,
-                        f"exchange '{name}' exists with {what}={is_so!r}, not {asked!r}; delete it, or declare it the "
-                        "same way",
-                    )
+            check_same(
+                f"exchange '{name}'",
+                type=(kind, there.type.value),
+                durable=(durable, there.durable),
+                auto_delete=(auto_delete, there.auto_delete),
+                internal=(internal, there.internal),
+                arguments=(dict(arguments or {}), there.arguments),
+            )
             return there
         if not name or name.startswith("amq."):
             raise ChannelException(
@@ -109,7 +102,7 @@ class Topology:
         check_depth(f"exchange '{name}'", arguments or {})
         _check_exchange_arguments(name, arguments or {})
         exchange = make_exchange(
-            name, kind, durable=durable, auto_delete=auto_delete, internal=internal, arguments=arguments or {}
+            name, kind, durable=durable, auto_delete=auto_delete, internal=internal, arguments=arguments
         )
         if self._journal is not None and durable and not self.is_recovering:
             self._journal.exchange(
@@ -242,6 +235,20 @@ class Topology:
     def _after_unbind(self, exchange: Exchange) -> None:
         if exchange.auto_delete and not exchange.bindings and exchange.name in self.exchanges:
             self.delete_exchange(exchange.name)
+
+
+def check_same(what: str, **settings: tuple[object, object]) -> None:
+    """Check that a queue or an exchange exists as it is declared: each setting as asked, and as it is.
+
+    Raises:
+        ChannelException: 406 if it does not.
+    """
+    for name, (asked, there) in settings.items():
+        if asked != there:
+            raise ChannelException(
+                ReplyCode.PRECONDITION_FAILED,
+                f"{what} exists with {name}={there!r}, not {asked!r}; delete it, or declare it the same way",
+            )
 
 
 def check_owner(queue: Queue, owner: Owner | None) -> None:

@@ -26,7 +26,7 @@ from qflow_client.broker.core.quotas import Quota
 from qflow_client.broker.core.replies import address_reply
 from qflow_client.broker.core.settings import FlowScope, Settings
 from qflow_client.broker.core.timers import Timers
-from qflow_client.broker.core.topology import Topology, check_depth, check_owner
+from qflow_client.broker.core.topology import Topology, check_depth, check_owner, check_same
 from qflow_client.broker.core.unsupported import check_copies, check_queue_arguments
 from qflow_client.broker.core.waiting import WaitingRoom, refusal
 from qflow_client.broker.core.wire import check_properties, encode_header
@@ -157,18 +157,13 @@ class VirtualHost:
         check_depth(f"queue '{name}'", arguments)
         if name in self.queues:
             queue = self.queue(name, owner)
-            for what, asked, there in (
-                ("durable", durable, queue.durable),
-                ("exclusive", exclusive, queue.exclusive_owner is not None),
-                ("auto_delete", auto_delete, queue.auto_delete),
-                ("arguments", arguments, queue.arguments),
-            ):
-                if asked != there:
-                    raise ChannelException(
-                        ReplyCode.PRECONDITION_FAILED,
-                        f"queue '{name}' exists with {what}={there!r}, not {asked!r}; delete it, or declare it the "
-                        "same way",
-                    )
+            check_same(
+                f"queue '{name}'",
+                durable=(durable, queue.durable),
+                exclusive=(exclusive, queue.exclusive_owner is not None),
+                auto_delete=(auto_delete, queue.auto_delete),
+                arguments=(arguments, queue.arguments),
+            )
             queue.touch()
             return queue
         if name.startswith("amq.") and not number:

@@ -53,7 +53,7 @@ class Peer:
     def __init__(self, world, server=None):
         self.world = world
         discipline = Discipline if world.settings.has_discipline else None
-        self.server = server or Server(world.settings, world.host, world.controls, lambda: None, discipline)
+        self.server = server or Server(world.host, world.controls, lambda: None, discipline)
         self.server.clock = lambda: world.now
         self.transport = Transport()
         self.connection = Connection(self.server)

@@ -5,15 +5,21 @@ from __future__ import annotations
 import ast
 import re
 from pathlib import Path
+from traceback import walk_stack
+
+import pytest
+from pamqp import commands
 
 from qflow_client.broker import core
+from qflow_client.broker.core.output import Output
 
 BROKER = Path(core.__file__).parents[1]
+OPENING = str(core.__doc__)
 
 
 def test_the_way_from_a_publish_to_channel_flow_has_at_most_3500_lines() -> None:
-    opening, _, _ = str(core.__doc__).partition("The other files are not on this path")
-    names = set(re.findall(r"`(\w+\.py)`", opening))
+    path, _, _ = OPENING.partition("The other files are not on this path")
+    names = set(re.findall(r"`(\w+\.py)`", path))
     assert {"session.py", "wire.py", "queue.py", "queueflow.py", "output.py"} < names
     lines = sum(len((BROKER / "core" / name).read_text().splitlines()) for name in names)
     assert lines <= 3500
@@ -27,3 +33,23 @@ def test_no_class_has_more_than_450_lines() -> None:
         if isinstance(node, ast.ClassDef) and (node.end_lineno or 0) - node.lineno >= 450
     ]
     assert long == []
+
+
+def test_a_channel_is_flowed_by_the_calls_that_the_opening_of_the_core_names(
+    world, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[list[str]] = []
+
+    def write_in_turn(output: Output, data: bytes) -> None:
+        callers = [frame.f_code.co_qualname for frame, _ in walk_stack(None)]
+        seen.append([*reversed(callers), "Output.write_in_turn"])
+
+    client = world.client().channel()
+    client.declare(arguments={"qpid.flow_stop_count": 1, "qpid.flow_resume_count": 1})
+    client.send(1, commands.Basic.Consume(queue="q"))
+    monkeypatch.setattr(Output, "write_in_turn", write_in_turn)
+    for _ in range(2):
+        client.publish()
+    client.send(1, commands.Basic.Ack(2, multiple=True))
+    named = [re.findall(r"[\w.]+", each) for each in re.findall(r"::\n\n((?:    .+\n)+)", OPENING)]
+    assert [[name for name in names if name in chain] for names, chain in zip(seen, named, strict=True)] == named
