@@ -217,8 +217,6 @@ class Unconfirmed:
         if len(body) > encoder.max_body:
             return False
         frames = encoder.frames(route, body, prepared, receipt._number)
-        if len(frames) > 1:
-            return False
         tag = receipt._tag = self.outbound.given + 1
         self._note_order((receipt,))
         # In this order, as in `make`.
