@@ -7,7 +7,7 @@ import gc
 import sys
 from collections.abc import Callable
 from functools import cache
-from inspect import CO_GENERATOR
+from inspect import CO_ASYNC_GENERATOR, CO_COROUTINE, CO_GENERATOR
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -24,14 +24,22 @@ _PACKAGE = str(Path(qflow_client.__file__).parent)
 # CPython (3.11 to 3.13) looks whether a signal has come where a function begins, which is at `RESUME`, and goes on
 # behind a `yield`, but not behind an `await`; where a loop turns; and at the end of a call of a built-in function.
 _LOOKS = {"JUMP_BACKWARD", "RESUME"}
+_IS_RESUMED = CO_ASYNC_GENERATOR | CO_COROUTINE | CO_GENERATOR
+
+
+@cache
+def _is_ours(code: CodeType) -> bool:
+    return code.co_filename.startswith(_PACKAGE)
 
 
 @cache
 def _instructions(code: CodeType) -> dict[int, str]:
-    return {
+    """Return the instructions by offset; none if the code looks only where it begins, so that they need no tracing."""
+    instructions = {
         each.offset: "" if each.opname == "RESUME" and (each.arg or 0) >= 2 else each.opname
         for each in dis.get_instructions(code)
     }
+    return instructions if code.co_flags & _IS_RESUMED or "JUMP_BACKWARD" in instructions.values() else {}
 
 
 def press() -> None:
@@ -63,14 +71,18 @@ def interrupted(
     # By frame, its instructions and the last one.
     frames: dict[FrameType, tuple[dict[int, str], str]] = {}
 
-    def is_ours(code: CodeType) -> bool:
+    def counts(code: CodeType) -> bool:
         # What puts right what the first has left is to be interrupted wherever it is.
-        return code.co_filename.startswith(_PACKAGE) and (points >= at or not only or code.co_filename.endswith(only))
+        return _is_ours(code) and (points >= at or not only or code.co_filename.endswith(only))
 
     def come() -> None:
         nonlocal points
         points += 1
         if points == at or (again and points == at + again):
+            if points == at + again:
+                # Nothing depends on later points.
+                sys.settrace(None)
+                sys.setprofile(None)
             handler()
 
     def trace_instructions(frame: FrameType, event: str, _argument: Any) -> Any:
@@ -84,16 +96,20 @@ def interrupted(
         return trace_instructions
 
     def trace(frame: FrameType, _event: str, _argument: Any) -> Any:
-        if not is_ours(frame.f_code):
+        if not counts(frame.f_code):
+            return None
+        instructions = _instructions(frame.f_code)
+        if not instructions:
+            come()
             return None
         # Python 3.13 reports opcodes only if `f_trace` is set first.
         frame.f_trace, frame.f_trace_opcodes, frame.f_trace_lines = trace_instructions, True, False
         # The first opcode that is reported comes after RESUME.
-        frames.setdefault(frame, (_instructions(frame.f_code), "RESUME"))
+        frames.setdefault(frame, (instructions, "RESUME"))
         return trace_instructions
 
     def profile(frame: FrameType, event: str, _argument: Any) -> None:
-        if event == "c_return" and is_ours(frame.f_code):
+        if event == "c_return" and counts(frame.f_code):
             come()
 
     before, profiled = sys.gettrace(), sys.getprofile()

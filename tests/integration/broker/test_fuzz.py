@@ -15,7 +15,7 @@ from pamqp.commands import Basic, Channel, Confirm, Connection, Exchange, Queue,
 from tests.effort import rounds
 
 PROTOCOL_HEADER = b"AMQP\0\0\x09\x01"
-SESSIONS = rounds(800)
+SESSIONS = rounds(400)
 PROPERTIES = Basic.Properties(
     content_type="text/plain",
     headers={"k": [1, "two", {"three": None}], "float": 1.5, "true": True, "raw": bytearray(b"raw")},

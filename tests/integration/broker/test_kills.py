@@ -19,7 +19,7 @@ from qflow_client.broker import Broker
 from tests.effort import rounds
 
 #: How often the broker is killed.
-KILLS = rounds(10, least=2)
+KILLS = rounds(6, least=2)
 ROOT = Path(__file__).parents[3]
 PATIENCE = 20.0
 WINDOW = 300

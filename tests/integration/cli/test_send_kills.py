@@ -18,7 +18,7 @@ pytestmark = pytest.mark.timeout(600)
 def test_E13_after_a_kill_at_any_moment_each_row_arrives_in_order_and_copies_are_marked(
     broker: Broker, tmp_path: Path
 ) -> None:
-    kills = rounds(20, least=5)
+    kills = rounds(10, least=5)
     # Rows of CSV have several lines, so there the position is the hardest to tell.
     verdict = run(tmp_path, kills=kills, rows=200 * kills, url=broker.url, format="csv")
     while not verdict.resumed:
@@ -30,7 +30,7 @@ def test_E13_after_a_kill_at_any_moment_each_row_arrives_in_order_and_copies_are
 
 @pytest.mark.program
 def test_E13_a_kill_after_the_broker_has_refused_rows_loses_none(broker: Broker, tmp_path: Path) -> None:
-    kills = rounds(20, least=6)
+    kills = rounds(10, least=6)
     verdict = run(tmp_path, kills=kills, rows=200 * kills, url=broker.url, refusals=True)
     while not verdict.refused:
         kills *= 2

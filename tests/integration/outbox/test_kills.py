@@ -81,7 +81,7 @@ def test_after_a_kill_at_any_moment_no_durable_message_is_lost_and_the_order_is_
     durable: set[int] = set()
     settling: set[int] = set()
     settled: set[int] = set()
-    number, longest, kills = 0, 0.15, rounds(20)
+    number, longest, kills = 0, 0.15, rounds(12)
     # On a slow machine, until there was something to lose.
     while number < kills or len(durable) <= 100 or not settled:
         if number >= kills:
@@ -113,7 +113,7 @@ def test_after_a_kill_at_any_moment_a_producer_loses_nothing_keeps_the_order_and
     # A slow machine takes longer until there is something to lose.
     while verdict is None or verdict.told <= 100 or verdict.left_behind == 0:
         assert longest < 30, verdict
-        verdict = run(tmp_path, kills=rounds(20), longest=longest)
+        verdict = run(tmp_path, kills=rounds(12), longest=longest)
         assert verdict.is_good, verdict
         longest *= 3
 

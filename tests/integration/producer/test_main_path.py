@@ -82,7 +82,7 @@ def test_a_small_frame_max_is_respected(
 
 
 def test_messages_of_one_thread_arrive_in_order_with_unique_ids(producer: Producer, broker: Broker) -> None:
-    count = rounds(5000)
+    count = rounds(2000, least=500)
     receipts = [producer.send(b"%d" % number) for number in range(count)]
     producer.flush(timeout=20)
     assert {receipt.outcome for receipt in receipts} == {Outcome.CONFIRMED}
@@ -124,7 +124,7 @@ def test_a_send_can_set_its_own_destination(producer: Producer, broker: Broker) 
 def test_f4_messages_of_eight_threads_arrive_once_and_in_order_for_each_thread(
     producer: Producer, broker: Broker
 ) -> None:
-    count = rounds(2000)
+    count = rounds(1000, least=200)
     together = threading.Barrier(8)
 
     def work(thread: int) -> None:

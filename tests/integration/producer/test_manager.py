@@ -105,7 +105,7 @@ def test_d5_producers_can_be_stopped_and_started_while_all_send(
     make_producer: Callable[..., Producer], broker: Broker
 ) -> None:
     producers = [make_producer() for _ in range(2)]
-    count = rounds(2000)
+    count = rounds(1000, least=200)
     jobs = [start(lambda p: [p.send(b"") for _ in range(count)], producer) for producer in producers for _ in range(2)]
     while alive := [job for job in jobs if job.is_alive()]:
         flow_manager.stop_all()

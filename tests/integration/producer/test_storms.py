@@ -18,7 +18,7 @@ from tests.effort import EFFORT, rounds
 def test_E2_a_storm_of_nested_calls_hangs_no_producer_and_assigns_no_number_twice(
     broker: Broker, skin: str, storm: str
 ) -> None:
-    seconds = rounds(20, least=5) / 10
+    seconds = rounds(10, least=5) / 10
     command = [sys.executable, "-m", "tests.integration.producer.storms", skin, broker.url, storm, str(seconds)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=150, check=False)
     assert ended.returncode == 0, ended.stderr

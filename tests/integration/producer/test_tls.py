@@ -54,7 +54,7 @@ def test_messages_of_all_sizes_arrive(tls_producer: Producer, tls_broker: Broker
 
 
 def test_a_burst_from_eight_threads_arrives(tls_producer: Producer, tls_broker: Broker) -> None:
-    count = rounds(1000, least=200)
+    count = rounds(500, least=200)
     jobs = [start(lambda t: [tls_producer.send(b"%d %d" % (t, n)) for n in range(count)], t) for t in range(8)]
     for job in jobs:
         job.result()

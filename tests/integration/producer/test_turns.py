@@ -132,7 +132,7 @@ def test_f4_when_a_large_message_is_withdrawn_the_next_one_is_admitted(
 def test_f4_no_thread_starves(make_producer: Callable[..., Producer], broker: Broker) -> None:
     producer = make_producer(capacity=4)
     enough = threading.Event()
-    turns = rounds(1000)
+    turns = rounds(500, least=100)
     sent = [0] * 8
 
     def work(thread: int) -> None:

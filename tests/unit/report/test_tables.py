@@ -15,7 +15,7 @@ from tests.unit.simulation.telemetry import lines_of
 
 from .reference import reference
 
-COUNT = rounds(40_000, least=10_000)
+COUNT = rounds(20_000, least=10_000)
 
 
 @pytest.fixture(scope="module", name="lines")

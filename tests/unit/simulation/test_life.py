@@ -24,13 +24,13 @@ from tests.effort import EFFORT, rounds
 from .life import BrokenContract, Life
 
 HOUR = 3600.0
-LIFE = HOUR / 10 if EFFORT == "quick" else 2 * HOUR
+LIFE = HOUR * {"quick": 0.1, "ci": 1.0, "nightly": 2.0}[EFFORT]
 
 
 @pytest.mark.parametrize("seed", range(rounds(12, least=12)))
 def test_the_contract_holds_for_hours_of_flow_blocks_acks_nacks_and_returns(seed: int) -> None:
     life = Life(seed)
-    # Each life has settings of its own; in CI they are a day together.
+    # Each life has settings of its own; in CI they are half a day together.
     life.live(LIFE)
     assert set(life.counts) == {do.__name__ for do, _ in Life.STEPS}
 

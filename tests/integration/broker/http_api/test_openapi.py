@@ -28,7 +28,7 @@ _SCHEMATHESIS = [
     # The events have no end; they have tests of their own.
     "--exclude-path=/api/events",
     "--phases=fuzzing" if EFFORT == "quick" else "--phases=examples,coverage,fuzzing",
-    f"--max-examples={2 if EFFORT == 'quick' else rounds(40)}",
+    f"--max-examples={rounds(10, least=2)}",
     "--continue-on-failure",
     "--no-color",
     *(() if EFFORT == "nightly" else ("--generation-deterministic",)),

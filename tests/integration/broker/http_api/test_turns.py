@@ -21,7 +21,7 @@ from qflow_client.broker.http.turns import Turns
 from tests.effort import rounds
 
 # All rules are about objects in a turn, so fewer queues prove the same in less time.
-QUEUES = rounds(20_000, least=1_100)
+QUEUES = rounds(4_000, least=1_100)
 
 
 class Turn:
