@@ -22,7 +22,12 @@ ROOT: Final = Path(__file__).parents[1]
 #: Pages that are generated, or that describe the history.
 _LEFT_OUT: Final = ("changelog.md", "compatibility.md", "nightly.md", "decisions/")
 
-_NO_PROSE: Final = re.compile(r"^(```|~~~).*?^\1|^---\n.*?^---$|^\|.*?$|^:::.*?(?=^\S|\Z)|^#.*?$", re.M | re.S)
+# A part of a page that a program makes stands between two comments.
+_NO_PROSE: Final = re.compile(
+    r"^(```|~~~).*?^\1|^---\n.*?^---$|^\|.*?$|^:::.*?(?=^\S|\Z)|^#.*?$"
+    r"|<!-- \w+: made by .*?<!-- end of \w+ -->|<!--.*?-->|<a id=.*?</a>",
+    re.M | re.S,
+)
 _LINK: Final = re.compile(r"!?\[([^]]*)\]\([^)]*\)")
 _ITEM: Final = re.compile(r"^\s*(?:[-*]|\d+\.)\s+", re.MULTILINE)
 _ARGUMENT: Final = re.compile(r"^\s*(?:\w+: |Args:|Raises:|Returns:|Yields:|Attributes:)", re.MULTILINE)

@@ -20,15 +20,25 @@ print("This is no sentence of the page.")
 
 - An item that has words. And a second sentence in it.
 - Too short.
+
+<!-- numbers: made by a.program -->
+
+A program has made this sentence.
+
+<!-- end of numbers -->
+
+<a id="an-anchor-of-links"></a>
+A paragraph stands after the anchor. <!-- A comment is no sentence. -->
 """
 
 
-def test_code_tables_and_headings_are_not_sentences() -> None:
+def test_code_tables_headings_and_made_parts_are_not_sentences() -> None:
     assert list(sentences(PAGE)) == [
         "One sentence, with a link to it.",
         "`Another` one goes on in the next line.",
         "An item that has words.",
         "And a second sentence in it.",
+        "A paragraph stands after the anchor.",
     ]
 
 
