@@ -23,6 +23,7 @@ from qflow_client.errors import (
     QflowError,
     SettingsError,
     UndeliveredMessages,
+    WrongLoop,
 )
 from qflow_client.events import FlowEvent, FlowEventKind, FlowState, HoldKind
 from qflow_client.flow import FlowManager
@@ -105,6 +106,7 @@ __all__ = [
     "Topology",
     "UndeliveredMessages",
     "WhenFlowed",
+    "WrongLoop",
     "connect",
     "connect_async",
     "flow_manager",

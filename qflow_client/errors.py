@@ -50,6 +50,10 @@ class QflowError(Exception):
         return _remade, (type(self), self.args), self.__dict__
 
 
+class WrongLoop(QflowError, RuntimeError):
+    """An `AsyncProducer` was called in another event loop than its own. Nothing has changed."""
+
+
 class SettingsError(QflowError, ValueError):
     """A setting has a value that is not allowed. The text contains the setting, the value and the allowed values."""
 

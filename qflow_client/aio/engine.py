@@ -8,6 +8,7 @@ import math
 import threading
 import time
 from _thread import start_new_thread
+from asyncio import _get_running_loop
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -25,11 +26,19 @@ from qflow_client.core.calls import Call
 from qflow_client.core.protocol import ProducerProtocol
 from qflow_client.credentials import Credentials
 from qflow_client.engine import DROPPED, BaseEngine
-from qflow_client.errors import ConnectionFailed, NestedCall, ProducerClosed, QflowError, UndeliveredMessages
+from qflow_client.errors import (
+    ConnectionFailed,
+    NestedCall,
+    ProducerClosed,
+    QflowError,
+    UndeliveredMessages,
+    WrongLoop,
+)
 from qflow_client.events import FlowEvent
 from qflow_client.flow import FlowManager, Line
 from qflow_client.guard import LOOPS
 from qflow_client.logs import log, write_log
+from qflow_client.message import Message
 from qflow_client.receipt import Receipt
 from qflow_client.recovery import Reconnection, hosts_in_order
 from qflow_client.settings import ProducerSettings
@@ -59,6 +68,8 @@ _monotonic = time.monotonic
 # Seconds after the deadline of a close that the end of the channel and of the outbox may take together; or the outbox
 # after a cancel.
 _DISK_PATIENCE = 0.6
+
+_LOOP_CLOSED = "the event loop of the producer is closed; make a producer in the running loop"
 
 
 async def _wait_until_done(task: asyncio.Task[None]) -> asyncio.CancelledError | None:
@@ -249,6 +260,33 @@ class Engine(BaseEngine):
     def may_step(self) -> bool:
         return self.loop is None or self._thread in (None, threading.get_ident())
 
+    def check_loop(
+        self, payload: bytes | Message | None = None, exchange: str | None = None, routing_key: str | None = None
+    ) -> None:
+        """Raise an error in another event loop than the producer's, whose tasks it could not wake.
+
+        Args:
+            payload: the message that is not sent; ``None`` for none.
+            exchange: its exchange.
+            routing_key: its routing key.
+
+        Raises:
+            ProducerClosed: the producer's loop is closed.
+            WrongLoop: another loop runs.
+        """
+        loop, running = self.loop, _get_running_loop()
+        if loop is None or running is loop or self._all_ended.is_set():
+            return
+        if loop.is_closed():
+            if not self.ended:
+                raise ProducerClosed(_LOOP_CLOSED, payload, exchange=exchange, routing_key=routing_key)
+        elif running is not None:
+            raise WrongLoop(
+                f"the producer belongs to the event loop in which it was connected, {loop!r}, and this is another one, "
+                f"{running!r}; call it there, for example with asyncio.run_coroutine_threadsafe, or make a producer in "
+                "this loop"
+            )
+
     def call_later(self, function: Callable[[], object]) -> None:
         if self.loop is None:
             self._put_off.clear()
@@ -355,9 +393,14 @@ class Engine(BaseEngine):
             deadline: the end of the wait for unsettled messages, in seconds.
             waits_for_holds: False to wait only while the broker continues to answer.
 
+        Raises:
+            WrongLoop: another loop runs than the producer's.
+
         Returns:
             The error for messages that were not delivered.
         """
+        if self.loop is not None and not self.loop.is_closed():
+            self.check_loop()
         if self.ended:
             LOOPS.take(lambda: self.protocol.close(CLOSED, _monotonic()))
             with suppress(TimeoutError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Self
 
 from qflow_client.events import FlowEvent
@@ -17,10 +18,12 @@ class FlowEvents:
     Args:
         name: the producer's.
         limit: the most events that may wait for the reader.
+        check_loop: raises an error in a loop that cannot be woken.
     """
 
-    def __init__(self, name: str, limit: int) -> None:
+    def __init__(self, name: str, limit: int, check_loop: Callable[[], object] = bool) -> None:
         self._limit = limit
+        self._check_loop = check_loop
         #: The events that the reader has lost.
         self.losses = Losses(name, limit, "flow_events() is not read fast enough")
         self._events: asyncio.Queue[FlowEvent | None] = asyncio.Queue()
@@ -41,6 +44,8 @@ class FlowEvents:
         return self
 
     async def __anext__(self) -> FlowEvent:
+        if self._events.empty():
+            self._check_loop()
         event = await self._events.get()
         if event is None:
             # For the next calls, and for other waiting tasks.

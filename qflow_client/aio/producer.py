@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from asyncio import _get_running_loop
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from types import TracebackType
 from typing import Any, Self, Unpack
@@ -49,14 +50,14 @@ __all__ = ["AsyncProducer"]
 _monotonic = time.monotonic
 
 _NOT_CONNECTED = "the producer is not connected yet; use async with, or await connect() first"
-_LOOP_CLOSED = "the event loop of the producer is closed; make a producer in the running loop"
 
 
 class AsyncProducer(BaseProducer):
     """Publishes to an AMQP 0-9-1 broker, never faster than the broker allows. Tasks can share a producer.
 
     It connects once, when ``async with`` is entered or `connect` is called. It belongs to the loop in which it
-    connects. Other threads may only call `pause`, `resume` and the manager. Leaving the ``async with`` block closes it.
+    connects. In another running loop its methods raise `WrongLoop` immediately, because that loop could not be woken.
+    Other threads may only call `pause`, `resume` and the manager. Leaving the ``async with`` block closes it.
     A connected producer that is dropped without being closed issues a `ResourceWarning`, delivers the admitted
     messages, and then ends its connection.
 
@@ -180,6 +181,7 @@ class AsyncProducer(BaseProducer):
             ProducerFlowed: flowed, and `when_flowed` is ``"raise"``; the message was not sent.
             ProducerClosed: the producer was closed, or lost its connection, or never had one, or its loop is closed;
                 the message was not sent.
+            WrongLoop: the producer belongs to another event loop; the message was not sent.
             OutboxFull: the outbox has no room; the message was not sent.
             NotDurable: the message is admitted, but is not on disk after `timeout`, or the disk failed.
             SettingsError: there is a position, but no outbox; the message was not sent.
@@ -200,9 +202,8 @@ class AsyncProducer(BaseProducer):
             exchange = self._exchange
         if routing_key is None:
             routing_key = self._routing_key
-        if self._engine.loop is not None and self._engine.loop.is_closed() and not self._engine.ended:
-            # The message would never be written.
-            raise ProducerClosed(_LOOP_CLOSED, payload, exchange=exchange, routing_key=routing_key)
+        if self._engine.loop is not _get_running_loop():
+            self._engine.check_loop(payload, exchange, routing_key)
         if self._tracer is not None and self._tracer.wants(payload):
             with self._tracer.span(payload, exchange, routing_key) as traced:
                 return await self.send(
@@ -283,6 +284,7 @@ class AsyncProducer(BaseProducer):
 
         Raises:
             ProducerFlowed: flowed; the message was not sent and never will be.
+            WrongLoop: the producer belongs to another event loop; the message was not sent.
         """
         payload: Any = message
         if type(message) is not bytes:
@@ -294,9 +296,8 @@ class AsyncProducer(BaseProducer):
             exchange = self._exchange
         if routing_key is None:
             routing_key = self._routing_key
-        if self._engine.loop is not None and self._engine.loop.is_closed() and not self._engine.ended:
-            # The message would never be written.
-            raise ProducerClosed(_LOOP_CLOSED, payload, exchange=exchange, routing_key=routing_key)
+        if self._engine.loop is not _get_running_loop():
+            self._engine.check_loop(payload, exchange, routing_key)
         if self._tracer is not None and self._tracer.wants(payload):
             with self._tracer.span(payload, exchange, routing_key) as traced:
                 return self.send_nowait(traced, exchange=exchange, routing_key=routing_key)
@@ -346,12 +347,12 @@ class AsyncProducer(BaseProducer):
             Their receipts, when the last message is admitted.
 
         Raises:
-            FlowControlTimeout, ProducerFlowed, ProducerClosed, SettingsError, TypeError, ValueError: as `send`.
+            FlowControlTimeout, ProducerFlowed, ProducerClosed, WrongLoop, SettingsError, TypeError, ValueError: as
+                `send`.
         """
         check_many(messages, timeout)
         receipts: list[AsyncReceipt] = []
-        if self._engine.loop is not None and self._engine.loop.is_closed() and not self._engine.ended:
-            raise ProducerClosed(_LOOP_CLOSED)
+        self._engine.check_loop()
         with keeping(receipts):
             if self._engine.storage is not None and self._tracer is None:
                 # This module imports SQLite.
@@ -393,10 +394,12 @@ class AsyncProducer(BaseProducer):
         Raises:
             ConfirmTimeout: some messages are not settled; their outcome is not known yet.
             UndeliveredMessages: all messages are settled, but some were not delivered, and no call has reported them.
-            ProducerClosed: the producer was made before this process was forked.
+            ProducerClosed: the producer was made before this process was forked, or its loop is closed.
+            WrongLoop: the producer belongs to another event loop.
         """
         if self._engine.is_copy:
             raise ProducerClosed(str(self._protocol.closed))
+        self._engine.check_loop()
         timeout = limit_of(timeout, self.settings)
         waiter = Waiter()
         if not await self._engine.drive(calls.flush(self._protocol, waiter, deadline_of(timeout)), waiter):
@@ -415,11 +418,13 @@ class AsyncProducer(BaseProducer):
             True if there are no holds; False after the timeout.
 
         Raises:
-            ProducerClosed: the producer is closed and will never be unflowed.
+            ProducerClosed: the producer is closed, or its loop is, and will never be unflowed.
+            WrongLoop: the producer belongs to another event loop.
         """
         check_timeout(timeout)
         if self._engine.loop is None and not self._engine.ended:
             raise self._not_connected()
+        self._engine.check_loop()
         waiter = Waiter()
         return await self._engine.drive(
             calls.wait_unflowed(self._protocol, waiter, deadline_of(timeout), _monotonic()), waiter
@@ -439,7 +444,7 @@ class AsyncProducer(BaseProducer):
         Args:
             kinds: as for `on_flow`.
         """
-        events = FlowEvents(self.name, self.settings.max_flow_events)
+        events = FlowEvents(self.name, self.settings.max_flow_events, self._engine.check_loop)
         self._add_events(events, kinds)
         if self._engine.loop is not None and self._engine.loop.is_closed():
             # There are no more events, and no close can end the iteration.
@@ -465,6 +470,7 @@ class AsyncProducer(BaseProducer):
         Raises:
             UndeliveredMessages: some messages were not delivered, and no call has reported them. No other messages are
                 lost.
+            WrongLoop: the producer belongs to another event loop.
         """
         undelivered = await self._engine.close(deadline_of(close_limit(timeout, self.settings)))
         if undelivered is not None:

@@ -1,8 +1,9 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from qflow_client import (
     ProducerClosed,
     QflowError,
     UndeliveredMessages,
+    WrongLoop,
     flow_manager,
 )
 from qflow_client.broker import Broker
@@ -264,8 +266,9 @@ def test_a_producer_whose_loop_is_closed_admits_nothing(run: Run, broker: Broker
                     producer.send_nowait(b"")
                 with pytest.raises(ProducerClosed, match="the event loop of the producer is closed"):
                     await producer.send(b"")
-                with pytest.raises(ProducerClosed, match="the event loop of the producer is closed"):
-                    await producer.send_many([b""])
+                for call in lambda: producer.send_many([b""]), producer.flush, producer.wait_unflowed:
+                    with pytest.raises(ProducerClosed, match="the event loop of the producer is closed"):
+                        await call()
                 async with asyncio.timeout(PATIENCE):
                     assert [event async for event in producer.flow_events()] == []
             finally:
@@ -274,6 +277,71 @@ def test_a_producer_whose_loop_is_closed_admits_nothing(run: Run, broker: Broker
 
     run(main())
     assert bodies(broker) == []
+
+
+class _OtherLoop:
+    """A loop that has a producer, and runs on another thread or does not run."""
+
+    def __init__(self, url: str, elsewhere: bool) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="the other loop") if elsewhere else None
+        if self._thread is not None:
+            self._thread.start()
+        self.producer: AsyncProducer = self.run(self._made(url))
+
+    @staticmethod
+    async def _made(url: str) -> AsyncProducer:
+        return await AsyncProducer(url, routing_key="q").connect()
+
+    def run(self, call: Coroutine[Any, Any, Any]) -> Any:
+        if self._thread is None:
+            return self._loop.run_until_complete(call)
+        return asyncio.run_coroutine_threadsafe(call, self._loop).result(PATIENCE)
+
+    def close(self) -> None:
+        self.run(self.producer.close())
+        if self._thread is not None:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(PATIENCE)
+        self._loop.close()
+
+
+@pytest.mark.parametrize("elsewhere", [True, False])
+def test_every_call_from_another_loop_raises_immediately(run: Run, broker: Broker, elsewhere: bool) -> None:
+    other = _OtherLoop(broker.url, elsewhere)
+    producer = other.producer
+
+    async def main() -> None:
+        events = producer.flow_events()
+        for call in (
+            lambda: producer.send(b"never"),
+            lambda: producer.send_many([b"never"]),
+            producer.flush,
+            producer.wait_unflowed,
+            lambda: anext(events),
+            producer.close,
+            lambda: producer.__aexit__(None, None, None),
+        ):
+            with pytest.raises(WrongLoop, match=r"belongs to the event loop .* call it there"):
+                await call()
+        with pytest.raises(WrongLoop):
+            producer.send_nowait(b"never")
+        assert producer.health().state == "ready"
+
+    try:
+        run(main())
+        other.run(producer.send(b"sent"))
+    finally:
+        other.close()
+    assert bodies(broker) == [b"sent"]
+
+    async def again() -> None:
+        # It is closed, so there is nothing to wait for.
+        await producer.close()
+        with pytest.raises(ProducerClosed):
+            await producer.send(b"never")
+
+    run(again())
 
 
 def test_E12_a_producer_that_was_shut_down_before_it_connected_never_connects(run: Run, broker: Broker) -> None:
