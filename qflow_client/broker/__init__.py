@@ -1,4 +1,4 @@
-"""An AMQP 0-9-1 broker to embed: minimal as a message broker, complete as a flow controller."""
+"""An AMQP 0-9-1 broker to embed into programs and tests. Its flow control is complete; other features are minimal."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The complete broker: the core with the policies, the message store and the HTTP API that the settings enable.
+"""The complete broker: the core with the policies. Settings enable the message store and the HTTP API.
 
-The store and the HTTP API are imported only if a setting asks for them. HTTP needs the packages of an extra, the store
-needs SQLite, and the broker has to work without them.
+The store and the HTTP API are imported only if they are enabled. The HTTP API needs packages of an extra, the store
+needs SQLite, and the broker must work without them.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ __all__ = ["Broker"]
 
 
 def _names(source: FlowSource) -> tuple[str, str]:
-    """Return two names: the client's own name or, without it, the connection's name; and the connection's name."""
+    """Return the client's name and the connection's name. A client without a name has the connection's name."""
     assert isinstance(source, ChannelFlow)
     session = source.session
     return session.handshake.client_name or session.name, session.name
@@ -46,20 +46,18 @@ def _names(source: FlowSource) -> tuple[str, str]:
 class Broker(CoreBroker):
     """An AMQP 0-9-1 broker in this process.
 
-    ``with Broker() as broker:`` runs the broker on its own thread and event loop. ``async with Broker() as broker:``
-    runs it on the running loop. Its methods may be called from any thread, and from the broker's own loop. A broker can
-    be started only once.
+    ``with Broker() as broker:`` runs the broker on a separate thread with its own event loop. ``async with Broker() as
+    broker:`` runs it on the running loop. Any thread may call its methods. A broker can be started only once.
 
     With a store, a method that creates or deletes a durable queue, exchange or binding returns when the change is on
-    disk. If such a method is called on the broker's own loop, it returns earlier; `wait_until_durable_async` waits for
-    the disk.
+    disk. On the broker's own loop such a method returns earlier, and `wait_until_durable_async` waits for the disk.
 
     Args:
         **options: see `BrokerSettings`.
 
     Raises:
-        TypeError: a setting of the wrong type, or one that does not exist.
-        ValueError: a setting has a value that is not allowed; the text contains the setting, the value and the allowed
+        TypeError: a setting has the wrong type, or does not exist.
+        ValueError: the value of a setting is not allowed. The text contains the setting, the value and the allowed
             values.
     """
 
@@ -88,7 +86,7 @@ class Broker(CoreBroker):
                 self._server.touch,
                 self._server.set_alarm,
             )
-        # Only set if there is an HTTP API.
+        # Set only if there is an HTTP API.
         self._http = None
         if settings.http_port is not None:
             self._http = import_module("qflow_client.broker.http.server").HttpServer(self, self._count_answer)
@@ -109,30 +107,30 @@ class Broker(CoreBroker):
     @property
     @on_loop()
     def memory(self) -> MemorySnapshot:
-        """The memory that messages take, and the bytes that were written to disk, at this moment."""
+        """The present memory of messages, and the bytes that were written to disk."""
         return MemorySnapshot() if self._journal is None else self._journal.snapshot()
 
     @on_loop()
     def definitions(self) -> Definitions:
-        """The queues, exchanges and bindings, without exclusive queues and without the exchanges of every broker."""
+        """The queues, exchanges, bindings and policies, without exclusive queues and the exchanges of every broker."""
         return export_definitions(self._host, self._rules)
 
     def load_definitions(self, definitions: Definitions) -> None:
-        """Declare everything, or nothing. Objects that exist with the same settings stay as they are.
+        """Declare all objects, or none. If an object exists with the same settings, nothing changes.
 
         Args:
             definitions: the objects to declare.
 
         Raises:
-            DefinitionError: a definition is refused; the text contains its name and the reason.
+            DefinitionError: a definition is refused. The text contains its name and the reason.
         """
         self._call_in_steps(self.load_in_steps(definitions), lasts=True)
 
     def load_in_steps(self, definitions: Definitions) -> Generator[None, None, None]:
-        """Do the work of `load_definitions` in steps, on the broker's loop: one iteration declares one object.
+        """Do the work of `load_definitions` on the broker's loop. Each step declares one object.
 
         Raises:
-            DefinitionError: a definition is refused; the objects that were declared before it have been deleted again.
+            DefinitionError: a definition is refused. The objects that were declared before it are deleted again.
         """
         with closing(Loading(self._host, self._rules, definitions).steps()) as steps:
             yield from self._noted(steps)
@@ -144,37 +142,36 @@ class Broker(CoreBroker):
             yield step
 
     def each_definition(self) -> Iterator[Exported]:
-        """The same as `definitions` without the policies. It may be read in several iterations of the loop."""
+        """Yield `definitions` without the policies. The caller may read them in several iterations of the loop."""
         return each_definition(self._host)
 
     def _count_answer(self, change: int) -> None:
-        """Add a change, in bytes, to the memory that answers of the HTTP API take."""
+        """Add a number of bytes, which may be negative, to the memory of HTTP answers."""
         if self._journal is not None:
             self._journal.answers += change
-            # The change may block publishers or unblock them.
+            # The change may block or unblock publishers.
             self._server.touch()
 
     @on_loop(changes=True)
     def set_thresholds(self, queue: str, **marks: int | None) -> QueueSnapshot:
-        """Change the marks of a queue while it is in use (D4). The flow state changes immediately if necessary.
+        """Change the thresholds of a queue in use (D4). The flow state is updated immediately.
 
-        The arguments of the queue's declaration do not change, so clients still have to declare it with the same
-        arguments.
+        The arguments of the declaration do not change. So clients still declare the queue with the same arguments.
 
         Args:
             queue: name of the queue.
             **marks: `flow_stop_count`, `flow_resume_count`, `flow_stop_size`, `flow_resume_size`, `capacity`,
-                `flow_resume_capacity`. A mark that is not given keeps its value. ``None`` for a resume mark means 7/8
-                of its stop mark. ``None`` for a resume capacity means the capacity. The value 0 turns a stop mark or
-                the capacity off.
+                `flow_resume_capacity`. The other thresholds keep their values. ``None`` for a resume threshold means
+                7/8 of its stop threshold. ``None`` for a resume capacity means the capacity. The value 0 turns a stop
+                threshold or the capacity off.
 
         Returns:
-            The queue as it is now.
+            A snapshot of the queue after the change.
 
         Raises:
-            ChannelException: 404 if the queue does not exist. 406 if the marks contradict each other or the queue's
-                maximum; the text contains both values.
-            TypeError: a keyword is not the name of a mark.
+            ChannelException: 404 if the queue does not exist. 406 if the thresholds contradict each other or the
+                queue's maximum. The text contains both values.
+            TypeError: a keyword is not the name of a threshold.
         """
         unknown = sorted(marks.keys() - set(MARKS))
         if unknown:
@@ -193,12 +190,9 @@ class Broker(CoreBroker):
         return tuple(self._rules.policies)
 
     def set_policy(self, policy: Policy) -> None:
-        """Add a policy, or replace the policy with the same name; existing queues get it immediately (D4).
+        """Add a policy, or replace the policy with the same name. Existing queues use it immediately (D4).
 
-        No queue loses messages, except a ring whose maximum becomes smaller.
-
-        Args:
-            policy: the policy to set.
+        A queue loses messages only if it is a ring and its maximum becomes smaller.
 
         Raises:
             TypeError: the argument is not a `Policy`.
@@ -208,7 +202,7 @@ class Broker(CoreBroker):
         self._call_in_steps(self.set_policy_in_steps(policy))
 
     def set_policy_in_steps(self, policy: Policy) -> Iterator[None]:
-        """Do the work of `set_policy` in steps, on the broker's loop: one iteration updates one queue.
+        """Do the work of `set_policy` on the broker's loop. Each step updates one queue.
 
         Raises:
             ValueError: the policy needs a message store, and the broker has none.
@@ -216,10 +210,7 @@ class Broker(CoreBroker):
         return self._noted(self._rules.set_policy_in_steps(policy, self._host))
 
     def delete_policy(self, name: str) -> None:
-        """Remove a policy; each queue then follows the other policies and arguments that apply to it.
-
-        Args:
-            name: name of the policy.
+        """Remove a policy. Its queues then use their other policies and their arguments.
 
         Raises:
             LookupError: no policy has this name.
@@ -227,7 +218,7 @@ class Broker(CoreBroker):
         self._call_in_steps(self.delete_policy_in_steps(name))
 
     def delete_policy_in_steps(self, name: str) -> Iterator[None]:
-        """Do the work of `delete_policy` in steps, like `set_policy_in_steps`.
+        """Do the work of `delete_policy` on the broker's loop. Each step updates one queue.
 
         Raises:
             LookupError: no policy has this name.
@@ -243,9 +234,6 @@ class Broker(CoreBroker):
     @on_loop(changes=True)
     def set_rate_limit(self, limit: RateLimit) -> None:
         """Add a rate limit, or replace the limit for the same exchange, queue or user (F6).
-
-        Args:
-            limit: the limit to set.
 
         Raises:
             TypeError: the argument is not a `RateLimit`.

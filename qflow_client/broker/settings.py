@@ -1,4 +1,4 @@
-"""All settings of a broker: for the core, the policies, the store and HTTP."""
+"""All settings of a broker: of the core, the policies, the store and the HTTP API."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from qflow_client.redaction import shown
 
 __all__ = ["BrokerOptions", "BrokerSettings", "Synchronous"]
 
-#: Maximum body size, in bytes, of a message in a store. A row has at most 10**9 bytes; the rest is for the header.
+#: Maximum body size of a message in a store in bytes. A row has at most 10**9 bytes, including the header.
 MAX_STORED = 900_000_000
 
 
 class Synchronous(StrEnum):
     """The failure that a message on disk survives."""
 
-    #: A crash of the process, also by a kill.
+    #: A crash or kill of the process.
     NORMAL = "normal"
-    #: Also a crash of the machine; each commit waits for the disk.
+    #: Also a crash of the machine. Each commit waits for the disk.
     FULL = "full"
 
 
 class BrokerOptions(TypedDict, total=False):
-    """The settings as keyword arguments; `BrokerSettings` documents each of them."""
+    """The settings as keyword arguments. `BrokerSettings` documents them."""
 
     host: str
     port: int
@@ -86,26 +86,25 @@ class BrokerOptions(TypedDict, total=False):
 
 @dataclass(frozen=True, kw_only=True)
 class BrokerSettings(Settings):
-    """The settings of a broker: those of `Settings`, and those below.
+    """The settings of a broker, in addition to those of `Settings`.
 
     Attributes:
-        http_host: the address on which the HTTP API listens.
-        http_port: the port of the HTTP API; 0 for a free port. ``None`` for no HTTP API; its modules are then not
-            imported.
-        http_token: the token that HTTP clients have to send. ``None`` for no token, which is allowed only on a loopback
-            address. The `repr` does not show it.
-        policies: the policies at the start (D3); their names must be different.
-        store: the file of the message store, created if it does not exist. With a store, durable queues, exchanges and
-            bindings survive the broker, and so do persistent messages in durable queues. ``None`` keeps everything in
-            memory.
-        store_synchronous: the failure that a confirmed message survives: ``"normal"`` a crash of the process,
-            ``"full"`` also a crash of the machine.
-        disk_free_limit: the free bytes that the folder of the store must have. With less, clients get
+        http_host: address on which the HTTP API listens.
+        http_port: port of the HTTP API; 0 for a free port. ``None`` for no HTTP API. Its modules are then not imported.
+        http_token: token that HTTP clients have to send. ``None`` for no token, which is allowed only on a loopback
+            address. The `repr` does not show the token.
+        policies: policies at the start (D3). Their names must be different.
+        store: file of the message store. It is created if it does not exist. With a store, durable queues, exchanges
+            and bindings survive the end of the broker, and so do persistent messages in durable queues. ``None`` for no
+            store.
+        store_synchronous: with ``"normal"`` a confirmed message survives a crash of the process, with ``"full"`` also a
+            crash of the machine.
+        disk_free_limit: minimum free bytes in the folder of the store. If less is free, clients get
             ``Connection.Blocked`` until an eighth more than the limit is free. 0 for no limit.
 
     Raises:
         TypeError: a value has the wrong type.
-        ValueError: a value is not allowed; the text contains the setting, the value and the allowed values.
+        ValueError: a value is not allowed. The text contains the setting, the value and the allowed values.
     """
 
     http_host: str = "127.0.0.1"
@@ -151,7 +150,7 @@ class BrokerSettings(Settings):
         if self.http_token is not None:
             if not isinstance(self.http_token, str):
                 raise TypeError(f"http_token must be a str or None, not {type(self.http_token).__name__}")
-            # The error must not repeat the value, because it is a secret.
+            # The error must not contain the value, because it is a secret.
             if not re.fullmatch(r"[!-~]{8,}", self.http_token):
                 raise ValueError("http_token must be at least 8 visible ASCII characters without spaces")
         if self.http_port is None:

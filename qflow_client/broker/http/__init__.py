@@ -1,1 +1,1 @@
-"""The broker over HTTP: a JSON API with its OpenAPI description, an event stream, and metrics for Prometheus."""
+"""The HTTP API of the broker: JSON with an OpenAPI description, an event stream, and metrics for Prometheus."""

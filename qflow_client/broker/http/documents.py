@@ -1,4 +1,4 @@
-"""JSON in slices: answers and definitions with a large number of parts."""
+"""Encodes large answers and decodes large definitions as JSON, in slices."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ __all__ = ["encode", "encoded", "read_definitions"]
 
 
 def encoded(value: Any) -> bytes:
-    """Return a value as JSON in one piece; a snapshot is converted with its `to_json`."""
+    """Return a value as JSON, in one step. A snapshot is converted with its `to_json`."""
     told = value.to_json() if hasattr(value, "to_json") else value
-    # JSON has neither infinity nor "not a number", but clients may have put these values into tables.
+    # Tables of clients may contain infinity and "not a number", which JSON does not have.
     return to_json(told, by_alias=True, inf_nan_mode="null")
 
 
 async def encode(value: Any, turns: Turns) -> bytes | bytearray:
     """Encode a value as JSON.
 
-    It may be an iterator or a list of any length, or a dictionary that contains such values.
+    The value may be an iterator or list of any length, or a dictionary with such values.
     """
-    # The parts are appended one by one, because one join of a large number of parts would block the loop.
+    # Append the parts one by one, because a join of many parts would block the loop.
     text = bytearray()
     await _encode(value, turns, text)
     return text
@@ -55,7 +55,7 @@ async def _encode(value: Any, turns: Turns, text: bytearray) -> None:
         text += encoded(value)
 
 
-# The lists of a definitions document, with the adapter that checks their elements.
+# The adapters that check the elements of each list in a definitions document.
 _ELEMENTS: dict[str, TypeAdapter[Any]] = {
     name: TypeAdapter(field.annotation.__args__[0])  # type: ignore[union-attr]
     for name, field in DefinitionsDocument.model_fields.items()
@@ -91,7 +91,7 @@ async def read_definitions(raw: bytes, turns: Turns) -> DefinitionsDocument:
 
 
 class _Reader:
-    """Reads the outermost object of a JSON text, with its lists element by element."""
+    """Reads the outermost object of a JSON text. Reads its lists element by element."""
 
     def __init__(self, text: str) -> None:
         self._text = text
@@ -102,12 +102,12 @@ class _Reader:
         """Read one element in each step.
 
         Args:
-            lists: receives the elements of the known lists.
-            others: receives the names of unknown members.
+            lists: the elements of known lists are added here.
+            others: the names of unknown members are added here.
 
         Raises:
             Problem: 400 if an element is invalid.
-            ValidationError: another part is invalid.
+            ValidationError: another value is invalid.
             ValueError: the text is not JSON.
         """
         if self._text[:1] and self._next != "{":
@@ -147,9 +147,9 @@ class _Reader:
         return self._text[self._at : self._at + 1]
 
     def _parts(self, begin: str, end: str) -> Iterator[int]:
-        """Yield the numbers of the parts between brackets.
+        """Yield the number of each part between two brackets.
 
-        The caller has to read each part before it requests the next.
+        The caller has to read each part before it requests the next one.
         """
         self._take(begin)
         number = 0

@@ -1,10 +1,10 @@
-"""The changes of a broker as server-sent events.
+"""Streams the changes of a broker as server-sent events.
 
 All streams share one `Watch`. When a stream requests changes and the last check is old enough, the `Watch` checks the
-broker again, in slices between other work. Every object has the number of the check that found its last change. The
-newest changes come last. So the work for a stream depends only on the number of changes since its previous event. An
-idle object needs one comparison in each check. The checks use at most `Watch.SHARE` of the time, for any number of
-objects.
+broker again, in slices between other work. Every object has the number of the check that found its last change, and
+objects are in the order of their changes. So the work for a stream depends only on the number of changes since its
+previous event. An unchanged object needs one comparison in each check. The checks use at most `Watch.SHARE` of the
+time.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from qflow_client.broker.http.turns import Turns
 
 __all__ = ["EventsRequest", "Watch"]
 
-# Seconds without an event after which a comment shows that the connection is alive.
+# If there is no event for this number of seconds, a comment shows that the connection is alive.
 _KEEP_ALIVE = 15.0
-# Bytes of an event that are written in one call.
+# Maximum bytes of an event that are written together.
 _PIECE = 64 * 1024
 
-# The fields of a channel whose change is reported. The growing time of being flowed is not one of them.
+# The fields of a channel whose changes are reported. The growing time for which it was flowed is not reported.
 _channel_key: Callable[[ChannelSnapshot], tuple[object, ...]] = attrgetter(
     *(field.name for field in fields(ChannelSnapshot) if field.name != "flowed_seconds")
 )
@@ -36,7 +36,7 @@ _channel_key: Callable[[ChannelSnapshot], tuple[object, ...]] = attrgetter(
 
 @dataclass(frozen=True, slots=True)
 class EventsRequest:
-    """A listener's request for events.
+    """A client's request for events.
 
     Attributes:
         period: seconds between two checks of the broker.
@@ -46,11 +46,11 @@ class EventsRequest:
 
 
 class _Seen:
-    """An object, or all objects of one kind, at its last change.
+    """An object, or all objects of one kind, as they were at their last change.
 
     Attributes:
-        value: snapshot or snapshots; ``None`` if the object was deleted.
-        look: number of the look that found the change.
+        value: the snapshot or snapshots; ``None`` if the object was deleted.
+        look: number of the check that found the change.
     """
 
     __slots__ = ("_json", "look", "value")
@@ -62,47 +62,47 @@ class _Seen:
 
     @property
     def json(self) -> bytes:
-        """The value as JSON; encoded only once for all streams."""
+        """The value as JSON. It is encoded only once for all streams."""
         if not self._json:
             self._json = encoded(self.value)
         return self._json
 
 
 class Watch:
-    """The objects of a broker, and the look that found the last change of each.
+    """The objects of a broker, each with the check that found its last change.
 
     Args:
-        broker: the broker to look at.
-        turns: turns of the server.
+        broker: the broker to check.
+        turns: slices of the server.
     """
 
-    #: Maximum share of the time for looks.
+    #: Maximum share of the time for checks.
     SHARE = 0.05
 
     def __init__(self, broker: Broker, turns: Turns) -> None:
         self._broker = broker
         self._turns = turns
         self._lock = asyncio.Lock()
-        # Number of the last look; the broker's version at that look; and the earliest time of the next look.
+        # The number of the last check, the broker's version at this check, and the earliest time of the next check.
         self._look = 0
         self._version = -1
         self._next_at = 0.0
-        # Objects by kind and name, in the order of their changes; and whole values by kind.
+        # Objects by kind and name, in the order of their changes, and whole values by kind.
         self._named: dict[str, dict[str, _Seen]] = {"queues": {}, "channels": {}, "connections": {}}
         self._whole: dict[str, _Seen] = {}
-        # Kinds and names of deleted objects that stay in `_named` until every stream has reported them.
+        # Kinds and names of deleted objects. They stay in `_named` until every stream has reported them.
         self._gone: list[tuple[str, str]] = []
-        # The last look that each stream has reported, by a key of the stream.
+        # The number of the last check that each stream has reported, by a key of the stream.
         self._known: dict[object, int] = {}
 
     async def events(self, period: float, is_gone: Callable[[], bool] = bool) -> AsyncGenerator[bytes, None]:
-        """Yield the bytes for one listener, in pieces, until the listener disconnects.
+        """Yield the bytes for one client, in pieces, until the client disconnects.
 
-        A slow listener may miss states that last only a short time.
+        A slow client may miss short states.
 
         Args:
-            period: seconds between two looks.
-            is_gone: tells whether the listener has disconnected; called after each pause.
+            period: seconds between two checks.
+            is_gone: returns True if the client has disconnected. It is called after each pause.
         """
         key, loop = object(), asyncio.get_running_loop()
         self._known[key] = 0
@@ -129,17 +129,17 @@ class Watch:
                 self._forget()
 
     def _forget(self) -> None:
-        """Drop all objects, because no stream is left."""
+        """Forget all objects, because there are no streams any more."""
         self._look, self._version = 0, -1
         self._gone.clear()
         self._whole.clear()
         for named in self._named.values():
             named.clear()
 
-    # Looking.
+    # Checking.
 
     async def _refresh(self) -> None:
-        """Look again, if the broker has changed and the last look is old enough."""
+        """Check the broker again, if it has changed and the last check is old enough."""
         async with self._lock:
             began = time.monotonic()
             version = self._broker.version
@@ -201,7 +201,7 @@ class Watch:
         return [*told, *self._whole.items()]
 
     def _changes(self, known: int) -> list[tuple[str, list[_Seen] | _Seen]]:
-        """Return the changes since a look, by kind; empty if there are none."""
+        """Return the changes since a check, by kind. The list is empty if there are none."""
         told: list[tuple[str, list[_Seen] | _Seen]] = []
         gone: dict[str, list[str]] = {}
         for kind, named in self._named.items():
@@ -231,7 +231,7 @@ class Watch:
 
 
 def _words(told: list[tuple[str, list[_Seen] | _Seen]]) -> Iterator[bytes]:
-    """Yield the JSON of kinds and their objects, object by object."""
+    """Yield JSON with the kinds and their objects, object by object."""
     comma = b""
     for kind, seen in told:
         yield comma + encoded(kind) + b":"

@@ -1,4 +1,4 @@
-"""Access to the HTTP API: the token, and checks that stop other web sites from sending requests through a browser."""
+"""Checks requests to the HTTP API: their token, and that no browser sends them for another web site."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from qflow_client.broker.settings import BrokerSettings
 
 __all__ = ["SAFE_HEADERS", "check_origin", "check_token", "has_token"]
 
-#: For every response: it must not be cached, framed, or interpreted as another type.
+#: Headers of every response. They forbid to cache it, to frame it, and to guess another type.
 SAFE_HEADERS = {
     "Cache-Control": "no-store",
     "Content-Security-Policy": "default-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'",
@@ -33,7 +33,7 @@ def check_origin(request: web.BaseRequest, settings: BrokerSettings) -> None:
     """
     host = request.headers.get("Host", "")
     if settings.http_token is None and not _is_local(host, settings):
-        # DNS rebinding: a name of an attacker points to this machine, so the attacker's pages have the same origin.
+        # DNS rebinding: the attacker's host name resolves to this machine, so the attacker's page has the same origin.
         raise Problem(
             HTTPStatus.FORBIDDEN,
             f"Host: {host!r} does not name this machine; use localhost or a loopback address, or set http_token",
@@ -64,11 +64,11 @@ def _is_local(host: str, settings: BrokerSettings) -> bool:
 
 
 def has_token(request: web.BaseRequest, settings: BrokerSettings) -> bool:
-    """Whether a request has the token, or no token is needed."""
+    """Whether a request has the token, or the broker needs none."""
     if settings.http_token is None:
         return True
     scheme, _, shown = request.headers.get("Authorization", "").partition(" ")
-    # Compared as bytes, because the client may send any characters.
+    # Compare bytes, because the client may send any characters.
     right = hmac.compare_digest(shown.strip().encode(errors="replace"), settings.http_token.encode())
     return scheme.lower() == "bearer" and right
 

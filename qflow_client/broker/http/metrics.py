@@ -1,9 +1,9 @@
-"""Metrics for Prometheus.
+"""Writes metrics for Prometheus.
 
-Queues are listed by name. Connections and channels are only counted, because their names are never used again.
+Each queue has its own metrics. Connections and channels are only counted, because each new one has a new name.
 
-This module writes the text itself. `prometheus_client` would create all of it in one piece; with 20,000 queues this
-blocks the event loop for seconds.
+This module writes the text itself, in slices. `prometheus_client` would block the event loop for seconds with 20,000
+queues.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["OPEN_METRICS", "PROMETHEUS", "metrics_text"]
 PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
 OPEN_METRICS = "application/openmetrics-text; version=1.0.0; charset=utf-8"
 
-# Suffix of a sample's name after the name of its family. In the Prometheus format the family has the suffix too.
+# Suffix of a sample's name after the name of its family. In the Prometheus format the family also has the suffix.
 _SUFFIXES = {"counter": "_total", "info": "_info"}
 
 _QUEUE_GAUGES = (
@@ -70,7 +70,7 @@ _THRESHOLDS = (
 
 
 class _Head:
-    """Writes the lines before a family's samples, in one of the formats."""
+    """Writes the lines before the samples of a family, in one of the two formats."""
 
     def __init__(self, *, is_open: bool) -> None:
         self._is_open = is_open
@@ -83,7 +83,7 @@ class _Head:
 
 
 def _quoted(name: str) -> str:
-    """Return a label's value with quotation marks."""
+    """Return the value of a label in quotation marks."""
     escaped = name.replace("\\", "\\\\").replace("\n", "\\n").replace('"', '\\"')
     return f'"{escaped}"'
 
@@ -96,7 +96,7 @@ _QUEUE_FAMILIES = (
 
 
 def _add_queue(families: Sequence[bytearray], queue: QueueSnapshot) -> None:
-    """Add the lines of a queue to each family. The last family is that of the marks."""
+    """Add the lines of a queue to each family. The last family has the thresholds."""
     label = _quoted(queue.name)
     for family, (kind, attribute, name, _) in zip(families, _QUEUE_FAMILIES, strict=False):
         line = f"{name}{_SUFFIXES.get(kind, '')}{{queue={label}}} {getattr(queue, attribute):d}\n"
@@ -130,7 +130,7 @@ async def metrics_text(broker: Broker, turns: Turns, media_type: str = PROMETHEU
 
     Args:
         broker: the broker.
-        turns: turns for the slices of the work.
+        turns: slices of the server.
         media_type: `PROMETHEUS` or `OPEN_METRICS`.
     """
     head = _Head(is_open=media_type == OPEN_METRICS)
@@ -138,7 +138,7 @@ async def metrics_text(broker: Broker, turns: Turns, media_type: str = PROMETHEU
     families.append(
         bytearray(head("gauge", "qflow_queue_threshold", "Current threshold of a queue; 0 for no threshold").encode())
     )
-    # Only text is kept for the queues, because snapshots take far more memory.
+    # Keep only text for the queues, because snapshots need far more memory.
     async for queue in turns.each(broker.each_queue()):
         _add_queue(families, queue)
     channels = producers = flowed = 0
@@ -157,7 +157,7 @@ async def metrics_text(broker: Broker, turns: Turns, media_type: str = PROMETHEU
             broker.producers_stopped,
         ),
     )
-    # The text is appended for each family, because one join of a large number of lines would block the loop.
+    # Append the text for each family, because a join of many lines would block the loop.
     text = bytearray(_build(head).encode())
     async for family in turns.each(families):
         text += family

@@ -1,4 +1,4 @@
-"""Requests and answers of the HTTP API. The models of answers are created from the broker's snapshots."""
+"""The models of requests and answers of the HTTP API. Answers are created from the broker's snapshots."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ Key = Annotated[str, Field(max_length=255), AfterValidator(lambda key: check_nam
 Arguments = dict[str, JsonValue]
 
 _ATTRIBUTE = re.compile(r"^    (\w+): (.*(?:\n {8}.*)*)", re.MULTILINE)
-# Ids of the specification, which mean nothing to users of the API.
+# Ids of the specification, which are removed because users of the API do not know them.
 _IDS = re.compile(r" \([A-Z]\d+(?: [A-Z]\d+)*\)")
 
 
@@ -76,8 +76,8 @@ def _c7(state: str, count: str) -> dict[str, Any]:
     """Return the fields with the names of Qpid C++ for the flow state (C7).
 
     Args:
-        state: what the flow state tells.
-        count: what its count tells.
+        state: description of the flow state.
+        count: description of its count.
     """
     return {
         "flowState": (bool, Field(description=f"{state}, under the name in Qpid's management.")),
@@ -98,7 +98,7 @@ def _words(kind: type) -> dict[str, str]:
 
 
 def _plain(text: str) -> str:
-    """Return a text of a docstring as a text of the API."""
+    """Convert a text of a docstring to a text of the API."""
     return _IDS.sub("", " ".join(text.split())).replace("``None``", "null").replace("``", "`")
 
 
@@ -156,7 +156,7 @@ class Removed(_Answer):
 
 
 class Counters(_Answer):
-    """Counters of the broker. Queues, channels and connections that no longer exist are not counted."""
+    """Counters of the broker. They include only queues, channels and connections that exist now."""
 
     connections: int = Field(description="Number of connections.")
     channels: int = Field(description="Number of open channels.")
@@ -286,15 +286,15 @@ def _describe(schema: dict[str, Any], kind: type[Any]) -> None:
         schema["properties"][name]["description"] = words
 
 
-# Newer versions of RabbitMQ export more fields than this broker knows.
+# Ignore unknown fields, because newer versions of RabbitMQ export more fields.
 for _kind in (QueueDefinition, ExchangeDefinition, BindingDefinition):
     with_config(ConfigDict(extra="ignore", json_schema_extra=_describe))(_kind)
 
 
 def _policy_parts() -> tuple[type[BaseModel], type[BaseModel], type[BaseModel]]:
-    """Create the models of a policy's definition, of the request that sets a policy, and of its description.
+    """Create three models for policies: of a definition, of a request that sets a policy, and of an answer.
 
-    They are created from the broker's own classes, which check the types and values.
+    They are created from the broker's classes, which check types and values.
     """
 
     def parts(kind: type[Any], *but: str) -> dict[str, Any]:
@@ -359,13 +359,13 @@ class DefinitionsDocument(BaseModel):
     exchanges: list[ExchangeDefinition] = Field(default=[], description="Exchanges.")
     queues: list[QueueDefinition] = Field(default=[], description="Queues.")
     bindings: list[BindingDefinition] = Field(default=[], description="Bindings.")
-    # The key is not `policies`, because that key holds RabbitMQ's own policies, which set other values.
+    # Not `policies`, because RabbitMQ's policies have this key and set other values.
     queue_policies: list[dict[str, JsonValue]] = Field(
         default=[], description="Policies of this broker, with names in snake case. RabbitMQ's `policies` are ignored."
     )
 
     def definitions(self) -> Definitions:
-        """Return the definitions that the broker can use.
+        """Convert the document to definitions for the broker.
 
         Raises:
             DefinitionError: a policy is invalid.

@@ -1,6 +1,7 @@
-"""Operations.
+"""Defines the operations of the HTTP API.
 
-Each is defined once; its route, the checks of its input and its description follow from the definition.
+An operation is defined once, by its handler. The route, the checks of the input and the OpenAPI description are created
+from this definition.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ __all__ = ["JSON", "Api", "MediaType", "Operation"]
 JSON = "application/json"
 _REFERENCE = "#/components/schemas/{model}"
 _PLACEHOLDER = re.compile(r"{(\w+)}")
-# Maximum number of media types of a request that are considered.
+# Maximum number of accepted media types of a request. Further ones are ignored.
 _MOST_WANTED = 16
 
 
 class MediaType(str):
-    """The media type of an answer, for a handler that can produce several."""
+    """The media type of an answer. A parameter with this type is for a handler that can produce several types."""
 
     __slots__ = ()
 
@@ -42,10 +43,11 @@ def _parsed(media_type: str) -> tuple[str, dict[str, str]]:
 
 
 def _quality(wanted: Iterable[tuple[str, dict[str, str]]], offered: str) -> tuple[float, int]:
-    """Return how much a client prefers a media type: the weight of the most specific range (RFC 9110, 12.5.1).
+    """Return the weight of a media type for a client: that of the most specific range (RFC 9110, 12.5.1).
 
     Returns:
-        The weight, 0 if it is not accepted; and how specific that range is.
+        The weight, which is 0 if the client does not accept the type. And a number that is higher for a more specific
+        range.
     """
     offered_name, offered_parameters = _parsed(offered)
     ranges = {"*/*": 1, offered_name.partition("/")[0] + "/*": 2, offered_name: 3}
@@ -73,22 +75,22 @@ class Operation:
         path: path, with parameter names in braces.
         tag: topic of the operation.
         handler: called with the broker and the parameters, and awaited if it is a coroutine function. Its parameters
-            are those of the operation. Parameters that occur in the path are in the path, `body` is in the body, and
-            all others are in the query. A parameter annotated with `Turns` gets the turns of the server. One annotated
-            with `MediaType` gets the media type of the answer.
+            are those of the operation. A parameter whose name is in `path` comes from the path. The parameter `body`
+            comes from the body, and all others from the query. A parameter with the type `Turns` gets the slices of the
+            server. A parameter with the type `MediaType` gets the media type of the answer.
         answer: type of the answer; ``None`` for no answer.
-        media_types: media types of the answer; the first is the default.
-        statuses: statuses of a successful answer.
-        problems: statuses of its errors, in addition to those of every operation.
-        is_public: whether it needs no token.
-        lasts: whether its changes may have to be on disk before the answer; the answer is 503 if this takes too long.
+        media_types: media types of the answer. The first one is the default.
+        statuses: statuses of successful answers.
+        problems: statuses of errors, in addition to the statuses that every operation may return.
+        is_public: whether the operation needs no token.
+        lasts: whether the answer waits until the changes are on disk. If this takes too long, the answer is 503.
         is_large: whether the answer grows with the number of objects in the broker. Such answers are created one at a
-            time. If there is no room for an answer, the answer is 503.
-        parameters: model that checks the parameters of path and query.
+            time. If there is no memory for an answer, the answer is 503.
+        parameters: model that checks the parameters of the path and the query.
         body: adapter that checks the body; ``None`` for no body.
         takes: type of the body.
-        turns: names of the parameters that get the `Turns` of the server.
-        typed: names of the parameters that get the media type of the answer.
+        turns: names of the parameters with the type `Turns`.
+        typed: names of the parameters with the type `MediaType`.
     """
 
     method: str
@@ -119,10 +121,10 @@ class Operation:
         return frozenset(_PLACEHOLDER.findall(self.path))
 
     def media_type(self, accept: str) -> str:
-        """Return the media type that a client prefers; the first one if it has no preference.
+        """Return the media type that a client prefers. Return the first one if it has no preference.
 
         Args:
-            accept: the header Accept of the request.
+            accept: value of the header Accept.
         """
         if len(self.media_types) == 1:
             return self.media_types[0]
@@ -155,7 +157,7 @@ class Operation:
         assert self.body is not None
         self.check_content_type(content_type)
         try:
-            # pydantic would accept infinity and "not a number", but JSON does not have these values.
+            # By default pydantic accepts infinity and "not a number", which JSON does not have.
             from_json(raw, allow_inf_nan=False)
             return self.body.validate_json(raw, strict=True)
         except ValidationError as error:
@@ -166,7 +168,7 @@ class Operation:
 
     @staticmethod
     def check_content_type(content_type: str) -> None:
-        """Refuse a body of another media type.
+        """Refuse a body with another media type than JSON.
 
         Raises:
             Problem: 415 if the body is not JSON.
@@ -176,12 +178,12 @@ class Operation:
 
 
 class Api:
-    """The collected operations."""
+    """All operations of the API."""
 
     def __init__(self) -> None:
-        #: In the order of their definition.
+        #: The operations, in the order of their definition.
         self.operations: list[Operation] = []
-        # The description as JSON, by whether a token is needed; created on the first request.
+        # The two descriptions as JSON: without and with a token. Created at the first request.
         self._descriptions: dict[bool, bytes] = {}
 
     def operation(
@@ -201,7 +203,7 @@ class Api:
     ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         """Define an operation by its handler; see `Operation`.
 
-        `each` is the type of the elements if the answer is a list. Such an answer is large.
+        If the answer is a list, `each` is the type of its elements. Such an answer is large.
         """
         is_large = is_large or each is not None
         if each is not None:
@@ -250,7 +252,7 @@ class Api:
     def description_json(self, *, has_token: bool) -> bytes:
         """Return the OpenAPI description as JSON.
 
-        It is created once, because creating it takes long and any client may request it.
+        The description is created only once, because this takes long and any client may request it.
 
         Args:
             has_token: whether a token is needed.
@@ -286,7 +288,7 @@ class Api:
         }
 
     def _schemas(self) -> tuple[dict[tuple[str, str], Any], dict[str, Any]]:
-        """Return the schemas by operation and part, and the components that they refer to."""
+        """Return the schemas by operation and part, and the components to which they refer."""
         wanted: list[tuple[Any, Any, TypeAdapter[Any]]] = [
             ("problem", "serialization", TypeAdapter(ProblemDetails)),
         ]
@@ -302,7 +304,7 @@ class Api:
         for (key, _mode), schema in found.items():
             name, _, of = str(key).rpartition(" ")
             if of == "parameters":
-                # Parameters are described one by one, each with its place.
+                # Each parameter is described separately, with its place.
                 model = schema.get("$ref", "").rpartition("/")[2]
                 schema = components.pop(model) if model else schema
             schemas[name, of] = schema

@@ -1,4 +1,4 @@
-"""All operations of the HTTP API."""
+"""The operations of the HTTP API."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ PolicyName = Annotated[str, Field(min_length=1, description="Name of the policy.
 ChannelName = Annotated[str, Field(min_length=1, description="Name of the channel, such as `127.0.0.1:40412 (1)`.")]
 ConnectionName = Annotated[str, Field(min_length=1, description="Name of the connection, such as `127.0.0.1:40412`.")]
 
-# Attributes that are summed over all queues.
+# Attributes whose sum over all queues is reported.
 _SUMS = (
     "flow_stopped_count",
     "depth",
@@ -86,7 +86,7 @@ _SUMS = (
     "dropped",
     "consumers",
 )
-# Fields of a queue, and of a channel, in the flow states.
+# The fields of a queue and of a channel in the flow states.
 _FLOW_STATE = (
     "name",
     "flowState",
@@ -165,11 +165,11 @@ def events(
 ) -> EventsRequest:
     """Get a stream of the broker's changes, as server-sent events.
 
-    The first event, `state`, has everything: `queues`, `channels`, `connections`, `exchanges`, `bindings` and
-    `producersStopped`. Each later event, `change`, has only the differences: new and changed queues, channels and
-    connections; under `gone`, the names of those that no longer exist; and the other parts if they have changed. If
-    only `flowedSeconds` of a channel grows, this is not a change. All streams share the polls of the broker. The polls
-    take at most a twentieth of its time, so with a large number of queues there are fewer of them.
+    The first event, `state`, has all objects: `queues`, `channels`, `connections`, `exchanges`, `bindings` and
+    `producersStopped`. Each later event, `change`, has only differences. It has the new and changed queues, channels
+    and connections. Its member `gone` has the names of deleted ones. It has the other members only if they have
+    changed. A channel has not changed if only its `flowedSeconds` grows. All streams share the polls of the broker. The
+    polls take at most a twentieth of the time, so there are fewer polls if there are many queues.
     """
     return EventsRequest(period)
 
@@ -188,7 +188,7 @@ async def metrics(broker: Broker, turns: Turns, media_type: MediaType) -> bytear
 
 @api.operation("GET", "/api/connections", "connections", each=Connection)
 def list_connections(broker: Broker) -> Iterator[ConnectionSnapshot]:
-    """List the connections, the oldest first."""
+    """List the connections, oldest first."""
     return broker.each_connection()
 
 
@@ -233,7 +233,7 @@ def stop_producers(broker: Broker) -> None:
 
 @api.operation("POST", "/api/producers/start", "flow control")
 def start_producers(broker: Broker) -> None:
-    """Start all producers. Those that a queue blocks (flows) stay blocked."""
+    """Start all producers. Producers that a queue blocks (flows) stay blocked."""
     broker.flow(active=True)
 
 
@@ -245,7 +245,7 @@ def stop_producer(broker: Broker, name: ChannelName) -> None:
 
 @api.operation("POST", "/api/producers/{name}/start", "flow control", problems=[404])
 def start_producer(broker: Broker, name: ChannelName) -> None:
-    """Start one producer. If a queue blocks (flows) it, it stays blocked."""
+    """Start one producer. It stays blocked if a queue blocks (flows) it."""
     broker.flow(active=True, channel=name)
 
 
@@ -293,8 +293,8 @@ def purge_queue(broker: Broker, name: QueueName) -> Removed:
 def set_thresholds(broker: Broker, name: QueueName, body: ThresholdsRequest) -> QueueSnapshot:  # type: ignore[valid-type]  # made at run time
     """Change the thresholds of a queue while it is in use. The flow state changes immediately.
 
-    A stop threshold or a capacity of 0 is off, and so is its resume threshold. The new thresholds override the policies
-    that apply to the queue. The arguments of its declaration do not change.
+    The value 0 turns a stop threshold or the capacity off, together with its resume value. The new thresholds have
+    priority over policies. The arguments of the declaration do not change.
     """
     marks = body.model_dump(exclude_unset=True)  # type: ignore[attr-defined]
     try:
@@ -322,7 +322,7 @@ async def set_policy(
     body: PolicyRequest,  # type: ignore[valid-type]  # made at run time
     turns: Turns,
 ) -> tuple[int, dict[str, Any]]:
-    """Add a policy, or replace the policy with the same name. It immediately applies to existing queues, too."""
+    """Add a policy, or replace the policy with the same name. It also applies to existing queues, immediately."""
     told = body.model_dump()  # type: ignore[attr-defined]
     definition = told.pop("definition")
     try:
@@ -340,7 +340,7 @@ async def set_policy(
 
 @api.operation("DELETE", "/api/policies/{name}", "policies", problems=[404])
 async def delete_policy(broker: Broker, name: PolicyName, turns: Turns) -> None:
-    """Delete a policy. Its queues then follow their other policies, and their arguments."""
+    """Delete a policy. Its queues then use their other policies and their arguments."""
     async for _ in turns.each(broker.delete_policy_in_steps(name)):
         pass
 
@@ -382,7 +382,7 @@ def delete_rate_limit(broker: Broker, scope: Scope, name: Limited) -> None:
 
 @api.operation("GET", "/api/exchanges", "exchanges", each=Exchange)
 def list_exchanges(broker: Broker) -> Iterator[ExchangeSnapshot]:
-    """List the exchanges, the default exchange first."""
+    """List the exchanges. The first one is the default exchange."""
     return broker.each_exchange()
 
 
@@ -411,7 +411,7 @@ def delete_exchange(broker: Broker, name: ExchangeName) -> None:
 
 @api.operation("GET", "/api/bindings", "exchanges", each=Binding)
 def list_bindings(broker: Broker) -> Iterator[dict[str, Any]]:
-    """List the bindings, by exchange, without the bindings of every queue to the default exchange."""
+    """List the bindings by exchange. The bindings to the default exchange are left out."""
     return map(_binding, broker.each_binding())
 
 
@@ -461,8 +461,8 @@ async def unbind(
 async def export_definitions(broker: Broker, turns: Turns) -> dict[str, Any]:
     """Export the queues, exchanges, bindings and policies.
 
-    The export contains neither exclusive queues nor the exchanges that every broker has. Queues have the arguments of
-    their declaration, without later changes of their thresholds.
+    The export does not contain exclusive queues and the exchanges of every broker. Queues have the arguments of their
+    declaration. Later changes of their thresholds are not exported.
     """
     found: dict[type[Exported], list[Exported]] = {ExchangeDefinition: [], QueueDefinition: [], BindingDefinition: []}
     async for each in turns.each(broker.each_definition()):
@@ -479,8 +479,8 @@ async def export_definitions(broker: Broker, turns: Turns) -> dict[str, Any]:
 async def load_definitions(broker: Broker, body: DefinitionsDocument, turns: Turns) -> Loaded:
     """Import queues, exchanges, bindings and policies: all of them, or none.
 
-    Objects that exist with the same settings stay as they are. The document can be an export of RabbitMQ. The answer
-    names the parts that this broker ignores. Clients may see a part of the objects during the import.
+    If an object exists with the same settings, nothing changes. The document can be an export of RabbitMQ. The answer
+    has the names of the parts that this broker ignores. During the import clients may see a part of the objects.
     """
     try:
         with closing(broker.load_in_steps(body.definitions())) as steps:

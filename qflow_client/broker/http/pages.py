@@ -1,4 +1,4 @@
-"""The web page of the broker: files that are served unchanged."""
+"""Serves the files of the broker's web page."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _TYPES = {
 
 
 def console_routes() -> Iterator[web.RouteDef]:
-    """Yield a route for each file; the page itself is at the root."""
+    """Yield a route for each file. The route of the page is the root."""
     for path in sorted(_FOLDER.rglob("*")):
         kind = _TYPES.get(path.suffix)
         if kind is None:

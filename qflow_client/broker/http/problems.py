@@ -50,9 +50,9 @@ class Problem(Exception):
 
     Args:
         status: status of the response.
-        detail: what went wrong and how to avoid it, for people.
-        errors: fields, and what is wrong with them.
-        retry_after: seconds after which the client should repeat its request; ``None`` to send no such header.
+        detail: the error and how to avoid it, for people.
+        errors: names of wrong fields, each with its error.
+        retry_after: seconds after which the client should repeat the request; ``None`` for no such header.
     """
 
     def __init__(
@@ -66,16 +66,16 @@ class Problem(Exception):
 
 
 def from_amqp(error: AmqpError) -> Problem:
-    """Convert a refusal of the broker to a problem."""
+    """Convert an error of the broker to a problem."""
     return Problem(_STATUS_OF.get(error.code, HTTPStatus.BAD_REQUEST), error.text)
 
 
 def from_validation(error: ValidationError, where: str = "") -> Problem:
-    """Convert invalid input to a problem, with its fields.
+    """Convert an error about invalid input to a problem with the wrong fields.
 
     Args:
         error: the error of pydantic.
-        where: prefix of the fields.
+        where: text before the names of the fields.
     """
     errors = []
     for each in error.errors(include_url=False, include_context=False, include_input=False):

@@ -1,11 +1,11 @@
-"""The HTTP server, on the broker's own loop.
+"""The HTTP server, which runs on the broker's event loop.
 
-A connection is a stranger until a request on it has the token. There is room for only a few strangers. A new stranger
-replaces the oldest one, so strangers never keep out a client with the token. In each iteration of the event loop at
-most one request of a stranger is answered. Without a token no connection is a stranger, and only the number of all
+If the API has a token, a connection is a stranger until one of its requests has the token. The number of strangers is
+small. A new stranger replaces the oldest one, so strangers cannot keep out a client with the token. In each iteration
+of the event loop at most one request of a stranger is answered. If the API has no token, only the number of all
 connections is limited.
 
-Long answers, imports and looks for event streams run in slices (`qflow_client.broker.http.turns`).
+Long answers, imports and the checks for event streams run in slices (`qflow_client.broker.http.turns`).
 """
 
 from __future__ import annotations
@@ -44,31 +44,32 @@ class HttpServer:
     """Serves a broker's API.
 
     Args:
-        broker: the broker; its settings have the address.
-        count_answer: called with the change in bytes when the answers need more or less memory.
+        broker: the broker. Its settings have the address of the API.
+        count_answer: called when the memory of the answers changes, with the change in bytes.
     """
 
-    #: Maximum bytes of a body.
+    #: Maximum bytes of a request body.
     MAX_BODY = 16 * 1024 * 1024
-    #: Bytes of an answer that are passed to its socket together.
+    #: Maximum bytes of an answer that are written together.
     PIECE = 256 * 1024
-    #: Maximum bytes of large answers that are sent at the same time; a quarter of `memory_limit` if that is less.
+    #: Maximum bytes of large answers that are sent at the same time, or a quarter of `memory_limit` if this is less.
     #: Without a memory limit a single answer may be larger.
     MAX_ANSWERS = 32 * 1024 * 1024
-    #: Seconds that requests have to end when the broker stops.
+    #: Maximum seconds to wait for running requests when the broker stops.
     STOP_GRACE = 1.0
-    #: Maximum number of connections. Further ones are closed as soon as they are accepted.
+    #: Maximum number of connections. Further connections are closed immediately.
     MAX_CONNECTIONS = 1000
-    #: Maximum number of connections without the token. With more, the oldest of them is closed.
+    #: Maximum number of connections without the token. If there are more, the oldest one is closed.
     MAX_STRANGERS = 100
-    #: Maximum number of event streams, of all clients and of one address.
+    #: Maximum number of event streams: of all clients, and of one address.
     MAX_STREAMS = 100
     MAX_STREAMS_OF_ADDRESS = 20
-    #: Seconds after which a connection is dropped if its client reads nothing of a large answer or an event stream.
+    #: If a client reads nothing of a large answer or an event stream for this number of seconds, the connection is
+    #: dropped.
     PATIENCE = 60.0
-    #: Seconds after which a connection is dropped if its client has not read a whole large answer.
+    #: If a client needs more than this number of seconds for a large answer, the connection is dropped.
     ANSWER_TIME = 300.0
-    #: Seconds after which a client should repeat its request if there was no room for the answer.
+    #: If there was no memory for an answer, the client should repeat its request after this number of seconds.
     RETRY_AFTER = 10
     #: Maximum seconds between the end of a request and the next request on its connection.
     KEEP_ALIVE = 60.0
@@ -84,16 +85,16 @@ class HttpServer:
         self._port: int | None = None
         # Connections by aiohttp's protocol object.
         self._connections: dict[asyncio.BaseProtocol, _Connection] = {}
-        # The connections without the token, the oldest first.
+        # The connections without the token, oldest first.
         self._strangers: dict[_Connection, None] = {}
-        # Event streams, which end when the broker stops; and the number of streams by address.
+        # Tasks of event streams, which are cancelled when the broker stops, and the number of streams by address.
         self._streams: set[asyncio.Task[Any]] = set()
         self._streams_of: Counter[str] = Counter()
-        # Slices of long answers, one in each turn; and requests of strangers, one in each turn.
+        # Slices of long answers, and requests of strangers. There is one of each in an iteration of the loop.
         self._turns = Turns()
         self._strangers_turns = Turns()
-        # Large answers are created one at a time, because this may take more memory than the answer; and bytes of large
-        # answers that are being sent.
+        # Lock for large answers, which are created one at a time because this may need more memory than the answer. And
+        # bytes of the large answers that are being sent.
         self._making = asyncio.Lock()
         self._answers = 0
         self._watch = Watch(broker, self._turns)
@@ -122,7 +123,7 @@ class HttpServer:
         """
         settings = self._settings
         app = web.Application(client_max_size=self.MAX_BODY, middlewares=[self._guard])
-        # Literal paths come before paths with parameters.
+        # Add literal paths before paths with parameters.
         for operation in sorted(api.operations, key=lambda operation: "{" in operation.path):
             app.router.add_route(operation.method, operation.path, self._handler(operation))
         app.router.add_routes(console_routes())
@@ -147,7 +148,7 @@ class HttpServer:
         _log.info("HTTP on %s:%d", settings.http_host, self._port)
 
     async def stop(self) -> None:
-        """Stop listening, and end the requests that are running."""
+        """Stop listening, and end the running requests."""
         if self._listener is not None:
             await self._listener.stop()
         for stream in self._streams:
@@ -172,7 +173,7 @@ class HttpServer:
         except Problem as problem:
             response = problem_response(problem)
         except web.HTTPException as error:
-            # An error of aiohttp: no such path or method, or a body that is too large.
+            # An error of aiohttp: the path or the method does not exist, or the body is too large.
             response = problem_response(Problem(error.status, error.text or error.reason))
             for name in ("Allow", "Location"):
                 if name in error.headers:
@@ -226,7 +227,7 @@ class HttpServer:
         """Execute an operation.
 
         Returns:
-            The status; and the body, ``None`` for no body, or a request for an event stream.
+            The status and the body. The body is ``None`` if there is none, or a request for an event stream.
         """
         answer = operation.handler(self._broker, **parameters)
         if inspect.isawaitable(answer):
@@ -264,10 +265,10 @@ class HttpServer:
         return response
 
     def _check_room(self, size: int) -> None:
-        """Check that a large answer of this size may be sent now.
+        """Check that there is memory for a large answer of this size.
 
         Raises:
-            Problem: 503 if it is too large by itself, or together with the answers that are being sent.
+            Problem: 503 if the answer is too large, alone or together with the answers that are being sent.
         """
         limit = self._settings.memory_limit
         most = min(self.MAX_ANSWERS, limit // 4) if limit else self.MAX_ANSWERS
@@ -339,13 +340,13 @@ class HttpServer:
         response.content_type = "text/event-stream"
         try:
             await response.prepare(request)
-            # The next write may be 15 s away. So the stream checks whether its client is still connected.
+            # The next write may come only after 15 s. So check after each pause whether the client is still connected.
             async with aclosing(self._watch.events(period, partial(_is_gone, request))) as events:
                 async for piece in events:
                     async with asyncio.timeout(self.PATIENCE):
                         await response.write(piece)
         except (ConnectionError, TimeoutError):
-            # The listener has disconnected, or does not read.
+            # The client has disconnected, or does not read.
             self._cut(request)
         finally:
             self._streams.discard(task)
@@ -355,11 +356,7 @@ class HttpServer:
         return response
 
     def admit(self, connection: _Connection, handler: asyncio.BaseProtocol) -> bool:
-        """Make room for a new connection, which is a stranger.
-
-        Returns:
-            Whether there is room.
-        """
+        """Make room for a new connection, which is a stranger. Return False if there is no room."""
         if len(self._strangers) >= self.MAX_STRANGERS:
             oldest = next(iter(self._strangers))
             _log.debug("HTTP: %d connections have not shown the token: the oldest is closed", len(self._strangers))
@@ -373,26 +370,22 @@ class HttpServer:
         return True
 
     def forget(self, connection: _Connection, handler: asyncio.BaseProtocol) -> bool:
-        """Forget a connection that has ended.
-
-        Returns:
-            Whether it was admitted.
-        """
+        """Forget a connection that has ended. Return True if it was admitted."""
         self._strangers.pop(connection, None)
         return self._connections.pop(handler, None) is not None
 
 
 def _is_gone(request: web.Request) -> bool:
-    """Whether the client's connection has ended; aiohttp then removes the transport."""
+    """Whether the client's connection has ended, because aiohttp has removed the transport."""
     return request.transport is None or request.transport.is_closing()
 
 
 class _Connection(asyncio.Protocol):
-    """Stands between a socket and aiohttp, which has no timeout for a client that connects and sends nothing.
+    """A protocol between a socket and aiohttp. It limits the time until the first request, which aiohttp does not.
 
     Args:
         handler: protocol object of aiohttp.
-        server: admits connections; its settings have the timeout for the first request.
+        server: the server, which admits connections.
     """
 
     def __init__(self, handler: asyncio.Protocol, server: HttpServer) -> None:
@@ -411,7 +404,7 @@ class _Connection(asyncio.Protocol):
         self._handler.connection_made(transport)
 
     def abort(self) -> None:
-        """Close the connection immediately. It no longer counts."""
+        """Close the connection immediately. It does not count any more."""
         self._server.forget(self, self._handler)
         self.has_asked()
         if self._transport is not None:
@@ -419,7 +412,7 @@ class _Connection(asyncio.Protocol):
             self._transport.abort()
 
     def has_asked(self) -> None:
-        """Note that a whole request has arrived. From now on aiohttp's keep-alive timeout is enough."""
+        """Stop the timer after the first complete request. From now on aiohttp's keep-alive timeout is enough."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

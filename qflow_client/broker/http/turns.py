@@ -1,8 +1,8 @@
-"""Slices of long answers, because the HTTP API runs on the event loop of the AMQP clients.
+"""Divides long work into slices, because the HTTP API runs on the event loop of the AMQP clients.
 
-`Turns.each` yields objects and gives the loop to other work after `MOST` objects or `LONGEST` seconds, whichever is
-sooner. All answers that share a `Turns` together get one slice in each iteration of the loop. So a turn takes no longer
-if many clients send requests at the same time.
+`Turns.each` yields objects. After `MOST` objects or `LONGEST` seconds it lets the loop do other work. All answers that
+share a `Turns` get one slice together in each iteration of the loop. So an iteration takes no longer if many clients
+send requests at the same time.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ class Turns:
             await asyncio.sleep(0)
 
     async def each(self, things: Iterable[_T]) -> AsyncIterator[_T]:
-        """Yield the same objects, with pauses.
+        """Yield objects, with pauses between the slices.
 
         Args:
-            things: objects; taken one at a time, so that a generator works in slices too.
+            things: objects, which are taken one at a time. So a generator also works in slices.
         """
         left, end = 0, 0.0
         for thing in things:

@@ -1,3 +1,3 @@
-"""Plug-ins for queues, channels and the virtual host: overflow policies, rules, rates, discipline, the flow log."""
+"""Plug-ins for queues, channels and the virtual host: overflow policies, rules, rates, discipline and flow log."""
 
 from __future__ import annotations

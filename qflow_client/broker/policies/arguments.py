@@ -1,8 +1,8 @@
-"""Queue arguments of ``Queue.Declare``, and the limits that follow from them.
+"""Reads the arguments of ``Queue.Declare``, and computes the limits of the queue.
 
 Arguments of Qpid and of this broker set the same values as policies, and are read as a `PolicyDefinition`. Arguments of
-RabbitMQ set a maximum without thresholds. If an argument has one of this broker's prefixes but is unknown, it is
-refused, and the error contains the most similar argument.
+RabbitMQ set a maximum without thresholds. An unknown argument with one of this broker's prefixes is refused. The error
+contains the most similar argument.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ THEN = "x-qflow-then"
 CONFLATE_KEY = "x-qflow-conflate-key"
 DROP_TRANSIENT = "x-qflow-drop-transient"
 
-# The arguments that policies can set too, by their names in policies.
+# The arguments that policies can also set, by their names in policies.
 _FIELDS = {
     "flow_stop_count": FLOW_STOP_COUNT,
     "flow_resume_count": FLOW_RESUME_COUNT,
@@ -56,9 +56,9 @@ _FIELDS = {
     "drop_transient": DROP_TRANSIENT,
 }
 _OURS = (*_FIELDS.values(), POLICY_TYPE)
-# The policies that Qpid C++ has too, by Qpid's names.
+# The policies that Qpid C++ also has, by Qpid's names.
 _POLICY_TYPES = (QueuePolicy.REJECT, QueuePolicy.RING, QueuePolicy.RING_STRICT)
-# Prefixes of this broker's own arguments. An unknown argument with one of them is misspelt.
+# Prefixes of this broker's arguments. An unknown argument with one of these prefixes is misspelt.
 _OUR_PREFIXES = ("qpid.", "x-qpid-", "x-qflow-")
 
 # Arguments of RabbitMQ.
@@ -85,10 +85,10 @@ class XOverflow(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class QueueArguments:
-    """The arguments that define when a queue is full, and its behaviour when it is full.
+    """The arguments that define when a queue is full, and what it does then.
 
     Attributes:
-        definition: the values that policies can set too.
+        definition: the values that policies can also set.
         overflow: RabbitMQ's maximum and its overflow policy; ``None`` for no maximum.
     """
 
@@ -97,15 +97,15 @@ class QueueArguments:
 
     @classmethod
     def read(cls, queue: str, arguments: Mapping[str, object]) -> QueueArguments:
-        """Read the arguments. Arguments that do not belong to Qpid, RabbitMQ or this broker are kept, without effect.
+        """Read the arguments. Arguments of other brokers are kept, but have no effect.
 
         Args:
             queue: name of the queue, for errors.
-            arguments: as in ``Queue.Declare``.
+            arguments: arguments of ``Queue.Declare``.
 
         Raises:
-            ChannelException: 406 if a value has the wrong type, if two values contradict each other, or if an argument
-                is misspelt. The text contains the argument and the value, or both values, or the most similar argument.
+            ChannelException: 406 if a value has the wrong type, two values contradict each other, or an argument is
+                misspelt. The text contains the arguments and values, or the most similar argument.
         """
         reader = _Reader(queue, arguments)
         reader.check_names()
@@ -152,14 +152,14 @@ class QueueArguments:
 
 
 def read_options(queue: str, arguments: Mapping[str, object]) -> QueueOptions:
-    """Read RabbitMQ's queue arguments, without those for the maximum.
+    """Read RabbitMQ's queue arguments, except for the maximum.
 
     Args:
         queue: name of the queue, for errors.
-        arguments: as in ``Queue.Declare``.
+        arguments: arguments of ``Queue.Declare``.
 
     Raises:
-        ChannelException: 406 if a value has the wrong type or is not allowed; the text contains the argument and the
+        ChannelException: 406 if a value has the wrong type or is not allowed. The text contains the argument and the
             value.
     """
     reader = _Reader(queue, arguments)
@@ -191,12 +191,12 @@ def resolve_limits(
     Args:
         queue: name of the queue, for errors.
         definition: the policy definition that applies to the queue.
-        settings: settings of the broker, with the defaults (C4, J2).
-        overflow: RabbitMQ's maximum; used only if the definition sets no maximum.
-        policies: names of the policies that the definition comes from.
+        settings: settings of the broker, with the default values (C4, J2).
+        overflow: RabbitMQ's maximum. It is used only if the definition sets no maximum.
+        policies: names of the policies from which the definition comes.
 
     Raises:
-        ChannelException: 406 if the resume capacity is above the broker's capacity; the text contains both values.
+        ChannelException: 406 if the resume capacity is above the broker's capacity. The text contains both values.
     """
     max_count, max_size = definition.max_count or 0, definition.max_size or 0
     policy = definition.policy or (QueuePolicy.REJECT if max_count or max_size else QueuePolicy.FLOW)
@@ -219,7 +219,7 @@ def resolve_limits(
     then = None
     if definition.max_flow_wait is not None:
         if policy is QueuePolicy.FLOW_TO_DISK:
-            # The maximum of this policy limits only the bodies in memory.
+            # With this policy the maximum limits only the bodies in memory.
             max_count = max_size = 0
         maxima = max_count or stop_resume.stop_count, max_size or stop_resume.stop_size or capacity.capacity
         then = make_overflow(definition.then or QueuePolicy.REJECT, maxima[0] or None, maxima[1] or None, None)
@@ -274,7 +274,7 @@ class _Reader:
             raise self.refuse(f"{name}={value!r}: it must be a string, not {type(value).__name__}")
         if value is None:
             return None
-        # The value is encoded as a short string.
+        # Check that the value can be encoded as a short string.
         try:
             length = len(value.encode())
         except UnicodeEncodeError:

@@ -1,4 +1,4 @@
-"""The last entry of each key, for queues that keep only the last value."""
+"""Finds the last entry of each key, for queues that keep only the last value."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class LastValues(LastValueMap):
     """Finds the last entry of each key in a queue.
 
     Args:
-        header: header with the key; a message without this header has no key. ``None`` uses the routing key.
+        header: header with the key. A message without this header has no key. ``None`` if the routing key is the key.
     """
 
     __slots__ = ("_header", "_keys", "_last")
@@ -22,11 +22,11 @@ class LastValues(LastValueMap):
     def __init__(self, header: str | None) -> None:
         self._header = header
         self._last: dict[str, QueueEntry] = {}
-        # Keys of the queue's entries that have a key, to find the keys when the entries leave.
+        # The key of each entry that has a key, for the time when the entry leaves.
         self._keys: dict[QueueEntry, str] = {}
 
     def _key_of(self, message: StoredMessage) -> str | None:
-        """Return the key of a message; ``None`` if it has none."""
+        """Return the key of a message, or ``None`` if it has none."""
         if self._header is None:
             return message.target.routing_key
         value = decode_headers(message.header).get(self._header)

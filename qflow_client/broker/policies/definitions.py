@@ -1,4 +1,4 @@
-"""Queues, exchanges, bindings and policies as a document, with the names of RabbitMQ's definitions."""
+"""Exports and loads queues, exchanges, bindings and policies, with the names of RabbitMQ's definitions."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__ = [
 
 
 class DefinitionError(ValueError):
-    """A definition is refused; nothing of the document has taken effect.
+    """A definition is refused. No definition of the document has taken effect.
 
     Attributes:
         field: place of the definition, such as ``"queues[3]"``.
@@ -36,7 +36,7 @@ class DefinitionError(ValueError):
     def __init__(self, where: str, text: str) -> None:
         super().__init__(f"{where}: {text}")
         self.field = where
-        #: What is wrong with the definition.
+        #: The error of the definition.
         self.text = text
 
 
@@ -84,15 +84,15 @@ class ExchangeDefinition:
 
 @dataclass(frozen=True, slots=True)
 class BindingDefinition:
-    """A binding to make; see ``Queue.Bind``.
+    """A binding to add; see ``Queue.Bind``.
 
     Attributes:
-        source: name of the exchange that the messages come from.
-        destination: name of the queue or exchange that the messages go to.
+        source: name of the exchange from which the messages come.
+        destination: name of the queue or exchange to which the messages go.
         destination_type: whether the destination is a queue or an exchange.
         vhost: name of the virtual host; ``None`` for the broker's virtual host.
         routing_key: binding key.
-        arguments: arguments of the binding; only headers exchanges use them.
+        arguments: arguments of the binding. Only headers exchanges use them.
     """
 
     source: str
@@ -105,13 +105,13 @@ class BindingDefinition:
 
 @dataclass(frozen=True, slots=True)
 class Definitions:
-    """The objects to declare in a broker, in addition to those that it has.
+    """Objects to declare in a broker, in addition to its existing objects.
 
     Attributes:
         exchanges: exchanges to declare.
         queues: queues to declare.
-        bindings: bindings between these objects, or with existing ones.
-        policies: policies to set; each replaces a policy with the same name.
+        bindings: bindings between these objects or existing ones.
+        policies: policies to set. Each of them replaces a policy with the same name.
     """
 
     exchanges: tuple[ExchangeDefinition, ...] = ()
@@ -125,7 +125,7 @@ Exported = ExchangeDefinition | QueueDefinition | BindingDefinition
 
 
 def export_definitions(host: VirtualHost, rules: PolicyRules) -> Definitions:
-    """Return the declared objects, without exclusive queues and without the exchanges of every broker."""
+    """Return the declared objects, without exclusive queues and the exchanges of every broker."""
     found = tuple(each_definition(host))
     return Definitions(
         tuple(each for each in found if isinstance(each, ExchangeDefinition)),
@@ -136,9 +136,9 @@ def export_definitions(host: VirtualHost, rules: PolicyRules) -> Definitions:
 
 
 def each_definition(host: VirtualHost) -> Iterator[Exported]:
-    """Yield exchanges, queues and bindings, one at a time. The virtual host may change between two of them.
+    """Yield exchanges, queues and bindings, one at a time. The virtual host may change between two objects.
 
-    A binding is included only if both of its ends were yielded before, so that the whole can be loaded.
+    A binding is included only if both of its ends were yielded before, so that the export can be loaded.
     """
     vhost = host.settings.virtual_host
     exchanges = dict.fromkeys(host.topology.exchanges.values())
@@ -166,14 +166,14 @@ def each_definition(host: VirtualHost) -> Iterator[Exported]:
 
 
 class Loading:
-    """Declares everything, or nothing. Objects that exist with the same settings stay as they are.
+    """Declares all objects, or none. If an object exists with the same settings, nothing changes.
 
-    Loading may take several iterations of the loop. If a definition is refused, clients may see objects that are
-    deleted again.
+    Loading may take several iterations of the loop. If a definition is refused, the declared objects are deleted again.
+    In the meantime clients may see them.
 
     Args:
         host: virtual host to change.
-        rules: rules of this virtual host.
+        rules: rules of the virtual host.
         definitions: objects to declare.
     """
 
@@ -188,7 +188,7 @@ class Loading:
         """Declare one object in each step.
 
         Raises:
-            DefinitionError: a definition is refused; the text contains its name and the reason.
+            DefinitionError: a definition is refused. The text contains its name and the reason.
         """
         host, policies = self._host, tuple(self._rules.policies)
         try:
@@ -263,7 +263,7 @@ class Loading:
     def _unbind(self, source: Exchange, destination: Queue | Exchange, binding: BindingDefinition) -> None:
         """Remove a binding.
 
-        An exchange that existed before stays, even if it is auto-delete and this was its last binding.
+        An exchange that existed before is not deleted, even if it is auto-delete and this was its last binding.
         """
         auto_delete, source.auto_delete = source.auto_delete, False
         self._host.topology.unbind(destination, source.name, binding.routing_key, binding.arguments)
@@ -281,10 +281,10 @@ def _each(definitions: Definitions) -> Iterator[tuple[str, _Definition]]:
 
 
 def check_name(name: str, *, empty: bool = False) -> str:
-    """Return the name if AMQP can encode it.
+    """Check that AMQP can encode a name, and return it.
 
     Raises:
-        ValueError: the name is longer than 255 bytes, or empty when this is not allowed.
+        ValueError: the name is longer than 255 bytes, or is empty and `empty` is False.
     """
     if not name and not empty:
         raise ValueError("a name must not be empty")

@@ -1,9 +1,10 @@
-"""Connections that ignore ``Channel.Flow``, sans-I/O: their backlog, and the sanctions (D7 D8).
+"""Limits the backlog of connections, and punishes channels that ignore ``Channel.Flow`` (D7 D8). No I/O.
 
-The backlog of a connection consists of its messages that wait for room, that wait for their confirms, or that came on a
-flowed channel. If the backlog exceeds its limit, all channels of the connection are flowed (blocked). A message on a
-flowed channel after the grace time counts against its channel and its connection. Each of them is tarpitted or closed
-at a limit of its own.
+The backlog of a connection has its messages that wait for room or for their confirms, and messages that came on a
+flowed channel. If the backlog exceeds its limit, all channels of the connection are flowed (blocked). A message that
+comes on a flowed channel after the grace time is late. Late messages are counted for the channel and for the
+connection. At the limits of these counts, the connection is not read for a time (tarpit), or the channel or connection
+is closed.
 """
 
 from __future__ import annotations
@@ -25,9 +26,6 @@ BACKLOG = "backlog"
 class Discipline:
     """The backlog and the sanctions of one connection.
 
-    The backlog consists of the published messages that wait for room, that wait for their confirms, or that came on a
-    flowed channel.
-
     Args:
         session: session of the connection.
     """
@@ -39,13 +37,13 @@ class Discipline:
         settings = session.settings
         self.depth = ThresholdLimiter(StopResume(settings.backlog_count, None, settings.backlog_size, None))
         self.backlog = FlowController(self.depth, name=BACKLOG)
-        # Totals: messages that came on flowed channels after the grace time, and the sanctions.
+        # Total numbers of late messages, and of the sanctions.
         self.past_flow = 0
         self.tarpits = 0
         self.channels_closed = 0
 
     def owe(self, size: int, now: float) -> None:
-        """Add a message to the backlog, which may then flow all channels (D7).
+        """Add a message to the backlog. If the backlog is too large, block (flow) all channels (D7).
 
         Args:
             size: body size in bytes.
@@ -57,7 +55,7 @@ class Discipline:
                 self.look_at(channel.flow)
 
     def look_at(self, source: ChannelFlow) -> None:
-        """Block a channel if it publishes and the backlog is too large."""
+        """Block a publishing channel if the backlog is too large."""
         if self.depth.on and source.is_producer and not source.is_over:
             self.backlog.block(source)
 
@@ -65,7 +63,7 @@ class Discipline:
         """Remove messages from the backlog.
 
         Args:
-            size: body bytes of all these messages.
+            size: total body bytes of these messages.
             count: number of messages.
         """
         self.backlog.release(size, count)
@@ -78,8 +76,8 @@ class Discipline:
             now: seconds of the clock.
 
         Raises:
-            ChannelException: 311 if the channel has published too much since it was blocked.
-            ConnectionException: 506 if the connection has published too much.
+            ChannelException: 311 if the channel has sent too many late messages.
+            ConnectionException: 506 if the connection has sent too many late messages.
         """
         settings = self._session.settings
         if source.since is None or now - source.since < settings.flow_grace:

@@ -1,4 +1,4 @@
-"""Changes the marks of a queue while it is in use, for an operator (D4)."""
+"""Changes the thresholds of a queue in use, for an operator (D4). Thresholds are called marks here."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ MARKS = tuple(name for pair in _PAIRS for name in pair)
 
 
 def steered(queue: Queue, marks: Mapping[str, int | None]) -> PolicyDefinition:
-    """Return all marks that operators have set for a queue: these marks, and those that were set before.
+    """Return all marks that operators have set for a queue: new marks, and earlier ones.
 
     Args:
-        queue: queue to change.
-        marks: values by the names in `MARKS`. A mark that is not given keeps its value. ``None`` for a resume mark
-            means 7/8 of its stop mark. ``None`` for a resume capacity means the capacity. A stop mark of 0 also turns
-            its resume mark off.
+        queue: the queue.
+        marks: new values by the names in `MARKS`. The other marks keep their values. ``None`` for a resume mark means
+            7/8 of its stop mark. ``None`` for a resume capacity means the capacity. A stop mark of 0 also turns its
+            resume mark off.
 
     Raises:
-        ChannelException: 406 if the marks contradict each other or the queue's maximum; the text contains both values.
+        ChannelException: 406 if the marks contradict each other or the queue's maximum. The text contains both values.
     """
     limits = queue.limits
     stop_resume, capacity = limits.stop_resume, limits.capacity
@@ -43,13 +43,14 @@ def steered(queue: Queue, marks: Mapping[str, int | None]) -> PolicyDefinition:
         "flow_resume_capacity": capacity.resume,
     }
     for stop, resume in _PAIRS:
-        # A resume mark has no meaning without its stop mark.
+        # Without its stop mark, a resume mark has no meaning.
         if not asked[stop] or marks.get(stop) == 0:
             asked[resume] = None
     asked |= marks
     maximum = limits.overflow
     try:
-        # RabbitMQ's maximum limits ready messages, and marks count all messages. So they cannot contradict each other.
+        # RabbitMQ's maximum limits only ready messages, and marks are for all messages. So they cannot contradict each
+        # other.
         if maximum is not None and maximum is not rule_of(queue).own.overflow:
             PolicyDefinition.from_mapping({**asked, "max_count": maximum.max_count, "max_size": maximum.max_size})
         touched = {name for pair in _PAIRS for name in pair if any(each in marks for each in pair)}

@@ -1,4 +1,4 @@
-"""The overflow policies: what a queue does at its maximum. `make_overflow` creates the one for a setting."""
+"""The overflow policies, which define what a queue does at its maximum."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Conflate", "DropHead", "FlowToDisk", "Reject", "RejectPublish", "Rin
 
 @dataclass(frozen=True, slots=True)
 class FlowToDisk(Overflow):
-    """Accept every message, and keep at most the maximum in memory; other bodies are only on disk (A2)."""
+    """Accept every message. Keep at most the maximum in memory, and other bodies only on disk (A2)."""
 
     @property
     def name(self) -> str:
@@ -45,7 +45,7 @@ class Reject(Overflow):
 
 @dataclass(frozen=True, slots=True)
 class Wait(Reject):
-    """Let messages that do not fit wait for room (A4). A message that can never fit is refused."""
+    """Make messages that do not fit wait for room (A4). Refuse a message that can never fit."""
 
     @property
     def name(self) -> str:
@@ -75,7 +75,7 @@ class Ring(_Dropping):
     """Drop the oldest messages to make room for the new one (``qpid.policy_type=ring`` and ``ring_strict``).
 
     Attributes:
-        strict: whether to refuse the new message if a consumer has the oldest one.
+        strict: whether to refuse the new message if a consumer has the oldest message.
     """
 
     strict: bool = False
@@ -92,7 +92,7 @@ class Ring(_Dropping):
         contents = queue.contents
         beyond_count, beyond_size = self._excess(contents.depth + count, contents.size + size)
         if self.strict and (beyond_count > 0 or beyond_size > 0):
-            # The oldest messages that have to be dropped. If a consumer has any of them, the new message is refused.
+            # These oldest messages have to be dropped. If a consumer has one of them, the new message is refused.
             for entry in contents.oldest_first():
                 if beyond_count <= 0 and beyond_size <= 0:
                     break
@@ -131,7 +131,7 @@ class Conflate(Ring):
 
 @dataclass(frozen=True, slots=True)
 class DropHead(_Dropping):
-    """Drop the oldest ready messages, as RabbitMQ does (``x-overflow=drop-head``). Only ready messages count."""
+    """Drop the oldest ready messages, like RabbitMQ (``x-overflow=drop-head``). Only ready messages are counted."""
 
     @property
     def name(self) -> str:
@@ -149,7 +149,7 @@ class DropHead(_Dropping):
 
 @dataclass(frozen=True, slots=True)
 class RejectPublish(Overflow):
-    """Refuse messages that do not fit, as RabbitMQ does (``x-overflow=reject-publish``). Only ready messages count.
+    """Refuse messages that do not fit, like RabbitMQ (``x-overflow=reject-publish``). Only ready messages are counted.
 
     Attributes:
         dead_letters: whether refused messages go to the dead-letter exchange (``reject-publish-dlx``).
@@ -177,10 +177,10 @@ class RejectPublish(Overflow):
 def make_overflow(
     policy: QueuePolicy, max_count: int | None, max_size: int | None, conflate_key: str | None
 ) -> Overflow | None:
-    """Return the rule of a policy; ``None`` if the policy accepts every message.
+    """Return the overflow policy of a queue, or ``None`` if it accepts every message.
 
     Args:
-        policy: the policy.
+        policy: name of the policy.
         max_count: maximum number of messages; ``None`` for no maximum.
         max_size: maximum body bytes; ``None`` for no maximum.
         conflate_key: header with the key; ``None`` for the routing key.

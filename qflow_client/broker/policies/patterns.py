@@ -1,13 +1,13 @@
-"""Regular expressions whose time grows linearly with the length of the name, for any expression.
+"""Matches regular expressions in linear time in the length of the name, for any expression.
 
-Python's `re` tries one path through an expression after the other. With ``(a+)+$`` a name of 30 letters takes seconds,
-and blocks the event loop. This module follows all paths at the same time. An expression becomes a graph of nodes. A
-node takes one character, or is passed without a character. `Pattern.search` keeps the set of nodes that the previous
-characters lead to. So a name of n characters costs at most n times the number of nodes, and the number of nodes is
-limited. The sets are cached, so the next name costs one dictionary look-up for each character.
+Python's `re` tries all paths through an expression, one after the other. With ``(a+)+$`` a name of 30 letters takes
+seconds, and blocks the event loop. This module follows all paths at the same time. It converts an expression to a graph
+of nodes. A node matches one character, or is passed without a character. `Pattern.search` keeps the set of nodes that
+are reached with the previous characters. So a name of n characters costs at most n times the number of nodes, which is
+limited. The sets are cached, so that another name costs one dictionary look-up for each character.
 
-Features that need more than such a set are refused by name: back references, lookahead and lookbehind, word boundaries,
-atomic groups, possessive repeats, and all flags except ``(?i)`` for the whole expression.
+Features that need more than such a set are refused: back references, lookahead and lookbehind, word boundaries, atomic
+    groups, possessive repeats, and all flags except ``(?i)`` for the whole expression.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 __all__ = ["Pattern", "compile_pattern"]
 
-# The parser of `re`, which is private.
+# The private parser of `re`.
 _parser: Any = getattr(re, "_parser")  # noqa: B009
 _Test = Callable[[str], bool]
 
@@ -34,8 +34,8 @@ class _Node:
     """A node in the graph of an expression.
 
     Attributes:
-        test: tells if the node takes a character; ``None`` if it takes none.
-        anchor: ``^``, ``$`` or ``Z`` if the node can only be passed there.
+        test: returns True for a character that the node matches; ``None`` if the node matches no character.
+        anchor: ``^``, ``$`` or ``Z`` if the node can be passed only at this place.
         following: the next nodes.
     """
 
@@ -54,14 +54,14 @@ class Pattern:
         text: the expression.
 
     Raises:
-        ValueError: the expression is invalid, is too large, or needs a feature without linear time.
+        ValueError: the expression is invalid, is too large, or has a feature that is refused.
         TypeError: the expression is not a str.
     """
 
-    #: Maximum characters of an expression, and maximum nodes of its graph.
+    #: Maximum number of characters of an expression, and of nodes of its graph.
     MAX_LENGTH = 1000
     MAX_NODES = 1000
-    #: Maximum number of cached steps. Beyond it the whole cache is cleared.
+    #: Maximum number of cached steps. If there are more, the cache is cleared.
     MAX_STEPS = 4096
 
     def __init__(self, text: str) -> None:
@@ -167,11 +167,11 @@ class Pattern:
     # Matching.
 
     def _closure(self, nodes: Iterable[_Node], *, at_start: bool, at_end: str = "") -> frozenset[_Node]:
-        """Return the nodes that can be reached from some nodes without a character.
+        """Return the nodes that can be reached from given nodes without a character.
 
         Args:
             nodes: nodes to start from.
-            at_start: whether this is the start of the name.
+            at_start: whether the position is the start of the name.
             at_end: which of the anchors ``$`` and ``Z`` can be passed.
         """
         found: set[_Node] = set()
@@ -186,7 +186,7 @@ class Pattern:
         return frozenset(found)
 
     def search(self, name: str) -> bool:
-        """Whether any part of a name matches."""
+        """Return True if any part of a name matches."""
         at_start = True
         reached = self._closure((self._entry,), at_start=True)
         last = len(name) - 1

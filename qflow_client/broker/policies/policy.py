@@ -1,12 +1,12 @@
-"""Policies: what a full queue does, set by name for many queues together and changeable at run time.
+"""Policies set what full queues do, for many queues together. They can be changed at run time.
 
-A queue takes its values from these sources, the first that sets a value (D3). If one of the first two sets when the
-queue is full, the other three do not apply. Of these three, only the first that matches applies.
+For each value a queue uses the first of these sources that sets the value (D3). If source 1 or 2 defines when the queue
+is full, sources 3 to 5 do not apply. Of sources 3 to 5, only the first that matches applies.
 
 1. policies for queues
 2. the arguments of the queue
-3. policies for an exchange and a routing key that the queue is bound with
-4. policies for the exchanges that its messages come through; the strictest of them applies
+3. policies for an exchange and a routing key of the queue's bindings
+4. policies for the exchanges from which its messages come; the strictest of them applies
 5. policies for the virtual host
 """
 
@@ -32,9 +32,9 @@ _Choice = TypeVar("_Choice", bound=Enum)
 
 
 class QueuePolicy(StrEnum):
-    """The behaviour of a full queue; the least strict first."""
+    """The behaviour of a full queue, from the least to the most strict."""
 
-    #: Accept every message; the thresholds hold back the producers.
+    #: Accept every message. Only the thresholds block the producers.
     FLOW = "flow"
     #: Move bodies to the store.
     FLOW_TO_DISK = "flow_to_disk"
@@ -42,9 +42,9 @@ class QueuePolicy(StrEnum):
     CONFLATE = "conflate"
     #: Drop the oldest message.
     RING = "ring"
-    #: Drop the oldest message. If a consumer has it, refuse the new message.
+    #: Drop the oldest message. Refuse the new message if a consumer has the oldest one.
     RING_STRICT = "ring_strict"
-    #: Let the new message wait for room.
+    #: Make the new message wait for room.
     WAIT = "wait"
     #: Refuse the new message.
     REJECT = "reject"
@@ -61,11 +61,11 @@ class QueuePolicy(StrEnum):
 
 
 class ApplyTo(StrEnum):
-    """The names that a policy's pattern is compared with."""
+    """The kind of names to which a policy's pattern applies."""
 
     #: Names of queues.
     QUEUES = "queues"
-    #: Names of exchanges, and the routing keys of the bindings from them to queues.
+    #: Names of exchanges, and routing keys of their bindings to queues.
     ROUTING_KEYS = "routing_keys"
     #: Names of exchanges.
     EXCHANGES = "exchanges"
@@ -75,7 +75,7 @@ class ApplyTo(StrEnum):
 
 #: The policies that a queue can switch to after `max_flow_wait`.
 _THEN = (QueuePolicy.REJECT, QueuePolicy.RING, QueuePolicy.WAIT)
-#: Fields that belong together. One source sets all fields of a group.
+#: Fields that belong together. All fields of a group come from the same source.
 _GROUPS = (
     ("flow_stop_count", "flow_resume_count"),
     ("flow_stop_size", "flow_resume_size"),
@@ -92,7 +92,7 @@ _NUMBERS = (*_GROUPS[0], *_GROUPS[1], *_GROUPS[2], *_GROUPS[3], *_GROUPS[4])
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PolicyDefinition:
-    """The values that a policy sets; ``None`` for a value that it does not set.
+    """The values that a policy sets. A value that it does not set is ``None``.
 
     Attributes:
         policy: what the queue does when it is full.
@@ -107,16 +107,17 @@ class PolicyDefinition:
         capacity: body bytes above which the queue turns ON (J1); 0 for no capacity.
         flow_resume_capacity: body bytes at or below which the queue turns OFF. The default is the capacity.
         enforcement: how the queue blocks its producers while it is ON.
-        max_flow_wait: maximum seconds for which the queue may be ON. After that, the policy `then` limits it (D10).
-        then: policy of a queue that was ON for too long: `reject` (the default), `ring` or `wait`. It uses the maximum
-            of the queue or, without a maximum, the stop thresholds.
+        max_flow_wait: maximum seconds for which the queue may be ON. After this time the policy `then` limits the queue
+            (D10).
+        then: policy of a queue that was ON for longer than `max_flow_wait`: `reject` (the default), `ring` or `wait`.
+            It uses the maximum of the queue or, if there is none, the stop thresholds.
         conflate_key: name of the header that contains the key for `conflate`. The default is the routing key.
         drop_transient: whether ready messages that are not persistent may be dropped when memory exceeds its limit
             (A1). The default is no.
 
     Raises:
         TypeError: a value has the wrong type.
-        ValueError: a value is not allowed, or two values contradict each other; the text contains them.
+        ValueError: a value is not allowed, or two values contradict each other. The text contains the values.
     """
 
     policy: QueuePolicy | None = None
@@ -140,15 +141,15 @@ class PolicyDefinition:
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, object], names: Mapping[str, str] | None = None) -> PolicyDefinition:
-        """Return a definition with values by field name.
+        """Create a definition from a mapping.
 
         Args:
-            values: values by field name; all of them are optional.
+            values: values by field name. All values are optional.
             names: names of the fields in errors, by field name; ``None`` for the field names.
 
         Raises:
             TypeError: a value has the wrong type.
-            ValueError: as for the class. Or a field does not exist; the text contains the most similar one.
+            ValueError: as for the class. Or a field does not exist, and the text contains the most similar field.
         """
         known = tuple(field.name for field in fields(cls))
         for name in values:
@@ -159,7 +160,7 @@ class PolicyDefinition:
 
     @property
     def is_set(self) -> bool:
-        """Whether it sets when a queue is full, or what the queue does then."""
+        """Whether it defines when a queue is full, or what the queue does then."""
         return any(getattr(self, name) is not None for name in (*_NUMBERS, "policy"))
 
     @property
@@ -168,19 +169,15 @@ class PolicyDefinition:
         return self.policy is None and bool(self.max_count or self.max_size)
 
     def over(self, below: PolicyDefinition) -> PolicyDefinition:
-        """Return this definition. Groups of fields that it does not set come from another definition.
-
-        Args:
-            below: the other definition.
-        """
+        """Combine two definitions. Groups of fields that this definition does not set come from `below`."""
         return _over(self, below)
 
     @classmethod
     def strictest(cls, definitions: Iterable[PolicyDefinition]) -> PolicyDefinition:
-        """Return the strictest value of each field: the lowest mark, the strictest policy.
+        """Return the strictest value of each field, such as the lowest mark or the strictest policy.
 
         Args:
-            definitions: definitions to combine; at least one.
+            definitions: one or more definitions.
         """
         definitions = tuple(definitions)
         values: dict[str, Any] = {}
@@ -207,7 +204,7 @@ class PolicyDefinition:
         return _fitting(values)
 
     def resume_of(self, stop_name: str, resume_name: str) -> int:
-        """Return the resume mark for a stop mark that it sets: its own value, or the default for the stop mark."""
+        """Return a resume mark: the value that the definition sets, or the default for its stop mark."""
         stop: int = getattr(self, stop_name)
         resume: int | None = getattr(self, resume_name)
         if resume is not None:
@@ -224,7 +221,7 @@ class PolicyDefinition:
 
 @lru_cache(1024)
 def _over(above: PolicyDefinition, below: PolicyDefinition) -> PolicyDefinition:
-    """Do the work of `PolicyDefinition.over`; cached, because many queues have the same arguments."""
+    """Do the work of `PolicyDefinition.over`. The results are cached, because many queues have the same arguments."""
     values = above._values()
     for group in _GROUPS:
         if all(values[name] is None for name in group):
@@ -233,7 +230,7 @@ def _over(above: PolicyDefinition, below: PolicyDefinition) -> PolicyDefinition:
 
 
 def _fitting(values: dict[str, Any]) -> PolicyDefinition:
-    """Return a definition of combined values that may not fit together.
+    """Create a definition from values of several sources, and adapt values that contradict each other.
 
     For example, a stop mark is lowered to the maximum.
     """
@@ -251,7 +248,7 @@ def _fitting(values: dict[str, Any]) -> PolicyDefinition:
 
 
 def _checked(values: Mapping[str, object], names: Mapping[str, str]) -> dict[str, object]:
-    """Check the values, and return them converted.
+    """Check and convert values.
 
     Args:
         values: values by field name.
@@ -296,7 +293,7 @@ def _checked(values: Mapping[str, object], names: Mapping[str, str]) -> dict[str
         )
     for unit in ("count", "size"):
         stop_value, maximum = (cast(int, found.get(name, 0)) for name in (f"flow_stop_{unit}", f"max_{unit}"))
-        # With this policy the maximum limits only the messages in memory.
+        # With `flow_to_disk` the maximum limits only the messages in memory, so stop marks may be higher.
         if maximum and stop_value > maximum and found.get("policy") is not QueuePolicy.FLOW_TO_DISK:
             raise ValueError(
                 f"{named(f'flow_stop_{unit}')} and {named(f'max_{unit}')}: the stop must not be above the maximum"
@@ -305,7 +302,7 @@ def _checked(values: Mapping[str, object], names: Mapping[str, str]) -> dict[str
 
 
 def choose(named: str, value: object, kind: type[_Choice]) -> _Choice:
-    """Return the enumeration member for a value.
+    """Return the member of an enumeration for a value.
 
     Args:
         named: name and value, for the error.
@@ -313,7 +310,7 @@ def choose(named: str, value: object, kind: type[_Choice]) -> _Choice:
         kind: the enumeration.
 
     Raises:
-        ValueError: there is no such member; the text contains all members.
+        ValueError: there is no such member. The text contains all members.
     """
     try:
         return kind(value)
@@ -354,24 +351,25 @@ def _check_pair(
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """A named policy for all queues that it applies to, including future ones.
+    """A policy with a name. It applies to existing and future queues.
 
-    Patterns are regular expressions that may match anywhere in a name. For example, ``^orders`` matches names that
-    begin with it, and ``^orders$`` only this name. Expressions that cannot be matched in linear time, such as back
-    references and word boundaries, are refused.
+    Patterns are regular expressions that may match any part of a name. For example, ``^orders`` matches all names that
+    begin with orders, and ``^orders$`` only this name. Expressions that cannot be matched in linear time are refused,
+    for example back references and word boundaries.
 
     Attributes:
         name: name of the policy.
-        definition: the values that it sets; a `PolicyDefinition`, or a mapping by field name.
+        definition: the values that it sets, as a `PolicyDefinition` or a mapping by field name.
         pattern: regular expression for the names to which the policy applies.
-        apply_to: kind of names that the pattern is compared with.
-        routing_key: regular expression for the routing keys that queues are bound with; only for `routing_keys`.
-        priority: of several policies for queues, for routing keys or for the virtual host, the highest priority
-            applies. If several have the highest priority, the strictest value of each field applies.
+        apply_to: kind of names to which the pattern applies.
+        routing_key: regular expression for the routing keys of bindings; only for `routing_keys`.
+        priority: of several policies of the same kind, the policy with the highest priority applies. If several
+            policies have the highest priority, the strictest value of each field applies. Policies for exchanges have
+            no priority.
 
     Raises:
         TypeError: a value has the wrong type.
-        ValueError: a value is not allowed; the text contains it.
+        ValueError: a value is not allowed. The text contains it.
     """
 
     name: str
@@ -411,14 +409,14 @@ class Policy:
 
     @classmethod
     def parse(cls, text: str) -> Policy:
-        """Return a policy from its text form: the name, and ``key=value`` pairs, as in ``"slow max_count=9"``.
+        """Create a policy from a text: the name and ``key=value`` pairs, such as ``"slow max_count=9"``.
 
         Args:
-            text: the text. Keys are the fields of this class and of `PolicyDefinition`; quotes work as in a shell.
+            text: the text. Keys are the fields of this class and of `PolicyDefinition`. Quotes work as in a shell.
 
         Raises:
             TypeError: a value has the wrong type.
-            ValueError: the text does not have this form, or as for the class.
+            ValueError: the text has another form, or as for the class.
         """
         name, *pairs = shlex.split(text) or [""]
         values: dict[str, Any] = {}
@@ -434,7 +432,7 @@ class Policy:
                 except ValueError:
                     raise ValueError(f"{key}={shown(values[key])}: it must be a number") from None
         if "drop_transient" in values:
-            # Any other value is refused later, in an error with its name.
+            # Any other value is refused below, with an error that contains the field.
             values["drop_transient"] = {"true": True, "false": False}.get(
                 values["drop_transient"], values["drop_transient"]
             )
@@ -442,15 +440,15 @@ class Policy:
         return cls(name, PolicyDefinition.from_mapping(values), **own)
 
     def matches(self, name: str) -> bool:
-        """Whether its pattern matches a name."""
+        """Return True if the pattern matches a name."""
         return compile_pattern(self.pattern).search(name)
 
     def matches_binding(self, exchange: str, routing_key: str) -> bool:
-        """Whether its patterns match an exchange and a routing key."""
+        """Return True if the patterns match an exchange and a routing key."""
         return self.matches(exchange) and compile_pattern(self.routing_key or "").search(routing_key)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the policy in the types of JSON. The policy can be created again from it."""
+        """Return the policy as JSON types, from which the policy can be created again."""
         own = {field.name: getattr(self, field.name) for field in fields(self)}
         return own | {"apply_to": self.apply_to.value, "definition": self.definition.to_json()}
 
@@ -472,7 +470,7 @@ class Policies:
 
     @property
     def are_inherited(self) -> bool:
-        """Whether any policy applies to queues through their bindings."""
+        """Whether a policy applies to queues because of their bindings."""
         return any(policy.apply_to in (ApplyTo.ROUTING_KEYS, ApplyTo.EXCHANGES) for policy in self)
 
     def set(self, policy: Policy) -> None:
@@ -493,13 +491,13 @@ class Policies:
     def definition_for(
         self, queue: str, own: PolicyDefinition, inheritance: Callable[[], Inheritance], *, is_set: bool
     ) -> tuple[PolicyDefinition, tuple[str, ...]]:
-        """Return the definition that applies to a queue, and the names of the policies that it comes from (D3).
+        """Return the definition that applies to a queue, and the names of the policies from which it comes (D3).
 
         Args:
             queue: name of the queue.
-            own: definition from the queue's arguments.
+            own: definition from the arguments of the queue.
             inheritance: returns the exchanges that route to the queue.
-            is_set: whether its arguments set when it is full, or what it does then.
+            is_set: whether the arguments define when the queue is full, or what it does then.
         """
         if not self._by_name:
             return own, ()
@@ -511,7 +509,7 @@ class Policies:
         for apply_to in (ApplyTo.ROUTING_KEYS, ApplyTo.EXCHANGES, ApplyTo.VIRTUAL_HOST):
             chosen = self._inherited(apply_to, inheritance)
             if chosen:
-                # The arguments may still set how producers are held back.
+                # The arguments may still set the enforcement.
                 return own.over(self._strictest(chosen)), _names(chosen)
         return own, ()
 

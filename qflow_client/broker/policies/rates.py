@@ -1,6 +1,6 @@
-"""Rate limits of an operator for an exchange, a queue or a user, sans-I/O (F2 F6).
+"""An operator's rate limits for an exchange, a queue or a user (F2 F6). No I/O.
 
-A publish beyond a rate is accepted. Then its channel is flowed (blocked) until the rate has caught up.
+A message that exceeds a rate is accepted. Then its channel is flowed (blocked) until the average rate is allowed again.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ __all__ = ["RateLimit", "RateScope", "Rates"]
 
 
 class RateScope(StrEnum):
-    """The kind of object that a rate limit applies to."""
+    """The kind of object to which a rate limit applies."""
 
-    #: Publishes to an exchange.
+    #: Messages that are published to an exchange.
     EXCHANGE = "exchange"
-    #: Messages that a queue gets.
+    #: Messages that enter a queue.
     QUEUE = "queue"
-    #: Publishes of a user, on all connections.
+    #: Messages that a user publishes on all connections.
     USER = "user"
 
 
 @dataclass(frozen=True, slots=True)
 class RateLimit:
-    """A limit for publishes per second. A channel that exceeds it is flowed (blocked) until the rate has caught up.
+    """A limit for messages per second. A channel that exceeds it is flowed (blocked) until the average rate is allowed.
 
     Attributes:
         apply_to: kind of the object with this name.
-        name: name of the exchange, the queue or the user; it need not exist yet.
+        name: name of the exchange, the queue or the user. It need not exist yet.
         messages: messages per second; ``None`` for no limit.
         bytes: body bytes per second; ``None`` for no limit.
-        burst: seconds. After a pause, the amount for this time may be published immediately, but at least one message.
+        burst: seconds. After a pause, the messages for this time may be published together, but at least one message.
 
     Raises:
         TypeError: a value has the wrong type.
@@ -72,7 +72,7 @@ class RateLimit:
                 raise ValueError(f"{what}={shown(value)} and burst={self.burst!r}: their product must be finite")
 
     def to_json(self) -> dict[str, Any]:
-        """Return the limit in the types of JSON."""
+        """Return the limit as JSON types."""
         return {
             "apply_to": self.apply_to.value,
             "name": self.name,
@@ -94,7 +94,7 @@ class _Rate(FlowController):
         self._is_awaited = False
 
     def change(self, rate: float, burst: float, now: float) -> None:
-        """Change the rate from now on. Messages beyond the old rate still have to be caught up."""
+        """Change the rate from now on. A debt from the old rate stays."""
         assert isinstance(self.limiter, RateLimiter)
         self.limiter.rate, self.limiter.burst = rate, max(1.0, rate * burst)
         self.tick(now)
@@ -132,7 +132,7 @@ class Rates:
     def __init__(self, wake_at: Callable[[Timed, float], None]) -> None:
         self._wake_at = wake_at
         self._limits: dict[tuple[RateScope, str], RateLimit] = {}
-        # By scope and name, and by whether they count bytes.
+        # The rates by scope and name. The inner key is True for a rate in bytes.
         self._rates: dict[tuple[RateScope, str], dict[bool, _Rate]] = {}
 
     def __iter__(self) -> Iterator[RateLimit]:
@@ -145,7 +145,6 @@ class Rates:
         """Add a limit, or replace the limit for the same scope and name.
 
         Args:
-            limit: limit to set.
             now: seconds of the clock.
         """
         key = limit.apply_to, limit.name

@@ -1,8 +1,8 @@
-"""The lines of a broker in a flow log, sans-I/O.
+"""Creates the lines of a broker for a flow log. No I/O.
 
 The recorder observes queues and channels. It writes a line when a queue turns ON or OFF, and when a channel or a
-confirm is held or released. At the end of each period it writes one line for each hold that continues, and one for each
-queue with activity. A line for a hold names the causes: the publishers that filled the queue, in proportion to their
+confirm is held or released. At the end of each period it writes one line for each hold that continues, and one line for
+each queue with activity. The line of a hold contains the publishers that filled the queue, in proportion to their
 messages.
 """
 
@@ -16,7 +16,7 @@ from qflow_client.flow import Capacity, FlowSource, StopResume
 
 __all__ = ["FlowRecorder"]
 
-# Maximum number of publishers that are listed as causes of a hold. The others are counted together.
+# Maximum number of publishers in the line of a hold. All others have one common number.
 _NAMED = 16
 _OTHERS = "(others)"
 
@@ -29,23 +29,23 @@ class _Record:
 
     def __init__(self, depth: int, size: int) -> None:
         self.arrived = self.arrived_bytes = self.left = self.left_bytes = 0
-        # Messages that arrived, by publisher. `pending` counts messages for the next line, `filled_by` all messages
-        # since the queue last turned OFF. `arrivals` counts messages that are not yet added to these two.
+        # Messages that arrived, by publisher. `pending` has the messages for the next line, and `filled_by` all
+        # messages since the queue last turned OFF. `arrivals` has messages that are not added to these two yet.
         self.arrivals: dict[str, int] = {}
         self.pending: dict[str, int] = {}
         self.filled_by: dict[str, int] = {}
         self.peak, self.peak_bytes = depth, size
-        # Time since which the queue is ON, in microseconds, and its maximum depth and size since then. None while it is
+        # Time in microseconds since which the queue is ON, and its maximum depth and size since then. None while it is
         # OFF.
         self.on_since: int | None = None
         self.on_peak = self.on_peak_bytes = 0
-        # Depth and size in the last line, and the time of that line.
+        # The depth and size in the last line, and the time of the last line.
         self.told = (depth, size)
         self.told_at = -1
 
 
 class _Hold:
-    """A hold that continues: its start, the end of the last reported part, and how many marks of the queue cause it."""
+    """A current hold: its start, the end of the last reported part, and how many marks of the queue cause it."""
 
     __slots__ = ("begun", "count", "since")
 
@@ -58,11 +58,11 @@ class FlowRecorder:
     """Writes lines about the queues and channels that it observes.
 
     Args:
-        write: called with each line.
+        write: function that is called with each line.
         clock: returns monotonic seconds.
         wall_clock: returns seconds since 1970.
         period: seconds between two lines of a queue, or of a hold that continues.
-        names: returns the names of a publisher and its connection; by default both are the publisher's name.
+        names: returns the name of a publisher and of its connection. By default both are the publisher's name.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class FlowRecorder:
     # Calls from queues. The first two are called for every message.
 
     def arrived(self, queue: QueueView, source: FlowSource | None, size: int) -> None:
-        """Note that a message has entered a queue."""
+        """Record that a message has entered a queue."""
         record = self._records.get(queue)
         if record is None:
             record = self._record(queue)
@@ -123,20 +123,20 @@ class FlowRecorder:
             record.on_peak_bytes = max(record.on_peak_bytes, contents.size)
 
     def left(self, queue: QueueView, size: int) -> None:
-        """Note that a message has left a queue."""
+        """Record that a message has left a queue."""
         record = self._record(queue)
         record.left += 1
         record.left_bytes += size
 
     def turned_on(self, queue: QueueView) -> None:
-        """Note that the queue's flow state has turned ON."""
+        """Record that the queue has turned ON."""
         record = self._record(queue)
         at = record.on_since = self._now()
         record.on_peak, record.on_peak_bytes = queue.depth, queue.size
         self._write(self._line(at, "on", queue.name) | {"depth": queue.depth, "bytes": queue.size})
 
     def turned_off(self, queue: QueueView) -> None:
-        """Note that the queue's flow state has turned OFF. The queue then holds no confirms."""
+        """Record that the queue has turned OFF. It then holds no confirms."""
         self.lets_confirms_go(queue)
         record = self._record(queue)
         since, record.on_since = record.on_since, None
@@ -155,17 +155,17 @@ class FlowRecorder:
         record.filled_by.clear()
 
     def keeps_confirms(self, queue: QueueView, source: FlowSource | None) -> None:
-        """Note that the queue holds the confirm of a message (C5)."""
+        """Record that the queue holds the confirm of a message (C5)."""
         if source is not None and (source, queue.name, "completion") not in self._holds:
             self._raise((source, queue.name, "completion"))
 
     def lets_confirms_go(self, queue: QueueView) -> None:
-        """Note that the queue holds no confirms any more."""
+        """Record that the queue holds no confirms any more."""
         for key in [key for key in self._holds if key[1] == queue.name and key[2] == "completion"]:
             self._lift(key)
 
     def deleted(self, queue: QueueView) -> None:
-        """Note that the queue was deleted."""
+        """Record that the queue was deleted."""
         self.turned_off(queue)
         self._tell(queue, self._record(queue))
         del self._records[queue]
@@ -174,7 +174,7 @@ class FlowRecorder:
     # Calls from channels.
 
     def blocked(self, source: FlowSource, queue: str, reason: str) -> None:
-        """Note one more hold of a channel, by a mark of a queue or by another source."""
+        """Record another hold of a channel, by a mark of a queue or by another source."""
         hold = self._holds.get((source, queue, reason))
         if hold is None:
             self._raise((source, queue, reason))
@@ -182,7 +182,7 @@ class FlowRecorder:
             hold.count += 1
 
     def unblocked(self, source: FlowSource, queue: str, reason: str) -> None:
-        """Note that a hold of a channel was released, by a mark of a queue or by another source."""
+        """Record that a mark of a queue, or another source, does not hold a channel any more."""
         hold = self._holds.get((source, queue, reason))
         if hold is not None:
             hold.count -= 1
@@ -190,7 +190,7 @@ class FlowRecorder:
                 self._lift((source, queue, reason))
 
     def gone(self, source: FlowSource) -> None:
-        """Note that a publishing channel has ended."""
+        """Record that a publishing channel has ended."""
         for key in [key for key in self._holds if key[0] is source]:
             self._lift(key)
         self._names.pop(source, None)
@@ -224,13 +224,13 @@ class FlowRecorder:
         self._write(self._hold_line(self._now(), "lifted", key, hold))
 
     def _account(self, record: _Record) -> None:
-        """Add the messages that have arrived to the counts of the publishers that filled the queue."""
+        """Add `arrivals` to `pending` and `filled_by`."""
         _add(record.filled_by, record.arrivals)
         _add(record.pending, record.arrivals)
         record.arrivals.clear()
 
     def tick(self, now: float) -> None:
-        """Write lines for queues with activity and for holds that continue. Call it every `period`."""
+        """Write lines for queues with activity and for current holds. Call this method every `period` seconds."""
         at = self._now()
         for key, hold in self._holds.items():
             if at > hold.begun:
@@ -270,7 +270,7 @@ def _add(to: dict[str, int], counts: dict[str, int]) -> None:
 
 
 def _shares(counts: dict[str, int], us: int) -> dict[str, int]:
-    """Divide a time in proportion to the counts. The rest from rounding goes to the largest count."""
+    """Divide a time in proportion to the counts. The largest count gets the remainder."""
     total = sum(counts.values())
     if not total or us <= 0:
         return {}
@@ -284,7 +284,7 @@ def _shares(counts: dict[str, int], us: int) -> dict[str, int]:
 
 
 def _marks(queue: QueueView) -> dict[str, int]:
-    """Return the current marks: Qpid C++'s by count and size, or Qpid Java's by size."""
+    """Return the current marks: by count and size as in Qpid C++, or by size as in Qpid Java."""
     marks = {"stop": 0, "resume": 0, "stop_bytes": 0, "resume_bytes": 0}
     for thresholds in queue.thresholds:
         if isinstance(thresholds, StopResume):

@@ -1,8 +1,8 @@
-"""The rules that plug into the virtual host: they compute the limits of each queue from arguments and policies.
+"""The rules of a virtual host. They compute the limits of each queue from its arguments and policies.
 
-A queue's rule keeps the queue's arguments and the marks that an operator has set for it (D4). The limits are computed
-again each time policies, bindings or marks change. The operator's marks have priority over policies.
-`Policies.definition_for` defines whether policies or arguments come first.
+The rule of a queue has the queue's arguments and the marks that an operator has set (D4). The limits are computed again
+whenever policies, bindings or marks change. The operator's marks have priority over policies and arguments.
+`Policies.definition_for` defines the order of policies and arguments.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _NO_STORE = "policy=flow_to_disk: this broker has no message store; set store, o
 
 
 class PolicyRule:
-    """The arguments of one queue, and the later marks of an operator for it.
+    """The arguments of one queue, and the marks that an operator has set for it.
 
     Args:
         rules: rules of all queues.
         queue: name of the queue.
-        arguments: as in ``Queue.Declare``.
+        arguments: arguments of ``Queue.Declare``.
 
     Raises:
         ChannelException: 406 if the arguments are refused.
@@ -40,7 +40,7 @@ class PolicyRule:
         #: The arguments that define when the queue is full.
         self.own = QueueArguments.read(queue, arguments)
         self.options = read_options(queue, arguments)
-        #: The marks of an operator, which have priority over policies and arguments.
+        #: The operator's marks, which have priority over policies and arguments.
         self.steered = PolicyDefinition()
 
     def limits(self, inheritance: Callable[[], Inheritance]) -> QueueLimits:
@@ -76,7 +76,7 @@ class PolicyRules:
         return PolicyRule(self, queue, arguments)
 
     def set_policy(self, policy: Policy, host: VirtualHost) -> None:
-        """Add a policy, or replace the policy with the same name. Existing queues follow (D4).
+        """Add a policy, or replace the policy with the same name. Existing queues use it immediately (D4).
 
         Raises:
             ValueError: the policy needs a message store, and the broker has none.
@@ -85,7 +85,7 @@ class PolicyRules:
             pass
 
     def set_policy_in_steps(self, policy: Policy, host: VirtualHost) -> Iterator[None]:
-        """Do the work of `set_policy` with one queue in each step.
+        """Do the work of `set_policy`. Each step updates one queue.
 
         Raises:
             ValueError: the policy needs a message store, and the broker has none.
@@ -96,7 +96,7 @@ class PolicyRules:
         yield from host.apply_rules_in_steps()
 
     def delete_policy(self, name: str, host: VirtualHost) -> None:
-        """Remove a policy; each queue then follows the other policies and arguments that apply to it.
+        """Remove a policy. Its queues then use their other policies and their arguments.
 
         Raises:
             LookupError: no policy has this name.
@@ -105,7 +105,7 @@ class PolicyRules:
             pass
 
     def delete_policy_in_steps(self, name: str, host: VirtualHost) -> Iterator[None]:
-        """Do the work of `delete_policy` with one queue in each step.
+        """Do the work of `delete_policy`. Each step updates one queue.
 
         Raises:
             LookupError: no policy has this name.
@@ -114,7 +114,7 @@ class PolicyRules:
         yield from host.apply_rules_in_steps()
 
     def replace_policies_in_steps(self, policies: tuple[Policy, ...], host: VirtualHost) -> Iterator[None]:
-        """Replace all policies by these, one queue in each step."""
+        """Replace all policies. Each step updates one queue."""
         self.policies = Policies(self.settings.virtual_host, policies)
         yield from host.apply_rules_in_steps()
 

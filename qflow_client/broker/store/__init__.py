@@ -1,3 +1,3 @@
-"""Memory and disk: the memory account of messages, the journal, and the file of the store."""
+"""The memory account of messages, the journal, and the file of the message store."""
 
 from __future__ import annotations

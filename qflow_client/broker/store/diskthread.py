@@ -1,4 +1,4 @@
-"""A thread for calls that wait for the disk. It never prevents the end of the process."""
+"""A thread for calls that wait for the disk. The process can end during such a call."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _Result = TypeVar("_Result")
 class DiskThread(Executor):
     """One thread that runs one call after the other.
 
-    Python waits for the threads of `concurrent.futures` at exit, but not for this one.
+    At exit, Python waits for the threads of `concurrent.futures`, but not for this thread.
 
     Args:
         name: name of the thread.
@@ -27,7 +27,7 @@ class DiskThread(Executor):
 
     def __init__(self, name: str) -> None:
         self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        # Start time of the running call; None if no call runs.
+        # Start time of the running call; None if there is none.
         self._since: float | None = None
         threading.Thread(target=self._run, name=name, daemon=True).start()
 
@@ -38,11 +38,11 @@ class DiskThread(Executor):
         return future
 
     def shutdown(self, wait: bool = False, *, cancel_futures: bool = False) -> None:
-        """End the thread when all calls are done. This method never waits, even if `wait` is set."""
+        """End the thread when all calls are done. This method never waits, even if `wait` is True."""
         self._calls.put(None)
 
     def hangs(self, timeout: float) -> bool:
-        """Whether one call has been running for longer than `timeout` seconds."""
+        """Whether the running call has taken more than `timeout` seconds."""
         since = self._since
         return since is not None and time.monotonic() - since > timeout
 
@@ -51,7 +51,7 @@ class DiskThread(Executor):
             self._since = time.monotonic()
             call()
             self._since = None
-            # Drop the reference, so that the call's objects are not kept until the next call.
+            # Delete the reference, so that the call's objects are not kept until the next call.
             del call
 
 

@@ -1,4 +1,4 @@
-"""The error of the message store. This module can be imported without SQLite."""
+"""The error of the message store. This module does not import SQLite."""
 
 from __future__ import annotations
 
@@ -8,4 +8,4 @@ __all__ = ["StoreError"]
 
 
 class StoreError(QflowError):
-    """The message store cannot be used; the text contains its path."""
+    """The message store cannot be used. The text contains its path."""

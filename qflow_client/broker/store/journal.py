@@ -1,14 +1,14 @@
-"""The journal, sans-I/O: the memory account of all messages, and the records to write to disk.
+"""The journal has the memory account of all messages, and the records to write to disk. It does no I/O.
 
-The journal is informed of each message that enters or leaves a queue. A persistent message in a durable queue gets a
-number and waits for the next batch. If it leaves before a batch takes it, it is never written to disk. The keeper takes
-one batch at a time and reports when the batch is written. Then confirms and answers that waited for the batch are
-released. Each batch holds the changes after the previous batch. So the store always has a state that the broker really
-had.
+The queues inform the journal of each message that enters or leaves them. A persistent message in a durable queue gets a
+number and waits for the next batch. If it leaves its queues before it is in a batch, it is never written to disk. The
+keeper takes one batch at a time and reports when the batch is written. Then confirms and answers that waited for the
+batch are released. Each batch has the changes since the previous batch. So the store always has a state that the broker
+really had.
 
-Bodies of queues that flow to disk are removed from memory when they are written, and read back when they are needed.
-`Journal.held` is the memory in use without bodies that are about to be removed. It includes messages that are in no
-queue yet, and output that clients have not read.
+Queues that flow to disk remove bodies from memory when they are written, and read them when they are needed.
+`Journal.held` is the used memory without bodies that will be removed when they are written. It includes messages that
+are in no queue yet, and output that clients have not read.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Put(NamedTuple):
 
     Attributes:
         number: number of the message.
-        queues: numbers of the durable queues that hold it.
+        queues: numbers of the durable queues that have the message.
         at: arrival time in seconds since 1970.
         names: the exchange and the routing key as short strings.
         header: the payload of its content header frame.
@@ -55,10 +55,10 @@ class FoundMessage(NamedTuple):
 
     Attributes:
         number: number of the message.
-        queues: numbers of the queues that hold it.
+        queues: numbers of the queues that have the message.
         at: arrival time in seconds since 1970.
-        exchange: exchange to which the message was published.
-        routing_key: routing key with which the message was published.
+        exchange: exchange to which it was published.
+        routing_key: routing key with which it was published.
         header: the payload of its content header frame.
         body: body of the message.
     """
@@ -77,10 +77,10 @@ class Found:
     """The contents of a store when it is opened, without the messages.
 
     Attributes:
-        queues: number, name, whether it is auto-delete, arguments.
-        exchanges: name, type, whether it is auto-delete, whether it is internal, arguments.
-        bindings: source, ``queue`` or ``exchange``, destination, routing key, arguments.
-        last: highest number of a message; 0 if there is no message.
+        queues: number, name, whether it is auto-delete, and arguments of each queue.
+        exchanges: name, type, whether it is auto-delete, whether it is internal, and arguments of each exchange.
+        bindings: source, type of the destination, destination, routing key and arguments of each binding.
+        last: highest number of a message; 0 if there are no messages.
     """
 
     queues: list[tuple[int, str, bool, dict[str, Any]]]
@@ -96,10 +96,10 @@ class Batch:
     Attributes:
         changes: changes of the topology, in order.
         puts: new messages, in the order of their numbers.
-        moves: remaining queues of stored messages that have left some of their queues, by message number.
-        removals: numbers of stored messages that no queue holds any more.
+        moves: by message number, the remaining queues of stored messages that have left a part of their queues.
+        removals: numbers of stored messages that are in no queue any more.
         completions: confirms that wait for this batch.
-        messages: the messages of the puts.
+        messages: the messages of `puts`.
         callbacks: functions to call when the batch is on disk.
     """
 
@@ -113,95 +113,96 @@ class Batch:
 
     @property
     def size(self) -> int:
-        """The bytes of its messages."""
+        """The total bytes of its messages."""
         return sum(len(put.body) + len(put.header) for put in self.puts)
 
 
 class Journal:
     """The changes of durable queues and exchanges, the messages on disk, and the memory account of all messages.
 
-    A message that leaves its queues before a batch takes it is never written to disk. A large amount of records is
-    divided into batches between two operations. So each batch holds the changes after the previous batch.
+    Many records are divided into several batches, but only between two operations.
 
     Args:
         wall_clock: returns seconds since 1970.
-        has_store: whether records are written; otherwise the journal only counts memory.
+        has_store: whether there is a store. Without a store the journal only counts memory.
         limit: maximum bytes of messages in memory (A1); 0 for no limit.
     """
 
-    #: Approximate bytes of a message in memory without its body; and the header bytes that this number includes.
+    #: Approximate bytes of a message in memory without its body, and the header bytes that this number includes.
     OVERHEAD = 512
     SMALL_HEADER = 128
-    #: Bytes that it takes in each queue except the first.
+    #: Approximate bytes of a message in each further queue.
     ENTRY = 160
-    #: Body bytes that may wait to be written. Above this number, publishing connections are not read.
+    #: Maximum body bytes that wait to be written. If there are more, publishing connections are not read.
     MAX_BACKLOG = 8 << 20
-    #: Maximum bytes of bodies that a queue reads ahead.
+    #: Maximum body bytes that a queue reads ahead.
     MAX_WINDOW = 1 << 20
-    #: Bytes of messages, including their overhead, at which a batch is full.
+    #: A batch is full at this number of bytes, including the overhead of its messages.
     MAX_BATCH = 16 << 20
 
     def __init__(self, wall_clock: Callable[[], float], *, has_store: bool = True, limit: int = 0) -> None:
         self._wall_clock = wall_clock
         self.has_store = has_store
         self.limit = limit
-        # Bytes of all messages, including their overhead; the peak; and the part that is about to be removed.
+        # Bytes of all messages with their overhead, the peak of this number, and the part that will be removed when it
+        # is written.
         self.memory = 0
         self.peak_memory = 0
         self.evicting = 0
-        # Bytes that are in no queue yet: first those of incoming bodies and open transactions, then those of waiting
-        # publishes.
+        # Bytes of messages that are in no queue yet: of incoming bodies and open transactions, and of messages that
+        # wait for room.
         self.unfinished = 0
         self.waiting = 0
-        # Bytes that slow clients have not read; and bytes of answers of the HTTP API.
+        # Bytes that slow clients have not read, and bytes of answers of the HTTP API.
         self.buffered = 0
         self.answers = 0
-        # Above this number bodies are evicted, so that there is room for new messages and for reading ahead.
+        # If more bytes are used, bodies are evicted, so that there is room for new messages and for reading ahead.
         self.evict_above = limit * 3 // 4
         self.max_backlog = min(self.MAX_BACKLOG, limit // 8) if limit else self.MAX_BACKLOG
-        # Messages whose bodies have to be read, messages whose bodies are being read, and callbacks that wait for them.
+        # Messages whose bodies have to be read, messages whose bodies are being read, and callbacks that wait for
+        # bodies.
         self._wanted: dict[int, StoredMessage] = {}
         self._reading: dict[int, StoredMessage] = {}
         self._readers: list[Callable[[], bool]] = []
-        # Totals: bodies that were evicted, and bodies that were read back.
+        # Total numbers of evicted bodies, and of bodies that were read again.
         self.evicted = 0
         self.loaded = 0
         self._numbers = count(1)
         # Changes of queues, exchanges and bindings.
         self.topology = TopologyLog()
-        # Records that are in no batch yet, in order; puts and moves by message number.
+        # Records that are in no batch yet, in order. Puts and moves are by message number.
         self._puts: dict[int, tuple[StoredMessage, float]] = {}
         self._moves: dict[int, Record] = {}
         self._removals: list[int] = []
         self._callbacks: list[Callable[[], None]] = []
-        # Total size of the puts, as counted for `MAX_BATCH`; and full batches, which are written before these records.
+        # Total size of the puts, as counted for `MAX_BATCH`, and full batches, which are written before these records.
         self._pending = 0
         self._full: deque[Batch] = deque()
-        # The batch that is being written; None if none is.
+        # The batch that is being written; None if there is none.
         self._taken: Batch | None = None
-        # Messages and body bytes to write or being written.
+        # Number of messages, and body bytes, that are not written yet.
         self.backlog = 0
         self.backlog_size = 0
-        # Called with a message whose body is damaged on disk; and the number of damaged rows in the store.
+        # Called with a message whose body on disk is damaged. And the number of damaged rows in the store.
         self.on_lost: Callable[[StoredMessage], None] | None = None
         self.damaged = 0
-        # Totals: messages written, and transactions.
+        # Total numbers of written messages, and of transactions.
         self.written = 0
         self.batches = 0
 
     def go_on_from(self, number: int, queue_number: int) -> None:
-        """Continue with numbers above those of a store."""
+        """Start with the numbers after those of a store."""
         self._numbers = count(number + 1)
         self.topology.go_on_from(queue_number)
 
     # Messages.
 
     def enter(self, number: int, message: StoredMessage, completion: Completion | None) -> None:
-        """Note that a message has entered a queue.
+        """Record that a message has entered a queue.
 
         Args:
             number: number of the queue in the store; 0 if the queue does not survive the broker.
-            message: the message. If it and the queue survive the broker, its confirm waits until it is on disk.
+            message: the message. If it is persistent and the queue is durable, its confirm waits until it is on disk.
             completion: the confirm; ``None`` if there is none.
         """
         record = message.record
@@ -229,7 +230,7 @@ class Journal:
         self._pending += message.size + self.OVERHEAD
 
     def _cost_of(self, message: StoredMessage) -> int:
-        """Return the bytes that a message takes in memory now."""
+        """Return the bytes that a message now uses in memory."""
         large = len(message.header) - self.SMALL_HEADER
         return self.OVERHEAD + (large if large > 0 else 0) + (0 if message.body is None else message.size)
 
@@ -239,14 +240,14 @@ class Journal:
             self.peak_memory = self.memory
 
     def hold(self, message: StoredMessage) -> None:
-        """Keep a message that is in a queue for another user, until `leave` is called with number 0."""
+        """Keep a message until `leave` is called with number 0, even if it leaves its queues."""
         assert message.record is not None
         message.record.holders += 1
         message.record.is_spooled = True
         self.memory += self.ENTRY
 
     def leave(self, number: int, message: StoredMessage) -> None:
-        """Note that a message has left the queue with this number in the store; 0 for other queues and holds."""
+        """Record that a message has left a queue. `number` is the number of the queue in the store, and otherwise 0."""
         record = message.record
         assert record is not None
         record.holders -= 1
@@ -257,7 +258,7 @@ class Journal:
         else:
             self.memory -= self.ENTRY
             if record.aside:
-                # The remaining queues may all allow the message to be dropped.
+                # Now all remaining queues may allow to drop the message.
                 bring_back(message)
         if not record.number:
             return
@@ -271,7 +272,7 @@ class Journal:
             self._moves.pop(record.number, None)
             self._removals.append(record.number)
             record.number = 0
-            # If a queue that does not survive the broker still holds the message, it is not on disk any more.
+            # The message is in no durable queue any more, so it is removed from the disk.
             record.is_taken = record.is_written = False
         else:
             del self._puts[record.number]
@@ -294,14 +295,14 @@ class Journal:
         return Droppable()
 
     def window(self, queues: Iterable[QueueView]) -> int:
-        """Return the bytes of bodies that each queue may read ahead: an eighth of the limit, in equal parts (A3)."""
+        """Return the body bytes that each queue may read ahead. Together they may read an eighth of the limit (A3)."""
         if not self.limit:
             return self.MAX_WINDOW
         readers = sum(queue.pager is not None and bool(queue.dispatcher.consumers) for queue in queues)
         return min(self.MAX_WINDOW, self.limit // 8 // max(1, readers))
 
     def relieve(self, queues: Iterable[QueueView]) -> None:
-        """Bring the messages in memory below the limit, if there is a limit."""
+        """Reduce the messages in memory to the limit, if there is a limit."""
         self.peak_memory = max(self.peak_memory, self._total)
         if self.limit:
             relieve(self, tuple(queues))
@@ -349,15 +350,15 @@ class Journal:
 
     @property
     def held(self) -> int:
-        """Bytes in memory, without those that are about to be removed."""
+        """Used bytes of memory, without bodies that will be removed when they are written."""
         return self._total - self.evicting
 
     def want(self, messages: Iterable[StoredMessage], reader: Callable[[], bool]) -> None:
         """Read bodies of messages.
 
         Args:
-            messages: the messages; those with a body in memory, or with a running read, are skipped.
-            reader: called each time some bodies have been read, until it returns True.
+            messages: the messages. Messages whose body is in memory, or is being read, are skipped.
+            reader: called whenever bodies have been read, until it returns True.
         """
         for message in messages:
             record = message.record
@@ -381,10 +382,10 @@ class Journal:
         return list(self._reading)
 
     def came(self, bodies: Mapping[int, bytes | None]) -> None:
-        """Note that bodies have been read.
+        """Put bodies into their messages after a read.
 
         Args:
-            bodies: bodies by message number; ``None`` for a damaged one. A message that has left its queues in the
+            bodies: bodies by message number; ``None`` for a damaged body. Messages that have left their queues in the
                 meantime may be missing.
         """
         reading, self._reading = self._reading, {}
@@ -409,14 +410,14 @@ class Journal:
             try:
                 waits_no_more = reader()
             except Exception:
-                # An error in one queue must not stop the others.
+                # An error in one queue must not affect other queues.
                 _log.exception("a callback failed after bodies were read")
             else:
                 if not waits_no_more:
                     self._readers.append(reader)
 
     def recovered(self, message: StoredMessage, number: int, queues: list[int]) -> None:
-        """Note that a message from disk is back in its queues.
+        """Record that a message from disk is in its queues again.
 
         Args:
             message: the message.
@@ -460,14 +461,14 @@ class Journal:
         return self._taken is None and not self.is_dirty
 
     def when_durable(self, callback: Callable[[], None], *, topology_only: bool = False) -> bool:
-        """Call a function when all records noted so far are on disk.
+        """Call a function when all present records are on disk.
 
         Args:
             callback: the function.
             topology_only: whether to wait only for changes of the topology.
 
         Returns:
-            Whether the function will be called. If not, there is nothing to wait for.
+            Whether the function will be called. If False, all records are already on disk.
         """
         if self.topology.changes or (not topology_only and (self._puts or self._removals or self._moves)):
             self._callbacks.append(callback)
@@ -479,7 +480,7 @@ class Journal:
         return False
 
     def divide(self) -> None:
-        """Note the end of an operation. If there are enough records for a full batch, start a new batch."""
+        """End an operation. If there are enough records for a full batch, start a new batch."""
         if self._pending >= self.MAX_BATCH:
             self._full.append(self._collect())
 
@@ -510,7 +511,7 @@ class Journal:
         return taken
 
     def written_down(self) -> None:
-        """Note that the taken batch is on disk."""
+        """Record that the batch from `take` is on disk."""
         taken, self._taken = self._taken, None
         assert taken is not None
         self.batches += 1
@@ -529,5 +530,5 @@ class Journal:
             try:
                 told()
             except Exception:
-                # An error in one connection must not stop the others.
+                # An error in one connection must not affect other connections.
                 _log.exception("a callback failed after a commit")

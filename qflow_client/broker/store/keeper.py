@@ -1,8 +1,9 @@
-"""The keeper of the message store: it opens the file, recovers the contents, and writes the records of the journal.
+"""The keeper opens the file of the message store, restores the contents, and writes the records of the journal.
 
-The store runs on one thread and its reader on another, so no read waits for a commit. The event loop waits for neither.
-While one batch is written, the next one fills. So a slow disk leads to larger batches. If a batch cannot be written, an
-alarm is raised and the write is tried again. No message is confirmed in the meantime.
+The store runs on one thread and its reader on another thread, so a read does not wait for a commit. The event loop does
+not wait for them. While one batch is written, records for the next batch are collected. So a slow disk leads to larger
+batches. If a batch cannot be written, an alarm is raised and the write is repeated. No message is confirmed in the
+meantime.
 """
 
 from __future__ import annotations
@@ -42,26 +43,26 @@ class Keeper:
 
     Args:
         path: file of the store.
-        synchronous: the failure that a commit survives, see `Store`.
-        disk_free_limit: free bytes that the folder of the store must have; 0 for no limit.
+        synchronous: the failure that a commit survives; see `Store`.
+        disk_free_limit: minimum free bytes in the folder of the store; 0 for no limit.
         host: the virtual host.
         journal: journal of the virtual host.
         on_done: called on the loop after records were written or bodies were read.
-        on_trouble: called on the loop when the store cannot be written or the disk is nearly full. It gets the name of
-            an alarm and the reason; ``None`` as the reason when the problem is over.
+        on_trouble: called on the loop when the store cannot be written or the disk is nearly full. The arguments are
+            the name of an alarm and the reason. The reason is ``None`` when the problem has ended.
     """
 
-    #: Maximum number of damaged rows that are listed in the log.
+    #: Maximum number of damaged rows in the log.
     NAMED = 20
-    #: Seconds until a failed write is tried again.
+    #: Seconds until a failed write is repeated.
     RETRY = 1.0
     #: Seconds between two checks of the free disk space.
     LOOK = 1.0
-    #: Seconds that the stop of the broker waits for a store that cannot be written.
+    #: If the store cannot be written, the stop of the broker waits for this number of seconds.
     STOP_GRACE = 2.0
-    #: Seconds without a completed write or read after which the stop of the broker no longer waits.
+    #: If no write or read completes for this number of seconds, the stop of the broker stops waiting.
     STOP_TIMEOUT = 30.0
-    #: Messages that the start of the broker puts into queues in one iteration of the loop.
+    #: Number of messages that are restored in one iteration of the loop.
     _AT_ONCE = 100
 
     def __init__(
@@ -84,14 +85,14 @@ class Keeper:
         self._store: Store | None = None
         self._thread: DiskThread | None = None
         self._writing: asyncio.Task[None] | None = None
-        # Created for the first read of a body.
+        # The thread is created for the first read of a body.
         self._reading: asyncio.Task[None] | None = None
         self._reader_thread: DiskThread | None = None
         self._reader: BodyReader | None = None
         self._is_troubled = False
         # Futures of other threads that wait for the disk.
         self._waiting: set[Future[None]] = set()
-        # Only set with a limit: the task that checks the free space; and whether there is too little.
+        # The task that checks the free space, if there is a limit, and whether there is too little space.
         self._looking: asyncio.Task[None] | None = None
         self._lacks_space = False
 
@@ -99,7 +100,7 @@ class Keeper:
         """Open the store, and restore its contents.
 
         Raises:
-            StoreError: the store cannot be opened or read; the text contains the reason.
+            StoreError: the store cannot be opened or read. The text contains the reason.
         """
         self._thread = DiskThread("qflow-store")
         try:
@@ -159,7 +160,7 @@ class Keeper:
             lacks_space = True
         else:
             reason = f"{free} bytes are free in {folder}, at least {limit} are needed"
-            # Hysteresis: a value that moves around the limit is not reported each time.
+            # Hysteresis, so that a value near the limit is not reported again and again.
             lacks_space = free < (limit + limit // 8 if self._lacks_space else limit)
         if lacks_space is not self._lacks_space:
             self._lacks_space = lacks_space
@@ -169,20 +170,20 @@ class Keeper:
             self._on_trouble("disk_space", reason if lacks_space else None)
 
     def flush(self) -> None:
-        """Start to write pending records and to read wanted bodies, unless a write or read is already running."""
+        """Start to write records and to read bodies, unless a write or a read is already running."""
         if self._writing is None and self._journal.is_dirty:
             self._writing = asyncio.get_running_loop().create_task(self._write())
         if self._reading is None and self._journal.wants:
             self._reading = asyncio.get_running_loop().create_task(self._read())
 
     def when_durable(self, *, topology_only: bool = False) -> Future[None]:
-        """Return a future that is done when all records noted so far are on disk. It fails if the broker ends before.
+        """Return a future that is done when all present records are on disk. It fails if the broker ends before.
 
         Args:
             topology_only: whether to wait only for changes of the topology.
         """
         done: Future[None] = Future()
-        # If a caller stops waiting, this cancels nothing.
+        # A caller that stops waiting must not cancel the future.
         done.set_running_or_notify_cancel()
 
         def told() -> None:
@@ -199,7 +200,7 @@ class Keeper:
         loop = asyncio.get_running_loop()
         try:
             if self._reader_thread is None:
-                # On its own thread, so that no read waits for a commit.
+                # Use a separate thread, so that no read waits for a commit.
                 self._reader_thread = DiskThread("qflow-reader")
             while self._journal.wants:
                 numbers = self._journal.take_wanted()
@@ -263,7 +264,7 @@ class Keeper:
         try:
             await self._run(store.write, batch)
         except Exception as error:
-            # Any exception is caught, because confirms must not wait for a task that has ended.
+            # Catch any exception, because this task must not end while confirms wait for it.
             if not self._is_troubled:
                 self._is_troubled = True
                 self._on_trouble(
@@ -282,11 +283,7 @@ class Keeper:
         return True
 
     def _log_error(self, error: Exception, consequence: str) -> str:
-        """Log an error of the store, with a traceback if it is not a `StoreError`.
-
-        Returns:
-            The reason.
-        """
+        """Log an error of the store, and return the reason. Add a traceback if it is not a `StoreError`."""
         is_known = isinstance(error, StoreError)
         reason = str(error) if is_known else f"{self._path}: {error!r}"
         _log.error("%s; %s", reason, consequence, exc_info=None if is_known else error)
@@ -308,11 +305,11 @@ class Keeper:
             self._waiting.clear()
 
     async def _finish(self, writing: asyncio.Task[None]) -> None:
-        """Wait for the running writes as long as they make progress."""
+        """Wait for the running writes while they make progress."""
         loop = asyncio.get_running_loop()
         batches, since = self._journal.batches, loop.time()
         while True:
-            # The first failure may come only now, so look again after each wait.
+            # A failure may come at any time, so check again after each wait.
             if (await asyncio.wait([writing], timeout=min(self.STOP_GRACE, self.STOP_TIMEOUT)))[0]:
                 return
             if self._journal.batches != batches:
@@ -355,7 +352,7 @@ class Keeper:
             store.close()
 
     async def _close(self, thread: DiskThread, close: Callable[[], None]) -> None:
-        """Let a thread close its file and end. If the thread hangs, this happens when the disk answers again."""
+        """Make a thread close its file and end. If the thread hangs, this happens when the disk answers again."""
         closing = asyncio.wrap_future(thread.submit(close))
         thread.shutdown(wait=False)
         if (await asyncio.wait([closing], timeout=0.0 if thread.hangs(self.STOP_TIMEOUT) else self.STOP_TIMEOUT))[0]:

@@ -1,8 +1,9 @@
-"""Which bodies of a queue are in memory, sans-I/O: the order of eviction (A2), and of dropping at the limit (A1).
+"""Decides which bodies stay in memory (A2), and which messages are dropped at the memory limit (A1). No I/O.
 
-A `Pager` has the entries whose bodies are in memory. It evicts first the bodies of unacked entries, then the newest,
-and last those that were read ahead. `relieve` evicts from all queues in equal parts when memory exceeds three quarters
-of the limit. If memory exceeds the limit, `relieve` also drops transient messages where a policy allows it.
+A `Pager` has the entries of a queue whose bodies are in memory. It first evicts the bodies of unacked entries, then the
+newest bodies, and last the bodies that were read ahead. If memory exceeds three quarters of the limit, `relieve` evicts
+bodies of all queues in equal parts. If memory exceeds the limit, `relieve` also drops transient messages where a policy
+allows it.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ __all__ = ["Droppable", "Pager", "bring_back", "level", "relieve"]
 
 
 def level(sizes: Iterable[int], total: int) -> int:
-    """Return the maximum for each, so that the sum is at most `total`. Sizes below the maximum stay as they are.
+    """Return the largest size such that the sum is at most `total` if every larger size is reduced to it.
 
     Args:
-        sizes: current sizes.
-        total: maximum of their sum.
+        sizes: present sizes.
+        total: maximum sum.
     """
     left = sorted(sizes)
     while left and left[0] * len(left) <= total:
@@ -40,42 +41,42 @@ class Pager:
 
     def __init__(self, evict: Callable[[StoredMessage], None]) -> None:
         self._evict = evict
-        # Unacked entries, new entries whose bodies were never removed, and entries that were read ahead. In each of
-        # them, the last entry is needed last.
+        # Unacked entries, new entries whose bodies were never removed, and entries that were read ahead. In all three,
+        # the last entry is needed last.
         self._lent: dict[QueueEntry, None] = {}
         self._fresh: dict[QueueEntry, None] = {}
         self._ahead: dict[QueueEntry, None] = {}
-        # Body bytes of all these entries.
+        # Total body bytes of these entries.
         self.size = 0
 
     def __len__(self) -> int:
         return len(self._lent) + len(self._fresh) + len(self._ahead)
 
     def add(self, entry: QueueEntry) -> None:
-        """Note that an entry was added."""
+        """Add a new entry."""
         self._fresh[entry] = None
         self.size += entry.message.size
 
     def came(self, entry: QueueEntry) -> None:
-        """Note that the body of a ready entry is in memory again."""
+        """Add a ready entry whose body was read again."""
         if entry not in self._ahead and entry not in self._fresh:
             self._ahead[entry] = None
             self.size += entry.message.size
 
     def lend(self, entry: QueueEntry) -> None:
-        """Note that an entry was delivered to a consumer; its body is in memory."""
+        """Move an entry with its body in memory to the unacked entries, because it was delivered."""
         self.forget(entry)
         self._lent[entry] = None
         self.size += entry.message.size
 
     def take_back(self, entry: QueueEntry) -> None:
-        """Note that an entry is ready again."""
+        """Move an unacked entry to the ready entries."""
         self.forget(entry)
         if entry.message.body is not None:
             self.came(entry)
 
     def forget(self, entry: QueueEntry) -> None:
-        """Note that an entry has left the queue."""
+        """Remove an entry that has left the queue."""
         for each in (self._lent, self._ahead, self._fresh):
             if entry in each:
                 del each[entry]
@@ -85,7 +86,7 @@ class Pager:
     def evict(self, size: int, count: int | None = None) -> None:
         """Remove bodies from memory until at most `size` bytes and `count` bodies are left.
 
-        The bodies of unacked entries are removed first, then the newest.
+        The bodies of unacked entries are removed first, then the newest bodies.
         """
         for each in (self._lent, self._fresh, self._ahead):
             while each and (self.size > size or (count is not None and len(self) > count)):
@@ -97,7 +98,7 @@ class Pager:
 class Droppable:
     """The ready, non-persistent entries of a queue, which may be dropped if memory exceeds its limit (A1).
 
-    Entries that could not be dropped are set aside with their messages until this may have changed.
+    Entries that cannot be dropped are set aside with their messages, until this may have changed.
     """
 
     __slots__ = ("_entries", "_is_in_order")
@@ -111,33 +112,33 @@ class Droppable:
         return len(self._entries)
 
     def add(self, entry: QueueEntry) -> None:
-        """Note that an entry was added at the end. An entry with a persistent message is ignored."""
+        """Add an entry at the end. An entry with a persistent message is ignored."""
         if not entry.message.is_persistent:
             self._entries[entry] = None
             bring_back(entry.message)
 
     def take_back(self, entry: QueueEntry) -> None:
-        """Note that an entry is ready again, or has to be checked again."""
+        """Add an entry that is ready again, or that has to be checked again."""
         self._is_in_order = False
         self.add(entry)
 
     def forget(self, entry: QueueEntry) -> None:
-        """Note that an entry has left the queue, or was delivered to a consumer."""
+        """Remove an entry that has left the queue or was delivered."""
         self._entries.pop(entry, None)
 
     def oldest_first(self) -> Iterator[QueueEntry]:
-        """Yield the current entries in the order of the queue. Entries that leave before their turn are skipped."""
+        """Yield the present entries in the order of the queue. Skip entries that have left in the meantime."""
         if not self._is_in_order:
             self._entries = dict.fromkeys(sorted(self._entries, key=lambda entry: entry.sequence))
             self._is_in_order = True
         return (entry for entry in tuple(self._entries) if entry in self._entries)
 
     def offer(self, entry: QueueEntry) -> Sequence[QueueEntry]:
-        """Remove an entry that has to be dropped. If it cannot be dropped now, set it aside.
+        """Remove an entry that should be dropped. If it cannot be dropped now, set it aside.
 
         Returns:
-            All entries of its message, to be dropped together. Empty if the body is not in memory or is about to be
-                removed. Also empty if another queue with the message does not allow the drop, or was not asked yet.
+            All entries of its message, to be dropped together. Empty if the body is not in memory, or will be removed
+            from memory. Also empty if another queue with the message does not allow to drop it, or was not asked yet.
         """
         message, record = entry.message, entry.message.record
         assert record is not None
@@ -152,7 +153,7 @@ class Droppable:
 
 
 def bring_back(message: StoredMessage) -> None:
-    """Return the entries of a message that were set aside to their containers, because they may be droppable now."""
+    """Move entries of a message that were set aside back to their containers, because they may be droppable now."""
     record = message.record
     if record is not None and record.aside:
         aside, record.aside = record.aside, ()
@@ -163,29 +164,29 @@ def bring_back(message: StoredMessage) -> None:
 
 
 def _giver(entry: QueueEntry) -> DroppableEntries | None:
-    """Return the container of an entry that may be dropped; ``None`` if it may not."""
+    """Return the container of an entry that may be dropped, or ``None`` if it must stay."""
     return None if entry.is_gone or entry.is_unacked else entry.queue.droppable
 
 
 class Account(Protocol):
     """The memory account that `relieve` keeps below its limit."""
 
-    #: Maximum bytes of messages in memory; and the bytes above which bodies are evicted.
+    #: Maximum bytes of messages in memory, and the bytes above which bodies are evicted.
     limit: int
     evict_above: int
-    #: Bytes that are written to disk in one batch.
+    #: Maximum bytes that are written to disk in one batch.
     MAX_BATCH: int
 
     @property
     def held(self) -> int:
-        """Bytes in memory, without those that are about to be removed."""
+        """Used bytes of memory, without bodies that will be removed when they are written."""
 
     def divide(self) -> None:
-        """Let the records noted so far go to disk."""
+        """Start a new batch if there are enough records."""
 
 
 def relieve(account: Account, queues: Iterable[QueueView]) -> None:
-    """Keep memory below the limit: evict bodies to disk (A2 A3), and above the limit drop messages (A1).
+    """Keep memory below the limit. Evict bodies to disk (A2 A3), and above the limit drop messages (A1).
 
     Args:
         account: the memory account.
@@ -205,7 +206,7 @@ def _evict(account: Account, queues: Iterable[QueueView]) -> None:
         total = sum(sizes)
         if not total:
             break
-        # A body that several queues hold is in memory once, but counts in each of these queues.
+        # A body in several queues is in memory once, but is counted in each of these queues.
         less = min(excess, account.MAX_BATCH) * max(total, account.held) // account.held
         share = level(sizes, max(0, total - less))
         for pager in pagers:
@@ -216,9 +217,9 @@ def _evict(account: Account, queues: Iterable[QueueView]) -> None:
 def _drop_transient(account: Account, queues: Iterable[QueueView]) -> None:
     """Drop ready messages that are not persistent, where the policy allows it, until memory is below the limit (A1).
 
-    The queue with the most ready bytes drops first, its oldest messages first. A message in several queues is dropped
-    only if all of them allow it, because otherwise no memory is freed. For the same reason no message is dropped whose
-    body is on disk, or on its way to disk.
+    The queue with the most ready bytes drops its oldest messages first. A message in several queues is dropped only if
+    all of them allow it, because otherwise no memory is freed. For the same reason a message is not dropped if its body
+    is on disk, or is being written.
     """
     givers = [
         (-queue.contents.ready_size, number, queue, queue.droppable.oldest_first())

@@ -1,4 +1,4 @@
-"""Restores the contents of a message store in the virtual host when the broker starts."""
+"""Restores the contents of a message store when the broker starts."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ __all__ = ["Recovery"]
 
 
 class Recovery:
-    """One recovery: call `recover_topology`, then `recover_messages` any number of times, then `finish`.
+    """One recovery. Call `recover_topology`, then `recover_messages` once or more, and then `finish`.
 
     Args:
-        host: virtual host to fill.
+        host: virtual host in which the contents are restored.
         journal: journal of the virtual host.
         wall_clock: returns seconds since 1970.
     """
@@ -48,10 +48,10 @@ class Recovery:
             host.topology.is_recovering = False
 
     def recover_messages(self, messages: Iterable[FoundMessage]) -> list[int]:
-        """Restore messages of a message store in their queues. The messages come in the order of their numbers.
+        """Put messages of a message store into their queues. The messages must be in the order of their numbers.
 
         Returns:
-            The numbers of the messages that no queue holds, because their queues are damaged.
+            The numbers of the messages that are in no queue, because their queues are damaged.
         """
         now = self._wall_clock()
         lost = []
@@ -67,6 +67,6 @@ class Recovery:
         return lost
 
     def finish(self) -> None:
-        """Drop messages that have expired in the meantime or that exceed a maximum. All messages are restored."""
+        """After all messages are restored, drop those that have expired or exceed a maximum."""
         for queue in self._queues.values():
             queue.after_publish()

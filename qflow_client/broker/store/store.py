@@ -2,9 +2,8 @@
 
 Each row has a checksum of its values. A message has a second checksum of its list of queues, because the list changes.
 A row with a wrong checksum is never used. It is moved to the table ``damaged``, together with the rows that depend on
-it. It is reported at this start and at every later one. If the structure of the file is damaged, rows could be missing
-unnoticed. In this case the file is refused when it is opened, and the error says what to do. Checksums of bodies are
-checked again on every read.
+it, and is reported at each start. If the structure of the file is damaged, rows could be missing without notice. Such a
+file cannot be opened, and the error contains advice. Checksums of bodies are checked at each read.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ _TABLES = (
         checksum INTEGER NOT NULL,
         UNIQUE (source, kind, destination, routing_key, arguments)
     )""",
-    # The queues are a JSON list of their numbers. Large columns come last.
+    # `queues` is a JSON list of numbers. Large columns come last.
     """CREATE TABLE message (
         number INTEGER PRIMARY KEY,
         queues TEXT NOT NULL,
@@ -67,7 +66,7 @@ _TABLES = (
         header BLOB NOT NULL,
         body BLOB NOT NULL
     )""",
-    # Rows that were set aside: name, what is wrong, the row as text, and the body of a message.
+    # Rows that were set aside: the name, the error, the row as text, and the body of a message.
     """CREATE TABLE damaged (
         number INTEGER PRIMARY KEY,
         name TEXT NOT NULL,
@@ -91,8 +90,8 @@ _CHANGES: Mapping[str, tuple[str, ...]] = {
             WHERE source = ? AND kind = ? AND destination = ? AND routing_key = ? AND arguments = ?""",
     ),
 }
-# One statement inserts all rows. Between two statements this thread releases the GIL, and may wait long for it when the
-# event loop is busy. So all bytes are one value, and another value has their positions in JSON.
+# One statement inserts all rows. Between two statements this thread releases the GIL, and may wait long for it if the
+# event loop is busy. So one value has all bytes, and another value has their positions in JSON.
 _PUT = """INSERT INTO message
     SELECT number, queues, queues_checksum, at, checksum,
         substr(:parts, start, names),
@@ -111,7 +110,7 @@ _MOVE = """UPDATE message SET queues = json_extract(value, '$[1]'), queues_check
 _REMOVE = "DELETE FROM message WHERE number IN (SELECT value FROM json_each(?))"
 _BODIES = """SELECT number, at, checksum, names, header, body FROM message
     WHERE number IN (SELECT value FROM json_each(?))"""
-# Texts are read as bytes, because SQLite fails for a whole page of rows if one text is not UTF-8.
+# Read texts as bytes, because sqlite3 fails for a whole page of rows if one text is not UTF-8.
 _QUEUES = "SELECT rowid, number, CAST(name AS BLOB), auto_delete, arguments, checksum FROM queue ORDER BY number"
 _EXCHANGES = """SELECT rowid, CAST(name AS BLOB), CAST(type AS BLOB), auto_delete, internal, arguments, checksum
     FROM exchange ORDER BY rowid"""
@@ -123,22 +122,23 @@ _WRONG = "its checksum is wrong"
 _WAY_OUT = "restore it from a copy, or move it away to begin with an empty store"
 # Words in SQLite's errors for a file whose structure is damaged.
 _STRUCTURE = ("malformed", "not a database", "no such", "syntax error")
-# Minimum size of a file that SQLite has written, in bytes.
+# Every file of SQLite has at least this number of bytes.
 _LEAST = 512
-# Maximum bytes of messages written by one statement. SQLite accepts at most 1,000,000,000 bytes in one value.
+# Maximum bytes of messages in one statement. SQLite accepts at most 1,000,000,000 bytes in one value.
 _PORTION = 16 << 20
-# Start of the data for a message's checksum: number, time, bytes of the names, bytes of the header.
+# Start of the data for the checksum of a message: number, time, length of the names, length of the header.
 _HEAD = Struct(">qdII")
 # Number of rows that are read in one step.
 _PAGE = 100
 
 
 class Store:
-    """One file, for one broker. Only one thread at a time may use it.
+    """The file of one broker. Only one thread at a time may use it.
 
     Args:
-        path: the file; it is created if it does not exist.
-        synchronous: ``"normal"`` survives a crash of the process, ``"full"`` also a crash of the machine.
+        path: path of the file, which is created if it does not exist.
+        synchronous: with ``"normal"`` a commit survives a crash of the process, with ``"full"`` also a crash of the
+            machine.
 
     Raises:
         StoreError: the file cannot be opened, is damaged, is not a store, or is used by another broker.
@@ -153,7 +153,7 @@ class Store:
             in_use=StoreError,
             told=("another broker", "give each broker a store of its own"),
         )
-        #: Rows that were set aside, now or earlier: the name, and what is wrong.
+        #: The names and errors of all rows that were set aside, now or earlier.
         self.damaged: list[str] = []
         try:
             with _explained():
@@ -163,7 +163,7 @@ class Store:
                 found = self._file.one("PRAGMA quick_check(1)")
                 if found != "ok":
                     raise StoreError(f"{self.path} is damaged: {found}; {_WAY_OUT}")
-                # These messages were on disk only to free memory.
+                # Delete messages that were on disk only to free memory.
                 self._file.execute("DELETE FROM message WHERE queues = '[]'")
                 rows = self._file.rows("SELECT name, why FROM damaged ORDER BY number")
                 self.damaged += [f"{name}: {why}" for name, why in rows]
@@ -176,7 +176,7 @@ class Store:
     # Writing.
 
     def write(self, batch: Batch) -> None:
-        """Write a whole batch, or nothing of it.
+        """Write all records of a batch, or none.
 
         Raises:
             StoreError: the batch could not be written.
@@ -207,7 +207,7 @@ class Store:
         """Return the contents without the messages.
 
         Raises:
-            StoreError: they cannot be read.
+            StoreError: the contents cannot be read.
         """
         with _explained():
             queues = [
@@ -233,7 +233,7 @@ class Store:
             return Found(queues, exchanges, bindings, self._file.one("SELECT max(number) FROM message") or 0)
 
     def _sound(self, table: str, statement: str) -> Iterator[tuple[int, list[Any]]]:
-        """Yield the rows of a table with right checksums, each with its row number. The others are set aside."""
+        """Yield the rows of a table, each with its row number. Rows with wrong checksums are set aside instead."""
         for row, *found, checksum in self._file.rows(statement):
             try:
                 values = [each.decode() if isinstance(each, bytes) else each for each in found[:-1]] + found[-1:]
@@ -262,16 +262,16 @@ class Store:
         """Move messages to the table of damaged rows.
 
         Raises:
-            StoreError: the move cannot be written.
+            StoreError: the change cannot be written.
         """
         for number in numbers:
             self._set_aside("message", number, why)
 
     def messages(self) -> Iterator[FoundMessage]:
-        """Yield all undamaged messages in the order of their numbers. The others are set aside.
+        """Yield the messages in the order of their numbers. Damaged messages are set aside instead.
 
         Raises:
-            StoreError: they cannot be read.
+            StoreError: the contents cannot be read.
         """
         last = 0
         while True:
@@ -304,7 +304,7 @@ class Store:
 
 
 class BodyReader:
-    """Reads bodies from the file of a store, also during writes. Only one thread at a time may use it.
+    """Reads bodies from the file of a store, even during writes. Only one thread at a time may use it.
 
     Args:
         path: file of the store.
@@ -317,10 +317,10 @@ class BodyReader:
         self._file = _open(path, read_only=True)
 
     def read(self, numbers: Sequence[int]) -> dict[int, bytes | None]:
-        """Return bodies by message number, ``None`` for damaged ones. Messages that do not exist are left out.
+        """Return bodies by message number. A damaged body is ``None``. Messages that do not exist are left out.
 
         Raises:
-            StoreError: they cannot be read.
+            StoreError: the contents cannot be read.
         """
         found: dict[int, bytes | None] = {}
         for number, at, checksum, names, header, body in self._file.rows(_BODIES, json.dumps(numbers)):
@@ -342,7 +342,7 @@ def _open(path: Path, **options: Any) -> Database:
 
 @contextmanager
 def _explained() -> Iterator[None]:
-    """Add what to do to an error about a damaged file structure."""
+    """Add advice to errors about a damaged file structure."""
     try:
         yield
     except StoreError as error:
@@ -360,20 +360,20 @@ def _checksum(values: Iterable[object]) -> int:
 
 
 def _message_checksum(number: int, at: float, names: bytes, header: bytes, body: bytes) -> int:
-    """Return the checksum of a message, without the queues that hold it."""
+    """Return the checksum of a message. It does not include the list of queues."""
     head = _HEAD.pack(number, at, len(names), len(header))
     return crc32(body, crc32(header, crc32(names, crc32(head))))
 
 
 def _listed(number: int, queues: list[int]) -> tuple[str, int]:
     """Return the queues of a message as text for the database, and the checksum of the text."""
-    # The text form of a list of numbers in Python is JSON.
+    # Python's text of a list of numbers is valid JSON.
     listed = str(queues)
     return listed, crc32(listed.encode(), number & 0xFFFFFFFF)
 
 
 def _portions(puts: Iterable[Put]) -> Iterator[list[Put]]:
-    """Divide messages into portions that are written by one statement, each with at least one message."""
+    """Divide messages into portions with at least one message. One statement writes a portion."""
     portion: list[Put] = []
     size = 0
     for put in puts:
@@ -387,7 +387,7 @@ def _portions(puts: Iterable[Put]) -> Iterator[list[Put]]:
 
 
 def _packed(puts: Sequence[Put]) -> tuple[str, bytes]:
-    """Return the rows to insert, with the positions of their bytes (counted from 1), and the bytes."""
+    """Return the rows to insert as JSON, and their bytes. The rows have the positions of their bytes, from 1."""
     rows: list[tuple[object, ...]] = []
     parts: list[bytes] = []
     at = 1

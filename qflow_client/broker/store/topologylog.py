@@ -1,4 +1,4 @@
-"""The changes of durable queues, exchanges and bindings that are not in a batch yet, sans-I/O."""
+"""The changes of durable queues, exchanges and bindings that are in no batch yet. No I/O."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class Change(NamedTuple):
     """A change of the topology.
 
     Attributes:
-        kind: ``queue``, ``exchange`` or ``binding``; with the prefix ``no_`` for a deletion.
-        values: column values for the table of that kind; those that identify the row come first.
+        kind: ``queue``, ``exchange`` or ``binding``, with the prefix ``no_`` for a deletion.
+        values: column values for the table of this kind. The values that identify the row come first.
     """
 
     kind: str
@@ -32,7 +32,7 @@ class TopologyLog:
         self.changes: list[Change] = []
 
     def go_on_from(self, number: int) -> None:
-        """Continue with queue numbers above those of a store."""
+        """Start with the queue numbers after those of a store."""
         self._numbers = count(number + 1)
 
     def take(self) -> list[Change]:
@@ -41,13 +41,10 @@ class TopologyLog:
         return changes
 
     def number_of(self, name: str, auto_delete: bool, arguments: dict[str, object]) -> int:
-        """Note a new durable queue.
-
-        Returns:
-            The number of the queue in the store.
+        """Add a new durable queue, and return its number in the store.
 
         Raises:
-            ChannelException: 406 if its arguments cannot be stored.
+            ChannelException: 406 if the arguments cannot be stored.
         """
         table = self._table(f"queue '{name}'", arguments)
         number = next(self._numbers)
@@ -55,20 +52,20 @@ class TopologyLog:
         return number
 
     def queue_gone(self, name: str) -> None:
-        """Note that a durable queue was deleted, with its bindings."""
+        """Add the deletion of a durable queue with its bindings."""
         self.changes.append(Change("no_queue", (name,)))
 
     def exchange(self, name: str, kind: str, auto_delete: bool, internal: bool, arguments: dict[str, object]) -> None:
-        """Note a new durable exchange.
+        """Add a new durable exchange.
 
         Raises:
-            ChannelException: 406 if its arguments cannot be stored.
+            ChannelException: 406 if the arguments cannot be stored.
         """
         table = self._table(f"exchange '{name}'", arguments)
         self.changes.append(Change("exchange", (name, kind, auto_delete, internal, table)))
 
     def exchange_gone(self, name: str) -> None:
-        """Note that a durable exchange was deleted, with its bindings."""
+        """Add the deletion of a durable exchange with its bindings."""
         self.changes.append(Change("no_exchange", (name,)))
 
     def binding(
@@ -81,18 +78,18 @@ class TopologyLog:
         *,
         gone: bool = False,
     ) -> None:
-        """Note that a binding between two durable objects was added or removed.
+        """Add a new or removed binding between two durable objects.
 
         Args:
             source: name of the source exchange.
-            kind: type of the destination: ``queue`` or ``exchange``.
+            kind: type of the destination, ``queue`` or ``exchange``.
             destination: name of the destination.
             routing_key: the binding key.
             arguments: arguments of the binding.
             gone: whether the binding was removed.
 
         Raises:
-            ChannelException: 406 if its arguments cannot be stored.
+            ChannelException: 406 if the arguments cannot be stored.
         """
         table = self._table(f"binding of '{destination}' to '{source}'", arguments)
         values = source, kind, destination, routing_key, table
