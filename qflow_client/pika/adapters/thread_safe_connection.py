@@ -245,7 +245,8 @@ class Channel(_pika.Channel):  # type: ignore[misc]  # of no known type
                 sent and never will be.
             ProducerFlowed: the channel is flowed, and `when_flowed` is ``"raise"`` or this is the IOLoop's thread. The
                 message was not sent.
-            ChannelWrongStateError, ChannelClosed, …: the channel is not open. pika itself only logs this error.
+            ConnectionClosed, …: the connection has ended; the same error as pika's.
+            ChannelWrongStateError, ChannelClosed, …: only the channel has ended. pika itself only logs this error.
         """
         if on_publish is not None:
             validators.require_callback(on_publish, "on_publish")
@@ -254,6 +255,8 @@ class Channel(_pika.Channel):  # type: ignore[misc]  # of no known type
         try:
             publish = self._channel.encode(exchange, routing_key, body, properties, mandatory)
         except exceptions.ChannelWrongStateError:
+            # A connection that has ended raises the reason, as with pika.
+            connection.add_callback_threadsafe(_nothing)
             raise self.closing_error from None
         if connection.is_ioloop_thread:
             self.published(self.flow_control.send_nowait(publish), on_publish)
@@ -300,6 +303,10 @@ class Channel(_pika.Channel):  # type: ignore[misc]  # of no known type
         """Whether the channel is flowed, by which holds, since when and how often."""
         state: FlowState = self.connection.run(self.flow_control.look)
         return state
+
+
+def _nothing() -> None:
+    pass
 
 
 class Connection(_pika.Connection):  # type: ignore[misc]  # of no known type

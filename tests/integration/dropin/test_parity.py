@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from importlib.util import find_spec
 from typing import Any
 
 import pika as original
@@ -32,6 +33,12 @@ CLASSES = {
     "ConnectionParameters": (original.ConnectionParameters, drop_in.ConnectionParameters),
     "URLParameters": (original.URLParameters, drop_in.URLParameters),
 }
+if find_spec("pika.adapters.thread_safe_connection"):
+    # pika has it from 1.5 on.
+    ours, theirs = drop_in.adapters.thread_safe_connection, original.adapters.thread_safe_connection
+    CLASSES["Connection"] = theirs.Connection, ours.Connection
+    CLASSES["Connection's Channel"] = theirs.Channel, ours.Channel
+    assert drop_in.Connection is ours.Connection
 
 
 @pytest.mark.parametrize("name", CLASSES)

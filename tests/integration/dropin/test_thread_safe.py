@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import threading
 import time
 from collections.abc import Callable
@@ -13,24 +12,12 @@ import pytest
 import qflow_client.pika as pika
 from qflow_client import FlowControlTimeout, HoldKind, ProducerFlowed, flow_manager
 from qflow_client.logs import flush_logs
-from tests.integration.parity import members, parameters
 from tests.integration.producer.processes import in_child
 from tests.integration.producer.tools import PATIENCE, Stopwatch, bodies, eventually, start
 
-from .tools import refused
+from .tools import end_thread_safe, refused
 
 original = pytest.importorskip("pika.adapters.thread_safe_connection", reason="pika has it from 1.5 on")
-
-
-def end(connection: Any) -> None:
-    """Close a connection, and what pika leaves open."""
-    connection.abort(1)
-    connection._ioloop_thread.join(PATIENCE)
-    transport = connection._connection._transport
-    if transport is not None:
-        # The loop has crashed.
-        transport._sock.close()
-    connection._connection.ioloop.close()
 
 
 @pytest.fixture
@@ -38,7 +25,7 @@ def connect(broker: Any, stack: Any) -> Callable[..., Any]:
     def connect(url: str | None = None, more: dict[str, Any] | None = None, **settings: Any) -> Any:
         query = "&".join(f"{name}={value}" for name, value in settings.items())
         connection = pika.Connection(pika.URLParameters(f"{url or broker.url}?{query}"), **(more or {}))
-        stack.callback(end, connection)
+        stack.callback(end_thread_safe, connection)
         return connection
 
     return connect
@@ -73,20 +60,6 @@ def test_a_forked_child_is_refused_and_its_parent_continues(broker: Any, connect
     in_child(child)
     channel.basic_publish("", "q", b"parent")
     broker.wait_until(lambda broker: bodies(broker) == [b"parent"])
-
-
-def test_E11_the_connection_is_our_class_and_has_all_members_of_pika() -> None:
-    assert pika.Connection is pika.adapters.Connection is pika.adapters.thread_safe_connection.Connection
-    for ours, theirs in (
-        (pika.Connection, original.Connection),
-        (pika.adapters.thread_safe_connection.Channel, original.Channel),
-    ):
-        assert issubclass(ours, theirs)
-        for name, member in members(theirs, "__init__", "__enter__", "__exit__").items():
-            found = inspect.getattr_static(ours, name)
-            assert type(found) is type(member), name
-            if inspect.isfunction(member):
-                assert parameters(found) == parameters(member), name
 
 
 def test_J7_threads_wait_while_the_flow_is_stopped_and_continue_in_order(broker, connect, wire):
@@ -327,7 +300,7 @@ def test_E11_an_expected_error_causes_no_warning(broker, connect, caplog, confir
 
 def test_wrap_names_the_class_of_a_channel_of_pika_that_it_refuses(broker, stack):
     connection = original.Connection(pika.URLParameters(broker.url))
-    stack.callback(end, connection)
+    stack.callback(end_thread_safe, connection)
     with pytest.raises(TypeError, match=r"not pika\.adapters\.thread_safe_connection\.Channel; to publish"):
         pika.wrap(connection.channel())
 

@@ -44,3 +44,14 @@ def refused(*calls: Callable[[], object]) -> None:
     for call in calls:
         with pytest.raises(exceptions.ConnectionWrongStateError, match=_REFUSED):
             call()
+
+
+def end_thread_safe(connection: Any) -> None:
+    """Close a thread-safe `Connection`, and what pika leaves open."""
+    connection.abort(1)
+    connection._ioloop_thread.join(PATIENCE)
+    transport = connection._connection._transport
+    if transport is not None:
+        # The loop has crashed.
+        transport._sock.close()
+    connection._connection.ioloop.close()
