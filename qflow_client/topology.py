@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from copy import deepcopy
+from dataclasses import dataclass, field, fields
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -57,11 +58,24 @@ def _check_name(kind: str, name: object, *, is_empty_allowed: bool = False) -> N
 def _frozen(arguments: Mapping[str, Any]) -> Mapping[str, Any]:
     if not isinstance(arguments, Mapping) or not all(isinstance(key, str) for key in arguments):
         raise SettingsError(f"arguments={shown(arguments)}: they must be a mapping of str")
-    return MappingProxyType(dict(arguments))
+    # Also the lists and tables in them, which the caller may change later.
+    return MappingProxyType(deepcopy(dict(arguments)))
+
+
+class _Declared:
+    """A base class for what is declared, which can be pickled and copied although `mappingproxy` cannot."""
+
+    __slots__ = ()
+
+    arguments: Mapping[str, Any]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        given = {each.name: getattr(self, each.name) for each in fields(self)}  # type: ignore[arg-type]  # a dataclass
+        return type(self), tuple((given | {"arguments": dict(self.arguments)}).values())
 
 
 @dataclass(frozen=True, slots=True)
-class Queue:
+class Queue(_Declared):
     """A queue (AMQP 0-9-1, ``Queue.Declare``).
 
     Attributes:
@@ -103,7 +117,7 @@ class Queue:
 
 
 @dataclass(frozen=True, slots=True)
-class Exchange:
+class Exchange(_Declared):
     """An exchange (AMQP 0-9-1, ``Exchange.Declare``).
 
     Attributes:
@@ -146,7 +160,7 @@ class Exchange:
 
 
 @dataclass(frozen=True, slots=True)
-class Binding:
+class Binding(_Declared):
     """A binding of a queue, or of an exchange, to an exchange (AMQP 0-9-1, ``Queue.Bind``).
 
     Attributes:

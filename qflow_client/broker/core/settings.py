@@ -10,8 +10,9 @@ import ipaddress
 import ssl
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import Enum, StrEnum
+from functools import partial
 from types import MappingProxyType
 from typing import Any, Self
 
@@ -256,6 +257,11 @@ class Settings:
             stop_percent=self.default_flow_stop_threshold, resume_percent=self.default_flow_resume_threshold
         )
         Capacity(self.capacity, self.flow_resume_capacity)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A `mappingproxy` can be neither pickled nor copied.
+        given = {each.name: getattr(self, each.name) for each in fields(self)} | {"users": dict(self.users)}
+        return partial(type(self), **given), ()
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> Self:
