@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from celery import Celery
 from sqlalchemy import Engine
 
 from qflow_client import ProducerSettings
@@ -28,6 +29,7 @@ PAGES = [
         ROOT / "docs" / "reliability.md",
         ROOT / "docs" / "outbox-database.md",
         ROOT / "docs" / "migrate-pika.md",
+        ROOT / "docs" / "migrate-celery.md",
         ROOT / "docs" / "migrate-dramatiq.md",
         ROOT / "docs" / "migrate-taskiq.md",
         ROOT / "docs" / "migrate-faststream.md",
@@ -36,7 +38,8 @@ PAGES = [
     )
     if path.exists()
 ]
-DEFAULT_URL = "amqp://guest:guest@localhost:5672/%2F"
+# Without the scheme, because some pages have qflow:// for Celery.
+DEFAULT_ADDRESS = "://guest:guest@localhost:5672/%2F"
 
 _BLOCK = re.compile(r'^```python(?: title="(?P<title>[^"]+)")?\n(?P<code>.*?)^```$', re.DOTALL | re.MULTILINE)
 # Seconds that something took, which are never the same.
@@ -66,6 +69,11 @@ def snippets(page: Path) -> list[Snippet]:
     return found
 
 
+def with_address(code: str, broker: Broker) -> str:
+    """The code with the address of this broker."""
+    return code.replace(DEFAULT_ADDRESS, broker.url.removeprefix("amqp"))
+
+
 def test_some_pages_have_snippets() -> None:
     assert len(snippets(ROOT / "docs" / "quickstart.md")) > 5
 
@@ -84,7 +92,7 @@ def test_the_python_blocks_of_a_page_run_and_print_the_shown_output(
             if snippet.title is not None:
                 continue
             # As many empty lines as it takes for a traceback to name the line of the page.
-            code = "\n" * snippet.line + snippet.code.replace(DEFAULT_URL, broker.url)
+            code = "\n" * snippet.line + with_address(snippet.code, broker)
             exec(compile(code, str(page), "exec"), names)
             printed = capsys.readouterr().out
             if snippet.prints is not None:
@@ -95,6 +103,36 @@ def test_the_python_blocks_of_a_page_run_and_print_the_shown_output(
             if isinstance(each, Engine):
                 # An application keeps its engine to the end.
                 each.dispose()
+            elif isinstance(each, Celery):
+                each.close()
+                # Celery's pools leave their connections open.
+                each.pool.force_close_all()
+
+
+_POST = """
+import django
+django.setup()
+from django.test import RequestFactory
+from shop.views import order
+print(order(RequestFactory().post("/", {"number": "1"})).status_code)
+"""
+
+
+@pytest.mark.program
+def test_the_view_shown_on_the_page_about_celery_sends_a_task(tmp_path: Path) -> None:
+    pytest.importorskip("django")
+    with Broker() as broker:
+        for snippet in snippets(ROOT / "docs" / "migrate-celery.md"):
+            if snippet.title is not None:
+                file = tmp_path / snippet.title
+                file.parent.mkdir(exist_ok=True)
+                file.write_text(with_address(snippet.code, broker), encoding="utf-8")
+        environment = _environment() | {"DJANGO_SETTINGS_MODULE": "shop.settings"}
+        done = subprocess.run(
+            [sys.executable, "-c", _POST], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+        )
+        assert (done.stdout, done.stderr) == ("202\n", "")
+        assert broker.queue("celery").depth == 1
 
 
 @pytest.mark.program
