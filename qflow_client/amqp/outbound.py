@@ -52,6 +52,10 @@ class Outbound:
         # Use one assignment, here and below, so that Ctrl-C cannot leave a part of the change.
         self._data, self._ends, self._borders, self._rest, self._taken = data, ends, borders, rest, 0
 
+    def skip(self) -> None:
+        """Count a message that is written without this object. There must be nothing to be written."""
+        self._done += 1
+
     def put_control(self, frame: bytes) -> None:
         """Add a control frame after the messages of the batch. To write it earlier, call `discard_unbegun` first."""
         self._controls.append(frame)
@@ -132,7 +136,8 @@ class Outbound:
         Args:
             limit: approximate maximum of bytes, for the further frames of a message.
         """
-        self._end_if_written()
+        if self._at:
+            self._end_if_written()
         if not self._data:
             if self._has_rest:
                 self._take_rest(limit)

@@ -277,8 +277,8 @@ class Admission:
             # As in `cost`; a call takes longer than the addition.
             return receipt._route.cost + size
         message = payload if isinstance(payload, Message) else Message(payload)
-        receipt._prepared = self.encoder.prepare(message, has_id=self.id_prefix is not None)
-        return self.cost(receipt)
+        prepared = receipt._prepared = self.encoder.prepare(message, has_id=self.id_prefix is not None)
+        return self.encoder.cost(receipt._route, len(message.body), prepared)
 
     def cost(self, receipt: Receipt) -> int:
         """Return the size of the frames of an admitted message, in bytes."""

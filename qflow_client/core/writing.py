@@ -15,6 +15,8 @@ from qflow_client.core.unconfirmed import Unconfirmed
 
 __all__ = ["Writing"]
 
+_UNLIMITED = 1 << 62
+
 
 class Writing:
     """Makes the bytes that one producer writes.
@@ -56,6 +58,23 @@ class Writing:
             resending.note_sent(source[0], now)
         self._unconfirmed.make(source, limit, most)
         return outbound.data(limit)
+
+    def take(self, now: float) -> bytes:
+        """Return the next bytes to write, and record that they are written; empty if nothing may be written now."""
+        outbound, unsent = self._unconfirmed.outbound, self._admission.unsent
+        if (
+            len(unsent) == 1
+            and outbound.is_empty
+            and not outbound.stopped
+            and self._channel.number is not None
+            and self._resending.is_idle
+            and self._admission.store is None
+            and (data := self._unconfirmed.make_one(unsent, is_written=True))
+        ):
+            return data
+        data = self.next_bytes(_UNLIMITED, now)
+        outbound.advance(len(data))
+        return data
 
     def put_control(self, frame: bytes) -> None:
         """Write a frame of the channel after the messages whose frames are made."""

@@ -17,11 +17,8 @@ from qflow_client.pika.mirror import mirror, passed_on
 
 __all__ = ["Channel"]
 
-# The size of a content header frame without properties, the position of the body size in this frame, and the first byte
-# of a body frame (AMQP 0-9-1, section 4.2).
-_EMPTY_HEADER = 22
-_SIZE_AT = 11
-_SIZE = Struct(">Q")
+# A content header frame without properties, and the beginning of a body frame (AMQP 0-9-1, section 4.2).
+_EMPTY_HEADER = Struct(">BHIHHQHB")
 _BODY_HEAD = Struct(">BHI")
 
 
@@ -54,9 +51,8 @@ class Channel(pika.channel.Channel):
 
     def adopt(self) -> None:
         """Start flow control (internal)."""
-        # The frames of a message without properties, by exchange, routing key and mandatory: the bytes before the body
-        # size, and the rest of the header frame.
-        self._heads: dict[tuple[str, str, bool], tuple[bytes, bytes]] = {}
+        # The method frame, by exchange, routing key and mandatory.
+        self._methods: dict[tuple[str, str, bool], bytes] = {}
         #: The channel's flow (internal).
         self.flow_control = ChannelFlow(self)
 
@@ -64,20 +60,27 @@ class Channel(pika.channel.Channel):
         self, exchange: str, routing_key: str, body: Any, properties: spec.BasicProperties | None, mandatory: bool
     ) -> Publish:
         """Encode a message like pika's `basic_publish`, without sending it (internal)."""
-        if properties is None and type(body) is bytes and 0 < len(body) <= self.connection._body_max_length:
-            # Except for the body and its size, the bytes are those of an earlier message that pika has encoded.
+        if (
+            type(body) is bytes
+            and 0 < (size := len(body)) <= self.connection._body_max_length
+            and (properties is None or isinstance(properties, spec.BasicProperties))
+        ):
+            # The method frame is the same as in an earlier message that pika encoded.
             arguments = (exchange, routing_key, mandatory)
             try:
-                head, tail = self._heads[arguments]
+                method = self._methods[arguments]
             except (KeyError, TypeError):
                 pass
             else:
                 if self.is_open:
-                    size = len(body)
-                    frames = b"".join(
-                        (head, _SIZE.pack(size), tail, _BODY_HEAD.pack(3, self.channel_number, size), body, b"\xce")
+                    number = self.channel_number
+                    header = (
+                        _EMPTY_HEADER.pack(2, number, 14, 60, 0, size, 0, 0xCE)
+                        if properties is None
+                        else frame.Header(number, size, properties).marshal()
                     )
-                    return Publish(frames, arguments, None, body)
+                    frames = b"".join((method, header, _BODY_HEAD.pack(3, number, size), body, b"\xce"))
+                    return Publish(frames, arguments, properties, body)
         super().basic_publish(exchange, routing_key, body, properties, mandatory)
         return _encoded.publishes.pop()
 
@@ -105,10 +108,9 @@ class Channel(pika.channel.Channel):
         step = self.connection._body_max_length
         bodies = [frame.Body(number, body[at : at + step]).marshal() for at in range(0, size, step)]
         arguments = (method.exchange, method.routing_key, method.mandatory)
-        if len(header) == _EMPTY_HEADER:
-            if len(self._heads) >= PublishEncoder.MAX_ROUTES:
-                self._heads.clear()
-            self._heads[arguments] = begin + header[:_SIZE_AT], header[_SIZE_AT + _SIZE.size :]
+        if len(self._methods) >= PublishEncoder.MAX_ROUTES:
+            self._methods.clear()
+        self._methods[arguments] = begin
         return Publish(b"".join((begin, header, *bodies)), arguments, properties, body)
 
     def basic_publish(

@@ -315,11 +315,9 @@ class ChannelFlow(DropInFlow):
     def write(self) -> None:
         """Pass the messages that may be sent to pika, and report events."""
         protocol = self.protocol
-        # When bytes are written, more messages may be released.
-        while protocol.unwritten and (data := protocol.data_to_write(_UNLIMITED)):
-            # Advance first, because pika may write immediately and call this method again.
-            now = _monotonic()
-            protocol.advance(len(data), now)
+        # When bytes are written, more messages may be released. They count as written first, because pika may write
+        # immediately and call this method again.
+        while protocol.admission.unwritten and (data := protocol.take_output(now := _monotonic())):
             self._channel.connection._output_marshaled_frames([data])
             if self._before_confirms is None:
                 # The broker sends no confirms, so the message is settled.

@@ -33,6 +33,7 @@ from qflow_client.skin import DEFAULT
 __all__ = ["BlockingChannel", "BlockingConnection", "ReturnedMessage"]
 
 _monotonic = time.monotonic
+_POLLOUT = select.POLLOUT
 
 # The broker's answers to a published message.
 _ANSWERS = (spec.Basic.Ack, spec.Basic.Nack)
@@ -103,8 +104,8 @@ class _Services(SelectorIOServicesAdapter):
 
     def ready(self) -> int:
         """Return the present state of the socket: ``POLLIN``, ``POLLOUT``, both, or an error."""
-        found = self._poll.poll(0)
-        return int(found[0][1]) if found else 0
+        found: list[tuple[int, int]] = self._poll.poll(0)
+        return found[0][1] if found else 0
 
     def cork(self, on: bool) -> None:
         """Start or stop the gathering of small writes into large packets. The kernel gathers for at most 200 ms."""
@@ -196,15 +197,15 @@ class _Turns:
         # The second iteration writes the answers to the received data.
         for _ in range(2):
             ready = services.ready()
-            if ready == select.POLLOUT and not self.unwritten:
+            if ready == _POLLOUT and not self.unwritten:
                 loop.process_timeouts()
                 return True
             self.go_on_writing()
             # This does not wait, because data can be read or written.
-            if ready & ~select.POLLOUT or (ready and self.unwritten):
+            if ready & ~_POLLOUT or (ready and self.unwritten):
                 loop.poll()
         loop.process_timeouts()
-        return self.unwritten == 0 and services.ready() & select.POLLOUT != 0
+        return self.unwritten == 0 and services.ready() & _POLLOUT != 0
 
     def when_writable(self) -> None:
         """When the socket accepts bytes, release the channels that waited for the socket."""
@@ -418,17 +419,17 @@ class BlockingChannel(_pika.BlockingChannel):
             UnroutableError, NackError: as for pika. With pipelined confirms they are about earlier messages, and the
                 message of this call was not sent.
         """
-        if self._is_pipelined and self._flow.closing_reason is not None:
+        flow, turns = self._flow, self._turns
+        if self._is_pipelined and flow.closing_reason is not None:
             # An earlier call may have noticed the end of the channel without raising it.
             self._check_open()
         publish = self._impl.encode(exchange, routing_key, body, properties, mandatory)
-        if self._is_pipelined:
-            self._raise_failures("earlier messages; the message of this call was not sent")
-        turns = self._turns
-        is_writable = turns.now()
-        self._check_open()
-        flow = self._flow
         protocol = flow.protocol
+        if self._is_pipelined and (protocol.reports.failures or flow.returned):
+            self._raise_failures("earlier messages; the message of this call was not sent")
+        is_writable = turns.now()
+        if self._impl.is_closed or self._connection._closed_result.ready:
+            self._check_open()
         if not is_writable:
             self._look_at_transport(is_writable)
         elif not protocol.gate.is_open:

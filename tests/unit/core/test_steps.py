@@ -544,3 +544,62 @@ def test_no_timer_is_due_while_the_probe_waits_for_the_disk() -> None:
     assert protocol.next_timer(2.0) == 1.0
     store.count_writable = lambda unsent: 0  # type: ignore[method-assign]
     assert protocol.next_timer(2.0) is None
+
+
+def stop(protocol: ProducerProtocol) -> None:
+    protocol.on_flow(False, 0.0)
+
+
+@pytest.mark.parametrize("then", [drain, stop])
+@pytest.mark.parametrize(
+    "payloads",
+    [
+        [],
+        [b"plain"],
+        [Message(b"1", priority=1)],
+        [Message(b"1", priority=1), b"2"],
+        [Message(b"x" * 2 * FRAME_MAX, priority=1)],
+    ],
+    ids=["none", "a plain message", "one message", "two messages", "several frames"],
+)
+def test_taking_the_output_has_the_same_effect_as_writing_all_of_it(
+    payloads: list[bytes | Message], then: Callable[[ProducerProtocol], object]
+) -> None:
+    protocol, twin = make(), make()
+    for each in protocol, twin:
+        for payload in payloads:
+            send(each, payload)
+        then(each)
+        for payload in payloads:
+            send(each, payload) if not each.is_stopped else wait(each, payload)
+    taken = b""
+    while data := protocol.take_output(1.0):
+        taken += data
+    assert taken == drain(twin)
+    assert protocol.take_output(1.0) == b""
+    for each in protocol, twin:
+        assert each.steps.now == (1.0 if each is protocol else 0.0)
+        each.on_flow(True, 2.0)
+    assert (protocol.written, protocol.in_flight, protocol.unwritten) == (twin.written, twin.in_flight, twin.unwritten)
+    assert drain(protocol) == drain(twin)
+    assert list(protocol.parts.unconfirmed.flight) == list(twin.parts.unconfirmed.flight)
+
+
+def test_E2_an_interrupt_while_the_output_is_taken_leaves_each_message_unsent_or_written() -> None:
+    written = []
+    came, at = 1, 1
+    while came:
+        protocol = make()
+        receipt = send(protocol, Message(b"1", priority=1))
+        came = interrupted(lambda: protocol.take_output(0.0), at)  # noqa: B023  # called at once
+        written.append(protocol.written)
+        assert bool(protocol.take_output(0.0)) != bool(written[-1])
+        assert list(protocol.parts.unconfirmed.flight) == [1]
+        assert not protocol.admission.unsent
+        assert protocol.unwritten == 0
+        protocol.on_ack(1, False, 0.0)
+        assert receipt.delivered
+        assert protocol.unsettled == 0
+        at += 1
+    assert written == sorted(written)
+    assert set(written) == {0, 1}
