@@ -55,6 +55,8 @@ _TYPES = ((int,), (int,), (int,), (float,), (bytes,), (bytes,), (bytes,), (bytes
 NOT_SET_ASIDE = f"AND NOT held & {_SET_ASIDE}"
 # How many rows are checked in one step.
 _LOOKED_AT = 1000
+# The dates that `datetime` knows, in seconds since 1970.
+_YEAR_1, _YEAR_10000 = -62135596800.0, 253402300800.0
 # Above every sequence.
 _EVER = 1 << 62
 
@@ -233,7 +235,9 @@ def _decode(row: Sequence[Any]) -> tuple[str, str, Message]:
     """
     if any(type(value) not in types for value, types in zip(row, _TYPES, strict=True)):
         raise FrameError("a column contains a value of another type")
-    exchange, routing_key, header, body = row[4:]
+    at, exchange, routing_key, header, body = row[3:]
+    if not _YEAR_1 <= at < _YEAR_10000:
+        raise FrameError(f"the time {at!r} is no date")
     message = decode_message(header, body)
     if body_size(header) != len(body):
         raise FrameError(f"the body has {len(body)} bytes, but its content header says {body_size(header)}")

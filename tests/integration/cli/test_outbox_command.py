@@ -184,6 +184,19 @@ def test_ls_and_export_show_damaged_messages(damaged: Path, capsys: Capture) -> 
     assert err == "qflow: 1 damaged message left out; qflow outbox ls shows the reasons\n"
 
 
+def test_ls_and_export_show_messages_with_damaged_dates(path: Path, capsys: Capture) -> None:
+    with closing(sqlite3.connect(path)) as file, file:
+        file.execute("UPDATE message SET at = 1e300 WHERE sequence = 2")
+    assert main(["outbox", "ls", "--json", str(path)]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert [each["sequence"] for each in told["messages"]] == [1, 3]
+    assert told["damaged"] == [{"sequence": 2, "reason": "the time 1e+300 is no date"}]
+    assert main(["outbox", "export", str(path)]) == 0
+    out, err = capsys.readouterr()
+    assert [json.loads(line)["sequence"] for line in out.splitlines()] == [1, 3]
+    assert "1 damaged message left out" in err
+
+
 def test_drain_sends_undamaged_messages_and_reports_damaged_ones(
     damaged: Path, broker: Broker, capsys: Capture
 ) -> None:

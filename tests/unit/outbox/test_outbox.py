@@ -555,6 +555,8 @@ DAMAGES = {
     ),
     "a size that is none": ("size = 'large'", "a column contains a value of another type"),
     "a time that is none": ("at = 'noon'", "a column contains a value of another type"),
+    "a time before all dates": ("at = -1e300", "the time -1e+300 is no date"),
+    "a time after all dates": ("at = 9e999", "the time inf is no date"),
     "a flag that is none": ("held = 'yes'", "a column contains a value of another type"),
 }
 
