@@ -25,7 +25,7 @@ from qflow_client.amqp.frames import ACK, PUBLISH
 from qflow_client.broker.core import wire
 from qflow_client.broker.core.channelflow import ChannelFlow, FlowingSession
 from qflow_client.broker.core.confirms import Confirms
-from qflow_client.broker.core.consuming import Consuming, DeliveringSession, Delivery
+from qflow_client.broker.core.consuming import Consuming, DeliveringSession
 from qflow_client.broker.core.controls import Controls
 from qflow_client.broker.core.entries import DropReason, StoredMessage
 from qflow_client.broker.core.errors import ChannelException, ConnectionException, FrameWaitsError, ReplyCode
@@ -163,9 +163,7 @@ class Channel:
             return
         if payload.startswith(ACK) and len(payload) == 13:
             tag, multiple = _TAG_BIT.unpack_from(payload, 4)
-            self.settle(self.consuming.take(tag, multiple=bool(multiple & 1)), acked=True, requeue=False)
-            if multiple and self.consuming.has_more(tag):
-                raise FrameWaitsError
+            self.settle(tag, multiple=bool(multiple & 1), acked=True, requeue=False)
             return
         method = wire.decode_method(payload)
         if isinstance(method, commands.Basic.Publish):
@@ -465,18 +463,20 @@ class Channel:
             self.reply(commands.Confirm.SelectOk())
         self.become_producer()
 
-    def settle(self, deliveries: tuple[Delivery, ...], *, acked: bool, requeue: bool) -> None:
-        """Settle deliveries. In transaction mode, add them to the transaction instead.
+    def settle(self, tag: int, *, multiple: bool, acked: bool, requeue: bool) -> None:
+        """Settle the deliveries of an ack, nack or reject. In transaction mode, add them to the transaction instead.
 
-        Args:
-            deliveries: the deliveries; `consuming` has already removed them.
-            acked: whether they are acked.
-            requeue: whether the messages go back to their queues.
+        Raises:
+            ChannelException: 406 if there is no such delivery.
+            FrameWaitsError: these were only the oldest of very many deliveries.
         """
+        deliveries = self.consuming.take(tag, multiple=multiple)
         if self.transaction is not None:
             self.transaction.settlements.append(Settlement(deliveries, acked, requeue))
         else:
             self.consuming.settle(deliveries, acked=acked, requeue=requeue)
+        if multiple and self.consuming.has_more(tag):
+            raise FrameWaitsError
 
     # Closing.
 

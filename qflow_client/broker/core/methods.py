@@ -13,7 +13,7 @@ import pamqp.base
 from pamqp import commands
 
 from qflow_client.broker.core import wire
-from qflow_client.broker.core.consuming import Consuming, Delivery
+from qflow_client.broker.core.consuming import Consuming
 from qflow_client.broker.core.errors import ChannelException, ConnectionException, FrameWaitsError, ReplyCode
 from qflow_client.broker.core.output import Output
 from qflow_client.broker.core.profiles import Dialect
@@ -63,8 +63,8 @@ class MethodChannel(Protocol):
     def check_alarm(self, so: str = "") -> None:
         """Refuse a method that an alarm forbids."""
 
-    def settle(self, deliveries: tuple[Delivery, ...], *, acked: bool, requeue: bool) -> None:
-        """Settle deliveries. In transaction mode, add them to the transaction instead."""
+    def settle(self, tag: int, *, multiple: bool, acked: bool, requeue: bool) -> None:
+        """Settle the deliveries of a nack or reject. In transaction mode, add them to the transaction instead."""
 
 
 def _reply(channel: MethodChannel, method: Any, answer: Callable[[], pamqp.base.Frame]) -> None:
@@ -267,15 +267,11 @@ def _flow(channel: MethodChannel, method: Any) -> None:
 
 
 def _nack(channel: MethodChannel, method: Any) -> None:
-    deliveries = channel.consuming.take(method.delivery_tag, multiple=method.multiple)
-    channel.settle(deliveries, acked=False, requeue=method.requeue)
-    if method.multiple and channel.consuming.has_more(method.delivery_tag):
-        raise FrameWaitsError
+    channel.settle(method.delivery_tag, multiple=method.multiple, acked=False, requeue=method.requeue)
 
 
 def _reject(channel: MethodChannel, method: Any) -> None:
-    deliveries = channel.consuming.take(method.delivery_tag, multiple=False)
-    channel.settle(deliveries, acked=False, requeue=method.requeue)
+    channel.settle(method.delivery_tag, multiple=False, acked=False, requeue=method.requeue)
 
 
 def _recover(channel: MethodChannel, method: Any) -> None:

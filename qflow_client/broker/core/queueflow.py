@@ -20,7 +20,7 @@ from qflow_client.broker.core.ports import FlowObserver
 from qflow_client.broker.core.settings import FlowScope
 from qflow_client.flow import FlowController, FlowSource, ThresholdLimiter, Thresholds
 
-__all__ = ["CountedSource", "FlowOptions", "QueueFlow", "QueueFlows", "Turns"]
+__all__ = ["CountedSource", "FlowOptions", "QueueFlow", "QueueFlows", "Spacing"]
 
 _log = get_logger(__name__)
 
@@ -40,7 +40,7 @@ class CountedSource(FlowSource):
         self.published = 0
 
 
-class Turns:
+class Spacing:
     """Spaces out the unblocking of a queue's publishers, so that they do not all publish again at the same time (F4).
 
     Args:
@@ -75,16 +75,16 @@ class QueueFlow(FlowController):
         name: name of the queue.
         count: messages in the queue.
         size: body bytes of these messages.
-        turns: spaces out the unblocking; ``None`` unblocks all channels together.
+        spacing: spaces out the unblocking; ``None`` unblocks all channels together.
     """
 
-    __slots__ = ("_turns", "depth", "held")
+    __slots__ = ("_spacing", "depth", "held")
 
     def __init__(
-        self, thresholds: Thresholds, name: str, count: int = 0, size: int = 0, turns: Turns | None = None
+        self, thresholds: Thresholds, name: str, count: int = 0, size: int = 0, spacing: Spacing | None = None
     ) -> None:
         self.depth = ThresholdLimiter(thresholds, count=count, size=size)
-        self._turns = turns
+        self._spacing = spacing
         super().__init__(self.depth, name=name)
         # Entries whose confirms wait for OFF, the oldest first (C5).
         self.held: dict[QueueEntry, Completion] = {}
@@ -94,14 +94,14 @@ class QueueFlow(FlowController):
         blocked = self._blocked
         if not blocked:
             return
-        if self._turns is None:
+        if self._spacing is None:
             if len(blocked) > 1 and self._may_go_on(now):
                 # The first source fills the room below the mark before the others. So it has to be the one that has
                 # published least.
                 self._blocked = dict.fromkeys(sorted(blocked, key=_published))
             super().resume(now)
             return
-        while blocked and self._may_go_on(now) and self._turns.let_next():
+        while blocked and self._may_go_on(now) and self._spacing.let_next():
             self.forget(next(iter(blocked)))
 
     def release_held(self) -> None:
@@ -152,8 +152,8 @@ class QueueFlows(EntryObserver):
         "_publishers",
         "_queue",
         "_recent",
+        "_spacing",
         "_times_on_before",
-        "_turns",
         "_wake_at",
         "families",
         "is_overdue",
@@ -177,13 +177,13 @@ class QueueFlows(EntryObserver):
         self._queue = queue
         self.limits = limits
         self._recent = options.recent
-        self._turns = turns = Turns(options.resume_interval, clock, wake_at) if options.resume_interval else None
+        self._spacing = spacing = Spacing(options.resume_interval, clock, wake_at) if options.resume_interval else None
         self._clock = clock
         self._wake_at = wake_at
         self.observer = observer
         self._on_overdue = on_overdue
         # One controller for each configured family of marks; and how often removed controllers turned ON.
-        self.families = tuple(QueueFlow(thresholds, queue.name, turns=turns) for thresholds in limits.thresholds)
+        self.families = tuple(QueueFlow(thresholds, queue.name, spacing=spacing) for thresholds in limits.thresholds)
         self._times_on_before = 0
         # Time since which any family is ON; None if all are OFF.
         self.on_since: float | None = None
@@ -220,7 +220,7 @@ class QueueFlows(EntryObserver):
             flow = there.pop(type(thresholds), None)
             if flow is None:
                 queue = self._queue
-                flow = QueueFlow(thresholds, queue.name, queue.depth, queue.size, self._turns)
+                flow = QueueFlow(thresholds, queue.name, queue.depth, queue.size, self._spacing)
                 was_on = False
             else:
                 was_on = flow.depth.on
@@ -348,7 +348,7 @@ class QueueFlows(EntryObserver):
                 self._turn_overdue()
             else:
                 self._wake_at(self.on_since + wait)
-        if self._turns is not None:
+        if self._spacing is not None:
             for flow in self.families:
                 flow.resume()
 
@@ -360,7 +360,7 @@ class QueueFlows(EntryObserver):
     def end(self) -> None:
         """Drop all references. The queue is deleted, it has released everything, and all entries have left."""
         self.families = ()
-        self.observer = self._turns = None
+        self.observer = self._spacing = None
         del self._queue, self._wake_at, self._on_overdue
 
     def forget(self, source: FlowSource) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from qflow_client.broker.core.queueflow import CountedSource, QueueFlow, Turns
+from qflow_client.broker.core.queueflow import CountedSource, QueueFlow, Spacing
 from qflow_client.flow import FlowSource, Thresholds
 from tests.interleavings import MARKS, SIZE, Make, Stepwise, World, assert_nobody_is_blocked_for_nothing
 
@@ -15,8 +15,8 @@ class StepwiseQueueFlow(Stepwise, QueueFlow):
     pass
 
 
-def of_a_queue(flow_type: type[StepwiseQueueFlow], turns: Turns | None = None) -> Make:
-    return lambda thresholds, count, size: flow_type(thresholds, "q", count, size, turns)
+def of_a_queue(flow_type: type[StepwiseQueueFlow], spacing: Spacing | None = None) -> Make:
+    return lambda thresholds, count, size: flow_type(thresholds, "q", count, size, spacing)
 
 
 class WithoutSecondLook(StepwiseQueueFlow):
@@ -47,7 +47,7 @@ class Clock:
     def __init__(self) -> None:
         self.now = 0.0
         self.alarms: list[float] = []
-        self.turns = Turns(1.0, lambda: self.now, self.alarms.append)
+        self.spacing = Spacing(1.0, lambda: self.now, self.alarms.append)
 
 
 class Timed(World):
@@ -55,10 +55,10 @@ class Timed(World):
 
     def __init__(self, make: Make, thresholds: Thresholds, depth: int, publishers: int, consumers: int) -> None:
         self.clock = Clock()
-        super().__init__(of_a_queue(StepwiseQueueFlow, self.clock.turns), thresholds, depth, publishers, consumers)
+        super().__init__(of_a_queue(StepwiseQueueFlow, self.clock.spacing), thresholds, depth, publishers, consumers)
 
     def state(self) -> tuple[object, ...]:
-        return (*super().state(), self.clock.turns._next_at, bool(self.clock.alarms))
+        return (*super().state(), self.clock.spacing._next_at, bool(self.clock.alarms))
 
     def let_time_pass(self) -> int:
         """Wake the queue whenever it has asked for that, and say how often that was."""
