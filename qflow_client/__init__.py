@@ -1,4 +1,4 @@
-"""AMQP 0-9-1 producers that follow the broker's flow control. They never overrun it, hang or silently lose messages."""
+"""AMQP 0-9-1 producers that obey the broker's flow control. They do not hang, and never lose messages silently."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ __all__ = [
     "may_be_second_copy",
 ]
 
-# A producer imports its library, so it is imported only when it is used. The same applies to rarely used modules.
+# A producer imports its client library, so each producer is imported on first use. So are rarely used modules.
 _LATER = {
     "AsyncProducer": "qflow_client.aio",
     "AsyncReceipt": "qflow_client.aio",

@@ -1,4 +1,4 @@
-"""Calls a function that may block on a separate thread, so that no I/O thread and no event loop waits for it."""
+"""Calls a function that may block on a separate thread, so that I/O threads and event loops do not wait for it."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ _Answer = TypeVar("_Answer")
 
 
 class BackgroundCall(Generic[_Answer]):
-    """Calls a function, one call at a time. If a call is running, a further caller gets its result.
+    """Calls a function, one call at a time. If a call is running, its result goes to the last caller of `ask`.
 
     Args:
-        function: the function; it must not raise.
-        name: of the thread.
+        function: the function. It must not raise an exception.
+        name: name of the thread.
     """
 
     def __init__(self, function: Callable[[], Any], name: str) -> None:
         self._function = function
         self._name = name
         self._lock = threading.Lock()
-        # Whether a call runs, and the receiver of its answer; ``None`` if there is no receiver.
+        # Whether a call is running, and the receiver of its answer; ``None`` if there is no receiver.
         self._is_running = False
         self._done: Callable[[_Answer], object] | None = None
 
     def ask(self, done: Callable[[_Answer], object]) -> None:
-        """Call the function, or wait for a running call.
+        """Call the function. If a call is running, use its result.
 
         Args:
-            done: called with the result, on any thread. The `done` of an earlier call is not called any more.
+            done: called with the result on any thread. It replaces the `done` of an earlier caller.
         """
         with self._lock:
             was_running, self._is_running, self._done = self._is_running, True, done
@@ -39,7 +39,7 @@ class BackgroundCall(Generic[_Answer]):
             self._begin()
 
     def cancel(self) -> None:
-        """Drop the receiver of the answer."""
+        """Remove the receiver of the answer."""
         with self._lock:
             self._done = None
 
@@ -54,7 +54,7 @@ class BackgroundCall(Generic[_Answer]):
         self._take(self._function())
 
     def _take(self, result: Any) -> None:
-        """Make an answer of the function's result, or of the error if no thread could be started."""
+        """Create an answer from the function's result, or from the error if no thread could be started."""
         self._answer(result)
 
     def _answer(self, answer: _Answer) -> None:
@@ -68,4 +68,4 @@ class Timer(Protocol):
     """The interface of a timer."""
 
     def cancel(self) -> object:
-        """Prevent the call of the function."""
+        """Cancel the call of the function."""

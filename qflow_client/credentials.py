@@ -1,6 +1,6 @@
-"""Credentials that change, and the times when they are replaced.
+"""Credentials that change, and the times at which they are replaced.
 
-`Expiry` is sans-I/O: it reads no clock, calls no functions of the application and writes nothing.
+`Expiry` does no I/O, reads no clock and calls no functions of the application.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from qflow_client.settings import ProducerSettings
 
 __all__ = ["Credentials", "Expiry"]
 
-# The part of their lifetime after which credentials are replaced. RabbitMQ's Java client uses the same value.
+# Credentials are replaced after this part of their lifetime. RabbitMQ's Java client uses the same value.
 _PART = 0.8
 
 
@@ -24,9 +24,9 @@ class Credentials:
     """A user name and a password, or a token instead of the password.
 
     Attributes:
-        username: the user name. With OAuth 2 RabbitMQ takes the name from the token, and ignores this one.
-        password: the password or the token; not shown by its `repr`.
-        expires_in: seconds from now on for which the broker accepts the password; ``None`` for no end.
+        username: the user name. With OAuth 2, RabbitMQ uses the name in the token and ignores this name.
+        password: the password or the token. The `repr` does not show it.
+        expires_in: seconds from now on for which the broker accepts the password; ``None`` for no limit.
 
     Raises:
         SettingsError: a value is not allowed.
@@ -57,23 +57,23 @@ def _is_text(value: object) -> bool:
 
 
 class Expiry:
-    """The times when the credentials of a connection are replaced.
+    """Computes when the credentials of a connection are replaced.
 
     New credentials are requested after 80 % of the lifetime. If the request fails, it is repeated after growing pauses.
-    If the present credentials expire before there are new ones, the producer ends the connection. Otherwise the broker
-    would refuse messages on it, and the refusals would look like a fault of the messages.
+    If the present credentials expire before new ones exist, the producer ends the connection. Otherwise the broker
+    would refuse messages on this connection, and the messages would seem to be wrong.
 
     Args:
-        settings: the producer's; the pauses are those between two tries to connect.
+        settings: settings of the producer. The pauses are the pauses between two tries to connect.
     """
 
     def __init__(self, settings: ProducerSettings) -> None:
         self._backoff = Backoff(settings.reconnect_delay, settings.reconnect_delay_max, settings.reconnect_jitter)
         self._shortest = settings.reconnect_delay
         self._limit = settings.connect_timeout
-        # When the present credentials are to be replaced, and when they expire.
+        # When to replace the present credentials, and when they expire.
         self._due_at = self._expires_at = math.inf
-        #: The name of the user that is logged in.
+        #: The name of the logged-in user.
         self.username = ""
 
     def obtained(self, credentials: Credentials, now: float) -> None:
@@ -82,23 +82,23 @@ class Expiry:
         self._backoff.begin(now)
         life = math.inf if credentials.expires_in is None else credentials.expires_in
         self._expires_at = now + life
-        # A function that returns the same credentials until they expire must not be called at shorter and shorter
-        # intervals.
+        # If the function returns the same credentials until they expire, the intervals must not become shorter and
+        # shorter.
         self._due_at = now + max(_PART * life, self._shortest)
 
     def wait(self, now: float) -> float | None:
-        """Return the seconds until new credentials are to be requested; ``None`` for never."""
+        """Return the seconds until the next request for credentials, or ``None`` if there is none."""
         return None if self._due_at == math.inf else max(0.0, self._due_at - now)
 
     def patience(self, now: float) -> float:
-        """Return how many seconds the application's answer, and the broker's answer to it, may take together."""
+        """Return the maximum seconds for both answers together: the application's, and then the broker's."""
         return max(0.0, min(self._limit, self._expires_at - now))
 
     def failed(self, now: float) -> float | None:
         """Record that new credentials could not be obtained.
 
         Returns:
-            Seconds until the next request; ``None`` if the present credentials have expired, so that the connection
+            Seconds until the next request. ``None`` if the present credentials have expired, so that the connection
             must end.
         """
         left = self._expires_at - now

@@ -1,4 +1,4 @@
-"""A SQLite file of this package. It is created, recognised and locked for one process. All errors contain its path."""
+"""Opens the SQLite files of this package, and locks them for one process. All errors contain the path."""
 
 from __future__ import annotations
 
@@ -21,39 +21,40 @@ from qflow_client.redaction import is_url, shown
 
 __all__ = ["BUSY", "Database", "LockFile"]
 
-# The errors that SQLite raises. Its texts for a damaged schema may quote bytes that are not text; then Python raises.
+# The errors of SQLite. Its error text for a damaged schema may contain invalid bytes, which Python cannot decode.
 _FAILURES = (sqlite3.Error, UnicodeDecodeError)
-#: Seconds to wait for a file that another process has locked, if there is no earlier deadline.
+#: Maximum seconds to wait for a file that another process has locked, if there is no earlier deadline.
 BUSY = 10.0
-# Seconds that SQLite itself waits. After each such wait the deadline is checked, and there is a pause.
+# Seconds that SQLite itself waits for a lock. After each wait there is a pause, and the deadline is checked.
 _SLICE = 0.04
 _PAUSE = 0.01
 # SQLite's error codes for a locked file.
 _LOCKED = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_BUSY_RECOVERY)
-# The allowed content of a lock file: the number of the process that has or had it; zeros after a crash of the machine.
+# The allowed content of a lock file: the id of the last process with the lock, or zeros after a crash of the machine.
 _LOCK = re.compile(rb"\d*\s*|\0*")
 
 
 def _is_locked(failure: Exception) -> bool:
-    # The module's own errors have no code.
+    # Errors of the module sqlite3 itself have no code.
     return getattr(failure, "sqlite_errorcode", None) in _LOCKED
 
 
 class Database:
-    """One connection to one file, in WAL mode. Only one thread at a time may use it.
+    """A connection to a file in WAL mode. Only one thread at a time may use it.
 
     Args:
-        path: the path of the file, which is created if it does not exist.
-        application_id: identifies the file.
-        version: of its tables.
-        tables: the statements that create them.
-        error: the class of all errors.
-        synchronous: ``NORMAL`` survives the death of the process, ``FULL`` also that of the machine.
-        read_only: only read, even while another process writes; the file must exist.
-        timeout: total seconds to wait at opening for another process that has locked the file.
+        path: path of the file, which is created if it does not exist.
+        application_id: identifies the kind of the file.
+        version: version of the tables.
+        tables: statements that create the tables.
+        error: class of all errors.
+        synchronous: with ``NORMAL`` a commit survives a crash of the process, with ``FULL`` also a crash of the
+            machine.
+        read_only: only read the file, even while another process writes. The file must exist.
+        timeout: maximum seconds to wait for another process that has locked the file, during the opening.
 
     Raises:
-        QflowError: of the class `error`: the file cannot be opened, is damaged, or has another content.
+        QflowError: an `error`, because the file cannot be opened, is damaged, or is of another kind.
     """
 
     def __init__(
@@ -71,17 +72,17 @@ class Database:
         _refuse_url(path, error)
         #: The path of the file.
         self.path = Path(os.fspath(path))
-        #: The time after which no statement waits for another process's lock on the file, in seconds of
-        #: `time.monotonic`. The thread that uses the file sets it.
+        #: After this time no statement waits for the lock of another process, in seconds of `time.monotonic`. Only the
+        #: thread that uses the file may set it.
         self.deadline = time.monotonic() + timeout
-        #: The same limit, which any thread may set at any time.
+        #: Another limit of the same kind, which any thread may set at any time.
         self.stop_at = math.inf
         self._error = error
         self._pid = os.getpid()
         uri = f"{self.path.absolute().as_uri()}?mode={'ro' if read_only else 'rw'}"
         try:
             if not read_only:
-                # SQLite gives the permissions of this file to the files that it creates beside it.
+                # SQLite creates further files with the permissions of this file.
                 make_private(self.path)
         except OSError as failure:
             raise error(f"{self.path}: {failure.strerror}") from failure
@@ -121,7 +122,7 @@ class Database:
             )
 
     def execute(self, statement: str, *values: object, **named: object) -> sqlite3.Cursor:
-        """Execute a statement with its values: in order for ``?``, or by name for ``:name``."""
+        """Execute a statement with values for each ``?`` in order, or for each ``:name`` by name."""
         self._check_process()
         try:
             return self._file.execute(statement, named or values)
@@ -131,7 +132,7 @@ class Database:
             raise self._error(f"{self.path}: {failure}") from failure
 
     def _execute_when_free(self, statement: str, values: Any, failure: Exception) -> sqlite3.Cursor:
-        """Execute a statement as soon as another process releases its lock."""
+        """Execute a statement again until another process has released its lock."""
         give_up_at = time.monotonic() + BUSY
         while time.monotonic() < min(give_up_at, self.deadline, self.stop_at):
             time.sleep(_PAUSE)
@@ -144,7 +145,7 @@ class Database:
         raise self._error(f"{self.path}: {failure}") from failure
 
     def execute_many(self, statement: str, rows: Iterable[Sequence[object]]) -> None:
-        """Execute a statement with many rows of values."""
+        """Execute a statement for each row of values."""
         self._check_process()
         try:
             self._file.executemany(statement, rows)
@@ -159,13 +160,13 @@ class Database:
             raise self._error(f"{self.path}: {failure}") from failure
 
     def one(self, statement: str, *values: object) -> Any:
-        """Return the first value of the first row of a result; ``None`` if there are no rows."""
+        """Return the first value of the first row of a result, or ``None`` if there are no rows."""
         rows = self.rows(statement, *values)
         return rows[0][0] if rows else None
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
-        """Run the block as a transaction: all of its changes are made, or none."""
+        """Run the block as a transaction, which makes all changes or none."""
         try:
             self.execute("BEGIN IMMEDIATE")
             yield
@@ -178,13 +179,13 @@ class Database:
             raise
 
     def close(self) -> None:
-        """Close the file. In a forked child do nothing, because the open file belongs to the parent."""
+        """Close the file. Do nothing in a forked child, because the open file belongs to the parent."""
         if os.getpid() == self._pid:
             self._file.close()
 
 
 def _refuse_url(path: str | os.PathLike[str], error: type[QflowError]) -> None:
-    # All other errors contain the path.
+    # A URL may contain a password, and all other errors contain the path.
     if is_url(path):
         raise error(f"{shown(path)}: it must be the path of a file, not a URL")
 
@@ -193,23 +194,23 @@ class LockFile:
     """A lock for one process at a time. The system releases it when the process ends for any reason.
 
     Args:
-        path: the path of the file that the lock protects.
-        error: the class of the error if the lock file cannot be used.
-        in_use: the class of the error if another process has the lock.
-        told: the text of that error: a description of the other process, and advice.
+        path: path of the file that the lock protects.
+        error: class of the error if the lock file cannot be used.
+        in_use: class of the error if another process has the lock.
+        told: two parts of the text of this error: a description of the other process, and advice.
 
     Raises:
-        QflowError: of the class `error` or `in_use`.
+        QflowError: an `error` or `in_use`.
     """
 
     released = True
 
     def __init__(self, path: Path, *, error: type[QflowError], in_use: type[QflowError], told: tuple[str, str]) -> None:
         _refuse_url(path, error)
-        # A file has one lock, even if it is opened by different names.
+        # Use the real path, because a file has only one lock even if it has several names.
         self.path = Path(f"{os.path.realpath(path)}-lock")
         try:
-            # Without O_NONBLOCK, opening a named pipe could wait for its other end.
+            # Without O_NONBLOCK, the opening of a named pipe could wait for its other end.
             self._descriptor = open_private(self.path, os.O_RDWR | getattr(os, "O_NONBLOCK", 0))
         except OSError as failure:
             words = failure.strerror or ""
@@ -219,7 +220,7 @@ class LockFile:
             is_file = stat.S_ISREG(os.fstat(self._descriptor).st_mode)
             content = os.pread(self._descriptor, 100, 0) if is_file else None
             if content is None or not _LOCK.fullmatch(content):
-                # Do not write it, because it may be a link to a file of another program.
+                # Do not write the file, because it may be a link to a file of another program.
                 raise error(f"{path}: {self.path} is not a lock file of qflow_client; move it away")
             try:
                 lock(self._descriptor)
@@ -229,7 +230,7 @@ class LockFile:
                 raise in_use(f"{path} is used by {told[0]} {whose}; {told[1]}") from None
             except OSError as failure:
                 raise error(f"{path}: it cannot be locked: {failure.strerror}") from failure
-            # The file is never truncated. The spaces overwrite a longer number.
+            # Do not truncate the file. The spaces overwrite a longer number.
             os.pwrite(self._descriptor, f"{os.getpid():<20}".encode(), 0)
             self._pid = os.getpid()
             self.released = False
@@ -242,22 +243,22 @@ class LockFile:
     def release(self) -> None:
         """Release the lock."""
         if not self.released and self._pid != os.getpid():
-            # In a child whose fork handlers have not run yet.
+            # This is a forked child whose fork handlers have not run yet.
             self.forget()
         if not self.released:
-            # A forked child shares the lock until it closes its copy, so closing alone does not release it. Unlocking
-            # comes first, because a repetition does no harm, and Ctrl-C may come in between.
+            # Unlock explicitly, because a forked child may have a copy of the open file. Unlock before the close,
+            # because Ctrl-C may come in between, and a second unlock does no harm.
             with suppress(OSError):
                 unlock(self._descriptor)
             self.released = True
             os.close(self._descriptor)
 
     def __del__(self) -> None:
-        # Ctrl-C may have come before the object was assigned to a variable.
+        # If Ctrl-C came before the object was assigned to a variable, nothing else releases the lock.
         self.release()
 
     def forget(self) -> None:
-        """Close the copy in a child process after a fork. The parent keeps the lock."""
+        """Close the copy of the file in a forked child. The parent keeps the lock."""
         if not self.released:
             self.released = True
             os.close(self._descriptor)

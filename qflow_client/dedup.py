@@ -1,8 +1,8 @@
-"""`Deduplicator` lets consumers drop second copies. Every producer that loses no message sometimes sends second copies.
+"""Lets consumers drop second copies, which every producer sends sometimes if it loses no message.
 
-If a producer loses its connection before a confirm, it cannot know whether the message arrived. If it sends the message
-again, there may be two copies. If it does not, the message may be lost. So it sends the message again, with the same
-message id, and the consumer drops messages that it has handled already.
+If a producer loses its connection before a confirm, it cannot know whether the message has arrived. So it sends the
+message again with the same message id. Otherwise the message could be lost. The broker may now have two copies. The
+consumer drops messages that it has already handled.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ class DeduplicationError(QflowError):
 
 
 def may_be_second_copy(headers: Mapping[str, Any] | None, redelivered: bool = False) -> bool:
-    """Return True if a message may be a second copy, sent again by its producer or delivered again by the broker.
+    """Return True if the producer has sent a message again, or the broker has delivered it again.
 
     Args:
-        headers: its headers; a producer that sends a message again sets ``x-qflow-republished``.
-        redelivered: the broker's flag of the delivery.
+        headers: headers of the message. A producer that sends a message again sets ``x-qflow-republished``.
+        redelivered: flag ``redelivered`` of the delivery.
     """
     return redelivered or (headers is not None and bool(headers.get(REPUBLISHED)))
 
@@ -61,7 +61,7 @@ class _InProcess:
         self._max_count = max_count
         self._max_age = max_age
         self.clock = time.monotonic
-        # When each message was handled, the oldest first. A dict gets slow if entries are removed only at its front.
+        # When each message was handled, oldest first. A plain dict becomes slow if entries are removed at its front.
         self._times: OrderedDict[str, float] = OrderedDict()
 
     def _prune(self) -> None:
@@ -100,7 +100,7 @@ class _OnDisk:
             path,
             application_id=_APPLICATION_ID,
             version=_VERSION,
-            # The numbers have no gaps, and increase with time.
+            # The numbers have no gaps and grow with time.
             tables=["CREATE TABLE handled (number INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, at REAL NOT NULL)"],
             error=DeduplicationError,
         )
@@ -119,7 +119,7 @@ class _OnDisk:
         with file.transaction():
             if self._max_age < math.inf:
                 end = now - self._max_age
-                # The oldest ids come first, and only few of them are to be forgotten.
+                # Few ids have to be deleted, and they are the oldest ones.
                 oldest = "SELECT number, at FROM handled ORDER BY number LIMIT 1"
                 while (rows := file.rows(oldest)) and rows[0][1] <= end:
                     file.execute("DELETE FROM handled WHERE number = ?", rows[0][0])
@@ -132,13 +132,13 @@ class _OnDisk:
 
 
 class FirstTime:
-    """The result of `Deduplicator.first_time`, for one ``with`` or ``async with``."""
+    """The result of `Deduplicator.first_time`, for one ``with`` or ``async with`` block."""
 
     def __init__(self, deduplicator: Deduplicator, message_id: str | None, look_up: bool) -> None:
         self._deduplicator = deduplicator
         self._message_id = message_id
         self._look_up = look_up
-        # Whether the message is being handled in this block, and its id is remembered or dropped at the end.
+        # Whether this block handles the message. If so, the end of the block remembers the id or drops it.
         self._is_first = False
 
     def __enter__(self) -> bool:
@@ -193,7 +193,7 @@ def _teller(loop: asyncio.AbstractEventLoop, ended: asyncio.Future[None]) -> Cal
             ended.set_result(None)
 
     def tell() -> None:
-        # In a closed loop no task waits.
+        # If the loop is closed, no task waits.
         with suppress(RuntimeError):
             loop.call_soon_threadsafe(tell_here)
 
@@ -201,41 +201,41 @@ def _teller(loop: asyncio.AbstractEventLoop, ended: asyncio.Future[None]) -> Cal
 
 
 class _Handling:
-    """A message that is being handled."""
+    """A message that a block handles now."""
 
     __slots__ = ("has_ended", "thread", "waiters")
 
     def __init__(self) -> None:
         self.thread = threading.get_ident()
-        # Called when the handling has ended, with or without an error.
+        # Functions to call when the block has ended, with or without an error.
         self.waiters: list[Callable[[], None]] = []
         self.has_ended = False
 
 
 class Deduplicator:
-    """Tells a consumer which messages it has handled already, by their message ids. Any number of threads may use it.
+    """Remembers the ids of handled messages, so that a consumer handles each message once. It is thread-safe.
 
-    Use ``with deduplicator.first_time(message_id) as first:``, and handle the message in the block ``if first``. At the
-    end of the block the id is remembered. If an exception leaves the block, or the process dies in it, the id is not
-    remembered, and the message will be handled when it comes again. Acknowledge the message after the block. If a copy
-    comes while another copy is being handled, it waits for the result.
+    Use ``with deduplicator.first_time(message_id) as first:``, and handle the message in the block ``if first``. The
+    end of the block remembers the id. If an exception leaves the block, or the process ends in the block, the id is not
+    remembered, and the message is handled when it comes again. Acknowledge the message after the block. If two copies
+    come at the same time, the second one waits for the result of the first one.
 
-    The guarantee: a message that was handled completely is not handled again, as long as its id is remembered. Handling
-    and remembering are not one transaction. If the process dies between the two, the message is handled twice. To
-    prevent this, write the message id in the same transaction as the results of the handling.
+    A message that was handled completely is not handled again as long as its id is remembered. But the handling and the
+    remembering are not one transaction. If the process ends between the two, the message is handled twice. To prevent
+    this, write the message id in the same transaction as your results.
 
     Args:
-        path: of a file (SQLite) that outlives the process. Other processes on this machine may use it at the same time.
-            A crash of the process loses nothing; a crash of the machine may lose the last ids. ``None`` keeps the ids
-            in memory, with about 200 bytes for each.
-        max_count: how many ids are remembered; above that the oldest is forgotten. Choose more than the number of
-            messages between two copies: a second copy comes after all unconfirmed messages, and after messages that
-            others sent meanwhile.
-        max_age: seconds after which an id is forgotten; ``None`` for never.
+        path: path of a SQLite file for the ids. Other processes on this machine may use it at the same time. A crash of
+            the process loses no ids. A crash of the machine may lose the last ids. ``None`` to keep the ids in memory,
+            with about 200 bytes for each.
+        max_count: maximum number of ids. If there are more, the oldest one is forgotten. Choose more than the number of
+            messages between two copies. A second copy comes after all unconfirmed messages, and after messages that
+            other producers have sent in the meantime.
+        max_age: seconds after which an id is forgotten; ``None`` for no limit.
 
     Raises:
         DeduplicationError: the file cannot be used.
-        ValueError: a limit that is not above 0.
+        ValueError: a limit is not above 0.
     """
 
     def __init__(
@@ -248,26 +248,26 @@ class Deduplicator:
         age = math.inf if max_age is None else max_age
         self._memory: _Memory = _InProcess(max_count, age) if path is None else _OnDisk(path, max_count, age)
         self._lock = threading.Lock()
-        # By message id.
+        # The messages that blocks handle now, by message id.
         self._handling: dict[str, _Handling] = {}
 
     def first_time(self, message_id: str | None, *, look_up: bool = True) -> FirstTime:
         """Begin to handle a message.
 
         Args:
-            message_id: its id. A message without an id is always the first, because it cannot be recognised.
-            look_up: ``False`` assumes that it is the first copy, and only remembers its id. With
-                ``look_up=may_be_second_copy(headers, redelivered)`` this saves the look-up for messages that are marked
-                as first copies. A first copy that arrives later than the second one has no mark either, and would be
-                handled a second time.
+            message_id: id of the message. A message without an id is always handled, because it cannot be recognised.
+            look_up: whether to look up the id. ``False`` assumes that this is the first copy, and only remembers the
+                id. ``look_up=may_be_second_copy(headers, redelivered)`` saves the look-up for messages without the mark
+                of a second copy. But if the first copy arrives after the second one, it is handled again, because it
+                has no mark.
 
         Returns:
-            A context manager for ``with`` and ``async with``. It gives ``True`` if the message is to be handled, and
-            ``False`` if it is a second copy.
+            A context manager for ``with`` and ``async with``. Its value is ``True`` if the message has to be handled,
+            and ``False`` if it is a second copy.
 
         Raises:
-            DeduplicationError: on entry or at the end, the file cannot be used.
-            RuntimeError: on entry with ``with``, the same thread is handling a copy already.
+            DeduplicationError: the file cannot be used. Raised at the start or end of the block.
+            RuntimeError: the same thread is already handling a copy. Raised at the start of a ``with`` block.
         """
         return FirstTime(self, message_id, look_up)
 
@@ -280,10 +280,10 @@ class Deduplicator:
             return len(self._memory)
 
     def remember(self, message_id: str) -> None:
-        """Record that a message was handled. For consumers that cannot use `first_time`.
+        """Remember a handled message. This is for consumers that cannot use `first_time`.
 
         Args:
-            message_id: its id.
+            message_id: id of the message.
 
         Raises:
             DeduplicationError: the file cannot be used.
@@ -292,7 +292,7 @@ class Deduplicator:
             self._memory.add(message_id)
 
     def close(self) -> None:
-        """Close the file. Ids in memory are forgotten."""
+        """Close the file. Forget ids in memory."""
         with self._lock:
             self._memory.close()
 
@@ -305,7 +305,7 @@ class Deduplicator:
         self.close()
 
     def _begin(self, message_id: str, look_up: bool) -> tuple[bool, _Handling | None]:
-        """Return whether a message is to be handled now; if that is not known yet, the copy that is being handled."""
+        """Return True if the message has to be handled, and the handling of a copy in another block, if any."""
         with self._lock:
             others = self._handling.get(message_id)
             if others is not None:

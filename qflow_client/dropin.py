@@ -1,8 +1,8 @@
-"""The common code of the drop-ins for other client libraries: their settings, and the flow of one of their channels.
+"""The common code of the drop-ins for client libraries: their settings, and the flow of a channel.
 
-The library still manages connections, topology, consumers and the encoding of messages. `ProducerProtocol` makes the
-decisions about publishing, as for every producer. This module does no I/O and does not wait, because libraries do I/O
-and wait in different ways.
+The client library still manages connections, topology, consumers and the encoding of messages. A `ProducerProtocol`
+decides when messages are sent, as in every producer. This module does no I/O and does not wait, because each library
+does this in its own way.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ __all__ = [
     "RepeatableMessage",
 ]
 
-#: Settings that every library expresses in another way: where a message goes, connecting again, trying again.
+#: Settings that every library has in another form: for the destination of messages, for reconnects, and for retries.
 ADDRESSING = ("exchange", "routing_key", "mandatory")
 RECONNECTING = ("on_disconnect", "reconnect_timeout", "reconnect_delay", "reconnect_delay_max", "reconnect_jitter")
 RETRYING = ("on_refused", "retry_for", "retry_delay", "retry_delay_max")
 
-# Settings of producers only, and the reason for each.
+# Settings that only producers have, each with the reason.
 _PRODUCERS_ONLY = {
     **dict.fromkeys(
         ("host_order", "on_blocked", "failover_delay", "return_to_first", "liveness"),
@@ -75,7 +75,7 @@ _PRODUCERS_ONLY = {
         "only Producer and AsyncProducer have an outbox",
     ),
 }
-# Settings that the library's own methods determine for every message, or that an unchanged program leaves to them.
+# Fixed values of settings that the methods of the library replace.
 _FIXED: dict[str, Any] = {
     "exchange": "",
     "routing_key": "",
@@ -95,10 +95,9 @@ class DropIn:
     """The settings that a library's connections accept.
 
     Attributes:
-        library: its name for people.
-        theirs: the settings whose names the library uses, too. There such a name is the library's, and the setting has
-            the prefix ``qflow_``.
-        not_taken: the settings that have no meaning there, and what determines them instead.
+        library: name of the library for people.
+        theirs: settings whose names the library uses for its own parameters. These settings have the prefix ``qflow_``.
+        not_taken: settings that are not accepted, each with what to use instead.
     """
 
     library: str
@@ -110,14 +109,14 @@ class DropIn:
 
     @cached_property
     def names(self) -> dict[str, str]:
-        """The settings, by their names as keywords and in a URL's query."""
+        """The settings, by their names in keywords and in a URL's query."""
         return {f"qflow_{name}" if name in self.theirs else name: name for name in self.SETTINGS}
 
     def split(self, given: Iterable[tuple[str, _Value]]) -> tuple[dict[str, _Value], list[tuple[str, _Value]]]:
         """Separate the settings from the library's parameters.
 
         Raises:
-            TypeError: a setting has no meaning here.
+            TypeError: a setting is not accepted.
         """
         ours: dict[str, _Value] = {}
         theirs: list[tuple[str, _Value]] = []
@@ -129,28 +128,28 @@ class DropIn:
                 why = self.not_taken.get(setting) or _PRODUCERS_ONLY[setting]
                 raise TypeError(f"{setting} is not a setting of a connection of {self.library}: {why}")
             else:
-                # If a URL has a parameter twice, the first one is used.
+                # If a URL has a parameter twice, use the first value.
                 ours.setdefault(setting, value)
         return ours, theirs
 
     def _environ(self) -> dict[str, str]:
-        """Return the environment without the settings of other producers, which a connection does not accept."""
+        """Return the environment without settings that a connection does not accept."""
         ignored = {variable(name) for name in _PRODUCERS_ONLY.keys() | self.not_taken.keys()}
         environ = {name: text for name, text in os.environ.items() if name not in ignored}
         on_disconnect = variable("on_disconnect")
-        # The library's behaviour is the default.
+        # By default, behave like the library.
         environ[on_disconnect] = environ.get(on_disconnect) or OnDisconnect.FAIL
         when_flowed = variable("when_flowed")
         if environ.get(when_flowed) == WhenFlowed.SPILL:
-            # Without an outbox, messages cannot be spilled.
+            # A connection has no outbox, so messages cannot be spilled.
             del environ[when_flowed]
         return environ
 
     def settings(self, query: Mapping[str, str] | None = None, **keywords: Any) -> ProducerSettings:
-        """Return the settings of a connection, from keywords, a URL's query and the environment.
+        """Collect the settings of a connection from keywords, a URL's query and the environment.
 
         Args:
-            query: settings by name, as text.
+            query: texts of settings by name.
             keywords: settings by name.
 
         Raises:
@@ -163,7 +162,7 @@ class DropIn:
 
         Raises:
             SettingsError: a value is not allowed.
-            TypeError: a setting has no meaning here.
+            TypeError: a setting is not accepted.
         """
         parts = urlsplit(url)
         ours: list[tuple[str, str]] = []
@@ -173,7 +172,7 @@ class DropIn:
             if named:
                 ours += named
             else:
-                # Unchanged, because the library may read it in its own way.
+                # Leave the parameter unchanged, because the library may parse it in its own way.
                 theirs.append(piece)
         if ours:
             url = urlunsplit(parts._replace(query="&".join(theirs)))
@@ -181,28 +180,28 @@ class DropIn:
 
 
 class EncodedMessage(Message):
-    """One publish, encoded by a library.
+    """A message that a library has encoded.
 
     Args:
-        frames: all its frames.
-        body: the content.
+        frames: all frames of the message.
+        body: body of the message.
     """
 
     frames: bytes
 
     def __init__(self, frames: bytes, body: bytes) -> None:
-        # As `Message` does, because the frozen dataclass rejects assignments.
+        # Write into `__dict__`, like `Message`, because the frozen dataclass rejects assignments.
         given = self.__dict__
         given["frames"] = frames
         given["body"] = body
 
     def frames_on(self, channel: int, max_body: int) -> bytes:
-        """Return the frames for a channel. Here it is always the channel that they were made for."""
+        """Return the frames. The channel is always the channel for which they were encoded."""
         return self.frames
 
 
 class RepeatableMessage(EncodedMessage):
-    """An `EncodedMessage` that can be sent on another channel than its first one, and more than once."""
+    """An `EncodedMessage` that can be sent again, and on another channel."""
 
     def _parts(self) -> tuple[bytes, bytes, int]:
         """Return the payloads of the method frame and the header frame, and the offset of the first body frame."""
@@ -215,8 +214,8 @@ class RepeatableMessage(EncodedMessage):
         """Return the frames for a channel.
 
         Args:
-            channel: its number.
-            max_body: the most bytes of a frame's payload.
+            channel: number of the channel.
+            max_body: maximum bytes of the payload of a frame.
 
         Raises:
             ValueError: the properties need a larger frame.
@@ -235,7 +234,7 @@ class RepeatableMessage(EncodedMessage):
 
     def _second_copy(self) -> RepeatableMessage:
         method, header, at = self._parts()
-        # Channel number 0, so that they are made again for every other channel.
+        # Use channel number 0, so that the frames are created again for every other channel.
         head = frame(METHOD_FRAME, 0, method) + frame(HEADER_FRAME, 0, add_header(header, REPUBLISHED, True))
         copy = object.__new__(type(self))
         copy.__dict__.update(self.__dict__, frames=head + self.frames[at:])
@@ -243,7 +242,7 @@ class RepeatableMessage(EncodedMessage):
 
 
 class _ReadyFrames(PublishEncoder):
-    """Uses the frames that a library has made."""
+    """Uses the frames that a library has encoded."""
 
     __slots__ = ()
 
@@ -259,32 +258,32 @@ class _ReadyFrames(PublishEncoder):
 
 
 class EncodedProtocol(ProducerProtocol):
-    """A publishing channel whose messages are `EncodedMessage` objects."""
+    """A publishing channel for `EncodedMessage` objects."""
 
     def __init__(self, settings: ProducerSettings, **options: Any) -> None:
         super().__init__(settings, id_prefix="", encoder=_ReadyFrames, **options)
 
     def send(self, message: EncodedMessage, exchange: str, routing_key: str, now: float) -> Receipt | None:
-        """Admit a message if that is possible now. See `Admission.send`."""
+        """Admit a message if this is possible now; see `Admission.send`."""
         admission = self.admission
-        # It usually is, and then this takes half the time.
+        # This takes half of the time, and usually succeeds.
         receipt = admission.send_at_once(message, exchange, routing_key)
         return receipt if receipt is not None else admission.send(message, exchange, routing_key, now)
 
     @step
     def abandon(self, receipts: Sequence[Receipt], reason: str, now: float) -> None:
-        """Settle messages whose callers do not wait any more, so that the messages are not sent again.
+        """Settle messages whose callers have stopped waiting, so that the messages are not sent again.
 
         Args:
-            receipts: unsettled messages, in the order of admission.
-            reason: for people.
+            receipts: receipts of the messages, in the order of admission.
+            reason: text for people.
             now: seconds.
         """
         self.consequences.abandon(receipts, reason, now)
 
     @step
     def channel_ended(self, reason: str, now: float) -> None:
-        """Settle all messages with the outcomes that are known now, because the channel has ended.
+        """Settle all messages with the present knowledge, because the channel has ended.
 
         The producer may open another channel later.
         """
@@ -298,15 +297,15 @@ class EncodedProtocol(ProducerProtocol):
         return not self.unsettled and not self.line.tickets
 
     def forget_past(self) -> None:
-        """Reset the state, as before the first channel.
+        """Reset the state to that before the first channel.
 
-        The program closed the channel itself, which is not flow control.
+        Used when the program itself has closed the channel, which is not flow control.
         """
         self.channel.was_open = False
 
 
 class Flag:
-    """The waiter of a call on a connection that is polled."""
+    """The waiter of a call that waits by polling a connection."""
 
     __slots__ = ("is_set",)
 
@@ -315,7 +314,7 @@ class Flag:
         self.is_set = False
 
     def set(self) -> None:
-        """Let the call continue."""
+        """Make the call continue."""
         self.is_set = True
 
 
@@ -323,10 +322,10 @@ class DropInFlow:
     """The flow of one channel of a library: its protocol, and its listeners.
 
     Args:
-        settings: of the connection.
-        name: the name in flow events and logs, if the settings have none.
-        protocol: makes the protocol.
-        changes: settings of this channel that differ.
+        settings: settings of the connection.
+        name: name in flow events and logs, if the settings have no name.
+        protocol: class of the protocol.
+        changes: settings of this channel that differ from those of the connection.
     """
 
     def __init__(
@@ -342,7 +341,7 @@ class DropInFlow:
         if settings.name == _NAME:
             changes["name"] = name
         now = time.monotonic()
-        #: Makes the decisions about publishing.
+        #: Decides when messages are sent.
         self.protocol = protocol(settings.replace(**changes), now=now, wall_offset=time.time() - now)
         self._listeners: list[Callable[[FlowEvent], object]] = []
         self._is_telling = False
@@ -355,7 +354,7 @@ class DropInFlow:
         return self.protocol.settings.name
 
     def hold(self, kind: str, *, source: str, detail: str) -> None:
-        """Raise a hold, before the next message."""
+        """Raise a hold before the next message."""
         self._call(lambda: self.protocol.hold(kind, time.monotonic(), source=source, detail=detail))
 
     def lift(self, kind: str, *, source: str) -> None:
@@ -363,7 +362,7 @@ class DropInFlow:
         self._call(lambda: self.protocol.lift(kind, time.monotonic(), source=source))
 
     def _call(self, function: Callable[[], None]) -> None:
-        """Change the protocol in the right context, and do what follows."""
+        """Call a function on the thread or loop of the connection, and handle the consequences."""
         raise NotImplementedError
 
     def disown(self, reason: str) -> None:
@@ -376,12 +375,12 @@ class DropInFlow:
     # Calls that wait.
 
     def drive(self, call: Call[_T], flag: Flag, turn: Callable[[float], None]) -> _T:
-        """Run a call that waits, see `core.calls`.
+        """Run a call that waits; see `core.calls`.
 
         Args:
             call: the call.
-            flag: its waiter.
-            turn: processes I/O until there is an event, at most until a given time.
+            flag: waiter of the call.
+            turn: processes I/O until an event happens, at most until the given time.
         """
         try:
             until, result = resume(call, None)
@@ -410,7 +409,8 @@ class DropInFlow:
         logs, protocol.reports.logs = protocol.reports.logs, []
         write_log(logs)
         if self._is_telling:
-            # A listener has changed something. It is informed after all listeners have received the earlier events.
+            # This call comes from a listener. The outer call reports its events after all listeners have received the
+            # earlier ones.
             return
         self._is_telling = True
         try:
@@ -429,7 +429,7 @@ class DropInFlow:
             log(logging.ERROR, "%s: a flow callback failed: %r", event.producer, listener, error=error)
 
     def listen(self, listener: Callable[[FlowEvent], object]) -> Callable[[], None]:
-        """Call a listener with every flow event from now on.
+        """Call a listener with each flow event from now on.
 
         Returns:
             A function that ends the calls.
@@ -450,7 +450,7 @@ class DropInFlow:
 
     @property
     def held(self) -> str:
-        """Return the holds as text, to be appended to an error about a missing answer."""
+        """Return the holds as text, for the end of an error about a missing answer."""
         holds = self.protocol.reports.holds
         return f"; held by {', '.join(map(str, holds))}" if holds else ""
 

@@ -1,10 +1,10 @@
-"""The base class of the objects that run a producer's protocol, for threads and for asyncio.
+"""The base class of engines, which run the protocol of a producer for threads or for asyncio.
 
 The application refers to a producer, and the producer refers to its engine. The I/O thread or the event loop refers
 only to the engine. So if the application drops a producer without closing it, the producer can be collected. Its engine
-then ends by itself: it admits nothing more, delivers the admitted messages, and closes the connection (`abandon`).
+then ends by itself (`abandon`). It admits no more messages, delivers the admitted messages, and closes the connection.
 
-`step` takes each step of the protocol. After each step `after` passes on the protocol's reports.
+`step` executes each step of the protocol. After each step, `after` passes on the protocol's reports.
 """
 
 from __future__ import annotations
@@ -40,23 +40,23 @@ _T = TypeVar("_T")
 
 _monotonic = time.monotonic
 
-#: Why a dropped producer admits nothing.
+#: The reason why a dropped producer admits no messages.
 DROPPED = "the producer was dropped without close()"
 
 
 class BaseEngine(ABC):
-    """An engine without its I/O and its ways to wait.
+    """The part of an engine that does no I/O and does not wait.
 
     Args:
-        settings: the producer's.
-        on_delivery: called with every settled receipt; ``None`` for no call.
-        manager: the producer registers with it.
-        topology: declared on each connection; ``None`` for nothing.
+        settings: settings of the producer.
+        on_delivery: called with each settled receipt; ``None`` for no calls.
+        manager: manager with which the producer registers.
+        topology: objects to declare on each connection; ``None`` for none.
     """
 
-    #: The state. It is changed only by steps.
+    #: The state. Only steps change it.
     protocol: ProducerProtocol
-    #: Held for each step.
+    #: Locked during each step.
     lock: Guard
 
     def __init__(
@@ -67,17 +67,17 @@ class BaseEngine(ABC):
         topology: Topology | None,
     ) -> None:
         self.settings = settings
-        #: Declared on each connection; ``None`` for nothing.
+        #: Objects to declare on each connection; ``None`` for none.
         self.topology = topology
         self._manager = manager
-        #: The outbox; ``None`` without one.
+        #: The outbox; ``None`` if there is none.
         self.storage: Storage | None = None
-        #: ``None`` without `on_delivery`.
+        #: Calls `on_delivery`; ``None`` if there is none.
         self.deliveries = None if on_delivery is None else Deliveries(on_delivery, self._reported)
         self.listeners: Listeners[Any] = Listeners(settings.name, settings.max_flow_events)
-        #: Measures and traces messages; set when the producer is connected.
+        #: Measures and traces messages. Set when the producer is connected.
         self.observer: telemetry.Observer | None = None
-        #: Removes the producer from its manager.
+        #: Unregisters the producer from its manager.
         self.unregister: Callable[[], object] = bool
         #: Detaches the finalizer, so that the collection of the producer has no effect.
         self.detach: Callable[[], object] = bool
@@ -85,16 +85,16 @@ class BaseEngine(ABC):
         self.ended = False
         #: Whether the application has dropped the producer without closing it.
         self.is_dropped = False
-        #: Whether this process is a fork of the process that made the producer.
+        #: Whether this process is a forked child of the process that created the producer.
         self.is_copy = False
         self._pid = os.getpid()
-        # Steps that could not be taken, in the order in which they were requested.
+        # Postponed steps, in the order of their requests.
         self._put_off: deque[Callable[[ProducerProtocol], object]] = deque()
 
     # Steps.
 
     def step(self, step: Callable[[ProducerProtocol], _T]) -> _T:
-        """Take a step of the protocol, and do what follows."""
+        """Execute a step of the protocol, and handle the consequences."""
         try:
             result = self.lock.take(lambda: step(self.protocol))
             self.kick()
@@ -105,14 +105,14 @@ class BaseEngine(ABC):
             raise
 
     def try_step(self, step: Callable[[ProducerProtocol], _T], deadline: float = 0.0) -> _T | NotTaken:
-        """Same as `step`, for a call of the application, which may hold a lock that another step waits for.
+        """Execute a step for a call of the application. The application may have a lock for which another step waits.
 
         Args:
             step: the step.
             deadline: as for `Guard.try_take`.
 
         Returns:
-            As `Guard.try_take`.
+            The result of `Guard.try_take`.
         """
         try:
             result = self.lock.try_take(lambda: step(self.protocol), deadline)
@@ -124,12 +124,12 @@ class BaseEngine(ABC):
             raise
 
     def ask(self, step: Callable[[ProducerProtocol], object]) -> None:
-        """Take a step without waiting for its result. If it cannot be taken now, it is taken later, in order."""
+        """Execute a step without waiting for its result. If this is not possible now, execute it later, in order."""
         if self._put_off or not self.may_step or self.try_step(step) is NOT_TAKEN:
             self.put_off(step)
 
     def put_off(self, step: Callable[[ProducerProtocol], object]) -> None:
-        """Take a step later, on the I/O thread or in the loop."""
+        """Execute a step later, on the I/O thread or the loop."""
         self._put_off.append(step)
         self.call_later(self._take_put_off)
 
@@ -137,49 +137,49 @@ class BaseEngine(ABC):
         self.step(self.take_all_put_off)
 
     def take_all_put_off(self, protocol: ProducerProtocol) -> None:
-        """In a step, take the steps that could not be taken."""
+        """Execute the postponed steps. This method is itself a step."""
         while self._put_off:
             try:
                 put_off = self._put_off.popleft()
             except IndexError:
-                # Another thread has taken it: one of the last steps may be taken without the lock.
+                # Another thread has executed the step. The last steps may be executed without the lock.
                 return
             put_off(protocol)
 
     @property
     @abstractmethod
     def may_step(self) -> bool:
-        """Whether this thread may take steps at all."""
+        """Whether this thread may execute steps."""
 
     @abstractmethod
     def call_later(self, function: Callable[[], object]) -> None:
-        """Call a function on the I/O thread or in the loop."""
+        """Call a function on the I/O thread or the loop."""
 
     @abstractmethod
     def kick(self) -> None:
-        """Have the output written, and the protocol's reports passed on."""
+        """Make the I/O thread or the loop write the output and pass on the protocol's reports."""
 
     @abstractmethod
     def recheck(self) -> None:
-        """Have a step taken, because an exception may have come before the follow-up of a step."""
+        """Request an empty step, because an exception may have prevented the end of an earlier step."""
 
     @abstractmethod
     def close_later(self, deadline: float) -> None:
-        """Begin to close, and return immediately. Messages that are not delivered in the end are logged.
+        """Begin to close, and return immediately. Log the messages that are not delivered.
 
         Args:
-            deadline: the end of the wait for unsettled messages, in seconds.
+            deadline: time until which to wait for unsettled messages in seconds.
         """
 
     @property
     @abstractmethod
     def last_failure(self) -> str:
-        """Why the last try to connect failed; empty if no try has failed since the last connection."""
+        """The error of the last try to connect. Empty if no try has failed since the last connection."""
 
     @property
     @abstractmethod
     def is_in_callback(self) -> bool:
-        """Whether `on_delivery` or a flow callback makes the call. Always False without `on_delivery`."""
+        """Whether this call comes from `on_delivery` or a flow callback. Always False without `on_delivery`."""
 
     def admit(
         self,
@@ -190,21 +190,18 @@ class BaseEngine(ABC):
         *,
         spills: bool = False,
     ) -> Receipt | None:
-        """Admit a message, or put it into the outbox, if that is possible now.
+        """Admit a message, or put it into the outbox, if this is possible now.
 
         Args:
-            payload: the message.
-            exchange: the exchange.
-            routing_key: the routing key.
             deadline: as for `Guard.try_take`.
-            spills: whether it may be put into the outbox while the producer is flowed, if the settings allow that. The
-                message of a callback always may, because other senders may be waiting for the callback to return.
+            spills: whether to put the message into the outbox while the producer is flowed, if the settings allow this.
+                A message of a callback is always put there, because other senders may wait for the callback to return.
 
         Returns:
-            Its receipt; with an outbox the message is not on disk yet. ``None`` if nothing has changed.
+            The receipt. With an outbox the message may not be on disk yet. ``None`` if the message was not admitted.
 
         Raises:
-            NestedCall: the step could not be taken.
+            NestedCall: the step could not be executed.
         """
         storage = self.storage
         receipt: Receipt | NotTaken | None
@@ -229,7 +226,7 @@ class BaseEngine(ABC):
         """Pass on the protocol's reports."""
 
     def take_news(self) -> tuple[list[Receipt], list[Any], list[LogEntry]]:
-        """In a step, take the protocol's reports: settled receipts, waiters to wake, and log entries."""
+        """Take the protocol's reports in a step: settled receipts, waiters to wake, and log entries."""
         protocol = self.protocol
         reports = protocol.reports
         settled = protocol.take_settled(_monotonic()) if reports.settled else []
@@ -241,46 +238,46 @@ class BaseEngine(ABC):
         self.step(lambda protocol: protocol.reported(count, _monotonic()))
 
     def take_failures(self) -> tuple[list[Receipt], int]:
-        """In a step, take the failed receipts that the application has not seen, and the number of dropped ones."""
+        """Take the failed receipts that the application has not seen, and the number of dropped ones, in a step."""
         reports = self.protocol.reports
         return reports.take_failures(), reports.take_dropped()
 
     # Closing.
 
     def undelivered(self, failures: list[Receipt], dropped: int, left: Sequence[Receipt]) -> UndeliveredMessages | None:
-        """Return the error for the messages that were not delivered, without those that the application has seen.
+        """Return the error for undelivered messages whose receipts the application has not seen.
 
         Args:
-            failures: failed receipts that it has not seen.
-            dropped: how many more were dropped.
-            left: the receipts that were unsettled before the channel was ended.
+            failures: failed receipts that the application has not seen.
+            dropped: number of further failed receipts, which were dropped.
+            left: receipts that were unsettled before the end of the channel.
         """
         if self.deliveries is not None:
             failures += self.deliveries.undelivered(left)
         return undelivered_of(failures, dropped, self.storage)
 
     def abandon(self) -> None:
-        """End without the producer, which is collected.
+        """End the engine of a collected producer.
 
-        The producer's finalizer calls this, on any thread, possibly inside a step.
+        The producer's finalizer calls this method, on any thread and possibly inside a step.
         """
         if self.ended or self.is_copy:
             return
         self.ended = self.is_dropped = True
         self._end_later()
-        # This comes last, because a filter may turn the warning into an error.
+        # Warn last, because a filter may turn the warning into an error.
         warnings.warn(f"{self.settings.name}: {DROPPED}", ResourceWarning, stacklevel=2)
 
     @abstractmethod
     def _end_later(self) -> None:
-        """Deliver the admitted messages, and end, without waiting for that."""
+        """Start to deliver the admitted messages and to end, and return immediately."""
 
     def _log_dropped(self, undelivered: UndeliveredMessages | None) -> None:
         if undelivered is not None:
             log(logging.ERROR, "%s: %s: %s", self.settings.name, DROPPED, undelivered)
 
     def disown(self) -> None:
-        """In a child process, leave everything of this producer to the parent."""
+        """Detach from all resources in a forked child, because they belong to the parent."""
         self.is_copy = self.ended = True
         self.detach()
         self._manager.forked()

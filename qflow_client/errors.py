@@ -1,8 +1,8 @@
 """The errors of qflow_client.
 
-There are two separate families. `ProducerFlowed` and its subclass mean that the message was not sent and never will be.
-All errors about a message that *was* admitted are a `DeliveryError` (its outcome is known, or known to be unknown) or a
-`ConfirmTimeout` (its outcome is not known yet).
+There are two families. `ProducerFlowed` and its subclasses mean that the message was not sent and never will be. Errors
+about an admitted message are a `DeliveryError` (its outcome is final) or a `ConfirmTimeout` (its outcome is not known
+yet).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class QflowError(Exception):
     """The base class of all errors that this package raises."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # `Exception` would pass the text alone to `__init__`. Pools of processes pickle the errors of their workers.
+        # Pools of processes pickle the errors of their workers. `Exception` would pass only the text to `__init__`.
         return _remade, (type(self), self.args), self.__dict__
 
 
@@ -55,21 +55,21 @@ class WrongLoop(QflowError, RuntimeError):
 
 
 class SettingsError(QflowError, ValueError):
-    """A setting has a value that is not allowed. The text contains the setting, the value and the allowed values."""
+    """The value of a setting is not allowed. The text contains the setting, the value and the allowed values."""
 
 
 class ConnectionFailed(QflowError, ConnectionError):
-    """None of the given hosts accepted a connection and a channel on it."""
+    """No host has accepted a connection and a channel."""
 
 
 class ProducerClosed(QflowError):
-    """The producer takes no more messages, because it was closed or lost its connection. This message was not sent.
+    """The producer accepts no more messages, because it was closed or lost its connection. The message was not sent.
 
     Attributes:
         message: the message that was not sent; ``None`` if there was none.
-        exchange: its exchange; ``None`` if there was no message.
-        routing_key: its routing key; ``None`` if there was no message.
-        receipts: the receipts of the messages that the same `send_many` had admitted before.
+        exchange: exchange of the message; ``None`` if there was no message.
+        routing_key: routing key of the message; ``None`` if there was no message.
+        receipts: receipts of the messages that the same call of `send_many` had admitted before.
     """
 
     receipts: Sequence[Receipt] = ()
@@ -84,15 +84,15 @@ class ProducerClosed(QflowError):
 
 
 class ProducerFlowed(QflowError):
-    """The producer is flowed. The message was not sent and never will be: no byte of it is on the wire (A4 D1).
+    """The producer is blocked (flowed). The message was not sent and never will be (A4 D1).
 
     Attributes:
-        holds: every hold on the producer, the oldest first. The times when they were raised are in seconds since 1970.
-        waited: seconds that the call was blocked.
-        message: the message that was not sent, as it was passed.
-        exchange: its exchange; ``None`` if there was no message.
-        routing_key: its routing key; ``None`` if there was no message.
-        receipts: the receipts of the messages that the same `send_many` had admitted before.
+        holds: the holds on the producer, oldest first. Their times are in seconds since 1970.
+        waited: seconds for which the call has waited.
+        message: the message that was not sent, as the application has passed it.
+        exchange: exchange of the message; ``None`` if there was no message.
+        routing_key: routing key of the message; ``None`` if there was no message.
+        receipts: receipts of the messages that the same call of `send_many` had admitted before.
     """
 
     receipts: Sequence[Receipt] = ()
@@ -121,15 +121,15 @@ class ProducerFlowed(QflowError):
 
 
 class FlowControlTimeout(ProducerFlowed, TimeoutError):
-    """The producer was still flowed at the end of the timeout. The message was not sent and never will be (A4)."""
+    """The producer was still flowed after the timeout. The message was not sent and never will be (A4)."""
 
 
 class NestedCall(ProducerFlowed):
-    """A call would have to wait in a place where waiting is not possible. Nothing has changed (E2).
+    """A call would have to wait in a place where it cannot wait. The message was not sent and never will be (E2).
 
-    There are three such places. The call came from inside a step of a producer, by a signal handler, a finalizer or a
-    log handler. Or it came on a thread that a connection depends on. Or it held a lock that a step of a producer waited
-    for, such as that of a log handler. Its message was not sent and never will be.
+    There are three such places. The first one is inside a step of a producer, where a signal handler, a finalizer or a
+    log handler may run. The second one is a thread that a connection needs. The third one is a block with a lock for
+    which a step of a producer waits, such as the lock of a log handler.
     """
 
     def __init__(
@@ -145,10 +145,10 @@ class NestedCall(ProducerFlowed):
 
 
 class ConfirmTimeout(QflowError, TimeoutError):
-    """The broker has not confirmed in time. The message was admitted; its outcome is not known yet.
+    """The broker has not confirmed an admitted message in time. The outcome is not known yet.
 
     Attributes:
-        unsettled: how many messages the call was still waiting for.
+        unsettled: number of messages for which the call was still waiting.
     """
 
     def __init__(self, text: str, unsettled: int = 1) -> None:
@@ -160,7 +160,7 @@ class DeliveryError(QflowError):
     """A message was admitted and not delivered, or its outcome is unknown.
 
     Attributes:
-        receipt: of the message.
+        receipt: receipt of the message.
     """
 
     def __init__(self, text: str, receipt: Receipt) -> None:
@@ -169,18 +169,18 @@ class DeliveryError(QflowError):
 
 
 class MessageNacked(DeliveryError):
-    """The broker answered with ``Basic.Nack``: it did not take responsibility for the message.
+    """The broker has not accepted the message, and has answered with ``Basic.Nack``.
 
-    If the message is sent again, a second copy is possible: with several queues, it is enough that one of them refused
-    it.
+    If the message is sent again, a second copy is possible. If the message was for several queues, some of them may
+    have accepted it.
     """
 
 
 class MessageReturned(DeliveryError):
-    """The message was mandatory, and no queue took it (``Basic.Return``).
+    """The message was mandatory, and no queue has received it (``Basic.Return``).
 
     Attributes:
-        reply_code: the broker's, such as 312.
+        reply_code: the broker's reply code, such as 312.
         reply_text: the broker's reply text.
     """
 
@@ -194,7 +194,7 @@ class MessageRejected(DeliveryError):
     """The broker closed the channel because of this message.
 
     Attributes:
-        reply_code: the broker's, such as 404.
+        reply_code: the broker's reply code, such as 404.
         reply_text: the broker's reply text.
     """
 
@@ -205,39 +205,42 @@ class MessageRejected(DeliveryError):
 
 
 class MessageFailed(DeliveryError):
-    """The message was admitted and never written. It is safe to send it again."""
+    """The message was admitted but never written. It can be sent again without a second copy."""
 
 
 class OutcomeUnknown(DeliveryError):
-    """The message was written, and the connection ended before the broker answered.
+    """The message was written, but the connection has ended before the broker's answer.
 
-    If it is sent again, a second copy is possible.
+    If the message is sent again, a second copy is possible.
     """
 
 
 class MessageStored(DeliveryError):
-    """The message is still in the outbox, and the next producer on that outbox sends it.
+    """The message is still in the outbox. The next producer with this outbox sends it.
 
-    Its producer was closed, or the message was not delivered and ``outbox_keep_undelivered`` is on. Or the message is
-    damaged in the outbox, and stays there until ``qflow outbox drop``. The text contains the reason.
+    There are three reasons. The producer was closed. Or the message was not delivered, and ``outbox_keep_undelivered``
+    is on. Or the message is damaged in the outbox, and stays there until ``qflow outbox drop``. The text contains the
+    reason.
     """
 
 
 class UndeliveredMessages(QflowError):
-    """Admitted messages were not delivered, and the application has not looked at their receipts.
+    """Admitted messages were not delivered, and the application has not seen their receipts.
 
     Attributes:
-        receipts: their receipts, in the order of admission. Receipts of messages in the outbox may be missing.
-        stored: how many stay in the outbox. The next producer on it sends them, so the application must not send them.
-        dropped: how many more failed before. Their receipts were dropped, because failed messages used more than
-            ``max_failed_bytes``.
+        receipts: receipts of these messages, in the order of admission. Receipts of messages in the outbox may be
+            missing.
+        stored: number of messages that stay in the outbox. The next producer with this outbox sends them, so the
+            application must not send them.
+        dropped: number of further messages that have failed. Their receipts were dropped, because failed messages used
+            more than ``max_failed_bytes``.
     """
 
     def __init__(self, receipts: Sequence[Receipt], text: str = "", *, stored: int = 0, dropped: int = 0) -> None:
         self.receipts = tuple(receipts)
         self.dropped = dropped
         ours = [receipt for receipt in self.receipts if not receipt.is_stored]
-        # A damaged message that is set aside in an outbox is known only by its receipt.
+        # If a damaged message is set aside in an outbox, only its receipt is known.
         self.stored = stored = max(stored, len(self.receipts) - len(ours))
         unknown = sum(receipt.may_have_arrived for receipt in ours)
         first = f"; the first: {self.receipts[0].describe()}" if self.receipts else ""
@@ -251,16 +254,16 @@ class UndeliveredMessages(QflowError):
 
     @property
     def unsent(self) -> tuple[RoutedMessage, ...]:
-        """Messages that are known not to have been delivered. Sending them again makes no second copy.
+        """Messages that have certainly not arrived. They can be sent again without second copies.
 
-        ``producer.send(message)`` sends each to its previous exchange and routing key.
+        ``producer.send(message)`` sends a message to the same exchange and routing key.
         """
         return tuple(receipt.message for receipt in self.receipts if not receipt.may_have_arrived)
 
     @property
     def unknown(self) -> tuple[RoutedMessage, ...]:
-        """Messages that may have arrived. Sending them again may make a second copy. They have their message ids.
+        """Messages that may have arrived. If they are sent again, second copies with the same message ids are possible.
 
-        ``producer.send(message)`` sends each to its previous exchange and routing key.
+        ``producer.send(message)`` sends a message to the same exchange and routing key.
         """
         return tuple(receipt.message for receipt in self.receipts if receipt.may_have_arrived and not receipt.is_stored)

@@ -1,4 +1,4 @@
-"""The events and states of a producer's flow.
+"""The flow events and flow states of producers.
 
 All times, including those of the holds, are seconds since 1970.
 """
@@ -15,20 +15,20 @@ __all__ = ["FlowEvent", "FlowEventKind", "FlowState", "HoldKind"]
 
 
 class HoldKind(StrEnum):
-    """Why a producer is flowed. Each kind is one way in which a broker, or another party, can stop it."""
+    """The reason why a producer is blocked (flowed)."""
 
     #: ``Channel.Flow(active=False)``.
     CHANNEL_FLOW = "channel_flow"
     #: ``Connection.Blocked``.
     CONNECTION_BLOCKED = "connection_blocked"
-    #: The window is full: the broker's confirms are late, or withheld.
+    #: The window is full, because the broker's confirms are late or withheld.
     CAPACITY = "capacity"
     #: The socket accepts no more bytes.
     TRANSPORT = "transport"
     #: The broker has refused messages because it has no room.
     REFUSED = "refused"
-    #: There is no connection, or messages of an earlier one have to be sent first. Or the producer is closed, which
-    #: `FlowState.closed` shows.
+    #: There is no connection, or messages of an earlier connection have to be sent first. Or the producer is closed
+    #: (`FlowState.closed`).
     DISCONNECTED = "disconnected"
     #: The producer's own rate limit.
     RATE = "rate"
@@ -39,19 +39,20 @@ class HoldKind(StrEnum):
 
 
 class FlowEventKind(StrEnum):
-    """What happened in a flow event."""
+    """The kind of a flow event."""
 
-    #: The first hold was raised: the producer is flowed.
+    #: The first hold was raised, so the producer is flowed.
     FLOWED = "flowed"
-    #: One more hold was raised.
+    #: A further hold was raised.
     HOLD_RAISED = "hold_raised"
-    #: A hold was lifted, and there are other holds.
+    #: A hold was lifted, but there are other holds.
     HOLD_LIFTED = "hold_lifted"
-    #: The last hold was lifted: the producer is unflowed.
+    #: The last hold was lifted, so the producer is unflowed.
     UNFLOWED = "unflowed"
-    #: The producer was closed during this hold. The hold was not lifted: for example, the broker may still block.
+    #: The producer was closed during this hold. The hold was not lifted. For example, the broker may still block the
+    #: producer.
     CLOSED = "closed"
-    #: Sends are still waiting. There is one such event for all of them every `flow_control_wait_notify_period`.
+    #: Calls of `send` still wait. There is one event for all of them every `flow_control_wait_notify_period` seconds.
     WAITING = "waiting"
 
 
@@ -60,18 +61,17 @@ class FlowEvent:
     """One change of a producer's flow, or a notice that calls of `send` still wait.
 
     Attributes:
-        kind: what happened.
-        producer: the producer's name.
-        hold: the hold that was raised or lifted; for a notice, the oldest hold, if there is one.
-        holds: the present holds on the producer, the oldest first. The times when they were raised are in seconds since
-            1970.
-        at: when it happened, in seconds since 1970.
-        since: when the hold was raised; for a notice, when the longest wait of a send began; in seconds since 1970.
-        seconds: how long the hold or the wait has lasted.
-        waiting: for a notice, how many calls of `send` wait; otherwise 0.
-        admitted: how many messages the producer has admitted so far.
-        unsettled: how many admitted messages are unsettled.
-        capacity: the limit of unsettled messages.
+        kind: kind of the event.
+        producer: name of the producer.
+        hold: the hold that was raised or lifted. For a notice, the oldest hold; ``None`` if there is none.
+        holds: the present holds on the producer, oldest first. Their times are in seconds since 1970.
+        at: time of the event in seconds since 1970.
+        since: time in seconds since 1970 when the hold was raised. For a notice, when the longest wait of a call began.
+        seconds: seconds since `since`.
+        waiting: for a notice, the number of waiting calls of `send`. Otherwise 0.
+        admitted: number of messages that the producer has admitted so far.
+        unsettled: number of unsettled messages.
+        capacity: maximum number of unsettled messages.
     """
 
     kind: FlowEventKind
@@ -102,12 +102,13 @@ class FlowState:
     """A producer's flow at one moment.
 
     Attributes:
-        holds: the holds on the producer, the oldest first. The times when they were raised are in seconds since 1970.
-        since: when it was blocked (flowed), in seconds since 1970; ``None`` if it is not blocked.
+        holds: the holds on the producer, oldest first. Their times are in seconds since 1970.
+        since: time in seconds since 1970 when it was blocked (flowed); ``None`` if it is not blocked.
         times_flowed: how often it was blocked (flowed).
-        seconds_flowed: seconds held so far, by hold kind, including the present holds.
-        closed: why it takes no more messages and never will; ``None`` while it is not closed. The reason is `close`,
-            which is not flow control, or a lost connection, after which it stays flowed (``disconnected``).
+        seconds_flowed: seconds for which it was held so far, by hold kind, including the present holds.
+        closed: reason why the producer accepts no more messages; ``None`` if it is not closed. The reason is `close`,
+            which is not flow control, or a lost connection. After a lost connection the producer stays flowed
+            (``disconnected``).
     """
 
     holds: tuple[Hold, ...]
@@ -118,5 +119,5 @@ class FlowState:
 
     @property
     def flowed(self) -> bool:
-        """Whether the producer is not allowed to publish now."""
+        """Whether the producer is blocked (flowed), so that it must not publish now."""
         return bool(self.holds)

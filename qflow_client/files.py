@@ -1,10 +1,10 @@
-"""Files that contain messages: created for their owner alone, and never written through a symbolic link.
+"""Creates and locks files that contain messages. Only the owner can read them.
 
-Only files that are created here get these permissions. An existing file keeps its own, which an administrator may have
-set.
+A new file gets permissions only for its owner. An existing file keeps its permissions, because an administrator may
+have set them. Files are not written through symbolic links.
 
-All files of this package are opened here, and use the locks and permissions of POSIX. On a system without them, such as
-Windows, opening a file raises an error. Everything that needs no file works there.
+All files of this package are opened by this module, which uses locks and permissions of POSIX. On other systems, such
+as Windows, the opening of a file raises an error. Features without files work there.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ __all__ = ["lock", "make_private", "open_private", "unlock"]
 
 _PRIVATE = 0o600
 
-# Held while a file is created and closed. Closing a file ends all locks of this process on it (POSIX), so SQLite must
-# not open it in between. Reentrant, because a signal handler may create another file meanwhile.
+# Locked while a file is created and closed. With POSIX, the close of a file ends all locks of this process on the file,
+# so SQLite must not open it in between. Reentrant, because a signal handler may create another file.
 _making = threading.RLock()
 
 
 def _renew_lock() -> None:
-    # Another thread of the parent may have held it.
+    # Another thread of the parent may have had the lock.
     global _making
     _making = threading.RLock()
 
@@ -43,17 +43,16 @@ after_fork_in_child(_renew_lock)
 
 
 def open_private(path: str | os.PathLike[str], flags: int) -> int:
-    """Open a file. If it does not exist, create it for its owner alone, whatever the umask is.
+    """Open a file. If it does not exist, create it with permissions only for its owner, whatever the umask is.
 
     Args:
-        path: of the file.
-        flags: as for `os.open`; with ``O_EXCL`` the file must not exist.
+        flags: flags of `os.open`. With ``O_EXCL`` the file must not exist.
 
     Returns:
         The descriptor.
 
     Raises:
-        OSError: it cannot be opened, or is a symbolic link, or this system is not POSIX.
+        OSError: the file cannot be opened or is a symbolic link, or this system is not POSIX.
     """
     if fcntl is None:
         raise OSError(errno.ENOTSUP, "qflow_client keeps files on POSIX systems only, such as Linux and macOS")
@@ -69,21 +68,21 @@ def open_private(path: str | os.PathLike[str], flags: int) -> int:
             if error.errno != errno.ELOOP:
                 raise
         raise OSError(errno.ELOOP, f"{path} is a symbolic link; remove it", os.fspath(path)) from None
-    # The umask may take permissions away from the owner, too. Some file systems have no permissions, and raise an
-    # error.
+    # Set the permissions again, because the umask may also remove permissions of the owner. Ignore errors, because some
+    # file systems have no permissions.
     with suppress(OSError):
         os.fchmod(descriptor, _PRIVATE)
     return descriptor
 
 
 def make_private(path: Path) -> None:
-    """Create an empty file for its owner alone, if it does not exist.
+    """Create an empty file with permissions only for its owner, if it does not exist.
 
     Args:
-        path: the path of the file. A symbolic link is followed, also to a file that does not exist yet.
+        path: path of the file. A symbolic link is followed, even to a file that does not exist yet.
 
     Raises:
-        OSError: it cannot be created.
+        OSError: the file cannot be created.
     """
     with _making:
         try:
@@ -93,7 +92,7 @@ def make_private(path: Path) -> None:
 
 
 def lock(file: int | IO[Any]) -> None:
-    """Lock an open file, until `unlock` or until all copies of its descriptor are closed.
+    """Lock an open file. The lock ends with `unlock`, or when all copies of the descriptor are closed.
 
     Raises:
         BlockingIOError: another descriptor has the lock.
@@ -103,9 +102,9 @@ def lock(file: int | IO[Any]) -> None:
 
 
 def unlock(file: int) -> None:
-    """Unlock an open file, also for its copies in forked children.
+    """Unlock an open file. This also unlocks its copies in forked children.
 
     Raises:
-        OSError: unlocking failed.
+        OSError: the file cannot be unlocked.
     """
     fcntl.flock(file, fcntl.LOCK_UN)

@@ -1,8 +1,8 @@
-"""Writes flow telemetry to files: which holds existed, and for how long, as one JSON object per line.
+"""Writes flow logs, which show the holds of producers and how long they lasted. Each line is a JSON object.
 
-Each line can be evaluated alone, because logs are rotated, partly lost, and read out of order. A long hold is reported
-in several pieces. If a line needs an earlier fact, it repeats the fact. Times are whole microseconds since 1970, so
-that sums do not depend on the order.
+Logs are rotated, partly lost, and read in any order. So each line is complete, and repeats facts of earlier lines that
+it needs. A long hold is reported in several lines. Times are whole microseconds since 1970, so that sums do not depend
+on the order.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ Line = dict[str, Any]
 
 _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
-#: The first character of an unfinished file's name. Spark and Hadoop ignore such files.
+#: The name of an unfinished file begins with this character. Spark and Hadoop ignore such files.
 _UNFINISHED = "_"
-# Seconds between two checks for lines to be written.
+# Seconds between two checks for new lines.
 _LOOK = 0.1
 
 
@@ -46,14 +46,14 @@ def microseconds(seconds: float) -> int:
 
 
 class ProducerLines:
-    """The lines of one producer, sans-I/O: flow events in, lines out.
+    """Converts the flow events of one producer to lines. It does no I/O.
 
     Args:
-        producer: its name.
-        queue: its destination: the routing key, or the exchange and the routing key.
-        write: the function that is called with each line.
-        at: since when it is watched, in microseconds.
-        connection: the name of its connection; by default the producer's.
+        producer: name of the producer.
+        queue: destination of the producer: the routing key, or the exchange and the routing key.
+        write: function that is called with each line.
+        at: start of the observation in microseconds.
+        connection: name of the connection. The default is the name of the producer.
     """
 
     def __init__(
@@ -66,11 +66,12 @@ class ProducerLines:
             "queue": queue,
         }
         self._write = write
-        # By reason and source: since when the hold exists, and up to when it has been reported.
+        # By reason and source of a hold: when it was raised, and the time up to which it is reported.
         self._holds: dict[tuple[str, str], tuple[int, int]] = {}
-        # Since when the producer is flowed, and the first reason; ``None`` while it is not.
+        # Since when the producer is flowed, and the first reason; ``None`` while it is not flowed.
         self._flowed: tuple[int, str] | None = None
-        # Since when it is unflowed, the reason before that, and how many messages it had admitted then; -1 if unknown.
+        # Since when the producer is unflowed, the last reason before, and the number of messages that it had admitted
+        # then; -1 if the number is unknown.
         self._free_since, self._free_after, self._free_admitted = at, "", -1
 
     def event(self, event: FlowEvent) -> None:
@@ -90,9 +91,9 @@ class ProducerLines:
         return {"at": at, "kind": kind, **self._who, "reason": reason, "since": since}
 
     def begin(self, state: FlowState, at: int) -> None:
-        """Handle the holds that exist when the log begins, as if they were raised now.
+        """Handle the existing holds at the start of the log, as if they were raised now.
 
-        Earlier times do not belong to this log.
+        The time before belongs to no line of this log.
         """
         for hold in state.holds:
             self._raised(hold, at, None)
@@ -121,7 +122,7 @@ class ProducerLines:
         key = (str(hold.kind), hold.source)
         since, begun = self._holds.pop(key, (None, None))
         if since is None or begun is None:
-            # The hold was lifted between the first event and the look at the existing holds.
+            # The hold was lifted before `begin`, which has not seen it.
             return
         line = self._line(at, "lifted", key[0], since)
         line["begun"] = begun
@@ -132,7 +133,7 @@ class ProducerLines:
         self._write(line)
 
     def tell(self, at: int) -> None:
-        """Report the present holds up to now."""
+        """Write lines for the present holds up to the time `at`."""
         for key, (since, begun) in self._holds.items():
             if at > begun:
                 line = self._line(at, "held", key[0], since)
@@ -158,7 +159,7 @@ class _Producer(Protocol):
 
 @dataclass(eq=False, slots=True)
 class _Watch:
-    """One producer that is watched."""
+    """A watched producer."""
 
     producer: _Producer
     lines: ProducerLines
@@ -166,23 +167,23 @@ class _Watch:
 
 
 class FlowLog:
-    """Writes flow events of producers, and of a broker that uses the log, into files of a folder. A context manager.
+    """A context manager that writes flow events of producers, and of a broker, into the files of a folder.
 
-    Any number of logs, of any processes, may share a folder. The name of an unfinished file begins with an underscore.
-    The file is renamed when it is finished, so programs that read the folder as a stream see only finished files. If a
-    crash leaves an unfinished file, the next log in the folder finishes it.
+    Logs of several processes may share a folder. The name of an unfinished file begins with an underscore. When the
+    file is finished, it is renamed. So programs that watch the folder see only finished files. If a crash leaves an
+    unfinished file, the next log in the folder finishes it.
 
-    No line is encoded or written on a thread that publishes, or on a broker's loop. There, a line is only put into a
-    queue. If the disk is slow and the queue is full, lines are lost, and a later line says how many. A forked child
-    needs a log of its own.
+    Publishing threads, and the broker's loop, only put lines into a queue. A separate thread encodes and writes them.
+    If the disk is slow and the queue is full, lines are lost, and a later line has their number. A forked child needs
+    its own log.
 
     Args:
-        folder: created if it does not exist.
-        max_bytes: a file is finished when it has this many bytes.
-        max_seconds: a file that has any lines is also finished after this many seconds.
-        keep: how many finished files of this log are kept, the latest; ``None`` for all.
-        period: seconds after which holds that still exist, and queues, are reported again.
-        max_lines: the most lines that wait to be written.
+        folder: the folder, which is created if it does not exist.
+        max_bytes: a file is finished when it has this number of bytes.
+        max_seconds: a file with lines is also finished after this number of seconds.
+        keep: number of finished files of this log to keep; ``None`` for all. Older files are deleted.
+        period: seconds between two lines of a present hold, and of a queue.
+        max_lines: maximum number of lines that wait to be written.
 
     Raises:
         ValueError: a value is not allowed.
@@ -207,22 +208,22 @@ class FlowLog:
                 raise ValueError(f"{name}={shown(seconds)}: it must be more than 0 seconds")
         if is_url(folder):
             raise ValueError(f"folder={shown(folder)}: it must be the path of a folder, not a URL")
-        #: Where the files are.
+        #: The folder of the files.
         self.folder = Path(folder)
-        #: Seconds after which holds that still exist, and queues, are reported again.
+        #: Seconds between two lines of a present hold, and of a queue.
         self.period = period
-        #: How many lines were lost so far because too many waited to be written.
+        #: Number of lines that were lost so far because too many lines waited to be written.
         self.lost = 0
         self._max_bytes = max_bytes
         self._max_seconds = max_seconds
         self._keep = keep
         self._max_lines = max_lines
-        # Lines, and events of producers. The writing thread converts the events to lines.
+        # Waiting lines, and events of producers. The writing thread converts the events to lines.
         self._waiting: deque[Line | tuple[_Watch, FlowEvent]] = deque()
         self._told_lost = 0
         self._watches: list[_Watch] = []
         self._lock = threading.Lock()
-        # Guards the file; the writing thread has it most of the time.
+        # Protects the file. The writing thread has it most of the time.
         self._writing = threading.Lock()
         self._finished: deque[Path] = deque()
         self._serial = 0
@@ -232,7 +233,7 @@ class FlowLog:
         self._begun_at = 0.0
         self._tell_at = time.monotonic() + period
         self._failed = False
-        # A forked child has no writing thread, and must not write the file.
+        # The process of this log. A forked child has no writing thread, and must not write the file.
         self._pid = os.getpid()
         self._stop = threading.Event()
         self._closed = False
@@ -246,19 +247,20 @@ class FlowLog:
     # Adding lines.
 
     def watch(self, producer: _Producer) -> Callable[[], None]:
-        """Write the flow events of a producer, of either kind, from now on.
+        """Write the flow events of a producer from now on.
 
         Args:
-            producer: a `Producer`, or an `AsyncProducer`.
+            producer: a `Producer` or an `AsyncProducer`.
 
         Returns:
-            A function that ends this. For a closed producer it is not needed.
+            A function that ends the observation. It is not needed for a closed producer.
         """
         settings = producer.settings
         queue = settings.routing_key if not settings.exchange else f"{settings.exchange}:{settings.routing_key}"
         lines = ProducerLines(settings.name, queue or "", self.write, microseconds(time.time()))
         watch = _Watch(producer, lines)
-        # In this order, an event in between is reported twice, which is detected. It is never missed.
+        # Subscribe before reading the present holds. An event in between may come twice, which is detected, but is not
+        # missed.
         watch.unsubscribe = producer.on_flow(lambda event: self._put((watch, event)))
         state = producer.flow_state
         with self._writing:
@@ -275,7 +277,7 @@ class FlowLog:
         return unwatch
 
     def write(self, line: Mapping[str, Any]) -> None:
-        """Write a line soon. Any thread may call this; the cost is that of an append."""
+        """Append a line to the queue, from which it is written soon. Any thread may call this method."""
         self._put(dict(line))
 
     def _put(self, line: Line | tuple[_Watch, FlowEvent]) -> None:
@@ -287,11 +289,11 @@ class FlowLog:
     # Writing.
 
     def flush(self) -> None:
-        """Wait until everything that was added so far is in the file."""
+        """Wait until all present lines are in the file."""
         self._write_waiting()
 
     def rotate(self) -> None:
-        """Finish the present file, if it has any lines."""
+        """Finish the present file if it has lines."""
         self._write_waiting()
         with self._writing:
             self._finish()
@@ -299,7 +301,7 @@ class FlowLog:
     def close(self) -> None:
         """Write the remaining lines, and finish the file.
 
-        A second call, or a call in a forked child, changes nothing.
+        A second call does nothing, and so does a call in a forked child.
         """
         if os.getpid() != self._pid:
             return
@@ -335,7 +337,7 @@ class FlowLog:
                         self._finish()
                 self._failed = False
             except OSError as error:
-                # A full disk must not end the thread, because there may be room again later.
+                # Do not end the thread if the disk is full, because there may be room later.
                 if not self._failed:
                     _log.error("%s: the flow log cannot be written, so lines may be lost: %s", self._path, error)
                 self._failed = True
@@ -360,7 +362,7 @@ class FlowLog:
                     self._finish()
 
     def _take(self) -> Iterator[Line]:
-        # All events before this moment are handled before holds are reported up to it.
+        # Read the time first, so that holds are reported only up to events that are handled below.
         at = microseconds(time.time())
         yield from self._drain()
         if time.monotonic() >= self._tell_at:
@@ -369,7 +371,7 @@ class FlowLog:
             yield from self._drain()
 
     def _drain(self) -> Iterator[Line]:
-        # Events add lines at the end, so only the present entries are handled here.
+        # Handle only the present entries, because events add lines at the end.
         waiting = self._waiting
         for _ in range(2 * len(waiting)):
             if not waiting:
@@ -382,7 +384,7 @@ class FlowLog:
                 yield item
 
     def _tell(self, at: int) -> None:
-        """Report holds that still exist, and forget closed producers, which have no holds any more."""
+        """Write lines for present holds, and forget closed producers."""
         with self._lock:
             watches = tuple(self._watches)
         for watch in watches:
@@ -395,14 +397,14 @@ class FlowLog:
     # Files.
 
     def _finish_left_behind(self) -> None:
-        """Finish the files of logs that do not exist any more. Such a file is not locked."""
+        """Finish the files that ended processes have left. These files are not locked."""
         for path in self.folder.glob(f"{_UNFINISHED}*.jsonl"):
             try:
                 with path.open("rb") as file:
                     lock(file)
                     path.rename(path.with_name(path.name.removeprefix(_UNFINISHED)))
             except OSError:
-                # Another log is writing it, or has just finished it.
+                # Another log is writing the file, or has just finished it.
                 continue
 
     def _open(self) -> None:

@@ -1,4 +1,4 @@
-"""Calls functions in a forked child before any other code, on systems that can fork."""
+"""Registers functions that run in forked children before any other code."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["after_fork_in_child", "not_shared", "replace_copy"]
 
 
 def after_fork_in_child(function: Callable[[], object]) -> None:
-    """Call a function in every child that this process forks from now on."""
+    """Call a function in each child that this process forks from now on."""
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=function)
 

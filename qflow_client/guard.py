@@ -1,14 +1,15 @@
-"""Allows one step of a producer's state at a time, and no step inside another (E2).
+"""Ensures that steps of a producer run one at a time, and never inside another step (E2).
 
-While a thread takes a step, Python may run foreign code on the thread between any two instructions. This may be a
-signal handler, or a finalizer that logs, and whose log handler sends. If that code waited for the step's lock, it would
-wait for itself. If it took the lock of another producer, two threads could wait for each other. So a thread is marked
-from before it waits for a lock until after it has released the lock. If code on a marked thread needs a step, it gets
-an error, or the step is passed to the I/O thread. A send while there is room needs no step (`send_at_once`).
+While a thread executes a step, Python may run foreign code on the thread between any two instructions. Examples are a
+signal handler, and a finalizer that logs, if the log handler sends a message. If this code waited for the step's lock,
+it would wait for itself. If it took the lock of another producer, two threads could wait for each other. So a thread is
+marked from before it waits for a lock until after it has released the lock. If code on a marked thread needs a step, it
+gets an error, or the step is passed to the I/O thread. A call of `send` while there is room needs no step
+(`send_at_once`).
 
-Foreign code inside a step may also wait for a lock of the application, such as that of a log handler. The thread that
-holds that lock may be in a call that waits for the step. So a call of the application waits for a step only until its
-deadline, see `Guard.try_take`. After that it gets an error, or the step is passed to the I/O thread.
+Foreign code inside a step may also wait for a lock of the application, such as the lock of a log handler. The thread
+that has this lock may be in a call that waits for the step. So a call of the application waits for a step only until a
+deadline (`Guard.try_take`). After this time it gets an error, or the step is passed to the I/O thread.
 """
 
 from __future__ import annotations
@@ -28,24 +29,23 @@ __all__ = ["LOOPS", "NOT_TAKEN", "Guard", "NotTaken", "check_can_wait", "is_insi
 
 _T = TypeVar("_T")
 
-#: The shortest time in seconds that a call of the application waits for the step of another thread. A step takes far
-#: less.
+#: Minimum seconds that a call of the application waits for the step of another thread. A step needs far less time.
 PATIENCE = 1.0
-# The longest.
+# Maximum seconds of this wait.
 _LONGEST = 60.0
-# A wait has at least so many pieces. A process that is suspended meanwhile loses one of them.
+# A wait has at least this number of pieces. If the process is suspended during a wait, only one piece is lost.
 _PIECES = 10
 
 
 class NotTaken(Enum):
-    """The result of a step that could not be taken; nothing has changed. An exception might be a signal handler's."""
+    """The result if a step was not executed. It is no exception, because a signal handler could raise the same one."""
 
     NOT_TAKEN = "not taken"
 
 
 NOT_TAKEN: Final = NotTaken.NOT_TAKEN
 
-# The threads that are inside a step, and the threads that connections depend on.
+# The threads that are inside a step, and the threads that connections need.
 _inside: set[int] = set()
 _serving: set[int] = set()
 
@@ -58,16 +58,16 @@ def is_inside() -> bool:
 def check_can_wait(
     what: str, message: object = None, exchange: str | None = None, routing_key: str | None = None
 ) -> None:
-    """Raise an error in a place where a wait might never end.
+    """Raise an error if a wait on this thread might never end.
 
     Args:
-        what: the call, for people.
-        message: the message that it should send.
-        exchange: its exchange.
-        routing_key: its routing key.
+        what: name of the call, for people.
+        message: message that the call should send.
+        exchange: exchange of the message.
+        routing_key: routing key of the message.
 
     Raises:
-        NestedCall: this thread is inside a step, or a connection depends on it.
+        NestedCall: this thread is inside a step, or a connection needs this thread.
     """
     me = get_ident()
     if me in _inside or me in _serving:
@@ -75,7 +75,7 @@ def check_can_wait(
 
 
 def take(step: Callable[[], _T]) -> _T:
-    """Take a step that only one thread takes.
+    """Execute a step without a lock, because only this thread executes steps of its producer.
 
     Raises:
         NestedCall: this thread is inside a step.
@@ -91,7 +91,7 @@ def take(step: Callable[[], _T]) -> _T:
 
 
 def serve(run: Callable[[], None]) -> None:
-    """Run the loop of a connection, and mark this thread as one that the connection depends on."""
+    """Run the loop of a connection, and mark this thread as needed by the connection."""
     me = get_ident()
     _serving.add(me)
     try:
@@ -104,8 +104,7 @@ def _wait(lock: threading.Lock, held: list[bool], deadline: float) -> None:
     """Wait for a lock.
 
     Args:
-        lock: the lock.
-        held: its last element is True once this thread has the lock.
+        held: True is appended when this thread has the lock.
         deadline: as for `Guard.try_take`.
     """
     begun = time.monotonic()
@@ -115,7 +114,7 @@ def _wait(lock: threading.Lock, held: list[bool], deadline: float) -> None:
 
 
 class Guard:
-    """The lock for a state whose steps several threads take."""
+    """The lock for a state whose steps run on several threads."""
 
     __slots__ = ("_lock",)
 
@@ -123,7 +122,7 @@ class Guard:
         self._lock = threading.Lock()
 
     def take(self, step: Callable[[], _T]) -> _T:
-        """Take a step, on any thread.
+        """Execute a step, on any thread.
 
         Raises:
             NestedCall: this thread is inside a step.
@@ -139,16 +138,16 @@ class Guard:
             _inside.discard(me)
 
     def try_take(self, step: Callable[[], _T], deadline: float = 0.0) -> _T | NotTaken:
-        """Take a step for a call of the application, on any thread.
+        """Execute a step for a call of the application, on any thread.
 
         Args:
             step: the step.
-            deadline: until when to wait for the step of another thread, in seconds of `time.monotonic`; at least for
-                `PATIENCE`, at most for `_LONGEST`.
+            deadline: time until which to wait for the step of another thread, in seconds of `time.monotonic`. The wait
+                lasts at least `PATIENCE` and at most `_LONGEST` seconds.
 
         Returns:
-            The result of the step. `NOT_TAKEN` if this thread is inside a step, or the step of another thread has not
-            ended in time.
+            The result of the step. `NOT_TAKEN` if this thread is inside a step, or if the step of another thread has
+            not ended in time. Then nothing has changed.
         """
         me = get_ident()
         if me in _inside:
@@ -158,19 +157,19 @@ class Guard:
         try:
             _inside.add(me)
             try:
-                # One call into C, so no interrupt comes between taking the lock and recording that.
+                # One call into C, so that no interrupt comes between the acquire and its record.
                 held += map(lock.acquire, (False,))
                 if not held[-1]:
                     _wait(lock, held, deadline)
                 return step() if held[-1] else NOT_TAKEN
             finally:
-                # Nothing is called before the lock is released, so no interrupt comes first.
+                # No Python function is called before the release, so no interrupt comes before it.
                 if held and held[-1]:
                     lock.release()
         finally:
             _inside.discard(me)
 
-    # The context manager is only for threads of this package, because Ctrl-C never comes there.
+    # Only threads of this package use the context manager, because Ctrl-C never interrupts them.
 
     def __enter__(self) -> None:
         _inside.add(get_ident())
@@ -183,13 +182,13 @@ class Guard:
         _inside.discard(get_ident())
 
 
-#: Shared by all producers for asyncio: several may use one connection, and usually there is one loop.
+#: The guard of all producers for asyncio. Several of them may share a connection, and there is usually one loop.
 LOOPS = Guard()
 
 
 def _after_fork_in_child() -> None:
     LOOPS.__init__()  # type: ignore[misc]  # another thread may have held its lock
-    # The child has only this thread of the parent. It may be inside a step, and will complete it.
+    # The child has only this thread of the parent. It may be inside a step, which it will complete.
     me = get_ident()
     _inside.intersection_update({me})
     _serving.intersection_update({me})

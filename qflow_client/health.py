@@ -11,10 +11,10 @@ from qflow_client.events import FlowState, HoldKind
 
 __all__ = ["Health", "asgi_readiness", "wsgi_readiness"]
 
-# Holds that come and go with every burst.
+# Holds that are often raised and lifted, during each burst of messages.
 _PASSING = (HoldKind.CAPACITY, HoldKind.RATE, HoldKind.TRANSPORT)
 
-# The value of the header Retry-After: seconds after which a client may repeat its request.
+# Value of the header Retry-After: seconds after which a client may repeat its request.
 _RETRY_AFTER = "5"
 
 
@@ -24,10 +24,10 @@ class Health:
 
     Attributes:
         state: ``"ready"``, ``"blocked"`` (by the broker or by another hold), ``"disconnected"`` or ``"closed"``.
-        reasons: why it is not ready, for people. They contain no password.
-        since: when it was blocked (flowed), in seconds since 1970; ``None`` if it is not blocked.
-        unsettled: messages that are admitted and not settled.
-        stored: messages in the outbox; 0 without one.
+        reasons: texts for people why the producer is not ready. They contain no password.
+        since: time in seconds since 1970 when it was blocked (flowed); ``None`` if it is not blocked.
+        unsettled: number of unsettled messages.
+        stored: number of messages in the outbox; 0 if there is no outbox.
         spills: whether `send` puts messages into the outbox while they cannot be sent.
     """
 
@@ -45,7 +45,7 @@ class Health:
 
     @classmethod
     def of(cls, flow: FlowState, *, unsettled: int, stored: int, spills: bool, last_failure: str = "") -> Health:
-        """Return the health for a producer's flow. `last_failure` is the error of the last try to connect, if any."""
+        """Return the health of a producer. `last_failure` is the error of the last try to connect, or empty."""
         lasting = [hold for hold in flow.holds if hold.kind not in _PASSING]
         if flow.closed is not None:
             state = "closed"
@@ -62,7 +62,7 @@ class Health:
 
 
 class HasHealth(Protocol):
-    """A producer, or an object that sends through one."""
+    """A producer, or another object with a health."""
 
     @property
     def name(self) -> str: ...
@@ -83,11 +83,7 @@ def _answer(producers: Iterable[HasHealth]) -> tuple[int, list[tuple[str, str]],
 
 
 def asgi_readiness(*producers: HasHealth) -> Callable[..., Awaitable[None]]:
-    """Make an ASGI application that answers 200 if all producers are ready, otherwise 503 with ``Retry-After``.
-
-    Args:
-        producers: of either kind.
-    """
+    """Return an ASGI application that answers 200 if all producers are ready, else 503 with ``Retry-After``."""
 
     async def answer(
         scope: MutableMapping[str, Any], receive: Callable[..., Any], send: Callable[..., Awaitable[None]]
@@ -103,11 +99,7 @@ def asgi_readiness(*producers: HasHealth) -> Callable[..., Awaitable[None]]:
 
 
 def wsgi_readiness(*producers: HasHealth) -> Callable[..., Iterable[bytes]]:
-    """Make a WSGI application that answers 200 if all producers are ready, otherwise 503 with ``Retry-After``.
-
-    Args:
-        producers: of either kind.
-    """
+    """Return a WSGI application that answers 200 if all producers are ready, else 503 with ``Retry-After``."""
 
     def answer(_environment: Mapping[str, Any], start_response: Callable[..., object]) -> Iterable[bytes]:
         status, headers, body = _answer(producers)

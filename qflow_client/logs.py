@@ -1,8 +1,8 @@
-"""Passes the library's messages to the application's log.
+"""Passes log messages of this package to the log handlers of the application.
 
-A log handler is code of the application. It may block, raise, or send by the same producer. So no handler runs on a
-thread that a connection needs, or inside a step of a protocol. Records are made immediately, and a separate thread of
-the process passes them to the handlers.
+A log handler is code of the application. It may block, raise an exception, or send with the same producer. So no
+handler runs on a thread that a connection needs, or inside a step of a protocol. Records are created immediately. A
+separate thread passes them to the handlers.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ __all__ = ["flush_logs", "log", "write_log"]
 
 logger = logging.getLogger("qflow_client")
 
-# The most records that wait for a slow or stuck handler; further ones are only counted.
+# Maximum number of records that wait for a slow handler. Further records are only counted.
 _MOST = 1000
-# Seconds that the end of the process waits for records that are not written.
+# Maximum seconds that the process waits at its end for unwritten records.
 _AT_EXIT = 1.0
 
 
 class _Writer:
-    """A thread that passes records to handlers, in order. It is started for the first record.
+    """Passes records to handlers in order, on a thread that is started for the first record.
 
-    It has no lock, because a finalizer that logs could find the lock taken by the thread that it interrupts.
+    It uses no lock. A finalizer that logs could interrupt the thread that has the lock, and wait for it without end.
     """
 
     def __init__(self) -> None:
@@ -42,9 +42,9 @@ class _Writer:
 
     @property
     def _records(self) -> Any:
-        """The queue of records, made at first use. If gevent patches queues, it has done so by then."""
+        """The queue of records. It is created on first use, because gevent may patch queues before."""
         made = self.__dict__.get("made")
-        # One call, so that two threads get the same queue.
+        # Use one call, so that two threads get the same queue.
         return self.__dict__.setdefault("made", queue.SimpleQueue()) if made is None else made
 
     def put(self, record: logging.LogRecord) -> None:
@@ -52,10 +52,10 @@ class _Writer:
             self._dropped += 1
             return
         self._records.put(record)
-        # While the interpreter ends, a started thread never runs, and `start` would wait for it without end.
+        # Start no thread while the interpreter ends. The thread would never run, and `start` would wait without end.
         if self._thread is None and not sys.is_finalizing():
             thread = threading.Thread(target=self._run, name="qflow-log", daemon=True)
-            # Nothing runs between this check and the assignment. The thread is assigned before it runs, because the
+            # No other code runs between this check and the assignment. Assign the thread before it runs, because the
             # handler of its first record may call `flush`.
             if self._thread is None:
                 self._thread = thread
@@ -67,7 +67,7 @@ class _Writer:
             thread.start()
         except BaseException as error:
             self._thread = None
-            # There are too many threads, or the process ends. The record waits for the next one, or for `flush`.
+            # There are too many threads, or the process ends. The record waits for the next record or for `flush`.
             if not isinstance(error, RuntimeError):
                 raise
 
@@ -79,8 +79,8 @@ class _Writer:
                 while True:
                     self._take(self._records.get_nowait())
             return True
-        # Not an event: Ctrl-C during a wait for an event can leave its lock held, and the writing thread needs that
-        # lock.
+        # Do not use an event. If Ctrl-C interrupts a wait for an event, the lock of the event may stay locked, and the
+        # writing thread needs it.
         written: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._records.put(written)
         try:
@@ -91,7 +91,7 @@ class _Writer:
 
     def _run(self) -> None:
         while True:
-            # No variable keeps the record, because its traceback keeps many objects alive.
+            # Do not keep the record in a variable, because its traceback keeps many objects alive.
             self._take(self._records.get())
 
     def _take(self, record: Any) -> None:
@@ -109,7 +109,7 @@ class _Writer:
 
 
 def _complain() -> None:
-    # As the handlers of `logging` do.
+    # Print the error, like the handlers of `logging`.
     if logging.raiseExceptions and sys.stderr is not None:
         traceback.print_exc()
 
@@ -118,7 +118,7 @@ _writer = _Writer()
 
 
 def _after_fork_in_child() -> None:
-    # The thread is in the parent, which also writes the records.
+    # The writing thread exists only in the parent, which writes the waiting records.
     global _writer
     _writer = _Writer()
 
@@ -133,19 +133,19 @@ def _record(entry: LogEntry, error: BaseException | None = None) -> logging.LogR
 
 
 def log(level: int, text: str, *arguments: object, error: BaseException | None = None) -> None:
-    """Log a message. This returns immediately, and never raises.
+    """Log a message. The function returns immediately and raises no exception.
 
     Args:
-        level: of `logging`.
+        level: level of `logging`.
         text: a format string.
-        arguments: its arguments, which must not change later.
-        error: the exception whose traceback is logged.
+        arguments: arguments of the format string, which must not change later.
+        error: exception whose traceback is logged.
     """
     _put(log_entry(level, text, *arguments, depth=2), error)
 
 
 def write_log(entries: list[LogEntry]) -> None:
-    """Log the entries of a protocol, as `log` does."""
+    """Log the entries of a protocol like `log`."""
     for entry in entries:
         _put(entry)
 
@@ -155,18 +155,15 @@ def _put(entry: LogEntry, error: BaseException | None = None) -> None:
         if is_logged(entry[0]):
             _writer.put(_record(entry, error))
     except Exception:
-        # The application may have its own class of records, which raised.
+        # The application may have its own class of records, which has raised an exception.
         _complain()
 
 
 def flush_logs(timeout: float) -> bool:
-    """Wait until everything that was logged before is handled.
+    """Wait until all earlier records are handled. Return False after the timeout.
 
     Args:
-        timeout: seconds.
-
-    Returns:
-        Whether it is handled.
+        timeout: maximum seconds.
     """
     return _writer.flush(timeout)
 

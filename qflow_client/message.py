@@ -1,4 +1,4 @@
-"""The messages of a producer: a body and the AMQP basic properties."""
+"""Messages, which have a body and the AMQP basic properties."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ __all__ = [
     "with_position",
 ]
 
-#: The header of a message that is sent again because it is unknown whether it has arrived.
+#: Header of a message that is sent again because it may or may not have arrived.
 REPUBLISHED = "x-qflow-republished"
 
 
 class DeliveryMode(IntEnum):
-    """AMQP 0-9-1's delivery modes."""
+    """The delivery modes of AMQP 0-9-1."""
 
     TRANSIENT = 1
     PERSISTENT = 2
@@ -54,7 +54,7 @@ class _Table(dict[str, Any]):
     clear = pop = popitem = setdefault = update = _refuse_change
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A copy may be changed by its owner.
+        # The copy is a plain dict, which its owner may change.
         return dict, (dict(self),)
 
 
@@ -70,14 +70,14 @@ class _Array(list[Any]):
         return list, (list(self),)
 
 
-# The types of most values. None of them can be changed.
+# The types of most values. All of them are immutable.
 _IMMUTABLE = frozenset((str, int, bool, float, bytes, datetime, type(None)))
 
 
 class _Headers:
-    """The attribute `headers` of a message: a read-only table, made on each access.
+    """The attribute `headers` of a message. Each access creates a read-only table.
 
-    The message itself keeps a plain `dict`. The garbage collector does not have to track a dict with plain values.
+    The message itself has a plain `dict`, because the garbage collector does not track a dict with plain values.
     """
 
     def __get__(self, message: Message | None, kind: type[Message]) -> Mapping[str, Any] | None:
@@ -85,17 +85,17 @@ class _Headers:
         return None if own is None else _Table(own)
 
     def __set__(self, message: Message, headers: Mapping[str, Any] | None) -> None:
-        # The constructor that `dataclass` generates for a class of an application calls this.
+        # If an application has a dataclass as a subclass, the generated constructor calls this method.
         if headers is not None:
             message.__dict__["headers"] = _own_headers(headers)
 
 
 def _own_headers(headers: Mapping[str, Any]) -> dict[str, Any]:
-    """Return equal headers that no caller refers to, and whose values cannot be changed (E3).
+    """Return a copy of headers with immutable values (E3).
 
     Raises:
-        TypeError: they are not a mapping.
-        ValueError: another thread changed them meanwhile, or they contain themselves.
+        TypeError: the headers are not a mapping.
+        ValueError: another thread has changed the headers, or they contain themselves.
     """
     if not isinstance(headers, (dict, Mapping)):
         raise TypeError(f"headers must be a mapping, not {type(headers).__name__}")
@@ -110,14 +110,13 @@ def _own_headers(headers: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _own(value: Any, depth: int) -> Any:
-    """Return an equal value of a header that cannot be changed.
+    """Return an immutable copy of a header's value.
 
     Args:
-        value: the value.
-        depth: the depth of the table or array that contains the value.
+        depth: depth of the table or array that contains the value.
 
     Raises:
-        ValueError: it is nested too deeply to be encoded.
+        ValueError: the value is nested too deeply to be encoded.
     """
     if type(value) in _IMMUTABLE:
         return value
@@ -139,31 +138,30 @@ def _own(value: Any, depth: int) -> Any:
 
 @dataclass(frozen=True, init=False)
 class Message:
-    """A body and its basic properties, by their AMQP names (AMQP 0-9-1, section 1.8.1).
+    """A body and basic properties, with their AMQP names (AMQP 0-9-1, section 1.8.1).
 
     Attributes:
-        body: the content; a ``str`` is encoded as UTF-8.
+        body: the content. A ``str`` is encoded as UTF-8.
         content_type: MIME type.
         content_encoding: MIME content encoding.
-        headers: a field table. Its keys have at most 255 bytes. Its values are ``str``, ``bool``, ``int`` of 64 bits,
-            ``float``, ``Decimal`` of 32 bits, bytes, ``datetime`` (a naive one is local time), ``None``, and lists,
-            tuples and mappings of them. The table is copied, and the copy cannot be changed. So a program may reuse its
-            own table.
-        delivery_mode: the delivery mode, by default 2, persistent.
-        priority: 0 to 9 by the standard; brokers accept up to 255.
-        correlation_id: the id of the request that this message answers.
-        reply_to: the queue for answers.
-        expiration: milliseconds after which the broker may drop it, as a string of digits.
-        message_id: if ``None``, the producer assigns one.
-        timestamp: seconds since 1970, or a ``datetime`` (a naive one is local time).
-        type: the application's name for the kind of message.
-        user_id: the broker accepts only the connection's own user.
-        app_id: the application that publishes.
-        cluster_id: deprecated by the standard, but sent.
+        headers: field table. Its keys have at most 255 bytes. Its values are ``str``, ``bool``, ``int`` of 64 bits,
+            ``float``, ``Decimal`` of 32 bits, bytes, ``datetime`` (local time if it is naive), ``None``, and lists,
+            tuples and mappings of these types. The message has an immutable copy, so a program may reuse its own table.
+        delivery_mode: delivery mode. The default is 2, persistent.
+        priority: 0 to 9 in the standard. Brokers accept values up to 255.
+        correlation_id: id of the request that this message answers.
+        reply_to: queue for answers.
+        expiration: milliseconds after which the broker may drop the message, as a string of digits.
+        message_id: message id. If it is ``None``, the producer assigns one.
+        timestamp: seconds since 1970, or a ``datetime`` (local time if it is naive).
+        type: kind of the message, a name of the application.
+        user_id: user name. The broker accepts only the user of the connection.
+        app_id: name of the publishing application.
+        cluster_id: deprecated in the standard, but still sent.
 
     Raises:
-        TypeError: a property of the wrong type.
-        ValueError: a property that AMQP cannot represent.
+        TypeError: a property has the wrong type.
+        ValueError: AMQP cannot represent a property.
     """
 
     body: bytes
@@ -200,8 +198,9 @@ class Message:
         app_id: str | None = None,
         cluster_id: str | None = None,
     ) -> None:
-        # The generated constructor takes five times as long, because a frozen dataclass stores each property by a call.
-        # Here only the given properties are stored, in the order of the wire. The others have the class's defaults.
+        # The generated constructor of a frozen dataclass stores each property with a call, which takes five times as
+        # long. This one stores only the given properties, in the order of the wire. The others are defaults of the
+        # class.
         given = self.__dict__
         given["body"] = body
         if content_type is not None:
@@ -249,17 +248,17 @@ class Message:
         self.__dict__.update(state)
         headers = state.get("headers")
         if headers is not None:
-            # The headers of a copied or unpickled message can be changed.
+            # The headers of a copied or unpickled message are mutable.
             self.__dict__["headers"] = _own_headers(headers)
 
 
 @dataclass(frozen=True, init=False, eq=False)
 class RoutedMessage(Message):
-    """A message with an exchange and a routing key: ``producer.send(message)`` publishes it there.
+    """A message with an exchange and a routing key, which ``producer.send(message)`` uses.
 
-    The receipts and the errors of a producer contain such messages, so that they can be sent again. An ``exchange=`` or
-    ``routing_key=`` of the call takes precedence. The exchange and the routing key are not compared: a message is equal
-    to every `Message` with the same body and properties.
+    The receipts and errors of a producer contain such messages, so that they can be sent again. An ``exchange=`` or
+    ``routing_key=`` of the call has precedence. A comparison ignores the exchange and the routing key. So the message
+    is equal to each `Message` with the same body and properties.
 
     Args:
         body: as for `Message`.
@@ -268,7 +267,7 @@ class RoutedMessage(Message):
         properties: as for `Message`.
 
     Raises:
-        TypeError: a property, the exchange or the routing key is of the wrong type.
+        TypeError: a property, the exchange or the routing key has the wrong type.
         ValueError: AMQP cannot represent one of them.
     """
 
@@ -286,20 +285,14 @@ class RoutedMessage(Message):
         super().__init__(body, **properties)
         encode_short_string(exchange, "exchange")
         encode_short_string(routing_key, "routing_key")
-        # Stored beside the properties. The encoder ignores other names.
+        # Store them together with the properties, because the encoder ignores other names.
         given = self.__dict__
         given["exchange"] = exchange
         given["routing_key"] = routing_key
 
     @classmethod
     def copy_of(cls, message: Message, exchange: str, routing_key: str) -> RoutedMessage:
-        """Return an equal message for an exchange.
-
-        Args:
-            message: the message.
-            exchange: the exchange.
-            routing_key: the routing key.
-        """
+        """Return a copy of a message with an exchange and a routing key."""
         made = object.__new__(cls)
         given = made.__dict__
         given.update((name, value) for name, value in message.__dict__.items() if name in _FIELDS)
@@ -317,24 +310,24 @@ class RoutedMessage(Message):
 
 _FIELDS = tuple(Message.__dataclass_fields__)
 
-# The name of an attribute of a message with a position. The encoder ignores names that are not properties.
+# The attribute of a message with a position. The encoder ignores names that are not properties.
 _STORED_WITH = "_stored_with"
 
 
 class _StoredWith(NamedTuple):
-    """The data of a message that is sent with a position (E13)."""
+    """The additional data of a message with a position (E13)."""
 
     position: Position
-    #: The payload that the application passed.
+    #: The payload that the application has passed.
     given: bytes | Message
 
 
 def with_position(payload: bytes | Message, position: Position) -> Message:
-    """Return an equal message that an outbox stores with a position.
+    """Return a copy of a message that an outbox stores with a position.
 
     Args:
-        payload: the payload that the application passed.
-        position: how far it has read the source of the message.
+        payload: the payload that the application has passed.
+        position: the position in the source of the message.
     """
     if isinstance(payload, Message):
         made = object.__new__(Message)
@@ -346,7 +339,7 @@ def with_position(payload: bytes | Message, position: Position) -> Message:
 
 
 def position_of(payload: bytes | Message) -> Position | None:
-    """Return the position to be stored with a message; ``None`` if there is none."""
+    """Return the position to store with a message, or ``None`` if there is none."""
     if type(payload) is bytes:
         return None
     stored_with = payload.__dict__.get(_STORED_WITH)
@@ -354,13 +347,13 @@ def position_of(payload: bytes | Message) -> Position | None:
 
 
 def copy_position(source: bytes | Message, target: Message) -> None:
-    """Give a message the position of another one, if that one has a position."""
+    """Copy the position of a message to another message, if it has one."""
     if position_of(source) is not None:
         target.__dict__[_STORED_WITH] = source.__dict__[_STORED_WITH]
 
 
 def give_back(error: BaseException) -> None:
-    """Let an error contain the message that the application passed, not the object that was made for its position."""
+    """Replace the message of an error by the message that the application has passed, without its position."""
     message = getattr(error, "message", None)
     if isinstance(message, Message) and position_of(message) is not None:
         error.message = message.__dict__[_STORED_WITH].given  # type: ignore[attr-defined]  # it has one, see above
@@ -410,7 +403,7 @@ _CHECKS: dict[str, Callable[[Any, str], object]] = {
 
 
 def republished(message: Message) -> Message:
-    """Return a message with the mark of a possible second copy."""
+    """Return a copy of a message with the header of a possible second copy."""
     return message._second_copy()
 
 
@@ -418,7 +411,7 @@ def as_body(body: object) -> bytes:
     """Return a body as bytes.
 
     Raises:
-        TypeError: it is not ``bytes``, ``bytearray``, ``memoryview`` or ``str``.
+        TypeError: the body is not ``bytes``, ``bytearray``, ``memoryview`` or ``str``.
     """
     if isinstance(body, str):
         return body.encode()
@@ -428,14 +421,14 @@ def as_body(body: object) -> bytes:
 
 
 def decode_message(header: bytes, body: bytes) -> Message:
-    """Return a message from the payload of its content header frame and its content.
+    """Create a message from the payload of its content header frame and its body.
 
     Raises:
-        FrameError: the payload is not a content header, or has values that no `Message` can have.
+        FrameError: the payload is not a content header, or a `Message` cannot have its values.
     """
     try:
         values = decode_properties(header)
-        # Without this, `Message` would have its default mode.
+        # Set it explicitly, because the default of `Message` is another mode.
         values.setdefault("delivery_mode", None)
         return Message(body, **values)
     except (IndexError, TypeError, ValueError, struct_error) as error:

@@ -1,4 +1,4 @@
-"""Positions: how far a program has read a source of messages."""
+"""Positions, which show how far a program has read a source of messages."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ _MIN, _MAX = -(1 << 63), (1 << 63) - 1
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """How far a program has read a source, stored together with the message that it made (E13).
+    """How far a program has read a source. It is stored together with the message for this position (E13).
 
     A producer with an outbox stores the position in the same commit as the message: ``producer.send(row,
     position=Position("orders.csv", 1200))``. After a crash, ``producer.position("orders.csv")`` returns the last stored
-    position, so the program continues after that row.
+    position. So the program continues after this row.
 
     Attributes:
-        source: the name of the source, such as a path or a topic. Each source has a separate position.
-        value: an offset of 64 bits, a cursor or a key.
+        source: name of the source, such as a path or a topic. Each source has its own position.
+        value: offset of 64 bits, cursor or key.
 
     Raises:
         TypeError: `source` is not a ``str``, or `value` is neither ``int`` nor ``str``.
-        ValueError: `value` is an ``int`` of more than 64 bits, or a text is not valid Unicode.
+        ValueError: `value` is an ``int`` with more than 64 bits, or a text is not valid Unicode.
     """
 
     source: str

@@ -1,4 +1,4 @@
-"""The common interface of `Producer` and `AsyncProducer`: all methods that do not wait."""
+"""The common methods of `Producer` and `AsyncProducer`, which do not wait."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from qflow_client.skin import CLOSED, DEFAULT, close_limit, deadline_of, kinds_o
 
 __all__ = ["BaseProducer", "resolve", "split"]
 
-# The advice in an error that `send` raises immediately: how to wait instead.
+# Advice in the error if `send` fails without a wait.
 _LONGER_WAITS = "set a longer timeout to wait"
 _BLOCKING_WAITS = "set when_flowed='block' to wait"
 
@@ -41,18 +41,18 @@ _monotonic = time.monotonic
 def resolve(
     message: bytes | str | Message, exchange: str | None, routing_key: str | None
 ) -> tuple[bytes | Message, str | None, str | None]:
-    """Return the payload to send, and its exchange and routing key.
+    """Return the payload, the exchange and the routing key of a message.
 
     Args:
-        message: the message that the application passed.
-        exchange: the exchange of the call; ``None`` for that of a `RoutedMessage`, if the message is one.
-        routing_key: the routing key of the call; ``None`` for that of a `RoutedMessage`, if the message is one.
+        message: the message that the application has passed.
+        exchange: exchange of the call. ``None`` for the exchange of a `RoutedMessage`.
+        routing_key: routing key of the call. ``None`` for the routing key of a `RoutedMessage`.
 
     Returns:
-        The payload, the exchange and the routing key. The latter two are ``None`` if the settings decide.
+        The payload, the exchange and the routing key. ``None`` means the value of the settings.
 
     Raises:
-        TypeError: the message is of another type.
+        TypeError: the message has another type.
     """
     if type(message) is bytes:
         return message, exchange, routing_key
@@ -67,10 +67,10 @@ def resolve(
 def split(
     message: bytes | str | Message | tuple[bytes | str | Message, Position],
 ) -> tuple[bytes | str | Message, Position | None]:
-    """Return a message of `send_many` and its position; ``None`` if it has none.
+    """Return a message of `send_many` and its position, or ``None`` if it has no position.
 
     Raises:
-        TypeError: it is a tuple with other elements.
+        TypeError: the message is a tuple with other elements.
     """
     if not isinstance(message, tuple):
         return message, None
@@ -80,13 +80,13 @@ def split(
 
 
 class BaseProducer(ABC):
-    """A producer without its ways to wait."""
+    """The part of a producer that does not wait."""
 
-    # Takes every step.
+    # Executes all steps.
     _engine: BaseEngine
 
     def __init__(self, settings: ProducerSettings, manager: FlowManager) -> None:
-        #: The settings from all sources.
+        #: The settings, collected from all sources.
         self.settings = settings
         self._exchange = settings.exchange
         self._routing_key = settings.routing_key
@@ -98,7 +98,7 @@ class BaseProducer(ABC):
         )
 
     def _use_engine(self, engine: BaseEngine) -> None:
-        """Use an engine, which must not keep the producer alive."""
+        """Use an engine. The engine must not refer to the producer."""
         self._engine = engine
         producer, manager = weakref.ref(self), self._manager
 
@@ -109,11 +109,11 @@ class BaseProducer(ABC):
         engine.unregister = unregister
 
     def _end_with(self, engine: BaseEngine) -> None:
-        """End the engine when the producer is collected, unless it is closed before."""
+        """End the engine when the producer is collected without a close."""
         finalizer = weakref.finalize(self, engine.abandon)
-        # At the end of the process, `skin` ends the producers that are still open.
+        # At the end of the process, `skin` closes the open producers.
         finalizer.atexit = False
-        # Until it is detached, the finalizer keeps the engine alive, and with it the application's callbacks.
+        # The engine detaches the finalizer, which otherwise keeps the engine and the application's callbacks alive.
         engine.detach = finalizer.detach
 
     @property
@@ -131,7 +131,7 @@ class BaseProducer(ABC):
         source: str,
         waiter: object,
     ) -> SendTicket:
-        """Make the ticket of a message that could not be admitted immediately."""
+        """Create the ticket for a message that was not admitted immediately."""
         engine = self._engine
         first = engine.is_in_callback
         return engine.protocol.line.make_ticket(
@@ -144,7 +144,7 @@ class BaseProducer(ABC):
     def _refused(
         self, payload: bytes | Message, exchange: str, routing_key: str, cannot_wait: CannotWait
     ) -> ProducerFlowed:
-        """Count a message that was not admitted, and return its error."""
+        """Count a rejected message, and return its error."""
 
         def refuse(protocol: ProducerProtocol) -> tuple[Hold, ...]:
             protocol.line.count_flowed_error()
@@ -156,7 +156,7 @@ class BaseProducer(ABC):
         return cannot_wait.error(holds, 0.0, payload, cannot_wait.advice, exchange=exchange, routing_key=routing_key)
 
     def _cannot_wait_in_send(self, timeout: float | None) -> CannotWait | None:
-        """Return the error of `send` for a message that cannot be admitted immediately; ``None`` if it waits."""
+        """Return the error of `send` for a message that cannot be admitted immediately, or ``None`` if `send` waits."""
         if self.settings.when_flowed is WhenFlowed.RAISE:
             return CannotWait(ProducerFlowed, _BLOCKING_WAITS)
         if timeout is not None and timeout <= 0:
@@ -181,7 +181,7 @@ class BaseProducer(ABC):
 
         Raises:
             SettingsError: there is no outbox.
-            TypeError: the value is of another type.
+            TypeError: the position has another type.
         """
         if not isinstance(position, Position):
             raise TypeError(f"position must be a Position, not {type(position).__name__}: {shown(position)}")
@@ -190,10 +190,10 @@ class BaseProducer(ABC):
 
     @contextmanager
     def _stored_with(self, payload: bytes | Message, position: Position) -> Iterator[Message]:
-        """Add a position to the message that a block sends.
+        """Run a block that sends a message with a position.
 
         Yields:
-            The message to send. Errors contain the message without the position.
+            The message with the position. Errors that leave the block contain the message without it.
         """
         self._check_position(position)
         try:
@@ -203,26 +203,26 @@ class BaseProducer(ABC):
             raise
 
     def position(self, source: str) -> int | str | None:
-        """Return how far a source has been read: the position of its last message that was admitted (E13).
+        """Return the position of the last admitted message of a source (E13).
 
-        After a start this is the position of the last message on disk, so a program continues after it.
+        After a start this is the position of the last message on disk, so a program can continue after this position.
 
         Args:
-            source: its name.
+            source: name of the source.
 
         Returns:
-            The value of the `Position`; ``None`` if no message of that source had one.
+            The value of the `Position`; ``None`` if no message of the source had a position.
 
         Raises:
             SettingsError: there is no outbox.
-            ProducerClosed: the producer is not connected yet, or was made before this process was forked.
+            ProducerClosed: the producer is not connected yet, or was created before this process was forked.
             OutboxError: the position is damaged.
         """
         if self.settings.outbox is None:
             raise SettingsError(f"position({source!r}): {_NO_OUTBOX}")
         if self._engine.storage is None:
             raise ProducerClosed(self._protocol.closed or "the producer is not connected, so its outbox is not open")
-        # If possible, an interrupted send is undone before.
+        # If possible, first undo an interrupted `send`.
         self._engine.try_step(lambda protocol: protocol.on_timer(_monotonic()))
         return self._engine.storage.outbox.position(source)
 
@@ -230,41 +230,41 @@ class BaseProducer(ABC):
 
     @property
     def capacity(self) -> int:
-        """The limit of unsettled messages.
+        """The maximum number of unsettled messages.
 
-        It may be set at any time. A lower capacity cancels no message: none is admitted until there is room (C6). With
-        ``capacity="auto"`` it is the value that the producer has found so far. If a number is set, it stays.
+        It may be set at any time. A lower capacity cancels no message. It only prevents further messages until there is
+        room (C6). With ``capacity="auto"`` this is the present window. If you set a number, it stays.
 
         Raises:
-            SettingsError: it is set to a value that is not allowed.
+            SettingsError: the new value is not allowed.
         """
         return self._protocol.window.capacity
 
     @capacity.setter
     def capacity(self, capacity: int) -> None:
-        # Checked here, because the caller would not see an error that is raised later.
+        # Check the value here, because the caller would not see a later error.
         check_capacity(capacity)
         self._engine.ask(lambda protocol: protocol.set_capacity(capacity, _monotonic()))
 
     @property
     def available(self) -> int:
-        """How many messages can be admitted before the window is full; never below 0."""
+        """The number of messages that can be admitted before the window is full; at least 0."""
         return max(0, self._protocol.window.capacity - self._protocol.window.used)
 
     @property
     def unsettled(self) -> int:
-        """How many messages are admitted and not settled."""
+        """The number of unsettled messages."""
         return self._protocol.unsettled
 
     @property
     def stored(self) -> int:
-        """How many messages are in the outbox, unsettled or waiting on disk; 0 without an outbox."""
+        """The number of messages in the outbox, unsettled or waiting on disk; 0 without an outbox."""
         storage = self._engine.storage
         return 0 if storage is None else len(storage)
 
     @property
     def in_flight(self) -> int:
-        """How many of the unsettled messages have begun to be written."""
+        """The number of unsettled messages that are at least partly written."""
         return self._protocol.in_flight
 
     # Flow.
@@ -276,7 +276,7 @@ class BaseProducer(ABC):
         return self._protocol.flow_seen(_monotonic()) if state is NOT_TAKEN else state
 
     def health(self) -> Health:
-        """The producer's health, for probes and dashboards. Any thread may read it (E12)."""
+        """The health of the producer, for probes and dashboards. Any thread may read it (E12)."""
         return Health.of(
             self._protocol.flow_seen(_monotonic()),
             unsettled=self.unsettled,
@@ -288,25 +288,26 @@ class BaseProducer(ABC):
     def on_flow(
         self, callback: Callable[[FlowEvent], object], *, kinds: Iterable[str] | None = None
     ) -> Callable[[], None]:
-        """Call a callback with every flow event, in order, on the producer's callback thread, or scheduled on the loop.
+        """Call a callback with each flow event, in order, on the callback thread or (with asyncio) on the loop.
 
         Args:
-            callback: may call any method of the producer. If it raises, the error is logged. If it is slow, at most
-                `max_flow_events` wait for it; then the oldest are dropped.
-            kinds: the hold kinds of the events, such as ``("connection_blocked",)``; ``None`` for all. A fast producer
-                is held by ``capacity`` with every burst.
+            callback: the callback. It may call any method of the producer. If it raises an exception, the exception is
+                logged. If it is slow, at most `max_flow_events` events wait, and further events replace the oldest
+                ones.
+            kinds: hold kinds of the events, such as ``("connection_blocked",)``; ``None`` for all kinds. A fast
+                producer has a hold of kind ``capacity`` in every burst.
 
         Returns:
-            A function that ends the calls. The callback still gets the events that are waiting for it.
+            A function that ends the calls. The callback still gets the waiting events.
 
         Raises:
-            TypeError: `callback` cannot be called, or is a coroutine function, whose result an `AsyncProducer` would
-                not await; or `kinds` is not a collection of strings.
-            ValueError: one of `kinds` is not a hold kind.
+            TypeError: `callback` is not callable, or is a coroutine function, which would never be awaited. Or `kinds`
+                is not a collection of strings.
+            ValueError: an element of `kinds` is not a hold kind.
         """
         check_argument("callback", callback, callable(callback), "callable")
         wanted = kinds_of(kinds)
-        # Not the producer, because its callbacks must not keep it alive.
+        # Do not refer to the producer below, because its callbacks must not keep it alive.
         engine = self._engine
 
         def unsubscribe() -> None:
@@ -320,11 +321,11 @@ class BaseProducer(ABC):
         return unsubscribe
 
     def _listen(self, add: Callable[[ProducerProtocol], None]) -> None:
-        """Take a step that adds a flow callback."""
+        """Execute a step that adds a flow callback."""
         self._engine.ask(add)
 
     def _add_events(self, events: Any, kinds: Iterable[str] | None) -> None:
-        """Put the flow events from now on into a queue, with ``None`` at the end."""
+        """Put all further flow events into a queue, and ``None`` at the end."""
         wanted, engine = kinds_of(kinds), self._engine
 
         def add(protocol: ProducerProtocol) -> None:
@@ -334,68 +335,57 @@ class BaseProducer(ABC):
                 engine.listeners.iterate(protocol, events, wanted)
 
         if engine.ended:
-            # There may be no loop that takes a step.
+            # There may be no loop for a step.
             events.put(None)
         else:
             engine.ask(add)
 
     def shutdown(self, timeout: float | None = DEFAULT) -> None:
-        """Begin to close, and return immediately; for signal handlers (E12).
+        """Begin to close, and return immediately. Signal handlers may call it (E12).
 
-        From now on nothing is admitted. Messages that are not delivered in the end are logged. A later `close`, such as
-        that of a ``with`` block, waits for the end.
+        From now on no message is admitted. Messages that are not delivered are logged. A later `close`, such as that of
+        a ``with`` block, waits for the end.
 
         Args:
             timeout: as for `close`.
 
         Raises:
-            TypeError, ValueError: `timeout` is not a number; nothing has changed.
+            TypeError, ValueError: `timeout` is not a number. Nothing has changed.
         """
         deadline = deadline_of(close_limit(timeout, self.settings))
         self._engine.ask(lambda protocol: protocol.close(CLOSED, _monotonic()))
         self._engine.close_later(deadline)
 
     def pause(self, reason: str = "") -> None:
-        """Hold the producer until `resume`. Admitted messages are still sent (D5).
+        """Hold the producer until `resume` is called. Admitted messages are still sent (D5).
 
         Args:
-            reason: a text for people, which becomes the detail of the hold.
+            reason: text for people, used as the detail of the hold.
         """
         self.hold(HoldKind.PAUSED, source="", detail=reason)
 
     def resume(self) -> None:
-        """Lift the hold of `pause`. A hold that the manager raised stays."""
+        """Lift the hold of `pause`. Holds of a manager stay."""
         self.lift(HoldKind.PAUSED, source="")
 
     def hold(self, kind: str, *, source: str, detail: str) -> None:
-        """Raise a hold, on any thread; for managers. Applications use `pause`.
-
-        Args:
-            kind: the reason, as one word.
-            source: the owner of the hold.
-            detail: a text for people.
-        """
+        """Raise a hold, on any thread. Managers use this method; applications use `pause`."""
         self._engine.ask(lambda protocol: protocol.hold(kind, _monotonic(), source=source, detail=detail))
 
     def lift(self, kind: str, *, source: str) -> None:
-        """Lift a hold, on any thread; for managers. Applications use `resume`.
-
-        Args:
-            kind: of the hold.
-            source: the owner of the hold.
-        """
+        """Lift a hold, on any thread. Managers use this method; applications use `resume`."""
         self._engine.ask(lambda protocol: protocol.lift(kind, _monotonic(), source=source))
 
     # Closing.
 
     @property
     def name(self) -> str:
-        """The name in flow events, in logs and in the broker's management; from the settings."""
+        """The setting ``name``, which flow events, logs and the broker's management show."""
         return self.settings.name
 
     @property
     def closed(self) -> bool:
-        """Whether the producer takes no more messages."""
+        """Whether the producer accepts no more messages."""
         return self._protocol.closed is not None
 
     def __repr__(self) -> str:

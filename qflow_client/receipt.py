@@ -25,41 +25,42 @@ __all__ = ["RECEIPT_OVERHEAD", "UNDELIVERED", "Outcome", "Receipt"]
 _NO_ROUTE = 312
 _NOT_FOUND = 404
 
-#: About how many bytes of memory a receipt and its message use in addition to the body.
+#: Approximate bytes of memory of a receipt and its message, without the body.
 RECEIPT_OVERHEAD = 512
 
 
 class Outcome(StrEnum):
     """The outcome of a message."""
 
-    #: The broker has taken responsibility (``Basic.Ack``).
+    #: The broker has accepted the message (``Basic.Ack``).
     CONFIRMED = "confirmed"
-    #: The message was written, in a producer without confirms.
+    #: The message was written by a producer without confirms.
     SENT = "sent"
-    #: The broker has refused responsibility (``Basic.Nack``). With several queues, some may still have taken the
-    #: message.
+    #: The broker has not accepted the message (``Basic.Nack``). If it was for several queues, some may have accepted
+    #: it.
     NACKED = "nacked"
-    #: The message was mandatory, and no queue took it (``Basic.Return``).
+    #: The message was mandatory, and no queue has received it (``Basic.Return``).
     RETURNED = "returned"
-    #: The broker closed the channel because of the message.
+    #: The broker has closed the channel because of the message.
     REJECTED = "rejected"
     #: The message was never written.
     FAILED = "failed"
-    #: The message was written, and the connection ended before the broker answered.
+    #: The message was written, but the connection has ended before the broker's answer.
     UNKNOWN = "unknown"
-    #: The message is still in the outbox, because its producer was closed or it was not delivered
-    #: (``outbox_keep_undelivered``). The next producer on that outbox sends it. Or it is damaged there.
+    #: The message is still in the outbox, because the producer was closed or the message was not delivered
+    #: (``outbox_keep_undelivered``). The next producer with this outbox sends it. Or the message is damaged in the
+    #: outbox.
     STORED = "stored"
 
 
-#: Outcomes of messages that are not known to be with the broker, and that are not in an outbox.
+#: Outcomes of messages that may not be in the broker, and are not in an outbox.
 UNDELIVERED = (Outcome.NACKED, Outcome.RETURNED, Outcome.REJECTED, Outcome.FAILED, Outcome.UNKNOWN)
 
 
 class Receipt:
-    """The state and outcome of one admitted message. The producers' own subclasses add ways to wait for it."""
+    """The state and outcome of one admitted message. Subclasses of the producers add methods that wait."""
 
-    # A receipt is made for every message. So it only refers to existing objects, and computes other values on access.
+    # Each message has a receipt. So a receipt only refers to existing objects, and computes other values on access.
     __slots__ = (
         "_id_prefix",
         "_kept_as",
@@ -74,39 +75,39 @@ class Receipt:
         "_waiter",
     )
 
-    # The outcome of a message that stays in the outbox because it was not delivered; not set for other messages.
+    # The outcome of an undelivered message that stays in the outbox. Not set for other messages.
     _kept_as: Outcome
 
     def __init__(self, payload: bytes | Message, route: Route, id_prefix: str | None) -> None:
-        # The payload that the application passed. A plain body means a persistent message without further properties.
+        # The payload that the application has passed. A body alone means a persistent message without other properties.
         self._payload = payload
         self._route = route
-        # The prefix of message ids that the producer assigns; ``None`` if it assigns none.
+        # First part of the message ids that the producer assigns; ``None`` if it assigns none.
         self._id_prefix = id_prefix
-        # The producer's number of the message, in the order of admission; 0 before.
+        # The number of the message in the order of admission; 0 before the admission.
         self._number = 0
-        # The delivery tag on the last channel on which it had one; 0 before.
+        # The last delivery tag; 0 before the first one.
         self._tag = 0
-        # ``None`` while unsettled.
+        # The outcome; ``None`` while the message is unsettled.
         self._outcome: Outcome | None = None
-        # The broker's reply, if it has returned the message or closed the channel because of it. 0 and the reason, if
-        # the connection ended before the broker's answer.
+        # The broker's reply if it has returned the message or closed the channel. 0 and the reason if the connection
+        # has ended before the broker's answer.
         self._reply: tuple[int, str] | None = None
         # Whether the application has seen a failure, so that `flush` and `close` do not report it.
         self._seen = False
         # The encoded properties, if the message is not plain (`PublishEncoder.prepare`).
         self._prepared: Prepared | None = None
-        # The object by which a waiting caller is woken, set by the skin; ``None`` if no caller waits.
+        # The object with which the skin wakes a waiting caller; ``None`` if no caller waits.
         self._waiter: Any = None
 
     def __getstate__(self) -> tuple[None, dict[str, Any]]:
         _, slots = cast("tuple[None, dict[str, Any]]", super().__getstate__())
-        # Whatever waits for it is not in another process, and does not wait for a copy.
+        # A waiter belongs to this process and to this receipt, so a copy has none.
         return None, slots | {"_waiter": None}
 
     @property
     def outcome(self) -> Outcome | None:
-        """The outcome; ``None`` while unsettled. If it is a failure, reading it marks it as seen, as `error` does."""
+        """The outcome; ``None`` while the message is unsettled. A read of a failure marks it as seen, like `error`."""
         self._look()
         return self._outcome
 
@@ -117,21 +118,21 @@ class Receipt:
 
     @property
     def delivered(self) -> bool:
-        """Whether it is confirmed or, in a producer without confirms, sent. Reading a failure marks it as seen."""
+        """Whether the message is confirmed or, without confirms, sent. A read of a failure marks it as seen."""
         self._look()
         return not self._failed and self._outcome is not None
 
     @property
     def is_stored(self) -> bool:
-        """Whether it stays in the outbox, for the next producer on it."""
+        """Whether the message stays in the outbox for the next producer."""
         return self._outcome is Outcome.STORED
 
     @property
     def failure(self) -> Outcome | None:
-        """The outcome of a message that was not delivered, even if it stays in the outbox because of that.
+        """The outcome of a message that was not delivered, even if the message stays in the outbox.
 
-        ``None`` if it was delivered or is unsettled, or is in the outbox only because its producer was closed. Reading
-        a failure marks it as seen, as `error` does.
+        It is ``None`` if the message is unsettled, was delivered, or is in the outbox only because the producer was
+        closed. A read of a failure marks it as seen, as with `error`.
         """
         self._look()
         return self._outcome if self._outcome in UNDELIVERED else self._undelivered
@@ -155,12 +156,12 @@ class Receipt:
 
     @property
     def exchange(self) -> str:
-        """The exchange that it was sent to."""
+        """The exchange of the message."""
         return self._route.exchange
 
     @property
     def routing_key(self) -> str:
-        """The routing key that it was sent with."""
+        """The routing key of the message."""
         return self._route.routing_key
 
     @property
@@ -175,7 +176,7 @@ class Receipt:
     def message(self) -> RoutedMessage:
         """A copy of the message, with its message id on the wire.
 
-        ``producer.send(receipt.message)`` sends it to the same exchange and routing key again.
+        ``producer.send(receipt.message)`` sends the message again, to the same exchange and routing key.
         """
         return RoutedMessage.copy_of(self._as_published(), self.exchange, self.routing_key)
 
@@ -197,13 +198,13 @@ class Receipt:
 
     @property
     def held_bytes(self) -> int:
-        """About how many bytes of memory the receipt and its message use."""
+        """Approximate bytes of memory of the receipt and its message."""
         return self.size + RECEIPT_OVERHEAD
 
     def error(self) -> DeliveryError | None:
         """The error for the outcome; ``None`` if the message was delivered or is unsettled.
 
-        Reading it marks the failure as seen: `flush` and `close` do not report it any more.
+        A read marks the failure as seen. `flush` and `close` then do not report it any more.
         """
         if not self._failed:
             return None
@@ -236,7 +237,7 @@ class Receipt:
         return f"; {missing}, or set mandatory=False to have the broker drop such messages"
 
     def _verdict(self) -> Outcome:
-        """Return the outcome, or raise its error, after a wait for a settled receipt."""
+        """Return the outcome of a settled receipt, or raise its error."""
         if self._outcome is not Outcome.CONFIRMED:
             error = self.error()
             if error is not None:
@@ -245,7 +246,7 @@ class Receipt:
         return self._outcome
 
     def _unanswered(self, timeout: float) -> ConfirmTimeout:
-        """Return the error for a message that was not settled within the timeout."""
+        """Return the error for a message that was not settled in time."""
         return ConfirmTimeout(f"no answer from the broker within {timeout:.3g} s for {self.describe()}")
 
     def describe(self) -> str:

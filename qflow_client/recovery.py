@@ -1,10 +1,9 @@
-"""Decides when, where and how often to connect, sans-I/O.
+"""Decides when, where and how often to connect.
 
-The caller reports failures with their times, and gets the time to wait. `Reconnection` decides after a connection is
-lost. `Watch` decides whether to end a connection that is still open. `Return` decides whether to end it and return to
-the first host.
+The caller reports failures with their times, and gets the time to wait. `Reconnection` decides after the loss of a
+connection. `Watch` decides whether to end an open connection. `Return` decides whether to return to the first host.
 
-No code here sleeps, connects or reads a clock.
+This module does no I/O and reads no clock.
 """
 
 from __future__ import annotations
@@ -22,25 +21,25 @@ __all__ = ["Backoff", "Reconnection", "Return", "Watch", "hosts_in_order", "is_f
 
 _T = TypeVar("_T")
 
-# The broker's codes for a client that it will never accept: wrong name or password (403), no such virtual host (530,
-# and 402 or 404 in older brokers), no access to it (530).
+# The broker's reply codes for a client that it will never accept: wrong name or password (403), virtual host without
+# access (530), or missing virtual host (530, and 402 or 404 in older brokers).
 _REFUSALS = (402, 403, 404, 530)
 
-# How often `Watch` looks within the shortest of its limits, how often `Return` probes within its limit, and how often
-# the delay of a failover or a return doubles at most.
+# Number of checks of `Watch` within the shortest of its limits, number of probes of `Return` within its limit, and
+# maximum number of doublings of the delay of a failover or a return.
 _LOOKS = 8
 _PROBES = 4
 _MOST_DOUBLINGS = 5
 
 
 def is_final(code: int, text: str) -> bool:
-    """Return True if the broker would always refuse to open a connection in the same way.
+    """Return True if another try to open a connection would certainly fail.
 
     Args:
-        code: of its ``Connection.Close``.
-        text: its reply text.
+        code: reply code of the broker's ``Connection.Close``.
+        text: reply text of the broker.
     """
-    # A limit on connections (530 in RabbitMQ) ends when another client leaves.
+    # A limit for connections (530 in RabbitMQ) is not final, because another client may disconnect.
     return code in _REFUSALS and "limit" not in text
 
 
@@ -48,9 +47,9 @@ class Backoff:
     """Growing pauses.
 
     Args:
-        first: the shortest pause in seconds.
-        longest: the longest pause in seconds, before jitter.
-        jitter: the largest random extension of a pause, as a part of it.
+        first: first pause in seconds.
+        longest: maximum pause in seconds, without jitter.
+        jitter: maximum random extension of a pause, as a part of the pause.
         limit: seconds after which there are no more pauses; ``None`` for no limit.
     """
 
@@ -59,7 +58,7 @@ class Backoff:
         self._longest = longest
         self._jitter = jitter
         self._limit = limit
-        # The next pause, before jitter, and the start of the time limit.
+        # The next pause without jitter, and the start of the time limit.
         self._next = first
         self._began = 0.0
 
@@ -68,25 +67,25 @@ class Backoff:
 
         Args:
             now: seconds.
-            anew: also begin with the shortest pause.
+            anew: whether to begin with the first pause again.
         """
         self._began = now
         if anew:
             self._next = self._first
 
     def pause(self, now: float) -> float | None:
-        """Return how long to wait now, in seconds; ``None`` after the time limit."""
+        """Return the next pause in seconds, or ``None`` after the time limit."""
         left = math.inf if self._limit is None else self._began + self._limit - now
         if left <= 0.0:
             return None
         pause = min(self._next, self._longest)
         self._next = min(2.0 * pause, self._longest)
-        # The last try comes exactly at the time limit, not later.
+        # The last try comes exactly at the time limit.
         return min(pause * (1.0 + random.uniform(0.0, self._jitter)), left)
 
 
 def retries(settings: ProducerSettings) -> Backoff | None:
-    """Return the pauses before refused messages are sent again; ``None`` if they are not sent again."""
+    """Return the pauses before refused messages are sent again, or ``None`` if they are not sent again."""
     if settings.on_refused is OnRefused.FAIL or not settings.confirms:
         return None
     return Backoff(settings.retry_delay, settings.retry_delay_max, settings.reconnect_jitter)
@@ -101,24 +100,24 @@ def hosts_in_order(settings: ProducerSettings) -> tuple[str, ...]:
 
 
 class Reconnection:
-    """Decides after a loss when each host is tried, and when the producer stops trying.
+    """Decides after the loss of a connection when each host is tried, and when the producer stops trying.
 
-    The host of the lost connection comes first, then the other hosts, then there is a pause.
+    The host of the lost connection is tried first, then the other hosts. Then there is a pause.
 
     Args:
-        settings: the producer's.
-        hosts: the URLs of its hosts, in order.
-        host: the index of the connected host.
-        credentials_change: whether each try may have other credentials, so that no refusal is final.
+        settings: settings of the producer.
+        hosts: URLs of the hosts, in order.
+        host: index of the connected host.
+        credentials_change: whether each try may have other credentials. Then no refusal is final.
     """
 
     def __init__(
         self, settings: ProducerSettings, hosts: Sequence[str], host: int, *, credentials_change: bool = False
     ) -> None:
         self._urls = hosts
-        #: How many hosts there are.
+        #: Number of hosts.
         self.hosts = len(hosts)
-        #: The index of the present host, or of the host to be tried next.
+        #: Index of the connected host, or of the host to try next.
         self.host = host
         self._backoff = Backoff(
             settings.reconnect_delay,
@@ -127,26 +126,26 @@ class Reconnection:
             settings.reconnect_timeout,
         )
         self._reopening = Backoff(settings.reconnect_delay, settings.reconnect_delay_max, settings.reconnect_jitter)
-        # How many messages were settled when a channel was last closed.
+        # Number of settled messages when a channel was last closed.
         self._settled = -1
-        # A shorter connection proves nothing: it may be lost again and again for the same reason.
+        # A connection has to last for this number of seconds. A shorter one may be lost again for the same reason.
         self._proves = settings.reconnect_delay_max
         self._timeout = settings.reconnect_timeout
         self._connect_timeout = settings.connect_timeout
         self._opened_at: float | None = None
         self._credentials_change = credentials_change
-        # How often each host could not be connected to, or was left. The count selects the host's first address.
+        # Number of failed tries and losses of each host. It selects the first address of the host.
         self._turns: Counter[int] = Counter()
-        # By host, why it could not be connected to in this round, and whether that is final.
+        # The errors of failed hosts in this round, and whether they are final.
         self._failures: dict[int, tuple[str, bool]] = {}
-        #: Why the connection was lost; after giving up, why that was done; for people.
+        #: Text for people: why the connection was lost or, at the end, why the producer stopped trying.
         self.verdict = ""
-        #: Why the last try failed, for people. Empty if no try has failed since the last connection.
+        #: Text for people: why the last try failed. Empty if no try has failed since the last connection.
         self.last = ""
 
     @property
     def url(self) -> str:
-        """The URL, without secrets, of the present host or the host to be tried next."""
+        """The URL of the connected host, or of the host to try next, without secrets."""
         return hide_password(self._urls[self.host])
 
     @property
@@ -156,7 +155,7 @@ class Reconnection:
 
     @property
     def host_url(self) -> str:
-        """The URL of the present host or the host to be tried next, with its password."""
+        """The URL of the connected host, or of the host to try next, with its password."""
         return self._urls[self.host]
 
     def opened(self, now: float) -> None:
@@ -165,18 +164,18 @@ class Reconnection:
         self.last = ""
 
     def move_on(self) -> None:
-        """Try the next host first, because the producer leaves the present one."""
+        """Try the next host first, because the producer leaves the connected one."""
         self._turns[self.host] += 1
         self.host = (self.host + 1) % len(self._urls)
 
     def addresses(self, found: Sequence[_T]) -> tuple[list[_T], float]:
-        """Return the order in which to try the addresses of the host, and the seconds that each may take.
+        """Return the addresses of the host in the order of tries, and the maximum seconds for each.
 
-        After each failed try the next address comes first. An address that accepts connections and sends nothing costs
-        a whole try. An address that does not accept connections costs only its part of `connect_timeout`.
+        Each failed try moves the first address to the end. If an address accepts connections but sends nothing, the
+        whole try fails. If an address accepts no connections, it costs only its part of `connect_timeout`.
 
         Args:
-            found: the addresses for the name of the host, at least one.
+            found: one or more addresses of the host name.
         """
         first = self._turns[self.host] % len(found)
         return [*found[first:], *found[:first]], self._connect_timeout / len(found)
@@ -189,11 +188,11 @@ class Reconnection:
         """Handle the loss of the connection.
 
         Args:
-            why: for people.
+            why: reason for people.
             now: seconds.
 
         Returns:
-            Seconds until the first try; ``None`` for no try.
+            Seconds until the first try; ``None`` if there will be no try.
         """
         self._failures.clear()
         self.verdict = why
@@ -201,14 +200,14 @@ class Reconnection:
         return self._backoff.pause(now)
 
     def channel_closed(self, settled: int, now: float) -> float:
-        """Handle a channel that the broker closed on a connection that is still open.
+        """Handle a channel that the broker has closed. The connection is still open.
 
         Args:
-            settled: the number of messages that were settled so far.
+            settled: number of messages that were settled so far.
             now: seconds.
 
         Returns:
-            Seconds until the next channel is to be opened; 0 if messages were settled since the last time.
+            Seconds until the next channel is opened; 0 if messages were settled since the last time.
         """
         if settled > self._settled:
             self._settled = settled
@@ -222,12 +221,12 @@ class Reconnection:
         """Handle a failed try.
 
         Args:
-            why: for people.
-            final: whether every further try with this host would fail.
+            why: reason for people.
+            final: whether each further try with this host would fail.
             now: seconds.
 
         Returns:
-            Seconds until the next try; ``None`` for no try.
+            Seconds until the next try; ``None`` if there will be no try.
         """
         self.last = why
         self._turns[self.host] += 1
@@ -250,19 +249,19 @@ class Reconnection:
 
 
 class Watch:
-    """Decides whether to end an open connection, because its broker is silent, or blocks it (E15).
+    """Decides whether to end an open connection, because the broker is silent or blocks it (E15).
 
-    The link calls `look` every `period` seconds while the connection is open. A broker from which confirms are due must
-    send something within `liveness` seconds. If it does not, it gets a probe (a second ``Confirm.Select``). A broker
-    that only confirms late answers the probe, so the connection is kept. A broker that blocks the connection reads
-    nothing from it, so silence is ignored then.
+    The link calls `look` every `period` seconds while the connection is open. While confirms are missing, the broker
+    must send something every `liveness` seconds. If it does not, the producer sends a probe (a second
+    ``Confirm.Select``). If the broker only confirms late, it answers the probe, and the connection is kept. A broker
+    that blocks the connection reads nothing from it, so its silence is ignored.
 
-    If all hosts are blocked, the producer changes between them at growing intervals: `failover_delay` doubles with each
+    If all hosts block the producer, it changes between them at growing intervals. `failover_delay` is doubled with each
     round until a message is settled.
 
     Args:
-        settings: the producer's.
-        hosts: the number of its hosts.
+        settings: settings of the producer.
+        hosts: number of hosts.
     """
 
     def __init__(self, settings: ProducerSettings, hosts: int) -> None:
@@ -270,20 +269,20 @@ class Watch:
         self._delay = settings.failover_delay if settings.on_blocked is OnBlocked.FAILOVER and hosts > 1 else None
         self._hosts = hosts
         limits = [limit for limit in (self._liveness, self._delay) if limit is not None]
-        #: Seconds between two calls of `look`; ``None`` if the settings need none.
+        #: Seconds between two calls of `look`; ``None`` if no calls are needed.
         self.period = min(limits) / _LOOKS if limits else None
-        # How many connections were left because they were blocked, since a message was last settled.
+        # Number of blocked connections that were left since a message was last settled.
         self._moves = 0
         self._settled = 0
         self.opened(0.0)
 
     def opened(self, now: float) -> None:
         """Record a new connection."""
-        # Since when the broker has sent nothing although it owes confirms.
+        # Since when the broker has sent nothing although confirms are missing.
         self._silent_since = now
         # When the unanswered probe was sent; ``None`` if there is none.
         self._probed_at: float | None = None
-        # Since when the connection is blocked; ``None`` while it is not.
+        # Since when the connection is blocked; ``None`` while it is not blocked.
         self._blocked_since: float | None = None
 
     @property
@@ -295,13 +294,13 @@ class Watch:
 
         Args:
             now: seconds.
-            heard_at: when the broker last sent anything.
-            is_due: whether confirms are due.
+            heard_at: when the broker last sent data.
+            is_due: whether confirms are missing.
             is_blocked: whether the broker blocks the connection.
-            settled: the number of messages that were settled so far.
+            settled: number of messages that were settled so far.
 
         Returns:
-            ``None`` to keep it, ``""`` to keep it and send a probe, otherwise the reason to end it.
+            ``None`` to keep the connection. ``""`` to keep it and to send a probe. Otherwise the reason to end it.
         """
         if is_blocked:
             self._silent_since, self._probed_at = now, None
@@ -330,30 +329,30 @@ class Watch:
 
 
 class Return:
-    """Decides whether a producer that is connected to another host returns to the first one (E15).
+    """Decides whether a producer with another host returns to the first host (E15).
 
-    While it is connected to another host, it probes the first one every `period` seconds. When the first host has
-    answered each probe for `return_to_first` seconds, the producer returns. If the first host cannot be connected to,
-    or loses the producer within that time, the next wait is twice as long.
+    While a producer is connected to another host, it probes the first host every `period` seconds. When the first host
+    has answered all probes for `return_to_first` seconds, the producer returns. If the connection to the first host
+    fails, or is lost within this time, the next wait is twice as long.
 
     Args:
-        settings: the producer's.
-        hosts: the number of its hosts.
+        settings: settings of the producer.
+        hosts: number of hosts.
     """
 
     def __init__(self, settings: ProducerSettings, hosts: int) -> None:
         self._after = settings.return_to_first if hosts > 1 else None
-        #: Seconds between two probes; ``None`` if the settings need none.
+        #: Seconds between two probes; ``None`` if no probes are needed.
         self.period = None if self._after is None else self._after / _PROBES
-        # Since when the first host has answered all probes; ``None`` if it did not answer the last one.
+        # Since when the first host has answered all probes; ``None`` if it has not answered the last one.
         self._answers_since: float | None = None
-        # Since when the producer is connected to the first host; ``None`` if it is not.
+        # Since when the producer is connected to the first host; ``None`` if it is not connected to it.
         self._kept_since: float | None = None
-        # How many returns there were since a connection to the first host last held long enough.
+        # Number of returns since a connection to the first host last lasted long enough.
         self._returns = 0
 
     def opened(self, host: int, now: float) -> None:
-        """Record a connection, or a channel on it, to the host with this index."""
+        """Record a new connection or channel to the host with this index."""
         if host == 0:
             self._answers_since = None
             self._kept_since = now if self._kept_since is None else self._kept_since
@@ -363,7 +362,7 @@ class Return:
         self._kept_since = None
 
     def probed(self, answered: bool, now: float) -> bool:
-        """Record whether the first host has answered a probe. Return True if the producer should return now."""
+        """Record the result of a probe of the first host. Return True if the producer should return now."""
         assert self._after is not None
         if not answered:
             self._answers_since = None

@@ -1,11 +1,12 @@
 """Removes passwords from values that errors, reprs and logs show.
 
-Every error that prints a value prints `shown(value)`, and every text that names a broker prints `hide_password(url)`.
-Both show only what is known to be harmless, instead of hiding what is known to be secret. A value of an unknown type is
-shown as its type. A parameter of a URL's query with an unknown name is shown as that name. Error texts of libraries
-about a URL pass through `words_of`, because libraries repeat the part that they do not understand.
+Errors show a value as `shown(value)`, and a broker as `hide_password(url)`. Both functions show only values that are
+certainly harmless. A value of an unknown type is shown as its type. A parameter with an unknown name in the query of a
+URL is shown as this name. Error texts of libraries about a URL pass through `words_of`, because libraries repeat the
+part of the URL that they cannot parse.
 
-An argument that should be harmless and has no sign of a URL is shown: ``name="s3cr3t"`` cannot be recognised.
+A value of a harmless argument is shown if it does not look like a URL. So the secret in ``name="s3cr3t"`` is not
+recognised.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ __all__ = [
     "words_of",
 ]
 
-#: The names of query parameters whose values may be shown. `settings` adds its own.
+#: The names of query parameters whose values may be shown. `settings` adds the names of settings.
 HARMLESS = {
-    # pika's.
+    # Parameters of pika.
     "blocked_connection_timeout",
     "channel_max",
     "connection_attempts",
@@ -45,7 +46,7 @@ HARMLESS = {
     "retry_delay",
     "socket_timeout",
     "stack_timeout",
-    # aio-pika's.
+    # Parameters of aio-pika.
     "auth",
     "cadata",
     "cafile",
@@ -61,7 +62,7 @@ HARMLESS = {
     "timeout",
 }
 
-# The keys of pika's ``ssl_options`` whose values may be shown. The password of the key is not among them.
+# The keys of pika's ``ssl_options`` whose values may be shown, without the password of the private key.
 _SSL_HARMLESS = {
     "ca_certs",
     "ca_path",
@@ -80,28 +81,28 @@ _SCHEME_LETTERS = string.ascii_letters + string.digits + "+.-"
 _URL = re.compile(r"([^/?#]*)([^?]*)(?:\?(.*))?", re.DOTALL)
 # A host and its port, and any text after a URL.
 _HOST = re.compile(r"(\[[^\]@]*\]?|[^:@\[\]]*)(:\d*([\s'\"),;\]].*)?)?", re.DOTALL)
-# The beginning of a URL that was converted to a path, which has no double slash. A single letter may be a folder's
-# name.
+# The beginning of a URL that was converted to a path, where a double slash becomes one slash. A single letter may be
+# the name of a folder.
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
-# The separator between user and password, even if it is encoded by mistake.
+# The separator between user and password. It may be encoded by mistake.
 _COLON = re.compile(":|%3a", re.IGNORECASE)
 # Quotes and brackets around a URL in a text.
 _CLOSING = "'\")]"
-# Characters that a harmless value does not contain: they belong to a URL or to another parameter.
+# Characters of a URL or of another parameter, which a harmless value does not contain.
 _FOREIGN = re.compile("://|[;=]")
 _NAME = re.compile(r"[A-Za-z0-9_.-]+")
-# How many levels of a value are shown.
+# Number of levels of a nested value that are shown.
 _DEPTH = 3
 
 
 @dataclass(frozen=True)
 class _Censored:
-    """A text with a URL in it.
+    """A text with a URL, divided into harmless and secret parts.
 
     Attributes:
         text: the part that may be shown.
         secrets: the removed parts.
-        is_clear: whether it is certain where the secrets begin and end.
+        is_clear: whether the begin and end of the secrets are certain.
     """
 
     text: str
@@ -110,7 +111,7 @@ class _Censored:
 
 
 def _censor(text: str) -> _Censored:
-    # Searched without a regular expression, which takes quadratic time on a long text.
+    # Search without a regular expression, which would need quadratic time for a long text.
     colon_at = text.find(":/")
     begin = colon_at + (3 if text.startswith("//", colon_at + 1) else 2)
     # A URL that was converted to a path has one slash.
@@ -127,7 +128,7 @@ def _censor(text: str) -> _Censored:
     shown_query, secrets, has_at = _censor_query(query or "")
     has_at = has_at or (not at and ":" in authority and "@" in (query or ""))
     if "@" in path or has_at or is_encoded or not _HOST.fullmatch(host) or ("#" in path and ":" in authority):
-        # The password contains a / ? or #, or the colon before it is encoded, or the host is missing. All text before
+        # The password contains a / ? or #, the colon before it is encoded, or the host is missing. So all text before
         # the last @ may belong to the password.
         hidden, at, tail = text[begin:].rpartition("@")
         name, *colon = _COLON.split(authority, maxsplit=1)
@@ -150,13 +151,13 @@ def _censor(text: str) -> _Censored:
 
 
 def _hide_credentials(text: str) -> str:
-    """Return a text in which everything from its first colon to its last @ is hidden."""
+    """Return a text in which all characters from the first colon to the last @ are hidden."""
     begin, end = text.find(":"), text.rfind("@")
     return f"{text[: begin + 1]}{_HIDDEN}{text[end:]}" if 0 <= begin < end else text
 
 
 def _censor_query(query: str) -> tuple[str, list[str], bool]:
-    """Return what may be shown of a query, the removed parts, and whether it may contain the end of a password."""
+    """Return the harmless text of a query, the removed parts, and whether it may contain the end of a password."""
     texts, secrets, has_at = [], [], False
     for parameter in query.split("&"):
         name, equals, value = parameter.partition("=")
@@ -176,18 +177,18 @@ def _censor_query(query: str) -> tuple[str, list[str], bool]:
 
 
 def is_harmless(name: str, value: str) -> bool:
-    """Return True if a parameter of a URL's query may be shown."""
-    # Some programs read a ; as an &.
+    """Return True if the value of a parameter in a URL's query may be shown."""
+    # Some programs treat a ; like an &.
     return name in HARMLESS and not _FOREIGN.search(value) and _hide_credentials(value) == value
 
 
 def is_url(path: object) -> bool:
-    """Return True if a value that should be a path is a URL."""
+    """Return True if a path is really a URL."""
     return isinstance(path, (str, os.PathLike)) and _SCHEME.match(os.fsdecode(path)) is not None
 
 
 def _ssl_options(text: str) -> dict[Any, Any]:
-    """Return pika's ``ssl_options`` of a query; an empty dict if they cannot be parsed."""
+    """Parse pika's ``ssl_options`` of a query. Return an empty dict if they are invalid."""
     try:
         options = ast.literal_eval(unquote_plus(text))
     except (MemoryError, RecursionError, SyntaxError, TypeError, ValueError):
@@ -199,15 +200,15 @@ def hide_password(url: str) -> str:
     """Replace possible secrets in a URL by ``***``: the password, and unknown parameters of the query.
 
     Args:
-        url: a URL; another text is returned unchanged, unless it seems to contain credentials.
+        url: a URL. Another text is returned unchanged if it does not seem to contain credentials.
     """
     return _censor(url).text
 
 
 def shown(value: object, _depth: int = _DEPTH) -> str:
-    """Return a value as an error may show it: numbers, names, and URLs without passwords; else the type."""
+    """Return a value as text for an error. Show numbers, names, and URLs without passwords; else show the type."""
     if isinstance(value, Enum):
-        # Programs keep URLs in enumerations, too.
+        # The value of an enumeration may be a URL.
         return f"{type(value).__name__}.{value.name}"
     if value is None or isinstance(value, Number):
         return repr(value)
@@ -226,23 +227,23 @@ def shown(value: object, _depth: int = _DEPTH) -> str:
 
 
 def shown_of_unknown(value: object) -> str:
-    """Return the value of an argument with an unknown name, as an error may show it. The name may be ``password``."""
+    """Return the value of an argument with an unknown name as text for an error. The name may be ``password``."""
     return repr(value) if value is None or isinstance(value, bool) else _HIDDEN
 
 
 def is_clear(url: str) -> bool:
-    """Return True if it is certain where a URL's password begins and ends."""
+    """Return True if the begin and end of the password in a URL are certain."""
     return _censor(url).is_clear
 
 
 def censored(error: Exception, url: object) -> Exception:
-    """Return an error of a library, or a replacement if it repeats secrets of a URL.
+    """Return an error of a library, or a replacement if the error shows secrets of a URL.
 
-    Raise it outside the handler. Inside, the original error would be its context.
+    Raise the result outside the exception handler. Otherwise the original error would be its context.
 
     Args:
-        error: the error of the library.
-        url: the URL that the library got.
+        error: error of the library.
+        url: URL that the library got.
     """
     if not isinstance(url, str) or not _repeats_secret(error, url):
         return error
@@ -250,19 +251,19 @@ def censored(error: Exception, url: object) -> Exception:
 
 
 def words_of(error: BaseException, url: str) -> str:
-    """Return a library's error text about a URL, unless it repeats secrets of the URL."""
+    """Return a library's error text about a URL, or a replacement if the text shows secrets of the URL."""
     if _repeats_secret(error, url):
         return f"{type(error).__name__} (its text is left out, because it may contain a secret)"
     return str(error)
 
 
 def _repeats_secret(error: BaseException, url: str) -> bool:
-    """Return True if an error, or one of its causes, may show what `hide_password` hides in a URL."""
+    """Return True if an error or one of its causes may show secrets that `hide_password` hides in a URL."""
     found = _censor(url)
     parts = {part for secret in found.secrets for part in (secret, unquote(secret), unquote_plus(secret)) if part}
     each: BaseException | None = error
     while each is not None and found.is_clear:
-        # A traceback shows the text that contains a syntax error.
+        # A traceback of a syntax error shows the text with the error.
         text = f"{each} {getattr(each, 'text', None)}"
         if any(part in text or repr(part)[1:-1] in text for part in parts):
             return True
@@ -271,10 +272,10 @@ def _repeats_secret(error: BaseException, url: str) -> bool:
 
 
 def printable(text: str, keep: str = "") -> str:
-    """Return a text with control characters replaced by Python's escapes, because a terminal would execute them.
+    """Replace control characters by Python's escapes, because a terminal would execute them.
 
     Args:
-        text: any text, such as a name that a client chose.
+        text: any text, such as a name from a client.
         keep: characters that stay unchanged.
     """
     if text.isprintable():

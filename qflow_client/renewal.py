@@ -1,10 +1,11 @@
-"""Asks the application for credentials, and replaces those of an open connection before they expire.
+"""Gets credentials from the application, and replaces the credentials of an open connection before they expire.
 
-The application's function may block or hang, so it runs on a separate thread, and neither an I/O thread nor an event
-loop waits for it. One call runs at a time. While a call hangs, later tries to connect wait for its answer, each until
-its own timeout.
+The application's function may block or hang, so it runs on a separate thread, and I/O threads and event loops do not
+wait for it. One call runs at a time. While a call hangs, each further try to connect waits for its answer, up to its
+own timeout.
 
-An exception of the function is shown only by its type and its place, because its text may repeat the secret.
+If the function raises an exception, only the type and the place of the exception are shown, because its text may
+contain the secret.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ __all__ = ["Answer", "Asker", "Failure", "Renewer", "call"]
 
 
 class Failure(NamedTuple):
-    """No credentials could be obtained.
+    """The failure of a request for credentials.
 
     Attributes:
-        why: a text for people, without the secret.
+        why: text for people, without the secret.
     """
 
     why: str
@@ -43,7 +44,7 @@ class Failure(NamedTuple):
         if isinstance(error, SettingsError):
             words += f": {error}"
         elif len(places) > 1:
-            # The first place is in this module.
+            # The first place in the traceback is in this module.
             path, line = places[1]
             words += f" ({Path(path).name}, line {line})"
         return cls(f"the callable for credentials raised {words}")
@@ -57,16 +58,16 @@ def call(function: Callable[[], Any]) -> Any:
     try:
         return function()
     except BaseException as error:
-        # No other code would report a sys.exit on this thread.
+        # Catch even `SystemExit`, which no other code would report on this thread.
         return Failure.of(error)
 
 
 class Asker(BackgroundCall[Answer]):
-    """Asks the application for credentials.
+    """Calls the application's function for credentials.
 
     Args:
         function: the application's function.
-        name: the producer's.
+        name: name of the producer.
     """
 
     def __init__(self, function: Callable[[], Any], name: str) -> None:
@@ -83,14 +84,14 @@ class Asker(BackgroundCall[Answer]):
 class Renewer:
     """Gets the credentials of each connection, and replaces them in time.
 
-    It runs on the thread or loop of the connection.
+    All its methods run on the thread or loop of the connection.
 
     Args:
-        asker: asks the application.
-        settings: the producer's.
-        call_later: calls a function on that thread or loop after a number of seconds.
-        post: calls a function on that thread or loop; any thread may use it.
-        update: sends a secret to the broker, and calls a function there when the broker has answered. Returns False if
+        asker: calls the application's function.
+        settings: settings of the producer.
+        call_later: calls a function on this thread or loop after a number of seconds.
+        post: calls a function on this thread or loop. Any thread may use it.
+        update: sends a secret to the broker, and calls a function when the broker has answered. It returns False if
             nothing can be sent now.
         leave: ends the connection, with a reason as its argument. The producer connects again.
         clock: returns the time in seconds.
@@ -114,23 +115,24 @@ class Renewer:
         self._update = update
         self._leave = leave
         self._clock = clock
-        # The receiver of the expected answer; ``None`` if no answer is expected.
+        # The receiver of the application's answer; ``None`` if no answer is expected.
         self._taker: Callable[[Answer], object] | None = None
-        # The credentials that were sent to the broker and not answered, and when they were obtained; ``None`` if there
-        # are none.
+        # The credentials for which the broker's answer is missing, and when they were obtained; ``None`` if there are
+        # none.
         self._given: tuple[Credentials, float] | None = None
-        # Why the present renewal has failed; empty if it has not.
+        # The error of the present renewal; empty if there is none.
         self._why = ""
-        # The next renewal, or the time limit of the present one; ``None`` if the connection is not open.
+        # The timer for the next renewal, or for the time limit of the present one; ``None`` if the connection is not
+        # open.
         self._timer: Timer | None = None
 
     @property
     def is_asking(self) -> bool:
-        """Whether an answer is expected."""
+        """Whether an answer of the application is expected."""
         return self._taker is not None
 
     def log_in(self, done: Callable[[Answer], object]) -> None:
-        """Ask for the credentials of a new connection.
+        """Request the credentials for a new connection.
 
         Args:
             done: called with the answer, unless `end` is called before.
@@ -144,14 +146,14 @@ class Renewer:
         self._ask(take)
 
     def begin(self) -> None:
-        """Start to replace the credentials before they expire, because the connection is open."""
+        """Start the renewals, because the connection is open."""
         self._why = ""
         wait = self._expiry.wait(self._clock())
         if wait is not None:
             self._set_timer(wait, self._renew)
 
     def end(self) -> None:
-        """Stop, because the connection is not open or not wanted any more."""
+        """Stop the renewals, because the connection has ended or is not needed any more."""
         self._asker.cancel()
         self._taker = self._given = None
         if self._timer is not None:
@@ -177,7 +179,7 @@ class Renewer:
         if not patience and self._why:
             self._failed(self._why)
             return
-        # The error of an earlier try is more useful than the timeout of this one.
+        # Show the error of an earlier try, because it is more useful than the timeout of this one.
         self._set_timer(patience, lambda: self._failed(self._why or f"no answer within {patience:.3g} s"))
         self._ask(self._give)
 
@@ -185,7 +187,7 @@ class Renewer:
         if isinstance(answer, Failure):
             self._failed(answer.why)
         elif answer.username != self._expiry.username:
-            # The user of a connection cannot change.
+            # A connection cannot change its user.
             self._leave("the new credentials are for another user")
         else:
             self._given = answer, self._clock()

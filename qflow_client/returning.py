@@ -1,8 +1,8 @@
 """Probes the first host, and lets the producer return to it (E15).
 
-A probe is the beginning of a connection: the host has to answer the protocol header, or with TLS the handshake, because
-it may want a certificate after that. An accepted TCP connection proves less: the kernel accepts connections for a
-suspended broker, too. The probe sends nothing secret and does not log in.
+A probe is the beginning of a connection. The host has to answer the protocol header. With TLS it has to answer the
+handshake, because it may require a certificate afterwards. An accepted TCP connection is not enough, because the kernel
+accepts connections even for a suspended broker. The probe sends no secrets and does not log in.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ def answers(url: str, timeout: float) -> bool:
     """Return True if a broker answers at a URL.
 
     Args:
-        url: of the broker.
-        timeout: seconds that each step may take.
+        url: URL of the broker.
+        timeout: maximum seconds of each step.
     """
     parts = urlsplit(url)
     scheme = parts.scheme.lower()
     try:
         with socket.create_connection((parts.hostname, parts.port or _PORTS[scheme]), timeout) as sock:
             if scheme == "amqps":
-                # The producer verifies the host when it connects.
+                # Do not verify the host here. The producer verifies it when it connects.
                 context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
                 context.check_hostname = False
                 context.verify_mode = ssl.CERT_NONE
@@ -46,23 +46,23 @@ def answers(url: str, timeout: float) -> bool:
             sock.sendall(_HEADER)
             return sock.recv(1) == bytes((METHOD_FRAME,))
     except ssl.SSLError as error:
-        # An alert comes from a broker that requires a certificate.
+        # A broker that requires a certificate answers with an alert.
         return "ALERT" in (error.reason or "")
     except OSError:
         return False
 
 
 class Returner:
-    """Probes the first host on a thread, and ends the connection to return to it.
+    """Probes the first host on a separate thread. Ends the connection when the producer should return to it.
 
-    It runs on the thread or loop of the connection.
+    All its methods run on the thread or loop of the connection.
 
 
     Args:
-        reconnection: has the hosts.
-        settings: the producer's.
-        call_later: calls a function on that thread or loop after a number of seconds.
-        post: calls a function on that thread or loop; any thread may use it.
+        reconnection: chooses the host to connect to.
+        settings: settings of the producer.
+        call_later: calls a function on this thread or loop after a number of seconds.
+        post: calls a function on this thread or loop. Any thread may use it.
         leave: ends the connection, with a reason as its argument. The producer connects again.
     """
 
@@ -81,18 +81,18 @@ class Returner:
         self._leave = leave
         probe = partial(answers, reconnection.first_url, settings.connect_timeout)
         self._probe: BackgroundCall[object] = BackgroundCall(probe, f"qflow-probe {settings.name}")
-        # The next probe; ``None`` if none is scheduled.
+        # The timer of the next probe; ``None`` if there is none.
         self._timer: Timer | None = None
         self._is_open = False
 
     def begin(self) -> None:
-        """Start to probe, because the channel is open."""
+        """Start the probes, because the channel is open."""
         self._is_open = True
         self._return.opened(self._reconnection.host, time.monotonic())
         self._probe_later()
 
     def end(self) -> None:
-        """Stop, because the channel is not open any more."""
+        """Stop the probes, because the channel has ended."""
         self._is_open = False
         self._probe.cancel()
         if self._timer is not None:

@@ -1,7 +1,7 @@
-"""A producer's settings: their names, their allowed values, and the places where a value may come from.
+"""The settings of producers: their names and allowed values, and the sources of a value.
 
-The order of precedence: a keyword argument, a `ProducerSettings`, a query parameter of the URL, an environment variable
-(``QFLOW_`` and the name in capitals), the default.
+The first of these sources that has a value is used: a keyword argument, a `ProducerSettings`, a query parameter of the
+URL, an environment variable (``QFLOW_`` and the name in capitals), the default.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ __all__ = [
 ]
 
 
-# A comma that separates two URLs.
+# A comma between two URLs.
 _BETWEEN_URLS = re.compile(r"\s*,\s*(?=[A-Za-z][A-Za-z0-9+.-]*://)")
 
-# The prefix of environment variables that are settings.
+# Prefix of the environment variables with settings.
 _PREFIX = "QFLOW_"
-# How similar a variable's name must be to that of a setting to be reported as misspelt, from 0 to 1.
+# Minimum similarity, from 0 to 1, between the name of a variable and a setting to report the variable as misspelt.
 _SIMILAR = 0.8
 
-# Seconds of lateness that a sender with a rate may catch up.
+# If a sender with a rate is late, it may catch up this number of seconds.
 _CATCHES_UP = 0.05
 
 _URL = "amqp://guest:guest@localhost:5672/%2F"
@@ -57,11 +57,11 @@ _URL = "amqp://guest:guest@localhost:5672/%2F"
 class WhenFlowed(StrEnum):
     """What `send` does while the producer is flowed (D1)."""
 
-    #: Wait, at most for `max_producer_flow_control_wait`.
+    #: Wait for at most `max_producer_flow_control_wait`.
     BLOCK = "block"
     #: Raise `ProducerFlowed` immediately.
     RAISE = "raise"
-    #: Put the message into the outbox, to be sent later.
+    #: Put the message into the outbox, from which it is sent later.
     SPILL = "spill"
 
 
@@ -71,52 +71,52 @@ class OnDisconnect(StrEnum):
     #: They are sent again, in order and before new messages. Messages that may have arrived have the header
     #: ``x-qflow-republished``.
     REPUBLISH = "republish"
-    #: They are settled: *unknown* if they were written, otherwise *failed*.
+    #: They are settled. Their outcome is *unknown* if they were written, and otherwise *failed*.
     FAIL = "fail"
 
 
 class HostOrder(StrEnum):
-    """The order in which a producer tries its hosts, if `url` names several (E15)."""
+    """The order in which a producer tries its hosts, if `url` has several (E15)."""
 
     #: The order of `url`.
     GIVEN = "given"
-    #: A random order for each producer, so that many producers are spread over the hosts.
+    #: A random order for each producer, so that many producers are distributed over the hosts.
     SHUFFLED = "shuffled"
 
 
 class OnBlocked(StrEnum):
     """What a producer with several hosts does while the broker blocks its connection (E15)."""
 
-    #: It waits.
+    #: Wait.
     WAIT = "wait"
-    #: After `failover_delay` it connects to the next host, and sends the unsettled messages there.
+    #: After `failover_delay`, connect to the next host and send the unsettled messages there.
     FAILOVER = "failover"
 
 
 class OnRefused(StrEnum):
     """What happens to a message for which the broker has no room now."""
 
-    #: It is sent again after a pause, for at most `retry_for`.
+    #: Send it again after a pause, for at most `retry_for`.
     RETRY = "retry"
-    #: It is settled as *nacked* or *rejected*.
+    #: Settle it as *nacked* or *rejected*.
     FAIL = "fail"
 
 
 class OnOutboxFull(StrEnum):
     """What `send` does while the outbox has no room for the message."""
 
-    #: Wait, at most for `max_producer_flow_control_wait`, as while the producer is flowed.
+    #: Wait for at most `max_producer_flow_control_wait`, as while the producer is flowed.
     BLOCK = "block"
     #: Raise `OutboxFull` immediately.
     RAISE = "raise"
 
 
 class OutboxSynchronous(StrEnum):
-    """What the outbox survives."""
+    """The failure that messages in the outbox survive."""
 
-    #: The death of the process, whatever its cause.
+    #: A crash or kill of the process.
     NORMAL = "normal"
-    #: Also the death of the machine; every commit waits for the disk.
+    #: Also a crash of the machine. Each commit waits for the disk.
     FULL = "full"
 
 
@@ -131,8 +131,8 @@ def _capacity(text: str) -> int | str:
 def _comma_list(text: str) -> str | tuple[str, ...]:
     urls = _BETWEEN_URLS.split(text)
     for url in urls:
-        # A URL's password and query may contain commas. Any other comma separates list elements, and the element after
-        # it is not a URL.
+        # The password and the query of a URL may contain commas. Any other comma separates elements, and the element
+        # after it is not a URL.
         parts = urlsplit(url)
         if "," in parts.netloc.rpartition("@")[2] + parts.path:
             raise ValueError("a comma that no URL follows")
@@ -185,12 +185,12 @@ def _is_name(value: Any) -> bool:
         return False
 
 
-# How a text is parsed, what is allowed in words, and whether a value is.
+# A function that parses a text, a description of the allowed values, and a function that checks a value.
 _Rule = tuple[Callable[[str], Any], str, Callable[[Any], bool]]
 
 
 def _whole(unit: str, none: str = "") -> _Rule:
-    """A whole number from 1 on, or ``None`` if there are words for it."""
+    """Return the rule for a whole number from 1. ``None`` is allowed if `none` describes it."""
 
     def is_allowed(value: Any) -> bool:
         return (value is None and none != "") or (_is_int(value) and value >= 1)
@@ -200,7 +200,7 @@ def _whole(unit: str, none: str = "") -> _Rule:
 
 
 def _number(unit: str, none: str = "", *, or_0: bool = False) -> _Rule:
-    """A number above 0, or from 0 on, or ``None`` if there are words for it."""
+    """Return the rule for a number above 0, or from 0. ``None`` is allowed if `none` describes it."""
 
     def is_allowed(value: Any) -> bool:
         return (value is None and none != "") or (_is_number(value) and (value > 0 or (or_0 and value == 0)))
@@ -219,7 +219,7 @@ _NAME: _Rule = (str, "a str of at most 255 bytes", _is_name)
 
 
 class SettingsKeywords(TypedDict, total=False):
-    """The settings of `ProducerSettings` except ``url``, as keywords of a producer; for type checkers and editors."""
+    """The settings of `ProducerSettings` except ``url`` as keywords, for type checkers and editors."""
 
     exchange: str
     routing_key: str
@@ -270,86 +270,86 @@ class ProducerSettings:
     """All settings of a producer.
 
     Attributes:
-        url: ``amqp://`` or ``amqps://`` URL of the broker, or several, which are tried in turn. Query parameters that
-            are not settings are passed to pika (``heartbeat``, ``socket_timeout``, ``ssl_options``, …).
-        exchange: the default exchange of `send`; ``""`` is the broker's default exchange.
-        routing_key: the default routing key of `send`.
-        capacity: the limit of unsettled messages (C6). With ``"auto"`` the producer finds the smallest window that
-            keeps its throughput, from the latency of the confirms.
-        capacity_max: the upper limit of ``"auto"`` (C6); without effect on a number.
-        capacity_bytes: the most body bytes of unsettled messages. A larger message is admitted alone. ``None`` for no
-            limit.
-        max_producer_flow_control_wait: seconds that a `send` may stay blocked; ``None`` for no limit, 0 to raise
-            immediately (A4).
-        when_flowed: what `send` does while the producer is flowed: ``"block"``, ``"raise"`` or ``"spill"`` (D1). To
-            spill means to put the message into the `outbox`, from which it is sent later, in order.
-        confirms: ask the broker for publisher confirms. Without confirms, a receipt has the outcome ``sent`` when the
-            message is written.
-        mandatory: let the broker return messages that no queue takes, so that they are not silently lost. Returned
-            messages are recognised by their message ids, so ``None`` means the value of `message_ids`. `is_mandatory`
-            is the resulting value.
-        message_ids: assign a message id to every message without one.
-        rate: the most messages per second, on average; ``None`` for no limit (F2 F6).
-        rate_burst: how many messages may pass without a pause after an idle time. ``None`` allows as many as the rate
-            gives in 50 ms, so that a sender that wakes up late catches up.
-        max_unwritten_bytes: the most bytes that may be admitted and not yet written. Above it the producer is held by
-            ``transport``.
-        max_failed_bytes: the most bytes of failed receipts that are kept for `flush` and `close`, because the
-            application has not looked at them. Each uses the size of its body and 512 bytes. Above the limit the oldest
-            are dropped, and `UndeliveredMessages.dropped` has their number. Messages that fail together are all kept,
-            and so are failures after `close` was called.
-        max_flow_events: the most flow events that wait for one slow reader of ``flow_events()``, or for one slow
-            ``on_flow`` callback. Above it the oldest are dropped, and a warning gives their number.
+        url: ``amqp://`` or ``amqps://`` URL of the broker. Several URLs are tried one after the other. Query parameters
+            that are not settings are passed to pika (``heartbeat``, ``socket_timeout``, ``ssl_options``, …).
+        exchange: default exchange of `send`. ``""`` is the default exchange of the broker.
+        routing_key: default routing key of `send`.
+        capacity: maximum number of unsettled messages (C6). With ``"auto"`` the producer measures the latency of
+            confirms, and finds the smallest window with maximum throughput.
+        capacity_max: maximum window of ``capacity="auto"`` (C6). It has no effect on a fixed capacity.
+        capacity_bytes: maximum body bytes of unsettled messages. A larger message is admitted only alone. ``None`` for
+            no limit.
+        max_producer_flow_control_wait: maximum seconds that a call of `send` waits while the producer is flowed;
+            ``None`` for no limit, 0 to raise an error immediately (A4).
+        when_flowed: what `send` does while the producer is flowed: ``"block"``, ``"raise"`` or ``"spill"`` (D1). With
+            ``"spill"`` it puts the message into the `outbox`, from which the message is sent later, in order.
+        confirms: whether to use publisher confirms. Without confirms, the outcome of a message is ``sent`` when it is
+            written.
+        mandatory: whether the broker returns messages that no queue receives, so that they are not lost silently.
+            Returned messages are recognised by their message ids, so ``None`` means the value of `message_ids`.
+            `is_mandatory` is the resulting value.
+        message_ids: whether to assign a message id to each message without one.
+        rate: maximum messages per second, on average; ``None`` for no limit (F2 F6).
+        rate_burst: number of messages that may be sent without a pause after an idle time. ``None`` for the number of
+            messages in 50 ms at this rate, so that a sender that wakes up late can catch up.
+        max_unwritten_bytes: maximum bytes of admitted messages that are not written yet. If there are more, the
+            producer has a hold of kind ``transport``.
+        max_failed_bytes: maximum bytes of failed receipts that are kept for `flush` and `close`, because the
+            application has not seen them. A receipt counts with the size of its body plus 512 bytes. If there are more,
+            the oldest ones are dropped, and `UndeliveredMessages.dropped` has their number. Messages that fail
+            together, and messages that fail after the call of `close`, are all kept.
+        max_flow_events: maximum number of flow events that wait for a slow reader of ``flow_events()`` or a slow
+            ``on_flow`` callback. If there are more, the oldest ones are dropped, and a warning has their number.
         flow_control_wait_notify_period: seconds between two notices that calls of `send` still wait.
-        connect_timeout: seconds that connecting to one host may take, including TLS, authentication and opening the
+        connect_timeout: maximum seconds to connect to a host, including TLS, authentication and the opening of the
             channel.
-        connect_in_background: make the producer without waiting for the broker (E12). It is ``disconnected`` at first,
-            and tries all hosts repeatedly, as after a lost connection. With an outbox and ``when_flowed="spill"`` it
-            accepts messages immediately.
-        close_timeout: the default timeout of `close`, and of the end of a ``with`` block, in seconds. It is limited by
-            `max_producer_flow_control_wait` (E12). ``None`` for that limit only.
-        on_disconnect: ``"republish"`` or ``"fail"``: what happens to unsettled messages when the connection is lost and
-            restored.
-        reconnect_timeout: seconds after a loss during which the producer tries to reconnect before it ends; ``None``
-            for no limit, 0 to end when its first connection is lost.
-        reconnect_delay: seconds before the first try to reconnect. Each further pause, after all hosts were tried, is
-            twice as long.
-        reconnect_delay_max: the longest pause in seconds. If a connection stays open for less than this time, the
-            pauses continue to grow, and no message is suspected as the cause of the loss.
-        reconnect_jitter: the largest random extension of a pause, as a part of it; 0 for none. So the clients of a
-            broker do not all reconnect at the same time. It applies to the pauses after refusals, too.
-        host_order: ``"given"`` or ``"shuffled"``: the order in which the hosts are tried, if `url` names several (E15).
-        on_blocked: ``"wait"`` or ``"failover"``: what happens while the broker blocks the connection
-            (``Connection.Blocked``), if `url` names several hosts (E15).
-        failover_delay: seconds that a connection may stay blocked before the producer connects to the next host. If
-            that host blocks, too, each further round over the hosts takes twice as long.
-        return_to_first: seconds for which the first host has to answer before a producer that is connected to another
-            host returns to it (E15). The first host is probed four times in this period. If it then loses the producer
-            within this time, the next wait is twice as long. ``None`` for no return.
-        liveness: seconds that the broker may send nothing while it owes confirms (E15). After that the producer sends a
-            probe. If nothing comes for another half of this time, it ends the connection and tries the next host first.
-            ``None`` to rely on heartbeats.
-        on_refused: ``"retry"`` or ``"fail"``: what happens to a message that the broker refuses because it has no room.
-        retry_for: seconds after its first refusal during which such a message is sent again; after that it is settled.
-        delivery_timeout: seconds after its admission when a message is settled if it is still unsettled. It is not sent
-            any more then. ``None`` for never.
-        retry_delay: seconds before the first probe; each further pause is twice as long.
-        retry_delay_max: the longest pause in seconds.
-        outbox: path of a file in which admitted messages are kept until they are settled, so that the death of the
-            process loses none; ``None`` for no outbox. Messages of an earlier producer are sent first. Only one
-            producer at a time may use it.
-        outbox_max_bytes: the most bytes of messages in the outbox.
-        outbox_max_age: seconds after which a message that waits on disk is settled instead of sent; ``None`` for no
-            limit.
-        outbox_full: ``"block"`` or ``"raise"``: what `send` does while the outbox has no room.
-        outbox_synchronous: what the messages in the outbox survive. ``"normal"``: the death of the process, whatever
-            its cause. ``"full"``: also the death of the machine; every commit waits for the disk.
-        outbox_keep_undelivered: keep a message in the outbox if the broker refuses it, or if it is too old. Its receipt
-            has the outcome ``stored`` and the reason. The next producer on that outbox sends it again, unless it is
-            still too old. Without this setting its receipt has the failure, and the message is deleted from the outbox.
-        tracing: make an OpenTelemetry span of every message, and put its context into the message's headers. Metrics
-            need no setting.
-        name: the name in flow events, in logs and in the broker's management.
+        connect_in_background: whether to create the producer without waiting for the broker (E12). The producer is
+            ``disconnected`` at first, and tries all hosts repeatedly, as after a lost connection. With an outbox and
+            ``when_flowed="spill"`` it accepts messages immediately.
+        close_timeout: default timeout in seconds of `close`, and of the end of a ``with`` block.
+            `max_producer_flow_control_wait` also limits this time (E12). ``None`` for only this limit.
+        on_disconnect: what happens to unsettled messages when the connection is lost and restored: ``"republish"`` or
+            ``"fail"``.
+        reconnect_timeout: seconds for which the producer tries to reconnect after a loss. Then it ends. ``None`` for no
+            limit, 0 to end when the first connection is lost.
+        reconnect_delay: seconds before the first try to reconnect. There is a pause after all hosts were tried. Each
+            further pause is twice as long.
+        reconnect_delay_max: maximum pause in seconds. If a connection is lost within this time, the pauses continue to
+            grow, and no message is suspected as the cause of the loss.
+        reconnect_jitter: maximum random extension of a pause, as a part of the pause; 0 for none. With it, the clients
+            of a broker do not reconnect all at the same time. It also applies to the pauses after refusals.
+        host_order: order in which the hosts are tried, if `url` has several: ``"given"`` or ``"shuffled"`` (E15).
+        on_blocked: what happens while the broker blocks the connection (``Connection.Blocked``), if `url` has several
+            hosts: ``"wait"`` or ``"failover"`` (E15).
+        failover_delay: if a connection is blocked for this number of seconds, the producer connects to the next host.
+            If all hosts block, each further round takes twice as long.
+        return_to_first: if the first host answers for this number of seconds, a producer with another host returns to
+            it (E15). The first host is probed four times in this period. If the connection is then lost within this
+            time, the next wait is twice as long. ``None`` for no return.
+        liveness: if confirms are missing and the broker sends nothing for this number of seconds, the producer sends a
+            probe (E15). If nothing comes for another half of this time, it ends the connection and tries the next host
+            first. ``None`` to use only heartbeats.
+        on_refused: what happens to a message that the broker refuses because it has no room: ``"retry"`` or ``"fail"``.
+        retry_for: seconds after the first refusal for which such a message is sent again. Then it is settled.
+        delivery_timeout: if a message is unsettled this number of seconds after its admission, it is settled and not
+            sent any more. ``None`` for no limit.
+        retry_delay: seconds before the first retry. Each further pause is twice as long.
+        retry_delay_max: maximum pause in seconds.
+        outbox: path of a file that keeps admitted messages until they are settled, so that a crash of the process loses
+            no message; ``None`` for no outbox. Messages of an earlier producer are sent first. Only one producer at a
+            time may use the file.
+        outbox_max_bytes: maximum bytes of messages in the outbox.
+        outbox_max_age: seconds after which a message that waits on disk is settled and not sent; ``None`` for no limit.
+        outbox_full: what `send` does while the outbox has no room: ``"block"`` or ``"raise"``.
+        outbox_synchronous: the failure that messages in the outbox survive. With ``"normal"`` this is a crash or kill
+            of the process. With ``"full"`` it is also a crash of the machine, and each commit waits for the disk.
+        outbox_keep_undelivered: whether to keep a message in the outbox if the broker refuses it or if it is too old.
+            Its outcome is then ``stored``, with the reason. The next producer with this outbox sends the message again,
+            unless it is still too old. Without this setting the receipt has the failure, and the message is deleted
+            from the outbox.
+        tracing: whether to create an OpenTelemetry span for each message, and to add its context to the message's
+            headers. Metrics need no setting.
+        name: name of the producer in flow events, in logs and in the broker's management.
 
     Raises:
         SettingsError: a value is not allowed.
@@ -412,13 +412,13 @@ class ProducerSettings:
     outbox_keep_undelivered: bool = _setting(False, *_BOOL)
     tracing: bool = _setting(False, *_BOOL)
     name: str = _setting("producer", *_NAME)
-    #: The absolute path of the outbox, resolved when the settings are made; ``None`` without an outbox.
+    #: The absolute path of the outbox, computed when the settings are created; ``None`` without an outbox.
     outbox_path: str | None = field(init=False, repr=False, compare=False)
-    # The names of the settings that were given explicitly, whatever their values.
+    # The names of the explicitly given settings, whatever their values are.
     _given: frozenset[str] = field(init=False, repr=False, compare=False)
 
     def __new__(cls, **arguments: Any) -> ProducerSettings:
-        """Record which settings are given explicitly. Only those take precedence over the URL and the environment."""
+        """Record the explicitly given settings. Only these have precedence over the URL and the environment."""
         self = object.__new__(cls)
         object.__setattr__(self, "_given", frozenset(arguments))
         return self
@@ -436,7 +436,7 @@ class ProducerSettings:
             object.__setattr__(self, name, value)
         object.__setattr__(self, "url", self.url if isinstance(self.url, str) else tuple(self.url))
         object.__setattr__(self, "outbox", None if self.outbox is None else os.fspath(self.outbox))
-        # Resolved once, here, because the process may change its working directory. `outbox` stays as it was given.
+        # Compute the absolute path now, because the process may change its working directory. `outbox` stays unchanged.
         path = None if self.outbox is None else os.path.abspath(self.outbox)  # noqa: PTH100  # keeps links
         object.__setattr__(self, "outbox_path", path)
         if self.capacity == "auto" and not self.confirms:
@@ -476,14 +476,14 @@ class ProducerSettings:
             raise SettingsError(f"outbox={self.outbox!r} with {lacking}=False: {why}; leave {lacking} on")
 
     def replace(self, **changes: Any) -> Self:
-        """Return a copy with some settings changed.
+        """Return a copy with changed settings.
 
-        Only settings that were given, here or before, are explicit in the copy.
+        In the copy, the changes and the settings that were explicit before are explicit.
 
-        `dataclasses.replace` passes every setting, so all are explicit in its copy.
+        `dataclasses.replace` passes all settings, so all settings are explicit in its copy.
 
         Args:
-            changes: settings by name.
+            changes: new values by name of the setting.
 
         Raises:
             SettingsError: a value is not allowed.
@@ -496,22 +496,22 @@ class ProducerSettings:
 
     @property
     def is_mandatory(self) -> bool:
-        """Whether the broker has to return messages that no queue takes."""
+        """Whether the broker returns messages that no queue receives."""
         return self.message_ids if self.mandatory is None else self.mandatory
 
     @property
     def burst(self) -> int:
-        """How many messages may pass without a pause after an idle time, if there is a `rate`."""
+        """Number of messages that may be sent without a pause after an idle time, if there is a `rate`."""
         return self.rate_burst or max(1, int((self.rate or 0) * _CATCHES_UP))
 
     @property
     def keeps_undelivered(self) -> bool:
-        """Whether there is an outbox that keeps messages that are not delivered."""
+        """Whether an outbox keeps undelivered messages."""
         return self.outbox is not None and self.outbox_keep_undelivered
 
     @property
     def urls(self) -> tuple[str, ...]:
-        """The hosts to try, each as a URL without the query parameters that are settings."""
+        """The URLs of the hosts, without query parameters that are settings."""
         return tuple(_split_url(url)[0] for url in _urls(self.url))
 
     def __repr__(self) -> str:
@@ -532,17 +532,17 @@ class ProducerSettings:
         environ: Mapping[str, str] | None = None,
         **keywords: Any,
     ) -> ProducerSettings:
-        """Collect the settings from all places, each from the first place that has it.
+        """Collect the settings from all sources. Each setting comes from the first source that has it.
 
         Args:
-            url: the URL, as in the setting; ``None`` if not given.
-            settings: settings for all that the keywords do not give.
-            environ: the environment; by default that of the process.
+            url: value of the setting ``url``; ``None`` if it is not given.
+            settings: settings that the keywords do not override.
+            environ: environment variables. The default is the environment of the process.
             keywords: settings by name.
 
         Raises:
             SettingsError: a value is not allowed, or a name is not a setting.
-            TypeError: `settings` is of another type.
+            TypeError: `settings` has another type.
         """
         check_argument(
             "settings", settings, settings is None or isinstance(settings, cls), "a ProducerSettings or None"
@@ -560,7 +560,7 @@ class ProducerSettings:
         _warn_of_misspelt(environ)
         values: dict[str, Any] = {}
         for name, setting in known.items():
-            # An empty variable is treated as not set, because deployments clear variables that way.
+            # Treat an empty variable as missing, because deployments clear variables in this way.
             if text := environ.get(variable(name)):
                 values[name] = _parse(variable(name), text, setting.metadata)
         explicit = {} if settings is None else {name: getattr(settings, name) for name in settings._given}
@@ -578,7 +578,7 @@ class ProducerSettings:
 _SETTINGS = {setting.name: setting for setting in fields(ProducerSettings) if setting.metadata}
 HARMLESS.update(_SETTINGS.keys() - {"url"})
 
-# Variables that are not settings and were checked for a misspelt name.
+# Variables that are not settings, and whose names were already checked.
 _examined: set[str] = set()
 
 
@@ -588,7 +588,7 @@ def variable(name: str) -> str:
 
 
 def _warn_of_misspelt(environ: Mapping[str, str]) -> None:
-    """Warn once of each variable whose name is similar to a setting. Other programs may use ``QFLOW_``, too."""
+    """Warn once of each variable with a name similar to a setting. Other programs may also use ``QFLOW_``."""
     known = {variable(name) for name in _SETTINGS}
     for name in environ:
         if name.upper().startswith(_PREFIX) and name not in known and name not in _examined:
@@ -603,10 +603,10 @@ def _warn_of_misspelt(environ: Mapping[str, str]) -> None:
 
 
 def check_setting(name: str, value: Any) -> None:
-    """Reject a value that a setting cannot have.
+    """Check the value of a setting.
 
     Raises:
-        SettingsError: the text contains the setting, the value and the allowed values.
+        SettingsError: the value is not allowed. The text contains the setting, the value and the allowed values.
     """
     metadata = _SETTINGS[name].metadata
     if not metadata["check"](value):
@@ -614,21 +614,21 @@ def check_setting(name: str, value: Any) -> None:
 
 
 def check_argument(name: str, value: object, is_allowed: bool, allowed: str) -> None:
-    """Reject an argument that is not a setting.
+    """Check an argument that is not a setting.
 
     Raises:
-        TypeError: the text contains the argument, the value and the allowed values.
+        TypeError: the value is not allowed. The text contains the argument, the value and the allowed values.
     """
     if not is_allowed:
         raise TypeError(f"{name}={shown(value)}: it must be {allowed}")
 
 
 def check_timeout(timeout: object) -> None:
-    """Reject a timeout that is not a number. A negative timeout has already expired.
+    """Check that a timeout is a number or ``None``. A negative timeout is allowed, and has already expired.
 
     Raises:
-        TypeError: it has another type than a number, and is not ``None``.
-        ValueError: it is NaN.
+        TypeError: the timeout has another type.
+        ValueError: the timeout is NaN.
     """
     if timeout is None:
         return
@@ -639,7 +639,7 @@ def check_timeout(timeout: object) -> None:
 
 
 def _query_settings(url: str | Sequence[str]) -> dict[str, Any]:
-    """Return the settings in the queries of the URLs, each from the first URL that has it. All of them are checked."""
+    """Return the settings in the queries of URLs, each from the first URL that has it. Check all values."""
     values: dict[str, Any] = {}
     for each in reversed(_urls(url)):
         for name, text in _split_url(each)[1]:
@@ -648,7 +648,7 @@ def _query_settings(url: str | Sequence[str]) -> dict[str, Any]:
 
 
 def _parse(place: str, text: str, metadata: Mapping[str, Any]) -> Any:
-    # The error must have no context, because the texts of `int` and `urlsplit` repeat the value.
+    # The error must have no context, because error texts of `int` and `urlsplit` contain the value.
     with suppress(ValueError):
         value = metadata["parse"](text)
         if metadata["check"](value):
@@ -669,7 +669,7 @@ def _refused(name: str, value: Any, allowed: str) -> SettingsError:
 
 
 def _lacking(url: str) -> str:
-    """Return what is wrong with the host or the virtual host of a URL; empty if they are valid."""
+    """Return the error in the host or the virtual host of a URL. The text is empty if both are valid."""
     with suppress(ValueError):
         parts = urlsplit(url)
         if parts.scheme.lower() in ("amqp", "amqps") and not parts.hostname:
@@ -686,8 +686,8 @@ def _urls(value: Any) -> tuple[str, ...]:
 
 def _is_url(url: str) -> bool:
     try:
-        # The port is read because it is parsed only then. A # begins a fragment, which has no meaning here and is
-        # usually a part of the password. An @ in the path is usually the end of a password that contains a /.
+        # Read the port, because urlsplit parses it only on access. A # begins a fragment, which has no meaning here and
+        # is usually a part of the password. An @ in the path is usually the end of a password that contains a /.
         is_amqp = url.lower().startswith(("amqp://", "amqps://"))
         return is_amqp and urlsplit(url).port != 0 and "#" not in url and is_clear(url) and not _lacking(url)
     except ValueError:
@@ -695,7 +695,7 @@ def _is_url(url: str) -> bool:
 
 
 def _split_url(url: str) -> tuple[str, list[tuple[str, str]]]:
-    """Return a URL without the query parameters that are settings, and these parameters."""
+    """Split a URL into the URL without settings in the query, and these settings."""
     parts = urlsplit(url)
     names = _SETTINGS.keys() - {"url"}
     ours: list[tuple[str, str]] = []

@@ -1,9 +1,9 @@
-"""OpenTelemetry: the metrics of producers, and the spans of messages.
+"""OpenTelemetry metrics of producers, and spans of messages.
 
-Metrics are read from the producers when they are collected. An `Observer` keeps the durations of messages and their
-counts by destination. A producer has an observer only while an SDK can collect the metrics, or while it traces. So
-without an SDK there is no work for a message. Only opentelemetry-api is needed, and only in processes that make a
-producer.
+Most metrics are read from the producers at each collection. An `Observer` measures the durations of messages and counts
+them by destination. A producer uses its observer only while an SDK can collect metrics, or while it traces messages. So
+without an SDK there is no work for a message. The module needs only opentelemetry-api, and only in processes that
+create a producer.
 """
 
 from __future__ import annotations
@@ -44,17 +44,17 @@ __all__ = [
     "watch",
 ]
 
-#: The semantic conventions of the names and attributes. The conventions for messaging are in development.
+#: The version of the semantic conventions for names and attributes. The conventions for messaging are in development.
 SCHEMA_URL = "https://opentelemetry.io/schemas/1.44.0"
 
-#: The most destinations of a producer that are counted separately. Further destinations are counted without a name,
-#: because there may be as many routing keys as messages.
+#: Maximum number of destinations of a producer that are counted separately. Further destinations are counted together,
+#: because each message may have another routing key.
 MAX_DESTINATIONS = 32
 
-# Seconds between two records for the same destination and outcome, because recording costs more than sending.
+# Seconds between two records for the same destination and outcome, because a record costs more than a message.
 _RECORD_PERIOD = 0.01
 
-# The buckets of the conventions, in seconds.
+# The buckets of the semantic conventions in seconds.
 _BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0)
 
 _OPERATION = {"messaging.operation.name": "send", "messaging.operation.type": "send"}
@@ -81,7 +81,7 @@ class _Line(Protocol):
 
 
 class _Watched(Protocol):
-    """The parts of a producer's protocol that are read."""
+    """The parts of a producer's protocol that this module reads."""
 
     gate: Gate
     window: WindowLimiter
@@ -103,17 +103,17 @@ class _Watched(Protocol):
 
 
 def _version() -> str:
-    # Imported dynamically: the package's `__init__` refers to all modules, and no lower module refers to it.
+    # Import the package dynamically, because modules must not import `__init__`, which refers to all modules.
     return str(import_module("qflow_client").__version__)
 
 
 def destination_name(exchange: str, routing_key: str) -> str:
-    """Return ``messaging.destination.name`` of a published message, by the conventions for RabbitMQ."""
+    """Return ``messaging.destination.name`` of a message, according to the conventions for RabbitMQ."""
     return ":".join(filter(None, (exchange, routing_key))) or "amq.default"
 
 
 def peer_of(sock: Any) -> tuple[str, int] | None:
-    """Return the address and the port at the other end of a socket; ``None`` if it is not connected."""
+    """Return the remote address and port of a socket, or ``None`` if it is not connected."""
     try:
         address, port = sock.getpeername()[:2]
     except (OSError, ValueError):
@@ -130,13 +130,13 @@ def _server(url: str) -> dict[str, Any]:
 
 
 class _Span:
-    """The span of a message, until it has ended."""
+    """The span of a message that is not settled."""
 
     __slots__ = ("fresh", "span")
 
     def __init__(self, span: Span) -> None:
         self.span: Span | None = span
-        # Whether the message is still to be passed to `send`; if it is passed again, it is another message.
+        # Whether the message was not passed to `send` yet. If it is passed again, it is another message.
         self.fresh = True
 
 
@@ -149,39 +149,39 @@ class _Traced(Message):
 
 
 class Observer:
-    """Observes the messages of one producer. The protocol calls it, one call at a time.
+    """Observes the messages of one producer. The protocol makes one call at a time.
 
     Args:
-        protocol: the producer's.
-        name: the producer's.
-        url: of the broker.
-        histogram: receives the durations.
+        protocol: protocol of the producer.
+        name: name of the producer.
+        url: URL of the broker.
+        histogram: histogram for the durations.
     """
 
     def __init__(self, protocol: _Watched, name: str, url: str, histogram: Histogram) -> None:
         self.protocol = protocol
-        #: The attributes of the producer in every metric.
+        #: The attributes of the producer in all metrics.
         self.attributes: dict[str, Any] = {"messaging.system": "rabbitmq", "qflow.producer.name": name} | _server(url)
-        #: When each unsettled message was passed to `send`, in seconds, by its number.
+        #: The time in seconds when each unsettled message was passed to `send`, by its number.
         self.began: dict[int, float] = {}
-        #: Settled messages by destination and outcome. The destination is ``None`` for messages that are not counted
-        #: separately.
+        #: Number of settled messages by destination and outcome. The destination is ``None`` for destinations that are
+        #: counted together.
         self.counts: dict[tuple[str | None, Outcome], int] = {}
         self._histogram = histogram
         # Destination names by exchange and routing key.
         self._destinations: dict[tuple[str, str], str] = {}
-        # The longest durations that are not recorded yet, and when durations were last recorded.
+        # The maximum durations that are not recorded yet, and the time of the last record.
         self._durations: dict[tuple[str | None, Outcome], float] = {}
         self._recorded_at = 0.0
-        # Spans to be ended: the span, the receipt, the time in nanoseconds since 1970, and the last attributes.
+        # Spans to end: the span, the receipt, the time in nanoseconds since 1970, and the last attributes.
         self._spans: deque[tuple[Span, Receipt, int, Mapping[str, Any]]] = deque()
-        #: Makes the spans of messages; ``None`` without spans.
+        #: Creates the spans of messages; ``None`` if messages are not traced.
         self.tracer: Tracer | None = None
-        #: The address and the port of the present or last connection; ``None`` before the first.
+        #: The remote address and port of the present or last connection; ``None`` before the first connection.
         self.peer: tuple[str, int] | None = None
 
     def destination(self, exchange: str, routing_key: str) -> str | None:
-        """Return the name of a destination; ``None`` if there are too many."""
+        """Return the name of a destination, or ``None`` if there are too many destinations."""
         name = self._destinations.get((exchange, routing_key))
         if name is None and len(self._destinations) < MAX_DESTINATIONS:
             name = self._destinations[exchange, routing_key] = destination_name(exchange, routing_key)
@@ -200,7 +200,7 @@ class Observer:
         """Record receipts that were settled together.
 
         Args:
-            receipts: the receipts, in the order of admission.
+            receipts: receipts in the order of admission.
             now: seconds.
         """
         forget = self.began.pop
@@ -227,11 +227,11 @@ class Observer:
                 self._end_span_of(receipt._payload, receipt, at)
 
     def spilled(self, payload: bytes | Message, receipt: Receipt) -> None:
-        """End the span of a message that was put into the outbox. A later send reads another object from there.
+        """End the span of a message that was put into the outbox. The outbox later returns another object for it.
 
         Args:
-            payload: the payload that the application sent.
-            receipt: its receipt.
+            payload: the payload that the application has passed.
+            receipt: receipt of the message.
         """
         self._end_span_of(payload, receipt, time.time_ns(), spilled=True)
 
@@ -246,21 +246,21 @@ class Observer:
             payload.trace.span = None
 
     def _count(self, first: Receipt, count: int, began: float | None, now: float) -> None:
-        """Count receipts with the same outcome; the first of them is the oldest."""
-        # Alerts use the undelivered messages, also those that stay in the outbox.
+        """Count receipts with the same outcome. `first` is the oldest one."""
+        # Count undelivered messages even if they stay in the outbox, because alerts use this number.
         outcome = first._undelivered or first._outcome
         assert outcome is not None
         key = self.destination(first.exchange, first.routing_key), outcome
         self.counts[key] = self.counts.get(key, 0) + count
-        # The start is unknown if the message was sent before observation began.
+        # If the message was sent before the observation, its start is unknown.
         if began is not None and now - began > self._durations.get(key, -1.0):
             self._durations[key] = now - began
 
     def record(self, *, now: float | None = None) -> None:
-        """Record durations if it is time to, and end spans. Any thread may call this, without the producer's lock.
+        """Record durations if enough time has passed, and end spans. Any thread may call this, without a lock.
 
         Args:
-            now: seconds; ``None`` to record all durations.
+            now: seconds. ``None`` to record all durations now.
         """
         if self._durations and (now is None or now - self._recorded_at >= _RECORD_PERIOD):
             if now is not None:
@@ -273,12 +273,12 @@ class Observer:
             try:
                 span, receipt, at, attributes = self._spans.popleft()
             except IndexError:
-                # Another thread has done it.
+                # Another thread has taken the last entry.
                 return
             self._give(partial(_end_span, span, receipt, at, attributes))
 
     def _give(self, call: Callable[[], object]) -> None:
-        """Call the SDK. Its errors must not reach the sender or the connection."""
+        """Call the SDK, and keep its errors away from the sender and the connection."""
         try:
             call()
         except Exception as error:
@@ -309,10 +309,10 @@ def _fail_span(span: Span, kind: str, words: str) -> None:
 
 
 class Tracer:
-    """Makes the spans of a producer's messages.
+    """Creates the spans of a producer's messages.
 
     Args:
-        observer: ends the spans.
+        observer: the observer, which ends the spans.
     """
 
     def __init__(self, observer: Observer) -> None:
@@ -324,7 +324,7 @@ class Tracer:
         self._propagate = propagate
 
     def wants(self, message: object) -> bool:
-        """Return True if a message that was passed to `send` still needs a span from `span`."""
+        """Return True if a message that was passed to `send` has no span yet."""
         if type(message) is not _Traced or not message.trace.fresh:
             return True
         message.trace.fresh = False
@@ -334,13 +334,8 @@ class Tracer:
     def span(self, payload: bytes | Message, exchange: str, routing_key: str) -> Iterator[Message]:
         """Run a block in which a message may be admitted.
 
-        Args:
-            payload: the message.
-            exchange: its exchange.
-            routing_key: its routing key.
-
         Yields:
-            The message with its span, and with the span's context in its headers.
+            The message with its span. Its headers have the context of the span.
         """
         headers: Mapping[str, Any] = payload.headers or {} if isinstance(payload, Message) else {}
         observer, trace = self._observer, self._trace
@@ -350,7 +345,7 @@ class Tracer:
             attributes["messaging.rabbitmq.destination.routing_key"] = routing_key
         if isinstance(payload, Message) and payload.correlation_id is not None:
             attributes["messaging.message.conversation_id"] = payload.correlation_id
-        # A context that the application has put there belongs to the message's creation. It stays, and is linked.
+        # If the application has added a context, it belongs to the creation of the message. Keep it, and link to it.
         created = [name for name in self._propagate.get_global_textmap().fields if name in headers]
         links = []
         if created:
@@ -374,13 +369,13 @@ class Tracer:
         except BaseException as error:
             message.trace.span = None
             if getattr(error, "message", None) is message:
-                # The application gets the message that it passed.
+                # The error contains the message that the application has passed.
                 error.message = payload  # type: ignore[attr-defined]  # a ProducerFlowed or ProducerClosed
             if span.is_recording():
                 _fail_span(span, type(error).__name__, str(error))
             span.end()
             raise
-        # The span of a spilled message is to be ended, and no other call may come for a while.
+        # End the span of a spilled message now, because the next call may come much later.
         observer.record(now=_monotonic())
 
 
@@ -395,7 +390,7 @@ def _with_span(payload: bytes | Message, span: Span, headers: Mapping[str, Any])
     return message
 
 
-# Metrics that are read on collection.
+# Metrics that are read at each collection.
 
 _Point = tuple[float, Mapping[str, Any]]
 _Read = Callable[[Observer], Iterable[_Point]]
@@ -403,7 +398,7 @@ _Read = Callable[[Observer], Iterable[_Point]]
 
 def _sent(observer: Observer) -> Iterator[_Point]:
     for (destination, outcome), count in tuple(observer.counts.items()):
-        # A message that was never written was not sent.
+        # A failed message was never written, so it was not sent.
         if outcome is not Outcome.FAILED:
             yield count, observer.operation(destination, outcome)
 
@@ -451,8 +446,8 @@ def _unsettled(observer: Observer) -> Iterator[_Point]:
 
 
 def _in_flight(observer: Observer) -> Iterator[_Point]:
-    # Read without the producer's lock, so that neither waits for the other. The values may be inconsistent for a
-    # moment.
+    # Read without the producer's lock, so that the producer and the collection do not wait for each other. The values
+    # may be inconsistent for a moment.
     yield max(0, observer.protocol.in_flight), observer.attributes
 
 
@@ -462,7 +457,7 @@ def _waiting(observer: Observer) -> Iterator[_Point]:
 
 _MESSAGES = "{message}"
 
-# Name, unit, description, and function to read. These counts never decrease, even when a producer is closed.
+# Name, unit, description and read function of counters. The counts never decrease, even when a producer is closed.
 _COUNTERS: tuple[tuple[str, str, str, _Read], ...] = (
     ("messaging.client.sent.messages", _MESSAGES, "Messages that were written and are settled", _sent),
     ("qflow.producer.settled", _MESSAGES, "Messages by how they ended", _settled),
@@ -471,7 +466,7 @@ _COUNTERS: tuple[tuple[str, str, str, _Read], ...] = (
     ("qflow.producer.flowed.time", "s", "Time for which the producer was held, by kind of hold", _flowed_time),
 )
 
-# The same fields; these values end with the producer.
+# The same fields of gauges. Their values end with the producer.
 _GAUGES: tuple[tuple[str, str, str, _Read], ...] = (
     ("qflow.producer.holds", "{hold}", "Holds that are on the producer, by kind", _holds),
     ("qflow.producer.capacity", _MESSAGES, "The most unsettled messages there may be", _capacity),
@@ -491,18 +486,18 @@ def _add(series: _Series, points: Iterable[_Point]) -> None:
 
 
 class _Metrics:
-    """The instruments of this process, and the observers from which they read."""
+    """The instruments of this process, and the observers that they read."""
 
     def __init__(self) -> None:
         from opentelemetry import metrics
 
         self._api = metrics
-        # Reentrant, because the garbage collector can end a producer at any point in here.
+        # Reentrant, because the garbage collector may end a producer while this thread has the lock.
         self._lock = threading.RLock()
         self._observers: set[Observer] = set()
-        # The counts of producers that are gone, by instrument.
+        # The counts of ended producers, by instrument.
         self._past: dict[str, _Series] = {name: {} for name, _, _, _ in _COUNTERS}
-        # These are proxies until the application sets a provider.
+        # The instruments are proxies until the application sets a provider.
         meter = metrics.get_meter("qflow_client", _version(), schema_url=SCHEMA_URL)
         for name, unit, words, read in _COUNTERS:
             meter.create_observable_counter(name, [self._callback(read, self._past[name])], unit, words)
@@ -514,17 +509,17 @@ class _Metrics:
                 "messaging.client.operation.duration", "s", words, explicit_bucket_boundaries_advisory=_BUCKETS
             )
         except TypeError:
-            # With an older API only the application can choose the buckets.
+            # In older versions of the API only the application can set the buckets.
             self.histogram = meter.create_histogram("messaging.client.operation.duration", "s", words)
 
     def _callback(self, read: _Read, past: _Series) -> Callable[[CallbackOptions], list[Observation]]:
         def observe(_options: CallbackOptions) -> list[Observation]:
             with self._lock:
                 series = dict(past)
-                # A copy, because the garbage collector can end a producer in here.
+                # Use a copy, because the garbage collector may end a producer during the loop.
                 for observer in tuple(self._observers):
-                    # A collection shows that there is an SDK, which may have been configured after the producer was
-                    # made.
+                    # A collection proves that there is an SDK. It may have been configured after the producer was
+                    # created.
                     observer.protocol.admission.observer = observer
                     observer.record()
                     _add(series, read(observer))
@@ -534,16 +529,16 @@ class _Metrics:
 
     @property
     def has_sdk(self) -> bool:
-        """Return True if an SDK is configured. The API's own providers collect nothing."""
+        """Return True if an SDK is configured, because the providers of the API itself collect nothing."""
         return not type(self._api.get_meter_provider()).__module__.startswith("opentelemetry.metrics")
 
     def add(self, observer: Observer) -> None:
-        """Read an observer from now on."""
+        """Add an observer to the collections."""
         with self._lock:
             self._observers.add(observer)
 
     def remove(self, observer: Observer) -> None:
-        """Read an observer for the last time, and keep its counts; a second call changes nothing."""
+        """Remove an observer, and keep its counts. A second call changes nothing."""
         with self._lock:
             if observer in self._observers:
                 self._observers.remove(observer)
@@ -552,7 +547,7 @@ class _Metrics:
                     _add(self._past[name], read(observer))
 
     def forget(self) -> None:
-        """In a child process, forget the observers: the producers and their counts belong to the parent."""
+        """Forget the observers in a forked child, because the producers and their counts belong to the parent."""
         self._lock = threading.RLock()
         for observer in self._observers:
             observer.protocol.admission.observer = None
@@ -570,15 +565,15 @@ def watch(
 ) -> Observer:
     """Measure a producer until `unwatch` is called or the producer is collected.
 
-    Its messages are traced if the settings enable it.
+    If the settings enable tracing, its messages are traced.
 
 
     Args:
-        producer: the producer; it is not kept alive.
-        protocol: the producer's.
-        settings: the producer's.
-        url: of the broker.
-        peer: the address and the port that it is connected to, see `Observer.peer`.
+        producer: the producer. It is not kept alive.
+        protocol: protocol of the producer.
+        settings: settings of the producer.
+        url: URL of the broker.
+        peer: remote address and port of the connection; see `Observer.peer`.
     """
     global _metrics
     with _making:
@@ -596,7 +591,7 @@ def watch(
 
 
 def unwatch(observer: Observer) -> None:
-    """End the measurement, because the producer has ended."""
+    """Stop measuring a producer that has ended."""
     if _metrics is not None:
         _metrics.remove(observer)
 
@@ -605,8 +600,8 @@ class RelayMetrics:
     """The counts of one outbox relay.
 
     Args:
-        name: of its producer.
-        backlog: returns how many rows wait, and for how many seconds the oldest has waited; ``None`` if that is
+        name: name of the relay's producer.
+        backlog: returns the number of waiting rows and the age of the oldest one in seconds, or ``None`` if they are
             unknown.
     """
 
@@ -626,7 +621,7 @@ class RelayMetrics:
         self._backlog = backlog
 
     def begin(self) -> None:
-        """Read the backlog at each collection, until `end`."""
+        """Start to read the backlog at each collection."""
         global _backlogs
         with _making:
             if _backlogs is None:
@@ -654,19 +649,19 @@ class RelayMetrics:
                 counter.add(number, self._attributes)
 
     def change_partitions(self, by: int) -> None:
-        """Count partitions that were acquired or released."""
+        """Add to the number of locked partitions. `by` is negative for unlocked partitions."""
         if by:
             self._partitions.add(by, self._attributes)
 
 
 class _Backlogs:
-    """The gauges of the backlogs of this process's relays."""
+    """The gauges for the backlogs of the relays in this process."""
 
     def __init__(self) -> None:
         from opentelemetry import metrics
 
         self._api = metrics
-        #: The running relays, and their attributes.
+        #: The running relays with their attributes.
         self.relays: dict[RelayMetrics, Mapping[str, Any]] = {}
         meter = metrics.get_meter("qflow_client", _version(), schema_url=SCHEMA_URL)
         meter.create_observable_gauge("qflow.relay.depth", [self._callback(0)], "{row}", "Rows that wait")
@@ -691,7 +686,7 @@ def _after_fork_in_child() -> None:
     if _metrics is not None:
         _metrics.forget()
     if _backlogs is not None:
-        # The database connections belong to the parent.
+        # The relays and their database connections belong to the parent.
         _backlogs.relays.clear()
 
 

@@ -1,4 +1,4 @@
-"""The declarations of a producer before it publishes: queues, exchanges and the bindings between them."""
+"""The queues, exchanges and bindings that a producer declares before it publishes."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from qflow_client.redaction import shown
 
 __all__ = ["Binding", "Declaration", "Exchange", "Queue", "Topology"]
 
-# ``PRECONDITION_FAILED``: it exists with other properties.
+# ``PRECONDITION_FAILED``: the object exists with other properties.
 _EXISTS_OTHERWISE = 406
-# The broker's codes for a declaration that it will never accept: access refused, not found, other properties, not
+# The broker's reply codes for a declaration that it will never accept: access refused, not found, other properties, not
 # allowed.
 _FINAL = (403, 404, 406, 530)
 
 
 class Declaration(NamedTuple):
-    """One method of AMQP that declares something.
+    """One AMQP method that declares an object.
 
     Attributes:
         what: the declared object, for people.
-        method: its name in pika and aiormq.
-        arguments: of that method.
+        method: name of the method in pika and aiormq.
+        arguments: arguments of the method.
         if_missing: whether an existing object is accepted, whatever its properties are.
     """
 
@@ -36,16 +36,16 @@ class Declaration(NamedTuple):
     if_missing: bool = False
 
     def refusal(self, words: str) -> str:
-        """Return the text for a declaration that the broker has refused, with advice."""
+        """Return the error text, with advice, for a refused declaration."""
         return f"{self.what} cannot be declared: {words}; change the declaration, or delete what exists"
 
     def accepts(self, code: int) -> bool:
-        """Return True if a refusal only means that the object exists, and that is accepted."""
+        """Return True if the refusal only means that the object exists, and existing objects are accepted."""
         return self.if_missing and code == _EXISTS_OTHERWISE
 
     @staticmethod
     def is_final(code: int) -> bool:
-        """Return True if the broker would refuse it again."""
+        """Return True if the broker would always refuse the declaration."""
         return code in _FINAL
 
 
@@ -79,12 +79,12 @@ class Queue(_Declared):
     """A queue (AMQP 0-9-1, ``Queue.Declare``).
 
     Attributes:
-        name: its name.
+        name: name of the object.
         durable: whether it survives a restart of the broker.
-        exclusive: whether it is only for this connection, and deleted with it.
-        auto_delete: whether it is deleted when its last consumer leaves.
-        arguments: the arguments, such as ``{"x-queue-type": "quorum"}``.
-        if_missing: whether an existing queue of that name is accepted, whatever its properties are.
+        exclusive: whether only this connection may use the queue. It is deleted with the connection.
+        auto_delete: whether it is deleted with its last consumer.
+        arguments: arguments, such as ``{"x-queue-type": "quorum"}``.
+        if_missing: whether an existing queue with this name is accepted, whatever its properties are.
 
     Raises:
         SettingsError: a value is not allowed.
@@ -121,12 +121,12 @@ class Exchange(_Declared):
     """An exchange (AMQP 0-9-1, ``Exchange.Declare``).
 
     Attributes:
-        name: its name.
+        name: name of the object.
         type: ``"direct"``, ``"fanout"``, ``"topic"``, ``"headers"``, or a type of a plugin.
         durable: whether it survives a restart of the broker.
-        auto_delete: whether it is deleted when its last binding is removed.
+        auto_delete: whether it is deleted with its last binding.
         internal: whether only other exchanges may publish to it.
-        arguments: the arguments, such as ``{"alternate-exchange": "unrouted"}``.
+        arguments: arguments, such as ``{"alternate-exchange": "unrouted"}``.
 
     Raises:
         SettingsError: a value is not allowed.
@@ -161,14 +161,14 @@ class Exchange(_Declared):
 
 @dataclass(frozen=True, slots=True)
 class Binding(_Declared):
-    """A binding of a queue, or of an exchange, to an exchange (AMQP 0-9-1, ``Queue.Bind``).
+    """A binding of a queue or an exchange to an exchange (AMQP 0-9-1, ``Queue.Bind``).
 
     Attributes:
-        exchange: the exchange that sends messages.
-        queue: the queue that receives messages.
+        exchange: exchange from which the messages come.
+        queue: queue that receives the messages.
         routing_key: the routing key of the binding.
-        arguments: the arguments, such as those of a headers exchange.
-        to_exchange: the exchange that receives messages, instead of `queue` (``Exchange.Bind``, of RabbitMQ).
+        arguments: arguments, such as those for a headers exchange.
+        to_exchange: exchange that receives the messages, instead of `queue` (``Exchange.Bind`` of RabbitMQ).
 
     Raises:
         SettingsError: a value is not allowed.
@@ -199,7 +199,7 @@ class Binding(_Declared):
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """Queues, exchanges and bindings. A producer declares them when it connects, and after every reconnect.
+    """Queues, exchanges and bindings, which a producer declares on each new connection.
 
     Example::
 
@@ -210,12 +210,12 @@ class Topology:
         )
 
     Attributes:
-        queues: a name stands for a durable queue that is declared if there is no queue of that name.
+        queues: the queues. A string is the name of a durable queue, which is declared if it does not exist.
         exchanges: the exchanges.
-        bindings: declared last.
+        bindings: the bindings, which are declared last.
 
     Raises:
-        SettingsError: an element is of another type.
+        SettingsError: an element has another type.
     """
 
     queues: Iterable[Queue | str] = ()
@@ -238,10 +238,10 @@ class Topology:
 
     @classmethod
     def of(cls, declare: Topology | Queue | str | None) -> Topology | None:
-        """Return the topology for the argument ``declare`` of a producer. A name means a queue.
+        """Return the topology for the argument ``declare`` of a producer. A string is the name of a queue.
 
         Raises:
-            SettingsError: the argument is of another type.
+            SettingsError: the argument has another type.
         """
         if declare is None or isinstance(declare, Topology):
             return declare
@@ -256,5 +256,5 @@ class Topology:
 
 
 def _elements(given: Iterable[Any]) -> Iterable[Any]:
-    # A string is an iterable of its letters.
+    # A string would be an iterable of its letters.
     return (given,) if isinstance(given, str) else given

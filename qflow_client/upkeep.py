@@ -1,8 +1,8 @@
-"""`Upkeep` looks after the open connection of a producer.
+"""Supervises the open connection of a producer.
 
-It probes a silent broker and the preferred host, and replaces credentials before they expire. It ends the connection if
-the broker is silent or blocks it for too long, if the preferred host answers again, or if the credentials cannot be
-replaced in time. The producer then connects again.
+`Upkeep` probes a silent broker and the first host, and replaces credentials before they expire. It ends the connection
+in these cases: the broker is silent or blocks the connection for too long, the first host answers again, or the
+credentials cannot be replaced in time. Then the producer connects again.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ __all__ = ["Upkeep"]
 
 
 class Upkeep:
-    """Looks after a connection that the producer owns, on the thread or loop of the connection.
+    """Supervises a connection of a producer, on the thread or loop of the connection.
 
     Args:
         reconnection: chooses the host to connect to.
-        protocol: the producer's state.
-        guard: guards the state.
+        protocol: protocol of the producer.
+        guard: guard for steps of the protocol.
         call_later: calls a function on the thread or loop of the connection after a number of seconds.
-        post: calls a function there; any thread may use it.
+        post: calls a function on this thread or loop. Any thread may use it.
         leave: ends the connection, with a reason as its argument. The producer connects again.
-        asker: asks for credentials; ``None`` if the URLs contain them.
+        asker: requests credentials; ``None`` if the URLs contain them.
     """
 
     def __init__(
@@ -53,10 +53,10 @@ class Upkeep:
         self._post = post
         self._leave = leave
         self._watch = Watch(settings, reconnection.hosts)
-        # The next look at the broker; ``None`` if none is scheduled.
+        # The timer of the next check; ``None`` if there is none.
         self._next_look: Timer | None = None
         self._returner = Returner(reconnection, settings, call_later, post, leave)
-        #: Gets the credentials of each connection; ``None`` if they are in the URL.
+        #: Gets the credentials of each connection; ``None`` if the URLs contain them.
         self.renewer: Renewer | None = None
         if asker is not None:
             self.renewer = Renewer(asker, settings, call_later, post, self._update_secret, leave)
@@ -65,10 +65,10 @@ class Upkeep:
         self._pump: Callable[[], object]
 
     def begin(self, tap: Tap, pump: Callable[[], object], now: float) -> None:
-        """Start, because the connection is open.
+        """Start the supervision of an open connection.
 
         Args:
-            tap: the tap of the connection.
+            tap: tap of the connection.
             pump: writes the output of the protocol to the connection.
             now: seconds.
         """
@@ -80,7 +80,7 @@ class Upkeep:
             self.renewer.begin()
 
     def end(self) -> None:
-        """Stop, because the connection is not open or not wanted any more."""
+        """Stop the supervision, because the connection has ended or is not needed any more."""
         self._tap = None
         if self._next_look is not None:
             self._next_look.cancel()

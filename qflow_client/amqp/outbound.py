@@ -1,9 +1,9 @@
 """The bytes to write on one channel, and how many of them are already written.
 
 Messages come in batches. A batch is one bytes object with two lists of offsets: the ends of its messages, and the ends
-    of its frames, where another channel may write. A message of a batch can be withdrawn if none of its bytes is
-    written. When the broker stops the channel (``Channel.Flow``), a partly written message is completed, then the reply
-    is written, and then nothing more.
+of its frames, where another channel may write. A message of a batch can be withdrawn if none of its bytes is written.
+When the broker stops the channel (``Channel.Flow``), a partly written message is completed, then the reply is written,
+and then nothing more.
 """
 
 from __future__ import annotations

@@ -288,7 +288,7 @@ def drop(
     The command can also remove damaged messages. It fails if a producer uses the outbox at the same time.
 
     Exit codes: 0 if the messages are removed; 1 if nothing is removed, because a message does not exist or you answered
-        no.
+    no.
     """
     # This call fails if the file does not exist. Without it, the next call would create an outbox.
     damaged = Outbox.look_damaged(path)

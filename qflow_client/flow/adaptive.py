@@ -1,9 +1,8 @@
 """A window that finds its best size, which is the smallest size with maximum throughput.
 
 The window has only these inputs: how many elements leave, when they leave, and whether an element was refused in
-    between. Time is divided into *epochs*. The capacity does not change in an epoch. An epoch lasts at least as long as
-    one element is inside, and results in a rate and a latency. Only a few elements are timed. The other elements cost
-    nothing.
+between. Time is divided into *epochs*. The capacity does not change in an epoch. An epoch lasts at least as long as one
+element is inside, and results in a rate and a latency. Only a few elements are timed. The other elements cost nothing.
 
 Four rules change the window:
 

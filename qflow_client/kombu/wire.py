@@ -144,9 +144,9 @@ class Wire:
     """A mixin for a transport of py-amqp, between a connection and its socket. It is the first base class.
 
     Reading: the wire reads all available bytes in one call, while py-amqp reads a frame in three pieces. It keeps the
-        frames until py-amqp asks for them. An event loop that watches the socket cannot see these frames, so the loop
-        also watches a bell. Only `receive` reads from the socket. It rings the bell if frames are left.
-        `has_left_frames` stops the bell if no frames are left.
+    frames until py-amqp asks for them. An event loop that watches the socket cannot see these frames, so the loop also
+    watches a bell. Only `receive` reads from the socket. It rings the bell if frames are left. `has_left_frames` stops
+    the bell if no frames are left.
 
     Writing: the wire writes the channels' messages and py-amqp's methods one after the other, at frame borders.
     """

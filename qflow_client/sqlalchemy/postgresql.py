@@ -6,8 +6,8 @@ count``. A relay unlocks the partitions of other members and locks its own. If t
 partition may have no relay for a moment. It never has two relays.
 
 The locks end with the session: immediately if the relay is killed, and within the lease if the relay is suspended or
-    cut off from the database. The server measures this time (``idle_session_timeout``), so no clocks are compared. A
-    killed relay leaves nothing to clean up.
+cut off from the database. The server measures this time (``idle_session_timeout``), so no clocks are compared. A killed
+relay leaves nothing to clean up.
 
 **Reading.** A transaction assigns ids to its rows before it commits. So rows do not become visible in the order of
 their ids, and a reader that remembers only the last id would lose rows. Therefore rows are read in *sweeps*. Each sweep

@@ -7,7 +7,7 @@ are reached with the previous characters. So a name of n characters costs at mos
 limited. The sets are cached, so that another name costs one dictionary look-up for each character.
 
 Features that need more than such a set are refused: back references, lookahead and lookbehind, word boundaries, atomic
-    groups, possessive repeats, and all flags except ``(?i)`` for the whole expression.
+groups, possessive repeats, and all flags except ``(?i)`` for the whole expression.
 """
 
 from __future__ import annotations
