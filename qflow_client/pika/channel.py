@@ -53,6 +53,8 @@ class Channel(pika.channel.Channel):
         """Start flow control (internal)."""
         # The method frame, by exchange, routing key and mandatory.
         self._methods: dict[tuple[str, str, bool], bytes] = {}
+        # The most bytes of a frame's payload. The connection is open, so both sides have agreed on the frame size.
+        self._max_body = self.connection.params.frame_max - spec.FRAME_HEADER_SIZE - spec.FRAME_END_SIZE
         #: The channel's flow (internal).
         self.flow_control = ChannelFlow(self)
 
@@ -62,7 +64,7 @@ class Channel(pika.channel.Channel):
         """Encode a message like pika's `basic_publish`, without sending it (internal)."""
         if (
             type(body) is bytes
-            and 0 < (size := len(body)) <= self.connection._body_max_length
+            and 0 < (size := len(body)) <= self._max_body
             and (properties is None or isinstance(properties, spec.BasicProperties))
         ):
             # The method frame is the same as in an earlier message that pika encoded.
@@ -105,7 +107,7 @@ class Channel(pika.channel.Channel):
         number, size = self.channel_number, len(body)
         begin = frame.Method(number, method).marshal()
         header = frame.Header(number, size, properties).marshal()
-        step = self.connection._body_max_length
+        step = self._max_body
         bodies = [frame.Body(number, body[at : at + step]).marshal() for at in range(0, size, step)]
         arguments = (method.exchange, method.routing_key, method.mandatory)
         if len(self._methods) >= PublishEncoder.MAX_ROUTES:

@@ -256,8 +256,7 @@ class ChannelFlow(DropInFlow):
             if hold.kind in _FROM_OUTSIDE:
                 # Keep the time, so that the hold does not count as a difference.
                 protocol.hold(hold.kind, hold.since, source=hold.source, detail=hold.detail)
-        frame_max = self._channel.connection._body_max_length + spec.FRAME_HEADER_SIZE + spec.FRAME_END_SIZE
-        protocol.channel_opened(self._channel.channel_number, frame_max, now)
+        protocol.channel_opened(self._channel.channel_number, self._channel.connection.params.frame_max, now)
         protocol.reports.go_on_from(unused.reports, now)
         unused.forget_past()
         unused.connection_lost("another channel publishes its messages", now)
@@ -288,6 +287,11 @@ class ChannelFlow(DropInFlow):
         """
         if self._before_confirms is None:
             self._before_confirms = self.protocol.written
+
+    @property
+    def confirms(self) -> bool:
+        """Whether the broker confirms messages."""
+        return self._before_confirms is not None
 
     def delivery_tag(self, number: int) -> int | None:
         """Return the delivery tag of a message by its number, or ``None`` if the broker does not confirm it."""

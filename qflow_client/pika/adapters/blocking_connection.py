@@ -130,7 +130,9 @@ class _Connection(SelectConnection):
 
     # pika's.
     frames_received: int
-    _channels: dict[int, Any]
+    flow_control: ConnectionFlow
+    #: The services that pika uses for its I/O.
+    services: _Services
 
     @classmethod
     def create_connection(
@@ -138,11 +140,15 @@ class _Connection(SelectConnection):
     ) -> Any:
         services = _Services(custom_ioloop or IOLoop())  # type: ignore[arg-type]  # pika's own loop is what it takes
         start: Any = cls._start_connection_workflow  # type: ignore[attr-defined]  # made for this
+
+        def make(parameters: Any) -> _Connection:
+            made = cls(parameters=parameters, custom_ioloop=services, internal_connection_workflow=False)
+            made.services = services
+            return made
+
         return start(
             connection_configs=connection_configs,
-            connection_factory=lambda parameters: cls(
-                parameters=parameters, custom_ioloop=services, internal_connection_workflow=False
-            ),
+            connection_factory=make,
             nbio=services,
             workflow=workflow,
             on_done=on_done,
@@ -150,11 +156,11 @@ class _Connection(SelectConnection):
 
     def _process_frame(self, frame_value: Any) -> None:
         if type(getattr(frame_value, "method", None)) in _ANSWERS:
-            channel = self._channels.get(frame_value.channel_number)
-            if channel is not None:
+            flow = self.flow_control.channels.get(frame_value.channel_number)
+            if flow is not None:
                 # pika's search for callbacks would cost more than the rest of this method.
                 self.frames_received += 1
-                channel.flow_control.on_confirm(frame_value)
+                flow.on_confirm(frame_value)
                 return
         super()._process_frame(frame_value)  # type: ignore[misc]  # private
 
@@ -172,9 +178,8 @@ class _Turns:
     def __init__(self, connection: Any) -> None:
         self._connection = connection
         self._impl = connection._impl
-        services = connection._impl._nbio
         # ``None`` if pika has created the connection. The state of the socket is unknown then.
-        self.services: _Services | None = services if isinstance(services, _Services) else None
+        self.services: _Services | None = getattr(self._impl, "services", None)
 
     @property
     def unwritten(self) -> int:
@@ -379,8 +384,6 @@ class BlockingChannel(_pika.BlockingChannel):
     # pika's.
     _impl: Any
     _connection: Any
-    _closing_reason: BaseException | None
-    _delivery_confirmation: bool
     _OnMessageConfirmationReportArgs: Any
     _add_pending_event: Any
     _puback_return: ReturnedMessage | None
@@ -452,7 +455,7 @@ class BlockingChannel(_pika.BlockingChannel):
             self._write_all(len(publish.frames))
             if not self._is_pipelined:
                 self._check_open()
-        if self._delivery_confirmation and not self._is_pipelined:
+        if not self._is_pipelined and flow.confirms:
             self._confirm(receipt, publish)
 
     def _check_open(self) -> None:
@@ -464,8 +467,9 @@ class BlockingChannel(_pika.BlockingChannel):
             finally:
                 self._connection._cleanup()
         if self.is_closed:
-            if isinstance(self._closing_reason, exceptions.ChannelClosedByBroker):
-                raise self._closing_reason
+            reason = self._flow.closing_reason
+            if isinstance(reason, exceptions.ChannelClosedByBroker):
+                raise reason
             self._impl._raise_if_not_open()
 
     def _look_at_transport(self, is_writable: bool) -> None:
@@ -596,7 +600,7 @@ class BlockingChannel(_pika.BlockingChannel):
     def _check_republish(self, ended: BlockingChannel, pipelined: bool) -> None:
         check_argument("republish", ended, isinstance(ended, BlockingChannel), "a BlockingChannel of qflow_client.pika")
         closed = ended._flow.closing_reason
-        if not pipelined or self._delivery_confirmation:
+        if not pipelined or self._flow.confirms:
             raise ValueError("republish needs pipelined=True, in the first confirm_delivery() of the channel")
         if ended.is_open:
             raise ValueError(f"republish takes a channel whose connection has ended, and {ended!r} is open")
