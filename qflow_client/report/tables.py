@@ -250,10 +250,7 @@ class Tables:
         queue.marks = max(queue.marks, marks)
         for producer, count in line["arrivals"].items():
             self.arrivals[name, producer] += count
-        point = self.depths[name, at // self.width * self.width]
-        point[0] = max(point[0], peak)
-        point[1] += arrived
-        point[2] += left
+        self._add_depth(name, at, peak, arrived, left)
 
     def _off(self, line: Mapping[str, Any], at: int) -> None:
         queue = self.queues[line["queue"]]
@@ -357,10 +354,13 @@ class Tables:
         self.arrivals[queue, producer] += fact.total
 
     def _merge_depth(self, fact: Fact) -> None:
-        point = self.depths[fact.keys[0], fact.bucket // self.width * self.width]
-        point[0] = max(point[0], fact.most)
-        point[1] += fact.more[0]
-        point[2] += fact.more[1]
+        self._add_depth(fact.keys[0], fact.bucket, fact.most, *fact.more[:2])
+
+    def _add_depth(self, name: str, at: int, peak: int, arrived: int, left: int) -> None:
+        point = self.depths[name, at // self.width * self.width]
+        point[0] = max(point[0], peak)
+        point[1] += arrived
+        point[2] += left
 
     def _merge_on(self, fact: Fact) -> None:
         queue = self.queues[fact.keys[0]]
@@ -372,6 +372,22 @@ class Tables:
 
     def _merge_over(self, fact: Fact) -> None:
         self.queues[fact.keys[0]].overshoot.add_all(fact.bucket, fact.count, fact.total, fact.most)
+
+    def widen(self) -> None:
+        """Give the bins the width for the exact times of all lines.
+
+        The width at the beginning comes from the ends of the files, so it depends on how the lines are stored. It is
+        never larger, and each wider bin consists of whole bins.
+        """
+        if self.first is None or self.last is None:
+            return
+        width = self.width = max(self.width, bin_width(self.first, self.last))
+        held, self.held = self.held, defaultdict(int)
+        for (origin, queue, reason, at), us in held.items():
+            self.held[origin, queue, reason, at // width * width] += us
+        depths, self.depths = tuple(self.depths.items()), defaultdict(lambda: [0, 0, 0])
+        for (name, at), point in depths:
+            self._add_depth(name, at, *point)
 
     # Results.
 
@@ -533,9 +549,15 @@ def _hold_key(fact: Fact) -> HoldKey:
 
 
 def sum_up(lines: Iterable[Mapping[str, Any]], width: int) -> Tables:
-    """Return the tables of all lines."""
+    """Return the tables of all lines.
+
+    Args:
+        lines: the lines.
+        width: width of the bins, in microseconds, not larger than that for the times of all lines.
+    """
     tables = Tables(width)
     add = tables.add
     for line in lines:
         add(line)
+    tables.widen()
     return tables

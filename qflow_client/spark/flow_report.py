@@ -202,6 +202,7 @@ def _tables(facts: DataFrame, width: int) -> Tables:
     for batch in _added(facts).select(*_FACTS).toArrow().to_batches():
         for row in zip(*(column.to_pylist() for column in batch.columns), strict=True):
             tables.merge(_fact(row))
+    tables.widen()
     return tables
 
 

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from qflow_client.report import FlowLogError, FlowLogs, flow_report
 from qflow_client.report import reading as reading_module
 from qflow_client.report.reading import line_of, parts_of, raws
+from qflow_client.report.tables import SERIES_LENGTH, sum_up
 from tests.unit.simulation.telemetry import lines_of
 
 
@@ -47,6 +48,24 @@ def test_a_folder_is_read_including_its_unfinished_and_compressed_files(
     logs = FlowLogs([folder])
     assert logs.span() == FlowLogs([whole]).span() == (lines[0]["at"], lines[-1]["at"])
     assert [line["kind"] for line in logs.lines("off")] == [line["kind"] for line in lines if line["kind"] == "off"]
+
+
+def test_the_same_lines_have_the_same_bins_in_any_order(tmp_path: Path) -> None:
+    # A line every 2 s, for longer than the smallest bins can cover.
+    lines = [
+        {"at": 2_000_000 * number, "kind": "depth", "queue": "q", "us": 2_000_000, "arrivals": {}}
+        | dict.fromkeys(("depth", "left", "arrived", "peak", "peak_bytes", "arrived_bytes"), 1)
+        | dict.fromkeys(("stop", "resume", "stop_bytes", "resume_bytes"), 0)
+        | {"origin": "broker", "reason": "channel_flow"}
+        for number in range(SERIES_LENGTH)
+    ]
+    tables = sum_up(lines, 2_000_000).tables()
+    assert len(tables["depth_over_time"]) == SERIES_LENGTH
+    # The ends of the second file do not show its first and last times, as those of a Parquet file do.
+    for at in 0, 150:
+        path = tmp_path / f"{at}.jsonl"
+        _write(path, lines[at:] + lines[:at])
+        assert flow_report(path).tables == tables
 
 
 def test_a_line_left_half_written_by_a_killed_process_is_counted_and_skipped(

@@ -25,7 +25,8 @@ def _lines():
 
 def test_the_tables_of_simulated_runs_equal_a_simple_reference_exactly(lines) -> None:
     assert len(lines) == COUNT
-    width = bin_width(lines[0]["at"], lines[-1]["at"])
+    times = [line["at"] for line in lines]
+    width = bin_width(min(times), max(times))
     expected = reference(lines, width)
     found = sum_up(lines, width).tables()
     for name, rows in expected.items():
@@ -39,7 +40,8 @@ def test_the_tables_of_simulated_runs_equal_a_simple_reference_exactly(lines) ->
 
 def test_the_drain_rate_of_a_queue_that_was_empty_in_every_sample_is_that_of_the_whole_time() -> None:
     few = list(lines_of(range(16), 4000))
-    width = bin_width(few[0]["at"], few[-1]["at"])
+    times = [line["at"] for line in few]
+    width = bin_width(min(times), max(times))
     tables = sum_up(few, width)
     assert any(not queue.busy_us and queue.drain_rate for queue in tables.queues.values())
     assert tables.tables()["queues"] == reference(few, width)["queues"]
