@@ -7,6 +7,7 @@ import math
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 from qflow_client.core.protocol import ProducerProtocol
 from qflow_client.guard import take
@@ -148,6 +149,17 @@ class Storage:
         if self.store.waits_for_disk:
             # The I/O may write it now.
             self._deliver(self.store.look_again)
+
+    def commit(self, timeout: float) -> bool:
+        """Write all changes to disk at the end of the process, and return True if that is done.
+
+        Args:
+            timeout: the time limit in seconds.
+        """
+        with suppress(OutboxError):
+            take(lambda: self.outbox.commit(timeout))
+            return not self.outbox.dirty
+        return False
 
     def close(self, timeout: float) -> None:
         """Commit, and release the outbox for others. It may be called before the outbox is opened, and repeatedly.

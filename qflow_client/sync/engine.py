@@ -530,7 +530,8 @@ class Engine(BaseEngine):
         waiter = Waiter()
         now = _monotonic()
         self.drive(calls.drain(self.protocol, waiter, now + _AT_EXIT, now), waiter, now + _AT_EXIT)
-        if self.storage is not None:
+        # A later exit handler may still send, so the outbox stays open, unless messages cannot be written.
+        if self.storage is not None and not self.storage.commit(BRIEF):
             self.storage.close(BRIEF)
         self._take_last(lambda: log_forgotten(self.protocol, self.storage))
         # Its collection has no effect from now on. A later exit handler, or a finalizer, can still close it.

@@ -420,6 +420,20 @@ def closed_at_the_very_end(url: str) -> None:
     atexit.register(skin_module._at_exit)
 
 
+def sends_at_the_very_end(url: str, outbox: str) -> None:
+    """A program that does not close its producer, and whose exit handler sends after that of the library."""
+    producer = Producer(url, routing_key="q", outbox=outbox)
+    producer.send(b"early")
+
+    def send() -> None:
+        producer.send(b"late").result(timeout=20)
+        _say("sent")
+
+    atexit.unregister(skin_module._at_exit)
+    atexit.register(send)
+    atexit.register(skin_module._at_exit)
+
+
 def forgotten_while_threads_send(url: str) -> None:
     """A program that ends while threads that it does not wait for use its producers."""
     logging.disable()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from qflow_client import FlowManager, Outcome, OutcomeUnknown, Producer
+from qflow_client import FlowManager, Outbox, Outcome, OutcomeUnknown, Producer
 from qflow_client.broker import Broker
 from qflow_client.testing.proxy import FaultProxy
 from tests.effort import rounds
@@ -166,6 +166,18 @@ def test_ctrl_c_at_any_moment_leaves_no_lock_held_and_no_message_half_admitted(r
 @pytest.mark.program
 def test_a_program_that_ends_while_threads_send_ends_without_an_error(run: Start, broker: Broker) -> None:
     ends_well(run("forgotten_while_threads_send", broker.url))
+
+
+@pytest.mark.program
+def test_an_exit_handler_after_that_of_the_library_can_send_with_an_outbox(
+    run: Start, broker: Broker, tmp_path: Path
+) -> None:
+    process = run("sends_at_the_very_end", broker.url, str(tmp_path / "outbox"))
+    assert process.stdout is not None
+    assert (process.stdout.read(), process.wait(PATIENCE)) == ("sent\n", 0)
+    assert bodies(broker) == [b"early", b"late"]
+    # What was confirmed last may still be in the outbox, but the outbox is free.
+    Outbox(tmp_path / "outbox").close()
 
 
 @pytest.mark.program
