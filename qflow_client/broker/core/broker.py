@@ -16,7 +16,6 @@ from qflow_client.broker.core.errors import ReplyCode
 from qflow_client.broker.core.exchange import Exchange
 from qflow_client.broker.core.inspection import InspectableBroker
 from qflow_client.broker.core.queue import Queue
-from qflow_client.broker.core.session import Session
 from qflow_client.broker.core.snapshots import (
     BrokerMessage,
     ExchangeSnapshot,
@@ -288,10 +287,7 @@ class Broker(InspectableBroker):
         Raises:
             LookupError: the connection does not exist.
         """
-        if connection is None:
-            self._controls.alarms[Controls.OPERATOR] = reason
-        for session in self._sessions(connection):
-            session.block(reason, Controls.OPERATOR)
+        self._block(connection, reason)
 
     @on_loop(changes=True)
     def unblock(self, connection: str | None = None) -> None:
@@ -303,13 +299,14 @@ class Broker(InspectableBroker):
         Raises:
             LookupError: the connection does not exist.
         """
-        if connection is None:
-            self._controls.alarms.pop(Controls.OPERATOR, None)
-        for session in self._sessions(connection):
-            session.unblock(Controls.OPERATOR)
+        self._block(connection, None)
 
-    def _sessions(self, connection: str | None) -> list[Session]:
-        return _named("connection", self._server.sessions, connection)
+    def _block(self, connection: str | None, reason: str | None) -> None:
+        if connection is None:
+            self._server.set_alarm(Controls.OPERATOR, reason)
+        else:
+            for session in _named("connection", self._server.sessions, connection):
+                session.block(Controls.OPERATOR, reason)
 
     @on_loop(changes=True)
     def raise_alarm(self, name: str, reason: str) -> None:
@@ -426,7 +423,7 @@ class Broker(InspectableBroker):
         Raises:
             LookupError: the connection does not exist.
         """
-        for session in self._sessions(connection):
+        for session in _named("connection", self._server.sessions, connection):
             session.fail(code, text, self._server.clock())
 
     @on_loop(changes=True)

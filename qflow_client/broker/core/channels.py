@@ -76,30 +76,28 @@ class Blocks(dict[str, str]):
         self._dialect = dialect
         self._alarm = alarm
 
-    def add(self, source: str, reason: str) -> None:
-        """Block the client, if it can be informed.
+    def change(self, source: str, reason: str | None) -> None:
+        """Block the client, if it can be informed. ``None`` as the reason ends this.
 
         Args:
             source: name of the source that blocks the client.
             reason: the text for the client.
         """
         way = self._dialect.on_alarm
-        if way is OnAlarm.BLOCKED and not self._handshake.understands("connection.blocked"):
+        was_blocked = bool(self)
+        if reason is None:
+            self.pop(source, None)
+        elif way is not OnAlarm.BLOCKED or self._handshake.understands("connection.blocked"):
+            self[source] = reason
+        if bool(self) is was_blocked:
             return
-        is_new = not self
-        self[source] = reason
-        if is_new and way is OnAlarm.BLOCKED:
+        if way is OnAlarm.BLOCKED and reason is not None:
             self._output.write(wire.method(0, commands.Connection.Blocked(wire.shortened(reason))))
-        elif is_new and way is OnAlarm.CHANNEL_FLOW:
-            for channel in self._channels.values():
-                if channel.flow.is_producer and not channel.is_closing:
-                    channel.flow.block(self._alarm)
-
-    def inform_of_end(self) -> None:
-        """Inform the client that nothing blocks it any more."""
-        way = self._dialect.on_alarm
-        if way is OnAlarm.BLOCKED:
+        elif way is OnAlarm.BLOCKED:
             self._output.write(wire.method(0, commands.Connection.Unblocked()))
         elif way is OnAlarm.CHANNEL_FLOW:
             for channel in self._channels.values():
-                channel.flow.unblock(self._alarm)
+                if reason is None:
+                    channel.flow.unblock(self._alarm)
+                elif channel.flow.is_producer and not channel.is_closing:
+                    channel.flow.block(self._alarm)

@@ -301,10 +301,7 @@ class Server:
         else:
             self.controls.alarms.pop(name, None)
         for session in self.sessions:
-            if reason is not None:
-                session.block(reason, name)
-            else:
-                session.unblock(name)
+            session.block(name, reason)
         self.touch()
 
     @property

@@ -358,7 +358,7 @@ class Session:
         self.deadlines.open_by = math.inf
         self._send(commands.Connection.OpenOk())
         for source, reason in self.controls.alarms.items():
-            self.block(reason, source)
+            self.block(source, reason)
 
     def _open_channel(self, number: int, payload: bytes) -> None:
         wire.decode_method(payload)
@@ -377,20 +377,10 @@ class Session:
 
     # Connection.Blocked.
 
-    def block(self, reason: str, source: str) -> None:
-        """Inform the client that it is blocked, if this is possible and it is not blocked yet.
-
-        Args:
-            reason: the text for the client.
-            source: name of the source; `unblock` takes the same name.
-        """
+    def block(self, source: str, reason: str | None) -> None:
+        """Inform the client that a source blocks it, or with ``None`` as the reason that it does not any more."""
         if self.state is State.RUNNING:
-            self.blocks.add(source, reason)
-
-    def unblock(self, source: str) -> None:
-        """Inform the client that it is no longer blocked, if no other source blocks it."""
-        if self.blocks.pop(source, None) is not None and not self.blocks and self.state is State.RUNNING:
-            self.blocks.inform_of_end()
+            self.blocks.change(source, reason)
 
     # Output.
 

@@ -114,7 +114,7 @@ def test_without_the_extension_a_consumer_is_not_notified_that_its_queue_is_gone
 
 def alarm(world, client, reason="full"):
     world.controls.alarms["disk"] = reason
-    client.session.block(reason, "disk")
+    client.session.block("disk", reason)
 
 
 def test_an_alarm_of_lavinmq_closes_channels_that_publish_or_declare_a_queue(make_world):
@@ -143,7 +143,7 @@ def test_an_alarm_of_lavinmq_closes_channels_that_publish_or_declare_a_queue(mak
     later.publish()
     assert later.close_of(commands.Channel.Close).reply_code == 406
     for each in (client, later):
-        each.session.unblock("disk")
+        each.session.block("disk", None)
     later.send(1, commands.Channel.CloseOk())
     later.channel(confirms=True)
     later.publish()
@@ -158,7 +158,7 @@ def test_an_alarm_signalled_by_channel_flow_stops_all_publishers_until_the_last_
     client.publish(channel=1)
     client.call(2, commands.Tx.Select(), commands.Tx.SelectOk)
     alarm(world, client)
-    client.session.block("and more", "memory")
+    client.session.block("memory", "and more")
     received = client.received()
     assert [(number, each.name, each.active) for number, each in received] == [
         (1, "Channel.Flow", False),
@@ -170,9 +170,9 @@ def test_an_alarm_signalled_by_channel_flow_stops_all_publishers_until_the_last_
     later = world.client().channel()
     later.publish()
     assert later.only(commands.Channel.Flow).active is False
-    client.session.unblock("disk")
+    client.session.block("disk", None)
     assert client.names() == []
-    client.session.unblock("memory")
+    client.session.block("memory", None)
     assert [(number, each.active) for number, each in client.received()] == [(1, True), (2, True), (3, True)]
 
 

@@ -303,15 +303,16 @@ def test_without_heartbeats_a_silent_peer_is_not_disconnected(world):
     assert client.session.deadlines.at == float("inf")
 
 
-def test_connection_blocked_goes_to_clients_that_announced_the_capability(world):
+@pytest.mark.parametrize("reason", ["memory", ""])
+def test_connection_blocked_goes_to_clients_that_announced_the_capability(world, reason):
     listening, deaf = world.client(), world.client(capabilities={})
     for client in (listening, deaf):
-        client.session.block("memory", "operator")
-        client.session.block("memory", "operator")
-    assert listening.only(commands.Connection.Blocked, 0).reason == "memory"
+        client.session.block("operator", reason)
+        client.session.block("operator", reason)
+    assert listening.only(commands.Connection.Blocked, 0).reason == reason
     assert deaf.received() == []
     for client in (listening, deaf):
-        client.session.unblock("operator")
+        client.session.block("operator", None)
     assert listening.names() == ["Connection.Unblocked"]
     assert deaf.received() == []
 

@@ -284,14 +284,14 @@ def test_D8_invalid_settings_are_refused(options, error):
 
 def test_a_client_is_unblocked_when_the_last_alarm_ends(world):
     client = world.client()
-    client.session.block("no memory", "memory")
+    client.session.block("memory", "no memory")
     assert client.only(commands.Connection.Blocked, 0).reason == "no memory"
-    client.session.block("no disk", "disk")
-    client.session.unblock("memory")
-    client.session.unblock("memory")
+    client.session.block("disk", "no disk")
+    client.session.block("memory", None)
+    client.session.block("memory", None)
     assert client.received() == []
     assert connection_snapshot(client.session).blocked_by == ("disk",)
-    client.session.unblock("disk")
+    client.session.block("disk", None)
     client.only(commands.Connection.Unblocked, 0)
 
 

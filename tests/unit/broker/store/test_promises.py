@@ -40,9 +40,9 @@ def test_J3_a_channel_is_stopped_without_waiting_for_answers_that_wait_for_the_d
 def test_D8_an_alarm_does_not_wait_for_answers_that_wait_for_the_disk(world):
     client = world.client().channel()
     client.send(1, DECLARE)
-    client.session.block("no room", "disk")
+    client.session.block("disk", "no room")
     client.only(commands.Connection.Blocked, 0)
-    client.session.unblock("disk")
+    client.session.block("disk", None)
     client.only(commands.Connection.Unblocked, 0)
     write(world)
     assert client.names() == ["Queue.DeclareOk"]
