@@ -33,9 +33,9 @@ import math
 import os
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
 from typing import Self, TypeVar
 
 from qflow_client.amqp.fields import encode_short_string
@@ -109,18 +109,14 @@ class Outbox:
             in_use=OutboxInUse,
             told=("another producer", "give each producer an outbox of its own"),
         )
-        try:
+        with ExitStack() as after_error:
+            after_error.callback(self._lock_file.release)
             self._file = outboxfile.open_file(self.path, synchronous=synchronous, timeout=timeout)
-            try:
-                self._noted = Noted(self._file)
-                aside = outboxfile.aside(self._file)
-            except BaseException:
-                # Closed here, not by the garbage collector, so that a file that cannot be used is free immediately.
-                self._file.close()
-                raise
-        except BaseException:
-            self._lock_file.release()
-            raise
+            # Not by the garbage collector, so that a file that cannot be used is free immediately.
+            after_error.callback(self._file.close)
+            self._noted = Noted(self._file)
+            aside = outboxfile.aside(self._file)
+            after_error.pop_all()
         last = self._noted.last
         # Exclusive use of the file; has the last sequence that is on disk.
         self._access = FileAccess(self._file, last)
@@ -164,28 +160,20 @@ class Outbox:
 
     # Putting.
 
-    def has_room(self, size: int) -> bool:
-        """Return whether there is room for a body of this size in bytes; its properties may exceed `max_bytes`."""
-        return self._noted.size + size + _ROW <= self.max_bytes
-
-    def check_room(self, size: int, *, waits: bool) -> None:
-        """Reject a message for which there is no room.
+    def has_room(self, size: int, *, if_empty: bool = False) -> bool:
+        """Return whether there is room for a body of this size in bytes; its properties may exceed `max_bytes`.
 
         Args:
-            size: of its body.
-            waits: whether it can wait until there is room.
-
-        Raises:
-            OutboxFull: there is no room now, if it cannot wait; or there never will be.
+            size: of the body.
+            if_empty: whether there would be room if there were no other message.
         """
-        if not self.has_room(size) and (not waits or size + _ROW > self.max_bytes):
-            raise OutboxFull(self._describe_full(size))
+        return (0 if if_empty else self._noted.size) + size + _ROW <= self.max_bytes
 
-    def _describe_full(self, size: int) -> str:
-        return (
-            f"{self.path}: no room for a message of {size} bytes: {self._noted.size} of at most {self.max_bytes} bytes "
-            f"are taken by {self._noted.count} messages"
-        )
+    def full_error(self, size: int, payload: bytes | Message, exchange: str, routing_key: str) -> OutboxFull:
+        """Return the error for a message for which there is no room."""
+        taken = f"{self._noted.size} of at most {self.max_bytes} bytes are taken by {self._noted.count} messages"
+        why = f"{self.path}: no room for a message of {size} bytes: {taken}"
+        return OutboxFull(why, payload, exchange=exchange, routing_key=routing_key)
 
     def put(
         self,
@@ -229,7 +217,7 @@ class Outbox:
         row = 0 if permit else outboxfile.HELD, at, exchange, routing_key, header, body
         sequence = self._noted.put(size, None if overdraw else self.max_bytes, row, position)
         if not sequence:
-            raise OutboxFull(self._describe_full(size), payload, exchange=exchange, routing_key=routing_key)
+            raise self.full_error(size, payload, exchange, routing_key)
         return sequence
 
     def permit(self, sequence: int) -> None:
@@ -328,10 +316,10 @@ class Outbox:
             OutboxError: it could not be written, or not in time. It stays noted, and the next commit tries again.
         """
         if self._access.durable < sequence:
-            self._use_file(self._commit_rows, _deadline(timeout), sequence)
-
-    def _commit_rows(self) -> None:
-        self._commit(all_of_it=self._noted.settled_count >= _SETTLED_TOGETHER)
+            noted = self._noted
+            self._use_file(
+                lambda: self._commit(all_of_it=noted.settled_count >= _SETTLED_TOGETHER), _deadline(timeout), sequence
+            )
 
     def commit(self, timeout: float | None = None) -> int:
         """Write all noted changes to disk.
@@ -372,9 +360,8 @@ class Outbox:
         Raises:
             OutboxError: the file cannot be read.
         """
-        found: list[StoredMessage] = []
 
-        def read() -> None:
+        def read() -> list[StoredMessage]:
             self._commit_if_dirty()
             count = limit if max_bytes is None else outboxfile.how_many(self._file, after, limit, max_bytes)
             only = outboxfile.NOT_SET_ASIDE
@@ -382,21 +369,16 @@ class Outbox:
             if damaged:
                 outboxfile.set_aside(self._file, damaged)
                 self._damaged |= damaged
-            found.extend(map(self._correct_time, messages))
+            return list(map(self._correct_time, messages))
 
-        self._use_file(read)
-        return found
+        return self._use_file(read) or []
 
     def wall_time(self, now: float) -> float:
         """Convert a time of `time.monotonic` to seconds since 1970, as used for messages that this process puts."""
         return now + self._wall_offset
 
     def _correct_time(self, stored: StoredMessage) -> StoredMessage:
-        """Return a message with a corrected time.
-
-        If the message of an earlier process has a time after the opening of the outbox, it gets the time of the
-        opening.
-        """
+        """Give a message of an earlier process a time that is not after the opening of the outbox."""
         if stored.at <= self._opened_at or stored.sequence > self._written_before[0]:
             return stored
         return replace(stored, at=self._opened_at)
@@ -487,9 +469,7 @@ class Outbox:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         self.close()
 
     @staticmethod

@@ -24,7 +24,6 @@ from qflow_client.events import HoldKind
 from qflow_client.flow import Limiter
 from qflow_client.message import Message, position_of
 from qflow_client.outbox.backlog import Backlog
-from qflow_client.outbox.errors import OutboxFull
 from qflow_client.outbox.file import StoredMessage
 from qflow_client.outbox.outbox import Outbox
 from qflow_client.outbox.requests import ReadRequest, Requests
@@ -117,11 +116,10 @@ class OutboxStore:
     # Calls of the application.
 
     def check_room(self, payload: bytes | Message, exchange: str, routing_key: str) -> None:
-        try:
-            # A message for which there will never be room would delay all later messages.
-            self.outbox.check_room(_size(payload), waits=self._blocks)
-        except OutboxFull as error:
-            raise OutboxFull(str(error), payload, exchange=exchange, routing_key=routing_key) from None
+        size = _size(payload)
+        # A message for which there will never be room would delay all later messages.
+        if not self.outbox.has_room(size, if_empty=self._blocks):
+            raise self.outbox.full_error(size, payload, exchange, routing_key)
 
     def send(
         self, payload: bytes | Message, exchange: str, routing_key: str, now: float, *, spills: bool
