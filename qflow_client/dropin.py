@@ -366,7 +366,7 @@ class DropInFlow:
         raise NotImplementedError
 
     def disown(self, reason: str) -> None:
-        """In a forked child, leave all messages to the parent, and accept no others. See `skin.disown`."""
+        """In a forked child, leave all messages to the parent, and accept no others. See `BaseEngine`."""
         now = time.monotonic()
         self.protocol = type(self.protocol)(self.protocol.settings, now=now, wall_offset=time.time() - now)
         self.protocol.close(reason, now)
@@ -456,9 +456,8 @@ class DropInFlow:
 
     def flowed(self, message: EncodedMessage, exchange: str, routing_key: str) -> ProducerFlowed:
         """Return the error for a message that is rejected because the channel is flowed."""
-        self.protocol.line.count_flowed_error()
         error = ProducerFlowed(
-            self.protocol.reports.holds,
+            self.protocol.line.count_flowed_error(),
             0.0,
             message.body,
             "use a flow callback or flow_state to learn when to continue",

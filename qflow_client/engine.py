@@ -9,6 +9,7 @@ then ends by itself (`abandon`). It admits no more messages, delivers the admitt
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import time
@@ -17,24 +18,29 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
+from uuid import uuid4
+from weakref import WeakSet
 
 from qflow_client import telemetry
 from qflow_client.core.protocol import ProducerProtocol
 from qflow_client.core.reporting import LogEntry
 from qflow_client.errors import NestedCall, UndeliveredMessages
-from qflow_client.flow import FlowManager
+from qflow_client.events import FlowEvent
+from qflow_client.flow import FlowManager, Line
+from qflow_client.forks import after_fork_in_child
 from qflow_client.guard import NOT_TAKEN, Guard, NotTaken, is_inside
 from qflow_client.logs import log
 from qflow_client.message import Message
-from qflow_client.receipt import Receipt
+from qflow_client.receipt import Outcome, Receipt
+from qflow_client.recovery import retries
 from qflow_client.settings import ProducerSettings, WhenFlowed
-from qflow_client.skin import Deliveries, Listeners, disown, undelivered_of
+from qflow_client.skin import CLOSED, Deliveries, Listeners, Subscription, undelivered_of
 from qflow_client.topology import Topology
 
 if TYPE_CHECKING:
     from qflow_client.outbox.storage import Storage
 
-__all__ = ["DROPPED", "BaseEngine"]
+__all__ = ["DROPPED", "BaseEngine", "watch_process"]
 
 _T = TypeVar("_T")
 
@@ -58,6 +64,13 @@ class BaseEngine(ABC):
     protocol: ProducerProtocol
     #: Locked during each step.
     lock: Guard
+    #: The publishing channel, and the thread or loop that calls callbacks; ``None`` until there is one.
+    link: Any
+    dispatcher: Any
+    #: The event loop; ``None`` for threads, and until the producer connects.
+    loop: Any = None
+    #: The class of the objects by which a call is woken.
+    make_waiter: type[Any]
 
     def __init__(
         self,
@@ -90,6 +103,18 @@ class BaseEngine(ABC):
         self._pid = os.getpid()
         # Postponed steps, in the order of their requests.
         self._put_off: deque[Callable[[ProducerProtocol], object]] = deque()
+
+    def _new_protocol(self, receipt_type: type[Receipt], line: Line | None) -> ProducerProtocol:
+        now = _monotonic()
+        return ProducerProtocol(
+            self.settings,
+            id_prefix=f"{uuid4().hex[:16]}-",
+            receipt_type=receipt_type,
+            now=now,
+            wall_offset=time.time() - now,
+            line=line,
+            retries=retries(self.settings),
+        )
 
     # Steps.
 
@@ -131,10 +156,7 @@ class BaseEngine(ABC):
     def put_off(self, step: Callable[[ProducerProtocol], object]) -> None:
         """Execute a step later, on the I/O thread or the loop."""
         self._put_off.append(step)
-        self.call_later(self._take_put_off)
-
-    def _take_put_off(self) -> None:
-        self.step(self.take_all_put_off)
+        self.call_later(lambda: self.step(self.take_all_put_off))
 
     def take_all_put_off(self, protocol: ProducerProtocol) -> None:
         """Execute the postponed steps. This method is itself a step."""
@@ -150,6 +172,21 @@ class BaseEngine(ABC):
     @abstractmethod
     def may_step(self) -> bool:
         """Whether this thread may execute steps."""
+
+    def check_loop(  # noqa: B027  # there is no loop, unless a subclass has one
+        self, payload: bytes | Message | None = None, exchange: str | None = None, routing_key: str | None = None
+    ) -> None:
+        """Raise an error in another event loop than the producer's, whose tasks it could not wake.
+
+        Args:
+            payload: the message that is not sent; ``None`` for none.
+            exchange: its exchange.
+            routing_key: its routing key.
+
+        Raises:
+            ProducerClosed: the producer's loop is closed.
+            WrongLoop: another loop runs.
+        """
 
     @abstractmethod
     def call_later(self, function: Callable[[], object]) -> None:
@@ -172,9 +209,14 @@ class BaseEngine(ABC):
         """
 
     @property
-    @abstractmethod
     def last_failure(self) -> str:
         """The error of the last try to connect. Empty if no try has failed since the last connection."""
+        return "" if self.link is None else self.link.last_failure
+
+    def arm_timer(self) -> None:
+        """If time alone can lift a hold, start the timer for the next call of the protocol."""
+        if self.settings.rate is not None and self.link is not None:
+            self.link.arm_timer()
 
     @property
     @abstractmethod
@@ -234,6 +276,16 @@ class BaseEngine(ABC):
         logs, reports.logs = reports.logs, []
         return settled, wake, logs
 
+    def call_listener(self, subscription: Subscription) -> None:
+        """Schedule the call of a flow callback with its next event."""
+
+        def take() -> FlowEvent:
+            event = self.lock.take(subscription.take)
+            subscription.report()
+            return event
+
+        self.dispatcher.call_with_next(subscription.callback, take)
+
     def _reported(self, count: int) -> None:
         self.step(lambda protocol: protocol.reported(count, _monotonic()))
 
@@ -272,13 +324,85 @@ class BaseEngine(ABC):
     def _end_later(self) -> None:
         """Start to deliver the admitted messages and to end, and return immediately."""
 
-    def _log_dropped(self, undelivered: UndeliveredMessages | None) -> None:
-        if undelivered is not None:
-            log(logging.ERROR, "%s: %s: %s", self.settings.name, DROPPED, undelivered)
+    @property
+    def _reason(self) -> str:
+        """Why nothing is admitted after the close has begun."""
+        return DROPPED if self.is_dropped else CLOSED
 
-    def disown(self) -> None:
+    def _log_undelivered(self, undelivered: UndeliveredMessages | None) -> None:
+        """Log the messages that were not delivered, because there is no caller to raise the error for."""
+        if undelivered is not None:
+            level, why = (logging.ERROR, DROPPED) if self.is_dropped else (logging.WARNING, "shut down")
+            log(level, "%s: %s: %s", self.settings.name, why, undelivered)
+
+    # Forks and the end of the process.
+
+    @abstractmethod
+    def forked(self) -> None:
         """Detach from all resources in a forked child, because they belong to the parent."""
+
+    @abstractmethod
+    def forgotten(self) -> None:
+        """At the end of the process, log the lost messages if the producer was not closed."""
+
+    def _disown(self) -> None:
+        """In a forked child, replace the state, which belongs to the parent.
+
+        The parent will write the unwritten messages, so no unsettled message is safe to send again. The parent's state
+        is only read here. Another thread may have been changing it, with a lock that is never released in the child.
+        """
         self.is_copy = self.ended = True
         self.detach()
         self._manager.forked()
-        self.protocol, self.storage = disown(self.protocol, self.storage, self._pid), None
+        pid, parent = os.getpid(), self._pid
+        for receipt in (*self.protocol.unsettled_receipts, *(() if self.storage is None else self.storage.spilled)):
+            # This process will never receive an outcome.
+            receipt._reply = (0, f"this process, {pid}, is a child of process {parent}, which sent the message")
+            receipt._outcome = Outcome.UNKNOWN
+        now = _monotonic()
+        own = ProducerProtocol(self.protocol.settings, id_prefix="", now=now, wall_offset=time.time() - now)
+        reason = (
+            f"the producer was made in process {parent}, and this is process {pid}: a child process cannot share a "
+            "connection; make a producer in the child"
+        )
+        own.close(reason, now)
+        self.protocol, self.storage = own, None
+
+    def _log_forgotten(self, why: str = "the process ends, and the producer was not closed") -> None:
+        """Log the messages that were not delivered because the producer was not closed."""
+        failures, dropped = self.take_failures()
+        if self.storage is None:
+            failures += self.protocol.unsettled_receipts
+        undelivered = undelivered_of(failures, dropped, self.storage)
+        if undelivered is not None:
+            log(logging.ERROR, "%s: %s: %s", self.settings.name, why, undelivered)
+
+
+_engines: WeakSet[BaseEngine] = WeakSet()
+
+
+def watch_process(engine: BaseEngine) -> None:
+    """Call an engine after a fork and at the end of the process, while the engine exists."""
+    _engines.add(engine)
+
+
+def _call_each(action: Callable[[BaseEngine], None], words: str) -> None:
+    """Call an action with every engine, even if it fails for some of them."""
+    for engine in tuple(_engines):
+        try:
+            action(engine)
+        except BaseException as error:
+            # An error, or an interrupt, must not prevent the end of the other producers.
+            log(logging.ERROR, f"%s: {words}", engine.settings.name, error=error)
+
+
+def _after_fork_in_child() -> None:
+    _call_each(lambda engine: engine.forked(), "the copy in a child process could not be closed")
+
+
+after_fork_in_child(_after_fork_in_child)
+
+
+@atexit.register
+def _at_exit() -> None:
+    _call_each(lambda engine: engine.forgotten(), "the producer could not be closed at the end of the process")

@@ -5,37 +5,48 @@ from __future__ import annotations
 import time
 import weakref
 from abc import ABC
+from asyncio import _get_running_loop
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from typing import Any, NoReturn
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Generic, NoReturn, TypeVar
 
 from qflow_client.core import calls
-from qflow_client.core.calls import Call, CannotWait
+from qflow_client.core.calls import CannotWait, resume
 from qflow_client.core.limits import check_capacity
 from qflow_client.core.protocol import ProducerProtocol
-from qflow_client.core.tickets import SendTicket
 from qflow_client.engine import BaseEngine
-from qflow_client.errors import FlowControlTimeout, ProducerClosed, ProducerFlowed, SettingsError
+from qflow_client.errors import FlowControlTimeout, NestedCall, ProducerClosed, ProducerFlowed, SettingsError
 from qflow_client.events import FlowEvent, FlowState, HoldKind
-from qflow_client.flow import FlowManager, Hold
-from qflow_client.guard import NOT_TAKEN
+from qflow_client.flow import FlowManager
+from qflow_client.guard import NOT_TAKEN, check_can_wait
 from qflow_client.health import Health
 from qflow_client.message import Message, RoutedMessage, as_body, give_back, with_position
 from qflow_client.position import Position
 from qflow_client.receipt import Receipt
 from qflow_client.redaction import shown
 from qflow_client.settings import ProducerSettings, WhenFlowed, check_argument
-from qflow_client.skin import CLOSED, DEFAULT, close_limit, deadline_of, kinds_of
+from qflow_client.skin import CLOSED, DEFAULT, close_deadline, kinds_of, refuse_coroutine_function
+from qflow_client.telemetry import Tracer
 
-__all__ = ["BaseProducer", "resolve", "split"]
+__all__ = ["NOT_CONNECTED", "BaseProducer", "resolve", "split"]
 
-# Advice in the error if `send` fails without a wait.
-_LONGER_WAITS = "set a longer timeout to wait"
-_BLOCKING_WAITS = "set when_flowed='block' to wait"
+#: Why an `AsyncProducer` takes no messages at first.
+NOT_CONNECTED = "the producer is not connected yet; use async with, or await connect() first"
+
+# The errors of `send`, and those of `send_nowait`, for a message that may not wait. Each says how to wait instead.
+_LONGER_WAITS = CannotWait(FlowControlTimeout, "set a longer timeout to wait")
+_BLOCKING_WAITS = CannotWait(ProducerFlowed, "set when_flowed='block' to wait")
+_SEND_WAITS = {
+    WhenFlowed.BLOCK: CannotWait(ProducerFlowed, "call send() to wait"),
+    WhenFlowed.RAISE: CannotWait(ProducerFlowed, f"call send() and {_BLOCKING_WAITS.advice}"),
+    WhenFlowed.SPILL: CannotWait(ProducerFlowed, "call send() to put it into the outbox"),
+}
 
 _NO_OUTBOX = "the producer has no outbox to store a position in; make it with outbox='PATH'"
 
 _monotonic = time.monotonic
+
+_Receipt = TypeVar("_Receipt", bound=Receipt)
 
 
 def resolve(
@@ -79,11 +90,13 @@ def split(
     return message
 
 
-class BaseProducer(ABC):
+class BaseProducer(ABC, Generic[_Receipt]):
     """The part of a producer that does not wait."""
 
     # Executes all steps.
     _engine: BaseEngine
+    # Makes spans; ``None`` without tracing, and before the producer is connected.
+    _tracer: Tracer | None = None
 
     def __init__(self, settings: ProducerSettings, manager: FlowManager) -> None:
         #: The settings, collected from all sources.
@@ -111,7 +124,7 @@ class BaseProducer(ABC):
     def _end_with(self, engine: BaseEngine) -> None:
         """End the engine when the producer is collected without a close."""
         finalizer = weakref.finalize(self, engine.abandon)
-        # At the end of the process, `skin` closes the open producers.
+        # At the end of the process, `engine` closes the open producers.
         finalizer.atexit = False
         # The engine detaches the finalizer, which otherwise keeps the engine and the application's callbacks alive.
         engine.detach = finalizer.detach
@@ -122,57 +135,147 @@ class BaseProducer(ABC):
 
     # Sending.
 
-    def _make_ticket(
+    def send_nowait(
         self,
+        message: bytes | str | Message,
+        *,
+        exchange: str | None = None,
+        routing_key: str | None = None,
+        source: str = "",
+        position: Position | None = None,
+    ) -> _Receipt:
+        """Same as `send`, but never wait for admission. Do not await it, not even in an `AsyncProducer`.
+
+        With an outbox it blocks until the message is on disk; an `AsyncProducer` then blocks its loop.
+
+        Args:
+            message: the body, or a `Message` with properties.
+            exchange: the exchange; by default that of a `RoutedMessage`, for other messages the setting.
+            routing_key: the routing key; the same default.
+            source: as for `send`; it has no effect, because the message does not wait in line.
+            position: as for `send`.
+
+        Returns:
+            Its receipt.
+
+        Raises:
+            ProducerFlowed: flowed; the message was not sent and never will be.
+            NestedCall: the call would wait for itself; the message was not sent and never will be (E2).
+            ProducerClosed: the producer was closed, or has no connection, or its loop is closed; the message was not
+                sent.
+            WrongLoop: an `AsyncProducer` belongs to another event loop; the message was not sent.
+            OutboxFull, NotDurable, SettingsError: as `send`.
+            TypeError: the message is of another type.
+            ValueError: the message cannot be encoded.
+        """
+        payload: Any = message
+        if type(message) is not bytes:
+            payload, exchange, routing_key = resolve(message, exchange, routing_key)
+        if exchange is None:
+            exchange = self._exchange
+        if routing_key is None:
+            routing_key = self._routing_key
+        engine = self._engine
+        if engine.loop is not None and engine.loop is not _get_running_loop():
+            engine.check_loop(payload, exchange, routing_key)
+        if position is not None or (self._tracer is not None and self._tracer.wants(payload)):
+            with self._extended(payload, exchange, routing_key, position) as extended:
+                return self.send_nowait(extended, exchange=exchange, routing_key=routing_key)
+        receipt: Any = None
+        if engine.storage is None:
+            try:
+                receipt = engine.protocol.admission.send_at_once(payload, exchange, routing_key)
+                if receipt is not None:
+                    writer = engine.link.writer
+                    if not writer.awake:
+                        writer.wake()
+                    return receipt  # type: ignore[no-any-return]  # the protocol makes what it was told to make
+            except BaseException:
+                # As in `send`.
+                engine.recheck()
+                raise
+        receipt = self._admit(
+            "send_nowait()", payload, exchange, routing_key, 0.0, _SEND_WAITS[self.settings.when_flowed]
+        )
+        if engine.storage is not None:
+            engine.storage.wait_durable(receipt, _monotonic())
+        return receipt  # type: ignore[no-any-return]  # as above
+
+    def _cannot_wait(self, timeout: float | None) -> CannotWait | None:
+        """Return the error of `send` for a message that cannot be admitted immediately; ``None`` if it waits."""
+        if self.settings.when_flowed is WhenFlowed.RAISE:
+            return _BLOCKING_WAITS
+        return _LONGER_WAITS if timeout is not None and timeout <= 0 else None
+
+    def _admit(
+        self,
+        call: str,
         payload: bytes | Message,
         exchange: str,
         routing_key: str,
-        timeout: float | None,
-        source: str,
-        waiter: object,
-    ) -> SendTicket:
-        """Create the ticket for a message that was not admitted immediately."""
-        engine = self._engine
-        first = engine.is_in_callback
-        return engine.protocol.line.make_ticket(
-            payload, exchange, routing_key, _monotonic(), timeout=timeout, waiter=waiter, source=source, first=first
-        )
+        deadline: float,
+        cannot_wait: CannotWait | None,
+        *,
+        spills: bool = False,
+    ) -> Receipt | None:
+        """Admit a message that could not be admitted without a step.
 
-    def _send_call(self, ticket: SendTicket, cannot_wait: CannotWait | None, *, notices: bool) -> Call[Receipt]:
-        return calls.send(self._engine.protocol.line, ticket, _monotonic(), cannot_wait=cannot_wait, notices=notices)
+        Args:
+            call: the call, for people.
+            payload: the message.
+            exchange: the exchange.
+            routing_key: the routing key.
+            deadline: as for `BaseEngine.admit`.
+            cannot_wait: the error if it cannot be admitted now; ``None`` if it may wait in line.
+            spills: as for `BaseEngine.admit`.
 
-    def _refused(
-        self, payload: bytes | Message, exchange: str, routing_key: str, cannot_wait: CannotWait
-    ) -> ProducerFlowed:
-        """Count a rejected message, and return its error."""
+        Returns:
+            Its receipt; ``None`` if it has to wait in line.
+        """
+        check_can_wait(call, payload, exchange, routing_key)
+        engine, line = self._engine, self._protocol.line
+        receipt = engine.admit(payload, exchange, routing_key, deadline, spills=spills)
+        if receipt is not None:
+            return receipt
+        if engine.dispatcher is None:
+            raise ProducerClosed(NOT_CONNECTED, payload, exchange=exchange, routing_key=routing_key)
+        if cannot_wait is None:
+            return None
+        if not engine.is_in_callback:
+            engine.arm_timer()
+            holds = engine.try_step(lambda protocol: protocol.line.count_flowed_error())
+            if holds is NOT_TAKEN:
+                holds = self._protocol.reports.holds
+            advice = cannot_wait.advice
+            raise cannot_wait.error(holds, 0.0, payload, advice, exchange=exchange, routing_key=routing_key)
+        # Other senders may be waiting for the callback to return, so its message goes before theirs.
+        now, waiter = _monotonic(), engine.make_waiter()
+        ticket = line.make_ticket(payload, exchange, routing_key, now, timeout=0.0, waiter=waiter, first=True)
+        try:
+            taken = engine.try_step(
+                lambda _protocol: resume(calls.send(line, ticket, now, cannot_wait=cannot_wait), None)
+            )
+        except BaseException:
+            ticket.claim(for_sender=True)
+            engine.ask(lambda protocol: protocol.line.give_up(ticket, _monotonic()))
+            raise
+        finally:
+            engine.arm_timer()
+        if taken is NOT_TAKEN:
+            raise NestedCall("a send", payload, exchange=exchange, routing_key=routing_key)
+        return taken[1]
 
-        def refuse(protocol: ProducerProtocol) -> tuple[Hold, ...]:
-            protocol.line.count_flowed_error()
-            return protocol.reports.holds
+    def _extended(
+        self, payload: bytes | Message, exchange: str, routing_key: str, position: Position | None
+    ) -> AbstractContextManager[Message]:
+        """Add a position, or else a span, to the message that a block sends.
 
-        holds = self._engine.try_step(refuse)
-        if holds is NOT_TAKEN:
-            holds = self._protocol.reports.holds
-        return cannot_wait.error(holds, 0.0, payload, cannot_wait.advice, exchange=exchange, routing_key=routing_key)
-
-    def _cannot_wait_in_send(self, timeout: float | None) -> CannotWait | None:
-        """Return the error of `send` for a message that cannot be admitted immediately, or ``None`` if `send` waits."""
-        if self.settings.when_flowed is WhenFlowed.RAISE:
-            return CannotWait(ProducerFlowed, _BLOCKING_WAITS)
-        if timeout is not None and timeout <= 0:
-            return CannotWait(FlowControlTimeout, _LONGER_WAITS)
-        return None
-
-    def _cannot_wait_in_send_nowait(self) -> CannotWait:
-        """Return the error of `send_nowait` for a message that cannot be admitted immediately."""
-        match self.settings.when_flowed:
-            case WhenFlowed.RAISE:
-                advice = f"call send() and {_BLOCKING_WAITS}"
-            case WhenFlowed.SPILL:
-                advice = "call send() to put it into the outbox"
-            case _:
-                advice = "call send() to wait"
-        return CannotWait(ProducerFlowed, advice)
+        The block gets the message to send. Its errors contain the message as it was passed.
+        """
+        if position is not None:
+            return self._stored_with(payload, position)
+        assert self._tracer is not None
+        return self._tracer.span(payload, exchange, routing_key)
 
     # Positions.
 
@@ -306,6 +409,7 @@ class BaseProducer(ABC):
             ValueError: an element of `kinds` is not a hold kind.
         """
         check_argument("callback", callback, callable(callback), "callable")
+        refuse_coroutine_function("on_flow", callback)
         wanted = kinds_of(kinds)
         # Do not refer to the producer below, because its callbacks must not keep it alive.
         engine = self._engine
@@ -352,7 +456,7 @@ class BaseProducer(ABC):
         Raises:
             TypeError, ValueError: `timeout` is not a number. Nothing has changed.
         """
-        deadline = deadline_of(close_limit(timeout, self.settings))
+        deadline = close_deadline(timeout, self.settings)
         self._engine.ask(lambda protocol: protocol.close(CLOSED, _monotonic()))
         self._engine.close_later(deadline)
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import atexit
+import inspect
 import logging
 import math
-import os
+import queue
 import sys
 import time
 import warnings
@@ -13,24 +13,21 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from contextlib import contextmanager, suppress
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
-from uuid import uuid4
-from weakref import WeakKeyDictionary, WeakSet
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from weakref import WeakKeyDictionary
 
 from qflow_client.core.protocol import ProducerProtocol
 from qflow_client.core.reporting import LogEntry, log_entry
 from qflow_client.errors import ConfirmTimeout, ConnectionFailed, SettingsError, UndeliveredMessages
 from qflow_client.events import FlowEvent, HoldKind
-from qflow_client.flow import FlowManager, Line
-from qflow_client.forks import after_fork_in_child, not_shared
+from qflow_client.flow import FlowManager
 from qflow_client.logs import log, write_log
-from qflow_client.receipt import Outcome, Receipt
-from qflow_client.recovery import retries
+from qflow_client.receipt import Receipt
 from qflow_client.redaction import hide_password, shown
 from qflow_client.settings import ProducerSettings, check_argument, check_timeout
 
 if TYPE_CHECKING:
-    from qflow_client.outbox.storage import Storage
+    pass
 
 __all__ = [
     "BRIEF",
@@ -41,6 +38,7 @@ __all__ = [
     "NOT_CONNECTED",
     "TLS_WRITE_CHUNK",
     "WRITE_CHUNK",
+    "BaseFlowEvents",
     "Deliveries",
     "Listeners",
     "Losses",
@@ -48,26 +46,23 @@ __all__ = [
     "check_arguments",
     "check_many",
     "client_properties",
-    "close_limit",
+    "close_deadline",
     "connection_failed",
-    "disown",
     "good_bye_until",
     "keeping",
     "kinds_of",
     "limit_of",
     "log_connected_again",
     "log_failed_try",
-    "log_forgotten",
     "lost",
     "no_answer",
     "no_confirms",
     "none_of",
-    "protocol_options",
+    "refuse_coroutine_function",
     "report_undelivered",
     "silent",
     "undelivered_of",
     "unflushed",
-    "watch_process",
 ]
 
 
@@ -130,9 +125,23 @@ def check_arguments(
             "credentials and connection: that connection is already logged in; update its secret where it is made"
         )
     check_argument("credentials", credentials, credentials is None or callable(credentials), "None or callable")
-    check_argument("on_delivery", on_delivery, on_delivery is None or callable(on_delivery), "None or callable")
-    check_argument("on_flow", on_flow, on_flow is None or callable(on_flow), "None or callable")
+    for name, callback in (("on_delivery", on_delivery), ("on_flow", on_flow)):
+        check_argument(name, callback, callback is None or callable(callback), "None or callable")
+        refuse_coroutine_function(name, callback)
     check_argument("manager", manager, isinstance(manager, FlowManager), "a FlowManager")
+
+
+def refuse_coroutine_function(name: str, callback: object) -> None:
+    """Reject a callback that would never run.
+
+    Raises:
+        TypeError: it is a coroutine function.
+    """
+    if inspect.iscoroutinefunction(callback):
+        raise TypeError(
+            f"{name}={shown(callback)}: it must be a plain function, because its result is not awaited; in asyncio it "
+            "may start a task"
+        )
 
 
 def warn_in_loop(stacklevel: int) -> None:
@@ -144,19 +153,6 @@ def warn_in_loop(stacklevel: int) -> None:
     if (asyncio := sys.modules.get("asyncio")) is not None and asyncio._get_running_loop() is not None:
         words = "a Producer that waits blocks the event loop of this thread; use AsyncProducer there"
         warnings.warn(words, RuntimeWarning, stacklevel=stacklevel)
-
-
-def protocol_options(settings: ProducerSettings, receipt_type: type[Receipt], line: Line | None) -> dict[str, Any]:
-    """Return the arguments of a producer's protocol, apart from the settings."""
-    now = time.monotonic()
-    return {
-        "id_prefix": f"{uuid4().hex[:16]}-",
-        "receipt_type": receipt_type,
-        "now": now,
-        "wall_offset": time.time() - now,
-        "line": line,
-        "retries": retries(settings),
-    }
 
 
 def limit_of(timeout: float | None, settings: ProducerSettings) -> float | None:
@@ -177,12 +173,16 @@ def deadline_of(timeout: float | None) -> float:
     return math.inf if timeout is None else time.monotonic() + timeout
 
 
-def close_limit(timeout: float | None, settings: ProducerSettings) -> float | None:
-    """Return the seconds that a close may take: the timeout of the call, or that of the settings."""
-    if timeout is not DEFAULT:
-        return timeout
-    limits = (settings.close_timeout, settings.max_producer_flow_control_wait)
-    return min((limit for limit in limits if limit is not None), default=None)
+def close_deadline(timeout: float | None, settings: ProducerSettings) -> float:
+    """Return the deadline of a close that begins now, in seconds, from the timeout of the call or from the settings.
+
+    Raises:
+        TypeError, ValueError: the timeout is not a number.
+    """
+    if timeout is DEFAULT:
+        limits = (settings.close_timeout, settings.max_producer_flow_control_wait)
+        timeout = min((limit for limit in limits if limit is not None), default=None)
+    return deadline_of(timeout)
 
 
 def kinds_of(kinds: Iterable[str] | None) -> frozenset[str] | None:
@@ -304,15 +304,35 @@ class Subscription:
         self.losses.report(len(self._events))
 
 
-class _FlowEvents(Protocol):
-    """The flow events of a producer, for a reader that takes them one by one."""
+class BaseFlowEvents:
+    """The flow events of a producer, in order, for a reader that takes them one by one.
 
-    losses: Losses
+    One thread at a time puts events, and another one may read them. There is no lock. If both threads take the last
+    event at the same time, one of them finds an empty queue.
 
-    def put(self, event: FlowEvent | None, /) -> object: ...
+    Args:
+        name: the producer's.
+        limit: the most events that may wait for the reader.
+        events: the queue.
+    """
+
+    def __init__(self, name: str, limit: int, events: Any) -> None:
+        self._limit = limit
+        self._events = events
+        #: The events that the reader has lost.
+        self.losses = Losses(name, limit, "flow_events() is not read fast enough")
+
+    def put(self, event: FlowEvent | None) -> None:
+        """Append an event. If too many events wait, it replaces the oldest one. ``None`` is the end, and comes last."""
+        if event is not None and self._events.qsize() >= self._limit:
+            # The reader may have taken it meanwhile.
+            with suppress(queue.Empty):
+                self._events.get_nowait()
+                self.losses.add()
+        self._events.put_nowait(event)
 
 
-_Events = TypeVar("_Events", bound=_FlowEvents)
+_Events = TypeVar("_Events", bound=BaseFlowEvents)
 
 
 class Listeners(Generic[_Events]):
@@ -449,27 +469,6 @@ def log_failed_try(name: str, url: str, why: str, pause: float) -> None:
 def log_connected_again(name: str, url: str) -> None:
     """Log that the producer is connected again."""
     log(logging.WARNING, "%s: connected again to %s", name, url)
-
-
-def disown(protocol: ProducerProtocol, storage: Storage | None, pid: int) -> ProducerProtocol:
-    """Return the state that a producer has in a forked child, which is a new one. The real state belongs to the parent.
-
-    The parent will write the unwritten messages, so no unsettled message is safe to send again. The parent's state is
-    only read here. Another thread may have been changing it, with a lock that is never released in the child.
-
-    Args:
-        protocol: the parent's.
-        storage: the parent's; ``None`` without an outbox.
-        pid: of the parent.
-    """
-    for receipt in (*protocol.unsettled_receipts, *(() if storage is None else storage.spilled)):
-        # This process will never receive an outcome.
-        receipt._reply = (0, f"this process, {os.getpid()}, is a child of process {pid}, which sent the message")
-        receipt._outcome = Outcome.UNKNOWN
-    now = time.monotonic()
-    own = ProducerProtocol(protocol.settings, id_prefix="", now=now, wall_offset=time.time() - now)
-    own.close(not_shared("producer", pid), now)
-    return own
 
 
 class Deliveries:
@@ -613,60 +612,3 @@ def report_undelivered(name: str, error: BaseException, undelivered: Undelivered
         with suppress(Exception):
             error.add_note(f"qflow_client: {undelivered}")
             error.undelivered = undelivered  # type: ignore[attr-defined]
-
-
-def log_forgotten(
-    protocol: ProducerProtocol,
-    outbox: Sized | None,
-    why: str = "the process ends, and the producer was not closed",
-) -> None:
-    """Log the messages that a producer did not deliver because it was not closed."""
-    failures = protocol.reports.take_failures()
-    if outbox is None:
-        failures += protocol.unsettled_receipts
-    undelivered = undelivered_of(failures, protocol.reports.take_dropped(), outbox)
-    if undelivered is not None:
-        log(logging.ERROR, "%s: %s: %s", protocol.settings.name, why, undelivered)
-
-
-# Forks and the end of the process.
-
-
-class _Engine(Protocol):
-    settings: ProducerSettings
-
-    def forked(self) -> None:
-        """In a child process, leave everything of this producer to the parent."""
-
-    def forgotten(self) -> None:
-        """At the end of the process, log the lost messages if the producer was not closed."""
-
-
-_engines: WeakSet[_Engine] = WeakSet()
-
-
-def watch_process(engine: _Engine) -> None:
-    """Call an engine after a fork and at the end of the process, while the engine exists."""
-    _engines.add(engine)
-
-
-def _call_each(action: Callable[[_Engine], None], words: str) -> None:
-    """Call an action with every engine, even if it fails for some of them."""
-    for engine in tuple(_engines):
-        try:
-            action(engine)
-        except BaseException as error:
-            # An error, or an interrupt, must not prevent the end of the other producers.
-            log(logging.ERROR, f"%s: {words}", engine.settings.name, error=error)
-
-
-def _after_fork_in_child() -> None:
-    _call_each(lambda engine: engine.forked(), "the copy in a child process could not be closed")
-
-
-after_fork_in_child(_after_fork_in_child)
-
-
-@atexit.register
-def _at_exit() -> None:
-    _call_each(lambda engine: engine.forgotten(), "the producer could not be closed at the end of the process")

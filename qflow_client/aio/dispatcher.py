@@ -3,28 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 import logging
 from collections.abc import Callable
 from typing import Any
 
 from qflow_client.logs import log
-from qflow_client.redaction import shown
 
-__all__ = ["Dispatcher", "refuse_coroutine_function"]
-
-
-def refuse_coroutine_function(name: str, callback: object) -> None:
-    """Reject a callback that would never run.
-
-    Raises:
-        TypeError: it is a coroutine function.
-    """
-    if inspect.iscoroutinefunction(callback):
-        raise TypeError(
-            f"{name}={shown(callback)}: it must be a plain function, because its result is not awaited; start a "
-            "task in it, or iterate over flow_events()"
-        )
+__all__ = ["Dispatcher"]
 
 
 class Dispatcher:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import math
 import threading
 import time
@@ -23,9 +22,8 @@ from qflow_client.aio.receipt import AsyncReceipt
 from qflow_client.aio.turn import Turns, Waiter
 from qflow_client.core import calls
 from qflow_client.core.calls import Call
-from qflow_client.core.protocol import ProducerProtocol
 from qflow_client.credentials import Credentials
-from qflow_client.engine import DROPPED, BaseEngine
+from qflow_client.engine import DROPPED, BaseEngine, watch_process
 from qflow_client.errors import (
     ConnectionFailed,
     NestedCall,
@@ -34,10 +32,9 @@ from qflow_client.errors import (
     UndeliveredMessages,
     WrongLoop,
 )
-from qflow_client.events import FlowEvent
 from qflow_client.flow import FlowManager, Line
 from qflow_client.guard import LOOPS
-from qflow_client.logs import log, write_log
+from qflow_client.logs import write_log
 from qflow_client.message import Message
 from qflow_client.receipt import Receipt
 from qflow_client.recovery import Reconnection, hosts_in_order
@@ -45,13 +42,10 @@ from qflow_client.settings import ProducerSettings
 from qflow_client.skin import (
     BRIEF,
     CLOSED,
-    Subscription,
+    deadline_of,
     good_bye_until,
-    log_forgotten,
     none_of,
-    protocol_options,
     report_undelivered,
-    watch_process,
 )
 from qflow_client.topology import Topology
 
@@ -103,6 +97,7 @@ class Engine(BaseEngine):
     """
 
     lock = LOOPS
+    make_waiter = Waiter
 
     def __init__(
         self,
@@ -117,7 +112,7 @@ class Engine(BaseEngine):
         super().__init__(settings, on_delivery, manager, topology)
         self._connection = connection
         self._credentials = credentials
-        self.protocol = ProducerProtocol(settings, **protocol_options(settings, AsyncReceipt, line))
+        self.protocol = self._new_protocol(AsyncReceipt, line)
         if self.deliveries is not None:
             self.protocol.reports.settled = []
         # Set by `open` if there is an outbox.
@@ -174,7 +169,7 @@ class Engine(BaseEngine):
             self.link = link
             if self.storage is not None:
                 self.storage.start()
-            peer = None if link.tapped is None else link.tapped.peer
+            peer = None if link.writer is None else link.writer.peer
             self.observer = telemetry.watch(self, self.protocol, self.settings, link.url, peer)
             connected()
             self.kick()
@@ -246,10 +241,6 @@ class Engine(BaseEngine):
                 return link
         raise none_of(errors)
 
-    @property
-    def last_failure(self) -> str:
-        return "" if self.link is None else self.link.last_failure
-
     # Steps.
 
     @property
@@ -263,17 +254,6 @@ class Engine(BaseEngine):
     def check_loop(
         self, payload: bytes | Message | None = None, exchange: str | None = None, routing_key: str | None = None
     ) -> None:
-        """Raise an error in another event loop than the producer's, whose tasks it could not wake.
-
-        Args:
-            payload: the message that is not sent; ``None`` for none.
-            exchange: its exchange.
-            routing_key: its routing key.
-
-        Raises:
-            ProducerClosed: the producer's loop is closed.
-            WrongLoop: another loop runs.
-        """
         loop, running = self.loop, _get_running_loop()
         if loop is None or running is loop or self._all_ended.is_set():
             return
@@ -303,20 +283,15 @@ class Engine(BaseEngine):
 
     def kick(self) -> None:
         if self.link is not None and self.protocol.has_output:
-            tapped = self.link.tapped
-            if tapped is not None and not tapped.awake:
-                tapped.wake()
+            writer = self.link.writer
+            if writer is not None and not writer.awake:
+                writer.wake()
         if self.loop is None or self.loop.is_closed():
             self.after()
-        elif not (self._passes_on or self._has_no_news):
+        elif not self._passes_on and not (self.protocol.reports.is_empty and self.protocol.admission.observer is None):
             # The loop calls it, because an interrupt here would lose wake-ups and log lines.
             self.loop.call_soon(self.after)
             self._passes_on = True
-
-    def arm_timer(self) -> None:
-        """If time alone can lift a hold, start the timer for the next call of the protocol."""
-        if self.settings.rate is not None and self.link is not None:
-            self.link.arm_timer()
 
     async def drive(self, call: Call[_T], waiter: Waiter) -> _T:
         """Run a call that waits, see `core.calls`. The producer need not be connected."""
@@ -342,10 +317,6 @@ class Engine(BaseEngine):
 
     # After a step. No code of the application runs in these methods.
 
-    @property
-    def _has_no_news(self) -> bool:
-        return self.protocol.reports.is_empty and self.protocol.admission.observer is None
-
     def after(self) -> None:
         self._passes_on = False
         protocol = self.protocol
@@ -362,20 +333,11 @@ class Engine(BaseEngine):
             # Events wait until a loop runs.
             return
         if protocol.reports.events:
-            self.listeners.pass_on(protocol, self._call_listener)
+            self.listeners.pass_on(protocol, self.call_listener)
         if settled:
             assert self.deliveries is not None
             self.deliveries.hand(settled)
             self.dispatcher.call(self._deliver, settled)
-
-    def _call_listener(self, subscription: Subscription) -> None:
-        def take() -> FlowEvent:
-            event = subscription.take()
-            subscription.report()
-            return event
-
-        assert self.dispatcher is not None
-        self.dispatcher.call_with_next(subscription.callback, take)
 
     def _deliver(self, receipts: list[Receipt]) -> None:
         assert self.deliveries is not None
@@ -408,15 +370,13 @@ class Engine(BaseEngine):
                     await self._all_ended.wait()
             return None
         self.ended = True
-        return await self._close(CLOSED, deadline, waits_for_holds)
+        return await self._close(deadline, waits_for_holds)
 
     def close_later(self, deadline: float) -> None:
         """Close in a separate task, and log messages that are not delivered."""
 
         async def close() -> None:
-            undelivered = await self.close(deadline)
-            if undelivered is not None:
-                log(logging.WARNING, "%s: shut down: %s", self.settings.name, undelivered)
+            self._log_undelivered(await self.close(deadline))
 
         def start() -> None:
             # The loop keeps no task alive. So the first task must not be replaced by one that only waits for it.
@@ -431,10 +391,11 @@ class Engine(BaseEngine):
         with suppress(RuntimeError):
             self.loop.call_soon_threadsafe(start)
 
-    async def _close(self, reason: str, deadline: float, waits_for_holds: bool) -> UndeliveredMessages | None:
+    async def _close(self, deadline: float, waits_for_holds: bool) -> UndeliveredMessages | None:
         error: BaseException | None = None
         waiter = Waiter()
-        call = calls.close(self.protocol, waiter, deadline, _monotonic(), reason, waits_for_holds=waits_for_holds)
+        now = _monotonic()
+        call = calls.close(self.protocol, waiter, deadline, now, self._reason, waits_for_holds=waits_for_holds)
         try:
             self.unregister()
             await self.drive(call, waiter)
@@ -531,9 +492,8 @@ class Engine(BaseEngine):
         self._ending.add_done_callback(self._after_dropped)
 
     async def _end_dropped(self) -> None:
-        wait = self.settings.max_producer_flow_control_wait
-        deadline = math.inf if wait is None else _monotonic() + wait
-        self._log_dropped(await self._close(DROPPED, deadline, waits_for_holds=True))
+        deadline = deadline_of(self.settings.max_producer_flow_control_wait)
+        self._log_undelivered(await self._close(deadline, waits_for_holds=True))
 
     def _after_dropped(self, _ending: object) -> None:
         if not self._all_ended.is_set():
@@ -544,7 +504,7 @@ class Engine(BaseEngine):
         """Close the outbox, because another producer may need it, and log the lost messages."""
         if self.storage is not None:
             self.storage.close(BRIEF)
-        log_forgotten(self.protocol, self.storage, *why)
+        self._log_forgotten(*why)
         self.ended = True
         self._all_ended.set()
 
@@ -555,11 +515,11 @@ class Engine(BaseEngine):
         self._thread = None
         self._all_ended = asyncio.Event()
         self._all_ended.set()
-        self.disown()
+        self._disown()
         for events in tuple(self.listeners.iterators):
             events.forget()
 
     def forgotten(self) -> None:
-        """At the end of the process, log the lost messages of a producer that was not closed. No loop runs then."""
+        # No loop runs then.
         if not self.ended or (self.is_dropped and not self._all_ended.is_set()):
             self._end_without_loop()

@@ -89,7 +89,7 @@ class Link:
         later, post = self._loop.call_later, self._post
         self._upkeep = Upkeep(reconnection, protocol, LOOPS, later, post, self._leave_host, asker)
         # The connection's socket; set when the channel is open.
-        self.tapped: TapTransport | None = None
+        self.writer: TapTransport | None = None
         # aiormq's objects; set when the channel is open.
         self._amqp: Any = None
         self._channel: Any = None
@@ -252,7 +252,7 @@ class Link:
         channel, number = await open_channel(amqp, tapped.tap, self._settings, self._topology, self.url)
         if amqp is not self._amqp:
             amqp.closing.add_done_callback(self._on_close)
-        self.tapped, self._amqp, self._channel, self._number = tapped, amqp, channel, number
+        self.writer, self._amqp, self._channel, self._number = tapped, amqp, channel, number
         now = time.monotonic()
         tapped.tap.heartbeat = float(amqp.heartbeat_timeout)
         tapped.tap.frame_max = amqp.connection_tune.frame_max
@@ -326,8 +326,8 @@ class Link:
         if self._message_ended():
             return True
         self._ended = self._loop.create_future()
-        assert self.tapped is not None
-        self.tapped.pump()
+        assert self.writer is not None
+        self.writer.pump()
         try:
             async with asyncio.timeout_at(until):
                 await self._ended
@@ -388,8 +388,8 @@ class Link:
         self._timer_at = self._timer = None
         LOOPS.take(lambda: self._protocol.on_timer(time.monotonic()))
         self._after_io()
-        if self.tapped is not None:
-            self.tapped.pump()
+        if self.writer is not None:
+            self.writer.pump()
 
     def _leave_host(self, why: str) -> None:
         """End an open connection, to connect again."""
@@ -463,7 +463,7 @@ class Link:
     def _leave(self, reason: str, *, reconnects: bool = False) -> bool:
         """Separate the channel from the producer. Return True if another connection is wanted."""
         number, self._number = self._number, None
-        tapped = self.tapped
+        tapped = self.writer
         if number is not None and tapped is not None:
             tapped.tap.detach(number)
             tapped.delay = None

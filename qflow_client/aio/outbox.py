@@ -6,26 +6,18 @@ import asyncio
 import math
 import time
 from collections import deque
-from collections.abc import Iterable
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from qflow_client.aio.receipt import AsyncReceipt
-from qflow_client.message import Message, give_back, with_position
 from qflow_client.outbox.errors import NotDurable
 from qflow_client.outbox.spilled import Spilled
 from qflow_client.outbox.storage import GRACE, Storage
-from qflow_client.position import Position
-from qflow_client.producer import resolve, split
-from qflow_client.skin import deadline_of, keep_admitted
 
 if TYPE_CHECKING:
-    from qflow_client.aio.producer import AsyncProducer
+    pass
 
-__all__ = ["Commits", "SpilledReceipt", "store_many"]
-
-# How many messages of a `send_many` are put into the outbox before it waits for the disk.
-_AT_ONCE = 500
+__all__ = ["Commits", "SpilledReceipt"]
 
 
 class SpilledReceipt(Spilled, AsyncReceipt):
@@ -136,56 +128,3 @@ class Commits:
         if self._waits:
             outbox = self._storage.outbox
             self._wake(outbox.durable, f"{outbox.path}: the producer was closed")
-
-
-async def store_many(
-    producer: AsyncProducer,
-    messages: Iterable[bytes | str | Message | tuple[bytes | str | Message, Position]],
-    receipts: list[AsyncReceipt],
-    timeout: float | None,
-    options: dict[str, Any],
-) -> list[AsyncReceipt]:
-    """`send_many` with an outbox. It waits for the disk once for many messages.
-
-    Args:
-        producer: sends them.
-        messages: as for `send_many`.
-        receipts: the receipts are appended to this list, which is returned.
-        timeout: seconds that each may stay blocked; ``None`` for no limit.
-        options: the other arguments of `send`.
-    """
-    engine, settings = producer._engine, producer.settings
-    try:
-        for each in messages:
-            message, position = split(each)
-            payload, to, key = resolve(message, options["exchange"], options["routing_key"])
-            if position is not None:
-                producer._check_position(position)
-                payload = with_position(payload, position)
-            receipt: Any = engine.admit(
-                payload,
-                settings.exchange if to is None else to,
-                settings.routing_key if key is None else key,
-                deadline_of(timeout),
-            )
-            if receipt is None:
-                sent_to = options | {"exchange": to, "routing_key": key}
-                try:
-                    receipt = await producer.send(payload, timeout=timeout, **sent_to)
-                except Exception as error:
-                    keep_admitted(error, receipts)
-                    raise
-            receipts.append(receipt)
-            if len(receipts) % _AT_ONCE == 0:
-                await engine.made_durable(receipt, deadline_of(timeout))
-    except Exception as error:
-        give_back(error)
-        # After a `NotDurable` the disk is not tried again. The caller needs any other error, so a second error from the
-        # disk must not replace it.
-        if receipts and not isinstance(error, NotDurable):
-            with suppress(NotDurable):
-                await engine.made_durable(receipts[-1], time.monotonic())
-        raise
-    if receipts:
-        await engine.made_durable(receipts[-1], deadline_of(timeout))
-    return receipts

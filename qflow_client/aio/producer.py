@@ -5,29 +5,26 @@ from __future__ import annotations
 import time
 from asyncio import _get_running_loop
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
-from types import TracebackType
+from types import coroutine
 from typing import Any, Self, Unpack
 
 import aio_pika
 
-from qflow_client import telemetry
 from qflow_client.aio.connection import TappedConnection, TappedRobustConnection
-from qflow_client.aio.dispatcher import refuse_coroutine_function
 from qflow_client.aio.engine import Engine
 from qflow_client.aio.flow_events import FlowEvents
 from qflow_client.aio.receipt import AsyncReceipt
 from qflow_client.aio.turn import Waiter
 from qflow_client.core import calls
-from qflow_client.core.calls import CannotWait, resume
 from qflow_client.credentials import Credentials
-from qflow_client.errors import NestedCall, ProducerClosed, SettingsError, UndeliveredMessages
+from qflow_client.errors import ProducerClosed, SettingsError, UndeliveredMessages
 from qflow_client.events import FlowEvent
 from qflow_client.flow import FlowManager, Line
-from qflow_client.guard import LOOPS, NOT_TAKEN, check_can_wait
+from qflow_client.guard import LOOPS
 from qflow_client.manager import flow_manager
 from qflow_client.message import Message
 from qflow_client.position import Position
-from qflow_client.producer import BaseProducer, resolve, split
+from qflow_client.producer import NOT_CONNECTED, BaseProducer, resolve, split
 from qflow_client.receipt import Receipt
 from qflow_client.redaction import shown
 from qflow_client.settings import ProducerSettings, SettingsKeywords, check_timeout
@@ -35,7 +32,7 @@ from qflow_client.skin import (
     DEFAULT,
     check_arguments,
     check_many,
-    close_limit,
+    close_deadline,
     deadline_of,
     keep_admitted,
     keeping,
@@ -47,12 +44,13 @@ from qflow_client.topology import Queue, Topology
 
 __all__ = ["AsyncProducer"]
 
+# How many messages of a `send_many` are put into the outbox before it waits for the disk.
+_AT_ONCE = 500
+
 _monotonic = time.monotonic
 
-_NOT_CONNECTED = "the producer is not connected yet; use async with, or await connect() first"
 
-
-class AsyncProducer(BaseProducer):
+class AsyncProducer(BaseProducer[AsyncReceipt]):
     """Publishes to an AMQP 0-9-1 broker, never faster than the broker allows. Tasks can share a producer.
 
     It connects once, when ``async with`` is entered or `connect` is called. It belongs to the loop in which it
@@ -110,15 +108,12 @@ class AsyncProducer(BaseProducer):
         loaded = ProducerSettings.load(url, settings, **keywords)
         super().__init__(loaded, manager)
         check_arguments(url, connection, on_delivery, on_flow, manager, declare, credentials)
-        refuse_coroutine_function("on_delivery", on_delivery)
         if connection is not None and not isinstance(connection, (TappedConnection, TappedRobustConnection)):
             raise SettingsError(
                 f"connection={shown(connection)}: make it with qflow_client.connect_async(url); on any other "
                 "connection aio-pika reads Channel.Flow and confirms before the producer can"
             )
         self._use_engine(Engine(loaded, on_delivery, manager, connection, line, Topology.of(declare), credentials))
-        # Set when the producer is connected.
-        self._tracer: telemetry.Tracer | None = None
         if on_flow is not None:
             self.on_flow(on_flow)
 
@@ -193,133 +188,37 @@ class AsyncProducer(BaseProducer):
         payload: Any = message
         if type(message) is not bytes:
             payload, exchange, routing_key = resolve(message, exchange, routing_key)
-        if position is not None:
-            with self._stored_with(payload, position) as carried:
-                return await self.send(
-                    carried, exchange=exchange, routing_key=routing_key, timeout=timeout, source=source
-                )
         if exchange is None:
             exchange = self._exchange
         if routing_key is None:
             routing_key = self._routing_key
         if self._engine.loop is not _get_running_loop():
             self._engine.check_loop(payload, exchange, routing_key)
-        if self._tracer is not None and self._tracer.wants(payload):
-            with self._tracer.span(payload, exchange, routing_key) as traced:
+        if position is not None or (self._tracer is not None and self._tracer.wants(payload)):
+            with self._extended(payload, exchange, routing_key, position) as extended:
                 return await self.send(
-                    traced, exchange=exchange, routing_key=routing_key, timeout=timeout, source=source
+                    extended, exchange=exchange, routing_key=routing_key, timeout=timeout, source=source
                 )
         try:
             receipt = self._engine.protocol.admission.send_at_once(payload, exchange, routing_key)
             if receipt is not None:
-                tapped = self._engine.link.tapped  # type: ignore[union-attr]  # it is open, or nothing would be admitted
-                if not tapped.awake:  # type: ignore[union-attr]  # likewise
-                    tapped.wake()  # type: ignore[union-attr]  # likewise
+                writer = self._engine.link.writer  # type: ignore[union-attr]  # it is open, or nothing would be admitted
+                if not writer.awake:  # type: ignore[union-attr]  # likewise
+                    writer.wake()  # type: ignore[union-attr]  # likewise
                 return receipt  # type: ignore[return-value]  # the protocol makes what it was told to make
         except BaseException:
             # An exception of a signal handler, such as KeyboardInterrupt, may have come before the wake-up.
             self._engine.recheck()
             raise
-        check_can_wait("send()", payload, exchange, routing_key)
         timeout = limit_of(timeout, self.settings)
         deadline = deadline_of(timeout)
-        receipt = self._engine.admit(payload, exchange, routing_key, deadline, spills=True)
-        if receipt is None:
-            if self._engine.turns is None:
-                raise self._not_connected(payload, exchange, routing_key)
-            cannot_wait = self._cannot_wait_in_send(timeout)
-            if cannot_wait is None:
-                receipt = await self._engine.turns.send(payload, exchange, routing_key, timeout, source)
-            else:
-                receipt = self._refuse(payload, exchange, routing_key, cannot_wait)
-        return await self._made_durable(receipt, deadline)
-
-    def _refuse(self, payload: bytes | Message, exchange: str, routing_key: str, cannot_wait: CannotWait) -> Receipt:
-        """Raise the error for a message that was not admitted, unless a callback sends it."""
-        if self._engine.dispatcher is None:
-            raise self._not_connected(payload, exchange, routing_key)
-        if not self._engine.is_in_callback:
-            self._engine.arm_timer()
-            raise self._refused(payload, exchange, routing_key, cannot_wait)
-        ticket = self._make_ticket(payload, exchange, routing_key, 0.0, "", Waiter())
-        try:
-            taken = self._engine.try_step(
-                lambda _protocol: resume(self._send_call(ticket, cannot_wait, notices=False), None)
-            )
-        except BaseException:
-            self._engine.ask(lambda protocol: protocol.line.give_up(ticket, _monotonic()))
-            raise
-        finally:
-            self._engine.arm_timer()
-        if taken is NOT_TAKEN:
-            raise NestedCall("a send", payload, exchange=exchange, routing_key=routing_key)
-        _, receipt = taken
-        assert receipt is not None
-        return receipt
-
-    async def _made_durable(self, receipt: Receipt, deadline: float) -> AsyncReceipt:
-        """Return the receipt; with an outbox, when its message is on disk."""
-        await self._engine.made_durable(receipt, deadline)
-        return receipt  # type: ignore[return-value]  # the protocol makes what it was told to make
-
-    def send_nowait(
-        self,
-        message: bytes | str | Message,
-        *,
-        exchange: str | None = None,
-        routing_key: str | None = None,
-        source: str = "",
-        position: Position | None = None,
-    ) -> AsyncReceipt:
-        """Same as `send`, but never wait. Do not await this method.
-
-        With an outbox it blocks the loop until the message is on disk.
-
-        Args:
-            message: the body, or a `Message` with properties.
-            exchange: the exchange; by default that of a `RoutedMessage`, for other messages the setting.
-            routing_key: the routing key; the same default.
-            source: as for `send`; it has no effect, because the message does not wait in line.
-            position: as for `send`.
-
-        Raises:
-            ProducerFlowed: flowed; the message was not sent and never will be.
-            WrongLoop: the producer belongs to another event loop; the message was not sent.
-        """
-        payload: Any = message
-        if type(message) is not bytes:
-            payload, exchange, routing_key = resolve(message, exchange, routing_key)
-        if position is not None:
-            with self._stored_with(payload, position) as carried:
-                return self.send_nowait(carried, exchange=exchange, routing_key=routing_key, source=source)
-        if exchange is None:
-            exchange = self._exchange
-        if routing_key is None:
-            routing_key = self._routing_key
-        if self._engine.loop is not _get_running_loop():
-            self._engine.check_loop(payload, exchange, routing_key)
-        if self._tracer is not None and self._tracer.wants(payload):
-            with self._tracer.span(payload, exchange, routing_key) as traced:
-                return self.send_nowait(traced, exchange=exchange, routing_key=routing_key)
-        receipt: Receipt | None = None
-        if self._engine.storage is None:
-            try:
-                receipt = self._engine.protocol.admission.send_at_once(payload, exchange, routing_key)
-                if receipt is not None:
-                    if not self._engine.link.tapped.awake:  # type: ignore[union-attr]  # it is open, or nothing would be admitted
-                        self._engine.link.tapped.wake()  # type: ignore[union-attr]  # likewise
-                    return receipt  # type: ignore[return-value]  # the protocol makes what it was told to make
-            except BaseException:
-                # As in `send`.
-                self._engine.recheck()
-                raise
-        check_can_wait("send_nowait()", payload, exchange, routing_key)
-        receipt = self._engine.admit(payload, exchange, routing_key)
-        if receipt is None:
-            receipt = self._refuse(payload, exchange, routing_key, self._cannot_wait_in_send_nowait())
-        if self._engine.storage is not None:
-            self._engine.storage.wait_durable(receipt, _monotonic())
-        return receipt  # type: ignore[return-value]  # as above
+        cannot_wait = self._cannot_wait(timeout)
+        admitted = self._admit("send()", payload, exchange, routing_key, deadline, cannot_wait, spills=True)
+        if admitted is None:
+            assert self._engine.turns is not None
+            admitted = await self._engine.turns.send(payload, exchange, routing_key, timeout, source)
+        await self._engine.made_durable(admitted, deadline)
+        return admitted  # type: ignore[return-value]  # as above
 
     async def send_many(
         self,
@@ -356,10 +255,19 @@ class AsyncProducer(BaseProducer):
         with keeping(receipts):
             if self._engine.storage is not None and self._tracer is None:
                 # This module imports SQLite.
-                from qflow_client.aio.outbox import store_many
+                from qflow_client.storing import store_many
 
-                options: Any = {"exchange": exchange, "routing_key": routing_key, "source": source}
-                return await store_many(self, messages, receipts, limit_of(timeout, self.settings), options)
+                await coroutine(store_many)(
+                    self,
+                    messages,
+                    receipts,
+                    limit_of(timeout, self.settings),
+                    {"exchange": exchange, "routing_key": routing_key, "source": source},
+                    at_once=_AT_ONCE,
+                    wait_durable=self._engine.made_durable,
+                    run=lambda function, *arguments, **named: function(*arguments, **named).__await__(),
+                )
+                return receipts
             for each in messages:
                 message, position = split(each) if isinstance(each, tuple) else (each, None)
                 try:
@@ -376,12 +284,6 @@ class AsyncProducer(BaseProducer):
                     raise
                 receipts.append(receipt)
         return receipts
-
-    @staticmethod
-    def _not_connected(
-        payload: bytes | Message | None = None, exchange: str | None = None, routing_key: str | None = None
-    ) -> ProducerClosed:
-        return ProducerClosed(_NOT_CONNECTED, payload, exchange=exchange, routing_key=routing_key)
 
     # Waiting.
 
@@ -423,18 +325,12 @@ class AsyncProducer(BaseProducer):
         """
         check_timeout(timeout)
         if self._engine.loop is None and not self._engine.ended:
-            raise self._not_connected()
+            raise ProducerClosed(NOT_CONNECTED)
         self._engine.check_loop()
         waiter = Waiter()
         return await self._engine.drive(
             calls.wait_unflowed(self._protocol, waiter, deadline_of(timeout), _monotonic()), waiter
         )
-
-    def on_flow(
-        self, callback: Callable[[FlowEvent], object], *, kinds: Iterable[str] | None = None
-    ) -> Callable[[], None]:
-        refuse_coroutine_function("on_flow", callback)
-        return super().on_flow(callback, kinds=kinds)
 
     def flow_events(self, *, kinds: Iterable[str] | None = None) -> AsyncIterator[FlowEvent]:
         """Return an iterator over the flow events from now on. It ends when the producer is closed.
@@ -472,7 +368,7 @@ class AsyncProducer(BaseProducer):
                 lost.
             WrongLoop: the producer belongs to another event loop.
         """
-        undelivered = await self._engine.close(deadline_of(close_limit(timeout, self.settings)))
+        undelivered = await self._engine.close(close_deadline(timeout, self.settings))
         if undelivered is not None:
             raise undelivered
 
@@ -481,14 +377,9 @@ class AsyncProducer(BaseProducer):
             await self.connect()
         return self
 
-    async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if exc is None:
+    async def __aexit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
+        if error is None:
             await self.close()
         else:
-            deadline = deadline_of(close_limit(DEFAULT, self.settings))
-            report_undelivered(self.settings.name, exc, await self._engine.close(deadline, waits_for_holds=False))
+            deadline = close_deadline(DEFAULT, self.settings)
+            report_undelivered(self.settings.name, error, await self._engine.close(deadline, waits_for_holds=False))

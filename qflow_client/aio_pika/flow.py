@@ -25,7 +25,7 @@ from aiormq.abc import DeliveredMessage
 from aiormq.channel import _check_routing_key
 from aiormq.exceptions import AMQPChannelError, ChannelInvalidStateError, DeliveryError, PublishError
 
-from qflow_client.aio.dispatcher import Dispatcher, refuse_coroutine_function
+from qflow_client.aio.dispatcher import Dispatcher
 from qflow_client.aio.turn import Deadlines, Turns, Waiter, wake_at
 from qflow_client.aio_pika.encoding import header_frame, make_message_id
 from qflow_client.amqp.frames import HEADER_FRAME, PublishEncoder, frame
@@ -48,6 +48,7 @@ from qflow_client.logs import log
 from qflow_client.manager import flow_manager
 from qflow_client.receipt import Outcome, Receipt
 from qflow_client.settings import OnDisconnect, ProducerSettings, WhenFlowed, check_timeout
+from qflow_client.skin import refuse_coroutine_function
 
 __all__ = ["AIO_PIKA", "AIO_PIKA_ROBUST", "ChannelFlow"]
 

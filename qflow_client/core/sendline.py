@@ -22,7 +22,7 @@ from qflow_client.core.unreported import ON_DELIVERY
 from qflow_client.core.waiters import Waiters
 from qflow_client.errors import FlowControlTimeout, ProducerClosed
 from qflow_client.events import HoldKind
-from qflow_client.flow import FlowController
+from qflow_client.flow import FlowController, Hold
 from qflow_client.message import Message
 
 __all__ = ["SendLine"]
@@ -163,8 +163,7 @@ class SendLine:
         if ticket.decided:
             return None
         if now >= ticket.deadline:
-            error = ticket.flowed_error(FlowControlTimeout, self._reports.holds, now - ticket.since)
-            self.count_flowed_error()
+            error = ticket.flowed_error(FlowControlTimeout, self.count_flowed_error(), now - ticket.since)
             self._withdraw(ticket, now)
             return error
         if now >= ticket.notice_at:
@@ -193,12 +192,13 @@ class SendLine:
             self._reports.report_waiting(len(self.tickets), next(iter(self.tickets)).since, now)
         ticket.notice_at = self._notice_at
 
-    def count_flowed_error(self) -> None:
-        """Count a send that fails because the producer is flowed."""
+    def count_flowed_error(self) -> tuple[Hold, ...]:
+        """Count a send that fails because the producer is flowed. Return the holds for its error."""
         holds = self._gate.holds
         # Without a hold, the message waits only for the messages before it.
         kind = holds[0].kind if holds else "line"
         self.flowed_errors[kind] = self.flowed_errors.get(kind, 0) + 1
+        return self._reports.holds
 
     # Leaving the line.
 

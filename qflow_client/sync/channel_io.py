@@ -3,28 +3,50 @@
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
+from concurrent.futures import Future, InvalidStateError
 
+from qflow_client.amqp.tap import Tap
 from qflow_client.core.protocol import ProducerProtocol
+from qflow_client.errors import ConnectionFailed
 from qflow_client.guard import Guard
+from qflow_client.skin import connection_failed
 from qflow_client.sync.pika_io import TapIOServices
 
 __all__ = ["ChannelIO"]
 
 
-class ChannelIO:
-    """Wakes the I/O thread for timers and for other threads."""
+class ChannelIO(ABC):
+    """Wakes the I/O thread for timers and for other threads, and attaches the channel to the tap.
 
+    Args:
+        protocol: the producer's state.
+        lock: its lock.
+        after: called on the I/O thread, without the lock, after any possible change of the protocol.
+    """
+
+    #: The I/O thread's; and the same object under the name that it has in every skin.
     services: TapIOServices
-    # Whether the I/O thread does nothing for the channel any more; guarded by the lock.
-    ended: bool
-    # The producer's state, and its lock.
-    _protocol: ProducerProtocol
-    _lock: Guard
-    # Called on the I/O thread, without the lock, after any possible change of the protocol.
-    _after: Callable[[], None]
-    # When the present timer fires; ``None`` without a timer.
-    _timer_at: float | None
+    writer: TapIOServices
+    # The tap at the socket; guarded by the lock.
+    _tap: Tap
+
+    def __init__(self, protocol: ProducerProtocol, lock: Guard, after: Callable[[], None]) -> None:
+        self._protocol = protocol
+        self._lock = lock
+        self._after = after
+        # Whether the I/O thread does nothing for the channel any more; guarded by the lock.
+        self.ended = False
+        # Done when the channel is open for the first time, or failed if it cannot be opened.
+        self._opened: Future[None] = Future()
+        # When the present timer fires; ``None`` without a timer.
+        self._timer_at: float | None = None
+
+    @property
+    @abstractmethod
+    def url(self) -> str:
+        """The URL of the host without secrets."""
 
     def call_after(self) -> None:
         """Call `after` on the I/O thread, unless it has ended. Any thread may call this."""
@@ -47,6 +69,31 @@ class ChannelIO:
         self.services.forget()
 
     # On the I/O thread.
+
+    def _attach(self, number: int, frame_max: int) -> None:
+        """Publish on an open channel from now on."""
+        now = time.monotonic()
+        try:
+            with self._lock:
+                self._protocol.channel_opened(number, frame_max, now)
+                self._tap.attach(number, self._protocol, now)
+                if self._protocol.admission.observer is not None:
+                    self._protocol.admission.observer.peer = self.services.peer
+        except BaseException as error:
+            # No other code would wake the caller that waits.
+            self._not_opened(f"the channel cannot be used: {error!r}")
+            raise
+
+    def _failed(self, why: str) -> ConnectionFailed:
+        return connection_failed(self.url, why)
+
+    def _not_opened(self, why: str) -> bool:
+        """Return True if the channel was never open. Then `open` raises the reason."""
+        try:
+            self._opened.set_exception(self._failed(why))
+        except InvalidStateError:
+            return self._opened.cancelled() or self._opened.exception() is not None
+        return True
 
     def _after_io(self) -> None:
         self._after()

@@ -16,7 +16,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, InvalidStateError
 from functools import partial
 from struct import Struct
 from typing import Any
@@ -43,7 +42,7 @@ from qflow_client.amqp.frames import (
 )
 from qflow_client.amqp.tap import Tap
 from qflow_client.core.protocol import ProducerProtocol
-from qflow_client.errors import ConnectionFailed, SettingsError
+from qflow_client.errors import SettingsError
 from qflow_client.guard import Guard, serve
 from qflow_client.logs import log
 from qflow_client.redaction import hide_password, shown
@@ -499,18 +498,10 @@ class SharedLink(ChannelIO):
     """
 
     def __init__(self, connection: TappedConnection, protocol: ProducerProtocol, after: Callable[[], None]) -> None:
-        carrier = connection.carrier
-        self.url = carrier.url
-        self._protocol = protocol
-        self._lock = carrier.lock
-        self._after = after
+        carrier = self._carrier = connection.carrier
+        super().__init__(protocol, carrier.lock, after)
         self._tap = carrier.tap
-        self.services = carrier.services
-        # Done when the channel is open, or failed if it cannot be opened.
-        self._opened: Future[None] = Future()
-        self.ended = False
-        self._timer_at = None
-        self._carrier = carrier
+        self.writer = self.services = carrier.services
         # A reference, because the connection ends with the application's object.
         self._shared = connection
         # The channel's number while the channel is not known to be closed.
@@ -521,6 +512,10 @@ class SharedLink(ChannelIO):
         # Set when the producer has nothing on the connection any more; and set when the channel is closed, too.
         self._parted = Latch()
         self._left = Latch()
+
+    @property
+    def url(self) -> str:
+        return self._carrier.url
 
     @property
     def last_failure(self) -> str:
@@ -550,9 +545,6 @@ class SharedLink(ChannelIO):
             if isinstance(error, TimeoutError):
                 raise no_answer(self.url, timeout) from None
             raise
-
-    def _failed(self, why: str) -> ConnectionFailed:
-        return connection_failed(self.url, why)
 
     def close(self, timeout: float) -> None:
         """Give up all unsettled messages, and close the channel.
@@ -608,26 +600,10 @@ class SharedLink(ChannelIO):
     def _ready(self, number: int) -> None:
         if not self._opened.set_running_or_notify_cancel():
             return
-        now = time.monotonic()
-        try:
-            with self._lock:
-                self._protocol.channel_opened(number, self._carrier.frame_max, now)
-                self._tap.attach(number, self._protocol, now)
-        except BaseException as error:
-            # No other code would wake the caller that waits.
-            self._not_opened(f"the channel cannot be used: {error!r}")
-            raise
+        self._attach(number, self._carrier.frame_max)
         self._opened.set_result(None)
         self._after_io()
         self.services.pump()
-
-    def _not_opened(self, why: str) -> bool:
-        """Return True if the channel never opened. Then `open` raises the reason."""
-        try:
-            self._opened.set_exception(self._failed(why))
-        except InvalidStateError:
-            return self._opened.cancelled() or self._opened.exception() is not None
-        return True
 
     def after_io(self) -> None:
         """Handle a possible change of the protocol."""

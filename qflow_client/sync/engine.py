@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import logging
-import math
 import sys
 import threading
 import time
 from _thread import start_new_thread
 from collections.abc import Callable
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from qflow_client import telemetry
@@ -18,12 +15,13 @@ from qflow_client.core.calls import Call, resume
 from qflow_client.core.protocol import ProducerProtocol
 from qflow_client.core.tickets import SendTicket
 from qflow_client.credentials import Credentials
-from qflow_client.engine import DROPPED, BaseEngine
+from qflow_client.engine import BaseEngine, watch_process
 from qflow_client.errors import ConnectionFailed, NestedCall, UndeliveredMessages
 from qflow_client.events import FlowEvent
 from qflow_client.flow import FlowManager, Line
 from qflow_client.guard import NOT_TAKEN, Guard, NotTaken
-from qflow_client.logs import log, write_log
+from qflow_client.logs import write_log
+from qflow_client.message import Message
 from qflow_client.receipt import Receipt
 from qflow_client.recovery import Reconnection, hosts_in_order
 from qflow_client.renewal import Asker
@@ -31,13 +29,10 @@ from qflow_client.settings import ProducerSettings
 from qflow_client.skin import (
     BRIEF,
     CLOSED,
-    Subscription,
+    deadline_of,
     good_bye_until,
-    log_forgotten,
     none_of,
-    protocol_options,
     report_undelivered,
-    watch_process,
 )
 from qflow_client.sync.connection import SharedLink, TappedConnection
 from qflow_client.sync.dispatcher import Dispatcher
@@ -94,6 +89,8 @@ class Engine(BaseEngine):
         topology: declared on each of its own connections; ``None`` for nothing.
         credentials: called for the credentials; ``None`` to use those of the URL.
     """
+
+    make_waiter = Waiter
 
     def __init__(
         self,
@@ -156,7 +153,7 @@ class Engine(BaseEngine):
                 self.storage.close(BRIEF)
 
     def _make_protocol(self, line: Line | None) -> ProducerProtocol:
-        protocol = ProducerProtocol(self.settings, **protocol_options(self.settings, SyncReceipt, line))
+        protocol = self._new_protocol(SyncReceipt, line)
         if self.settings.outbox is None:
             return protocol
         # These modules import sqlite3.
@@ -194,10 +191,6 @@ class Engine(BaseEngine):
                 link.close(BRIEF)
                 raise
         raise none_of(errors)
-
-    @property
-    def last_failure(self) -> str:
-        return "" if self.link is None else self.link.last_failure
 
     # Steps.
 
@@ -242,11 +235,6 @@ class Engine(BaseEngine):
             link.services.wake()
         if not protocol.reports.is_empty:
             link.call_after()
-
-    def arm_timer(self) -> None:
-        """If time alone can lift a hold, start the timer for the next call of the protocol."""
-        if self.settings.rate is not None and self.link is not None:
-            self.link.arm_timer()
 
     def drive(
         self, call: Call[_T], waiter: Waiter, deadline: float | None, ticket: SendTicket | None = None
@@ -296,6 +284,23 @@ class Engine(BaseEngine):
             return NOT_TAKEN
         return now[1]  # type: ignore[return-value]  # the call has ended
 
+    def send(
+        self, payload: bytes | Message, exchange: str, routing_key: str, timeout: float | None, source: str
+    ) -> Receipt:
+        """Wait in line until a message is admitted. The arguments are those of `SendLine.make_ticket`.
+
+        Raises:
+            FlowControlTimeout, NestedCall, ProducerClosed: the message was not sent and never will be.
+        """
+        line, now, waiter, first = self.protocol.line, _monotonic(), Waiter(), self.is_in_callback
+        ticket = line.make_ticket(
+            payload, exchange, routing_key, now, timeout=timeout, waiter=waiter, source=source, first=first
+        )
+        receipt = self.drive(calls.send(line, ticket, now), waiter, ticket.deadline, ticket)
+        if receipt is NOT_TAKEN:
+            raise NestedCall("a send", payload, exchange=exchange, routing_key=routing_key)
+        return receipt
+
     # After a step, without the lock.
 
     def after(self) -> None:
@@ -325,20 +330,12 @@ class Engine(BaseEngine):
         settled, wake, logs = self.take_news()
         # In the order of the steps, so that two threads cannot exchange the order of their events.
         if self.protocol.reports.events:
-            self.listeners.pass_on(self.protocol, self._call_listener)
+            self.listeners.pass_on(self.protocol, self.call_listener)
         if settled:
             assert self.deliveries is not None
             self.deliveries.hand(settled)
             self.dispatcher.call(self.deliveries.pass_on, settled)
         return wake, logs
-
-    def _call_listener(self, subscription: Subscription) -> None:
-        def take() -> FlowEvent:
-            event = self.lock.take(subscription.take)
-            subscription.report()
-            return event
-
-        self.dispatcher.call_with_next(subscription.callback, take)
 
     # Closing.
 
@@ -370,8 +367,8 @@ class Engine(BaseEngine):
                 self.unregister()
                 if self.drive(call, waiter, deadline) is not NOT_TAKEN:
                     return self.end(good_bye_until(deadline), deadline if waits_for_holds else None)
-                begun = NOT_TAKEN
-                self._on_own_thread(lambda: self._finish(deadline), deadline)
+                begun, self._leaves_until = NOT_TAKEN, deadline
+                self._on_own_thread(lambda: self._finish(deadline))
         except BaseException as error:
             # Mainly for Ctrl-C.
             if first:
@@ -399,23 +396,23 @@ class Engine(BaseEngine):
             if self.lock.take(self._begin_to_close):
                 self._finish(deadline)
 
-        self._on_own_thread(close, deadline)
+        self._leaves_until = deadline
+        self._on_own_thread(close)
 
     def _finish(self, deadline: float) -> None:
-        """Close on a thread of this package, after the close has begun."""
+        """Close on a thread of this package, after the close has begun. Log messages that are not delivered."""
         try:
             self.unregister()
             waiter = Waiter()
-            call = calls.close(self.protocol, waiter, deadline, _monotonic(), CLOSED, waits_for_holds=True)
+            call = calls.close(self.protocol, waiter, deadline, _monotonic(), self._reason, waits_for_holds=True)
             self.drive(call, waiter, None)
             undelivered = self.end(good_bye_until(deadline), deadline, self.lock.take)
         finally:
             self._all_ended.set()
-        if undelivered is not None:
-            log(logging.WARNING, "%s: shut down: %s", self.settings.name, undelivered)
+        self._log_undelivered(undelivered)
 
-    def _on_own_thread(self, close: Callable[[], None], deadline: float) -> None:
-        self._leaves_until = deadline
+    def _on_own_thread(self, close: Callable[[], None]) -> None:
+        """Call a function on a new thread. Signal handlers and finalizers may call this."""
 
         def begin(start_thread: Callable[[], object]) -> None:
             try:
@@ -425,7 +422,7 @@ class Engine(BaseEngine):
                 self._leaves_until = None
 
         thread = threading.Thread(target=close, name=f"qflow-end {self.settings.name}", daemon=True)
-        # `threading.Thread.start` waits, which a signal handler must not do.
+        # `threading.Thread.start` waits, which a signal handler and a finalizer must not do.
         begin(lambda: start_new_thread(begin, (thread.start,)))
 
     def end(
@@ -493,21 +490,8 @@ class Engine(BaseEngine):
     # Without the producer.
 
     def _end_later(self) -> None:
-        # `threading.Thread.start` waits, which a finalizer must not do. No thread can start while the process ends.
-        with suppress(RuntimeError):
-            start_new_thread(self._start_end, ())
-
-    def _start_end(self) -> None:
-        # So that the thread has a name, and `threading` knows it.
-        name = f"qflow-end {self.settings.name}"
-        threading.Thread(target=self._end_dropped, name=name, daemon=True).start()
-
-    def _end_dropped(self) -> None:
-        wait = self.settings.max_producer_flow_control_wait
-        now, waiter = _monotonic(), Waiter()
-        deadline = math.inf if wait is None else now + wait
-        self.drive(calls.close(self.protocol, waiter, deadline, now, DROPPED, waits_for_holds=True), waiter, None)
-        self._log_dropped(self.end(good_bye_until(deadline), deadline, self.lock.take))
+        deadline = deadline_of(self.settings.max_producer_flow_control_wait)
+        self._on_own_thread(lambda: self._finish(deadline))
 
     # Forks and the end of the process.
 
@@ -518,11 +502,10 @@ class Engine(BaseEngine):
         self.lock = Guard()
         self._all_ended = Latch()
         self._all_ended.set()
-        self.disown()
+        self._disown()
         self.listeners.end()
 
     def forgotten(self) -> None:
-        """At the end of the process, log the lost messages of a producer that was not closed."""
         if self._leaves_until is not None and not self.is_copy:
             self._all_ended.wait(self._leaves_until - _monotonic())
         if self.is_copy or self._all_ended.is_set or (self.ended and not self.is_dropped):
@@ -533,6 +516,6 @@ class Engine(BaseEngine):
         # A later exit handler may still send, so the outbox stays open, unless messages cannot be written.
         if self.storage is not None and not self.storage.commit(BRIEF):
             self.storage.close(BRIEF)
-        self._take_last(lambda: log_forgotten(self.protocol, self.storage))
+        self._take_last(self._log_forgotten)
         # Its collection has no effect from now on. A later exit handler, or a finalizer, can still close it.
         self.detach()

@@ -8,7 +8,6 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, InvalidStateError
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
@@ -30,7 +29,6 @@ from qflow_client.skin import (
     GIVEN_UP,
     NOT_CONNECTED,
     client_properties,
-    connection_failed,
     log_connected_again,
     log_failed_try,
     lost,
@@ -154,20 +152,14 @@ class Link(ChannelIO):
         self._topology = topology
         self._settings = protocol.settings
         self._reconnection = reconnection
-        self._protocol = protocol
-        self._lock = lock
-        self._after = after
+        super().__init__(protocol, lock, after)
         self._tap = Tap()
-        self.services = TapIOServices(self._tap, lock, self._after_io, self._delay)
+        self.writer = self.services = TapIOServices(self._tap, lock, self._after_io, self._delay)
         self.services.order_addresses = self._order_addresses
         later, post = self.services.call_later, self.services.add_callback_threadsafe
         self._upkeep = Upkeep(reconnection, protocol, lock, later, post, self._leave_host, asker)
         # ``None`` between two tries, and while the credentials of the next try are requested.
         self._connection: pika.SelectConnection | None = None
-        # Done when the channel is open, or failed if it cannot be opened.
-        self._opened: Future[None] = Future()
-        # Whether the I/O thread does nothing any more; guarded by the lock.
-        self.ended = False
         # Whether pika's connection is open, and whether the channel is open.
         self._is_open = self._is_up = False
         # Whether the connection is not replaced after a loss.
@@ -176,8 +168,6 @@ class Link(ChannelIO):
         self._next: Any = None
         # Why the producer ends the connection, and whether this is final.
         self._cut_for: tuple[str, bool] | None = None
-        # When the present timer fires; ``None`` without a timer.
-        self._timer_at: float | None = None
         self._thread = threading.Thread(
             target=serve, args=(self._run,), name=f"qflow-io {self._settings.name}", daemon=True
         )
@@ -187,7 +177,6 @@ class Link(ChannelIO):
 
     @property
     def url(self) -> str:
-        """The URL of the host without secrets."""
         return self._reconnection.url
 
     @property
@@ -246,11 +235,6 @@ class Link(ChannelIO):
     def cut(self) -> None:
         """Abort the connection, if it has not ended."""
         self.services.add_callback_threadsafe(self._cut)
-
-    def forget(self) -> None:
-        """Close the copy of the parent's socket in a child process after a fork. Nothing is sent to the broker."""
-        self.ended = True
-        self.services.forget()
 
     # On the I/O thread.
 
@@ -389,22 +373,12 @@ class Link(ChannelIO):
         if self._opened.cancelled() or not (self._opened.done() or self._opened.set_running_or_notify_cancel()):
             return
         parameters = channel.connection.params
-        now = time.monotonic()
         self._tap.heartbeat = float(parameters.heartbeat or 0)
         self._tap.frame_max = parameters.frame_max
-        try:
-            with self._lock:
-                self._protocol.channel_opened(channel.channel_number, parameters.frame_max, now)
-                self._tap.attach(channel.channel_number, self._protocol, now)
-                if self._protocol.admission.observer is not None:
-                    self._protocol.admission.observer.peer = self.services.peer
-        except BaseException as error:
-            # No other code would wake the caller that waits.
-            self._not_opened(f"the channel cannot be used: {error!r}")
-            raise
+        self._attach(channel.channel_number, parameters.frame_max)
         self._forget_next()
         if not self._is_up:
-            self._is_up = True
+            self._is_up, now = True, time.monotonic()
             self._reconnection.opened(now)
             self._upkeep.begin(self._tap, self.services.pump, now)
             if not self._opened.done():
@@ -435,14 +409,6 @@ class Link(ChannelIO):
         self._not_opened(why)
         self._cut_for = self._cut_for or (why, final)
         self._close()
-
-    def _not_opened(self, why: str) -> bool:
-        """Return True if the first channel never opened. Then `open` raises the reason."""
-        try:
-            self._opened.set_exception(connection_failed(self.url, why))
-        except InvalidStateError:
-            return self._opened.cancelled() or self._opened.exception() is not None
-        return True
 
     def _leave(self) -> None:
         self._leaves = True

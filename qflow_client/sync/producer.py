@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import suppress
-from types import TracebackType
 from typing import Any, Self, Unpack
 
 import pika
 
 from qflow_client.core import calls
-from qflow_client.core.calls import CannotWait
 from qflow_client.core.protocol import ProducerProtocol
 from qflow_client.credentials import Credentials
 from qflow_client.errors import NestedCall, ProducerClosed, SettingsError, UndeliveredMessages
@@ -29,7 +27,7 @@ from qflow_client.skin import (
     DEFAULT,
     check_arguments,
     check_many,
-    close_limit,
+    close_deadline,
     deadline_of,
     keep_admitted,
     keeping,
@@ -46,10 +44,19 @@ from qflow_client.topology import Queue, Topology
 
 __all__ = ["Producer"]
 
+# How many messages of a `send_many` are put into the outbox before it waits for the disk.
+_AT_ONCE = 64
+
 _monotonic = time.monotonic
 
 
-class Producer(BaseProducer):
+def _run(function: Callable[..., Any], *arguments: Any, **named: Any) -> Generator[Any, Any, Any]:
+    # With a `yield`, so that it is a generator.
+    yield from ()
+    return function(*arguments, **named)
+
+
+class Producer(BaseProducer[SyncReceipt]):
     """Publishes to an AMQP 0-9-1 broker, never faster than the broker allows. Threads can share a producer.
 
     It connects when it is made. It has its own connection and I/O thread, unless it gets a connection of `connect`.
@@ -176,16 +183,13 @@ class Producer(BaseProducer):
         payload: Any = message
         if type(message) is not bytes:
             payload, exchange, routing_key = resolve(message, exchange, routing_key)
-        if position is not None:
-            with self._stored_with(payload, position) as carried:
-                return self.send(carried, exchange=exchange, routing_key=routing_key, timeout=timeout, source=source)
         if exchange is None:
             exchange = self._exchange
         if routing_key is None:
             routing_key = self._routing_key
-        if self._tracer is not None and self._tracer.wants(payload):
-            with self._tracer.span(payload, exchange, routing_key) as traced:
-                return self.send(traced, exchange=exchange, routing_key=routing_key, timeout=timeout, source=source)
+        if position is not None or (self._tracer is not None and self._tracer.wants(payload)):
+            with self._extended(payload, exchange, routing_key, position) as extended:
+                return self.send(extended, exchange=exchange, routing_key=routing_key, timeout=timeout, source=source)
         receipt: Receipt | None
         try:
             receipt = self._engine.protocol.admission.send_at_once(payload, exchange, routing_key)
@@ -197,106 +201,15 @@ class Producer(BaseProducer):
             # An exception of a signal handler, such as KeyboardInterrupt, may have come before the wake-up.
             self._engine.recheck()
             raise
-        check_can_wait("send()", payload, exchange, routing_key)
         timeout = limit_of(timeout, self.settings)
         deadline = deadline_of(timeout)
-        receipt = self._engine.admit(payload, exchange, routing_key, deadline, spills=True)
+        cannot_wait = self._cannot_wait(timeout)
+        receipt = self._admit("send()", payload, exchange, routing_key, deadline, cannot_wait, spills=True)
         if receipt is None:
-            receipt = self._wait_in_line(
-                payload, exchange, routing_key, timeout, source, self._cannot_wait_in_send(timeout)
-            )
-        return self._made_durable(receipt, deadline)
-
-    def _wait_in_line(
-        self,
-        payload: bytes | Message,
-        exchange: str,
-        routing_key: str,
-        timeout: float | None,
-        source: str,
-        cannot_wait: CannotWait | None,
-    ) -> Receipt:
-        """Wait until a message is admitted, or raise an error for it."""
-        if cannot_wait is not None:
-            timeout = 0.0
-            if not self._engine.is_in_callback:
-                self._engine.arm_timer()
-                raise self._refused(payload, exchange, routing_key, cannot_wait)
-        waiter = Waiter()
-        ticket = self._make_ticket(payload, exchange, routing_key, timeout, source, waiter)
-        receipt = self._engine.drive(
-            self._send_call(ticket, cannot_wait, notices=True), waiter, ticket.deadline, ticket
-        )
-        if receipt is NOT_TAKEN:
-            raise NestedCall("a send", payload, exchange=exchange, routing_key=routing_key)
-        return receipt
-
-    def _made_durable(self, receipt: Receipt, deadline: float) -> SyncReceipt:
-        """Return the receipt; with an outbox, when its message is on disk."""
+            receipt = self._engine.send(payload, exchange, routing_key, timeout, source)
         if self._engine.storage is not None:
             self._engine.storage.wait_durable(receipt, deadline)
-        return receipt  # type: ignore[return-value]  # the protocol makes what it was told to make
-
-    def send_nowait(
-        self,
-        message: bytes | str | Message,
-        *,
-        exchange: str | None = None,
-        routing_key: str | None = None,
-        source: str = "",
-        position: Position | None = None,
-    ) -> SyncReceipt:
-        """Same as `send`, but never wait.
-
-        Args:
-            message: the body, or a `Message` with properties.
-            exchange: the exchange; by default that of a `RoutedMessage`, for other messages the setting.
-            routing_key: the routing key; the same default.
-            source: as for `send`; it has no effect, because the message does not wait in line.
-            position: as for `send`.
-
-        Returns:
-            Its receipt.
-
-        Raises:
-            ProducerFlowed: flowed; the message was not sent and never will be.
-            NestedCall: the call would wait for itself; the message was not sent and never will be (E2).
-            ProducerClosed: the producer was closed, or lost its connection; the message was not sent.
-            TypeError: the message is of another type.
-            ValueError: the message cannot be encoded.
-        """
-        payload: Any = message
-        if type(message) is not bytes:
-            payload, exchange, routing_key = resolve(message, exchange, routing_key)
-        if position is not None:
-            with self._stored_with(payload, position) as carried:
-                return self.send_nowait(carried, exchange=exchange, routing_key=routing_key, source=source)
-        if exchange is None:
-            exchange = self._exchange
-        if routing_key is None:
-            routing_key = self._routing_key
-        if self._tracer is not None and self._tracer.wants(payload):
-            with self._tracer.span(payload, exchange, routing_key) as traced:
-                return self.send_nowait(traced, exchange=exchange, routing_key=routing_key)
-        receipt: Receipt | None = None
-        if self._engine.storage is None:
-            try:
-                receipt = self._engine.protocol.admission.send_at_once(payload, exchange, routing_key)
-                if receipt is not None:
-                    if not self._services.awake:
-                        self._services.wake()
-                    return receipt  # type: ignore[return-value]  # the protocol makes what it was told to make
-            except BaseException:
-                # As in `send`.
-                self._engine.recheck()
-                raise
-        check_can_wait("send_nowait()", payload, exchange, routing_key)
-        receipt = self._engine.admit(payload, exchange, routing_key)
-        if receipt is None:
-            receipt = self._wait_in_line(
-                payload, exchange, routing_key, 0.0, source, self._cannot_wait_in_send_nowait()
-            )
-        return self._made_durable(receipt, _monotonic())
+        return receipt  # type: ignore[return-value]  # as above
 
     def send_many(
         self,
@@ -331,10 +244,20 @@ class Producer(BaseProducer):
         with keeping(receipts):
             if self._engine.storage is not None and isinstance(messages, (list, tuple)) and self._tracer is None:
                 # This module imports SQLite.
-                from qflow_client.sync.outbox import store_many
+                from qflow_client.storing import store_many
 
-                options: Any = {"exchange": exchange, "routing_key": routing_key, "source": source}
-                return store_many(self, messages, receipts, limit_of(timeout, self.settings), options)
+                for _ in store_many(
+                    self,
+                    messages,
+                    receipts,
+                    limit_of(timeout, self.settings),
+                    {"exchange": exchange, "routing_key": routing_key, "source": source},
+                    at_once=_AT_ONCE,
+                    wait_durable=self._engine.storage.wait_durable,
+                    run=_run,
+                ):
+                    """It yields nothing."""
+                return receipts
             # Other iterables may make each message when the one before it is on disk.
             for each in messages:
                 message, position = split(each) if isinstance(each, tuple) else (each, None)
@@ -450,7 +373,7 @@ class Producer(BaseProducer):
                 lost.
             TypeError, ValueError: `timeout` is not a number; nothing has changed.
         """
-        deadline = deadline_of(close_limit(timeout, self.settings))
+        deadline = close_deadline(timeout, self.settings)
         check_can_wait("close()")
         undelivered = self._engine.close(deadline)
         if undelivered is not None:
@@ -459,17 +382,12 @@ class Producer(BaseProducer):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if exc is None:
+    def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
+        if error is None:
             self.close()
         else:
-            deadline = deadline_of(close_limit(DEFAULT, self.settings))
+            deadline = close_deadline(DEFAULT, self.settings)
             check_can_wait("close()")
             # After a `NestedCall` the remaining ones are logged.
             with suppress(NestedCall):
-                report_undelivered(self.settings.name, exc, self._engine.close(deadline, waits_for_holds=False))
+                report_undelivered(self.settings.name, error, self._engine.close(deadline, waits_for_holds=False))

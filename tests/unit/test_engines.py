@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from qflow_client import skin
+from qflow_client import engine
 from qflow_client.logs import flush_logs
 from qflow_client.settings import ProducerSettings
 
@@ -27,13 +27,13 @@ class Engine:
     forgotten = forked
 
 
-@pytest.mark.parametrize("end", [skin._at_exit, skin._after_fork_in_child], ids=["exit", "fork"])
+@pytest.mark.parametrize("end", [engine._at_exit, engine._after_fork_in_child], ids=["exit", "fork"])
 @pytest.mark.parametrize("error", [RuntimeError("broken"), KeyboardInterrupt()], ids=["error", "interrupt"])
 def test_E2_a_producer_that_fails_does_not_stop_the_others_from_ending(
     end: Any, error: BaseException, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     engines = [Engine(f"producer {number}", error if number != 1 else None) for number in range(3)]
-    monkeypatch.setattr(skin, "_engines", engines)
+    monkeypatch.setattr(engine, "_engines", engines)
     end()
     assert all(engine.is_served for engine in engines)
     assert flush_logs(20.0)

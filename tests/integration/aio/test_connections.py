@@ -212,8 +212,8 @@ def test_a_channel_closed_by_the_broker_does_not_close_the_others(run: Run, brok
             assert await (await two.send(b"")) is Outcome.CONFIRMED
             # Nothing of it is kept.
             assert two._engine.link is not None
-            assert two._engine.link.tapped is not None
-            assert len(two._engine.link.tapped._afters) == 1
+            assert two._engine.link.writer is not None
+            assert len(two._engine.link.writer._afters) == 1
             async with AsyncProducer(connection=connection, routing_key="q") as three:
                 assert await (await three.send(b"")) is Outcome.CONFIRMED
             await two.close()

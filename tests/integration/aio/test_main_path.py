@@ -59,7 +59,7 @@ def test_f8_with_an_open_gate_a_send_takes_no_loop_iteration_and_many_messages_a
     async def main() -> None:
         async with AsyncProducer(broker.url, routing_key="q") as producer:
             assert producer._engine.link is not None
-            tapped = producer._engine.link.tapped
+            tapped = producer._engine.link.writer
             assert tapped is not None
             writes: list[int] = []
             write = tapped._send

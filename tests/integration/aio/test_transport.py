@@ -184,7 +184,7 @@ def test_the_file_descriptor_of_the_socket_is_closed_with_the_connection(run: Ru
         for end in ("close", "drop"):
             producer = await AsyncProducer(broker.url, routing_key="q").connect()
             assert producer._engine.link is not None
-            tapped = producer._engine.link.tapped
+            tapped = producer._engine.link.writer
             assert tapped is not None
             assert tapped._socket.fileno() >= 0
             if end == "drop":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 from qflow_client import AsyncProducer, AsyncReceipt, FlowEvent, FlowState
@@ -179,7 +180,7 @@ class Bridged:
     @property
     def _services(self) -> Any:
         """Where the socket is."""
-        return self._producer._engine.link
+        return SimpleNamespace(tapped=self._producer._engine.link.writer)
 
     @property
     def capacity(self) -> int:

@@ -30,7 +30,7 @@ from qflow_client import (
     Receipt,
     UndeliveredMessages,
 )
-from qflow_client import skin as skin_module
+from qflow_client import engine as base_engine_module
 from qflow_client.broker import Broker
 from qflow_client.sync import SyncReceipt
 from qflow_client.sync import engine as engine_module
@@ -415,9 +415,9 @@ def closed_at_the_very_end(url: str) -> None:
         _say("closed" if producer._engine.link is not None and producer._engine.link.ended else "not closed")
 
     # Handlers run in reverse order, and that of the library is registered when it is imported.
-    atexit.unregister(skin_module._at_exit)
+    atexit.unregister(base_engine_module._at_exit)
     atexit.register(close)
-    atexit.register(skin_module._at_exit)
+    atexit.register(base_engine_module._at_exit)
 
 
 def sends_at_the_very_end(url: str, outbox: str) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -317,6 +318,8 @@ def test_a_bad_value_is_refused_before_connecting(broker: Broker, keywords: dict
         ({"manager": "operator"}, "manager='operator': it must be a FlowManager"),
         ({"settings": {"capacity": 5}}, r"settings={'capacity': \*\*\*}: it must be a ProducerSettings or None"),
         ({"on_delivery": 5}, "on_delivery=5: it must be None or callable"),
+        ({"on_delivery": asyncio.sleep}, "on_delivery=.*: it must be a plain function"),
+        ({"on_flow": asyncio.sleep}, "on_flow=.*: it must be a plain function"),
     ],
 )
 def test_an_argument_of_a_wrong_type_is_refused_before_connecting(

@@ -1,0 +1,76 @@
+"""`send_many` of a producer with an outbox. It waits for the disk once for many messages.
+
+`store_many` is a generator, so that the same code serves threads and asyncio. It passes each call that may wait to the
+function `run` of the skin, which returns an iterator. That of a `Producer` waits itself and yields nothing. That of an
+`AsyncProducer` yields what the coroutine yields.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Generator, Iterable
+from contextlib import suppress
+from typing import Any
+
+from qflow_client.message import Message, give_back, with_position
+from qflow_client.outbox.errors import NotDurable
+from qflow_client.position import Position
+from qflow_client.producer import resolve, split
+from qflow_client.skin import deadline_of, keep_admitted
+
+__all__ = ["store_many"]
+
+
+def store_many(
+    producer: Any,
+    messages: Iterable[bytes | str | Message | tuple[bytes | str | Message, Position]],
+    receipts: list[Any],
+    timeout: float | None,
+    options: dict[str, Any],
+    *,
+    at_once: int,
+    wait_durable: Callable[[Any, float], Any],
+    run: Callable[..., Generator[Any, Any, Any]],
+) -> Generator[Any, Any, None]:
+    """Send messages.
+
+    Args:
+        producer: sends them.
+        messages: as for `send_many`.
+        receipts: the receipts are appended to this list.
+        timeout: seconds that each may stay blocked; ``None`` for no limit.
+        options: the other arguments of `send`.
+        at_once: how many messages are put into the outbox before it waits for the disk.
+        wait_durable: waits until the message of a receipt is on disk, until a deadline in seconds.
+        run: calls a function with the other arguments; the function may wait.
+    """
+    try:
+        for each in messages:
+            message, position = split(each)
+            payload, to, key = resolve(message, options["exchange"], options["routing_key"])
+            if position is not None:
+                producer._check_position(position)
+                payload = with_position(payload, position)
+            to = producer.settings.exchange if to is None else to
+            key = producer.settings.routing_key if key is None else key
+            receipt: Any = producer._engine.admit(payload, to, key, deadline_of(timeout))
+            if receipt is None:
+                sent_to = options | {"exchange": to, "routing_key": key, "timeout": timeout}
+                try:
+                    receipt = yield from run(producer.send, payload, **sent_to)
+                except Exception as error:
+                    keep_admitted(error, receipts)
+                    raise
+            receipts.append(receipt)
+            if len(receipts) % at_once == 0:
+                yield from run(wait_durable, receipts[-1], deadline_of(timeout))
+    except Exception as error:
+        give_back(error)
+        # After a `NotDurable` the disk is not tried again. The caller needs any other error, so a second error from the
+        # disk must not replace it.
+        if receipts and not isinstance(error, NotDurable):
+            with suppress(NotDurable):
+                yield from run(wait_durable, receipts[-1], time.monotonic())
+        raise
+    if receipts:
+        yield from run(wait_durable, receipts[-1], deadline_of(timeout))
