@@ -14,7 +14,7 @@ import pytest
 
 import qflow_client.pika as drop_in
 from qflow_client.broker import Broker
-from tests.integration.producer.tools import bodies, eventually
+from tests.integration.producer.tools import PATIENCE, bodies, eventually
 
 from .scenarios import normal, recorder
 from .tools import end_thread_safe
@@ -229,9 +229,10 @@ def calls_on_the_loop(_pika: Any, channel: Any, broker: Broker, log: list[Any]) 
         log.append(raised(channel.basic_publish, "", "q", b"from the loop"))
         called.set()
 
-    log.append(connection.add_callback_threadsafe(call))
-    assert called.wait(20)
+    result = connection.add_callback_threadsafe(call)
+    assert called.wait(PATIENCE)
     broker.wait_until(lambda broker: bodies(broker) == [b"from the loop"])
+    return result
 
 
 @scenario
@@ -258,7 +259,7 @@ def a_left_block(pika: Any, channel: Any, broker: Broker, log: list[Any]) -> Any
 @scenario
 def a_lost_connection(_pika: Any, channel: Any, broker: Broker, log: list[Any]) -> Any:
     broker.drop_connections()
-    eventually(lambda: channel.connection_of_test.is_closed)
+    channel.connection_of_test._ioloop_thread.join(PATIENCE)
     log.append(raised(channel.queue_declare, "q"))
     log.append(raised(channel.basic_publish, "", "q", b""))
     log.append(raised(channel.connection_of_test.channel))
