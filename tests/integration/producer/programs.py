@@ -429,9 +429,9 @@ def sends_at_the_very_end(url: str, outbox: str) -> None:
         producer.send(b"late").result(timeout=20)
         _say("sent")
 
-    atexit.unregister(skin_module._at_exit)
+    atexit.unregister(base_engine_module._at_exit)
     atexit.register(send)
-    atexit.register(skin_module._at_exit)
+    atexit.register(base_engine_module._at_exit)
 
 
 def forgotten_while_threads_send(url: str) -> None:
