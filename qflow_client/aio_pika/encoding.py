@@ -47,8 +47,9 @@ def header_frame(properties: Any, body_size: int, channel: int) -> bytes:
     if type(properties) is _Properties:
         flags, pieces = 0, []
         try:
-            for (flag, encode), value in zip(_KINDS, _values(properties), strict=True):
+            for at, value in enumerate(_values(properties)):
                 if value is not None and value != "":
+                    flag, encode = _KINDS[at]
                     flags |= flag
                     pieces.append(encode(value))
         except Exception:
@@ -56,8 +57,7 @@ def header_frame(properties: Any, body_size: int, channel: int) -> bytes:
             pass
         else:
             values = b"".join(pieces)
-            head = _HEAD.pack(2, channel, _EMPTY + len(values), _BASIC, 0, body_size, flags)
-            return b"%b%b\xce" % (head, values)
+            return _HEAD.pack(2, channel, _EMPTY + len(values), _BASIC, 0, body_size, flags) + values + b"\xce"
     return pamqp.frame.marshal(ContentHeader(properties=properties, body_size=body_size), channel)
 
 

@@ -392,10 +392,11 @@ class ChannelFlow(DropInFlow):
 
     def _frames(self, channel: Any, method: bytes, properties: Any, body: bytes) -> bytes:
         number, size, most = channel.number, len(body), channel.max_content_size
-        parts = [method, header_frame(properties, size, number)]
+        header = header_frame(properties, size, number)
         if 0 < size < most:
-            parts += (_BODY_HEAD.pack(3, number, size), body, b"\xce")
-        elif size:
+            return b"".join((method, header, _BODY_HEAD.pack(3, number, size), body, b"\xce"))
+        parts = [method, header]
+        if size:
             # The same chunks as in aiormq. Without a limit there is one chunk.
             step = most if most > 0 else size
             for at in range(0, size, step):
@@ -513,7 +514,8 @@ class ChannelFlow(DropInFlow):
             self._tell_returns()
         # Wake the waiters before the list is cleared. An interrupt may then wake a waiter twice, which does no harm.
         for waiter in protocol.reports.wake:
-            _wake(waiter)
+            if not waiter.done():
+                waiter.set_result(None)
         protocol.reports.wake = []
         if protocol.reports.failures:
             # The publishing tasks raise the errors.
@@ -594,8 +596,3 @@ class ChannelFlow(DropInFlow):
         if self._number is None and not self._comes_back:
             raise self._ended_by()
         return unflowed
-
-
-def _wake(future: asyncio.Future[None]) -> None:
-    if not future.done():
-        future.set_result(None)

@@ -443,7 +443,7 @@ class BlockingChannel(_pika.BlockingChannel):
         services = turns.services
         if services is not None:
             if self._is_pipelined:
-                services.cork(protocol.unsettled >= _MANY)
+                services.cork(protocol.window.used >= _MANY)
             services.eager = True
             try:
                 flow.write()
