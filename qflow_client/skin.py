@@ -6,9 +6,7 @@ import inspect
 import logging
 import math
 import queue
-import sys
 import time
-import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from contextlib import contextmanager, suppress
@@ -142,17 +140,6 @@ def refuse_coroutine_function(name: str, callback: object) -> None:
             f"{name}={shown(callback)}: it must be a plain function, because its result is not awaited; in asyncio it "
             "may start a task"
         )
-
-
-def warn_in_loop(stacklevel: int) -> None:
-    """Warn if an event loop runs on this thread, because a producer for threads would block it.
-
-    Args:
-        stacklevel: as for `warnings.warn`, from here.
-    """
-    if (asyncio := sys.modules.get("asyncio")) is not None and asyncio._get_running_loop() is not None:
-        words = "a Producer that waits blocks the event loop of this thread; use AsyncProducer there"
-        warnings.warn(words, RuntimeWarning, stacklevel=stacklevel)
 
 
 def limit_of(timeout: float | None, settings: ProducerSettings) -> float | None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import sys
 import threading
 import time
+import warnings
 from _thread import start_new_thread
+from asyncio import _get_running_loop
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -114,8 +116,21 @@ class Engine(BaseEngine):
         self._leaves_until: float | None = None
         # The messages that were unsettled when the connection ended.
         self._left: tuple[Receipt, ...] = ()
+        # Whether it has warned of an event loop.
+        self._has_warned = False
         #: The own connection, or the channel on a shared one; set by `open`.
         self.link: Link | SharedLink | None = None
+
+    def warn_in_loop(self, stacklevel: int) -> None:
+        """Warn, once, if an event loop runs on this thread, because a producer for threads would block it.
+
+        Args:
+            stacklevel: as for `warnings.warn`, from here.
+        """
+        if not self._has_warned and _get_running_loop() is not None:
+            self._has_warned = True
+            words = "a Producer that waits blocks the event loop of this thread; use AsyncProducer there"
+            warnings.warn(words, RuntimeWarning, stacklevel=stacklevel)
 
     def open(self, line: Line | None, on_flow: Callable[[FlowEvent], object] | None) -> None:
         """Connect. After an error, `discard` ends everything that was started.
@@ -292,6 +307,7 @@ class Engine(BaseEngine):
         Raises:
             FlowControlTimeout, NestedCall, ProducerClosed: the message was not sent and never will be.
         """
+        self.warn_in_loop(stacklevel=4)
         line, now, waiter, first = self.protocol.line, _monotonic(), Waiter(), self.is_in_callback
         ticket = line.make_ticket(
             payload, exchange, routing_key, now, timeout=timeout, waiter=waiter, source=source, first=first

@@ -34,7 +34,6 @@ from qflow_client.skin import (
     limit_of,
     report_undelivered,
     unflushed,
-    warn_in_loop,
 )
 from qflow_client.sync.connection import TappedConnection
 from qflow_client.sync.engine import Engine, Waiter
@@ -90,7 +89,8 @@ class Producer(BaseProducer[SyncReceipt]):
         keywords: settings by name, see `ProducerSettings`.
 
     Warns:
-        RuntimeWarning: it is made in the thread of a running event loop, which it would block.
+        RuntimeWarning: it is made in the thread of a running event loop, or a `send` waits there, which blocks the
+            loop. Each producer warns once.
 
     Raises:
         SettingsError: a setting has a value that is not allowed, or the connection was not made by `connect`.
@@ -124,8 +124,8 @@ class Producer(BaseProducer[SyncReceipt]):
                 f"connection={type(connection).__name__}: make it with qflow_client.connect(url); on any other "
                 "connection pika reads Channel.Flow and confirms before the producer can"
             )
-        warn_in_loop(stacklevel=3)
         engine = Engine(loaded, on_delivery, manager, connection, Topology.of(declare), credentials)
+        engine.warn_in_loop(stacklevel=3)
         # Ctrl-C can come anywhere, and must not leave a lock or a connection behind.
         try:
             engine.open(line, on_flow)

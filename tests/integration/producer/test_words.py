@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import copy
 import pickle
+import warnings
 from collections.abc import Callable
 
 import pytest
 
-from qflow_client import AsyncProducer, MessageRejected, Producer, QflowError
+from qflow_client import AsyncProducer, FlowControlTimeout, MessageRejected, Producer, QflowError
 from qflow_client.broker import Broker
 
 from .tools import PATIENCE
@@ -37,6 +38,34 @@ def test_a_threaded_producer_warns_if_an_event_loop_is_running(broker: Broker) -
         producer.close()
 
     asyncio.run(run())
+
+
+def test_each_threaded_producer_warns_once_if_its_sends_wait_in_an_event_loop(broker: Broker) -> None:
+    def wait(producer: Producer) -> None:
+        with pytest.raises(FlowControlTimeout):
+            producer.send(b"x", timeout=0.001)
+
+    async def wait_twice(producer: Producer) -> None:
+        wait(producer)
+        wait(producer)
+
+    async def make_and_wait() -> None:
+        with Producer(broker.url, routing_key="q") as producer:
+            producer.pause()
+            await wait_twice(producer)
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            with Producer(broker.url, routing_key="q") as producer:
+                producer.send(b"x").result(PATIENCE)
+                producer.pause()
+                wait(producer)
+                asyncio.run(wait_twice(producer))
+        assert [(each.category, each.filename) for each in caught] == [(RuntimeWarning, __file__)] * 2
+        # This one warns when it is made.
+        asyncio.run(make_and_wait())
+        assert len(caught) == 3
 
 
 def test_the_error_of_an_asyncio_producer_without_a_loop_says_that_it_needs_asyncio(broker: Broker) -> None:
