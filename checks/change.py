@@ -137,17 +137,27 @@ def stages(folder: Path) -> Iterator[Stage]:
     )
     yield Stage("machine", ".ci/machine " + " ".join(missing_packages()), BROKERS)
     yield Stage("containers", ".ci/containers start && .ci/containers images", BROKERS, ("machine",))
-    yield Stage("coverage", f"{tox} -e coverage", PYTHON, ("tests",))
-    for version in others:
-        if found := find_python(version):
-            name = f"py{version.replace('.', '')}"
-            yield Stage(
-                name,
-                f"{tox} -e {name} -- tests/unit {deciding}",
-                PYTHON,
-                ("tests",),
-                environment={"QFLOW_EFFORT": "quick", **first_on_path(found)},
-            )
+    pythons = [(version, path) for version in others if (path := find_python(version))]
+    # Coverage is measured with the newest Python. The stage of this Python leaves out the same tests.
+    covered = [f"tests/unit/{name}" for name in ("core", "flow", "frames")]
+    newest, python_of_newest = pythons[-1] if pythons else ("{}.{}".format(*sys.version_info), sys.executable)
+    yield Stage(
+        "coverage",
+        f"{tox} -e coverage -x testenv:coverage.base_python=python{newest} -- {' '.join(covered)}",
+        PYTHON,
+        ("tests",),
+        environment=first_on_path(python_of_newest),
+    )
+    for version, path_of_python in pythons:
+        name = f"py{version.replace('.', '')}"
+        left_out = [f"--ignore={path}" for path in covered] if version == newest else []
+        yield Stage(
+            name,
+            f"{tox} -e {name} -- {' '.join(['tests/unit', deciding, *left_out])}",
+            PYTHON,
+            ("tests",),
+            environment={"QFLOW_EFFORT": "quick", **first_on_path(path_of_python)},
+        )
     if found := find_python(oldest):
         yield Stage(
             "lowest",

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from checks.change import BROKERS, PYTHON, ROOT, chosen, claimed_pythons, commands_of_readme, stages
+from checks.change import BROKERS, PYTHON, ROOT, chosen, claimed_pythons, commands_of_readme, find_python, stages
 from checks.nightly import PARTS
 from checks.stages import Stage, check
 
@@ -58,6 +58,16 @@ def test_every_tox_environment_is_run_by_a_stage_or_at_night(found: list[Stage])
 def _expanded(section: str) -> list[str]:
     found = re.fullmatch(r"(\w+)\{([\d,]+)\}", section)
     return [found[1] + number for number in found[2].split(",")] if found else [section]
+
+
+def test_the_newest_python_runs_in_the_coverage_stage_what_its_own_stage_leaves_out(found: list[Stage]) -> None:
+    scripts = {stage.name: stage.script for stage in found}
+    *before, newest = [version for version in claimed_pythons(PYPROJECT)[1:] if find_python(version)] or [""]
+    assert all("--ignore" not in scripts[f"py{version.replace('.', '')}"] for version in before)
+    if newest:
+        left_out = re.findall(r"--ignore=(\S+)", scripts[f"py{newest.replace('.', '')}"])
+        assert left_out
+        assert scripts["coverage"].endswith(f"base_python=python{newest} -- {' '.join(left_out)}")
 
 
 def test_the_classifiers_list_every_python_from_the_oldest_required_one() -> None:
