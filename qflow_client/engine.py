@@ -24,7 +24,7 @@ from weakref import WeakSet
 from qflow_client import telemetry
 from qflow_client.core.protocol import ProducerProtocol
 from qflow_client.core.reporting import LogEntry
-from qflow_client.errors import NestedCall, UndeliveredMessages
+from qflow_client.errors import ConfirmTimeout, NestedCall, UndeliveredMessages
 from qflow_client.events import FlowEvent
 from qflow_client.flow import FlowManager, Line
 from qflow_client.forks import after_fork_in_child
@@ -34,7 +34,7 @@ from qflow_client.message import Message
 from qflow_client.receipt import Outcome, Receipt
 from qflow_client.recovery import retries
 from qflow_client.settings import ProducerSettings, WhenFlowed
-from qflow_client.skin import CLOSED, Deliveries, Listeners, Subscription, undelivered_of
+from qflow_client.skin import CLOSED, Deliveries, Listeners, Subscription
 from qflow_client.topology import Topology
 
 if TYPE_CHECKING:
@@ -296,17 +296,28 @@ class BaseEngine(ABC):
 
     # Closing.
 
-    def undelivered(self, failures: list[Receipt], dropped: int, left: Sequence[Receipt]) -> UndeliveredMessages | None:
+    def unflushed(self, timeout: float | None) -> ConfirmTimeout:
+        """Return the error for messages that were not settled within some seconds."""
+        unsettled = self.protocol.unsettled if self.storage is None else len(self.storage)
+        return ConfirmTimeout(f"{unsettled} messages are not settled after {timeout:.3g} s", unsettled)
+
+    def undelivered(
+        self, failures: list[Receipt], dropped: int, left: Sequence[Receipt] | None = None
+    ) -> UndeliveredMessages | None:
         """Return the error for undelivered messages whose receipts the application has not seen.
 
         Args:
             failures: failed receipts that the application has not seen.
             dropped: number of further failed receipts, which were dropped.
-            left: receipts that were unsettled before the end of the channel.
+            left: receipts that were unsettled before the end of the channel. ``None`` to leave out the receipts that
+                `on_delivery` was not called with in time.
         """
-        if self.deliveries is not None:
+        if self.deliveries is not None and left is not None:
             failures += self.deliveries.undelivered(left)
-        return undelivered_of(failures, dropped, self.storage)
+        stored = 0 if self.storage is None else len(self.storage)
+        if not (failures or dropped or stored):
+            return None
+        return UndeliveredMessages(failures, stored=stored, dropped=dropped)
 
     def abandon(self) -> None:
         """End the engine of a collected producer.
@@ -373,7 +384,7 @@ class BaseEngine(ABC):
         failures, dropped = self.take_failures()
         if self.storage is None:
             failures += self.protocol.unsettled_receipts
-        undelivered = undelivered_of(failures, dropped, self.storage)
+        undelivered = self.undelivered(failures, dropped)
         if undelivered is not None:
             log(logging.ERROR, "%s: %s: %s", self.settings.name, why, undelivered)
 

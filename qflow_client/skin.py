@@ -8,7 +8,7 @@ import math
 import queue
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 
 from qflow_client.core.protocol import ProducerProtocol
 from qflow_client.core.reporting import LogEntry, log_entry
-from qflow_client.errors import ConfirmTimeout, ConnectionFailed, SettingsError, UndeliveredMessages
+from qflow_client.errors import ConnectionFailed, SettingsError, UndeliveredMessages
 from qflow_client.events import FlowEvent, HoldKind
 from qflow_client.flow import FlowManager
 from qflow_client.logs import log, write_log
@@ -59,8 +59,6 @@ __all__ = [
     "refuse_coroutine_function",
     "report_undelivered",
     "silent",
-    "undelivered_of",
-    "unflushed",
 ]
 
 
@@ -516,18 +514,6 @@ class Deliveries:
         return sorted(failed.values(), key=lambda receipt: receipt._number)
 
 
-def unflushed(protocol: ProducerProtocol, outbox: Sized | None, timeout: float | None) -> ConfirmTimeout:
-    """Return the error for messages that were not settled in time.
-
-    Args:
-        protocol: the producer's state.
-        outbox: its outbox, if it has one.
-        timeout: the timeout in seconds.
-    """
-    unsettled = protocol.unsettled if outbox is None else len(outbox)
-    return ConfirmTimeout(f"{unsettled} messages are not settled after {timeout:.3g} s", unsettled)
-
-
 def good_bye_until(deadline: float) -> float:
     """Return the seconds that the end of the connection may take before a deadline."""
     return max(BRIEF, min(GOOD_BYE, deadline - time.monotonic()))
@@ -568,20 +554,6 @@ def keep_admitted(error: Exception, receipts: list[Any]) -> None:
     receipt = getattr(error, "receipt", None)
     if receipt is not None:
         receipts.append(receipt)
-
-
-def undelivered_of(failures: Sequence[Receipt], dropped: int, outbox: Sized | None) -> UndeliveredMessages | None:
-    """Return the error for the messages that an ended producer did not deliver; ``None`` if there are none.
-
-    Args:
-        failures: the receipts that the application has not seen.
-        dropped: how many more failures were dropped.
-        outbox: its outbox, if it has one.
-    """
-    stored = 0 if outbox is None else len(outbox)
-    if failures or dropped or stored:
-        return UndeliveredMessages(failures, stored=stored, dropped=dropped)
-    return None
 
 
 def report_undelivered(name: str, error: BaseException, undelivered: UndeliveredMessages | None) -> None:

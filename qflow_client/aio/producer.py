@@ -38,7 +38,6 @@ from qflow_client.skin import (
     keeping,
     limit_of,
     report_undelivered,
-    unflushed,
 )
 from qflow_client.topology import Queue, Topology
 
@@ -305,7 +304,7 @@ class AsyncProducer(BaseProducer[AsyncReceipt]):
         timeout = limit_of(timeout, self.settings)
         waiter = Waiter()
         if not await self._engine.drive(calls.flush(self._protocol, waiter, deadline_of(timeout)), waiter):
-            raise unflushed(self._protocol, self._engine.storage, timeout)
+            raise self._engine.unflushed(timeout)
         failures, dropped = LOOPS.take(self._engine.take_failures)
         if failures or dropped:
             raise UndeliveredMessages(failures, dropped=dropped)

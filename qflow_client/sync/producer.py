@@ -33,7 +33,6 @@ from qflow_client.skin import (
     keeping,
     limit_of,
     report_undelivered,
-    unflushed,
 )
 from qflow_client.sync.connection import TappedConnection
 from qflow_client.sync.engine import Engine, Waiter
@@ -300,7 +299,7 @@ class Producer(BaseProducer[SyncReceipt]):
         deadline = deadline_of(timeout)
         is_flushed = self._engine.drive(calls.flush(self._protocol, waiter, deadline), waiter, deadline)
         if not is_flushed:
-            raise unflushed(self._protocol, self._engine.storage, timeout)
+            raise self._engine.unflushed(timeout)
         taken = is_flushed if is_flushed is NOT_TAKEN else self._engine.lock.try_take(self._engine.take_failures)
         if taken is NOT_TAKEN:
             raise NestedCall("flush()")
