@@ -83,6 +83,26 @@ async def _wait_until_done(task: asyncio.Task[None]) -> asyncio.CancelledError |
     return cancelled
 
 
+class _Drop:
+    """Ends a dropped producer, as a call of its loop. If the loop is closed before that, it ends it without the loop.
+
+    Args:
+        engine: the producer's.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine: Engine | None = engine
+
+    def __call__(self) -> None:
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            engine.drop()
+
+    def __del__(self) -> None:
+        if self._engine is not None:
+            self._engine.end_soon()
+
+
 class Engine(BaseEngine):
     """The engine of one producer.
 
@@ -128,6 +148,8 @@ class Engine(BaseEngine):
         self.link: Link | None = None
         # True while a call of `after` is scheduled on the loop.
         self._passes_on = False
+        # Held while the producer is ended without its loop. Reentrant, because a finalizer may do that meanwhile.
+        self._last_end = threading.RLock()
         # The task that ends the producer after it was dropped.
         self._ending: asyncio.Task[None] | None = None
 
@@ -475,18 +497,20 @@ class Engine(BaseEngine):
     # Without the producer.
 
     def _end_later(self) -> None:
-        try:
-            self.loop.call_soon_threadsafe(self._drop)  # type: ignore[union-attr]  # it was connected
-        except RuntimeError:
-            # The loop is closed.
-            if self.storage is None:
-                self._end_without_loop(DROPPED)
-                return
-            # A finalizer must not wait for the disk.
-            with suppress(RuntimeError):
-                start_new_thread(self._end_without_loop, (DROPPED,))
+        # If the loop is closed, or will be before it makes the call, the object ends the producer when it is deleted.
+        with suppress(RuntimeError):
+            self.loop.call_soon_threadsafe(_Drop(self))  # type: ignore[union-attr]  # it was connected
 
-    def _drop(self) -> None:
+    def end_soon(self) -> None:
+        """End a dropped producer whose loop is closed. Finalizers call this, and must not wait for the disk."""
+        if self.storage is None:
+            self._end_without_loop(DROPPED)
+            return
+        with suppress(RuntimeError):
+            start_new_thread(self._end_without_loop, (DROPPED,))
+
+    def drop(self) -> None:
+        """End the producer in its loop, because it was dropped."""
         assert self.loop is not None
         self._ending = self.loop.create_task(self._end_dropped())
         self._ending.add_done_callback(self._after_dropped)
@@ -501,12 +525,18 @@ class Engine(BaseEngine):
             self._end_without_loop(DROPPED)
 
     def _end_without_loop(self, *why: str) -> None:
-        """Close the outbox, because another producer may need it, and log the lost messages."""
-        if self.storage is not None:
-            self.storage.close(BRIEF)
-        self._log_forgotten(*why)
-        self.ended = True
-        self._all_ended.set()
+        """Close the outbox, because another producer may need it, and log the lost messages, once."""
+        if self._all_ended.is_set():
+            return
+        # The end of the process waits here for another thread that does the same.
+        with self._last_end:
+            if self._all_ended.is_set():
+                return
+            if self.storage is not None:
+                self.storage.close(BRIEF)
+            self.ended = True
+            self._all_ended.set()
+            self._log_forgotten(*why)
 
     # Forks and the end of the process.
 

@@ -15,7 +15,16 @@ from typing import Any
 
 import uvloop
 
-from qflow_client import AsyncProducer, FlowEvent, Outcome, OutcomeUnknown, ProducerClosed, UndeliveredMessages
+from qflow_client import (
+    AsyncProducer,
+    FlowEvent,
+    Outbox,
+    OutboxInUse,
+    Outcome,
+    OutcomeUnknown,
+    ProducerClosed,
+    UndeliveredMessages,
+)
 from qflow_client.broker import Broker
 from qflow_client.logs import flush_logs
 from tests.integration.producer.programs import connected_to
@@ -268,6 +277,33 @@ def forgotten_with_its_loop(url: str) -> None:
     loop.close()
     sys.modules["forgotten"] = (loop, producer)  # type: ignore[assignment]  # kept until the very end
     _say("fine")
+
+
+def dropped_before_its_loop_is_closed(url: str, outbox: str) -> None:
+    """A program that drops producers when their loop has run, and opens the outbox of one of them again."""
+    logging.basicConfig(format="%(message)s", stream=sys.stdout)
+    # aiormq complains.
+    logging.getLogger("asyncio").setLevel(logging.CRITICAL)
+    loop = asyncio.new_event_loop()
+    producers = [
+        loop.run_until_complete(AsyncProducer(url, routing_key="q", name=name, outbox=path).connect())
+        for name, path in (("lost", None), ("stored", outbox))
+    ]
+    for each in producers:
+        loop.run_until_complete(each.send(b""))
+    producers.clear()
+    del each
+    gc.collect()
+    loop.close()
+    end = time.monotonic() + 20
+    while time.monotonic() < end:
+        try:
+            Outbox(outbox).close()
+        except OutboxInUse:
+            time.sleep(0.01)
+        else:
+            _say("free")
+            break
 
 
 if __name__ == "__main__":

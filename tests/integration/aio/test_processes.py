@@ -110,6 +110,20 @@ def test_messages_lost_with_an_unclosed_producer_are_logged(
     assert process.wait(PATIENCE) == 0
 
 
+def test_a_producer_dropped_before_its_loop_is_closed_frees_its_outbox_and_logs_once(
+    program: Start, broker: Broker, tmp_path: Path
+) -> None:
+    broker.withhold_confirms()
+    process = program("dropped_before_its_loop_is_closed", broker.url, str(tmp_path / "outbox"))
+    assert process.stdout is not None
+    said = process.stdout.read()
+    assert process.wait(PATIENCE) == 0
+    assert "free\n" in said
+    for name in "lost", "stored":
+        assert said.count(f"{name}: the producer was dropped without close(): 1 admitted messages") == 1
+    assert said.count("1 admitted messages were not delivered") == 2
+
+
 def test_a_program_ends_although_its_last_records_come_when_no_thread_can_start(program: Start, broker: Broker) -> None:
     process = program("forgotten_with_its_loop", broker.url)
     assert says(process) == "fine"
