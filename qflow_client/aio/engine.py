@@ -107,12 +107,9 @@ class Engine(BaseEngine):
     """The engine of one producer.
 
     Args:
-        settings: the producer's.
-        on_delivery: called with every settled receipt; ``None`` for no call.
-        manager: the producer registers with it.
+        settings, on_delivery, manager, topology: as for `BaseEngine`.
         connection: the shared connection on which it opens a channel; ``None`` for its own connection.
         line: the order in which waiting calls of `send` are served; ``None`` for first come, first served.
-        topology: declared on each of its own connections; ``None`` for nothing.
         credentials: called for the credentials; ``None`` to use those of the URL.
     """
 

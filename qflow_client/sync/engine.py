@@ -84,11 +84,8 @@ class Engine(BaseEngine):
     """The engine of one producer.
 
     Args:
-        settings: the producer's.
-        on_delivery: called with every settled receipt; ``None`` for no call.
-        manager: the producer registers with it.
+        settings, on_delivery, manager, topology: as for `BaseEngine`.
         connection: the shared connection on which it opens a channel; ``None`` for its own connection.
-        topology: declared on each of its own connections; ``None`` for nothing.
         credentials: called for the credentials; ``None`` to use those of the URL.
     """
 
@@ -122,11 +119,7 @@ class Engine(BaseEngine):
         self.link: Link | SharedLink | None = None
 
     def warn_in_loop(self, stacklevel: int) -> None:
-        """Warn, once, if an event loop runs on this thread, because a producer for threads would block it.
-
-        Args:
-            stacklevel: as for `warnings.warn`, from here.
-        """
+        """Warn once if an event loop runs on this thread, because a producer for threads would block the loop."""
         if not self._has_warned and _get_running_loop() is not None:
             self._has_warned = True
             words = "a Producer that waits blocks the event loop of this thread; use AsyncProducer there"
