@@ -1,4 +1,4 @@
-"""Calls a function that may block on a separate thread, so that I/O threads and event loops do not wait for it."""
+"""Calls a blocking function on a separate thread, so that I/O threads and event loops do not wait for it."""
 
 from __future__ import annotations
 

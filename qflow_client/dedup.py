@@ -1,4 +1,4 @@
-"""Lets consumers drop second copies, which every producer sends sometimes if it loses no message.
+"""Lets consumers drop second copies of messages. A producer that loses no message sometimes sends second copies.
 
 If a producer loses its connection before a confirm, it cannot know whether the message has arrived. So it sends the
 message again with the same message id. Otherwise the message could be lost. The broker may now have two copies. The

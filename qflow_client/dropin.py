@@ -97,7 +97,7 @@ class DropIn:
     Attributes:
         library: name of the library for people.
         theirs: settings whose names the library uses for its own parameters. These settings have the prefix ``qflow_``.
-        not_taken: settings that are not accepted, each with what to use instead.
+        not_taken: settings that are not accepted, each with its replacement.
     """
 
     library: str
@@ -283,7 +283,7 @@ class EncodedProtocol(ProducerProtocol):
 
     @step
     def channel_ended(self, reason: str, now: float) -> None:
-        """Settle all messages with the present knowledge, because the channel has ended.
+        """Settle all messages with their present outcomes, because the channel has ended.
 
         The producer may open another channel later.
         """
@@ -293,7 +293,7 @@ class EncodedProtocol(ProducerProtocol):
 
     @property
     def is_idle(self) -> bool:
-        """Whether no message waits or is unsettled, so that the end of the channel concerns no message."""
+        """Whether there are no waiting and no unsettled messages, so that the end of the channel affects no message."""
         return not self.unsettled and not self.line.tickets
 
     def forget_past(self) -> None:

@@ -93,7 +93,7 @@ class ProducerLines:
     def begin(self, state: FlowState, at: int) -> None:
         """Handle the existing holds at the start of the log, as if they were raised now.
 
-        The time before belongs to no line of this log.
+        No line covers the time before the start of the log.
         """
         for hold in state.holds:
             self._raised(hold, at, None)

@@ -296,7 +296,7 @@ class BaseProducer(ABC, Generic[_Receipt]):
         """Run a block that sends a message with a position.
 
         Yields:
-            The message with the position. Errors that leave the block contain the message without it.
+            The message with the position. Errors that leave the block contain the message without the position.
         """
         self._check_position(position)
         try:
@@ -374,7 +374,7 @@ class BaseProducer(ABC, Generic[_Receipt]):
 
     @property
     def flow_state(self) -> FlowState:
-        """Whether the producer is flowed, by which holds, since when and how often."""
+        """The flow state of the producer: its holds, and how often and for how long it was flowed."""
         state = self._engine.try_step(lambda protocol: protocol.flow_state(_monotonic()))
         return self._protocol.flow_seen(_monotonic()) if state is NOT_TAKEN else state
 

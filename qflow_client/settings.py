@@ -200,7 +200,7 @@ def _whole(unit: str, none: str = "") -> _Rule:
 
 
 def _number(unit: str, none: str = "", *, or_0: bool = False) -> _Rule:
-    """Return the rule for a number above 0, or from 0. ``None`` is allowed if `none` describes it."""
+    """Return the rule for a number above 0, or also 0 with `or_0`. ``None`` is allowed if `none` describes it."""
 
     def is_allowed(value: Any) -> bool:
         return (value is None and none != "") or (_is_number(value) and (value > 0 or (or_0 and value == 0)))
@@ -478,7 +478,7 @@ class ProducerSettings:
     def replace(self, **changes: Any) -> Self:
         """Return a copy with changed settings.
 
-        In the copy, the changes and the settings that were explicit before are explicit.
+        In the copy, the changed settings are explicit. Settings that were explicit before are still explicit.
 
         `dataclasses.replace` passes all settings, so all settings are explicit in its copy.
 

@@ -257,7 +257,7 @@ class Observer:
             self._durations[key] = now - began
 
     def record(self, *, now: float | None = None) -> None:
-        """Record durations if enough time has passed, and end spans. Any thread may call this, without a lock.
+        """Record durations if enough time has passed, and end spans. Any thread may call this method without a lock.
 
         Args:
             now: seconds. ``None`` to record all durations now.

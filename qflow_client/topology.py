@@ -63,7 +63,7 @@ def _frozen(arguments: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 class _Declared:
-    """A base class for what is declared, which can be pickled and copied although `mappingproxy` cannot."""
+    """The base class of declared objects. It makes them picklable, although a `mappingproxy` is not."""
 
     __slots__ = ()
 

@@ -76,8 +76,8 @@ class Channel(_aio_pika.Channel):
         """Close the channel like aio-pika. Tasks that wait to publish get the error that ends the channel.
 
         If the broker does not read, for example because it blocks the connection, the method waits at most
-        `max_producer_flow_control_wait` seconds for the answer. If an exception leaves the channel's block, it hardly
-        waits.
+        `max_producer_flow_control_wait` seconds for the answer. After an exception in the channel's block, the method
+        waits almost no time.
         """
         flow = self.flow_control
         flow.left = True
@@ -90,7 +90,7 @@ class Channel(_aio_pika.Channel):
             flow.ended()
 
     async def _close_stuck(self, exc: Any) -> None:
-        """Close the channel for a limited time, because the broker does not read the close now."""
+        """Wait for the close of the channel only for a limited time, because the broker reads nothing now."""
         flow = self.flow_control
         # If an exception leaves the channel's block, do not wait for holds.
         wait = BRIEF if exc is not None else flow.settings.max_producer_flow_control_wait
@@ -125,7 +125,7 @@ class Channel(_aio_pika.Channel):
 
     @property
     def flow_state(self) -> FlowState:
-        """Whether the channel is flowed, by which holds, since when and how often."""
+        """The flow state of the channel: its holds, and how often and for how long it was flowed."""
         return self.flow_control.look()
 
     async def wait_unflowed(self, timeout: float | None = None) -> bool:
@@ -138,8 +138,8 @@ class Channel(_aio_pika.Channel):
             True if there are no holds. False after the timeout.
 
         Raises:
-            ChannelInvalidStateError: the channel is closed, so it will never be unflowed. If it is closed during the
-                call, the error that closed it is raised instead.
+            ChannelInvalidStateError: the channel is closed, so it will never be unflowed. If the channel is closed
+                during the call, the call raises the error that has closed it.
             TypeError, ValueError: `timeout` is not a number.
         """
         return await self.flow_control.wait_unflowed(timeout)

@@ -240,12 +240,12 @@ class ChannelFlow(DropInFlow):
 
     @property
     def channel(self) -> Any:
-        """The channel of aiormq. While there is no channel, this is the last one."""
+        """The channel of aiormq. While there is no channel, the result is the last channel."""
         return self._channel
 
     @property
     def republishes(self) -> bool:
-        """Whether messages wait for the next channel if there is none. Unconfirmed messages are then sent again."""
+        """Whether messages wait for the next channel while there is none. Unconfirmed messages are then sent again."""
         return self._republishes and self._comes_back
 
     @property
@@ -527,7 +527,7 @@ class ChannelFlow(DropInFlow):
         self._dispatcher.call(listener, event)
 
     def _after_io(self) -> bool:
-        """Return True if the output has to be written before the tasks that have just been woken run."""
+        """Return True if the output has to be written before the woken tasks run."""
         self.after()
         if self.settings.rate is not None:
             self._arm()
@@ -547,7 +547,7 @@ class ChannelFlow(DropInFlow):
             self._passes_on = True
 
     def _arm(self) -> None:
-        """Start the timer for the next time of the protocol, if there is one."""
+        """Start the timer for the time that the protocol has requested, if any."""
         now = _monotonic()
         at = self.protocol.next_timer(now)
         if at is not None and self._timer is None:

@@ -202,7 +202,7 @@ class QueueCarrier:
             self.pump()
 
     async def _take(self, item: tuple[int, Any]) -> None:
-        """Handle an entry instead of `put` of the channel's `frames`."""
+        """Handle an entry for the channel's `frames`. This method replaces `frames.put`."""
         if self._protocol is None or not self._take_frame(item[1]):
             await self._pass_on(item)
 
@@ -318,13 +318,13 @@ def wrap(target: Any) -> Any:
     restored the channel. If you wrap a connection, all its new channels have flow control. Wrap its existing channels,
     too. These features need a connection of `qflow_client.aio_pika`:
 
-    - A guarantee that no byte of a message is written: if the socket accepts no bytes, asyncio buffers 64 KiB or more.
-      The call for a buffered message raises `ConfirmTimeout`, not `FlowControlTimeout`, and the message may be sent
-      later.
+    - A guarantee that no byte of a message is written after an error. If the socket accepts no bytes, asyncio buffers
+      64 KiB or more. The call for a buffered message raises `ConfirmTimeout`, not `FlowControlTimeout`, and the message
+      may be sent later.
     - The broker's reason, if the broker already blocks the connection.
     - A time limit for `connection.close()` while the broker blocks the connection. `channel.close()` has a limit.
     - Settings from the connection's URL. Settings of the environment are used.
-    - The speed of `qflow_client.aio_pika`: with a wrapped channel, aiormq's queues and tasks transfer every confirm.
+    - The speed of `qflow_client.aio_pika`. With a wrapped channel, aiormq's queues and tasks transfer every confirm.
 
     Args:
         target: an open `Connection`, `RobustConnection`, `Channel` or `RobustChannel` of aio-pika.

@@ -128,7 +128,7 @@ def flow_ok(channel: int, active: bool) -> bytes:
 
 
 def _no_frame(kind: int) -> FrameError:
-    """Return the error for data that is not a frame because it begins with this byte."""
+    """Return the error for data that is not a frame. `kind` is the first byte of the data."""
     text = f"frame type {kind} does not exist in AMQP 0-9-1"
     if kind == _HEADER:
         # If a broker does not support the client's version, it answers with the header of a version that it supports.
@@ -241,7 +241,7 @@ def properties(given: Mapping[str, Any], message_id: bytes = b"") -> tuple[int, 
 
     Args:
         given: the properties by name, in the order of the wire. Other names are ignored.
-        message_id: short string with the message id for a message without one. Empty to add no message id.
+        message_id: short string with a message id, which is used if the message has none. Empty to add no message id.
 
     Returns:
         The property flags, and the encoded values.
@@ -385,7 +385,8 @@ class PublishEncoder:
 
         Returns:
             The bytes before the last two digits of the message id, and the bytes between these digits and the body.
-            Numbers that differ only in these digits have the same bytes. A frame end follows the body.
+            These bytes are the same for all numbers that differ only in the last two digits. A frame end follows the
+            body.
         """
         if number >> 8 != self._hundreds:
             self._next_hundreds(number >> 8)
@@ -478,7 +479,7 @@ def content_header(message: Content, message_id: bytes = b"") -> bytes:
     """Return the payload of a message's content header frame.
 
     Args:
-        message_id: short string with the message id for a message without one. Empty to add no message id.
+        message_id: short string with a message id, which is used if the message has none. Empty to add no message id.
 
     Raises:
         TypeError, ValueError: AMQP cannot represent the headers.

@@ -53,7 +53,7 @@ class Outbound:
         self._data, self._ends, self._borders, self._rest, self._taken = data, ends, borders, rest, 0
 
     def skip(self) -> None:
-        """Count a message that is written without this object. There must be nothing to be written."""
+        """Count a message that is written without this object. All bytes of this object must be written."""
         self._done += 1
 
     def put_control(self, frame: bytes) -> None:
@@ -135,7 +135,7 @@ class Outbound:
         """Return the next bytes to write. They are empty if the batch is completely written.
 
         Args:
-            limit: approximate maximum of bytes, for the further frames of a message.
+            limit: approximate maximum size in bytes. It applies only to further frames of a message.
         """
         if self._at:
             self._end_if_written()

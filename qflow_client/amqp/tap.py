@@ -81,8 +81,8 @@ def _announce_capabilities(start: bytes) -> bytes:
     The table has the capabilities that the broker announces in another form. It may be empty.
 
     Returns:
-        The new payload. The payload is unchanged if it has a table, or if it is invalid, so that the library reports
-        the error.
+        The new payload. If the payload has a table, it is unchanged. If it is invalid, it is unchanged too, and the
+        library reports the error.
     """
     try:
         # The table follows the ids and the version.
@@ -223,7 +223,7 @@ class Tap:
     # Channels.
 
     def expect(self, number: int) -> None:
-        """Keep the broker's flow frames for a channel that the library opens, until it is attached.
+        """Keep the broker's flow frames for a channel that is being opened, until `attach` is called.
 
         A broker may stop a channel immediately when it opens the channel, before this package notices that the channel
         is open.
@@ -250,7 +250,7 @@ class Tap:
         self._drop(number)
 
     def closes(self, number: int) -> None:
-        """Start no further message of a channel, because the library will now send ``Channel.Close``.
+        """Begin no further message on a channel, because the library will now send ``Channel.Close``.
 
         The broker's answers to written messages are still reported.
         """
@@ -260,7 +260,7 @@ class Tap:
             self._writes_last = True
 
     def own(self, number: int, on_method: Callable[[bytes], None]) -> None:
-        """Hide a channel that the library has not opened from the library, until `disown` is called.
+        """Hide the frames of a channel from the library until `disown` is called. The library has not opened it.
 
         Args:
             number: number of the channel.
@@ -281,7 +281,7 @@ class Tap:
         return frame(METHOD_FRAME, number, CONFIRM_SELECT + b"\0")
 
     def is_probed(self, number: int) -> bool:
-        """Whether the answer to a probe on this channel has not come yet."""
+        """Whether the answer to a probe on this channel is missing."""
         return number in self._probed
 
     def update_secret(self, secret: str, on_updated: Callable[[], object]) -> bytes:

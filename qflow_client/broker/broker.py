@@ -136,7 +136,7 @@ class Broker(CoreBroker):
             yield from self._noted(steps)
 
     def _noted(self, steps: Iterator[None]) -> Iterator[None]:
-        """Note a change of the broker for each step."""
+        """Record a change of the broker at each step."""
         for step in steps:
             self._server.touch()
             yield step

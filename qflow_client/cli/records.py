@@ -67,7 +67,7 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The end of a record in its file. Its last line shows later whether the file has changed.
+    """The end of a record in its file. A later run checks with the last line that the file has not changed.
 
     Attributes:
         number: number of the record; 0 for the start of the file.

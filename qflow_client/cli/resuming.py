@@ -30,8 +30,8 @@ class Reached:
     Attributes:
         format: format of its records.
         place: end of the last record that need not be sent again.
-        sent: number of the last record that was sent. Records up to this number may be in the broker. If they are sent
-            again, they are marked.
+        sent: number of the last record that was sent. Records up to this number may be in the broker. Such records are
+            marked if they are sent again.
     """
 
     format: Format

@@ -222,8 +222,8 @@ class Sending:
     ) -> tuple[list[_Item], BadRecord | None]:
         """Return the next records, and an error if the record after them cannot be read.
 
-        Records of a file are read in batches, because the outbox commits a batch at once. Other sources may be slow, so
-        their records are read one by one.
+        Records of a file are read in batches, because the outbox stores a batch with one commit. Other sources may be
+        slow, so their records are read one by one.
         """
         items: list[_Item] = []
         most = 1 if self._source is None else _TOGETHER

@@ -285,9 +285,8 @@ class FlowController:
 
     Args:
         limiter: the limit for elements.
-        gate: the gate, which has all other reasons to admit no element. The default is a new gate. Holds with the
-            limiter's kinds and without a source belong to the controller. Other code must use other kinds, or pass a
-            source.
+        gate: gate with all other reasons to admit no element. The default is a new gate. Holds with the limiter's kinds
+            and without a source belong to the controller. Other code must use other kinds, or pass a source.
         line: order in which waiting tickets are served. The default is first come, first served (F4).
         name: name for people. It need not be unique.
     """
@@ -537,7 +536,7 @@ class FlowController:
         self._look_again(source, now)
 
     def _look_again(self, source: FlowSource, now: float | None) -> None:
-        """Unblock a source again if room was made between its last element and its blocking (J5)."""
+        """Unblock a source if there was room again before the controller had blocked it (J5)."""
         if self._may_go_on(now):
             self._unblock(source)
 

@@ -36,7 +36,7 @@ class Hold:
 class Gate:
     """A set of holds. The gate is open if and only if the set is empty.
 
-    It is not thread-safe and reads no clock: the caller guards it against concurrent calls and passes the time.
+    It is not thread-safe and reads no clock. The caller prevents concurrent calls, and passes the time.
     """
 
     __slots__ = ("_closed_at", "_held_for", "_holds", "is_open", "is_shut", "observer", "times_closed")

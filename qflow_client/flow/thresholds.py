@@ -53,8 +53,8 @@ class StopResume:
         resume_size: resume threshold in body bytes. ``None`` means 7/8 of `stop_size`, rounded down, at least 1.
 
     Raises:
-        ValueError: a resume threshold is above its stop threshold, or is below 1 although the stop threshold is above
-            0. The text contains both values.
+        ValueError: a resume threshold is above its stop threshold, or is below 1 although its stop threshold is set.
+            The text contains both values.
     """
 
     stop_count: int = 0

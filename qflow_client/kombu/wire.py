@@ -213,7 +213,7 @@ class Wire:
             bell.close()
 
     def leave_to_parent(self, why: str) -> None:
-        """In a forked child, close the copy of the socket, without a word to the broker."""
+        """Close the copy of the socket in a forked child, without sending anything to the broker."""
         replace_copy(self.sock.fileno())
         self._why = why
         self.connected = False
@@ -226,10 +226,10 @@ class Wire:
         self._poll = self._bell = None
 
     def check_connected(self, *_arguments: Any) -> Any:
-        """Raise an error if it is not connected.
+        """Raise an error if the wire is not connected.
 
         Raises:
-            RecoverableConnectionError: it is not, for example because it belongs to another process.
+            RecoverableConnectionError: the wire is not connected, for example because it belongs to another process.
         """
         if not self.connected:
             raise RecoverableConnectionError(self._why)

@@ -163,7 +163,7 @@ class Channel(pika.channel.Channel):
 
     @property
     def flow_state(self) -> FlowState:
-        """Whether the channel is flowed, by which holds, since when and how often."""
+        """The flow state of the channel: its holds, and how often and for how long it was flowed."""
         return self.flow_control.look()
 
 

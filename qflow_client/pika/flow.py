@@ -138,7 +138,7 @@ class ConnectionFlow:
             raise exceptions.ConnectionWrongStateError(self.not_shared)
 
     def leave_to_parent(self, connection: Any) -> None:
-        """In a forked child, close the copy of the socket and all channels, without a word to the broker."""
+        """Close the copy of the socket and all channels in a forked child, without sending anything to the broker."""
         transport = connection._transport
         if transport is None:
             return
@@ -359,7 +359,7 @@ class ChannelFlow(DropInFlow):
         return state
 
     def look_at_transport(self, now: float) -> None:
-        """Hold the channel if pika's transport is full. Lift the hold if it has room."""
+        """Hold the channel if pika's transport is full. Lift the hold if the transport has room."""
         transport = getattr(self._channel.connection, "_transport", None)
         # Twisted's transport has no such method.
         size = getattr(transport, "get_write_buffer_size", int)()

@@ -25,11 +25,11 @@ def wrap(channel: Any) -> Any:
     `Channel` raises an error, as on a connection of `qflow_client.pika`. These features need a connection of
     `qflow_client.pika`:
 
-    - Earlier events: a wrapped channel does not know that the broker has already stopped it, or already blocks the
+    - Earlier events. A wrapped channel does not know whether the broker has already stopped it or already blocks the
       connection. So wrap the channel as soon as it is open.
-    - A guarantee that no byte of a message is written: a wrapped channel knows the state of the socket only after a
-      write. If the socket accepts no bytes, `basic_publish` raises `ConfirmTimeout`, not `FlowControlTimeout`, and the
-      message may be sent later.
+    - A guarantee that no byte of a message is written after an error. A wrapped channel knows the state of the socket
+      only after a write. If the socket accepts no bytes, `basic_publish` raises `ConfirmTimeout`, not
+      `FlowControlTimeout`, and the message may be sent later.
     - A time limit for `BlockingConnection.close` while the broker blocks the connection. The `close` of the channel has
       a limit. pika's ``blocked_connection_timeout`` is a limit for the connection.
     - Settings from the connection's parameters, unless these are parameters of `qflow_client.pika`. Settings of the

@@ -107,7 +107,7 @@ class Sender(FlowSource):
 
 @dataclass(slots=True)
 class _Alone:
-    """What a queue needs from its virtual host, for a queue without one."""
+    """Replaces the virtual host for a queue that has none."""
 
     now: float = 0.0
     alarms: list[float] = field(default_factory=list)

@@ -88,7 +88,7 @@ class _Held:
 
 
 class Purse:
-    """The credits that one task holds, the oldest first.
+    """The credits that one task holds, oldest first.
 
     Call `plan`, and set the producer's window to `window`. Then count the unsettled messages, and call `release`.
     """

@@ -1,4 +1,4 @@
-"""Private Apache Qpid Broker-J brokers. They send ``Channel.Flow`` to producers that fill a queue too much.
+"""Private Apache Qpid Broker-J brokers. They send ``Channel.Flow`` to producers that overfill a queue.
 
 A broker runs from the jars of one version. Maven downloads the jars once into a cache folder. Each broker has its own
 ports, folder, configuration and password. All its data is in memory. It listens only on the loopback interface.

@@ -1,4 +1,4 @@
-"""Checks requests to the HTTP API: their token, and that no browser sends them for another web site."""
+"""Checks the token of requests, and refuses requests that a browser sends for another web site."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ _MOST_WANTED = 16
 
 
 class MediaType(str):
-    """The media type of an answer. A parameter with this type is for a handler that can produce several types."""
+    """The media type of an answer. It is a parameter of handlers that can produce several types."""
 
     __slots__ = ()
 
@@ -46,7 +46,7 @@ def _quality(wanted: Iterable[tuple[str, dict[str, str]]], offered: str) -> tupl
     """Return the weight of a media type for a client: that of the most specific range (RFC 9110, 12.5.1).
 
     Returns:
-        The weight, which is 0 if the client does not accept the type. And a number that is higher for a more specific
+        The weight, which is 0 if the client does not accept the type. The second number is higher for a more specific
         range.
     """
     offered_name, offered_parameters = _parsed(offered)

@@ -167,7 +167,7 @@ def events(
 
     The first event, `state`, has all objects: `queues`, `channels`, `connections`, `exchanges`, `bindings` and
     `producersStopped`. Each later event, `change`, has only differences. It has the new and changed queues, channels
-    and connections. Its member `gone` has the names of deleted ones. It has the other members only if they have
+    and connections. Its member `gone` has the names of deleted objects. It has the other members only if they have
     changed. A channel has not changed if only its `flowedSeconds` grows. All streams share the polls of the broker. The
     polls take at most a twentieth of the time, so there are fewer polls if there are many queues.
     """

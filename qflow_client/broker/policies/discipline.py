@@ -1,4 +1,4 @@
-"""Limits the backlog of connections, and punishes channels that ignore ``Channel.Flow`` (D7 D8). No I/O.
+"""Limits the backlog of connections, and acts against clients that ignore ``Channel.Flow`` (D7 D8). No I/O.
 
 The backlog of a connection has its messages that wait for room or for their confirms, and messages that came on a
 flowed channel. If the backlog exceeds its limit, all channels of the connection are flowed (blocked). A message that

@@ -1,4 +1,4 @@
-"""Matches regular expressions in linear time in the length of the name, for any expression.
+"""Matches any regular expression in a time that grows linearly with the length of the name.
 
 Python's `re` tries all paths through an expression, one after the other. With ``(a+)+$`` a name of 30 letters takes
 seconds, and blocks the event loop. This module follows all paths at the same time. It converts an expression to a graph

@@ -1,4 +1,4 @@
-"""Policies set what full queues do, for many queues together. They can be changed at run time.
+"""A policy defines what many queues do when they are full. Policies can be changed at run time.
 
 For each value a queue uses the first of these sources that sets the value (D3). If source 1 or 2 defines when the queue
 is full, sources 3 to 5 do not apply. Of sources 3 to 5, only the first that matches applies.
@@ -165,7 +165,7 @@ class PolicyDefinition:
 
     @property
     def implies_reject(self) -> bool:
-        """Whether it sets a maximum without a policy for it."""
+        """Whether the definition sets a maximum, but not what happens at the maximum."""
         return self.policy is None and bool(self.max_count or self.max_size)
 
     def over(self, below: PolicyDefinition) -> PolicyDefinition:

@@ -39,7 +39,8 @@ class RateLimit:
         name: name of the exchange, the queue or the user. It need not exist yet.
         messages: messages per second; ``None`` for no limit.
         bytes: body bytes per second; ``None`` for no limit.
-        burst: seconds. After a pause, the messages for this time may be published together, but at least one message.
+        burst: seconds. After a pause, the messages of this time may be published together. At least one message may be
+            published.
 
     Raises:
         TypeError: a value has the wrong type.

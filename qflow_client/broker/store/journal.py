@@ -6,9 +6,9 @@ keeper takes one batch at a time and reports when the batch is written. Then con
 batch are released. Each batch has the changes since the previous batch. So the store always has a state that the broker
 really had.
 
-Queues that flow to disk remove bodies from memory when they are written, and read them when they are needed.
-`Journal.held` is the used memory without bodies that will be removed when they are written. It includes messages that
-are in no queue yet, and output that clients have not read.
+Queues that flow to disk remove a body from memory when it is on disk, and read it when it is needed. `Journal.held` is
+the used memory without bodies that will be removed when they are written. It includes messages that are in no queue
+yet, and output that clients have not read.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class Batch:
     Attributes:
         changes: changes of the topology, in order.
         puts: new messages, in the order of their numbers.
-        moves: by message number, the remaining queues of stored messages that have left a part of their queues.
+        moves: stored messages that have left some of their queues. Has their remaining queues by message number.
         removals: numbers of stored messages that are in no queue any more.
         completions: confirms that wait for this batch.
         messages: the messages of `puts`.
@@ -120,7 +120,7 @@ class Batch:
 class Journal:
     """The changes of durable queues and exchanges, the messages on disk, and the memory account of all messages.
 
-    Many records are divided into several batches, but only between two operations.
+    If there are many records, a batch ends between two operations.
 
     Args:
         wall_clock: returns seconds since 1970.
@@ -191,7 +191,7 @@ class Journal:
         self.batches = 0
 
     def go_on_from(self, number: int, queue_number: int) -> None:
-        """Start with the numbers after those of a store."""
+        """Continue the numbers of a store."""
         self._numbers = count(number + 1)
         self.topology.go_on_from(queue_number)
 

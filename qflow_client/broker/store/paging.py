@@ -18,7 +18,7 @@ __all__ = ["Droppable", "Pager", "bring_back", "level", "relieve"]
 
 
 def level(sizes: Iterable[int], total: int) -> int:
-    """Return the largest size such that the sum is at most `total` if every larger size is reduced to it.
+    """Return a limit. If larger sizes are reduced to this limit, the sum of all sizes is at most `total`.
 
     Args:
         sizes: present sizes.

@@ -32,7 +32,7 @@ class TopologyLog:
         self.changes: list[Change] = []
 
     def go_on_from(self, number: int) -> None:
-        """Start with the queue numbers after those of a store."""
+        """Continue the queue numbers of a store."""
         self._numbers = count(number + 1)
 
     def take(self) -> list[Change]:

@@ -300,7 +300,7 @@ class Channel(_pika.Channel):  # type: ignore[misc]  # of no known type
 
     @property
     def flow_state(self) -> FlowState:
-        """Whether the channel is flowed, by which holds, since when and how often."""
+        """The flow state of the channel: its holds, and how often and for how long it was flowed."""
         state: FlowState = self.connection.run(self.flow_control.look)
         return state
 
