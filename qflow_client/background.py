@@ -16,7 +16,6 @@ class BackgroundCall(Generic[_Answer]):
 
     Args:
         function: the function. It must not raise an exception.
-        name: name of the thread.
     """
 
     def __init__(self, function: Callable[[], Any], name: str) -> None:

@@ -26,7 +26,7 @@ _FAILURES = (sqlite3.Error, UnicodeDecodeError)
 #: Maximum seconds to wait for a file that another process has locked, if there is no earlier deadline.
 BUSY = 10.0
 # Seconds that SQLite itself waits for a lock. After each wait there is a pause, and the deadline is checked.
-_SLICE = 0.04
+_BUSY_SLICE = 0.04
 _PAUSE = 0.01
 # SQLite's error codes for a locked file.
 _LOCKED = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_BUSY_RECOVERY)
@@ -45,9 +45,6 @@ class Database:
     Args:
         path: path of the file, which is created if it does not exist.
         application_id: identifies the kind of the file.
-        version: version of the tables.
-        tables: statements that create the tables.
-        error: class of all errors.
         synchronous: with ``NORMAL`` a commit survives a crash of the process, with ``FULL`` also a crash of the
             machine.
         read_only: only read the file, even while another process writes. The file must exist.
@@ -87,7 +84,9 @@ class Database:
         except OSError as failure:
             raise error(f"{self.path}: {failure.strerror}") from failure
         try:
-            self._file = sqlite3.connect(uri, uri=True, timeout=_SLICE, isolation_level=None, check_same_thread=False)
+            self._file = sqlite3.connect(
+                uri, uri=True, timeout=_BUSY_SLICE, isolation_level=None, check_same_thread=False
+            )
         except sqlite3.Error as failure:
             raise error(f"{self.path}: {failure}") from failure
         try:

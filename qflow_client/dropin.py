@@ -180,12 +180,7 @@ class DropIn:
 
 
 class EncodedMessage(Message):
-    """A message that a library has encoded.
-
-    Args:
-        frames: all frames of the message.
-        body: body of the message.
-    """
+    """A message that a library has encoded."""
 
     frames: bytes
 
@@ -322,7 +317,6 @@ class DropInFlow:
     """The flow of one channel of a library: its protocol, and its listeners.
 
     Args:
-        settings: settings of the connection.
         name: name in flow events and logs, if the settings have no name.
         protocol: class of the protocol.
         changes: settings of this channel that differ from those of the connection.
@@ -378,8 +372,6 @@ class DropInFlow:
         """Run a call that waits; see `core.calls`.
 
         Args:
-            call: the call.
-            flag: waiter of the call.
             turn: processes I/O until an event happens, at most until the given time.
         """
         try:

@@ -54,7 +54,6 @@ class BaseEngine(ABC):
     """The part of an engine that does no I/O and does not wait.
 
     Args:
-        settings: settings of the producer.
         on_delivery: called with each settled receipt; ``None`` for no calls.
         manager: manager with which the producer registers.
         topology: objects to declare on each connection; ``None`` for none.
@@ -133,7 +132,6 @@ class BaseEngine(ABC):
         """Execute a step for a call of the application. The application may have a lock for which another step waits.
 
         Args:
-            step: the step.
             deadline: as for `Guard.try_take`.
 
         Returns:

@@ -37,7 +37,7 @@ _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 #: The name of an unfinished file begins with this character. Spark and Hadoop ignore such files.
 _UNFINISHED = "_"
 # Seconds between two checks for new lines.
-_LOOK = 0.1
+_WRITE_PERIOD = 0.1
 
 
 def microseconds(seconds: float) -> int:
@@ -329,7 +329,7 @@ class FlowLog:
         self.close()
 
     def _run(self) -> None:
-        while not self._stop.wait(_LOOK):
+        while not self._stop.wait(_WRITE_PERIOD):
             try:
                 self._write_waiting()
                 if self._file is not None and self._size and time.monotonic() - self._begun_at >= self._max_seconds:

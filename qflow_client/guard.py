@@ -32,9 +32,9 @@ _T = TypeVar("_T")
 #: Minimum seconds that a call of the application waits for the step of another thread. A step needs far less time.
 PATIENCE = 1.0
 # Maximum seconds of this wait.
-_LONGEST = 60.0
+_MAX_WAIT = 60.0
 # A wait has at least this number of pieces. If the process is suspended during a wait, only one piece is lost.
-_PIECES = 10
+_WAIT_PIECES = 10
 
 
 class NotTaken(Enum):
@@ -62,9 +62,6 @@ def check_can_wait(
 
     Args:
         what: name of the call, for people.
-        message: message that the call should send.
-        exchange: exchange of the message.
-        routing_key: routing key of the message.
 
     Raises:
         NestedCall: this thread is inside a step, or a connection needs this thread.
@@ -108,9 +105,9 @@ def _wait(lock: threading.Lock, held: list[bool], deadline: float) -> None:
         deadline: as for `Guard.try_take`.
     """
     begun = time.monotonic()
-    until = max(begun + PATIENCE, min(deadline, begun + _LONGEST))
-    while not held[-1] and (len(held) <= _PIECES or time.monotonic() < until):
-        held.extend(map(lock.acquire, (True,), (PATIENCE / _PIECES,)))
+    until = max(begun + PATIENCE, min(deadline, begun + _MAX_WAIT))
+    while not held[-1] and (len(held) <= _WAIT_PIECES or time.monotonic() < until):
+        held.extend(map(lock.acquire, (True,), (PATIENCE / _WAIT_PIECES,)))
 
 
 class Guard:
@@ -141,9 +138,8 @@ class Guard:
         """Execute a step for a call of the application, on any thread.
 
         Args:
-            step: the step.
             deadline: time until which to wait for the step of another thread, in seconds of `time.monotonic`. The wait
-                lasts at least `PATIENCE` and at most `_LONGEST` seconds.
+                lasts at least `PATIENCE` and at most `_MAX_WAIT` seconds.
 
         Returns:
             The result of the step. `NOT_TAKEN` if this thread is inside a step, or if the step of another thread has

@@ -33,12 +33,7 @@ _MOST_DOUBLINGS = 5
 
 
 def is_final(code: int, text: str) -> bool:
-    """Return True if another try to open a connection would certainly fail.
-
-    Args:
-        code: reply code of the broker's ``Connection.Close``.
-        text: reply text of the broker.
-    """
+    """Return True if another try to open a connection would certainly fail."""
     # A limit for connections (530 in RabbitMQ) is not final, because another client may disconnect.
     return code in _REFUSALS and "limit" not in text
 
@@ -105,7 +100,6 @@ class Reconnection:
     The host of the lost connection is tried first, then the other hosts. Then there is a pause.
 
     Args:
-        settings: settings of the producer.
         hosts: URLs of the hosts, in order.
         host: index of the connected host.
         credentials_change: whether each try may have other credentials. Then no refusal is final.
@@ -258,10 +252,6 @@ class Watch:
 
     If all hosts block the producer, it changes between them at growing intervals. `failover_delay` is doubled with each
     round until a message is settled.
-
-    Args:
-        settings: settings of the producer.
-        hosts: number of hosts.
     """
 
     def __init__(self, settings: ProducerSettings, hosts: int) -> None:
@@ -334,10 +324,6 @@ class Return:
     While a producer is connected to another host, it probes the first host every `period` seconds. When the first host
     has answered all probes for `return_to_first` seconds, the producer returns. If the connection to the first host
     fails, or is lost within this time, the next wait is twice as long.
-
-    Args:
-        settings: settings of the producer.
-        hosts: number of hosts.
     """
 
     def __init__(self, settings: ProducerSettings, hosts: int) -> None:

@@ -63,12 +63,7 @@ def call(function: Callable[[], Any]) -> Any:
 
 
 class Asker(BackgroundCall[Answer]):
-    """Calls the application's function for credentials.
-
-    Args:
-        function: the application's function.
-        name: name of the producer.
-    """
+    """Calls the application's function for credentials."""
 
     def __init__(self, function: Callable[[], Any], name: str) -> None:
         super().__init__(partial(call, function), f"qflow-credentials {name}")
@@ -87,8 +82,6 @@ class Renewer:
     All its methods run on the thread or loop of the connection.
 
     Args:
-        asker: calls the application's function.
-        settings: settings of the producer.
         call_later: calls a function on this thread or loop after a number of seconds.
         post: calls a function on this thread or loop. Any thread may use it.
         update: sends a secret to the broker, and calls a function when the broker has answered. It returns False if

@@ -29,7 +29,6 @@ def answers(url: str, timeout: float) -> bool:
     """Return True if a broker answers at a URL.
 
     Args:
-        url: URL of the broker.
         timeout: maximum seconds of each step.
     """
     parts = urlsplit(url)
@@ -60,7 +59,6 @@ class Returner:
 
     Args:
         reconnection: chooses the host to connect to.
-        settings: settings of the producer.
         call_later: calls a function on this thread or loop after a number of seconds.
         post: calls a function on this thread or loop. Any thread may use it.
         leave: ends the connection, with a reason as its argument. The producer connects again.

@@ -149,14 +149,7 @@ class _Traced(Message):
 
 
 class Observer:
-    """Observes the messages of one producer. The protocol makes one call at a time.
-
-    Args:
-        protocol: protocol of the producer.
-        name: name of the producer.
-        url: URL of the broker.
-        histogram: histogram for the durations.
-    """
+    """Observes the messages of one producer. The protocol makes one call at a time."""
 
     def __init__(self, protocol: _Watched, name: str, url: str, histogram: Histogram) -> None:
         self.protocol = protocol
@@ -227,12 +220,7 @@ class Observer:
                 self._end_span_of(receipt._payload, receipt, at)
 
     def spilled(self, payload: bytes | Message, receipt: Receipt) -> None:
-        """End the span of a message that was put into the outbox. The outbox later returns another object for it.
-
-        Args:
-            payload: the payload that the application has passed.
-            receipt: receipt of the message.
-        """
+        """End the span of a message that was put into the outbox. The outbox later returns another object for it."""
         self._end_span_of(payload, receipt, time.time_ns(), spilled=True)
 
     def _end_span_of(self, payload: object, receipt: Receipt, at: int, *, spilled: bool = False) -> None:
@@ -309,11 +297,7 @@ def _fail_span(span: Span, kind: str, words: str) -> None:
 
 
 class Tracer:
-    """Creates the spans of a producer's messages.
-
-    Args:
-        observer: the observer, which ends the spans.
-    """
+    """Creates the spans of a producer's messages."""
 
     def __init__(self, observer: Observer) -> None:
         from opentelemetry import propagate, trace
@@ -570,9 +554,6 @@ def watch(
 
     Args:
         producer: the producer. It is not kept alive.
-        protocol: protocol of the producer.
-        settings: settings of the producer.
-        url: URL of the broker.
         peer: remote address and port of the connection; see `Observer.peer`.
     """
     global _metrics
@@ -600,7 +581,6 @@ class RelayMetrics:
     """The counts of one outbox relay.
 
     Args:
-        name: name of the relay's producer.
         backlog: returns the number of waiting rows and the age of the oldest one in seconds, or ``None`` if they are
             unknown.
     """

@@ -27,8 +27,6 @@ class Upkeep:
 
     Args:
         reconnection: chooses the host to connect to.
-        protocol: protocol of the producer.
-        guard: guard for steps of the protocol.
         call_later: calls a function on the thread or loop of the connection after a number of seconds.
         post: calls a function on this thread or loop. Any thread may use it.
         leave: ends the connection, with a reason as its argument. The producer connects again.
@@ -68,9 +66,7 @@ class Upkeep:
         """Start the supervision of an open connection.
 
         Args:
-            tap: tap of the connection.
             pump: writes the output of the protocol to the connection.
-            now: seconds.
         """
         self._tap, self._pump = tap, pump
         self._watch.opened(now)

@@ -23,7 +23,7 @@ _KINDS = tuple(
 _HEAD = Struct(">BHIHHQH")
 _BASIC = 60
 # Bytes of a header's payload without the values.
-_EMPTY = 14
+_EMPTY_PAYLOAD = 14
 
 # The fixed bits of a random UUID (RFC 9562, section 5.4): the version 4 and the variant.
 _RANDOM_BITS = ~(0xF000 << 64 | 0xC000 << 48)
@@ -57,7 +57,7 @@ def header_frame(properties: Any, body_size: int, channel: int) -> bytes:
             pass
         else:
             values = b"".join(pieces)
-            return _HEAD.pack(2, channel, _EMPTY + len(values), _BASIC, 0, body_size, flags) + values + b"\xce"
+            return _HEAD.pack(2, channel, _EMPTY_PAYLOAD + len(values), _BASIC, 0, body_size, flags) + values + b"\xce"
     return pamqp.frame.marshal(ContentHeader(properties=properties, body_size=body_size), channel)
 
 

@@ -81,7 +81,7 @@ _BODY_HEAD = Struct(">BHI")
 # Class and method id.
 _BASIC_PUBLISH = 60, 40
 # At least this number of bytes is written immediately.
-_ENOUGH = 1 << 13
+_SEPARATE_WRITE = 1 << 13
 
 _monotonic = time.monotonic
 
@@ -533,7 +533,7 @@ class ChannelFlow(DropInFlow):
             self._arm()
         protocol = self.protocol
         # Write the answer to a stop immediately. The answer to a restart is written together with the waiting messages.
-        return protocol.unwritten > _ENOUGH or (protocol.is_stopped and protocol.has_answer)
+        return protocol.unwritten > _SEPARATE_WRITE or (protocol.is_stopped and protocol.has_answer)
 
     def _kick(self) -> None:
         """Write the waiting bytes, and schedule `after` on the loop."""

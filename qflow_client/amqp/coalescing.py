@@ -10,12 +10,12 @@ from __future__ import annotations
 __all__ = ["delay"]
 
 # If fewer messages are in flight, answers are read immediately.
-_LEAST = 256
+_MIN_IN_FLIGHT = 256
 # The delay in seconds.
 _DELAY = 0.001
 # If one read returns more bytes, the next read is not delayed. Acks are small, so a large read contains returned
 # messages. They would soon fill the buffer of the socket.
-_LARGE = 1 << 13
+_LARGE_READ = 1 << 13
 
 
 def delay(size: int, in_flight: int) -> float:
@@ -28,4 +28,4 @@ def delay(size: int, in_flight: int) -> float:
     Returns:
         Seconds. 0 to read the next answers immediately.
     """
-    return _DELAY if in_flight >= _LEAST and size <= _LARGE else 0.0
+    return _DELAY if in_flight >= _MIN_IN_FLIGHT and size <= _LARGE_READ else 0.0

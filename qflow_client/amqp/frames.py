@@ -311,7 +311,6 @@ class PublishEncoder:
     """Encodes messages for one channel.
 
     Args:
-        channel: number of the channel.
         frame_max: negotiated maximum size of a frame in bytes; 0 for no limit.
         id_prefix: first part of all assigned message ids, at most 243 bytes. A number of 12 hexadecimal digits follows.
         mandatory: ``mandatory`` bit of all messages.
@@ -433,13 +432,7 @@ class PublishEncoder:
         return flags, before, after, id_size
 
     def cost(self, route: Route, length: int, prepared: Prepared) -> int:
-        """Return the size of the frames of a message, in bytes.
-
-        Args:
-            route: result of `route`.
-            length: length of the body.
-            prepared: the properties, from `prepare`.
-        """
+        """Return the size of the frames of a message, in bytes."""
         _, before, after, id_size = prepared
         header = _HEADER_HEAD.size + len(before) + id_size + len(after)
         return len(route.method) + header + length + FRAME_OVERHEAD * (1 - -length // self.max_body)
@@ -448,9 +441,7 @@ class PublishEncoder:
         """Return the frames of a message.
 
         Args:
-            route: result of `route`.
             body: body of any length.
-            prepared: the properties, from `prepare`.
             number: number in the message id, if an id is assigned.
 
         Returns:
@@ -489,12 +480,7 @@ def content_header(message: Content, message_id: bytes = b"") -> bytes:
 
 
 def plain_content_header(length: int, message_id: bytes) -> bytes:
-    """Return the payload like `content_header`, for a persistent message that has only a message id.
-
-    Args:
-        length: length of the body.
-        message_id: short string with the message id.
-    """
+    """Return the payload like `content_header`, for a persistent message that has only a message id."""
     return b"%b\2%b" % (_HEADER_HEAD.pack(_BASIC, 0, length, _DELIVERY_MODE | _MESSAGE_ID), message_id)
 
 
@@ -511,9 +497,7 @@ def add_header(header: bytes, name: str, value: Any) -> bytes:
     """Return the payload of a content header frame with an added header. Other properties keep their bytes.
 
     Args:
-        header: the payload.
         name: name of the header. An existing header with this name is replaced.
-        value: value of the header.
 
     Raises:
         IndexError, ValueError, struct.error: the payload is not a content header.

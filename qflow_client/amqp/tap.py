@@ -263,7 +263,6 @@ class Tap:
         """Hide the frames of a channel from the library until `disown` is called. The library has not opened it.
 
         Args:
-            number: number of the channel.
             on_method: called with the payload of each method frame that is not about publishing.
         """
         self._own[number] = on_method
@@ -290,7 +289,6 @@ class Tap:
         Any channel may write it. The library does not see the answer.
 
         Args:
-            secret: the new password or token.
             on_updated: called when the broker has answered.
         """
         self._updates.append(on_updated)

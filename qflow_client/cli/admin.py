@@ -29,7 +29,7 @@ from qflow_client.redaction import printable, shown
 __all__ = ["admin"]
 
 # If the broker sends no byte for this number of seconds, it is unreachable. An idle broker sends a comment every 15 s.
-_PATIENCE = 40.0
+_READ_TIMEOUT = 40.0
 _URL = "http://127.0.0.1:15672"
 
 admin = typer.Typer(
@@ -114,9 +114,9 @@ class _Broker:
             headers["Content-Type"] = "application/json"
             raw = json.dumps(body).encode()
         if self._context is None:
-            connection = HTTPConnection(self._netloc, timeout=_PATIENCE)
+            connection = HTTPConnection(self._netloc, timeout=_READ_TIMEOUT)
         else:
-            connection = HTTPSConnection(self._netloc, timeout=_PATIENCE, context=self._context)
+            connection = HTTPSConnection(self._netloc, timeout=_READ_TIMEOUT, context=self._context)
         try:
             connection.request(method, self._path + path, raw, headers | {"Connection": "close"})
             response = connection.getresponse()

@@ -58,7 +58,7 @@ _HTTP_CONNECTIONS = 1000
 _OTHER_FILES = 100
 
 # Seconds between two updates of the display.
-_PERIOD = 0.25
+_DISPLAY_PERIOD = 0.25
 # Seconds between two checks of the resident memory.
 _LOOK = 1.0
 
@@ -730,4 +730,4 @@ def _watch(running: Broker, console: Console) -> None:
             producers = running.producers()
             flowed = sum(producer.flowed for producer in producers)
             live.update(queue_table(running.queues(), len(producers), flowed), refresh=True)
-            time.sleep(_PERIOD)
+            time.sleep(_DISPLAY_PERIOD)

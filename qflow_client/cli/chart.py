@@ -16,13 +16,7 @@ _EIGHTHS = " ▁▂▃▄▅▆▇█"
 
 
 def level(value: float, row: int, step: float) -> str:
-    """Return the character that shows one row of a bar.
-
-    Args:
-        value: the height of the bar.
-        row: number of the row, from 0 at the bottom.
-        step: the height of a row.
-    """
+    """Return the character that shows one row of a bar."""
     filled = value / step - row
     # A value above 0 is always visible.
     return _EIGHTHS[max(0, min(8, round(filled * 8) or (row == 0 < value)))]
@@ -36,7 +30,6 @@ class DepthChart:
         marks: names of the thresholds, by depth.
         resume: depth up to which a bar is green.
         stop: depth up to which a bar is yellow. Higher bars are red.
-        height: number of rows.
     """
 
     def __init__(

@@ -41,7 +41,7 @@ __all__ = ["outbox"]
 # Seconds to wait for the remaining answers after sending has stopped.
 _GRACE = 2.0
 # Maximum number of failures that are reported one by one.
-_TOLD = 5
+_MAX_REPORTED = 5
 
 outbox = typer.Typer(no_args_is_help=True, help="List, export, send or remove messages in an outbox file.")
 
@@ -235,7 +235,7 @@ def drain(
         except Stopped:
             # The signal came before the first message.
             pass
-        for line in draining.failures[:_TOLD]:
+        for line in draining.failures[:_MAX_REPORTED]:
             print(f"qflow: {line}", file=sys.stderr)
         failure = _failure_of(draining, store, stopping)
         if as_json:

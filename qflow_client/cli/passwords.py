@@ -36,12 +36,7 @@ def hide_arguments(text: str, arguments: Sequence[str]) -> str:
 
 
 def warn_of_option(option: str, instead: str) -> None:
-    """Warn that other users of the machine can read the password in an option.
-
-    Args:
-        option: the option with its value.
-        instead: description of the alternative.
-    """
+    """Warn that other users of the machine can read the password in an option."""
     print(
         f"qflow: {option}: other users of this machine can see a password on the command line; use {instead}",
         file=sys.stderr,
@@ -49,12 +44,7 @@ def warn_of_option(option: str, instead: str) -> None:
 
 
 def warn_of_url(url: str | None, instead: str) -> None:
-    """Warn if a URL on the command line has a password.
-
-    Args:
-        url: URL of the command line; ``None`` if it has none.
-        instead: description of the alternative.
-    """
+    """Warn if a URL on the command line has a password."""
     try:
         is_public = url is None or urlsplit(url).password in _PUBLIC
     except ValueError:

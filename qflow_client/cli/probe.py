@@ -22,7 +22,7 @@ __all__ = ["readiness_probe"]
 
 # Maximum number of open connections, and maximum seconds of each connection.
 _MOST = 50
-_LONGEST = 5.0
+_MAX_SECONDS = 5.0
 
 
 class _Server(ThreadingTCPServer):
@@ -49,7 +49,7 @@ class _Server(ThreadingTCPServer):
             raise
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
-        end = threading.Timer(_LONGEST, self._end, (request,))
+        end = threading.Timer(_MAX_SECONDS, self._end, (request,))
         end.daemon = True
         try:
             # The timer limits the time of the connection. If its thread cannot be started, the connection is closed.

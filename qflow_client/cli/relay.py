@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 __all__ = ["relay"]
 
 # Seconds between two checks of a running relay.
-_LOOK = 0.5
+_CHECK_PERIOD = 0.5
 
 
 class _RunUnlessNamed(TyperGroup):
@@ -151,7 +151,7 @@ def run(
                 print(f"qflow: readiness probes at {url}", file=sys.stderr, flush=True)
         with made:
             seen: str | None = ""
-            while not ended.wait(_LOOK):
+            while not ended.wait(_CHECK_PERIOD):
                 # Print each new error once.
                 error = made.error
                 now = None if error is None else str(error).partition("\n")[0]

@@ -51,8 +51,6 @@ class Reached:
 
         Args:
             text: the stored value; ``None`` if there is none.
-            format: current format of the records.
-            name: name of the file, for errors.
 
         Raises:
             CommandError: the value is invalid, or the records were read in another format.

@@ -39,11 +39,11 @@ __all__ = ["Sending", "Tally"]
 # Seconds to wait for the remaining answers after sending has stopped.
 _GRACE = 2.0
 # Maximum number of failed records that are reported one by one.
-_TOLD = 5
+_MAX_REPORTED = 5
 # Number of records that are sent in one batch.
-_TOGETHER = 64
+_MAX_BATCH = 64
 # Maximum seconds that a batch takes at a rate limit, so that its results are known soon.
-_SPAN = 0.1
+_MAX_BATCH_SECONDS = 0.1
 _MARK = "x-qflow-republished"
 
 
@@ -115,7 +115,7 @@ class Tally:
         # If a message stays in the outbox only because the producer was closed, it has not failed.
         if receipt.failure is None:
             return
-        if len(self.failures) < _TOLD:
+        if len(self.failures) < _MAX_REPORTED:
             self.failures.append(f"{what}: {receipt.error()}")
         else:
             self.failures_left_out += 1
@@ -226,10 +226,10 @@ class Sending:
         slow, so their records are read one by one.
         """
         items: list[_Item] = []
-        most = 1 if self._source is None else _TOGETHER
+        most = 1 if self._source is None else _MAX_BATCH
         rate = self.producer.settings.rate
         if rate is not None:
-            most = max(1, min(most, int(rate * _SPAN)))
+            most = max(1, min(most, int(rate * _MAX_BATCH_SECONDS)))
         while len(items) < most:
             try:
                 with stopping.breakable():

@@ -14,7 +14,7 @@ from rich.text import Text
 __all__ = ["warnings_shown"]
 
 #: Maximum number of log records that wait for a slow terminal or pipe. Further records are dropped.
-_MOST = 1000
+_MAX_WAITING = 1000
 #: Maximum seconds that the command waits at its end for records that are not shown yet.
 _AT_EXIT = 1.0
 
@@ -38,13 +38,12 @@ def warnings_shown(logger: str, console: Console) -> Iterator[None]:
     If the log already has a handler, as with ``--debug``, this function shows nothing.
 
     Args:
-        logger: name of the logger.
         console: console for the records. Its other output stays intact.
     """
     if logging.getLogger().handlers:
         yield
         return
-    records: Queue[logging.LogRecord | None] = Queue(_MOST)
+    records: Queue[logging.LogRecord | None] = Queue(_MAX_WAITING)
     handler = _Handler(records)
     thread = Thread(target=_show, args=(records, console), name="qflow-warnings", daemon=True)
     thread.start()

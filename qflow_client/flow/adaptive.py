@@ -45,11 +45,11 @@ _GROW = 1.25
 _SHRINK = 1.1
 # Doubling ends after more than this number of doublings in a row that add too little. With group commits, throughput
 # grows in steps.
-_FLAT = 2
+_MAX_FLAT_STEPS = 2
 # Two values are equal if their ratio is at most this number.
-_EQUAL = 1.05
+_EQUAL_RATIO = 1.05
 # Number of epochs without a trial after the window was not allowed to grow.
-_REST = 8
+_EPOCHS_WITHOUT_TRIAL = 8
 # A trip may take this much longer than without a queue: this part of the latency without a queue, plus these seconds,
 # because a broker on a busy machine may get no CPU time for a while.
 _JITTER = 0.25
@@ -60,7 +60,7 @@ _COMMIT_AT_MOST = 0.05
 # After this number of seconds the latency without a queue is measured again (as in BBR).
 _WAY_KEEPS = 10.0
 # The shortest epoch that gives a useful result, in seconds.
-_LEAST = 0.05
+_MIN_EPOCH = 0.05
 # If the window has room for this number of seconds, the application is the limit.
 _IDLE = 0.05
 
@@ -246,7 +246,7 @@ class AdaptiveWindow(WindowLimiter):
             self._begin(now, measuring=True)
         else:
             self._fastest = min(self._fastest, now - self._followed_at)
-            if took < _LEAST:
+            if took < _MIN_EPOCH:
                 self._follow(now)
             else:
                 self._judge((self._before - self._from) / took, self._fastest, now)
@@ -285,7 +285,7 @@ class AdaptiveWindow(WindowLimiter):
         self._fastest = inf
         self._limited = False
         self._idle = False
-        self._patience = inf if self._window <= self._least else now + 4 * self._bound + 2 * _LEAST
+        self._patience = inf if self._window <= self._least else now + 4 * self._bound + 2 * _MIN_EPOCH
         self._follow(now)
 
     def _follow(self, now: float) -> None:
@@ -300,9 +300,9 @@ class AdaptiveWindow(WindowLimiter):
         epoch = self._epoch
         if epoch is _Epoch.PROBE:
             self.way, self._way_at = latency, now
-        elif latency <= self.way * _EQUAL:
+        elif latency <= self.way * _EQUAL_RATIO:
             self.way, self._way_at = min(self.way, latency), now
-        late = latency > self._bound * _EQUAL
+        late = latency > self._bound * _EQUAL_RATIO
         if epoch is _Epoch.GROWTH:
             self._judge_growth(rate, late)
         elif late:
@@ -337,8 +337,8 @@ class AdaptiveWindow(WindowLimiter):
             self._flat += 1
         else:
             self._flat = 0
-        if late or self._flat == _FLAT or self.capacity == self.maximum:
-            enough = max(rate for _, rate in tried) / _EQUAL
+        if late or self._flat == _MAX_FLAT_STEPS or self.capacity == self.maximum:
+            enough = max(rate for _, rate in tried) / _EQUAL_RATIO
             self._window = min(capacity for capacity, rate in tried if rate >= enough)
             self._tried = None
             self._flat = 0
@@ -358,7 +358,7 @@ class AdaptiveWindow(WindowLimiter):
             self._paid = False
         elif queues and worth <= _WORTH_ADDING:
             self._paid = False
-            self._rest = _REST
+            self._rest = _EPOCHS_WITHOUT_TRIAL
         elif (
             worth > _WORTH_DOUBLING
             and self._paid
@@ -372,8 +372,8 @@ class AdaptiveWindow(WindowLimiter):
             room = min(_GROW, self._bound / latency, self.maximum / self._window)
             self._window *= room
             self._paid = True
-            if room < _EQUAL:
-                self._rest = _REST
+            if room < _EQUAL_RATIO:
+                self._rest = _EPOCHS_WITHOUT_TRIAL
 
 
 def _worth(less: tuple[int, float], more: tuple[int, float]) -> float:

@@ -39,7 +39,7 @@ _UNANSWERED = frozenset(
     (spec.Basic.Ack, spec.Basic.Nack, spec.Basic.Reject, spec.Basic.RecoverAsync, spec.Channel.CloseOk)
 )
 # If the connection is lost, these methods raise the error of a lost connection, because kombu expects it.
-_GOOD_BYES = frozenset((spec.Basic.Cancel, spec.Basic.CancelOk, spec.Channel.Close, spec.Channel.CloseOk))
+_CLOSING_METHODS = frozenset((spec.Basic.Cancel, spec.Basic.CancelOk, spec.Channel.Close, spec.Channel.CloseOk))
 
 
 def refuse(cause: BaseException) -> NoReturn:
@@ -165,7 +165,7 @@ class Channel(pyamqp.Channel):
             try:
                 connection.await_unblocked()
             except FlowControlTimeout as error:
-                if sig in _GOOD_BYES:
+                if sig in _CLOSING_METHODS:
                     raise
                 refuse(error)
             if sig == spec.Confirm.Select and self._flow is not None:
@@ -183,7 +183,7 @@ class Channel(pyamqp.Channel):
         except Unanswered as error:
             # End the channel. A late answer would be confused with the answer to another method.
             connection.collect()
-            if method in _GOOD_BYES:
+            if method in _CLOSING_METHODS:
                 raise
             refuse(error)
 

@@ -122,13 +122,7 @@ class _Protocol(EncodedProtocol):
 
 
 class ChannelFlow(DropInFlow):
-    """The flow of one channel, from its opening to its end.
-
-    Args:
-        channel: channel of py-amqp.
-        settings: settings of the connection.
-        wire: transport of the connection.
-    """
+    """The flow of one channel, from its opening to its end."""
 
     protocol: _Protocol
 

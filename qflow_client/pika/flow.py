@@ -240,9 +240,6 @@ class ChannelFlow(DropInFlow):
 
         This channel must be in confirm mode and have no unsettled messages. It gets the `capacity` of the ended
         channel, which then has no messages any more.
-
-        Args:
-            ended: flow of the ended channel.
         """
         protocol, unused, now = ended.protocol, self.protocol, _monotonic()
         # The listeners know the holds of `unused`, so report only differences below.

@@ -59,7 +59,6 @@ def mirror(name: str, theirs: ModuleType) -> None:
 
     Args:
         name: name of the drop-in's module. Its ``__all__`` has the names that belong to the drop-in.
-        theirs: pika's module.
     """
     ours = sys.modules[name]
     own = list(ours.__all__)
@@ -70,12 +69,7 @@ def mirror(name: str, theirs: ModuleType) -> None:
 
 
 def alias(name: str, theirs: ModuleType) -> None:
-    """Make submodules of pika that the drop-in does not have importable with the drop-in's names.
-
-    Args:
-        name: name of the drop-in's package.
-        theirs: pika's package.
-    """
+    """Make submodules of pika that the drop-in does not have importable with the drop-in's names."""
     package = sys.modules[name]
     ours = set() if package is theirs else {module.name for module in iter_modules(package.__path__)}
     for module in iter_modules(theirs.__path__):

@@ -80,12 +80,7 @@ class ReplayResult:
 
 
 class Sender(FlowSource):
-    """A publisher with a capacity.
-
-    Args:
-        name: name of the publisher.
-        capacity: maximum number of its unconfirmed messages.
-    """
+    """A publisher with a capacity."""
 
     __slots__ = ("capacity", "flowed", "full", "to_send", "unconfirmed")
 
@@ -134,9 +129,6 @@ class Replay:
     """A queue, its publishers and its consumers, in simulated time.
 
     Args:
-        marks: thresholds of the queue.
-        capacities: capacity of each publisher.
-        name: name of the queue.
         round_trip: seconds of a round trip.
         size: body bytes of every message.
         recorder: creates an observer that uses the given clock; ``None`` for no observer.

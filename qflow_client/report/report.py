@@ -88,11 +88,7 @@ def make_report(
     """Create a report from tables.
 
     Args:
-        tables: totals of all lines.
         samples: samples to replay, by queue; ``None`` for no advice.
-        maximum: as for `advise`.
-        delay: as for `advise`.
-        round_trip: as for `advise`.
     """
     advice: dict[str, Advice] = {}
     no_advice: dict[str, str] = {}

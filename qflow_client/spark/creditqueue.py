@@ -43,8 +43,8 @@ _NOT_FOUND = 404
 _LOCKED = 405
 
 # Seconds between two checks of settled messages while the task holds credits, and the maximum while it holds none.
-_LOOK = 0.005
-_REST = 1.0
+_CHECK_PERIOD = 0.005
+_IDLE_PERIOD = 1.0
 # Seconds between two checks of a queue with a wrong number of credits.
 _PAUSE = 0.05
 # If a task gets no credit for this number of seconds, it checks whether credits exist.
@@ -283,12 +283,7 @@ class CreditLine:
     # Called on the task's thread.
 
     def use(self, rows: Iterator[_T], count: int) -> Iterator[_T]:
-        """Yield rows, and take credits for them. The caller sends each row before it requests the next one.
-
-        Args:
-            rows: rows to send.
-            count: number of rows.
-        """
+        """Yield rows, and take credits for them. The caller sends each row before it requests the next one."""
         self._goal = self._sent + count
         # The producer detects a connection that has ended.
         with suppress(pika.exceptions.ConnectionWrongStateError):
@@ -317,7 +312,7 @@ class CreditLine:
         try:
             while not self._stopping:
                 self._turn()
-                self._connection.process_data_events(_LOOK if len(self._purse) else _REST)
+                self._connection.process_data_events(_CHECK_PERIOD if len(self._purse) else _IDLE_PERIOD)
                 if not self._channel.is_open:
                     raise pika.exceptions.ChannelWrongStateError("Channel is closed.")
         except pika.exceptions.AMQPError as error:

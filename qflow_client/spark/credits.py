@@ -26,10 +26,10 @@ __all__ = ["Credit", "CreditError", "Purse", "issue", "number_of_credits"]
 
 # Maximum number of credits of a capacity. More credits are shared more evenly, but each use of a credit costs the
 # broker two messages.
-_MOST = 256
+_MAX_CREDITS = 256
 
 # While a task continues, it returns at most its credits divided by this number at a time.
-_PART = 4
+_RETURN_DIVISOR = 4
 
 
 class CreditError(QflowError):
@@ -69,7 +69,7 @@ class Credit:
 
 def number_of_credits(capacity: int) -> int:
     """Return the number of credits for a capacity."""
-    return min(capacity, _MOST)
+    return min(capacity, _MAX_CREDITS)
 
 
 def issue(pool: str, capacity: int) -> Iterator[Credit]:
@@ -133,7 +133,7 @@ class Purse:
             left: number of current rows that are not sent.
         """
         need = unsettled + left
-        most = max(1, len(self._held) // _PART)
+        most = max(1, len(self._held) // _RETURN_DIVISOR)
         while self._due < len(self._held):
             oldest = self._held[self._due]
             is_spare = self.window - oldest.units >= need

@@ -26,9 +26,9 @@ __all__ = ["Consumer", "Intake", "connect", "connect_first", "drain"]
 Connection = TypeVar("Connection")
 
 # Maximum seconds that messages wait until they are written to the spool as one file.
-_LONGEST = 0.05
+_MAX_FILE_DELAY = 0.05
 # If no delivery comes for this number of seconds, the driver checks whether the queue is empty.
-_QUIET = 0.2
+_QUIET_SECONDS = 0.2
 
 # First byte of the key of a message that is recognised by its message id.
 _BY_ID = b"i"
@@ -72,9 +72,6 @@ class Intake:
     recognises it only by its message id.
 
     Args:
-        connection: connection to the broker.
-        queue: name of the queue.
-        spool: spool for the messages.
         prefetch: maximum number of unacknowledged messages, from 1 to 65535.
         limit: offset at which the spool is full. Further messages stay in the queue. ``None`` for no limit.
 
@@ -191,11 +188,11 @@ class Intake:
             ConnectionFailed: the connection or the channel is lost.
         """
         if self._rows:
-            patience = min(patience, self._since + _LONGEST - time.monotonic())
+            patience = min(patience, self._since + _MAX_FILE_DELAY - time.monotonic())
         try:
             if patience > 0:
                 self._connection.process_data_events(patience)
-            if self._rows and time.monotonic() >= self._since + _LONGEST:
+            if self._rows and time.monotonic() >= self._since + _MAX_FILE_DELAY:
                 self.flush()
             if self._cancelled or not self._channel.is_open:
                 raise pika.exceptions.AMQPError("the queue was deleted, or the channel closed")
@@ -281,12 +278,12 @@ def drain(connection: pika.BlockingConnection, queue: str, spool: Spool, limit: 
     quiet_since = time.monotonic()
     while intake.received < intake.ready and (limit is None or spool.end < limit or intake.known_again):
         before = intake.received
-        intake.run_once(_QUIET)
+        intake.run_once(_QUIET_SECONDS)
         # After each ack the broker sends another message.
         intake.acknowledge(spool.end if limit is None else min(spool.end, limit - prefetch))
         if intake.received > before:
             quiet_since = time.monotonic()
-        elif time.monotonic() >= quiet_since + _QUIET and intake.is_drained():
+        elif time.monotonic() >= quiet_since + _QUIET_SECONDS and intake.is_drained():
             break
     intake.finish()
     intake.acknowledge(spool.end)
@@ -329,7 +326,7 @@ class Consumer:
                 if stopping:
                     break
                 before = self._intake.received
-                self._intake.run_once(_QUIET)
+                self._intake.run_once(_QUIET_SECONDS)
                 if self._intake.received != before:
                     with self._changed:
                         self._changed.notify_all()
@@ -392,7 +389,10 @@ class Consumer:
         with self._changed:
             while self._spool.end <= offset and not self._stopping:
                 # Messages are written to the spool a moment after their delivery.
-                if not self._changed.wait(min(_LONGEST, deadline - time.monotonic())) and time.monotonic() >= deadline:
+                if (
+                    not self._changed.wait(min(_MAX_FILE_DELAY, deadline - time.monotonic()))
+                    and time.monotonic() >= deadline
+                ):
                     return False
         return self.end() > offset
 
@@ -400,7 +400,7 @@ class Consumer:
         """Wait until all delivered messages are in the spool."""
         with self._changed:
             while self._intake.pending and not self._stopping:
-                self._changed.wait(_LONGEST)
+                self._changed.wait(_MAX_FILE_DELAY)
 
     def stop(self, timeout: float = 5.0) -> None:
         """Acknowledge the messages that Spark has committed, and close the connection."""

@@ -196,7 +196,6 @@ def write_task(options: SinkOptions, rows: Rows, batches: Iterable[pa.RecordBatc
     """Send the rows of one task, and wait until all of them are confirmed.
 
     Args:
-        rows: converts the rows to messages.
         task: identity of the task. Messages of a second or later attempt have a header, because they may be second
             copies.
 

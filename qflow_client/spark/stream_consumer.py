@@ -26,11 +26,11 @@ _OFFSET = "x-stream-offset"
 # Prefetch count. There may be more unacknowledged deliveries, because RabbitMQ sends whole chunks.
 _PREFETCH = 1000
 # Maximum seconds to wait for a message if a stream seems to be empty.
-_EMPTY = 1.0
+_EMPTY_TIMEOUT = 1.0
 # Maximum seconds to wait for the broker's answer to a close.
-_GOODBYE = 5.0
+_CLOSE_TIMEOUT = 5.0
 # Maximum seconds to wait for the next message of a range. A replica may not have the message yet.
-_PATIENCE = 30.0
+_READ_TIMEOUT = 30.0
 
 
 class StreamError(QflowError):
@@ -42,10 +42,6 @@ class Cursor:
 
     A chunk may begin before the requested offset. A gap does not prove a loss, because some entries of a stream are not
     messages. For example, consumers store their offsets in the stream.
-
-    Args:
-        start: first offset.
-        end: offset after the last message.
     """
 
     def __init__(self, start: int, end: int) -> None:
@@ -97,7 +93,7 @@ class _Opened:
     def close(self) -> None:
         if self.connection.is_open:
             self.connection.close()
-            self.loop.call_later(_GOODBYE, self.loop.stop)
+            self.loop.call_later(_CLOSE_TIMEOUT, self.loop.stop)
             self.loop.start()
         self.loop.close()
 
@@ -234,7 +230,7 @@ class StreamConsumer:
 
         with self._consuming(offset, _PREFETCH if to_the_end else 1, take) as channel:
             self._barrier(channel)
-            if not found and not self._run(lambda: found, _EMPTY):
+            if not found and not self._run(lambda: found, _EMPTY_TIMEOUT):
                 return None
             known = 0
             while to_the_end and tags[0] > known:
@@ -306,7 +302,7 @@ class StreamConsumer:
             finished = False
             while not finished:
                 before = received
-                while not self._run(is_enough, _PATIENCE):
+                while not self._run(is_enough, _READ_TIMEOUT):
                     if received == before:
                         raise StreamError(
                             f"stream {self._stream!r} ends at offset {cursor.at}, but offsets to {end} were "

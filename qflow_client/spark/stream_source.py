@@ -27,9 +27,9 @@ __all__ = ["OffsetStreamReader", "StreamReader"]
 T = TypeVar("T")
 
 # A query that ends by itself stops waiting for messages if none comes for this number of seconds.
-_PATIENCE = 2.0
+_END_TIMEOUT = 2.0
 # Seconds for which the known end of a RabbitMQ stream is used. Spark requests the end a hundred times per second.
-_FRESH = 0.1
+_END_CACHE_SECONDS = 0.1
 
 
 class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
@@ -109,7 +109,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         if self._target is None:
             while consumer.received < consumer.ready and consumer.end() <= begin:
                 # The missing messages have expired, or other consumers have them.
-                if not consumer.wait_beyond(begin, _PATIENCE):
+                if not consumer.wait_beyond(begin, _END_TIMEOUT):
                     break
             if consumer.received >= consumer.ready or consumer.end() <= begin:
                 consumer.wait_spooled()
@@ -185,7 +185,9 @@ class OffsetStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
     def _find_end(self, begin: int) -> int:
         known = self._end
-        if known is None or not (known[0] > begin or self._end_stays or time.monotonic() < known[1] + _FRESH):
+        if known is None or not (
+            known[0] > begin or self._end_stays or time.monotonic() < known[1] + _END_CACHE_SECONDS
+        ):
             end = self._ask(StreamConsumer.end)
             if end is None:
                 # The stream is empty: either new, or by retention. The next messages show which.

@@ -43,12 +43,7 @@ def measure(connection: Connection | Session, tables: Tables) -> tuple[int, floa
 
 
 class Backlog:
-    """The backlog of one outbox, for any number of readers.
-
-    Args:
-        engine: engine of the database.
-        tables: tables of the outbox.
-    """
+    """The backlog of one outbox, for any number of readers."""
 
     def __init__(self, engine: Engine, tables: Tables) -> None:
         self._engine = engine

@@ -48,9 +48,9 @@ __all__ = ["AHEAD", "PostgresqlSession"]
 # Seconds between two full sweeps while a relay has no other rows to read.
 _FULL_PERIOD = 60.0
 # Stands for no transactions in progress. A driver may not know the type of an empty list.
-_NONE = [-1]
+_NO_TRANSACTIONS = [-1]
 # Greater than any transaction number.
-_ALL = 1 << 62
+_AFTER_ALL = 1 << 62
 #: A commit also permits this number of rows after the last row that was read. These rows are published without a wait
 #: for the disk. After a crash, up to this number of first copies have the mark of second copies.
 AHEAD = 1000
@@ -63,7 +63,6 @@ class PostgresqlSession:
 
     Args:
         engine: an engine of SQLAlchemy with the driver psycopg.
-        tables: tables of the outbox.
         lease: if the relay is inactive for this number of seconds, another relay gets its partitions; see `silence_of`.
 
     Raises:
@@ -98,8 +97,8 @@ class PostgresqlSession:
         self._in_sweep = False
         # The snapshots of this sweep and of the previous one. A snapshot is the first unassigned transaction number,
         # and the numbers of the transactions that were in progress.
-        self._xmax, self._xip = 0, _NONE
-        self._before = 0, _NONE
+        self._xmax, self._xip = 0, _NO_TRANSACTIONS
+        self._before = 0, _NO_TRANSACTIONS
         self._last = 0
         self._next_full = 0.0
         # Whether the application has committed since `wait` returned.
@@ -218,7 +217,7 @@ class PostgresqlSession:
     def start_over(self) -> None:
         """Read from the beginning again. Call this only when all rows that were read are settled."""
         self._in_sweep = False
-        self._before = 0, _NONE
+        self._before = 0, _NO_TRANSACTIONS
         self._next_full = 0.0
 
     def is_full_due(self) -> bool:
@@ -231,17 +230,13 @@ class PostgresqlSession:
         When the method returns, the permissions are on disk. The deletes may not be on disk yet. If the server crashes,
         deleted rows may come back. They are then sent again with a mark. `has_more` is True if the sweep may have
         further rows.
-
-        Args:
-            limit: maximum number of rows to return.
-            gone: ids of the rows to delete.
         """
         begins = not self._in_sweep
         xmax, xip = self._before
         if begins:
             self.is_full = xmax == 0
             # The sweep begins with this statement, so its snapshot has every row that the statement sees.
-            self._last, self._xmax, self._xip = 0, _ALL, _NONE
+            self._last, self._xmax, self._xip = 0, _AFTER_ALL, _NO_TRANSACTIONS
             if self.is_full:
                 self._next_full = _monotonic() + _FULL_PERIOD
                 self._adopt_restored()
@@ -263,7 +258,7 @@ class PostgresqlSession:
         if begins:
             _, first_unknown, in_progress = found[0][0].split(":")
             self._xmax = int(first_unknown)
-            self._xip = [int(each) for each in in_progress.split(",")] if in_progress else _NONE
+            self._xip = [int(each) for each in in_progress.split(",")] if in_progress else _NO_TRANSACTIONS
         # If there are no rows, the result has only the snapshot.
         total = found[0][2] or 0
         rows = [Row(*row[3:]) for row in found] if total else []

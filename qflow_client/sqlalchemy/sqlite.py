@@ -31,7 +31,7 @@ _PARTITIONS = frozenset(range(PARTITIONS))
 # Every build of SQLite accepts this number of values in one statement.
 _VALUES = 500
 # Maximum length of the text with the holds of a relay in bytes.
-_LONGEST = 1000
+_MAX_HOLDS_TEXT = 1000
 
 # Descriptors of the locked files of this process. A forked child closes them. Otherwise it would keep the locks after
 # the end of the parent.
@@ -60,7 +60,7 @@ def relay_of(connection: Connection | orm.Session) -> tuple[int | None, tuple[st
     try:
         lock(descriptor)
     except BlockingIOError:
-        holds = os.read(descriptor, _LONGEST).decode()
+        holds = os.read(descriptor, _MAX_HOLDS_TEXT).decode()
         return 1, (holds,) if holds else ()
     finally:
         _locks.discard(descriptor)
@@ -73,7 +73,6 @@ class SqliteSession:
 
     Args:
         engine: an engine of SQLAlchemy with a synchronous driver.
-        tables: tables of the outbox.
         lease: not used, because the database is not on a network.
 
     Raises:
@@ -229,7 +228,7 @@ class SqliteSession:
         self._holds = holds
         if self._lock is not None:
             os.ftruncate(self._lock, 0)
-            os.pwrite(self._lock, holds.encode()[:_LONGEST], 0)
+            os.pwrite(self._lock, holds.encode()[:_MAX_HOLDS_TEXT], 0)
 
     def wait(self, wake: socket.socket, timeout: float) -> bool:
         wait_readable((wake.fileno(),), timeout)

@@ -81,9 +81,7 @@ class Tables:
     """The tables of one outbox.
 
     Args:
-        metadata: metadata for the tables.
         name: name of the first table. The names of the others begin with it.
-        schema: schema of the tables.
     """
 
     def __init__(self, metadata: MetaData, name: str, schema: str | None) -> None:

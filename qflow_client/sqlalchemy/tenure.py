@@ -42,16 +42,16 @@ __all__ = ["RelayCounts", "Tenure", "Waker"]
 # Maximum number of rows of one page.
 _PAGE = 1000
 # If more rows exist, they are read when this part of the window is free.
-_ROOM = 0.25
+_MIN_FREE_WINDOW = 0.25
 # Seconds for which confirmed rows wait for the next read, which deletes them in the same commit.
 _LINGER = 0.02
 # Seconds between two checks of a held producer, and seconds after an event for which these checks continue.
 _RETRY = 0.02
-_SOON = 0.2
+_RETRY_FOR = 0.2
 # Minimum seconds between two polls if no commit wakes the relay.
 _SHORTEST_POLL = 0.01
 # Number of holds that the session shows, oldest first. PostgreSQL accepts 63 bytes.
-_SAID = 2
+_MAX_SHOWN_HOLDS = 2
 # During these holds a relay still reads rows, within its capacity and rate.
 _HARMLESS = (HoldKind.CAPACITY, HoldKind.RATE, HoldKind.TRANSPORT)
 # A message with one of these outcomes will never be accepted.
@@ -122,10 +122,6 @@ class Tenure:
     """One tenure.
 
     Args:
-        session: new session with the database.
-        counts: counts of the relay.
-        metrics: metrics of the relay.
-        waker: wakes the relay's thread.
         lease: lease of the relay in seconds.
         poll: seconds between two checks for rows without a notification.
         is_stopping: returns True if the relay has to end.
@@ -265,7 +261,7 @@ class Tenure:
             self._change_partitions()
 
     def _say(self, holds: Iterable[str]) -> None:
-        words = ", ".join(islice(holds, _SAID))
+        words = ", ".join(islice(holds, _MAX_SHOWN_HOLDS))
         if words != self._said:
             self._session.say(words)
             self._said = words
@@ -311,7 +307,7 @@ class Tenure:
         return min(_PAGE, producer.available, producer.capacity - len(self._in_flight))
 
     def _least_room(self, producer: Producer) -> int:
-        return max(1, int(producer.capacity * _ROOM))
+        return max(1, int(producer.capacity * _MIN_FREE_WINDOW))
 
     def _read(self, producer: Producer) -> bool:
         """Read a page, permit its rows, and pass them to the producer. Return True if there were rows."""
@@ -402,7 +398,7 @@ class Tenure:
         is_held = self._is_held(producer)
         # A flow event comes before the producer is unflowed, and the rate and the socket cause no events. So check
         # again.
-        if (is_held and now - self._woken_at < _SOON) or (self._pending and not is_held):
+        if (is_held and now - self._woken_at < _RETRY_FOR) or (self._pending and not is_held):
             until.append(now + _RETRY)
         needed = len(self._in_flight)
         if not self._is_dry:

@@ -136,10 +136,10 @@ text.highest { fill: #c297ff } text.stop { fill: #ff7b72 } text.resume { fill: #
 .on { fill: #ff7b72; opacity: 0.16 }"""
 
 # Minimum distance between two lines of text.
-_LINE = 14
+_LINE_HEIGHT = 14
 
 # Possible distances between two ticks of the time axis in seconds.
-_STEPS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
+_TICK_STEPS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 _MOST_STEPS = 8
 
 
@@ -196,7 +196,7 @@ def _panel(panel: DepthPanel, top: int, seconds: float, most: float) -> list[str
         kind = escape(name)
         parts.append(f'<path class="mark {kind}" d="M{_LEFT} {y(value)}H{right}"/>')
         # Lines may be closer together than their names can be.
-        above = max(y(value) + 4, above + _LINE)
+        above = max(y(value) + 4, above + _LINE_HEIGHT)
         parts.append(f'<text class="{kind}" x="{right + 6}" y="{above}">{panel.words(value)} {kind}</text>')
     parts.append(f'<text class="small" x="{_LEFT - 6}" y="{y(0) + 4}" text-anchor="end">0</text>')
     first, *others = _thinned(panel, seconds)
@@ -210,7 +210,7 @@ def _panel(panel: DepthPanel, top: int, seconds: float, most: float) -> list[str
         f'<text x="{x(top_sample.at) + shift}" y="{y(panel.highest) - 5}" text-anchor="{anchor}">'
         f"peak {panel.words(panel.highest)}</text>"
     )
-    step = next((step for step in _STEPS if seconds / step <= _MOST_STEPS), seconds / _MOST_STEPS)
+    step = next((step for step in _TICK_STEPS if seconds / step <= _MOST_STEPS), seconds / _MOST_STEPS)
     for tick in range(int(seconds / step) + 1):
         parts.append(
             f'<text class="small" x="{x(tick * step)}" y="{y(0) + 18}" text-anchor="middle">{tick * step:g} s</text>'

@@ -26,7 +26,7 @@ _ON_THE_WAY = 1 << 18
 _ON_A_LONG_WAY = 64 << 20
 # With a limited rate, the bytes of this number of seconds are sent together. If the loop is late, at most this time is
 # made up.
-_SLICE = 0.01
+_RATE_SLICE = 0.01
 # Maximum seconds to connect to the broker.
 _CONNECT_TIMEOUT = 30.0
 
@@ -247,7 +247,7 @@ class Way:
             data = self._take(now)
             self._out(data)
             if rules.rate or rules.pause:
-                begun = max(self._not_before, now - _SLICE)
+                begun = max(self._not_before, now - _RATE_SLICE)
                 self._not_before = begun + rules.pause + (len(data) / rules.rate if rules.rate else 0.0)
             elif rules.split[1]:
                 # Continue in the next iteration of the loop, so that the reader may receive this write separately.
@@ -262,7 +262,7 @@ class Way:
         if rules.split[1]:
             room = min(room, self.connection.random.randint(*rules.split))
         if rules.rate:
-            room = min(room, max(1, int(rules.rate * _SLICE)))
+            room = min(room, max(1, int(rules.rate * _RATE_SLICE)))
         taken = []
         while room and pieces and pieces[0][0] <= now and pieces[0][1]:
             due, data = pieces.popleft()
@@ -359,13 +359,7 @@ class Way:
 
 
 class End(asyncio.Protocol):
-    """One end of a connection.
-
-    Args:
-        connection: the connection.
-        incoming: direction of received bytes.
-        outgoing: direction of written bytes.
-    """
+    """One end of a connection."""
 
     def __init__(self, connection: Relay, incoming: Way, outgoing: Way) -> None:
         self._connection = connection
@@ -452,8 +446,6 @@ class Relays:
     """The shared state of a proxy's connections.
 
     Args:
-        target: host and port of the broker.
-        seed: seed of all random values.
         changed: called on the loop after bytes were passed on, or a connection was added or removed.
     """
 

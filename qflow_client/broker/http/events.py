@@ -69,12 +69,7 @@ class _Seen:
 
 
 class Watch:
-    """The objects of a broker, each with the check that found its last change.
-
-    Args:
-        broker: the broker to check.
-        turns: slices of the server.
-    """
+    """The objects of a broker, each with the check that found its last change."""
 
     #: Maximum share of the time for checks.
     SHARE = 0.05

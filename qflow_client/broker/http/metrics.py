@@ -129,8 +129,6 @@ async def metrics_text(broker: Broker, turns: Turns, media_type: str = PROMETHEU
     """Return the metrics as text.
 
     Args:
-        broker: the broker.
-        turns: slices of the server.
         media_type: `PROMETHEUS` or `OPEN_METRICS`.
     """
     head = _Head(is_open=media_type == OPEN_METRICS)

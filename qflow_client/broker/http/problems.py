@@ -74,7 +74,6 @@ def from_validation(error: ValidationError, where: str = "") -> Problem:
     """Convert an error about invalid input to a problem with the wrong fields.
 
     Args:
-        error: the error of pydantic.
         where: text before the names of the fields.
     """
     errors = []

@@ -381,12 +381,7 @@ def _is_gone(request: web.Request) -> bool:
 
 
 class _Connection(asyncio.Protocol):
-    """A protocol between a socket and aiohttp. It limits the time until the first request, which aiohttp does not.
-
-    Args:
-        handler: protocol object of aiohttp.
-        server: the server, which admits connections.
-    """
+    """A protocol between a socket and aiohttp. It limits the time until the first request, which aiohttp does not."""
 
     def __init__(self, handler: asyncio.Protocol, server: HttpServer) -> None:
         self._handler = handler

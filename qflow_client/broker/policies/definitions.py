@@ -170,11 +170,6 @@ class Loading:
 
     Loading may take several iterations of the loop. If a definition is refused, the declared objects are deleted again.
     In the meantime clients may see them.
-
-    Args:
-        host: virtual host to change.
-        rules: rules of the virtual host.
-        definitions: objects to declare.
     """
 
     def __init__(self, host: VirtualHost, rules: PolicyRules, definitions: Definitions) -> None:

@@ -24,11 +24,7 @@ BACKLOG = "backlog"
 
 
 class Discipline:
-    """The backlog and the sanctions of one connection.
-
-    Args:
-        session: session of the connection.
-    """
+    """The backlog and the sanctions of one connection."""
 
     __slots__ = ("_session", "backlog", "channels_closed", "depth", "past_flow", "tarpits")
 
@@ -70,10 +66,6 @@ class Discipline:
 
     def check(self, source: ChannelFlow, now: float) -> None:
         """Handle a message that was published on a blocked (flowed) channel.
-
-        Args:
-            source: the channel.
-            now: seconds of the clock.
 
         Raises:
             ChannelException: 311 if the channel has sent too many late messages.

@@ -24,7 +24,6 @@ def steered(queue: Queue, marks: Mapping[str, int | None]) -> PolicyDefinition:
     """Return all marks that operators have set for a queue: new marks, and earlier ones.
 
     Args:
-        queue: the queue.
         marks: new values by the names in `MARKS`. The other marks keep their values. ``None`` for a resume mark means
             7/8 of its stop mark. ``None`` for a resume capacity means the capacity. A stop mark of 0 also turns its
             resume mark off.

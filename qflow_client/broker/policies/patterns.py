@@ -50,9 +50,6 @@ class _Node:
 class Pattern:
     """A compiled expression.
 
-    Args:
-        text: the expression.
-
     Raises:
         ValueError: the expression is invalid, is too large, or has a feature that is refused.
         TypeError: the expression is not a str.

@@ -174,11 +174,7 @@ class PolicyDefinition:
 
     @classmethod
     def strictest(cls, definitions: Iterable[PolicyDefinition]) -> PolicyDefinition:
-        """Return the strictest value of each field, such as the lowest mark or the strictest policy.
-
-        Args:
-            definitions: one or more definitions.
-        """
+        """Return the strictest value of each field, such as the lowest mark or the strictest policy."""
         definitions = tuple(definitions)
         values: dict[str, Any] = {}
         for name in (*_NUMBERS, "max_flow_wait"):
@@ -306,8 +302,6 @@ def choose(named: str, value: object, kind: type[_Choice]) -> _Choice:
 
     Args:
         named: name and value, for the error.
-        value: value to convert.
-        kind: the enumeration.
 
     Raises:
         ValueError: there is no such member. The text contains all members.
@@ -454,12 +448,7 @@ class Policy:
 
 
 class Policies:
-    """The policies of a virtual host.
-
-    Args:
-        virtual_host: name of the virtual host.
-        policies: policies at the start.
-    """
+    """The policies of a virtual host."""
 
     def __init__(self, virtual_host: str, policies: Iterable[Policy] = ()) -> None:
         self._virtual_host = virtual_host

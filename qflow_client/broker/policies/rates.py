@@ -143,11 +143,7 @@ class Rates:
         return bool(self._limits)
 
     def set(self, limit: RateLimit, now: float) -> None:
-        """Add a limit, or replace the limit for the same scope and name.
-
-        Args:
-            now: seconds of the clock.
-        """
+        """Add a limit, or replace the limit for the same scope and name."""
         key = limit.apply_to, limit.name
         self._limits[key] = limit
         rates = self._rates.setdefault(key, {})

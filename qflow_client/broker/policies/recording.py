@@ -17,7 +17,7 @@ from qflow_client.flow import Capacity, FlowSource, StopResume
 __all__ = ["FlowRecorder"]
 
 # Maximum number of publishers in the line of a hold. All others have one common number.
-_NAMED = 16
+_MAX_CAUSES = 16
 _OTHERS = "(others)"
 
 # Source, queue and reason.
@@ -59,7 +59,6 @@ class FlowRecorder:
 
     Args:
         write: function that is called with each line.
-        clock: returns monotonic seconds.
         wall_clock: returns seconds since 1970.
         period: seconds between two lines of a queue, or of a hold that continues.
         names: returns the name of a publisher and of its connection. By default both are the publisher's name.
@@ -274,7 +273,7 @@ def _shares(counts: dict[str, int], us: int) -> dict[str, int]:
     total = sum(counts.values())
     if not total or us <= 0:
         return {}
-    largest = sorted(counts, key=lambda name: (-counts[name], name))[:_NAMED]
+    largest = sorted(counts, key=lambda name: (-counts[name], name))[:_MAX_CAUSES]
     shares = {name: us * counts[name] // total for name in largest}
     named = sum(counts[name] for name in largest)
     if named < total:

@@ -25,11 +25,6 @@ _NO_STORE = "policy=flow_to_disk: this broker has no message store; set store, o
 class PolicyRule:
     """The arguments of one queue, and the marks that an operator has set for it.
 
-    Args:
-        rules: rules of all queues.
-        queue: name of the queue.
-        arguments: arguments of ``Queue.Declare``.
-
     Raises:
         ChannelException: 406 if the arguments are refused.
     """
@@ -58,8 +53,6 @@ class PolicyRules:
     """The rules of one virtual host. Call `VirtualHost.apply_rules` after a change.
 
     Args:
-        settings: settings of the broker.
-        policies: policies at the start.
         has_store: whether the broker has a message store.
     """
 

@@ -20,9 +20,6 @@ class DiskThread(Executor):
     """One thread that runs one call after the other.
 
     At exit, Python waits for the threads of `concurrent.futures`, but not for this thread.
-
-    Args:
-        name: name of the thread.
     """
 
     def __init__(self, name: str) -> None:

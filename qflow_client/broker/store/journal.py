@@ -417,13 +417,7 @@ class Journal:
                     self._readers.append(reader)
 
     def recovered(self, message: StoredMessage, number: int, queues: list[int]) -> None:
-        """Record that a message from disk is in its queues again.
-
-        Args:
-            message: the message.
-            number: number of the message.
-            queues: numbers of its queues.
-        """
+        """Record that a message from disk is in its queues again."""
         record = message.record = Record()
         record.number = number
         record.queues = queues
@@ -464,7 +458,6 @@ class Journal:
         """Call a function when all present records are on disk.
 
         Args:
-            callback: the function.
             topology_only: whether to wait only for changes of the topology.
 
         Returns:

@@ -42,11 +42,8 @@ class Keeper:
     """Opens the store of a broker, and commits the records of its journal, one batch at a time.
 
     Args:
-        path: file of the store.
         synchronous: the failure that a commit survives; see `Store`.
         disk_free_limit: minimum free bytes in the folder of the store; 0 for no limit.
-        host: the virtual host.
-        journal: journal of the virtual host.
         on_done: called on the loop after records were written or bodies were read.
         on_trouble: called on the loop when the store cannot be written or the disk is nearly full. The arguments are
             the name of an alarm and the reason. The reason is ``None`` when the problem has ended.

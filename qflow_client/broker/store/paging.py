@@ -186,12 +186,7 @@ class Account(Protocol):
 
 
 def relieve(account: Account, queues: Iterable[QueueView]) -> None:
-    """Keep memory below the limit. Evict bodies to disk (A2 A3), and above the limit drop messages (A1).
-
-    Args:
-        account: the memory account.
-        queues: all queues.
-    """
+    """Keep memory below the limit. Evict bodies to disk (A2 A3), and above the limit drop messages (A1)."""
     if account.held > account.evict_above:
         _evict(account, queues)
     if account.held > account.limit:

@@ -13,13 +13,7 @@ __all__ = ["Recovery"]
 
 
 class Recovery:
-    """One recovery. Call `recover_topology`, then `recover_messages` once or more, and then `finish`.
-
-    Args:
-        host: virtual host in which the contents are restored.
-        journal: journal of the virtual host.
-        wall_clock: returns seconds since 1970.
-    """
+    """One recovery. Call `recover_topology`, then `recover_messages` once or more, and then `finish`."""
 
     def __init__(self, host: VirtualHost, journal: Journal, wall_clock: Callable[[], float]) -> None:
         self._host = host

@@ -123,7 +123,7 @@ _WAY_OUT = "restore it from a copy, or move it away to begin with an empty store
 # Words in SQLite's errors for a file whose structure is damaged.
 _STRUCTURE = ("malformed", "not a database", "no such", "syntax error")
 # Every file of SQLite has at least this number of bytes.
-_LEAST = 512
+_MIN_FILE_SIZE = 512
 # Maximum bytes of messages in one statement. SQLite accepts at most 1,000,000,000 bytes in one value.
 _PORTION = 16 << 20
 # Start of the data for the checksum of a message: number, time, length of the names, length of the header.
@@ -157,7 +157,7 @@ class Store:
         self.damaged: list[str] = []
         try:
             with _explained():
-                if self.path.exists() and 0 < self.path.stat().st_size < _LEAST:
+                if self.path.exists() and 0 < self.path.stat().st_size < _MIN_FILE_SIZE:
                     raise StoreError(f"{self.path} is damaged: it is cut off; {_WAY_OUT}")
                 self._file = _open(self.path, synchronous=synchronous.upper())
                 found = self._file.one("PRAGMA quick_check(1)")
@@ -305,9 +305,6 @@ class Store:
 
 class BodyReader:
     """Reads bodies from the file of a store, even during writes. Only one thread at a time may use it.
-
-    Args:
-        path: file of the store.
 
     Raises:
         StoreError: the file cannot be opened.

@@ -80,14 +80,6 @@ class TopologyLog:
     ) -> None:
         """Add a new or removed binding between two durable objects.
 
-        Args:
-            source: name of the source exchange.
-            kind: type of the destination, ``queue`` or ``exchange``.
-            destination: name of the destination.
-            routing_key: the binding key.
-            arguments: arguments of the binding.
-            gone: whether the binding was removed.
-
         Raises:
             ChannelException: 406 if the arguments cannot be stored.
         """

@@ -35,11 +35,11 @@ CAPACITIES = (50, 15)
 RATE = 5_600.0
 # Seconds between two checks of the queue, two frames of the display, two columns of the chart, and two lines of text if
 # there is no terminal.
-_LOOK, _PICTURE, _COLUMN, _LINE = 0.02, 0.1, 0.2, 5.0
+_CHECK_PERIOD, _FRAME_PERIOD, _COLUMN_PERIOD, _LINE_PERIOD = 0.02, 0.1, 0.2, 5.0
 # If nothing changes for this number of seconds, the producers cannot fill the queue further. After the second number
 # the run fails.
-_STILL = 0.5
-_PATIENCE = 30.0
+_UNCHANGED_FOR = 0.5
+_FAIL_AFTER = 30.0
 
 
 @dataclass(slots=True)
@@ -126,8 +126,8 @@ class _Stage:
         now = time.monotonic()
         if (consumer, self.run.queue) != (before.consumer, before.queue) or len(producers) != len(before.producers):
             self._moved_at = now
-        elif now - self._moved_at > _PATIENCE:
-            raise CommandError(f"nothing has changed for {_PATIENCE:.0f} s: {progress_line(self.run, self.note, 0)}")
+        elif now - self._moved_at > _FAIL_AFTER:
+            raise CommandError(f"nothing has changed for {_FAIL_AFTER:.0f} s: {progress_line(self.run, self.note, 0)}")
 
     def play(self) -> Iterator[None]:
         """Run the demonstration. Each step of this generator makes one check."""
@@ -160,7 +160,7 @@ class _Stage:
             return True
         held = self.run.queue.flow_stopped and bool(producers) and all(producer.holds for producer in producers)
         # A producer whose window is full only for a moment is not held.
-        return held and time.monotonic() - self._moved_at >= _STILL
+        return held and time.monotonic() - self._moved_at >= _UNCHANGED_FOR
 
 
 def _perform(
@@ -185,16 +185,16 @@ def _perform(
                 now = time.monotonic()
                 depths.append(stage.run.queue.depth)
                 if now >= next_column:
-                    next_column = now + _COLUMN
+                    next_column = now + _COLUMN_PERIOD
                     scene.add_column(depths)
                     depths.clear()
                 if live is not None and now >= next_picture:
-                    next_picture = now + _PICTURE
+                    next_picture = now + _FRAME_PERIOD
                     live.update(scene.render(stage.run, stage.note, now - started), refresh=True)
                 elif live is None and now >= next_line:
-                    next_line = now + _LINE
+                    next_line = now + _LINE_PERIOD
                     console.print(progress_line(stage.run, stage.note, now - started), highlight=False, soft_wrap=True)
-                time.sleep(_LOOK)
+                time.sleep(_CHECK_PERIOD)
         if live is not None:
             # Keep the last frame on the terminal.
             live.transient = False

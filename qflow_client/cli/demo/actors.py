@@ -22,9 +22,9 @@ from qflow_client.cli.records import Record
 __all__ = ["Failed", "Ledger", "consume", "produce"]
 
 # Seconds between two reports.
-_PERIOD = 0.1
+_REPORT_PERIOD = 0.1
 # Maximum seconds that a producer waits until it is unflowed, after its last message.
-_PATIENCE = 60.0
+_UNFLOW_TIMEOUT = 60.0
 # Number of messages that the consumer acknowledges together, and its prefetch count.
 _BATCH = 10
 _PREFETCH = 40
@@ -82,7 +82,7 @@ class _Feeder(threading.Thread):
                 self._checksum += zlib.crc32(body)
             self._producer.flush()
             # After the last confirm the producer may still be flowed, until the consumer has made room.
-            self._producer.wait_unflowed(_PATIENCE)
+            self._producer.wait_unflowed(_UNFLOW_TIMEOUT)
         except Exception as error:
             # The main thread raises the error at the end of the process.
             self.error = error
@@ -137,7 +137,7 @@ def _produce(url: str, queue: str, capacities: Sequence[int], messages: int, rep
             feeder.start()
         for feeder in feeders:
             while feeder.is_alive():
-                feeder.join(_PERIOD)
+                feeder.join(_REPORT_PERIOD)
                 reports.send([each.report() for each in feeders])
         for feeder in feeders:
             if feeder.error is not None:
@@ -183,7 +183,6 @@ def consume(url: str, queue: str, messages: int, rate: float, reports: Connectio
     """Consume messages at a limited rate, and acknowledge them in batches.
 
     Args:
-        messages: expected number of messages.
         rate: messages per second, on average.
         reports: receives a `ConsumerTally` ten times per second. The consumer starts when the first object arrives from
             the other end, and ends when the second object arrives.
@@ -199,7 +198,7 @@ def _consume(url: str, queue: str, messages: int, rate: float, reports: Connecti
     reports.recv()
     begun = reported = time.monotonic()
     taken = unacked = last_tag = 0
-    for method, properties, body in channel.consume(queue, inactivity_timeout=_PERIOD):
+    for method, properties, body in channel.consume(queue, inactivity_timeout=_REPORT_PERIOD):
         if method is not None:
             assert properties is not None
             assert body is not None
@@ -217,7 +216,7 @@ def _consume(url: str, queue: str, messages: int, rate: float, reports: Connecti
             channel.basic_ack(last_tag, multiple=True)
             unacked = 0
         now = time.monotonic()
-        if now - reported >= _PERIOD:
+        if now - reported >= _REPORT_PERIOD:
             reported = now
             if method is None and reports.poll():
                 reports.recv()

@@ -198,13 +198,7 @@ def _equal(statement: str, found: int, wanted: int) -> AuditLine:
 
 
 def to_json(run: Run, lines: Sequence[AuditLine], seconds: float) -> dict[str, Any]:
-    """Return the audit as JSON types.
-
-    Args:
-        run: the audited run.
-        lines: result of `audit`.
-        seconds: duration of the run.
-    """
+    """Return the audit as JSON types."""
     return {
         "passed": all(line.passed for line in lines),
         "messages": run.messages,

@@ -41,7 +41,7 @@ _ANSWERS = (spec.Basic.Ack, spec.Basic.Nack)
 # An option of Linux. It ends after 200 ms, so data is sent even if no further call follows.
 _TCP_CORK: int | None = getattr(socket, "TCP_CORK", None)
 # In pipelined mode, throughput is more important than latency if there are at least this many unconfirmed messages.
-_MANY = 16
+_MANY_UNCONFIRMED = 16
 
 
 class _Services(SelectorIOServicesAdapter):
@@ -443,7 +443,7 @@ class BlockingChannel(_pika.BlockingChannel):
         services = turns.services
         if services is not None:
             if self._is_pipelined:
-                services.cork(protocol.window.used >= _MANY)
+                services.cork(protocol.window.used >= _MANY_UNCONFIRMED)
             services.eager = True
             try:
                 flow.write()
