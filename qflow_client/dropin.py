@@ -288,7 +288,7 @@ class EncodedProtocol(ProducerProtocol):
 
     @property
     def is_idle(self) -> bool:
-        """Whether there are no waiting and no unsettled messages, so that the end of the channel affects no message."""
+        """Whether all messages are settled and none waits, so that the end of the channel affects no message."""
         return not self.unsettled and not self.line.tickets
 
     def forget_past(self) -> None:
@@ -442,7 +442,7 @@ class DropInFlow:
 
     @property
     def held(self) -> str:
-        """Return the holds as text, for the end of an error about a missing answer."""
+        """Return a text about the holds, which is appended to an error about a missing answer."""
         holds = self.protocol.reports.holds
         return f"; held by {', '.join(map(str, holds))}" if holds else ""
 

@@ -203,7 +203,7 @@ class BaseEngine(ABC):
         """Begin to close, and return immediately. Log the messages that are not delivered.
 
         Args:
-            deadline: time until which to wait for unsettled messages in seconds.
+            deadline: end of the wait for unsettled messages, in seconds.
         """
 
     @property

@@ -138,8 +138,8 @@ class Guard:
         """Execute a step for a call of the application, on any thread.
 
         Args:
-            deadline: time until which to wait for the step of another thread, in seconds of `time.monotonic`. The wait
-                lasts at least `PATIENCE` and at most `_MAX_WAIT` seconds.
+            deadline: end of the wait for the step of another thread, in seconds of `time.monotonic`. The wait lasts at
+                least `PATIENCE` and at most `_MAX_WAIT` seconds.
 
         Returns:
             The result of the step. `NOT_TAKEN` if this thread is inside a step, or if the step of another thread has

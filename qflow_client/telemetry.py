@@ -513,7 +513,7 @@ class _Metrics:
 
     @property
     def has_sdk(self) -> bool:
-        """Return True if an SDK is configured, because the providers of the API itself collect nothing."""
+        """Return True if an SDK is configured. Without an SDK, the API collects nothing."""
         return not type(self._api.get_meter_provider()).__module__.startswith("opentelemetry.metrics")
 
     def add(self, observer: Observer) -> None:

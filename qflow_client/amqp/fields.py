@@ -172,7 +172,7 @@ def _value(value: object, depth: int) -> bytes:
     """Encode a value with its type.
 
     Args:
-        depth: depth of the table or array with the value.
+        depth: depth of the table or array that contains the value.
     """
     if isinstance(value, str):
         try:

@@ -250,7 +250,7 @@ class Tap:
         self._drop(number)
 
     def closes(self, number: int) -> None:
-        """Begin no further message on a channel, because the library will now send ``Channel.Close``.
+        """Stop a channel after its current message, because the library will now send ``Channel.Close``.
 
         The broker's answers to written messages are still reported.
         """

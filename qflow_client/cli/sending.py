@@ -336,7 +336,7 @@ class Sending:
 
 
 def _marked(message: bytes | Message) -> Message:
-    """Return a message with the header that it may already be in the broker."""
+    """Return the message with a header, which shows that the broker may already have a copy."""
     if isinstance(message, Message):
         return replace(message, headers={**(message.headers or {}), _MARK: True})
     return Message(message, headers={_MARK: True})

@@ -89,7 +89,7 @@ class Inbox:
         """Forget handled messages in the caller's transaction, and return their number.
 
         Args:
-            older_than: minimum age of the messages in seconds. It must be longer than a second copy can be delayed.
+            older_than: minimum age of the messages in seconds. Choose more than the maximum delay of a second copy.
         """
         before = datetime.now(UTC) - timedelta(seconds=older_than)
         gone: Any = connection.execute(delete(self.table).where(self.table.c.handled_at < before))

@@ -22,9 +22,9 @@ was in progress in this snapshot. Both conditions are short ranges of an index. 
 - A transaction that stays open delays only its own rows. PostgreSQL cannot vacuum deleted rows while it is open. But
   they are not visited again, because each page begins after the last row of the previous page.
 
-**Writing.** A commit that waits for the disk permits rows. It permits `AHEAD` more rows than were read, so at a low
-rate most pages need no such commit. Confirmed rows are deleted together with the next read, without a wait for the
-disk.
+**Writing.** Rows are permitted by a commit that waits for the disk. It permits `AHEAD` more rows than were read, so at
+a low rate most pages need no such commit. Confirmed rows are deleted together with the next read, without a wait for
+the disk.
 
 The first sweep of a session is *full*, because there is no previous snapshot. Another full sweep follows once a minute.
 It costs one scan of the table, and finds rows that other sweeps miss, such as rows that were restored from a backup.

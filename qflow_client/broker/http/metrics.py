@@ -1,6 +1,6 @@
 """Writes metrics for Prometheus.
 
-Each queue has its own metrics. Connections and channels are only counted, because each new one has a new name.
+Each queue has its own metrics. Connections and channels are only counted, because their names are never used again.
 
 This module writes the text itself, in slices. `prometheus_client` would block the event loop for seconds with 20,000
 queues.

@@ -376,7 +376,7 @@ class HttpServer:
 
 
 def _is_gone(request: web.Request) -> bool:
-    """Whether the client's connection has ended, because aiohttp has removed the transport."""
+    """Whether the client's connection has ended. aiohttp removes the transport of an ended connection."""
     return request.transport is None or request.transport.is_closing()
 
 

@@ -1,8 +1,8 @@
 """Divides long work into slices, because the HTTP API runs on the event loop of the AMQP clients.
 
 `Turns.each` yields objects. After `MOST` objects or `LONGEST` seconds it lets the loop do other work. All answers that
-share a `Turns` get one slice together in each iteration of the loop. So an iteration takes no longer if many clients
-send requests at the same time.
+share a `Turns` get one slice together in each iteration of the loop. So many requests at the same time do not make an
+iteration longer.
 """
 
 from __future__ import annotations
