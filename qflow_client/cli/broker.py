@@ -216,8 +216,8 @@ def broker(
         int | None,
         typer.Option(
             metavar="NUMBER",
-            help="Number of failed logins from one address. After more, the broker checks one login per second from it "
-            "(default: 10; 0: no limit).",
+            help="If one address has more failed logins than this number, the broker checks only one of its logins per "
+            "second (default: 10; 0: no limit).",
         ),
     ] = None,
     tls_certificate: Annotated[
@@ -406,7 +406,7 @@ def broker(
         typer.Option(
             metavar="SECONDS",
             help="Seconds within which a client must obey Channel.Flow. Messages that arrive on the blocked (flowed) "
-            "channel after this time are late. The next four options use this number (default: 5; 0: no time).",
+            "channel after this time are late. The next options count late messages (default: 5; 0: no time).",
         ),
     ] = None,
     tarpit_after: Annotated[

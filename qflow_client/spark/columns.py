@@ -148,7 +148,7 @@ class Rows:
             TypeError, ValueError: AMQP cannot represent a row.
         """
         columns = dict(zip(self._names, batch.columns, strict=True))
-        bodies = self._json(columns, batch.num_rows) if self._is_json else _bodies(columns["body"])
+        bodies = self._json(columns) if self._is_json else _bodies(columns["body"])
         nothing: Sequence[None] = [None] * batch.num_rows
         exchanges = columns["exchange"].to_pylist() if "exchange" in columns else nothing
         keys = columns["routing_key"].to_pylist() if "routing_key" in columns else nothing
@@ -178,7 +178,7 @@ class Rows:
                 del given["delivery_mode"]
             yield Message(body, **given), exchange, key
 
-    def _json(self, columns: dict[str, pa.Array], count: int) -> Iterator[bytes]:
+    def _json(self, columns: dict[str, pa.Array]) -> Iterator[bytes]:
         encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode
         names = [name for name, _ in self._members]
         values = []

@@ -202,7 +202,7 @@ class Tenure:
                     self._woken_at = _monotonic()
                 self._collect()
                 if self._is_stopping():
-                    self._drain(producer)
+                    self._drain()
                     return
                 self._look_around(producer)
                 if self._pending:
@@ -411,7 +411,7 @@ class Tenure:
 
     # Ending.
 
-    def _drain(self, producer: Producer) -> None:
+    def _drain(self) -> None:
         """Wait for unconfirmed messages, so that the outcome of every message is known."""
         self._pending.clear()
         until = _monotonic() + self._lease / 2
