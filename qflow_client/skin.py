@@ -50,7 +50,7 @@ __all__ = [
     "keeping",
     "kinds_of",
     "limit_of",
-    "log_connected_again",
+    "log_connected",
     "log_failed_try",
     "lost",
     "no_answer",
@@ -451,9 +451,10 @@ def log_failed_try(name: str, url: str, why: str, pause: float) -> None:
     log(logging.WARNING, "%s: no connection to %s: %s; the next try is in %.3g s", name, url, why, pause)
 
 
-def log_connected_again(name: str, url: str) -> None:
-    """Log that the producer is connected again."""
-    log(logging.WARNING, "%s: connected again to %s", name, url)
+def log_connected(name: str, url: str, why: str) -> None:
+    """Log that the producer is connected. `why` is the reason why it was not: `NOT_CONNECTED` before the first time."""
+    words = "%s: connected to %s" if why == NOT_CONNECTED else "%s: connected again to %s"
+    log(logging.WARNING, words, name, url)
 
 
 class Deliveries:

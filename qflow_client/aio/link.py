@@ -39,7 +39,7 @@ from qflow_client.skin import (
     NOT_CONNECTED,
     client_properties,
     connection_failed,
-    log_connected_again,
+    log_connected,
     log_failed_try,
     lost,
     no_answer,
@@ -136,7 +136,9 @@ class Link:
             ConnectionFailed: connecting failed; the text gives the reason.
         """
         if self._is_own and self._settings.connect_in_background:
-            self._reconnection.lost(NOT_CONNECTED, time.monotonic())
+            now = time.monotonic()
+            self._reconnection.lost(NOT_CONNECTED, now)
+            LOOPS.take(lambda: self._protocol.start_in_background(now))
             self._returning = self._loop.create_task(self._open_again(0.0))
         else:
             await self._open()
@@ -203,7 +205,7 @@ class Link:
                 pause = again
                 log_failed_try(self._settings.name, host, why, pause)
             reconnection.opened(time.monotonic())
-            log_connected_again(self._settings.name, host)
+            log_connected(self._settings.name, host, reconnection.verdict)
         except BaseException as error:
             self._give_up(f"{reconnection.verdict}; reconnecting was stopped: {words(error)}")
             raise
@@ -219,7 +221,7 @@ class Link:
                     f"{self._reconnection.verdict}; it was restored, but its channel could not be opened: {error}"
                 )
         else:
-            log_connected_again(self._settings.name, hide_password(self.url))
+            log_connected(self._settings.name, hide_password(self.url), self._reconnection.verdict)
 
     async def _open_channel_again(self, pause: float) -> None:
         """Open a new channel on a connection whose last channel the broker has closed."""

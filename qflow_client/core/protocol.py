@@ -244,6 +244,11 @@ class ProducerProtocol:
     # Events of the connection.
 
     @step
+    def start_in_background(self, now: float) -> None:
+        """Report that there is no connection yet, because the application can already use the producer."""
+        self.reports.start_in_background(now)
+
+    @step
     def channel_opened(self, channel: int, frame_max: int, now: float, *, restores: bool = False) -> None:
         """Handle a new channel. Its first publish has delivery tag 1.
 

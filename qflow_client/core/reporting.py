@@ -87,6 +87,7 @@ class Reports:
         "_counts",
         "_failed_bytes",
         "_gate",
+        "_is_starting",
         "_max_events",
         "_max_failed_bytes",
         "_reported",
@@ -127,6 +128,8 @@ class Reports:
         self.lost_events: dict[str | None, int] = {}
         # The holds that are raised and reported.
         self._reported: set[Hold] = set()
+        # Whether the application waits for the first connection. There is no event for the end of that wait.
+        self._is_starting = True
         #: Log entries, for `qflow_client.logs`.
         self.logs: list[LogEntry] = []
         #: Failed receipts that are not reported to the application yet, in the order of their failures.
@@ -270,13 +273,26 @@ class Reports:
         else:
             logs = _entries(level, "%s: hold lifted after %.3g s: %s", self.name, now - hold.since, hold)
             kind = FlowEventKind.HOLD_LIFTED if self._gate.holds else FlowEventKind.UNFLOWED
-        events = [] if self.events is None else [self._make_event(kind, hold, hold.since, now)]
+        is_start = self._is_starting and hold.kind == HoldKind.DISCONNECTED
+        events = [] if self.events is None or is_start else [self._make_event(kind, hold, hold.since, now)]
         reported = {each for each in self._reported if each is not hold} | ({hold} if raised else set())
         # Nothing is called from here on, so an interrupt leaves all or none of the changes.
         self.logs += logs
         if self.events is not None:
             self.events += events
         self._reported = reported
+        self._is_starting = self._is_starting and (raised or not is_start)
+
+    def start_in_background(self, now: float) -> None:
+        """Add an event for the hold ``disconnected``, because the application does not wait for the first connection.
+
+        Args:
+            now: seconds.
+        """
+        self._is_starting = False
+        if self.events is not None:
+            hold = self._gate.holds[0]
+            self.events.append(self._make_event(FlowEventKind.FLOWED, hold, hold.since, now))
 
     def heal(self, now: float, *, connecting: bool, ending: bool) -> None:
         """Report the holds that an unfinished step changed and did not report. See `report_hold` for the arguments."""
@@ -294,7 +310,7 @@ class Reports:
             now: seconds.
         """
         self.events = None if other.events is None else []
-        self._reported = other._reported
+        self._reported, self._is_starting = other._reported, other._is_starting
         self.heal(now, connecting=False, ending=False)
 
     def report_waiting(self, count: int, since: float, now: float) -> None:

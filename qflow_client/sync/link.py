@@ -29,7 +29,7 @@ from qflow_client.skin import (
     GIVEN_UP,
     NOT_CONNECTED,
     client_properties,
-    log_connected_again,
+    log_connected,
     log_failed_try,
     lost,
     no_answer,
@@ -194,7 +194,11 @@ class Link(ChannelIO):
             ConnectionFailed: connecting failed; the text gives the reason.
         """
         if self._settings.connect_in_background:
-            self._reconnection.lost(NOT_CONNECTED, time.monotonic())
+            now = time.monotonic()
+            self._reconnection.lost(NOT_CONNECTED, now)
+            with self._lock:
+                self._protocol.start_in_background(now)
+            self._after()
             self._opened.set_result(None)
             self._thread.start()
             return
@@ -384,7 +388,7 @@ class Link(ChannelIO):
             if not self._opened.done():
                 self._opened.set_result(None)
             else:
-                log_connected_again(self._settings.name, self.url)
+                log_connected(self._settings.name, self.url, self._reconnection.verdict)
         self._after_io()
         self.services.pump()
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
@@ -14,10 +15,11 @@ import uvloop
 
 from qflow_client import Producer, UndeliveredMessages, flow_manager
 from qflow_client.broker import Broker
+from qflow_client.logs import flush_logs
 from tests.effort import COMPLETE
 
 from .bridge import Bridged
-from .tools import Proxy, Wire, eventually
+from .tools import PATIENCE, Proxy, Wire, eventually
 
 
 def _ours() -> list[threading.Thread]:
@@ -40,6 +42,18 @@ def _no_thread_is_left() -> Iterator[None]:
 def stack() -> Iterator[ExitStack]:
     with ExitStack() as stack:
         yield stack
+
+
+@pytest.fixture
+def all_logs(caplog: pytest.LogCaptureFixture) -> Callable[[], str]:
+    """All that was logged, at any level, by any library."""
+    caplog.set_level(logging.DEBUG)
+
+    def read() -> str:
+        assert flush_logs(PATIENCE)
+        return caplog.text
+
+    return read
 
 
 @pytest.fixture

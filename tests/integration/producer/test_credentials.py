@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import threading
 import time
 from collections.abc import Callable
@@ -24,7 +23,6 @@ from qflow_client import (
     connect_async,
 )
 from qflow_client.broker import Broker
-from qflow_client.logs import flush_logs
 from tests.effort import EFFORT
 from tests.integration.aio.tools import soon
 
@@ -71,18 +69,6 @@ def refuse() -> None:
 def _early(monkeypatch: pytest.MonkeyPatch) -> None:
     # Credentials are replaced after a twentieth of their life, so that a busy machine is not too late.
     monkeypatch.setattr("qflow_client.credentials._PART", 0.05)
-
-
-@pytest.fixture
-def all_logs(caplog: pytest.LogCaptureFixture) -> Callable[[], str]:
-    """All that was logged, at any level, by any library."""
-    caplog.set_level(logging.DEBUG)
-
-    def read() -> str:
-        assert flush_logs(PATIENCE)
-        return caplog.text
-
-    return read
 
 
 @pytest.mark.timeout(900)

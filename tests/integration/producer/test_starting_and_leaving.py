@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from qflow_client import ConnectionFailed, Producer, ProducerClosed, UndeliveredMessages
+from qflow_client import ConnectionFailed, FlowEventKind, Producer, ProducerClosed, UndeliveredMessages
 from qflow_client.broker import Broker
 from qflow_client.health import asgi_readiness, wsgi_readiness
 from qflow_client.sync.link import Link
@@ -193,6 +193,34 @@ def test_on_flow_passed_to_the_constructor_misses_no_event(make_producer: Callab
         producer = make_producer(broker.url, on_flow=flows)
         wait_held(producer, "connection_blocked")
         eventually(lambda: any(hold.kind == "connection_blocked" for event in flows.events for hold in event.holds))
+
+
+def test_E12_the_first_event_of_a_producer_that_connects_in_the_background_is_that_it_is_flowed(
+    make_producer: Callable[..., Producer], port: int, all_logs: Callable[[], str]
+) -> None:
+    flows = Flows()
+    make_producer(f"amqp://guest:guest@127.0.0.1:{port}/", on_flow=flows, **LATER)
+    flows.wait_for(FlowEventKind.FLOWED)
+    assert flows.kinds == ["flowed"]
+    with Broker(port=port):
+        flows.wait_for(FlowEventKind.UNFLOWED)
+        assert flows.kinds == ["flowed", "unflowed"]
+        assert {event.hold.kind for event in flows.events if event.hold is not None} == {"disconnected"}
+        eventually(lambda: "connected to amqp:" in all_logs())
+        assert "connected again" not in all_logs()
+    flows.wait_for(FlowEventKind.FLOWED, 2)
+    with Broker(port=port):
+        eventually(lambda: "connected again to amqp:" in all_logs())
+
+
+def test_without_connect_in_background_connecting_makes_no_event(
+    make_producer: Callable[..., Producer], broker: Broker
+) -> None:
+    flows = Flows()
+    producer = make_producer(broker.url, on_flow=flows)
+    producer.pause()
+    flows.wait_for(FlowEventKind.FLOWED)
+    assert flows.kinds == ["flowed"]
 
 
 def test_E12_a_first_attempt_in_the_background_takes_no_longer_than_connect_timeout(

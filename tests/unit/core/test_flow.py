@@ -421,6 +421,27 @@ def test_only_connections_after_the_first_count_as_having_been_flowed() -> None:
     assert (state.times_flowed, state.seconds_flowed) == (1, {"disconnected": 2.0})
 
 
+def test_a_producer_that_connects_in_the_background_without_listeners_makes_no_events() -> None:
+    protocol = make(opened=False)
+    protocol.start_in_background(1.0)
+    assert protocol.reports.events is None
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+def test_only_a_producer_that_connects_in_the_background_reports_that_it_is_not_connected_yet(
+    *, in_background: bool
+) -> None:
+    protocol = make(opened=False)
+    protocol.reports.events = []
+    if in_background:
+        protocol.start_in_background(1.0)
+    protocol.channel_opened(1, 4096, 2.0)
+    kinds = [event.kind for event in protocol.reports.events]
+    assert kinds == (["flowed", "unflowed"] if in_background else [])
+    protocol.connection_lost("", 3.0, reconnects=True)
+    assert protocol.reports.events[-1].kind == "flowed"
+
+
 def test_j7_an_encoded_message_of_many_frames_that_has_not_begun_waits_for_flow_active() -> None:
     protocol = make()
     send(protocol, bytes(3 * MAX_BODY))
