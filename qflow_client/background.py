@@ -38,7 +38,7 @@ class BackgroundCall(Generic[_Answer]):
             self._begin()
 
     def cancel(self) -> None:
-        """Remove the receiver of the answer."""
+        """Forget the function that would receive the answer."""
         with self._lock:
             self._done = None
 

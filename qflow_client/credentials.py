@@ -64,7 +64,7 @@ class Expiry:
     would refuse messages on this connection, and the messages would seem to be wrong.
 
     Args:
-        settings: settings of the producer. The pauses are the pauses between two tries to connect.
+        settings: settings of the producer. The pauses are as long as between two tries to connect.
     """
 
     def __init__(self, settings: ProducerSettings) -> None:

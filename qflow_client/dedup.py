@@ -266,8 +266,8 @@ class Deduplicator:
             and ``False`` if it is a second copy.
 
         Raises:
-            DeduplicationError: the file cannot be used. Raised at the start or end of the block.
-            RuntimeError: the same thread is already handling a copy. Raised at the start of a ``with`` block.
+            DeduplicationError: the file cannot be used. The start or the end of the block raises this error.
+            RuntimeError: the same thread is already handling a copy. The start of a ``with`` block raises this error.
         """
         return FirstTime(self, message_id, look_up)
 

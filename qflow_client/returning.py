@@ -52,10 +52,9 @@ def answers(url: str, timeout: float) -> bool:
 
 
 class Returner:
-    """Probes the first host on a separate thread. Ends the connection when the producer should return to it.
+    """Probes the first host on a separate thread. Ends the connection when the producer should return to this host.
 
     All its methods run on the thread or loop of the connection.
-
 
     Args:
         reconnection: chooses the host to connect to.

@@ -1,4 +1,4 @@
-"""`send_many` of a producer with an outbox. It waits for the disk once for many messages.
+"""`send_many` of a producer with an outbox. One wait for the disk stores many messages.
 
 `store_many` is a generator, so that the same code serves threads and asyncio. It passes each call that may wait to the
 function `run` of the skin, which returns an iterator. That of a `Producer` waits itself and yields nothing. That of an

@@ -551,7 +551,6 @@ def watch(
 
     If the settings enable tracing, its messages are traced.
 
-
     Args:
         producer: the producer. It is not kept alive.
         peer: remote address and port of the connection; see `Observer.peer`.

@@ -63,7 +63,7 @@ def _frozen(arguments: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 class _Declared:
-    """The base class of declared objects. It makes them picklable, although a `mappingproxy` is not."""
+    """The base class of declared objects. It defines how to pickle them, because pickle refuses a `mappingproxy`."""
 
     __slots__ = ()
 

@@ -286,7 +286,7 @@ class Content(Protocol):
 
 
 class Route:
-    """An exchange and a routing key, with the method frame of their messages on one channel."""
+    """The frame of ``Basic.Publish`` for an exchange and a routing key, on one channel."""
 
     __slots__ = ("cost", "exchange", "made_by", "method", "routing_key")
 

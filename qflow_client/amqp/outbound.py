@@ -121,7 +121,7 @@ class Outbound:
 
     @property
     def unfinished(self) -> bytes:
-        """The unwritten bytes of a partly written frame. Empty at a frame border."""
+        """The unwritten bytes of a partly written frame. There are none if the last frame is written completely."""
         if not self.mid_frame:
             return b""
         return self._data[self._at : self._borders[bisect_left(self._borders, self._at)]]

@@ -696,7 +696,7 @@ def _make(config: Config, given: Mapping[str, Any]) -> Broker:
 
 
 def _watch_resident_size(running: Broker, stack: ExitStack) -> None:
-    """Block publishers while the process uses much more memory than `memory_limit`. The check ends with the stack."""
+    """Block publishers while the process uses much more memory than `memory_limit`. Closing `stack` ends the check."""
     limit, idle = running.settings.memory_limit, resident_size()
     if not limit or idle is None:
         return

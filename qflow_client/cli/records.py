@@ -90,7 +90,7 @@ class Reading:
 
     Attributes:
         delimiter: separator of the fields in a CSV file; one character.
-        encoding: encoding of a CSV file. Its line end must be the byte 10.
+        encoding: encoding of a CSV file. It must encode a line end as the byte 10.
         message_id: CSV column or JSON key with the message id; ``None`` if the records have no message ids.
         headers: headers to add to every message.
 

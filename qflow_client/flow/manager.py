@@ -35,7 +35,7 @@ class FlowManager:
     resource that registers later. If a resource is unregistered, the manager lifts its hold.
 
     Args:
-        name: the source of the holds. Managers that share a resource need different names.
+        name: the source of the holds. If two managers register the same resource, they need different names.
     """
 
     #: Kind of the hold that `stop_all` raises.

@@ -1,8 +1,8 @@
 """kombu (and Celery) with flow control: ``broker_url = "qflow://…"`` instead of ``"pyamqp://…"``.
 
-The transport is kombu's transport for py-amqp with flow control. If this package is installed, kombu finds the
-transport when it loads its serializers. It loads them in every program that declares, publishes or consumes, such as a
-Celery application. A program that only connects has to import ``qflow_client.kombu``.
+This package adds flow control to kombu's transport for py-amqp. If the package is installed, kombu finds the transport
+when it loads its serializers. It loads them in every program that declares, publishes or consumes, such as a Celery
+application. A program that only connects has to import ``qflow_client.kombu``.
 """
 
 from __future__ import annotations

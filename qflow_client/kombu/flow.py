@@ -122,7 +122,7 @@ class _Protocol(EncodedProtocol):
 
 
 class ChannelFlow(DropInFlow):
-    """The flow of one channel, from its opening to its end."""
+    """The flow control of one channel, until the channel is closed."""
 
     protocol: _Protocol
 

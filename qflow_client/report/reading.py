@@ -278,7 +278,7 @@ def to_parquet(logs: FlowLogs, target: str | os.PathLike[str]) -> int:
     """Write flow logs to one Parquet file, and return the number of lines.
 
     Args:
-        target: path of the new file. The file does not exist before it is complete.
+        target: path of the new file. An incomplete file never has this path.
     """
     path = Path(target)
     pyarrow = _pyarrow(path)

@@ -392,7 +392,7 @@ class Tables:
     # Results.
 
     def capacities(self) -> dict[str, int]:
-        """Return the capacity of each producer whose capacity is in its lines."""
+        """Return the capacity of each producer, if a line of the log contains it."""
         found: dict[str, int] = {}
         for (_, producer, _, _, _), hold in self.holds.items():
             if hold.capacity:

@@ -142,7 +142,7 @@ class Spool:
 
     @property
     def complete(self) -> bool:
-        """Whether `finish` was called. No messages are added then."""
+        """Whether `finish` was called. After this call no messages are added."""
         return self._read_state("complete") is not None
 
     def finish(self) -> None:

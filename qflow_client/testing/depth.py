@@ -148,7 +148,7 @@ def draw_depth(panels: Sequence[DepthPanel], *, title: str, made_by: str) -> str
 
     Args:
         panels: one or more panels, each with samples.
-        title: description of the drawing for screen readers. The peaks are added to it.
+        title: title of the drawing for screen readers. The function adds the peak of each panel.
         made_by: name of the program that creates the drawing, for a comment.
 
     Returns:

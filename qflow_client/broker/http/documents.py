@@ -20,7 +20,7 @@ __all__ = ["encode", "encoded", "read_definitions"]
 
 
 def encoded(value: Any) -> bytes:
-    """Return a value as JSON, in one step. A snapshot is converted with its `to_json`."""
+    """Return a value as JSON, in one step. If the value has a method `to_json`, its result is used."""
     told = value.to_json() if hasattr(value, "to_json") else value
     # Tables of clients may contain infinity and "not a number", which JSON does not have.
     return to_json(told, by_alias=True, inf_nan_mode="null")

@@ -103,7 +103,7 @@ def _plain(text: str) -> str:
 
 
 def _answer(name: str, kind: type, **more: Any) -> type[BaseModel]:
-    """Create the model of a snapshot's JSON."""
+    """Create the pydantic model for the JSON of a snapshot class."""
     hints, words = get_type_hints(kind), _words(kind)
     told: dict[str, Any] = {
         json_name: (

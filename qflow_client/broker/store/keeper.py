@@ -226,7 +226,7 @@ class Keeper:
         return self._reader.read(numbers)
 
     def read_now(self, numbers: Sequence[int]) -> dict[int, bytes]:
-        """Read bodies of messages on the calling thread, by number. Damaged bodies are left out.
+        """Read the bodies of the messages with these numbers, on the calling thread. Damaged bodies are left out.
 
         Raises:
             StoreError: the bodies cannot be read.
