@@ -263,7 +263,7 @@ class BaseEngine(ABC):
 
     @abstractmethod
     def after(self) -> None:
-        """Pass on the protocol's reports."""
+        """Pass the protocol's reports to the application."""
 
     def take_news(self) -> tuple[list[Receipt], list[Any], list[LogEntry]]:
         """Take the protocol's reports in a step: settled receipts, waiters to wake, and log entries."""

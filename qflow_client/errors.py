@@ -1,8 +1,7 @@
 """The errors of qflow_client.
 
-There are two families. `ProducerFlowed` and its subclasses mean that the message was not sent and never will be. Errors
-about an admitted message are a `DeliveryError` (its outcome is final) or a `ConfirmTimeout` (its outcome is not known
-yet).
+`ProducerFlowed` and its subclasses mean that the message was not sent and never will be. Errors about an admitted
+message are a `DeliveryError` (its outcome is final) or a `ConfirmTimeout` (its outcome is not known yet).
 """
 
 from __future__ import annotations

@@ -39,13 +39,13 @@ def is_final(code: int, text: str) -> bool:
 
 
 class Backoff:
-    """Growing pauses.
+    """Computes growing pauses between tries.
 
     Args:
         first: first pause in seconds.
         longest: maximum pause in seconds, without jitter.
         jitter: maximum random extension of a pause, as a part of the pause.
-        limit: seconds after which there are no more pauses; ``None`` for no limit.
+        limit: seconds after which no more tries are made; ``None`` for no limit.
     """
 
     def __init__(self, first: float, longest: float, jitter: float, limit: float | None = None) -> None:
@@ -102,7 +102,7 @@ class Reconnection:
     Args:
         hosts: URLs of the hosts, in order.
         host: index of the connected host.
-        credentials_change: whether each try may have other credentials. Then no refusal is final.
+        credentials_change: whether each try may have other credentials. If so, no refusal ends the tries.
     """
 
     def __init__(

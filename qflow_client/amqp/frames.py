@@ -137,11 +137,11 @@ def _no_frame(kind: int) -> FrameError:
 
 
 class FrameSplitter:
-    """Finds the frames in a stream of bytes that may be cut anywhere.
+    """Finds the frames in a stream of bytes, which arrives in parts of any length.
 
     Args:
-        frame_max: maximum size of a frame in bytes, with head and end; 0 for no limit. It is negotiated in the middle
-            of the stream, so the attribute `frame_max` can be set between two calls of `feed`.
+        frame_max: maximum size of a frame in bytes, with head and end; 0 for no limit. Client and broker agree on the
+            size after the first frames, so the attribute `frame_max` can be set between two calls of `feed`.
     """
 
     __slots__ = ("_needed", "_pieces", "data", "frame_max", "pending")

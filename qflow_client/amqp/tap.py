@@ -81,8 +81,7 @@ def _announce_capabilities(start: bytes) -> bytes:
     The table has the capabilities that the broker announces in another form. It may be empty.
 
     Returns:
-        The new payload. If the payload has a table, it is unchanged. If it is invalid, it is unchanged too, and the
-        library reports the error.
+        The new payload, or the same payload if it has a table or is invalid. The library reports an invalid payload.
     """
     try:
         # The table follows the ids and the version.

@@ -1,4 +1,4 @@
-"""The option ``--json``, with which every command prints JSON for programs.
+"""The option ``--json``. With this option every command prints JSON for programs.
 
 The keys of the JSON objects are public. Errors go to standard error. The option does not change the exit codes.
 """

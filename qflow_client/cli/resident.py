@@ -33,7 +33,7 @@ class ResidentWatch:
     """Decides whether to block publishers because the process is too large.
 
     Args:
-        idle: resident bytes before the first client.
+        idle: resident bytes of the process before the first client connects.
         limit: value of `memory_limit` in bytes; more than 0.
     """
 

@@ -259,7 +259,7 @@ class AdaptiveWindow(WindowLimiter):
         self._begin_again(now)
 
     def _begin_again(self, now: float) -> None:
-        """Discard the measurements, and keep the window until there are new ones."""
+        """Discard the measurements. The window keeps its size until there are new measurements."""
         self._trial = None
         self._paid = False
         # While nothing is measured, measurements do not expire.

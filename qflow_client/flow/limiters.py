@@ -86,7 +86,8 @@ class Limiter(ABC):
         """Return the time at which an element may enter if nothing else happens.
 
         Returns:
-            Seconds. `now` if the element may enter immediately; ``None`` if time alone changes nothing.
+            Seconds on the clock of `now`; `now` if the element may enter immediately. ``None`` if the element cannot
+            enter before something else happens.
         """
 
 

@@ -157,7 +157,7 @@ class Channel(pika.channel.Channel):
                 logged.
 
         Returns:
-            A function that ends the calls.
+            A function that removes the callback.
         """
         return self.flow_control.listen(callback)
 

@@ -113,7 +113,7 @@ class QueueTotals:
 
     @property
     def drain_rate(self) -> float:
-        """The messages per second that left the queue in samples in which it was never empty.
+        """The messages per second that left the queue, in the samples with a queue that was never empty.
 
         If there is no such sample, this is the rate over all samples.
         """

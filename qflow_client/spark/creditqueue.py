@@ -120,7 +120,7 @@ def prepare(settings: ProducerSettings, queue: str) -> None:
     """Issue the credits of a job if the queue is new, and check that all credits exist.
 
     Args:
-        settings: settings of the job. All credits together have its capacity.
+        settings: settings of the job. The units of all credits together are the capacity of the job.
 
     Raises:
         CreditError: the credits have another capacity, their number is wrong, or the queue has other messages.

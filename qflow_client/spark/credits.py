@@ -73,7 +73,7 @@ def number_of_credits(capacity: int) -> int:
 
 
 def issue(pool: str, capacity: int) -> Iterator[Credit]:
-    """Yield the credits of a capacity, as many as possible. Their units differ by at most one."""
+    """Divide a capacity into as many credits as possible. The units of two credits differ by at most one."""
     count = number_of_credits(capacity)
     for number in range(count):
         yield Credit(pool, number, count, capacity // count + (number < capacity % count), capacity)

@@ -200,7 +200,7 @@ class StreamConsumer:
         self._opened.loop.stop()
 
     def _offset_of(self, properties: Any) -> int | None:
-        """Return the offset of a delivery. If it has no offset, return ``None`` and stop reading with an error."""
+        """Return the offset of a delivery. If there is no offset, return ``None`` and stop reading with an error."""
         if properties.headers is not None and _OFFSET in properties.headers:
             return int(properties.headers[_OFFSET])
         # Do not raise an exception here, because pika would treat it as a lost connection.

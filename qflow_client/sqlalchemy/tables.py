@@ -60,7 +60,7 @@ def dialect_of(session: Any, table: Table) -> str:
 
 
 class _TransactionId(ColumnElement[int]):
-    """The number of the inserting transaction. It is 0 in databases that allow only one writer at a time."""
+    """The number of the transaction that inserts the row; 0 in databases that allow only one writer at a time."""
 
     inherit_cache = True
     type = BigInteger()

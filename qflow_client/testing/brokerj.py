@@ -107,7 +107,7 @@ class BrokerJ:
         return self._port
 
     def queue(self, name: str) -> dict[str, Any]:
-        """Return the attributes of a queue, and its ``statistics`` such as ``queueDepthBytes``.
+        """Return the attributes of a queue. The attribute ``statistics`` contains numbers such as ``queueDepthBytes``.
 
         Raises:
             BrokerJError: the queue does not exist, or the broker does not answer.

@@ -102,8 +102,8 @@ class _Reader:
         """Read one element in each step.
 
         Args:
-            lists: the elements of known lists are added here.
-            others: the names of unknown members are added here.
+            lists: receives the elements of known lists.
+            others: receives the names of unknown members.
 
         Raises:
             Problem: 400 if an element is invalid.

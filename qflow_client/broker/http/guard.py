@@ -64,7 +64,7 @@ def _is_local(host: str, settings: BrokerSettings) -> bool:
 
 
 def has_token(request: web.BaseRequest, settings: BrokerSettings) -> bool:
-    """Whether a request has the token, or the broker needs none."""
+    """Whether a request has the token. If the broker has no token, every request is accepted."""
     if settings.http_token is None:
         return True
     scheme, _, shown = request.headers.get("Authorization", "").partition(" ")

@@ -381,7 +381,7 @@ def _is_gone(request: web.Request) -> bool:
 
 
 class _Connection(asyncio.Protocol):
-    """A protocol between a socket and aiohttp. It limits the time until the first request, which aiohttp does not."""
+    """The protocol of a socket for aiohttp. It limits the time until the first request. aiohttp has no such limit."""
 
     def __init__(self, handler: asyncio.Protocol, server: HttpServer) -> None:
         self._handler = handler

@@ -14,7 +14,7 @@ class LastValues(LastValueMap):
     """Finds the last entry of each key in a queue.
 
     Args:
-        header: header with the key. A message without this header has no key. ``None`` if the routing key is the key.
+        header: header with the key. A message without this header has no key. With ``None`` the routing key is the key.
     """
 
     __slots__ = ("_header", "_keys", "_last")

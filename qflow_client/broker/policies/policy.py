@@ -353,9 +353,9 @@ class Policy:
 
     Attributes:
         name: name of the policy.
-        definition: the values that it sets, as a `PolicyDefinition` or a mapping by field name.
+        definition: the values that the policy sets, as a `PolicyDefinition` or a mapping by field name.
         pattern: regular expression for the names to which the policy applies.
-        apply_to: kind of names to which the pattern applies.
+        apply_to: the pattern is matched with names of this kind.
         routing_key: regular expression for the routing keys of bindings; only for `routing_keys`.
         priority: of several policies of the same kind, the policy with the highest priority applies. If several
             policies have the highest priority, the strictest value of each field applies. Policies for exchanges have

@@ -50,7 +50,7 @@ class PolicyRule:
 
 
 class PolicyRules:
-    """The rules of one virtual host. Call `VirtualHost.apply_rules` after a change.
+    """The rules of one virtual host. After a change of the rules, `VirtualHost.apply_rules` must be called.
 
     Args:
         has_store: whether the broker has a message store.

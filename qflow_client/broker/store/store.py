@@ -370,7 +370,7 @@ def _listed(number: int, queues: list[int]) -> tuple[str, int]:
 
 
 def _portions(puts: Iterable[Put]) -> Iterator[list[Put]]:
-    """Divide messages into portions with at least one message. One statement writes a portion."""
+    """Divide messages into portions. Each portion has at least one message, and is written by one statement."""
     portion: list[Put] = []
     size = 0
     for put in puts:
