@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from copy import deepcopy
 from dataclasses import dataclass, field, fields
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from qflow_client.amqp.fields import encode_table
 from qflow_client.errors import SettingsError
 from qflow_client.redaction import shown
 
@@ -15,9 +15,9 @@ __all__ = ["Binding", "Declaration", "Exchange", "Queue", "Topology"]
 
 # ``PRECONDITION_FAILED``: the object exists with other properties.
 _EXISTS_OTHERWISE = 406
-# The broker's reply codes for a declaration that it will never accept: access refused, not found, other properties, not
-# allowed.
-_FINAL = (403, 404, 406, 530)
+# The broker's reply codes for a declaration that it will never accept: access refused, not found, other properties,
+# command invalid (an unknown type of exchange), not allowed.
+_FINAL = (403, 404, 406, 503, 530)
 
 
 class Declaration(NamedTuple):
@@ -55,11 +55,26 @@ def _check_name(kind: str, name: object, *, is_empty_allowed: bool = False) -> N
         raise SettingsError(f"{kind}={shown(name)}: it must be a str of at most 255 bytes{least}")
 
 
-def _frozen(arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+def _frozen(what: str, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
     if not isinstance(arguments, Mapping) or not all(isinstance(key, str) for key in arguments):
-        raise SettingsError(f"arguments={shown(arguments)}: they must be a mapping of str")
-    # Also the lists and tables in them, which the caller may change later.
-    return MappingProxyType(deepcopy(dict(arguments)))
+        raise SettingsError(f"{what}: arguments={shown(arguments)}: they must be a mapping of str")
+    name = f"{what}: arguments"
+    try:
+        encode_table(arguments, name)
+    except (TypeError, ValueError) as error:
+        raise SettingsError(str(error)) from None
+    return MappingProxyType(_plain(name, arguments))
+
+
+def _plain(name: str, value: Any) -> Any:
+    """Return a copy of an argument, which the caller may change later, in types that pika and aiormq can both send."""
+    if isinstance(value, Mapping):
+        return {key: _plain(f"{name}[{key!r}]", each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(f"{name}[{index}]", each) for index, each in enumerate(value)]
+    if isinstance(value, (float, bytes, bytearray, memoryview)):
+        raise SettingsError(f"{name} is {shown(value)}, of {type(value)}; in a declaration, send an int or a str")
+    return value
 
 
 class _Declared:
@@ -99,7 +114,7 @@ class Queue(_Declared):
 
     def __post_init__(self) -> None:
         _check_name("Queue.name", self.name)
-        object.__setattr__(self, "arguments", _frozen(self.arguments))
+        object.__setattr__(self, "arguments", _frozen(f"Queue({self.name!r})", self.arguments))
 
     def _declaration(self) -> Declaration:
         return Declaration(
@@ -142,7 +157,7 @@ class Exchange(_Declared):
     def __post_init__(self) -> None:
         _check_name("Exchange.name", self.name)
         _check_name("Exchange.type", self.type)
-        object.__setattr__(self, "arguments", _frozen(self.arguments))
+        object.__setattr__(self, "arguments", _frozen(f"Exchange({self.name!r})", self.arguments))
 
     def _declaration(self) -> Declaration:
         return Declaration(
@@ -185,8 +200,9 @@ class Binding(_Declared):
         _check_name("Binding.routing_key", self.routing_key, is_empty_allowed=True)
         if bool(self.queue) == bool(self.to_exchange):
             raise SettingsError(f"{self!r}: give queue, or to_exchange")
-        _check_name("Binding.queue", self.queue or self.to_exchange)
-        object.__setattr__(self, "arguments", _frozen(self.arguments))
+        to = self.queue or self.to_exchange
+        _check_name("Binding.queue", to)
+        object.__setattr__(self, "arguments", _frozen(f"Binding({self.exchange!r}, {to!r})", self.arguments))
 
     def _declaration(self) -> Declaration:
         more = {"routing_key": self.routing_key, "arguments": dict(self.arguments)}

@@ -16,6 +16,7 @@ from aiormq.exceptions import (
     ChannelLockedResource,
     ChannelNotFoundEntity,
     ChannelPreconditionFailed,
+    ConnectionCommandInvalid,
     ProbableAuthenticationError,
 )
 from yarl import URL
@@ -44,6 +45,8 @@ _CODES = {
     ChannelNotFoundEntity: 404,
     ChannelLockedResource: 405,
     ChannelPreconditionFailed: 406,
+    # For an exchange of an unknown type.
+    ConnectionCommandInvalid: 503,
 }
 
 
@@ -58,14 +61,14 @@ def final(error: BaseException | None) -> bool:
     """Return True if no further try to connect can succeed."""
     if isinstance(error, AiormqConnectionClosed) and len(error.args) == 2:
         return is_final(int(error.args[0]), str(error.args[1]))
-    if isinstance(error, ChannelClosed):
+    if isinstance(error, (ChannelClosed, ConnectionCommandInvalid)):
         return Declaration.is_final(channel_reply(error)[0])
     # aiormq's errors for 403, and for a broker that supports none of the client's authentication methods.
     return isinstance(error, (ProbableAuthenticationError, AuthenticationError))
 
 
-def channel_reply(error: ChannelClosed) -> tuple[int, str]:
-    """Return the reply code and text of a ``Channel.Close``. Some of aiormq's error classes do not contain the code."""
+def channel_reply(error: ChannelClosed | ConnectionCommandInvalid) -> tuple[int, str]:
+    """Return the broker's reply code and text. Some of aiormq's error classes do not contain the code."""
     for kind, code in _CODES.items():
         if isinstance(error, kind):
             return code, str(error.args[0])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from aiormq.exceptions import ChannelClosed
+from aiormq.exceptions import ChannelClosed, ConnectionCommandInvalid
 
 from qflow_client.aio.connection import channel_reply, words
 from qflow_client.amqp.tap import Tap
@@ -63,7 +63,7 @@ async def _declare(amqp: Any, topology: Topology, url: str) -> None:
     for declaration in topology.declarations():
         try:
             await getattr(channel, declaration.method)(**declaration.arguments)
-        except ChannelClosed as error:
+        except (ChannelClosed, ConnectionCommandInvalid) as error:
             code, text = channel_reply(error)
             if not declaration.accepts(code):
                 raise connection_failed(url, declaration.refusal(f"{code} {text}")) from error

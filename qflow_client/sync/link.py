@@ -12,7 +12,12 @@ from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
 import pika
-from pika.exceptions import AuthenticationError, ChannelClosedByBroker, ProtocolVersionMismatch
+from pika.exceptions import (
+    AuthenticationError,
+    ChannelClosedByBroker,
+    ConnectionClosedByBroker,
+    ProtocolVersionMismatch,
+)
 from pika.exceptions import ConnectionClosed as PikaConnectionClosed
 
 from qflow_client.amqp import coalescing
@@ -331,14 +336,14 @@ class Link(ChannelIO):
         declaration: Declaration | None = None
 
         def ended(reason: BaseException) -> None:
-            if isinstance(reason, ChannelClosedByBroker) and declaration is not None:
+            if isinstance(reason, (ChannelClosedByBroker, ConnectionClosedByBroker)) and declaration is not None:
                 if declaration.accepts(reason.reply_code):
                     channel.connection.channel(on_open_callback=lambda other: self._declare(other, declarations))
                     return
-                self._fail(
-                    declaration.refusal(f"{reason.reply_code} {reason.reply_text}"),
-                    final=declaration.is_final(reason.reply_code),
-                )
+                is_final = declaration.is_final(reason.reply_code)
+                # An exchange of an unknown type costs the connection.
+                if is_final or isinstance(reason, ChannelClosedByBroker):
+                    self._fail(declaration.refusal(f"{reason.reply_code} {reason.reply_text}"), final=is_final)
             elif channel.connection.is_open and not self._leaves:
                 self._publish_on(channel.connection)
 

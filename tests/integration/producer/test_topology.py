@@ -109,6 +109,32 @@ def test_a_producer_whose_queue_was_replaced_by_a_different_one_ends_without_ret
         producer.send(b"1")
 
 
+def test_an_exchange_of_an_unknown_type_is_named_in_the_error_and_not_retried(
+    make_producer: Callable[..., Producer], empty: Broker
+) -> None:
+    topology = Topology(exchanges=[Exchange("e", "topik")])
+    words = "exchange 'e' cannot be declared: 503 .*topik"
+    with pytest.raises(ConnectionFailed, match=words):
+        make_producer(empty.url, declare=topology)
+    producer = make_producer(empty.url, declare=topology, connect_in_background=True, reconnect_delay=0.02)
+    wait_closed(producer)
+    with pytest.raises(ProducerClosed, match=words):
+        producer.send(b"1")
+
+
+def test_arguments_exchanges_and_bindings_are_declared_again_after_a_loss(
+    make_producer: Callable[..., Producer], empty: Broker
+) -> None:
+    topology = Topology([Queue("q", arguments={"x-max-length": 2})], [Exchange("in")], [Binding("in", "q", "k")])
+    producer = make_producer(empty.url, declare=topology, exchange="in", routing_key="k", reconnect_delay=0.02)
+    empty.delete_queue("q")
+    empty.delete_exchange("in")
+    empty.drop_connections()
+    for body in (b"1", b"2", b"3"):
+        producer.send(body, timeout=PATIENCE).result(PATIENCE)
+    assert bodies(empty) == [b"2", b"3"]
+
+
 @pytest.fixture
 def cut_while_declaring(monkeypatch: pytest.MonkeyPatch) -> Callable[[FaultProxy], threading.Event]:
     """Makes what, once it is set, cuts the connection in the middle of the next declaration."""

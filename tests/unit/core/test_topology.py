@@ -35,6 +35,19 @@ def test_equal_topologies_are_equal() -> None:
         (lambda: Queue("é" * 128), "at most 255 bytes"),
         (lambda: Queue(ANY[0]), "Queue.name=b'q'"),
         (lambda: Queue("q", arguments=ANY[1]), "arguments=.*: they must be a mapping of str"),
+        (
+            lambda: Queue("q", arguments={"x": object()}),
+            r"Queue\('q'\): arguments\['x'\] is <object .*; AMQP carries",
+        ),
+        (
+            lambda: Exchange("e", arguments={"x": [{"y": 1 << 64}]}),
+            r"Exchange\('e'\): arguments\['x'\]\[0\]\['y'\] h",
+        ),
+        (
+            lambda: Queue("q", arguments={"x": [b"y"]}),
+            r"Queue\('q'\): arguments\['x'\]\[0\] is b'y', .* int or a",
+        ),
+        (lambda: Binding("e", "q", arguments={"x": ...}), r"Binding\('e', 'q'\): arguments\['x'\] is Ellipsis"),
         (lambda: Exchange("e", ""), "Exchange.type=''"),
         (lambda: Binding("", "q"), "Binding.exchange=''"),
         (lambda: Binding("e"), "give queue, or to_exchange"),
