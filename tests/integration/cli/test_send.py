@@ -442,7 +442,8 @@ def test_an_interrupt_while_flowed_ends_the_run_soon_and_sends_nothing_more(brok
 @pytest.mark.program
 def test_an_interrupt_while_waiting_for_confirms_reports_that_their_outcome_is_unknown(broker: Broker) -> None:
     broker.withhold_confirms()
-    process, stdin = start(broker, b"one\ntwo\n", program=("-c", BRIEF))
+    process, stdin = start(broker, b"one\ntwo\n", options=("--json", "--name", "shop"), program=("-c", BRIEF))
+    assert [each.client_properties["connection_name"] for each in broker.connections()] == ["shop"]
     stdin.close()
     process.send_signal(signal.SIGTERM)
     process.wait(timeout=20)

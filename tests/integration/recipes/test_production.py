@@ -108,7 +108,32 @@ def test_E12_with_an_outbox_a_service_accepts_orders_during_an_alarm_and_loses_n
 
 
 @pytest.mark.program
-@pytest.mark.parametrize("start", ["fork", "spawn"])
+def test_E12_gunicorn_ends_in_time_while_the_broker_blocks_it_and_confirms_are_missing(folder: Path) -> None:
+    http = unused_port()
+    service, kiosk = Service(http), folder / "kiosk.py"
+    kiosk.write_text(
+        kiosk.read_text(encoding="utf-8").replace("close_timeout=10.0", "close_timeout=0.5"), encoding="utf-8"
+    )
+    arguments = ("-m", "gunicorn", "kiosk:app", "--bind", f"127.0.0.1:{http}")
+    with Broker() as broker, running(folder, broker.port, *arguments) as process:
+        eventually(service.is_there, "the service")
+        eventually(lambda: service.order() == (202, None))
+        broker.withhold_confirms()
+        assert service.order() == (202, None)
+        broker.block("low on memory")
+        eventually(lambda: service.order() == (503, "5"))
+        process.send_signal(signal.SIGTERM)
+        # The limit of the page, `graceful_timeout`.
+        output, _ = process.communicate(timeout=15)
+        assert process.returncode == 0, output
+        # The workers ended by themselves, and named what was not confirmed.
+        assert "UndeliveredMessages" in output
+        # The question whether it is there was an order, too.
+        assert set(service.accepted) <= set(map(str, arrived(broker)))
+
+
+@pytest.mark.program
+@pytest.mark.parametrize("start", ["fork", "forkserver", "spawn"])
 def test_each_process_of_a_pool_creates_its_own_producer(folder: Path, start: str) -> None:
     with Broker() as broker, running(folder, broker.port, "pool.py", start) as process:
         output, _ = process.communicate(timeout=PATIENCE)

@@ -92,6 +92,13 @@ def test_type_checkers_see_every_setting_with_its_type() -> None:
         assert known.__forward_arg__.split(" | Literal")[0] == str(settings[name]).split(" | Literal")[0]
 
 
+def test_E12_by_default_a_close_ends_before_kubernetes_kills_the_process() -> None:
+    limit = ProducerSettings().close_timeout
+    assert limit is not None
+    # A second for the end of the connection, and some time for the rest of the program.
+    assert limit <= 30.0 - 5.0
+
+
 def test_every_setting_is_in_the_table_of_this_test() -> None:
     assert {each[0] for each in TEXTS} | {"url"} == {each.name for each in fields(ProducerSettings) if each.metadata}
 
