@@ -318,11 +318,20 @@ class ChannelFlow(DropInFlow):
         protocol = self.protocol
         # When bytes are written, more messages may be released. They count as written first, because pika may write
         # immediately and call this method again.
-        while protocol.admission.unwritten and (data := protocol.take_output(now := _monotonic())):
-            self._channel.connection._output_marshaled_frames([data])
-            if self._before_confirms is None:
-                # The broker sends no confirms, so the message is settled.
-                protocol.on_ack(0, True, now)
+        try:
+            while protocol.admission.unwritten and (data := protocol.take_output(now := _monotonic())):
+                self._channel.connection._output_marshaled_frames([data])
+                if self._before_confirms is None:
+                    # The broker sends no confirms, so the message is settled.
+                    protocol.on_ack(0, True, now)
+        except BaseException:
+            # For example of a signal handler. It is not known whether pika has the bytes, so the delivery tags of later
+            # messages would not be known.
+            connection = self._channel.connection
+            if not connection.is_closed:
+                error = exceptions.StreamLostError("a write was interrupted, and it is not known how much is written")
+                connection._terminate_stream(error)
+            raise
         if not protocol.reports.is_empty:
             self.after()
 

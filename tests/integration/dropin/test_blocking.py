@@ -7,6 +7,7 @@ import signal
 import ssl
 import threading
 import weakref
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -22,6 +23,9 @@ from tests.integration.producer.tools import PATIENCE, Stopwatch, bodies, eventu
 from tests.interrupting import EVERY, interrupted
 
 from .tools import held, pump, stop
+
+# What runs between the admission of a message and pika's buffer.
+_WRITING = ("pika/flow.py", "core/protocol.py", "core/writing.py", "core/unconfirmed.py", "amqp/outbound.py")
 
 
 def test_J7_a_stop_is_answered_and_nothing_is_published_until_it_ends(broker, connect, wire):
@@ -539,17 +543,40 @@ def test_a_lost_connection_causes_a_warning(broker, connect, caplog):
     assert "pika channel 1: blocked (flowed): disconnected" in record.message
 
 
+def test_E2_no_confirm_counts_for_another_message_after_an_interrupted_write(connect):
+    at, came = 1, 1
+    while came:
+        connection = connect(max_producer_flow_control_wait=PATIENCE)
+        channel = connection.channel()
+        channel.confirm_delivery(pipelined=True)
+        came = interrupted(partial(channel.basic_publish, "", "q", b"interrupted"), at, only=_WRITING)
+        with suppress(pika.exceptions.AMQPConnectionError):
+            # The connection has ended if pika may not have the bytes.
+            channel.basic_publish("", "q", b"the next one")
+            channel.wait_for_confirms()
+            connection.close()
+        at += EVERY
+
+
 @pytest.mark.parametrize("pipelined", [False, True])
 def test_E2_after_an_interrupt_everything_passed_to_pika_is_sent(connect, pipelined):
-    connection = connect(max_producer_flow_control_wait=PATIENCE)
+    connection, continued = connect(max_producer_flow_control_wait=PATIENCE), 0
     at, came = 1, 1
     while came:
         channel = connection.channel()
         channel.confirm_delivery(pipelined=pipelined)
         came = interrupted(partial(channel.basic_publish, "", "q", bytes(100)), at, only=("blocking_connection.py",))
-        if pipelined:
-            channel.wait_for_confirms()
-        channel.basic_publish("", "q", b"the next one")
-        assert not channel.flow_state.flowed
-        channel.close()
+        try:
+            if pipelined:
+                channel.wait_for_confirms()
+            channel.basic_publish("", "q", b"the next one")
+        except pika.exceptions.StreamLostError as error:
+            assert "a write was interrupted" in str(error)
+            connection = connect(max_producer_flow_control_wait=PATIENCE)
+        else:
+            assert not channel.flow_state.flowed
+            channel.close()
+            continued += 1
         at += EVERY
+    # Only an interrupt of the write itself ends the connection.
+    assert continued > at / EVERY / 2
