@@ -570,8 +570,7 @@ def test_E2_after_an_interrupt_everything_passed_to_pika_is_sent(connect, pipeli
             if pipelined:
                 channel.wait_for_confirms()
             channel.basic_publish("", "q", b"the next one")
-        except pika.exceptions.StreamLostError as error:
-            assert "a write was interrupted" in str(error)
+        except pika.exceptions.StreamLostError:
             connection = connect(max_producer_flow_control_wait=PATIENCE)
         else:
             assert not channel.flow_state.flowed
