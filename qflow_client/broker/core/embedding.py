@@ -87,7 +87,7 @@ class EmbeddedBroker:
     # Starting and stopping.
 
     def __enter__(self) -> Self:
-        self._runner.run(self._start)
+        self._runner.run(self._start, self._stop)
         return self
 
     def __exit__(

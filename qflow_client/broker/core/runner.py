@@ -53,33 +53,45 @@ class Runner:
 
     # Starting and stopping.
 
-    def run(self, start: _Step) -> None:
+    def run(self, start: _Step, stop: _Step) -> None:
         """Run a loop on its own thread.
 
         Args:
             start: runs first on that loop, before this method returns. An exception of it ends the thread and is raised
                 here.
+            stop: runs on the loop before the thread ends, if Ctrl-C interrupts this method.
         """
         started: Future[None] = Future()
-        thread = threading.Thread(target=self._run, args=(start, started), name="qflow-broker", daemon=True)
-        thread.start()
+        thread = threading.Thread(target=self._run, args=(start, stop, started), name="qflow-broker", daemon=True)
         try:
+            thread.start()
             started.result()
         except BaseException:
-            thread.join()
+            # After Ctrl-C the thread ends as soon as it has started. If it has started already, it is ended here.
+            if not started.cancel() and started.exception() is None:
+                self._thread = thread
+                self.end(stop)
+            if thread.ident is not None:
+                thread.join()
             raise
         self._thread = thread
 
-    def _run(self, start: _Step, started: Future[None]) -> None:
+    def _run(self, start: _Step, stop: _Step, started: Future[None]) -> None:
         async def main() -> None:
+            failure = None
             try:
                 await start()
             except BaseException as error:
-                started.set_exception(error)
-                return
-            self._stopped = asyncio.get_running_loop().create_future()
-            started.set_result(None)
-            await self._stopped
+                failure = error
+            if not started.set_running_or_notify_cancel():
+                if failure is None:
+                    await stop()
+            elif failure is not None:
+                started.set_exception(failure)
+            else:
+                self._stopped = asyncio.get_running_loop().create_future()
+                started.set_result(None)
+                await self._stopped
 
         asyncio.run(main())
 

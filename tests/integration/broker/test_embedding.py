@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import signal
 import socket
 import threading
 from contextlib import ExitStack
@@ -586,3 +587,28 @@ def test_wait_until_may_block_a_loop_on_which_the_broker_does_not_run() -> None:
         loop.run_forever()
     loop.close()
     assert waited == [True]
+
+
+class Interrupted(Broker):
+    """A broker whose start interrupts the thread that waits for it, at the start or at the end."""
+
+    at_end = False
+
+    async def _start(self) -> None:
+        if self.at_end:
+            await super()._start()
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        if not self.at_end:
+            await super()._start()
+
+
+@pytest.mark.timeout(10)
+@pytest.mark.parametrize("at_end", [False, True])
+def test_an_interrupt_while_a_broker_starts_ends_its_thread(monkeypatch: pytest.MonkeyPatch, *, at_end: bool) -> None:
+    monkeypatch.setattr(Interrupted, "at_end", at_end)
+    broker, before = Interrupted(), set(threading.enumerate())
+    with pytest.raises(KeyboardInterrupt):
+        broker.__enter__()
+    assert set(threading.enumerate()) <= before
+    with pytest.raises(OSError, match="refused"):
+        socket.create_connection(("127.0.0.1", broker.port))
