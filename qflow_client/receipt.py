@@ -229,11 +229,12 @@ class Receipt:
             return "; declare the exchange first"
         if code != _NO_ROUTE:
             return ""
-        missing = (
-            f"no queue is bound to exchange {self.exchange!r} for it: bind one"
-            if self.exchange
-            else f"there is no queue {self.routing_key!r}: declare it"
-        )
+        if self.exchange:
+            missing = f"no queue is bound to exchange {self.exchange!r} for it: bind one"
+        elif self.routing_key:
+            missing = f"there is no queue {self.routing_key!r}: declare it"
+        else:
+            missing = "routing_key is empty: set it to the name of a queue"
         return f"; {missing}, or set mandatory=False to have the broker drop such messages"
 
     def _verdict(self) -> Outcome:

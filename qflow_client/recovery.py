@@ -43,14 +43,15 @@ class Backoff:
 
     Args:
         first: first pause in seconds.
-        longest: maximum pause in seconds, without jitter.
+        longest: maximum pause in seconds, with jitter.
         jitter: maximum random extension of a pause, as a part of the pause.
         limit: seconds after which no more tries are made; ``None`` for no limit.
     """
 
     def __init__(self, first: float, longest: float, jitter: float, limit: float | None = None) -> None:
         self._first = first
-        self._longest = longest
+        # The maximum without jitter, so that long pauses differ, too.
+        self._longest = longest / (1.0 + jitter)
         self._jitter = jitter
         self._limit = limit
         # The next pause without jitter, and the start of the time limit.

@@ -317,7 +317,8 @@ class ProducerSettings:
         reconnect_delay_max: maximum pause in seconds. If a connection is lost within this time, the pauses continue to
             grow, and no message is suspected as the cause of the loss.
         reconnect_jitter: maximum random extension of a pause, as a part of the pause; 0 for none. With it, the clients
-            of a broker do not reconnect all at the same time. It also applies to the pauses after refusals.
+            of a broker do not reconnect all at the same time. It also applies to the pauses after refusals. No pause is
+            longer than its maximum.
         host_order: order in which the hosts are tried, if `url` has several: ``"given"`` or ``"shuffled"`` (E15).
         on_blocked: what happens while the broker blocks the connection (``Connection.Blocked``), if `url` has several
             hosts: ``"wait"`` or ``"failover"`` (E15).

@@ -23,8 +23,8 @@ def test_delays_double_up_to_the_maximum() -> None:
     assert backoff.pause(200.0) == 0.5
 
 
-def test_jitter_lengthens_every_delay_including_the_longest() -> None:
-    backoff = Backoff(0.5, 2.0, 0.5)
+def test_jitter_lengthens_every_delay_up_to_the_maximum() -> None:
+    backoff = Backoff(0.5, 3.0, 0.5)
     backoff.begin(0.0)
     first = backoff.pause(0.0)
     assert first is not None

@@ -223,17 +223,18 @@ def test_d5_the_process_has_its_own_registry() -> None:
 
 
 @pytest.mark.parametrize(
-    ("exchange", "code", "words"),
+    ("exchange", "key", "code", "words"),
     [
-        ("", 312, "; there is no queue 'key': declare it, or set mandatory=False"),
-        ("ex", 312, "; no queue is bound to exchange 'ex' for it: bind one, or set mandatory=False"),
-        ("ex", 313, ""),
+        ("", "key", 312, "; there is no queue 'key': declare it, or set mandatory=False"),
+        ("", "", 312, "; routing_key is empty: set it to the name of a queue, or set mandatory=False"),
+        ("ex", "key", 312, "; no queue is bound to exchange 'ex' for it: bind one, or set mandatory=False"),
+        ("ex", "key", 313, ""),
     ],
 )
 def test_a_message_type_that_no_producer_accepts_is_refused_and_the_error_names_the_accepted_ones(
-    exchange: str, code: int, words: str
+    exchange: str, key: str, code: int, words: str
 ) -> None:
-    made = Receipt(b"body", Route(1, exchange, "key", True), "p-")
+    made = Receipt(b"body", Route(1, exchange, key, True), "p-")
     made._number = 1
     made._outcome = Outcome.RETURNED
     made._reply = (code, "WHY")
