@@ -29,6 +29,8 @@ __all__ = ["app", "run"]
 # Typer raises this exception for an invalid command line. Its class is in typer's private copy of click.
 _UsageError: Any = typer.BadParameter.__base__
 
+_NO_COLOR = "--no-color"
+
 app = typer.Typer(
     name="qflow",
     no_args_is_help=True,
@@ -54,7 +56,7 @@ def _qflow(
     ] = False,
     no_color: Annotated[
         bool,
-        typer.Option("--no-color", help="Print without colours; the environment variable NO_COLOR=1 does the same."),
+        typer.Option(_NO_COLOR, help="Print without colours; the environment variable NO_COLOR=1 does the same."),
     ] = False,
     _version: Annotated[
         bool, typer.Option("--version", help="Show the version and exit.", callback=_show_version, is_eager=True)
@@ -96,8 +98,13 @@ def run(arguments: Sequence[str]) -> int:
         arguments: the command line without the program's name.
     """
     shared = {"debug": False}
+    line = list(arguments)
+    if _NO_COLOR in line[: line.index("--") if "--" in line else None]:
+        # It is also accepted after the command.
+        line.remove(_NO_COLOR)
+        line.insert(0, _NO_COLOR)
     try:
-        code = app(args=list(arguments), prog_name="qflow", obj=shared, standalone_mode=False)
+        code = app(args=line, prog_name="qflow", obj=shared, standalone_mode=False)
     except _UsageError as error:
         error.message = hide_arguments(error.message, arguments)
         error.show()

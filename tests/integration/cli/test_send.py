@@ -538,9 +538,13 @@ def test_a_shell_completes_commands(monkeypatch: pytest.MonkeyPatch, capsys: Cap
     assert capsys.readouterr().out.split() == ["send"]
 
 
-def test_colours_can_be_switched_off(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("at", [0, 1, 7])
+def test_colours_can_be_switched_off_before_or_after_the_command(
+    broker: Broker, monkeypatch: pytest.MonkeyPatch, at: int
+) -> None:
     monkeypatch.setenv("NO_COLOR", "")
-    assert main(["--no-color", "send", os.devnull, "-u", broker.url, "-k", "orders", "-q"]) == 0
+    line = ["send", os.devnull, "-u", broker.url, "-k", "orders", "-q"]
+    assert main([*line[:at], "--no-color", *line[at:]]) == 0
     assert os.environ["NO_COLOR"] == "1"
 
 
