@@ -35,6 +35,7 @@ PAGES = [
         ROOT / "docs" / "migrate-faststream.md",
         ROOT / "docs" / "dialects.md",
         ROOT / "docs" / "reference" / "qflow_client.flow.md",
+        ROOT / "docs" / "reference" / "qflow_client.md",
     )
     if path.exists()
 ]
