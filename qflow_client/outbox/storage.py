@@ -7,7 +7,6 @@ import math
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 
 from qflow_client.core.protocol import ProducerProtocol
 from qflow_client.guard import take
@@ -151,15 +150,14 @@ class Storage:
             self._deliver(self.store.look_again)
 
     def commit(self, timeout: float) -> bool:
-        """Write all changes to disk at the end of the process, and return True if that is done.
+        """Let the writer write all noted changes to disk, and return True if that is done.
 
         Args:
-            timeout: the time limit in seconds.
+            timeout: the time limit in seconds, also for a disk that does not answer.
         """
-        with suppress(OutboxError):
-            take(lambda: self.outbox.commit(timeout))
-            return not self.outbox.dirty
-        return False
+        wait = self._waits.begin(self.outbox.last)
+        self.writer.commit_now()
+        return not self._waits.end(wait, timeout)
 
     def close(self, timeout: float) -> None:
         """Commit, and release the outbox for others. It may be called before the outbox is opened, and repeatedly.

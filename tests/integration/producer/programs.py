@@ -32,6 +32,7 @@ from qflow_client import (
 )
 from qflow_client import engine as base_engine_module
 from qflow_client.broker import Broker
+from qflow_client.outbox import noted as noted_module
 from qflow_client.sync import SyncReceipt
 from qflow_client.sync import engine as engine_module
 from qflow_client.sync import receipt as receipt_module
@@ -432,6 +433,19 @@ def sends_at_the_very_end(url: str, outbox: str) -> None:
     atexit.unregister(base_engine_module._at_exit)
     atexit.register(send)
     atexit.register(base_engine_module._at_exit)
+
+
+def ends_while_the_disk_hangs(url: str, outbox: str) -> None:
+    """A program that does not close its producer, and whose disk does not answer any more when it ends."""
+    producer = Producer(url, routing_key="q", outbox=outbox)
+    producer.send(b"early").result(timeout=20)
+
+    def hang(*_: object, **__: object) -> int:
+        threading.Event().wait()
+        return 0
+
+    noted_module.Noted.write = hang  # type: ignore[method-assign]
+    _say("hangs")
 
 
 def forgotten_while_threads_send(url: str) -> None:

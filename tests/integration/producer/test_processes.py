@@ -181,6 +181,17 @@ def test_an_exit_handler_after_that_of_the_library_can_send_with_an_outbox(
 
 
 @pytest.mark.program
+def test_E4_a_disk_that_does_not_answer_does_not_keep_a_program_from_ending(
+    run: Start, broker: Broker, tmp_path: Path
+) -> None:
+    process = run("ends_while_the_disk_hangs", broker.url, str(tmp_path / "outbox"))
+    assert process.stdout is not None
+    assert process.wait(PATIENCE) == 0
+    assert "settled messages may be sent once more" in process.stdout.read()
+    assert bodies(broker) == [b"early"]
+
+
+@pytest.mark.program
 def test_a_program_that_closes_its_producer_at_the_very_end_loses_no_message_silently(
     run: Start, broker: Broker
 ) -> None:
