@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import TypeVar
 
-__all__ = ["after_fork_in_child", "not_shared", "replace_copy"]
+__all__ = ["after_fork_in_child", "not_shared", "replace_copy", "separately"]
+
+_T = TypeVar("_T")
 
 
 def after_fork_in_child(function: Callable[[], object]) -> None:
@@ -15,11 +18,32 @@ def after_fork_in_child(function: Callable[[], object]) -> None:
 
 
 def replace_copy(descriptor: int) -> None:
-    """Close this process's copy of a socket. Its number stays a valid descriptor, because other code will close it."""
+    """Close this process's copy of a socket. Its number stays a valid descriptor, because other code will close it.
+
+    This needs no spare descriptor, because the process may have none.
+    """
     if descriptor >= 0:
+        os.close(descriptor)
         nothing = os.open(os.devnull, os.O_RDWR)
-        os.dup2(nothing, descriptor, inheritable=False)
-        os.close(nothing)
+        if nothing != descriptor:
+            os.dup2(nothing, descriptor, inheritable=False)
+            os.close(nothing)
+
+
+def separately(function: Callable[[_T], object], objects: Iterable[_T]) -> None:
+    """Call a function for each object, also if a call fails.
+
+    Raises:
+        ExceptionGroup: the errors of the calls that have failed.
+    """
+    errors = []
+    for each in tuple(objects):
+        try:
+            function(each)
+        except Exception as error:
+            errors.append(error)
+    if errors:
+        raise ExceptionGroup("not all objects of the parent could be closed in the child", errors)
 
 
 def not_shared(what: str, pid: int) -> str:

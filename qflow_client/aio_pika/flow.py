@@ -99,8 +99,10 @@ class _Protocol(EncodedProtocol):
 
     @step
     def channel_closed(self, code: int, text: str, method: tuple[int, int], now: float) -> None:
-        if self.is_idle and method != _BASIC_PUBLISH:
-            # The refused method raises the error, and no message is concerned.
+        is_certain = self.settings.confirms or not self.written
+        if self.is_idle and is_certain and method != _BASIC_PUBLISH:
+            # The refused method raises the error, and no message is concerned. Without confirms the broker may have
+            # discarded messages that were written after the refused method.
             self.forget_past()
         # Do not settle the messages yet. The errors are known when aiormq has closed its side.
         self.channel.disconnect(f"the broker closed the channel: {code} {text}", now)

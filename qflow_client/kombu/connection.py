@@ -17,7 +17,7 @@ from kombu.transport import pyamqp
 from qflow_client.errors import FlowControlTimeout, SettingsError
 from qflow_client.events import HoldKind
 from qflow_client.flow import Hold
-from qflow_client.forks import after_fork_in_child, not_shared
+from qflow_client.forks import after_fork_in_child, not_shared, separately
 from qflow_client.kombu.channel import PIPELINED, Channel, refuse
 from qflow_client.kombu.flow import KOMBU
 from qflow_client.kombu.wire import PlainWire, TLSWire, Unanswered, Wire
@@ -39,8 +39,7 @@ _connections: WeakSet[Connection] = WeakSet()
 
 
 def _after_fork_in_child() -> None:
-    for connection in tuple(_connections):
-        connection.leave_to_parent()
+    separately(Connection.leave_to_parent, _connections)
 
 
 after_fork_in_child(_after_fork_in_child)

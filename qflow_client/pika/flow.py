@@ -17,7 +17,7 @@ from pika.adapters.blocking_connection import ReturnedMessage
 
 from qflow_client.dropin import ADDRESSING, RECONNECTING, RETRYING, DropIn, DropInFlow, RepeatableMessage
 from qflow_client.events import FlowState, HoldKind
-from qflow_client.forks import after_fork_in_child, not_shared, replace_copy
+from qflow_client.forks import after_fork_in_child, not_shared, replace_copy, separately
 from qflow_client.manager import flow_manager
 from qflow_client.receipt import Receipt
 from qflow_client.settings import OnDisconnect, ProducerSettings
@@ -95,8 +95,7 @@ _connections: WeakSet[Any] = WeakSet()
 
 
 def _after_fork_in_child() -> None:
-    for connection in tuple(_connections):
-        ConnectionFlow.of(connection).leave_to_parent(connection)
+    separately(lambda connection: ConnectionFlow.of(connection).leave_to_parent(connection), _connections)
 
 
 after_fork_in_child(_after_fork_in_child)
@@ -143,16 +142,15 @@ class ConnectionFlow:
         if transport is None:
             return
         self.not_shared = not_shared("connection", self._pid)
-        # Twisted's transports have no `_sock`.
-        sock = transport._sock if hasattr(transport, "_sock") else transport.getHandle()
-        replace_copy(sock.fileno())
-        # The parent has the same epoll object, and this process must not change what it watches.
-        getattr(getattr(connection, "ioloop", None), "deactivate_poller", bool)()
         connection._set_connection_state(connection.CONNECTION_CLOSED)
         reason = exceptions.ConnectionWrongStateError(self.not_shared)
         for flow in self.channels.values():
             flow.leave_to_parent(reason)
         self.on_forked(reason)
+        # Twisted's transports have no `_sock`. Behind TLS they pass `fileno` on to the transport of the socket.
+        replace_copy((transport._sock if hasattr(transport, "_sock") else transport).fileno())
+        # The parent has the same epoll object, and this process must not change what it watches.
+        getattr(getattr(connection, "ioloop", None), "deactivate_poller", bool)()
 
     def _on_blocked(self, _connection: Any, blocked: Any) -> None:
         self.blocked = blocked.method.reason or ""

@@ -469,7 +469,8 @@ class BlockingChannel(_pika.BlockingChannel):
         if self.is_closed:
             reason = self._flow.closing_reason
             if isinstance(reason, exceptions.ChannelClosedByBroker):
-                raise reason
+                # Otherwise the traceback grows with each call, and keeps the refused messages.
+                raise reason.with_traceback(None)
             self._impl._raise_if_not_open()
 
     def _look_at_transport(self, is_writable: bool) -> None:

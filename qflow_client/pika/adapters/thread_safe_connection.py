@@ -257,7 +257,7 @@ class Channel(_pika.Channel):  # type: ignore[misc]  # of no known type
         except exceptions.ChannelWrongStateError:
             # A connection that has ended raises the reason, as with pika.
             connection.add_callback_threadsafe(_nothing)
-            raise self.closing_error from None
+            raise self.closing_error.with_traceback(None) from None
         if connection.is_ioloop_thread:
             self.published(self.flow_control.send_nowait(publish), on_publish)
             return

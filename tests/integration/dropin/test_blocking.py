@@ -531,6 +531,20 @@ def test_E11_an_expected_error_causes_no_warning(broker, connect, caplog, confir
     assert [record.message for record in caplog.records if record.name == "qflow_client"] == []
 
 
+def test_errors_of_a_channel_that_the_broker_closed_do_not_grow(connect):
+    channel = connect().channel()
+    channel.confirm_delivery(pipelined=True)
+    with pytest.raises(pika.exceptions.ChannelClosedByBroker):
+        channel.queue_declare("missing", passive=True)
+
+    def frames_of_an_error() -> int:
+        with pytest.raises(pika.exceptions.ChannelClosedByBroker) as caught:
+            channel.basic_publish("", "q", b"")
+        return len(caught.traceback)
+
+    assert frames_of_an_error() == frames_of_an_error()
+
+
 def test_a_lost_connection_causes_a_warning(broker, connect, caplog):
     connection = connect()
     connection.channel()
