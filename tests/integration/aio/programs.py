@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import os
 import signal
@@ -27,6 +26,7 @@ from qflow_client import (
 )
 from qflow_client.broker import Broker
 from qflow_client.logs import flush_logs
+from tests.collecting import collect
 from tests.integration.producer.programs import connected_to
 
 from .tools import held, in_line, soon
@@ -264,7 +264,7 @@ def forgotten(url: str, unconfirmed: str = "", dropped: str = "") -> None:
     asyncio.run(main())
     if dropped:
         producers.clear()
-        gc.collect()
+        collect()
     else:
         sys.modules["kept"] = producers  # type: ignore[assignment]  # kept until the very end
     _say("fine")
@@ -293,7 +293,7 @@ def dropped_before_its_loop_is_closed(url: str, outbox: str) -> None:
         loop.run_until_complete(each.send(b""))
     producers.clear()
     del each
-    gc.collect()
+    collect()
     loop.close()
     end = time.monotonic() + 20
     while time.monotonic() < end:

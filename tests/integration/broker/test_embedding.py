@@ -607,8 +607,13 @@ class Interrupted(Broker):
 def test_an_interrupt_while_a_broker_starts_ends_its_thread(monkeypatch: pytest.MonkeyPatch, *, at_end: bool) -> None:
     monkeypatch.setattr(Interrupted, "at_end", at_end)
     broker, before = Interrupted(), set(threading.enumerate())
-    with pytest.raises(KeyboardInterrupt):
-        broker.__enter__()
+    # A shell has its background jobs ignore Ctrl-C.
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            broker.__enter__()
+    finally:
+        signal.signal(signal.SIGINT, handler)
     assert set(threading.enumerate()) <= before
     with pytest.raises(OSError, match="refused"):
         socket.create_connection(("127.0.0.1", broker.port))
