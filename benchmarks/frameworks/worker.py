@@ -18,8 +18,8 @@ from typing import Any, Final
 
 from celery import Celery
 from celery.signals import worker_ready
-from gevent import monkey  # type: ignore[import-untyped]
-from gevent.fileobject import FileObject  # type: ignore[import-untyped]
+from gevent import monkey  # type: ignore[import-untyped]  # gevent has no types
+from gevent.fileobject import FileObject  # type: ignore[import-untyped]  # as above
 from kombu import Queue
 
 from benchmarks.frameworks.application import APPLICATIONS, Senders, serve

@@ -61,7 +61,7 @@ class Outbound:
         self._controls.append(frame)
 
     def discard_unbegun(self) -> None:
-        """Remove the messages of the batch of which no byte is written."""
+        """Remove the messages of the batch that have no written byte."""
         begun = self.begun
         if begun == self.given:
             return
@@ -104,7 +104,7 @@ class Outbound:
 
     @property
     def begun(self) -> int:
-        """The number of messages of which at least one byte is written."""
+        """The number of messages that have at least one written byte."""
         has_begun = self._goes_on or (self._at > 0 and self._has_messages)
         return self._done + has_begun + bisect_left(self._ends, self._at)
 
