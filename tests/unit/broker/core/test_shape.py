@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from inspect import currentframe
 from pathlib import Path
 from traceback import walk_stack
 
@@ -41,7 +42,7 @@ def test_a_channel_is_flowed_by_the_calls_that_the_opening_of_the_core_names(
     seen: list[list[str]] = []
 
     def write_in_turn(output: Output, data: bytes) -> None:
-        callers = [frame.f_code.co_qualname for frame, _ in walk_stack(None)]
+        callers = [frame.f_code.co_qualname for frame, _ in walk_stack(currentframe())]
         seen.append([*reversed(callers), "Output.write_in_turn"])
 
     client = world.client().channel()
