@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+from asyncio import _get_running_loop
 from collections.abc import Generator
+from contextlib import suppress
 from typing import Any
 
 from qflow_client.receipt import Outcome, Receipt
@@ -11,17 +14,21 @@ from qflow_client.settings import check_timeout
 
 __all__ = ["AsyncReceipt"]
 
+# Held while a waiter is registered, because the loops of several threads may wait for one receipt.
+_REGISTERING = threading.Lock()
+
 
 class AsyncReceipt(Receipt):
     """The receipt of one message that an `AsyncProducer` sent.
 
-    ``await receipt`` waits for the outcome without a limit; `result` takes a timeout. Any number of tasks may wait.
+    ``await receipt`` waits for the outcome without a limit; `result` takes a timeout. Any number of tasks may wait, in
+    any event loop.
     """
 
     __slots__ = ()
 
     def __await__(self) -> Generator[Any, None, Outcome]:
-        while self._outcome is None:
+        if self._outcome is None:
             yield from self._settled()
         return self._verdict()
 
@@ -41,8 +48,7 @@ class AsyncReceipt(Receipt):
         if self._outcome is None:
             try:
                 async with asyncio.timeout(timeout):
-                    while self._outcome is None:
-                        await self._settled()
+                    await self._settled()
             except TimeoutError:
                 pass
         return self._outcome is not None
@@ -67,17 +73,51 @@ class AsyncReceipt(Receipt):
         return self._verdict()
 
     def _settled(self) -> asyncio.Future[None]:
-        """Return a future that is done when the message is settled, or possibly earlier."""
-        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        first = self._waiter
-        if first is None or first.done():
-            self._waiter = future
-        else:
-            # Each task has a separate future, because a cancelled task cancels the future that it waits for.
-            first.add_done_callback(lambda _first: _wake(future))
+        """Return a future that is done when the message is settled."""
+        future = _Settled(loop=asyncio.get_running_loop())
+        with _REGISTERING:
+            first = self._waiter
+            if first is None or (isinstance(first, _Settled) and first.done()):
+                self._waiter = future
+            else:
+                if isinstance(first, _Settled):
+                    self._waiter = _Waiters((first,))
+                self._waiter.add(future)
+        if self._outcome is not None:
+            # Another thread may have settled the message before it could see the future.
+            future.set_result(None)
         return future
 
 
-def _wake(future: asyncio.Future[None]) -> None:
+class _Settled(asyncio.Future[None]):
+    """Wakes one task that waits for a receipt, in any loop."""
+
+    def set_result(self, result: None) -> None:
+        loop = self.get_loop()
+        if loop is _get_running_loop():
+            super().set_result(result)
+        else:
+            # A closed loop has no task that waits.
+            with suppress(RuntimeError):
+                loop.call_soon_threadsafe(_wake, self)
+
+
+class _Waiters(set[_Settled]):
+    """Wakes several tasks that wait for one receipt."""
+
+    def add(self, future: _Settled, /) -> None:
+        super().add(future)
+        # Tasks that stop waiting leave nothing here.
+        future.add_done_callback(self.discard)
+
+    def done(self) -> bool:
+        return False
+
+    def set_result(self, result: None) -> None:
+        for future in tuple(self):
+            _wake(future)
+
+
+def _wake(future: _Settled) -> None:
     if not future.done():
         future.set_result(None)

@@ -306,6 +306,25 @@ class _OtherLoop:
         self._loop.close()
 
 
+def test_tasks_of_two_loops_wait_for_one_receipt(run: Run, broker: Broker) -> None:
+    other = _OtherLoop(broker.url, True)
+    broker.withhold_confirms()
+    receipt = other.run(other.producer.send(b"m"))
+
+    async def main() -> list[Outcome]:
+        waiting = [asyncio.ensure_future(receipt.result(PATIENCE)) for _ in range(3)]
+        own = asyncio.ensure_future(asyncio.to_thread(other.run, receipt.result(PATIENCE)))
+        await soon(lambda: len(receipt._waiter or ()) == 4)
+        waiting[0].cancel()
+        broker.release_confirms()
+        return await asyncio.gather(*waiting[1:], own)
+
+    try:
+        assert run(main()) == [Outcome.CONFIRMED] * 3
+    finally:
+        other.close()
+
+
 @pytest.mark.parametrize("elsewhere", [True, False])
 def test_every_call_from_another_loop_raises_immediately(run: Run, broker: Broker, elsewhere: bool) -> None:
     other = _OtherLoop(broker.url, elsewhere)
