@@ -1,5 +1,5 @@
-"""The state of a producer and the rules for its messages, sans-I/O.
+"""The state of a producer and the rules for its messages, without I/O (sans-I/O).
 
-The caller reports events, and the core returns what to do. No module here uses threads, event loops, sockets, files or
-clocks. The entry point is `protocol`.
+The entry point is `protocol`: engines and drop-ins report events to it, and get the bytes to write. No module here uses
+threads, event loops, sockets, files or clocks.
 """

@@ -1,17 +1,18 @@
 """Admits messages. An admitted message has a number, and a receipt that will be settled.
 
-Admission is one operation: it increments `next_number` and appends the message to `unsent`, the messages that were
-never written. It changes no shared state before that. Admission is limited by the window and the rate (`limits`), by
-the holds on the gate, and by the unwritten bytes. A message that cannot be admitted now waits in line, see `sendline`.
+Producers and drop-ins call `send_at_once`, and then `send` if the first call admits nothing. If a message cannot be
+admitted now, it waits in line, and `SendLine` admits it later. Admission is one operation: it increments `next_number`
+and appends the message to `unsent`. It changes no shared state before that. Admission is limited by the window and the
+rate (see `limits`), by the holds of the gate, and by the number of unwritten bytes.
 
-`send_at_once` handles nearly every message. It takes no lock and is not a step. Between its first check of the limits,
-which are plain attributes, and its last assignment, it calls nothing. CPython runs no other thread, signal handler or
-finalizer between two instructions that call nothing. Other interpreters (PyPy, builds without the GIL) do not guarantee
-this, so `send_at_once` admits nothing there.
+`send_at_once` admits nearly every message. It takes no lock and is not a step. The limits that it checks are plain
+attributes, so it calls nothing between its first check and its last assignment. CPython runs no other thread, signal
+handler or finalizer between two instructions that call nothing. Other interpreters (PyPy, builds without the GIL) do
+not guarantee this, so `send_at_once` admits nothing there.
 
-A *plain* message is a body of bytes that fits into one frame. It has no properties of its own, so its frames have the
-length of its body plus `Route.cost`. All other messages are encoded when they are admitted, and the encoder computes
-their cost.
+The *cost* of a message is the size of its frames. A *plain* message is a body of bytes that fits into one frame. It has
+no properties of its own. Its cost is the length of its body plus `Route.cost`. For other messages the encoder computes
+the cost.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ __all__ = ["Admission", "is_undisturbed"]
 
 
 def is_undisturbed() -> bool:
-    """Whether no thread, signal or finalizer runs between instructions that call nothing: CPython with its GIL."""
+    """Whether the interpreter is CPython with its GIL, so that nothing runs between instructions that call nothing."""
     return sys.implementation.name == "cpython" and bool(getattr(sys, "_is_gil_enabled", lambda: True)())
 
 
@@ -45,14 +46,14 @@ class Admission:
 
     Args:
         settings: the producer's settings.
-        limits: what limits admission.
-        returns: finds the messages that a return names.
-        steps: whether the last step was completed.
+        limits: the limits of admission.
+        returns: finds the message for a ``Basic.Return``.
+        steps: records whether the last step was completed.
         id_prefix: the prefix of message ids that the producer assigns; ``None`` if it assigns none.
         receipt_type: the class of the receipts.
     """
 
-    # CPython (3.11) is fast with at most 30 attributes that have no slots.
+    # CPython 3.11 is slower if an object has more than 30 attributes without slots.
     __slots__ = (
         "_controller",
         "_is_simple",
@@ -77,7 +78,7 @@ class Admission:
         "window",
     )
 
-    #: Encodes for the open channel; set by `use_encoder`.
+    #: Encodes messages for the open channel; set by `use_encoder`.
     encoder: PublishEncoder
 
     def __init__(
@@ -90,7 +91,7 @@ class Admission:
         id_prefix: str | None,
         receipt_type: type[Receipt],
     ) -> None:
-        #: What limits admission.
+        #: The limits of admission.
         self.limits = limits
         #: The window of `limits`, here for speed.
         self.window = limits.window
@@ -98,20 +99,20 @@ class Admission:
         self.gate = limits.controller.gate
         self._returns = returns
         self.steps = steps
-        # Whether `send_at_once` may admit: the only limit is a window of messages, and nothing can interrupt it.
+        # Whether `send_at_once` may admit messages: the window is the only limit, and nothing can interrupt the change.
         self._is_simple = limits.is_plain and is_undisturbed()
-        #: Whether waiting messages are being admitted. A new message must not go before them.
+        #: True while `SendLine` admits waiting messages. A new message must not be admitted before them.
         self.is_granting = False
         self._max_unwritten = settings.max_unwritten_bytes
         #: The prefix of message ids that the producer assigns; ``None`` if it assigns none.
         self.id_prefix = id_prefix
         #: The class of the receipts.
         self.receipt_type = receipt_type
-        #: The number of the next message; prefix and number form its message id. Incrementing it admits a message.
+        #: The number of the next message. Its message id is `id_prefix` and this number.
         self.next_number = 1
         #: Admitted messages that were never written, in the order of admission.
         self.unsent: deque[Receipt] = deque()
-        #: Unwritten bytes of messages and of replies on the channel.
+        #: How many bytes of messages and of replies on the channel are not written yet.
         self.unwritten = 0
         #: Why nothing can be admitted any more; ``None`` while messages can be admitted.
         self.closed: str | None = None
@@ -121,23 +122,23 @@ class Admission:
         self.observer: MessageObserver | None = None
 
     def use_encoder(self, encoder: PublishEncoder, exchange: str, routing_key: str) -> None:
-        """Encode for another channel from now on.
+        """Encode messages for another channel from now on.
 
         Args:
-            encoder: of the channel.
+            encoder: the encoder of the channel.
             exchange: the default exchange of messages.
             routing_key: the default routing key.
         """
         self.encoder = encoder
         self._mark = encoder.mark
-        # The longest body that is a plain message; -1 if there are none, because each message needs a message id of its
-        # own.
+        # The longest body of a plain message. -1 if the producer assigns no message ids, because the frames of a plain
+        # message always contain one.
         self._max_plain = -1 if self.id_prefix is None else encoder.max_body
-        # The last route. An identity comparison is the cheapest way to find that the next message has the same route.
+        # The last route and its names. The next message usually has the same names, which an identity check finds fast.
         self._last = exchange, routing_key, encoder.route(exchange, routing_key)
 
     def use_store(self, store: Store) -> None:
-        """Keep messages in a store. Every admission is a step from now on. No message may have been admitted before."""
+        """Keep messages in a store. From now on every admission is a step. Call this before the first admission."""
         self.store = store
         self._is_simple = False
         if store.limiter is not None:
@@ -151,15 +152,15 @@ class Admission:
     # Sending.
 
     def send_at_once(self, payload: bytes | Message, exchange: str, routing_key: str) -> Receipt | None:
-        """Admit a message if the only limit is a window, and the window has room.
+        """Admit a message if the window is the only limit and has room.
 
-        This method needs no step: any thread may call it, also inside a step (E2).
+        This method is not a step. Any thread may call it, also while a step runs (E2).
 
         Returns:
-            Its receipt; ``None`` if `send` has to decide. Nothing has changed then.
+            The receipt. ``None`` if the caller must call `send` instead; nothing has changed then.
 
         Raises:
-            TypeError, ValueError: it cannot be encoded.
+            TypeError, ValueError: the message cannot be encoded.
         """
         last = self._last
         if exchange is last[0] and routing_key is last[1]:
@@ -168,7 +169,7 @@ class Admission:
             route = self.route(exchange, routing_key)
         receipt = self.receipt_type(payload, route, self.id_prefix)
         if type(payload) is bytes and 0 < (size := len(payload)) <= self._max_plain:
-            # As in `cost`; a call takes longer than the addition.
+            # Same as in `cost`. A call would take longer than the addition.
             cost = route.cost + size
         else:
             cost = self.prepare(receipt)
@@ -197,11 +198,11 @@ class Admission:
         """Admit a message if that is possible now.
 
         Returns:
-            Its receipt; ``None`` if the producer is flowed or other messages wait. Nothing has changed then.
+            The receipt. ``None`` if the producer is blocked (flowed) or other messages wait; nothing has changed then.
 
         Raises:
-            ProducerClosed: no message will ever be admitted again.
-            TypeError, ValueError: it cannot be encoded.
+            ProducerClosed: no message can be admitted any more.
+            TypeError, ValueError: the message cannot be encoded.
         """
         receipt, cost = self.make_receipt(payload, exchange, routing_key)
         if self._send(receipt, cost, now):
@@ -219,7 +220,7 @@ class Admission:
 
     def close(self, reason: str) -> None:
         """Admit nothing from now on."""
-        # With a closed gate, `send_at_once` does not have to check `closed`.
+        # `send_at_once` checks the gate, so it does not have to check `closed`.
         self.gate.shut()
         if self.closed is None:
             self.closed = reason
@@ -230,9 +231,9 @@ class Admission:
         """Admit a message. The caller has checked the limits.
 
         Args:
-            receipt: of the message.
-            cost: bytes of its frames.
-            since: when it began to wait, in seconds.
+            receipt: the receipt of the message.
+            cost: the size of its frames in bytes.
+            since: when the message began to wait, in seconds.
             now: seconds.
         """
         if self.store is not None:
@@ -253,10 +254,10 @@ class Admission:
         return receipt, self.prepare(receipt)
 
     def route(self, exchange: str, routing_key: str) -> Route:
-        """Return a route of the channel.
+        """Return the route for an exchange and a routing key, for the open channel.
 
         Raises:
-            TypeError, ValueError: it cannot be encoded.
+            TypeError, ValueError: one of the names cannot be encoded.
         """
         last = self._last
         if exchange is last[0] and routing_key is last[1] and last[2].made_by is self._mark:
@@ -269,12 +270,12 @@ class Admission:
         """Encode the properties of a message that was never written, and return the size of its frames in bytes.
 
         Raises:
-            TypeError, ValueError: they cannot be encoded.
+            TypeError, ValueError: the properties cannot be encoded.
         """
         payload = receipt._payload
         if type(payload) is bytes and 0 < (size := len(payload)) <= self._max_plain:
             receipt._prepared = None
-            # As in `cost`; a call takes longer than the addition.
+            # Same as in `cost`. A call would take longer than the addition.
             return receipt._route.cost + size
         message = payload if isinstance(payload, Message) else Message(payload)
         prepared = receipt._prepared = self.encoder.prepare(message, has_id=self.id_prefix is not None)
@@ -289,7 +290,7 @@ class Admission:
 
     @property
     def is_nearly_written(self) -> bool:
-        """Whether at most half of the allowed unwritten bytes are unwritten."""
+        """Whether `unwritten` is at most half of its limit, so that the hold of the socket can be lifted."""
         return self.unwritten <= self._max_unwritten // 2
 
     def count_unwritten(
@@ -298,14 +299,14 @@ class Admission:
         """Recount the unwritten bytes, and raise or lift the hold of the socket accordingly.
 
         Args:
-            others: returns the messages to be written that are not in `unsent`.
-            written_to: returns how many bytes are encoded for the socket and not written.
+            others: returns the messages to be sent again.
+            written_to: returns how many bytes of frames are made and not written.
             now: seconds.
         """
         while True:
             before = self.unwritten
             size = written_to() + sum(map(self.cost, (*others(), *self.unsent)))
-            # Other threads may have admitted messages meanwhile. Nothing runs between this check and the assignment.
+            # Other threads may have admitted messages meanwhile. None runs between this check and the assignment.
             if before == self.unwritten:
                 self.unwritten = size
                 break

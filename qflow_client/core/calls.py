@@ -1,14 +1,13 @@
-"""The calls that wait, for all producers and drop-ins: `send`, `flush`, `wait_unflowed` and `close`.
+"""The calls that may wait: `send`, `flush`, `wait_unflowed` and `close`. All producers and drop-ins share them.
 
-Each call is a generator. It takes steps of the protocol. When it has to wait, it yields the time until which to wait.
-Each skin has a driver for these generators, because a thread, a task and a polled connection wait in different ways.
-The driver
+Each call is a generator that takes steps of the protocol. When the call has to wait, it yields the time at which the
+wait ends. Each skin has its own driver for these generators, because threads, tasks and polled connections wait in
+different ways. The driver does the following:
 
-1. resumes the generator in the context where steps of the protocol are taken (under the lock, or in the loop), see
-   `resume`;
-2. then waits until the call's waiter is set, or until the time that was yielded;
-3. resumes the generator with the present time, and repeats this until there is a result;
-4. undoes the call if an exception such as ``KeyboardInterrupt`` is raised meanwhile: it withdraws the ticket, or
+1. It calls `resume` where steps of the protocol are allowed: under the lock, or in the loop.
+2. It waits until the call's waiter is set, or until the yielded time.
+3. It calls `resume` with the present time, and repeats steps 2 and 3 until the call has a result.
+4. If an exception such as ``KeyboardInterrupt`` is raised, the driver undoes the call: it withdraws the ticket, or
    forgets the waiter.
 
 A generator never undoes its call itself, because the garbage collector may close an abandoned generator on any thread.
@@ -30,15 +29,15 @@ __all__ = ["Call", "CannotWait", "close", "drain", "flush", "resume", "send", "w
 
 _T = TypeVar("_T")
 
-#: Yields the time until which to wait, in seconds; is resumed with the present time.
+#: Yields the time at which the wait ends, in seconds. Is resumed with the present time.
 Call = Generator[float, float, _T]
 
-# If the broker has not answered for this many seconds, a caller that ignores holds stops waiting for confirms.
+# `drain` stops waiting for confirms if the broker has not answered for this many seconds.
 _LULL = 0.5
 
 
 class CannotWait(NamedTuple):
-    """The error for a message that may not wait and cannot be admitted immediately."""
+    """The error for a message that is not allowed to wait, if it cannot be admitted immediately."""
 
     error: type[ProducerFlowed]
     #: What the caller can do, for the error's text.
@@ -50,10 +49,10 @@ def resume(call: Call[_T], now: float | None) -> tuple[float | None, _T | None]:
 
     Args:
         call: the call.
-        now: seconds; ``None`` to begin.
+        now: the present time in seconds; ``None`` to begin.
 
     Returns:
-        The time until which to wait, and ``None``. At the end, ``None`` and the result.
+        The time at which the wait ends, and ``None``. If the call has ended: ``None``, and its result.
     """
     try:
         return call.send(now), None  # type: ignore[arg-type]  # that is how a generator begins
@@ -67,13 +66,12 @@ def send(
     """Wait in line until a message is admitted.
 
     Args:
-        line: of the producer.
+        line: the line of the producer.
         ticket: the ticket of the message; its waiter is set when the ticket is decided.
         now: seconds.
-        cannot_wait: the error for the message of a callback that may not wait. The ticket has a timeout of 0 then, and
-            is at the front of the line for a moment.
-        notices: whether to return in time to log notices about waiting calls of `send`. Otherwise the skin calls
-            `SendLine.notice`.
+        cannot_wait: the error if the message would have to wait; ``None`` if it is allowed to wait. Callbacks use this
+            argument. Their tickets have a timeout of 0, and go to the front of the line.
+        notices: whether this call logs notices about the wait. If not, the skin calls `SendLine.notice`.
 
     Returns:
         The receipt.
@@ -101,7 +99,7 @@ def flush(protocol: ProducerProtocol, waiter: object, deadline: float) -> Call[b
     Args:
         protocol: the producer's state.
         waiter: the waiter to set when the messages are settled.
-        deadline: the end of the wait, in seconds.
+        deadline: when the wait ends at the latest, in seconds.
 
     Returns:
         Whether all of them are settled.
@@ -114,20 +112,20 @@ def flush(protocol: ProducerProtocol, waiter: object, deadline: float) -> Call[b
 def wait_unflowed(
     protocol: ProducerProtocol, waiter: object, deadline: float, now: float, *, in_callback: bool = False
 ) -> Call[bool]:
-    """Wait until the producer is unflowed.
+    """Wait until the producer is unflowed (not blocked).
 
     Args:
         protocol: the producer's state.
         waiter: the waiter to set when the producer is unflowed.
-        deadline: the end of the wait, in seconds.
+        deadline: when the wait ends at the latest, in seconds.
         now: seconds.
-        in_callback: as for `Waiters.when_unflowed`.
+        in_callback: see `Waiters.when_unflowed`.
 
     Returns:
         Whether the producer is unflowed.
 
     Raises:
-        ProducerClosed: the producer is closed and will never be unflowed.
+        ProducerClosed: the producer is closed, so it will never be unflowed.
     """
     if protocol.closed is None and protocol.waiters.when_unflowed(waiter, now, in_callback=in_callback):
         yield deadline
@@ -146,10 +144,10 @@ def close(
     Args:
         protocol: the producer's state.
         waiter: the waiter to set when the messages are settled.
-        deadline: the end of the wait, in seconds.
+        deadline: when the wait ends at the latest, in seconds.
         now: seconds.
         reason: why nothing is admitted.
-        waits_for_holds: False to wait only while the broker continues to answer.
+        waits_for_holds: whether to wait although holds delay the messages. If not, the wait may end early, see `drain`.
     """
     protocol.close(reason, now)
     if waits_for_holds:
@@ -159,12 +157,12 @@ def close(
 
 
 def drain(protocol: ProducerProtocol, waiter: object, deadline: float, now: float) -> Call[None]:
-    """Wait until all messages are settled, or the broker stops answering.
+    """Wait until all messages are settled. Stop earlier if a hold delays them, or if the broker stops answering.
 
     Args:
         protocol: the producer's state.
-        waiter: the waiter to set when the state must be checked again.
-        deadline: the end of the wait, in seconds.
+        waiter: the waiter to set when the messages are settled.
+        deadline: when the wait ends at the latest, in seconds.
         now: seconds.
     """
     before = -1
@@ -178,11 +176,11 @@ def drain(protocol: ProducerProtocol, waiter: object, deadline: float, now: floa
 
 
 def _has_stalled(protocol: ProducerProtocol, before: int, now: float) -> bool:
-    """Return whether a caller that ignores holds should stop waiting.
+    """Return whether `drain` should stop waiting.
 
-    A fast producer has the holds ``capacity`` and ``transport`` most of the time, because it waits for answers that are
-    on their way. So these two holds end the wait only if no answer comes for a while. The holds ``paused`` and ``rate``
-    do not delay admitted messages. The holds ``disconnected`` and ``refused`` delay all of them.
+    A fast producer has the holds ``capacity`` and ``transport`` most of the time, and the next answers lift them. So
+    these two holds end the wait only if no message was settled since the last check. The holds ``disconnected`` and
+    ``refused`` delay all messages, so they end the wait. ``paused`` and ``rate`` do not delay admitted messages.
 
     Args:
         protocol: the producer's state.

@@ -1,9 +1,9 @@
-"""Moves and settles messages when a channel opens or ends.
+"""Moves and settles messages when a channel opens or ends. `ProducerProtocol` and `Consequences` call it.
 
-A message may have arrived at the broker if its first byte was written. With the setting ``on_disconnect="republish"``
-such messages are sent again on the next channel, as second copies. They are sent in the order of admission, before all
-messages that were never written. With ``"fail"``, and at the end of the producer, every message is settled when the
-channel ends.
+If the first byte of a message was written, the message may have arrived at the broker. With the setting
+``on_disconnect="republish"`` such messages are sent again on the next channel, as second copies. They are sent in the
+order of admission, before all messages that were never written. With the setting ``"fail"``, every message is settled
+when the channel ends. Every message is also settled at the end of the producer.
 """
 
 from __future__ import annotations
@@ -26,29 +26,29 @@ from qflow_client.settings import OnDisconnect, ProducerSettings
 
 __all__ = ["INTERRUPTED", "Channel"]
 
-# Class and method id, as Channel.Close names them; (0, 0) if it names no method.
+# The class and method id in ``Channel.Close``; (0, 0) if it contains no method.
 _BASIC_PUBLISH = (60, 40)
 _NO_METHOD = (0, 0)
 
-#: The reason for the end of a channel or of the producer, if an interrupt has lost the real reason.
+#: The text for the end of a channel or of the producer, if the real reason was lost by an interrupt.
 INTERRUPTED = "the connection is lost"
 
-# The possible outcomes of a message in an outbox that no broker has answered.
+# If a message with one of these outcomes is in an outbox, the next producer sends it.
 _UNANSWERED = (Outcome.UNKNOWN, Outcome.FAILED, Outcome.NACKED)
 
 
 class Channel:
-    """The current channel of a producer; there is at most one at a time.
+    """The current channel of a producer, which has at most one channel at a time.
 
     Args:
         settings: the producer's settings.
         id_prefix: the prefix of message ids that the producer assigns; ``None`` if it assigns none.
-        encoder: makes the encoder of each channel.
+        encoder: the class of the encoders; each channel has its own encoder.
         admission: the admission, which has the messages that were never written.
         reports: collects the producer's news.
         unconfirmed: the messages on the wire.
         resending: the messages to be sent again.
-        settling: settles the other messages.
+        settling: settles messages.
     """
 
     __slots__ = (
@@ -86,20 +86,20 @@ class Channel:
         self._unconfirmed = unconfirmed
         self._resending = resending
         self._settling = settling
-        #: The channel number while a channel is open.
+        #: The number of the open channel; ``None`` if no channel is open.
         self.number: int | None = None
-        # Number and frame size of a channel that is opening; ``None`` otherwise.
+        # The number and the frame size of a channel while `open` runs; ``None`` otherwise.
         self._opening: tuple[int, int] | None = None
         #: Whether a channel was ever open.
         self.was_open = False
-        #: Whether no message may be written yet, because declarations of the program are being repeated.
+        #: True while declarations of the program are being repeated. No message may be written then.
         self.is_restoring = False
         #: Whether there will be no further channel.
         self.is_over = False
         self._reset(0, 0)
 
     def _reset(self, number: int, frame_max: int) -> None:
-        """Start with nothing on the wire, and encode for a channel. Number 0 means that there is no channel."""
+        """Forget the messages on the wire, and make an encoder for a channel. Number 0 stands for no channel."""
         settings = self._settings
         mandatory = settings.is_mandatory
         encoder = self._encoder(number, frame_max, id_prefix=self._id_prefix or "", mandatory=mandatory)
@@ -112,7 +112,7 @@ class Channel:
         """Continue with a new channel on which nothing was published yet.
 
         Args:
-            number: of the channel.
+            number: the number of the channel.
             frame_max: the negotiated frame size in bytes; 0 for no limit.
             now: seconds.
         """
@@ -130,14 +130,14 @@ class Channel:
         self._opening = None
 
     def _encode_all(self, now: float) -> None:
-        """Encode the admitted messages for the channel, and settle those that do not fit into its frames."""
+        """Encode the admitted messages for the channel, and settle the messages that do not fit into its frames."""
         admission, resending = self._admission, self._resending
         unfit, outcomes = [], []
         for receipt in (*resending.again, *admission.unsent):
             try:
                 self._encode(receipt)
             except Exception as error:
-                # This broker takes smaller frames than the broker for which the message was admitted.
+                # This broker accepts only smaller frames than the broker for which the message was admitted.
                 outcomes.append(self._outcome_at_end(receipt, ()))
                 receipt._reply = receipt._reply or (0, f"it cannot be encoded again: {error}")
                 unfit.append(receipt)
@@ -146,7 +146,7 @@ class Channel:
             self._discard_settled()
 
     def _encode(self, receipt: Receipt) -> None:
-        """Encode the properties of a message, as a second copy if it may have arrived."""
+        """Encode the properties of a message. If the message was written before, this is its second copy."""
         encoder = self._unconfirmed.encoder
         receipt._route = encoder.route(receipt.exchange, receipt.routing_key)
         if receipt._number in self._resending.copies:
@@ -164,12 +164,12 @@ class Channel:
     # Ending.
 
     def disconnect(self, reason: str, now: float, *, held: bool = True) -> None:
-        """Continue without a channel. The holds that the broker and the socket raised on it are lifted.
+        """Continue without a channel, and lift the holds of the broker and of the socket.
 
         Args:
-            reason: for people.
+            reason: the cause, as a text for people.
             now: seconds.
-            held: whether sends are held until the next channel.
+            held: whether calls of `send` are held until the next channel.
         """
         self.number = None
         self._resending.refusals.stop_clock(now)
@@ -180,27 +180,27 @@ class Channel:
             gate.lift(kind, now=now)
 
     def closed_by_broker(self, code: int, text: str, method: tuple[int, int], now: float) -> str:
-        """Handle the close of a channel because of a message. The broker does not report which message it was.
+        """Handle a channel that the broker has closed because of a message. The broker does not report which message.
 
         Args:
-            code: its reply code.
-            text: its reply text.
+            code: the broker's reply code.
+            text: the broker's reply text.
             method: class and method id in the broker's ``Channel.Close``.
             now: seconds.
 
         Returns:
-            Why calls of `send` are held, if the broker has no room; "" otherwise.
+            If the broker has no room, the reason to hold calls of `send`; otherwise "".
         """
         confirms, resending = self._settings.confirms, self._resending
         begun = self._unconfirmed.begun()
-        # The cause may be any message that was not returned. Without confirms it can also be a message that is settled
-        # already.
+        # The cause may be any message that was not returned. Without confirms, the cause may also be a message that is
+        # already settled.
         suspects: list[Receipt] = []
         if method in (_BASIC_PUBLISH, _NO_METHOD) and (confirms or self._unconfirmed.outbound.begun == 1):
             suspects = [each for each in begun if each._reply is None]
         no_room = resending.refusals.retries and means_no_room(code, text)
         # A message is known to be the cause only if it was alone, and no other message was abandoned on this channel.
-        # If the close contains no method, an operator may have closed the channel; that is unlikely to happen twice.
+        # If the close contains no method, an operator may have closed the channel. That is unlikely to happen twice.
         told = method == _BASIC_PUBLISH or any(each._number in resending.suspects.numbers for each in suspects)
         is_alone = len(suspects) == 1 and not self._unconfirmed.has_abandoned
         culprits = suspects if is_alone and told and not no_room else []
@@ -224,19 +224,19 @@ class Channel:
             if culprits:
                 suspects = []
             elif suspects and not resending.copies.intersection(each._number for each in suspects):
-                # If there are second copies, the reply text is ignored, because it may have led to the wrong messages
-                # before.
+                # If a suspect is a second copy, the reply text is ignored, because it may have pointed to the wrong
+                # messages before.
                 suspects = list(narrow_down(suspects, text))
             self.keep_unsettled(now, suspects, culprits, (code, text))
         return ""
 
     def lost(self, reason: str, now: float, *, shared: bool) -> None:
-        """The connection is lost, and another one will be made.
+        """Handle the loss of the connection. Another connection will be made.
 
         Args:
-            reason: for people.
+            reason: the cause, as a text for people.
             now: seconds.
-            shared: whether other publishers use the connection, and their messages may be the cause of the loss.
+            shared: whether other publishers use the connection too. If so, their messages may be the cause of the loss.
         """
         suspects: Sequence[Receipt] = ()
         if not shared:
@@ -265,12 +265,12 @@ class Channel:
             now: seconds.
             suspects: messages that are sent one at a time.
             culprits: messages that are settled instead.
-            reply: for the culprits.
-            outcome: for the culprits.
+            reply: the reply for the culprits.
+            outcome: the outcome of the culprits.
         """
         unsent, resending = self._admission.unsent, self._resending
         culprits = frozenset(culprits)
-        # The broker has answered a returned message, although its ack did not come.
+        # A return is the broker's answer, even if the ack of the message did not come.
         answered = [each for each in self._unconfirmed.flight.values() if each in culprits or each._reply is not None]
         outcomes = [outcome if each in culprits else Outcome.RETURNED for each in answered]
         self._settling.settle(answered, outcomes, now, reply)
@@ -294,7 +294,7 @@ class Channel:
         """Settle every message with the outcome that is known now.
 
         Args:
-            reason: for people.
+            reason: the cause, as a text for people.
             now: seconds.
             culprits: the messages that made the broker close the channel.
             reply: the broker's reply.
@@ -312,11 +312,11 @@ class Channel:
     def abandon(self, receipts: Sequence[Receipt], reason: str, now: float) -> None:
         """Settle messages with the outcomes that are known now, and do not send them.
 
-        There must be no frames that are encoded and not begun.
+        The caller has taken back all frames that are made and not begun.
 
         Args:
             receipts: the receipts of unsettled messages, in the order of admission.
-            reason: for people.
+            reason: the cause, as a text for people.
             now: seconds.
         """
         admission, resending, unconfirmed = self._admission, self._resending, self._unconfirmed
@@ -344,19 +344,19 @@ class Channel:
         else:
             outcome = Outcome.UNKNOWN if number in begun or number in resending.copies else Outcome.FAILED
         if self.is_over and self._admission.store is not None and outcome in _UNANSWERED:
-            # The next producer that uses the outbox sends it.
+            # The next producer that uses the outbox sends the message.
             return Outcome.STORED
         return outcome
 
     def unsettled(self) -> tuple[Receipt, ...]:
-        """The receipts of the unsettled messages, in the order of admission."""
+        """Return the receipts of the unsettled messages, in the order of admission."""
         written = sorted(
             (*self._resending.again, *self._unconfirmed.flight.values()), key=lambda receipt: receipt._number
         )
         return (*written, *self._admission.unsent)
 
     def oldest_unsettled(self) -> int:
-        """The lowest number of an unsettled message; the next number if all are settled."""
+        """Return the lowest number of an unsettled message; the next number if all messages are settled."""
         parts = (
             self._unconfirmed.oldest_number(),
             *(each[0]._number for each in (self._resending.again, self._admission.unsent) if each),
@@ -366,14 +366,17 @@ class Channel:
     # An unfinished step.
 
     def heal(self, now: float) -> None:
-        """Repair the state after an unfinished step: an unsettled message is in one place, a settled one in none."""
+        """Repair the state after an unfinished step.
+
+        Afterwards each unsettled message is in exactly one collection, and settled messages are in none.
+        """
         self._discard_settled()
         self._unconfirmed.heal(self._resending.again, self._admission.unsent)
         self._resending.heal(self._unconfirmed.tag_of)
         if self._opening is not None:
             self._open(now)
         elif self.number is None and self._settings.on_disconnect is OnDisconnect.FAIL:
-            # The interrupt may have come before the end of a channel had an effect. The same applies below.
+            # Repeat the end of the channel, because the interrupt may have come too early. The same applies below.
             self._end_again(now)
             self.settle_all(INTERRUPTED, now)
         elif self.number is None:
@@ -386,7 +389,6 @@ class Channel:
     def _discard_settled(self) -> None:
         self._resending.discard_settled()
         unsent = self._admission.unsent
-        # Iterate over a copy and remove one message after the other, because other threads may admit messages
-        # meanwhile.
+        # Iterate over a copy and remove the messages one by one, because other threads may admit messages meanwhile.
         for receipt in [each for each in tuple(unsent) if each._outcome is not None]:
             unsent.remove(receipt)

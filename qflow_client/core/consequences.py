@@ -1,7 +1,7 @@
-"""The actions that follow every step.
+"""The actions that follow a step: messages are sent again, waiting messages are admitted, and waiters are woken.
 
-If a step settles messages, or raises or lifts a hold, then messages are sent again, waiting senders are admitted, and
-waiters are woken. After an interrupted step the next step repairs the state, see `step`.
+`ProducerProtocol` calls them when a step has settled messages, or has raised or lifted a hold. This module also repairs
+the state after an interrupted step, see `step`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from qflow_client.receipt import Receipt
 
 __all__ = ["Consequences"]
 
-# Seconds until the next check of a message that should be sent now, while earlier bytes are not written.
+# If a message should be sent again now, but the socket is full: seconds until the next check.
 _LOOK_AGAIN = 0.05
 
 # The holds that also stop the writing of admitted messages.
@@ -25,10 +25,10 @@ _STOPS_WRITING = (HoldKind.CHANNEL_FLOW, HoldKind.CONNECTION_BLOCKED)
 
 
 class Consequences:
-    """What follows in one producer's protocol.
+    """The actions that follow the steps of one producer.
 
     Args:
-        parts: of the protocol.
+        parts: the parts of its protocol.
     """
 
     def __init__(self, parts: Parts) -> None:
@@ -40,9 +40,9 @@ class Consequences:
         parts.steps.heal, parts.steps.follow_up = self._heal, self._follow_up
 
     def update(self, now: float) -> None:
-        """Continue after messages were settled or taken off the wire."""
+        """Do what follows after messages were settled or taken off the wire."""
         if self._unreported.count and self._reports.settled:
-            # Before the settled messages make room for any sender.
+            # The hold must come before `proceed` admits senders.
             self.hold_unreported(now)
         if self._controller.waiting or not self._gate.is_open:
             self.proceed(now)
@@ -50,7 +50,7 @@ class Consequences:
             self._wake_settled()
 
     def proceed(self, now: float) -> None:
-        """Do what the time, the gate and the window allow."""
+        """Retry messages, admit waiting messages and wake waiters, as far as time, gate and limits allow."""
         self.retry(now)
         self._parts.line.grant(now)
         self._wake_settled()
@@ -62,9 +62,9 @@ class Consequences:
     # Messages to be sent again.
 
     def retry(self, now: float) -> None:
-        """Settle refused messages whose time is over, and let calls of `send` continue if no suspect comes before them.
+        """Settle refused messages whose time for retries is over, and lift holds that are not needed any more.
 
-        Suspects are sent one at a time, so new messages would have to wait for them.
+        Suspects are sent one at a time, before new messages. So calls of `send` are held while suspects wait.
         """
         parts, gate, resending = self._parts, self._gate, self._parts.resending
         if parts.channel.number is None or parts.channel.is_restoring:
@@ -84,7 +84,7 @@ class Consequences:
             gate.lift(HoldKind.DISCONNECTED, now=now)
 
     def next_retry(self, now: float) -> float | None:
-        """Return when a message will be sent again; ``None`` if time alone allows none."""
+        """Return when a message can be sent again; ``None`` if that depends on something else than time."""
         parts = self._parts
         if parts.channel.number is None or parts.unconfirmed.outbound.stopped:
             return None
@@ -94,19 +94,19 @@ class Consequences:
             # The next message is not on disk yet. It waits for the disk, not for a time.
             times = [at for at in times if at > now]
         if not parts.unconfirmed.outbound.is_empty:
-            # The message should be sent now, but the socket is full. Do not check it in a busy loop.
+            # The message should be sent now, but the socket is full. Wait before the next check, to avoid a busy loop.
             times = [max(at, now + _LOOK_AGAIN) for at in times]
         return min(times, default=None)
 
     # Holds.
 
     def lift(self, kind: str, now: float, source: str = "") -> None:
-        """Lift a hold, and admit the messages that waited for that."""
+        """Lift a hold, and admit the messages that waited for its end."""
         if self._gate.lift(kind, now=now, source=source) is not None or self._controller.waiting:
             self._parts.line.grant(now)
 
     def lift_transport(self, now: float) -> None:
-        """Lift the hold of the socket if at most half of the allowed bytes is unwritten."""
+        """Lift the hold of the socket if at most half of the allowed bytes are unwritten."""
         if self._parts.admission.is_nearly_written:
             self.lift(HoldKind.TRANSPORT, now)
 
@@ -116,7 +116,7 @@ class Consequences:
             self._unreported.hold_if_many(now)
 
     def lift_unreported(self, count: int, now: float) -> None:
-        """Record that `count` more receipts were reported to the application."""
+        """Record that `count` receipts were reported to the application. Lift the hold if few receipts are left."""
         if self._unreported.note_reported(count):
             self.lift(HoldKind.CAPACITY, now, ON_DELIVERY)
 
@@ -135,7 +135,7 @@ class Consequences:
         return self._parts.channel.is_over and self._parts.admission.closed is not None
 
     def apply_stops(self, now: float) -> None:
-        """Allow or forbid the writing of messages, according to the present holds."""
+        """Allow or stop the writing of messages, according to the present holds."""
         parts = self._parts
         stopped = (
             parts.writing.has_ended or parts.channel.is_restoring or any(map(self._gate.is_held_by, _STOPS_WRITING))
@@ -166,7 +166,7 @@ class Consequences:
 
         Args:
             receipts: the receipts of unsettled messages, in the order of admission.
-            reason: for people.
+            reason: the cause, as a text for people.
             now: seconds.
         """
         self._parts.writing.take_back()
@@ -187,7 +187,7 @@ class Consequences:
         """Settle every message, because there will be no further channel."""
         parts = self._parts
         parts.channel.is_over = True
-        # Closing on request is not flow control.
+        # If the application has closed the producer, this is not flow control, so there is no hold.
         parts.channel.disconnect(reason, now, held=parts.admission.closed is None)
         self.close(reason)
         parts.channel.settle_all(reason, now)
@@ -201,7 +201,7 @@ class Consequences:
         parts, now = self._parts, self._parts.steps.now
         parts.settling.heal()
         parts.channel.heal(now)
-        # Not `take_back`: the I/O thread may be giving the bytes to the socket.
+        # `take_back` is not allowed here, because the I/O thread may be passing its bytes to the socket.
         parts.writing.move_back()
         self.apply_stops(now)
         parts.admission.heal(parts.channel.unsettled)
@@ -218,7 +218,7 @@ class Consequences:
             self.close(parts.admission.closed)
 
     def _follow_up(self) -> None:
-        """Do what should have followed an unfinished step."""
+        """Do the actions that should have followed the unfinished step."""
         now = self._parts.steps.now
         self.lift_unreported(0, now)
         self._waiters.wake_unflowed()

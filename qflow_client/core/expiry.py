@@ -1,9 +1,9 @@
-"""Finds the messages that are unsettled for too long: the setting `delivery_timeout`.
+"""Finds the messages that are unsettled for longer than `delivery_timeout`. `Consequences` settles them.
 
-A message does not store its time of admission, so that admission costs nothing more. Instead a *mark* is set at
-intervals. A mark is a time and the number of the next message at that time. All messages with lower numbers were
-admitted before. When a mark is as old as `delivery_timeout`, these messages have expired. So no message expires too
-early. A message expires at most one interval too late, if the owner calls in time.
+To keep admission fast, a message does not store its time of admission. Instead, a *mark* is set at intervals. A mark is
+a time, and the number of the next message at that time. All messages with lower numbers were admitted before. When a
+mark is as old as `delivery_timeout`, these messages have expired. So no message expires too early. A message expires at
+most one interval too late, if the owner calls in time.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections import deque
 
 __all__ = ["Expiry"]
 
-# How many marks are set within a `delivery_timeout`, and the shortest interval between two marks in seconds.
+# How many marks are set during one `delivery_timeout`, and the shortest interval between two marks in seconds.
 _MARKS = 50
 _LEAST = 0.005
 
@@ -31,7 +31,7 @@ class Expiry:
         #: Seconds from the admission of a message until it expires.
         self.timeout = timeout
         self._period = max(_LEAST, timeout / _MARKS)
-        # Times, and the number of the next message at that time; the oldest first. Both increase.
+        # The marks, the oldest first. Their times and numbers increase.
         self._marks: deque[tuple[float, int]] = deque()
         self._next_mark_at = now
 
@@ -42,7 +42,7 @@ class Expiry:
         return self._next_mark_at
 
     def expired_before(self, next_number: int, now: float) -> int:
-        """Set a mark if it is time for one.
+        """Find the expired messages, and set a mark if it is time for one.
 
         Args:
             next_number: the number of the next message.

@@ -1,7 +1,7 @@
 """The limits of admission: the window of messages, the window of bytes, and the rate.
 
-The windows count unsettled messages: each admitted message takes room, and each settled message gives it back. A window
-can adapt its size (``capacity="auto"``). The flow controller asks all limits before it admits a message.
+An admitted message uses room in both windows until it is settled. With ``capacity="auto"``, the window of messages
+adapts its size. The flow controller checks all limits before a message is admitted.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Limits:
 
     Args:
         settings: the producer's settings.
-        line: the order in which waiting messages are served; by default first come, first served.
+        line: the order in which waiting messages are admitted; by default the order of their arrival.
 
     Raises:
         TypeError: `line` has the wrong type.
@@ -73,7 +73,7 @@ class Limits:
         self.max_capacity = settings.capacity_max if self.adaptive is not None else self.window.capacity
         #: Whether the window of messages is the only limit of admission.
         self.is_plain = len(parts) == 1
-        #: Asks the limits and the gate; holds the line of waiting messages.
+        #: Checks the limits and the gate, and keeps the line of waiting messages.
         self.controller = FlowController(
             parts[0] if self.is_plain else CompositeLimiter(parts), line=line, name=settings.name
         )
@@ -84,7 +84,7 @@ class Limits:
         self.controller.limiter = CompositeLimiter((self.controller.limiter, limiter))
 
     def set_capacity(self, capacity: int) -> None:
-        """Fix the size of the window. A lower capacity cancels no message: none is admitted until there is room (C6).
+        """Fix the size of the window. If it is full then, admitted messages stay, and new ones wait for room (C6).
 
         Raises:
             SettingsError: the setting `capacity` cannot have this value.
@@ -94,7 +94,7 @@ class Limits:
         self.window.capacity = self.max_capacity = capacity
 
     def release(self, receipts: Sequence[Receipt], now: float) -> None:
-        """Make room, because these messages are settled."""
+        """Free the room of settled messages."""
         if not receipts:
             return
         if self.adaptive is not None:
@@ -103,18 +103,18 @@ class Limits:
         self.controller.release(size, len(receipts))
 
     def give_back(self, size: int) -> None:
-        """Give back the room of a message that is not admitted."""
+        """Free the room of a message that is not admitted after all."""
         self.window.used -= 1
         if self.byte_window is not None:
             self.byte_window.used -= size
 
     def heal(self, unsettled: Callable[[], Sequence[Receipt]]) -> Sequence[Receipt]:
-        """Recount the used room, and return the unsettled receipts that were counted."""
+        """Recount the used room, and return the receipts of the unsettled messages."""
         while True:
             used = self.window.used
             receipts = unsettled()
             count = len(receipts)
-            # Other threads may have admitted messages meanwhile. Nothing runs between this check and the assignment.
+            # Other threads may have admitted messages meanwhile. None runs between this check and the assignment.
             if used == self.window.used:
                 self.window.used = count
                 break

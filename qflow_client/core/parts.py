@@ -1,4 +1,4 @@
-"""Makes the parts of one producer's protocol and connects them.
+"""Makes the parts of one producer's protocol, and connects them. `ProducerProtocol` makes one `Parts`.
 
 The constructor of each part receives the parts that it uses. So a part cannot use another part that is made later. Code
 that needs all parts is in `consequences`.
@@ -30,7 +30,7 @@ __all__ = ["Parts"]
 
 
 class Parts:
-    """Makes the parts. The arguments are those of `ProducerProtocol`."""
+    """The parts of one producer's protocol. The arguments are those of `ProducerProtocol`."""
 
     def __init__(
         self,
@@ -45,13 +45,13 @@ class Parts:
         encoder: type[PublishEncoder],
     ) -> None:
         prefix = id_prefix if settings.message_ids else None
-        #: Whether the last step was completed, and the time.
+        #: Whether the last step was completed, and its time.
         self.steps = Steps(now)
         #: The limits of admission.
         self.limits = Limits(settings, line)
         self.controller = self.limits.controller
         self.gate = self.controller.gate
-        #: Collects events, log entries, receipts and waiters to wake.
+        #: Collects flow events, log entries, settled receipts, and waiters to wake.
         self.reports = Reports(
             settings.name,
             self.gate,
@@ -67,7 +67,7 @@ class Parts:
         #: The messages to be sent again, before any new message.
         self.resending = Resending(settings.reconnect_delay_max, retries, settings.retry_for)
         self.resending.refusals.stop_clock(now)
-        #: Finds the message that a return names.
+        #: Finds the message for a ``Basic.Return``.
         self.returns = Returns(settings.is_mandatory, prefix, self.unconfirmed, self.resending)
         #: Admits messages.
         self.admission = Admission(
@@ -99,7 +99,7 @@ class Parts:
         self.channel = Channel(
             settings, prefix, encoder, self.admission, self.reports, self.unconfirmed, self.resending, self.settling
         )
-        #: Makes frames of messages.
+        #: Makes the frames of messages.
         self.writing = Writing(self.admission, self.unconfirmed, self.resending, self.channel)
         timeout = settings.delivery_timeout
         #: Finds messages that are unsettled for too long; ``None`` without `delivery_timeout`.

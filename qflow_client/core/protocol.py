@@ -1,43 +1,40 @@
-"""One AMQP publishing channel, sans-I/O: decides what happens to every message.
+"""Decides what happens to every message of one producer on its AMQP channel, without I/O (sans-I/O).
 
-The owner informs `ProducerProtocol` of events on the connection: a channel opened, the broker acked, the socket
-accepted bytes, time passed. The protocol returns the bytes to write. No module here uses threads, tasks, sockets or
-clocks. The owner calls one method at a time and passes the time in monotonic seconds. The protocol has one part for
-each decision, listed here in the order in which a message reaches them:
+The *owner* is the I/O thread or the event loop. It reports the events of the connection to `ProducerProtocol`: a
+channel opened, the broker acked, the socket accepted bytes, time passed. It gets back the bytes to write. It calls one
+method at a time, and passes the time in monotonic seconds. A *skin* is the code with I/O around the protocol: a
+producer's engine, or a drop-in for another library.
 
-* `line` keeps messages that cannot be admitted now, and `admission` admits them when `limits` and the gate allow it;
-* `Writing` makes their frames, and `unconfirmed` has the messages on the wire of the channel;
-* `settling` applies the broker's answers, and `returns` finds the message that a return names;
-* `resending` has the messages to be sent again, and decides when they are sent;
-* `channel` moves messages when a channel opens or ends;
-* `reports` collects news for the application; `waiters` and `unreported` keep the callers and receipts that need it.
+The protocol has one part for each decision. A message reaches the parts in this order:
 
-Until a message is settled, it is in exactly one of three places:
+* `line` keeps messages that cannot be admitted now. `admission` admits messages when `limits` and the gate allow it.
+* `Writing` makes the frames of messages. `unconfirmed` has the messages on the wire of the channel.
+* `settling` applies the broker's answers. `returns` finds the message for a ``Basic.Return``.
+* `resending` has the messages to be sent again, and decides when they are sent.
+* `channel` moves messages when a channel opens or ends.
+* `reports` collects news for the application. `waiters` has the callers to wake. `unreported` counts settled receipts.
 
-* `admission.unsent`: the message is admitted, and no byte of it was ever written;
-* `unconfirmed.flight`: the message has a delivery tag, because its frames are made for the open channel;
-* `resending.again`: the message was written before, so it will be sent again, marked as a second copy. It may have
-  arrived, or one queue refused it and another queue took it.
+From its admission until it is settled, a message is in exactly one of three collections:
+
+* `admission.unsent`: no byte of the message was ever written.
+* `unconfirmed.flight`: the message has a delivery tag, because its frames are made for the open channel.
+* `resending.again`: the message was written before, and will be sent again, marked as a second copy. The first copy may
+  have arrived. If a queue refused it, another queue may have accepted it.
 
 A message moves from `unsent` or `again` to `flight` when the socket accepts more bytes (`data_to_write`). It moves back
 in three cases: the broker stops the channel before the first byte of the message is written; the channel ends; the
-broker refuses the message because it has no room. `settling` removes it for good. `unsent` and `again` are always in
-the order of admission, and `again` goes first. So first copies are always sent in the order of admission.
+broker has no room and refuses the message. `settling` removes a message when it is settled. `unsent` and `again` are
+always in the order of admission, and `again` goes first. So first copies are always sent in the order of admission.
 
 Example, with `retry_for`: a message is refused, then its connection is lost, then the broker stops the new channel
 (``Channel.Flow``). The refusal moves the message into `again`, encodes it as a second copy, and begins a pause. The
 loss leaves it there, and stops the clock of `retry_for`. When a channel opens, the message is encoded for that channel.
-While the channel is stopped, no message is sent and the clock stands still. When the broker restarts the channel and
-the pause is over, the oldest message of `again` is sent alone, as a probe. The other messages of `again` follow when
-the broker confirms the probe, and then the unsent messages.
+While the channel is stopped, no message is sent and the clock stands still. When the broker has restarted the channel
+and the pause is over, the oldest message of `again` is sent alone, as a probe. When the broker confirms the probe, the
+other messages of `again` are sent, and then the unsent messages.
 
-`Consequences` contains the actions that follow every step: messages are tried again, waiting senders are admitted, and
-waiters are woken. All public methods that change state are steps, see `step`. Three of them are called every few
-messages and are written as steps by hand. `Parts` makes the parts and connects them.
-
-The *owner* is the I/O thread or the event loop. A *skin* surrounds the protocol with I/O: it is a producer's engine, or
-a drop-in for another library. Ids such as E1, C6 and J7 are lines of the specification. The names of tests contain
-them.
+All public methods that change state are steps, see `step`. `Consequences` has the actions that follow a step. Ids such
+as E1, C6 and J7 refer to lines of the specification. The names of tests contain these ids.
 """
 
 from __future__ import annotations
@@ -65,11 +62,11 @@ class ProducerProtocol:
         id_prefix: the prefix of the message ids that the producer assigns; the number in 12 hexadecimal digits follows.
         receipt_type: the class of the receipts.
         now: seconds.
-        wall_offset: added to `now`, it gives seconds since 1970.
-        line: the order in which waiting messages are served; by default first come, first served.
-        retries: the pauses before messages are sent again that the broker refused because it had no room; ``None`` to
-            settle them instead.
-        encoder: makes the encoder of each channel.
+        wall_offset: the number to add to `now` to get seconds since 1970.
+        line: the order in which waiting messages are admitted; by default the order of their arrival.
+        retries: the pauses before refused messages are sent again; ``None`` to settle refused messages. A message is
+            refused if the broker has no room for it.
+        encoder: the class of the encoders; each channel has its own encoder.
 
     Raises:
         TypeError: `line` has the wrong type.
@@ -99,7 +96,7 @@ class ProducerProtocol:
         )
         self.parts = parts
         self.settings = settings
-        # Parts that skins use; `Parts` describes each.
+        # The parts that skins use. `Parts` describes each of them.
         self.steps, self.limits, self.window = parts.steps, parts.limits, parts.limits.window
         self.controller, self.gate = parts.controller, parts.gate
         self.reports, self.waiters = parts.reports, parts.waiters
@@ -119,17 +116,17 @@ class ProducerProtocol:
 
     @property
     def in_flight(self) -> int:
-        """How many of the unsettled messages have begun to be written."""
+        """How many unsettled messages are written, at least in part."""
         return self._unconfirmed.in_flight
 
     @property
     def unwritten(self) -> int:
-        """Unwritten bytes of messages and of replies on the channel."""
+        """How many bytes of messages and of replies on the channel are not written yet."""
         return self.admission.unwritten
 
     @property
     def has_output(self) -> bool:
-        """Whether the owner should get the bytes to write: there are bytes that do not wait for the disk."""
+        """Whether the owner should call `data_to_write`: there are bytes that do not wait for the disk."""
         store = self.admission.store
         return self.admission.unwritten > 0 and (store is None or not store.keeps_all_back)
 
@@ -150,14 +147,14 @@ class ProducerProtocol:
 
     @property
     def wants_channel(self) -> bool:
-        """Whether a channel is needed: messages may be admitted, or wait to be sent."""
+        """Whether a channel is needed, because messages can be admitted or are not settled."""
         if self.closed is None or self.window.used > 0:
             return True
         store = self.admission.store
         return store is not None and store.has_backlog and not self.channel.is_over
 
     def flow_seen(self, now: float) -> FlowState:
-        """The flow state as last computed. The call changes nothing, so it is not a step."""
+        """Return the flow state as last computed. The call changes nothing, so it is not a step."""
         since = self.gate.closed_since
         return FlowState(
             self.reports.holds,
@@ -171,13 +168,13 @@ class ProducerProtocol:
 
     @step
     def flow_state(self, now: float) -> FlowState:
-        """The present flow state."""
+        """Compute and return the present flow state."""
         self.controller.look(now)
         return self.flow_seen(now)
 
     @step
     def set_capacity(self, capacity: int, now: float) -> None:
-        """Fix the window, see `Limits.set_capacity`."""
+        """Fix the size of the window, see `Limits.set_capacity`."""
         self.limits.set_capacity(capacity)
         self.line.grant(now)
 
@@ -188,14 +185,14 @@ class ProducerProtocol:
 
     @step
     def lift(self, kind: str, now: float, *, source: str = "") -> None:
-        """Lift a hold, and admit the messages that waited for that."""
+        """Lift a hold, and admit the messages that waited for its end."""
         self.consequences.lift(kind, now, source)
 
     @step
     def take_settled(self, now: float) -> list[Receipt]:
         """Return the settled receipts. The skin reports each to the application, and then calls `reported`."""
         self.consequences.hold_unreported(now)
-        # This comes last, so no interrupt comes between it and the return to the caller.
+        # This is the last call, so that no interrupt comes between it and the return to the caller.
         return self._unreported.take()
 
     @step
@@ -208,7 +205,7 @@ class ProducerProtocol:
         """Settle an admitted message as *failed*, unless a byte of it was written. The receipt is not reported.
 
         Returns:
-            Whether the message was not sent and never will be.
+            True if the message is withdrawn and will never be sent.
         """
         self._writing.take_back()
         unsent = self.admission.unsent
@@ -226,7 +223,7 @@ class ProducerProtocol:
 
     @step
     def attach_store(self, store: Store, now: float) -> None:
-        """Keep messages in a store from now on. No message may have been admitted before; senders may wait already.
+        """Keep messages in a store from now on. Call this before the first admission; senders may be waiting already.
 
         Args:
             store: an outbox.
@@ -245,21 +242,21 @@ class ProducerProtocol:
 
     @step
     def start_in_background(self, now: float) -> None:
-        """Report that there is no connection yet, because the application can already use the producer."""
+        """Report the hold ``disconnected``, because the application does not wait for the first connection."""
         self.reports.start_in_background(now)
 
     @step
     def channel_opened(self, channel: int, frame_max: int, now: float, *, restores: bool = False) -> None:
-        """Handle a new channel. Its first publish has delivery tag 1.
+        """Handle a new channel. The first message on it has delivery tag 1.
 
         The channel is in confirm mode if the setting `confirms` is on.
 
         Args:
-            channel: its number.
+            channel: the number of the channel.
             frame_max: the negotiated frame size in bytes; 0 for no limit.
             now: seconds.
-            restores: whether declarations are being repeated. Until `restored` is called, sends are held and no message
-                is sent.
+            restores: whether declarations are being repeated. If so, calls of `send` are held and no message is written
+                until `restored` is called.
         """
         self.channel.is_restoring = restores
         self.consequences.expire(now)
@@ -268,26 +265,26 @@ class ProducerProtocol:
         self.consequences.apply_stops(now)
         self.consequences.retry(now)
         if not self.channel.was_open and self.gate.is_open:
-            # The time before the first connection is not flow control.
+            # The time before the first connection does not count as flow control.
             self.gate.forget_past()
         self.channel.was_open = True
         self.consequences.proceed(now)
 
     @step
     def restored(self, now: float) -> None:
-        """The declarations are repeated, so messages may be sent."""
+        """Allow messages to be sent, because the declarations are repeated."""
         self.channel.is_restoring = False
         self.consequences.apply_stops(now)
         self.consequences.proceed(now)
 
     @step
     def channel_closed(self, code: int, text: str, method: tuple[int, int], now: float) -> None:
-        """Handle a channel that the broker closed because of an unnamed message. The next channel continues without it.
+        """Handle a channel that the broker has closed because of a message, see `Channel.closed_by_broker`.
 
         Args:
-            code: its reply code.
-            text: its reply text.
-            method: class and method id that it names.
+            code: the broker's reply code.
+            text: the broker's reply text.
+            method: class and method id in the broker's ``Channel.Close``.
             now: seconds.
         """
         reason = f"the broker closed the channel: {code} {text}"
@@ -302,21 +299,21 @@ class ProducerProtocol:
         """Handle the loss of a connection, or the end of the attempts to connect.
 
         Without `reconnects`, all unsettled messages are settled, and nothing is admitted any more. With `reconnects`,
-        the setting `on_disconnect` decides: either unsettled messages are settled too, or they stay unsettled. In the
-        second case they are sent on the next connection, in order and before new messages. Messages that may have
+        the setting `on_disconnect` decides: the unsettled messages are settled, or they are sent on the next
+        connection. On that connection they keep their order and come before new messages. Messages that may have
         arrived are sent with the header `REPUBLISHED`.
 
         Args:
-            reason: for people.
+            reason: the cause, as a text for people.
             now: seconds.
             reconnects: whether another connection will be made if one is wanted.
-            shared: whether other publishers use the connection, and their messages may be the cause of the loss.
+            shared: whether other publishers use the connection too. If so, their messages may be the cause of the loss.
 
         Returns:
             Whether another connection is wanted.
         """
         if reconnects and self.wants_channel:
-            # A flush during the closing is held, too.
+            # There is a hold even while the producer closes, because `flush` still waits.
             self.channel.disconnect(reason, now)
             self.channel.lost(reason, now, shared=shared)
         else:
@@ -328,9 +325,9 @@ class ProducerProtocol:
 
     @step
     def on_flow(self, active: bool, now: float) -> None:
-        """Handle ``Channel.Flow``. The reply is written immediately, but not inside a partly written message (J7)."""
+        """Handle ``Channel.Flow``. The reply is written as soon as no message is partly written (J7)."""
         if self.channel.number is None:
-            # The channel is gone, so no reply is needed.
+            # The channel has ended, so no reply is needed.
             return
         self._writing.take_back()
         self._writing.put_control(flow_ok(self.channel.number, active))
@@ -371,7 +368,7 @@ class ProducerProtocol:
 
     @step
     def on_return(self, code: int, text: str, exchange: str, routing_key: str, header: bytes, body: bytes) -> None:
-        """Handle ``Basic.Return``: no queue took a mandatory message. Its ack follows.
+        """Handle ``Basic.Return``: a mandatory message was routed to no queue. The ack of the message follows.
 
         Args:
             code: the reply code.
@@ -385,7 +382,7 @@ class ProducerProtocol:
 
     @step
     def put_control(self, frame: bytes) -> None:
-        """Write a frame of the channel after the messages whose frames are made."""
+        """Write a frame of the channel after the frames that are already made."""
         self._writing.put_control(frame)
 
     # Events of the socket.
@@ -404,7 +401,7 @@ class ProducerProtocol:
         """Record that the socket accepted `count` bytes of `data_to_write`.
 
         Returns:
-            True if they end at a frame border, so that other frames may be written on the connection.
+            True if these bytes end at a frame border. Then other frames may be written on the connection.
         """
         steps = self.steps
         if steps.is_unfinished:
@@ -424,9 +421,9 @@ class ProducerProtocol:
             self.consequences.lift_transport(now)
 
     def take_output(self, now: float) -> bytes:
-        """Same as `data_to_write` without a limit and `advance`, for an owner that passes on any amount of bytes.
+        """Return all bytes to write, and record that they are written.
 
-        It takes half the time.
+        For owners that accept any number of bytes. The call takes half the time of `data_to_write` and `advance`.
         """
         steps = self.steps
         if steps.is_unfinished:
@@ -440,7 +437,7 @@ class ProducerProtocol:
 
     @property
     def unfinished(self) -> bytes:
-        """The unwritten rest of frames that are partly written; empty at a frame border."""
+        """The unwritten bytes of frames that are partly written; empty at a frame border."""
         return self._unconfirmed.outbound.unfinished
 
     @property
@@ -450,17 +447,17 @@ class ProducerProtocol:
 
     @property
     def is_stopped(self) -> bool:
-        """Whether the writing of further messages is stopped."""
+        """Whether no further message may be written now."""
         return self._unconfirmed.outbound.stopped
 
     @property
     def has_answer(self) -> bool:
-        """Whether a reply is to be written that the broker's stop does not delay."""
+        """Whether a reply to the broker is not written yet. A stop of the channel does not delay replies."""
         return not self._unconfirmed.outbound.is_empty
 
     @step
     def end_writing(self) -> bool:
-        """Start no further message. Return True if no message is partly written."""
+        """Write no further message on this channel. Return True if no message is partly written."""
         self._writing.has_ended = True
         self._writing.take_back()
         return self._unconfirmed.outbound.stop()
@@ -483,6 +480,6 @@ class ProducerProtocol:
 
     @step
     def on_timer(self, now: float) -> None:
-        """Do everything whose time has come."""
+        """Settle expired messages, and do everything else that time alone allows."""
         self.consequences.expire(now)
         self.consequences.proceed(now)

@@ -1,12 +1,12 @@
-"""The refusals of a broker that has no room: when to try again, and for how long.
+"""The refusals of a broker without room: when to send the messages again, and for how long. `Resending` uses it.
 
-After the first refusal nothing is sent until a pause is over. Then one message is sent as a *probe*. If the broker
-refuses the probe, another message is sent after a longer pause. If the broker confirms the probe, there is room again
-and all messages are sent.
+After the first refusal, no message is sent until a pause is over. Then one message is sent as a *probe*. If the broker
+refuses the probe, another probe is sent after a longer pause. If the broker confirms the probe, the broker has room
+again, and all messages are sent.
 
-A message is tried again until `retry_for` seconds have passed since its first refusal. The clock for these seconds
-stops while no retry is possible: while there is no connection, or while the broker has stopped it (E5). The pause
-before a probe continues meanwhile.
+A message is sent again until `retry_for` seconds have passed since its first refusal. The clock for these seconds stops
+while no retry is possible: while there is no connection, or while the broker blocks the connection or stops the channel
+(E5). The pause before a probe does not stop.
 
 When the time for retries is over, a message is settled as *nacked* if a refusal was the last answer. It is settled as
 *unknown* if its next copy was written on a channel that ended without an answer.
@@ -23,7 +23,7 @@ from qflow_client.receipt import Outcome, Receipt
 
 __all__ = ["Pauses", "Refusals", "means_no_room"]
 
-# Reply texts of a broker without room. The codes 311 and 506 mean this without such a text.
+# Words in the reply text of a broker without room. The codes 311 and 506 mean this with any text.
 _NO_ROOM = re.compile(r"\b(disk|memory|space|full|resources?)\b", re.IGNORECASE)
 
 
@@ -38,7 +38,7 @@ def means_no_room(code: int, text: str) -> bool:
 
 
 class Pauses(Protocol):
-    """Computes how long to wait before the next try."""
+    """Computes the pauses before probes."""
 
     def begin(self, now: float) -> None:
         """Begin with the shortest pause."""
@@ -52,7 +52,7 @@ class Refusals:
 
     Args:
         pauses: computes the pauses before probes; ``None`` if refused messages are settled instead.
-        retry_for: seconds after its first refusal during which a message is tried again.
+        retry_for: seconds for which a message is sent again after its first refusal.
     """
 
     __slots__ = (
@@ -69,7 +69,7 @@ class Refusals:
     def __init__(self, pauses: Pauses | None, retry_for: float) -> None:
         self._pauses = pauses
         self._retry_for = retry_for
-        # The time of each message's first refusal, by number and in the time of `_clock`.
+        # The time of each message's first refusal, by number. The times are those of `_clock`.
         self._first_refused: dict[int, float] = {}
         # Numbers of refused messages that were written again, on a channel that ended before the broker answered.
         self._unanswered: set[int] = set()
@@ -77,7 +77,7 @@ class Refusals:
         self.retry_at: float | None = None
         #: The probe in flight; ``None`` if there is none.
         self.probe: Receipt | None = None
-        # When the clock stopped (``None`` while it runs), and for how many seconds it was stopped before.
+        # When the clock stopped (``None`` while it runs), and how many seconds its earlier stops have lasted.
         self._stopped_at: float | None = None
         self._stopped_for = 0.0
 
@@ -108,8 +108,7 @@ class Refusals:
         """Record a refusal.
 
         Returns:
-            True if the message is to be settled, because its time is over or it was returned. False if it is tried
-            again.
+            True if the message must be settled, because its time is over or it was returned. False if it is sent again.
         """
         self._first_refused.setdefault(receipt._number, self._clock(now))
         self._unanswered.discard(receipt._number)
@@ -131,7 +130,7 @@ class Refusals:
 
         Args:
             unsettled: numbers of the messages that may be sent again.
-            unanswered: messages that were written on the channel and not answered.
+            unanswered: messages that were written on the channel, and that the broker has not answered.
         """
         self.forget_others(unsettled)
         self._unanswered.update(receipt._number for receipt in unanswered if self.is_refused(receipt))
@@ -142,19 +141,19 @@ class Refusals:
         self._unanswered.discard(receipt._number)
 
     def outcome(self, receipt: Receipt) -> Outcome:
-        """Return the outcome of a refused message that is not tried again."""
+        """Return the outcome of a refused message that is not sent again."""
         if receipt._reply is not None:
             return Outcome.RETURNED
         return Outcome.UNKNOWN if receipt._number in self._unanswered else Outcome.NACKED
 
     def is_over(self, receipt: Receipt, now: float) -> bool:
-        """Whether a message is not tried again, because it was refused for too long or was returned."""
+        """Whether the retries of a message end, because its time is over or it was returned."""
         since = self._first_refused.get(receipt._number, math.inf)
         return receipt._reply is not None or self._clock(now) >= since + self._retry_for
 
     def next_over(self, now: float) -> list[float]:
-        """Return when the first refused message, apart from the probe, is settled; empty if there is none."""
-        # The dict is in the order of the first refusals. Times of settled messages have passed, or do no harm.
+        """Return the next time at which the retries of a message other than the probe end; empty if there is none."""
+        # The dict is in the order of the first refusals. Entries of settled messages do no harm.
         probe = 0 if self.probe is None else self.probe._number
         clock = self._clock(now)
         ends = (at + self._retry_for - clock for number, at in self._first_refused.items() if number != probe)
@@ -184,7 +183,7 @@ class Refusals:
         if is_first:
             self._pauses.begin(now)
         if is_first or was_probe:
-            # The pause ends at the latest when the time of the oldest refused message is over.
+            # The pause ends at the latest when the retries of the oldest refused message end.
             clock = self._clock(now)
             oldest = min((self._first_refused[each._number] for each in again if self.is_refused(each)), default=clock)
             left = max(0.0, oldest + self._retry_for - clock)
@@ -196,7 +195,7 @@ class Refusals:
         return self.retry_at is None or (self.probe is None and now >= self.retry_at)
 
     def note_sent(self, receipt: Receipt) -> None:
-        """Record that a message is sent. It is the probe if the broker had no room."""
+        """Record that a message is sent. If the broker has no room, this message is the probe."""
         if self.retry_at is not None:
             self.probe = receipt
 

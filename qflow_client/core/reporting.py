@@ -1,7 +1,7 @@
 """Collects the news of a producer: settled receipts, flow events, log entries, and waiters to wake.
 
-This module makes no decisions. The state collects its news in `Reports`. The skin takes the news after each step and
-passes it on outside its lock.
+This module makes no decisions. The other modules of the core add their news to `Reports`. After each step, the skin
+takes the news and passes it to the application, outside its lock.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ __all__ = ["LogEntry", "MessageObserver", "Reports", "is_logged", "log_entry"]
 
 logger = logging.getLogger("qflow_client")
 
-# A level, a text, its arguments, the code that logs it, and the line of that code.
+# A level, a text, its arguments, the code object that logs the entry, and the line number.
 LogEntry = tuple[int, str, tuple[object, ...], CodeType, int]
 
-# Holds that come and go with every burst are logged at the level DEBUG only.
+# Other holds begin and end with every burst of messages, so they are logged at the level DEBUG.
 _LOG_LEVELS: dict[str, int] = {
     HoldKind.CHANNEL_FLOW: logging.INFO,
     HoldKind.PAUSED: logging.INFO,
@@ -48,7 +48,7 @@ class MessageObserver(Protocol):
     peer: tuple[str, int] | None
 
     def settled(self, receipts: Sequence[Receipt], now: float) -> None:
-        """Called with one or more receipts that are settled together. Second copies may come before older messages.
+        """Called with receipts that are settled together. A second copy may come before an older message.
 
         Args:
             receipts: the receipts.
@@ -59,8 +59,8 @@ class MessageObserver(Protocol):
         """Called with a message that was put into the outbox, to be sent later.
 
         Args:
-            payload: the payload that the application sent; another object is read from the outbox later.
-            receipt: its receipt, which is not settled.
+            payload: the payload that the application sent. Another object is read from the outbox later.
+            receipt: the unsettled receipt of the message.
         """
 
     def record(self, *, now: float) -> None:
@@ -75,12 +75,12 @@ class Reports:
     """The news of one producer.
 
     Args:
-        name: the producer's, for events and logs.
-        gate: its holds.
-        wall_offset: added to the caller's seconds, it gives seconds since 1970.
+        name: the name of the producer, for events and logs.
+        gate: the gate with the producer's holds.
+        wall_offset: the number to add to the caller's times to get seconds since 1970.
         counts: returns how many messages were admitted, how many are unsettled, and the capacity.
-        max_failed_bytes: the most bytes of failed receipts that are kept.
-        max_events: the most flow events that are kept until they can be passed on.
+        max_failed_bytes: the maximum size of the failed receipts that are kept, in bytes.
+        max_events: how many flow events are kept when older ones are dropped.
     """
 
     __slots__ = (
@@ -118,7 +118,7 @@ class Reports:
         self._gate = gate
         self._wall_offset = wall_offset
         self._counts = counts
-        # Waiters to wake. The skin takes this list and the four collections that follow.
+        # Waiters to wake. The skin takes this list, `settled`, `events`, `lost_events` and `logs`.
         self.wake: list[Any] = []
         #: Settled receipts; ``None`` if no listener needs all of them.
         self.settled: list[Receipt] | None = None
@@ -126,7 +126,7 @@ class Reports:
         self.events: list[FlowEvent] | None = None
         #: How many flow events were dropped since the skin took `events`, by the kind of their hold.
         self.lost_events: dict[str | None, int] = {}
-        # The holds that are raised and reported.
+        # The raised holds that are reported.
         self._reported: set[Hold] = set()
         # Whether the application waits for the first connection. There is no event for the end of that wait.
         self._is_starting = True
@@ -134,17 +134,17 @@ class Reports:
         self.logs: list[LogEntry] = []
         #: Failed receipts that are not reported to the application yet, in the order of their failures.
         self.failures: deque[Receipt] = deque()
-        #: How many failed receipts were dropped since `take_dropped` before the application looked at them.
+        #: The number of unseen failed receipts that were dropped since `take_dropped`.
         self.dropped = 0
-        #: Whether nothing more is admitted. Then all failures are kept, because there are at most as many as unsettled
-        #: messages.
+        #: True when nothing is admitted any more. Then all failures are kept, because the number of unsettled messages
+        #: limits them.
         self.is_ending = False
         # The bytes of `failures`, and their limit.
         self._failed_bytes = 0
         self._max_failed_bytes = max_failed_bytes
         self._max_events = max_events
-        # How many more failures there will be before the next sweep, which removes the receipts that the application
-        # has seen.
+        # How many failures may be added before the next sweep. A sweep removes the receipts that the application has
+        # seen.
         self._sweep_in = _SWEEP_FROM
 
     @property
@@ -155,14 +155,14 @@ class Reports:
     # Receipts.
 
     def settle_unadmitted(self, receipt: Receipt, outcome: Outcome) -> None:
-        """Settle a receipt that takes no room in the window."""
+        """Settle a receipt that uses no room in the window."""
         receipt._outcome = outcome
         if receipt._waiter is not None:
             self.wake.append(receipt._waiter)
         self.add_settled((receipt,))
 
     def add_settled(self, receipts: Sequence[Receipt]) -> None:
-        """Pass settled receipts on to `settled`, or only the failed receipts to `failures`."""
+        """Add settled receipts to `settled`. If no listener needs all of them, add the failed ones to `failures`."""
         if self.settled is not None:
             self.settled += receipts
         else:
@@ -171,7 +171,7 @@ class Reports:
     def add_failures(self, receipts: Iterable[Receipt]) -> None:
         """Keep failed receipts for the next `flush` or `close`.
 
-        Older failures are dropped if there is no room for these. Receipts that fail together never displace each other.
+        If there is not enough room, older failures are dropped. Receipts of one call never displace each other.
         """
         failures = list(receipts)
         count = len(failures)
@@ -188,8 +188,7 @@ class Reports:
     def _sweep(self) -> None:
         """Forget the receipts that the application has seen. Otherwise a producer that never flushes would keep them.
 
-        The next sweep comes when the number of failures has doubled, so the cost of a failure does not grow with their
-        number.
+        The next sweep comes when the number of failures has doubled, so the average cost of a failure stays constant.
         """
         kept = deque(self._unseen())
         size = sum([receipt.held_bytes for receipt in kept])
@@ -217,7 +216,7 @@ class Reports:
             self.dropped += is_lost
 
     def take_failures(self) -> list[Receipt]:
-        """Return and forget the failures that are not reported to the application yet, in the order of admission."""
+        """Return and forget the failures that the application has not seen, in the order of admission."""
         failures = sorted(self._unseen(), key=lambda receipt: receipt._number)
         self.forget_failures()
         return failures
@@ -228,7 +227,7 @@ class Reports:
         return dropped
 
     def forget_failures(self) -> None:
-        """Forget the failures, because they are reported to the application in another way."""
+        """Forget the failures, because the application learns of them in another way."""
         nothing: deque[Receipt] = deque()
         self.failures, self._failed_bytes = nothing, 0
 
@@ -239,7 +238,7 @@ class Reports:
 
     @property
     def holds(self) -> tuple[Hold, ...]:
-        """The present holds in the form for applications: the oldest first, with times in seconds since 1970."""
+        """The present holds, the oldest first. Their times are in seconds since 1970, for the application."""
         return tuple(map(self._on_the_wall_clock, self._gate.holds))
 
     def wall_time(self, now: float) -> float:
@@ -256,7 +255,8 @@ class Reports:
             hold: the hold.
             raised: True if it was raised, False if it was lifted.
             now: seconds.
-            connecting: whether the producer has never had a channel. The hold ``disconnected`` is not reported then.
+            connecting: whether the producer has never had a channel. The hold ``disconnected`` is then logged at the
+                level DEBUG.
             ending: whether the hold is lifted because the producer was closed.
         """
         level = _LOG_LEVELS.get(hold.kind, logging.DEBUG)
@@ -303,7 +303,7 @@ class Reports:
             self.report_hold(hold, True, now, connecting=connecting, ending=ending)
 
     def go_on_from(self, other: Reports, now: float) -> None:
-        """Report to the listeners of another producer from now on, first the holds that differ from its reported ones.
+        """Report to the listeners of another producer from now on, first the changes that it has not reported.
 
         Args:
             other: the reports of that producer, which stay unchanged.
@@ -350,8 +350,8 @@ class Reports:
             capacity,
         )
         if len(self.events) >= 2 * self._max_events:
-            # Events cannot be passed on before the event loop runs, for example. Half of them are dropped together, so
-            # the cost of an event does not grow with their number.
+            # The skin has not taken the events, for example because the event loop does not run. Half of them are
+            # dropped together, so the average cost of an event stays constant.
             for old in self.events[: self._max_events]:
                 hold_kind = None if old.hold is None else old.hold.kind
                 self.lost_events[hold_kind] = self.lost_events.get(hold_kind, 0) + 1
@@ -367,10 +367,10 @@ def log_entry(level: int, text: str, *arguments: object, depth: int = 1) -> LogE
     """Return an entry for the log.
 
     Args:
-        level: of `logging`.
+        level: a level of `logging`.
         text: a format string.
         arguments: its arguments, which must not change later.
-        depth: how many calls above this one the logging line is; 1 for the caller.
+        depth: how many calls above this function the recorded line is; 1 for its caller.
     """
     frame = sys._getframe(depth)
     return level, text, arguments, frame.f_code, frame.f_lineno

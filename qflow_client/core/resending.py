@@ -1,11 +1,11 @@
-"""Messages to be sent again: their order, and how many may be in flight together.
+"""The messages to be sent again: their order, and how many of them may be sent now. `Writing` sends them.
 
-`again` contains two kinds of messages: messages that an ended channel left without an answer, and messages that the
+`again` contains two kinds of messages: messages without an answer when their channel ended, and messages that the
 broker refused. All of them were written before. So all of them are sent as second copies, in the order of admission,
-before all messages that were never written (E1). A message whose frames were made and not begun comes back by
-`put_back`. If it was never written before, it returns to the unsent messages instead.
+before all messages that were never written (E1). If the frames of a message are made but not begun, they can be taken
+back. Then `put_back` returns the message to `again`, unless it was never written.
 
-`count_sendable` decides how many messages may be sent now, by three rules:
+`count_sendable` decides how many messages may be sent now. It has three rules:
 
 1. While a suspect is in flight, nothing else is sent. A suspect is sent only if nothing else is in flight (`suspects`).
 2. The candidate for a poisonous message waits until the connection has been open for a while (`PoisonDetector`).
@@ -30,9 +30,9 @@ class Resending:
     """The messages to be sent again, in the order of admission.
 
     Args:
-        hold_time: as for `PoisonDetector`.
-        pauses: as for `Refusals`.
-        retry_for: as for `Refusals`.
+        hold_time: see `PoisonDetector`.
+        pauses: see `Refusals`.
+        retry_for: see `Refusals`.
     """
 
     __slots__ = ("again", "copies", "poison", "refusals", "suspects")
@@ -40,8 +40,8 @@ class Resending:
     def __init__(self, hold_time: float, pauses: Pauses | None, retry_for: float) -> None:
         #: The messages to be sent again, in the order of admission.
         self.again: deque[Receipt] = deque()
-        #: Numbers of the unsettled messages that were written before: on an earlier channel, or refused on this one. If
-        #: they have frames now, these are a second copy.
+        #: Numbers of the unsettled messages that were written on an earlier channel, or refused on this one. If such a
+        #: message has frames now, these are its second copy.
         self.copies: set[int] = set()
         #: The messages that are sent one at a time.
         self.suspects = Suspects()
@@ -52,7 +52,7 @@ class Resending:
 
     @property
     def is_idle(self) -> bool:
-        """Whether there is no limit for messages that were never written."""
+        """Whether messages that were never written can be sent now, and without limits."""
         return not self.again and self.refusals.retry_at is None and not self.suspects.is_one_in_flight
 
     # Changes of `again`.
@@ -60,17 +60,17 @@ class Resending:
     def end_channel(
         self, written: Iterable[Receipt], suspects: Iterable[Receipt], unanswered: Iterable[Receipt] = ()
     ) -> None:
-        """Record that a channel has ended, and add the messages that it leaves.
+        """Record that a channel has ended, and add its messages without an answer.
 
         Args:
             written: messages that were written before, on this channel or an earlier one.
-            suspects: messages that may be the cause.
-            unanswered: messages that have begun on this channel, and may have arrived.
+            suspects: messages that may be the cause of the end.
+            unanswered: messages that were written on this channel, at least in part. They may have arrived.
         """
-        # By number, because an interrupted call may be repeated.
+        # The dict adds no message twice if an interrupted call is repeated.
         by_number = {receipt._number: receipt for receipt in (*self.again, *written)}
         numbers = set(by_number)
-        # This comes first, because a repeated call does not find the messages of `again` on the wire.
+        # This comes first. If the call is repeated after `again` was changed, `unanswered` is incomplete.
         self.refusals.end_channel(numbers, unanswered)
         self.suspects.end_channel(numbers, suspects)
         self.again = deque(by_number[number] for number in sorted(by_number))
@@ -99,7 +99,7 @@ class Resending:
         return True
 
     def refused_too_long(self, now: float) -> list[Receipt]:
-        """Return the messages that have been refused for too long, or were returned meanwhile."""
+        """Return the messages of `again` whose retries end, see `Refusals.is_over`."""
         return [each for each in self.again if self.refusals.is_over(each, now)]
 
     def discard_settled(self) -> None:
@@ -114,7 +114,7 @@ class Resending:
         self.end_channel((), ())
 
     def end_refusals(self, unsettled: Collection[int]) -> None:
-        """Record that the broker has room again, or that no message is left to try.
+        """Record that the broker has room again, or that no message is left for a probe.
 
         Args:
             unsettled: the numbers of all unsettled messages.
@@ -127,7 +127,7 @@ class Resending:
 
     @property
     def needs_timer(self) -> bool:
-        """Whether a message will be sent again."""
+        """Whether a message waits for its time: a refused message or the candidate for poison."""
         return self.refusals.retry_at is not None or self.candidate_at() is not None
 
     def next_times(self, is_alone: bool, now: float) -> list[float]:
@@ -141,12 +141,12 @@ class Resending:
             return self.refusals.next_over(now)
         times = [at for at in (self.refusals.retry_at, self.candidate_at()) if at is not None]
         if len(times) > 1:
-            # The message waits for both times. An expired message is settled at the first, so keep the first until it
-            # has passed.
+            # The message waits for both times. A refused message may be settled at the first time, so keep that time
+            # until it has passed.
             times = [max(times), *(at for at in times if at > now)]
         if not is_alone and self.again and self.again[0]._number in self.suspects.numbers:
-            # The next message is sent alone, so a time that has passed changes nothing until the messages in flight are
-            # answered.
+            # The next message waits for the answers to the messages in flight, because it is sent alone. So a time that
+            # has passed changes nothing.
             times = [at for at in times if at > now]
         return times
 
@@ -158,7 +158,7 @@ class Resending:
         """Return how many messages may be sent now.
 
         Args:
-            source: the messages that are next: `again`, or else the unsent messages.
+            source: the next messages: `again`, or the unsent messages if `again` is empty.
             is_alone: whether nothing is in flight.
             now: seconds.
         """
@@ -182,7 +182,7 @@ class Resending:
         return bool(numbers) and any(each._number in numbers for each in islice(self.again, count, None))
 
     def note_sent(self, first: Receipt, now: float) -> None:
-        """Record that this message, and possibly others after it, is about to be sent."""
+        """Record that this message is about to be sent. Others may be sent after it."""
         if first._number in self.suspects.numbers:
             self.suspects.alone = first
             self.poison.note_sent(now)
@@ -194,7 +194,7 @@ class Resending:
         self.suspects.forget_sent(receipt)
 
     def has_tried_all(self, has_unsent: bool) -> bool:
-        """Whether the broker has room again, or no message is left to try.
+        """Whether the broker has room again, or no message is left for a probe.
 
         Args:
             has_unsent: whether there are messages that were never written.
@@ -210,7 +210,7 @@ class Resending:
         """
         for receipt in (self.refusals.probe, self.suspects.alone):
             if receipt is not None and not receipt.done and not tag_of(receipt):
-                # It was about to be sent, and was not.
+                # The interrupt came before it was sent.
                 self.forget_sent(receipt)
 
 

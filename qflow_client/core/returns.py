@@ -1,7 +1,7 @@
-"""Finds the message that ``Basic.Return`` names.
+"""Finds the message for a ``Basic.Return``. `Settling` calls it.
 
 A return identifies a message only by its message id and its route. Ids that the producer has assigned contain the
-message's number. A message with its own id is kept under that id until it is settled.
+message's number. If the application has assigned the id, `by_id` has the message until it is settled.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Returns:
         self._id_prefix = id_prefix
         self._unconfirmed = unconfirmed
         self._resending = resending
-        #: Unsettled messages with ids that the application assigned.
+        #: The unsettled messages with ids that the application assigned, by these ids.
         self.by_id: dict[str, list[Receipt]] = {}
 
     def has_own_id(self, payload: bytes | Message) -> bool:
@@ -43,7 +43,7 @@ class Returns:
         return self._is_mandatory and isinstance(payload, Message) and payload.message_id is not None
 
     def expect(self, receipt: Receipt) -> None:
-        """Record a message that is about to be admitted."""
+        """Record a message that will be admitted next."""
         if self.has_own_id(receipt._payload):
             self.by_id.setdefault(receipt._payload.message_id, []).append(receipt)  # type: ignore[union-attr, arg-type]  # it has
 
@@ -66,10 +66,10 @@ class Returns:
                 del self.by_id[message_id]
 
     def take(self, message_id: str | None, exchange: str, routing_key: str) -> Receipt | None:
-        """Return the written, unsettled message that a return names; ``None`` if there is none."""
+        """Return the written, unsettled message for a return; ``None`` if there is none."""
         if message_id is None:
             return None
-        # A message that has a reply was returned before.
+        # A message with a reply was returned before.
         own = [each for each in self.by_id.get(message_id, ()) if each._reply is None and self._is_written(each)]
         if own:
             # Messages with the same id may have different routes, and only some of the routes have a queue.
@@ -87,7 +87,7 @@ class Returns:
             return None
         found = self._unconfirmed.with_number(number)
         if found is None:
-            # Broker-J nacks a message that no queue takes, and returns it afterwards.
+            # If a message is routed to no queue, Broker-J nacks it first and returns it afterwards.
             found = next((each for each in self._resending.again if each._number == number), None)
         elif not self._is_written(found):
             return None

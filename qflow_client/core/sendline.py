@@ -1,10 +1,9 @@
 """The line of messages that wait to be admitted.
 
-If a message cannot be admitted immediately, its caller makes a `SendTicket` and joins the line of the flow controller.
-`grant` admits the waiting messages in the order of the line when the gate and the limits allow it. A ticket is decided
-once: it gets a receipt with a number, or an error, or is cancelled. Its waiter is in `Reports.wake` then.
-
-A wait is too long if the time that is passed to `look_at` is past the deadline. No clock is read (A4).
+If a message cannot be admitted immediately, its caller puts a `SendTicket` into the line of the flow controller (see
+`calls.send`). `grant` admits the waiting messages in the order of the line, when the gate and the limits allow it. A
+ticket is decided once: it gets a receipt with a number, or gets an error, or is cancelled. Then its waiter is added to
+`Reports.wake`. `look_at` compares the deadline of a ticket with the time that its caller passes (A4).
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from qflow_client.message import Message
 
 __all__ = ["SendLine"]
 
-# The holds that represent the limits of admission.
+# The holds that the limits of admission raise.
 _LIMITS = (HoldKind.CAPACITY, HoldKind.RATE)
 
 
@@ -35,11 +34,11 @@ class SendLine:
     """The waiting messages of one producer.
 
     Args:
-        admission: admits them.
-        controller: the flow controller, which has the order of the line.
+        admission: admits the messages.
+        controller: the flow controller, which keeps the order of the line.
         reports: collects the waiters to wake.
         waiters: the waiters for an open gate.
-        steps: whether the last step was completed.
+        steps: records whether the last step was completed.
         notice_period: seconds between two notices about waiting calls of `send`.
     """
 
@@ -70,12 +69,12 @@ class SendLine:
         self._reports = reports
         self._waiters = waiters
         self.steps = steps
-        #: The tickets of waiting messages, the longest wait first.
+        #: The tickets of the waiting messages, the longest wait first.
         self.tickets: dict[SendTicket, None] = {}
         # The earliest time of the next notice about waiting messages.
         self._notice_at = -math.inf
         self._notice_period = notice_period
-        #: How many calls of `send` failed because the producer was held, by the kind of the oldest hold.
+        #: How many calls of `send` failed because the producer was blocked (flowed), by the kind of the oldest hold.
         self.flowed_errors: dict[str, int] = {}
 
     # Waiting.
@@ -99,19 +98,19 @@ class SendLine:
             exchange: the exchange.
             routing_key: the routing key.
             now: seconds.
-            timeout: seconds that it may wait; ``None`` for no limit.
+            timeout: the longest wait in seconds; ``None`` for no limit.
             waiter: the waiter to put into `Reports.wake` when the ticket is decided.
             source: the source of the message, for a `WeightedLine`.
-            first: used by callbacks. Other senders may be waiting for the callback to return, so it waits for none of
-                them.
+            first: whether the ticket goes to the front of the line. Callbacks use this, because the other senders may
+                be waiting for the callback to return.
 
         Raises:
-            ProducerClosed: no message will ever be admitted again.
-            TypeError, ValueError: it cannot be encoded.
+            ProducerClosed: no message can be admitted any more.
+            TypeError, ValueError: the message cannot be encoded.
         """
         if self._admission.closed is not None:
             raise ProducerClosed(self._admission.closed, payload, exchange=exchange, routing_key=routing_key)
-        # Names and properties that cannot be encoded raise an error before the wait, not after it.
+        # Invalid names and properties raise an error before the wait, not after it.
         self._admission.encoder.route(exchange, routing_key)
         if isinstance(payload, Message):
             properties(payload.__dict__)
@@ -128,7 +127,7 @@ class SendLine:
 
     @step
     def stand_in_line(self, ticket: SendTicket, now: float) -> None:
-        """Put a ticket in line, until it is decided or withdrawn."""
+        """Put a ticket into the line. It stays there until it is decided."""
         if self._admission.closed is not None:
             # The producer was closed after the ticket was made.
             ticket.error = ticket.closed_error(self._admission.closed)
@@ -142,13 +141,13 @@ class SendLine:
         self.grant(now)
 
     def look_at(self, ticket: SendTicket, now: float) -> float | None:
-        """Decide about a waiting message if the time requires it.
+        """End the wait of a message if its deadline has passed. Log a notice if it is time for one.
 
         Returns:
-            When to call again; ``None`` if the ticket is decided: it has its receipt or its error, or was withdrawn.
+            When to call again; ``None`` if the ticket is decided: it has its receipt or its error, or is cancelled.
 
         Raises:
-            FlowControlTimeout: its deadline has passed, and it will not be sent.
+            FlowControlTimeout: the deadline has passed, and the message will not be sent.
         """
         decision = self._look_at(ticket, now)
         if isinstance(decision, FlowControlTimeout):
@@ -158,7 +157,7 @@ class SendLine:
     @step
     def _look_at(self, ticket: SendTicket, now: float) -> float | FlowControlTimeout | None:
         if now >= ticket.deadline and not ticket.decided:
-            # Room may have become free over time since the last grant.
+            # Time alone may have made room since the last call of `grant`.
             self.grant(now)
         if ticket.decided:
             return None
@@ -172,12 +171,12 @@ class SendLine:
 
     @step
     def notice(self, now: float) -> float | None:
-        """Log a notice for waiting calls of `send` if it is time to. It replaces calls of `look_at` for all tickets.
+        """Log a notice for waiting calls of `send` if it is time for one. Skins that do not poll `look_at` use this.
 
         Returns:
-            When to call again; ``None`` if no send waits.
+            When to call again; ``None`` if no call of `send` waits.
         """
-        # One notice covers all waiting calls of `send`; it contains the longest wait.
+        # One notice covers all waiting calls of `send`. It contains the longest wait.
         ticket = next(iter(self.tickets), None)
         if ticket is None:
             return None
@@ -193,9 +192,9 @@ class SendLine:
         ticket.notice_at = self._notice_at
 
     def count_flowed_error(self) -> tuple[Hold, ...]:
-        """Count a send that fails because the producer is flowed. Return the holds for its error."""
+        """Count a call of `send` that fails because the producer is flowed. Return the holds for its error."""
         holds = self._gate.holds
-        # Without a hold, the message waits only for the messages before it.
+        # Without a hold, the message waits only because other messages are before it.
         kind = holds[0].kind if holds else "line"
         self.flowed_errors[kind] = self.flowed_errors.get(kind, 0) + 1
         return self._reports.holds
@@ -204,44 +203,44 @@ class SendLine:
 
     @step
     def give_up(self, ticket: SendTicket, now: float) -> bool:
-        """Stop waiting.
+        """Withdraw a waiting message.
 
         Returns:
-            True if the message was not admitted and never will be; False if the ticket was decided before.
+            True if the message is withdrawn and will never be admitted; False if the ticket was decided before.
         """
         return self._withdraw(ticket, now)
 
     def _withdraw(self, ticket: SendTicket, now: float) -> bool:
         if ticket.decided:
             return False
-        # This also covers a ticket that was interrupted before it was in line.
+        # This also covers a ticket that was not put into the line because of an interrupt.
         ticket.cancelled = True
         self._controller.leave_line(ticket)
         self.tickets.pop(ticket, None)
-        # A smaller message may have waited after this one.
+        # The next message may be smaller, so there may be room for it.
         self.grant(now)
         return True
 
     @step
     def give_up_all(self, reason: str, now: float) -> None:
-        """Let all senders stop waiting in one step, so that no sender is admitted because another one leaves.
+        """Withdraw all waiting messages in one step. In several steps, `grant` would admit messages between them.
 
         Args:
-            reason: the text of their error, a `ProducerClosed`.
+            reason: the text of the `ProducerClosed` error that the senders get.
             now: seconds.
         """
         self.close(reason)
-        # The limiter's hold stays only while messages wait.
+        # Lift the hold of the limiter, because no message waits any more.
         self.grant(now)
 
     def close(self, reason: str) -> None:
-        """Same as `give_up_all`, but inside a step, and when nothing is admitted any more."""
+        """Same as `give_up_all`, but inside a step, and without the call of `grant`."""
         for ticket in self.tickets:
             ticket.error = ticket.closed_error(reason)
         self._leave()
 
     def check_room(self, store: Store) -> None:
-        """Give an error to senders whose messages will never have room in a new store."""
+        """End the wait of messages for which a new store has no room. Their senders get the error of the store."""
         for ticket in self.tickets:
             try:
                 store.check_room(ticket.payload, ticket.exchange, ticket.routing_key)
@@ -265,7 +264,7 @@ class SendLine:
     def grant(self, now: float) -> None:
         """Admit the waiting messages that the gate and the limits allow now."""
         controller, store = self._controller, self._admission.store
-        # New messages must not go before the waiting ones.
+        # New messages must not be admitted before the waiting messages.
         self._admission.is_granting = True
         if store is not None:
             store.admit_backlog(now)
@@ -273,7 +272,7 @@ class SendLine:
             assert isinstance(ticket, SendTicket)
             self._admit_ticket(ticket, now)
         if self._waiters.unflowed or (not controller.waiting and any(map(self._gate.is_held_by, _LIMITS))):
-            # A hold of a limiter must end when there is room, not only at the next send.
+            # A hold of a limiter must end when there is room, not only at the next call of `send`.
             controller.look(now)
         if store is not None:
             store.spill_line(now)
@@ -288,14 +287,14 @@ class SendLine:
                 self._admission.admit(receipt, cost, ticket.since, now)
         except Exception as error:
             if ticket.receipt is not None and ticket.receipt._number:
-                # The message is admitted, so the error is a signal handler's.
+                # The message is admitted, so a signal handler has raised the error.
                 raise
-            # The channel that opened meanwhile may take smaller frames. The sender gets the error.
+            # A channel that opened during the wait may accept only smaller frames. The sender gets the error.
             self._admission.limits.give_back(ticket.size)
             ticket.receipt, ticket.error = None, error
         else:
             if is_given_up:
-                # Its sender could not wait for a step to give it up.
+                # The sender has withdrawn the message without a step, because it could not wait for one.
                 self._admission.limits.give_back(ticket.size)
                 ticket.cancelled = True
         self._reports.wake.append(ticket.waiter)

@@ -1,7 +1,7 @@
-"""Settles messages according to the broker's answers.
+"""Settles messages. `ProducerProtocol` calls it with the broker's answers, and `Channel` at the end of a channel.
 
 Every receipt is settled once. A batch of receipts is first stored in `_batch`. Then each receipt gets its outcome, the
-batch is reported, and its room is given back. After an interrupt `heal` continues with the stored batch.
+batch is reported, and its room is freed. After an interrupt, `heal` continues with the stored batch.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ Reply = tuple[int, str]
 
 
 class Settling:
-    """Matches the broker's answers with messages, and settles them.
+    """Matches the broker's answers with messages, and settles the messages.
 
     Args:
         admission: the admission, which has the unwritten bytes, the store and the observer.
-        limits: receive the room of settled messages.
+        limits: the limits, in which settled messages free their room.
         reports: collects the producer's news.
-        returns: finds the messages that a return names.
+        returns: finds the message for a ``Basic.Return``.
         unconfirmed: the messages on the wire.
         resending: the messages to be sent again.
         confirms: whether the broker confirms messages.
@@ -73,8 +73,8 @@ class Settling:
         self._unconfirmed = unconfirmed
         self._resending = resending
         self._keeps_undelivered = keeps_undelivered
-        # The batch that is being settled: the receipts, one outcome for all or one for each, the reply for receipts
-        # without a reply, and the time. ``None`` if there is no batch. The second attribute is the stage of the batch.
+        # The batch that is being settled, and its stage. The batch has the receipts, one outcome for all or one for
+        # each, the reply for receipts without a reply, and the time. ``None`` if there is no batch.
         self._batch: tuple[list[Receipt], Outcome | Sequence[Outcome], Reply | None, float] | None = None
         self._stage = 0
 
@@ -87,7 +87,7 @@ class Settling:
         now: float,
         reply: Reply | None = None,
     ) -> None:
-        """Settle admitted messages. Afterwards the caller removes them from the collection that contains them.
+        """Settle admitted messages. The caller removes them afterwards from the collection that contains them.
 
         Args:
             receipts: the receipts of the messages, in the order of admission.
@@ -100,14 +100,14 @@ class Settling:
         self._limits.release(receipts, now)
 
     def settle_silently(self, receipt: Receipt, outcome: Outcome, now: float) -> None:
-        """Same as `settle`, but without reports: only the caller knows the outcome."""
+        """Same as `settle`, but report nothing to the application. The caller reports the outcome itself."""
         receipt._outcome = outcome
         self._batch, self._stage = ([receipt], outcome, None, now), 2
         self._finish()
         self._limits.release((receipt,), now)
 
     def settle_run(self, first: int, stop: int, outcome: Outcome, now: float) -> None:
-        """Settle the unsettled messages with tags from `first` to before `stop`, which are all written."""
+        """Settle the unsettled messages with the tags in ``range(first, stop)``, which are all written."""
         receipts: list[Receipt] = []
         self._batch, self._stage = (receipts, outcome, None, now), 0
         self._unconfirmed.take_into(receipts, first, stop)
@@ -115,14 +115,14 @@ class Settling:
         self._limits.release(receipts, now)
 
     def heal(self) -> None:
-        """Report the messages that an unfinished step was settling."""
+        """Finish the batch of an unfinished step."""
         if self._batch is not None:
             receipts = self._batch[0]
             receipts[:] = [receipt for receipt in receipts if receipt is not None]
             self._finish()
 
     def _finish(self) -> None:
-        """Report the messages that are being settled. A repeated call after an interrupt has no further effect."""
+        """Settle and report the batch. After an interrupt, another call continues at the stored stage."""
         assert self._batch is not None
         receipts, outcome, reply, now = self._batch
         reports = self._reports
@@ -167,7 +167,7 @@ class Settling:
             how = outcome if isinstance(outcome, Outcome) else outcome[at]
             instead = self._kept(receipt, how)
             if receipt._reply is None:
-                # The reply of a message that stays in the outbox gives the reason.
+                # If the message stays in the outbox, its reply contains the other outcome as the reason.
                 receipt._reply = (0, str(how)) if reply is None and instead is not how else reply
             receipt._outcome = instead
             if receipt._waiter is not None:
@@ -206,16 +206,16 @@ class Settling:
             self.settle_run(first, stop, outcome, now)
 
     def settle_acked(self, acks: Iterable[tuple[int, int]], now: float) -> None:
-        """Settle the messages that the acks of one read confirm, in as few runs as possible.
+        """Settle the messages that the acks of one read confirm.
 
-        The result is the same as with one call of `answer` for each ack.
+        The result is the same as with one call of `answer` for each ack, but acks in a row are handled together.
 
         Args:
             acks: see `TapChannel.on_acks`.
             now: seconds.
         """
         written = self._unconfirmed.outbound.finished
-        # All tags up to this one are confirmed, and their messages are not settled yet; 0 if there are none.
+        # All tags up to this tag are confirmed, and their messages are not settled yet. 0 if there is no such tag.
         confirmed = 0
         for tag, count in acks:
             last = tag + count - 1
@@ -238,11 +238,11 @@ class Settling:
             self.settle_run(self._unconfirmed.oldest, tag + 1, Outcome.CONFIRMED, now)
 
     def note_return(self, reply: Reply, message: Message, exchange: str, routing_key: str) -> None:
-        """Record on its receipt that a message was returned. Its ack follows.
+        """Record in the receipt of a message that it was returned. The ack of the message follows.
 
         Args:
-            reply: of the broker.
-            message: the message, as it came back.
+            reply: the broker's reply.
+            message: the returned message, as the broker sent it.
             exchange: the exchange of the message.
             routing_key: the routing key.
         """
@@ -251,11 +251,11 @@ class Settling:
         if receipt is not None:
             receipt._reply = reply
         elif not self._confirms:
-            # Its receipt was settled and reported when it was written. So `flush` and `close` report the return.
+            # Without confirms, the message was settled when it was written. `flush` and `close` report the new receipt.
             try:
                 route = self._unconfirmed.encoder.route(exchange, routing_key)
             except ValueError as error:
-                # Invalid bytes were replaced when the name was decoded, so it may be too long to encode.
+                # Invalid bytes were replaced when the name was decoded, so the name may be too long now.
                 raise FrameError(f"the broker returned a message that cannot have been published: {error}") from error
             receipt = self._admission.receipt_type(message, route, None)
             receipt._reply = reply
@@ -268,7 +268,7 @@ class Settling:
             reports.log(logging.WARNING, words, reports.name, *values)
 
     def settle_written(self, now: float) -> None:
-        """Settle the written messages, because there are no confirms."""
+        """Settle the written messages. This is for producers without confirms."""
         self.settle_run(self._unconfirmed.oldest, self._unconfirmed.outbound.finished + 1, Outcome.SENT, now)
 
     # Refusals of the broker.
@@ -282,14 +282,14 @@ class Settling:
                 continue
             was_probe = receipt is resending.refusals.probe
             is_over = resending.refusals.note(receipt, now)
-            # A probe that is not tried again does not show that there is room.
+            # A refused probe shows that there is no room, even if the probe is not sent again.
             is_refusal = not is_over or (was_probe and receipt._reply is None)
             reply = None
             if not is_over:
                 try:
                     self._encode_again(receipt)
                 except Exception as error:
-                    # As a second copy, its properties are larger than a frame.
+                    # With the header of a second copy, the properties do not fit into a frame.
                     reply, is_over, is_refusal = (0, f"it cannot be sent again: {error}"), True, was_probe
                     resending.refusals.forget(receipt)
             if is_over:
@@ -309,12 +309,12 @@ class Settling:
         admission.unwritten += cost
 
     def hold_refused(self, detail: str, now: float, *, was_probe: bool) -> None:
-        """Send no probe for a while. `was_probe` is True if a probe was refused."""
+        """Delay the next probe, and hold calls of `send`. `was_probe` is True if a probe was refused."""
         if self._resending.refusals.delay_probe(self._resending.again, now, was_probe=was_probe):
             self._limits.controller.gate.hold(HoldKind.REFUSED, now=now, detail=detail)
 
     def give_up_refused(self, now: float) -> None:
-        """Settle messages that wait to be sent again and were refused for long enough."""
+        """Settle the messages of `again` whose retries end, see `Refusals.is_over`."""
         expired = self._resending.refused_too_long(now)
         for receipt in expired:
             cost = self._admission.cost(receipt)

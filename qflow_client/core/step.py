@@ -1,19 +1,17 @@
-"""A step changes a producer's state as a whole, although ``KeyboardInterrupt`` may end it at any point.
+"""Keeps a producer's state correct, although ``KeyboardInterrupt`` may end a change of the state at any point.
 
-Any other exception that leaves a step is treated like an interrupt.
+A *step* is a method that changes the state. Python runs signal handlers between two instructions of the main thread. So
+a signal may end a step of an asyncio loop or a drop-in in the middle. Any other exception has the same effect. The
+changes so far are not undone. The step leaves a mark, and the next step of the same producer first repairs the state
+(`Consequences._heal`). Two rules make that possible:
 
-Python runs signal handlers between two instructions of the main thread, so an asyncio loop or a drop-in may leave a
-step in the middle. The changes so far are not undone. The step leaves a mark, and the next step of the same producer
-first repairs the state (`Consequences._heal`). Two rules make that possible:
+1. A step first adds an object to its new place, then removes it from its old place. A repetition does no harm.
+2. A repair recounts the used window, the unwritten bytes and the tickets in line. If a step adds a value to such a
+   count, it computes the value first, because other threads may admit messages during a function call.
 
-1. A step first adds a change to its target, then removes it from the source. A repetition does no harm.
-2. All counts (the used window, unwritten bytes, the tickets in line) are recalculated. A value that is added to such a
-   count is computed before the addition, because other threads may admit messages during a function call.
-
-A step never calls another step. It calls the plain methods that the other step consists of.
-
-`step` costs 0.2 µs, which is too much for steps that are taken every few messages. Those steps set the mark themselves
-(`Steps.is_unfinished`), and call `Steps.resume` if it is already set.
+A step never calls another step. It calls the plain methods that the other step consists of. The decorator `step` costs
+0.2 µs for each call, which is too much for the most frequent steps. These steps set the mark themselves
+(`Steps.is_unfinished`), and call `Steps.resume` if the mark is already set.
 """
 
 from __future__ import annotations
@@ -30,9 +28,9 @@ _R = TypeVar("_R")
 
 
 class Steps:
-    """Records whether the last step of a producer was completed, and its time.
+    """Records whether the last step of a producer was completed, and the time of that step.
 
-    All objects that take steps of the producer share it.
+    All objects that take steps of the same producer share one instance.
 
     Args:
         now: seconds.
@@ -52,7 +50,7 @@ class Steps:
         self.is_unfinished = False
 
     def resume(self) -> None:
-        """Complete an unfinished step."""
+        """Repair the state after an unfinished step, and do what should have followed the step."""
         self.heal()
         self.follow_up()
 
@@ -66,7 +64,7 @@ _Self = TypeVar("_Self", bound=_HasSteps)
 
 
 def step(method: Callable[Concatenate[_Self, _P], _R]) -> Callable[Concatenate[_Self, _P], _R]:
-    """Make a method a step, which begins in a repaired state. A parameter `now` must be passed by position."""
+    """Make a method a step: repair the state before it, if necessary. A parameter `now` must be passed by position."""
     parameters = tuple(signature(method).parameters)
     # The index of `now` after `self`; -1 if the method has no such parameter.
     at = parameters.index("now") - 1 if "now" in parameters else -1
@@ -81,8 +79,8 @@ def step(method: Callable[Concatenate[_Self, _P], _R]) -> Callable[Concatenate[_
         steps.is_unfinished = True
         result = method(self, *arguments, **named)
         if heals:
-            # After the step, because it may be the second try to withdraw a message, which must not be admitted before
-            # that.
+            # Not before the method: it may repeat an interrupted withdrawal of a message, and `follow_up` could admit
+            # this message.
             steps.follow_up()
         steps.is_unfinished = False
         return result

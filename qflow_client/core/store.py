@@ -1,10 +1,8 @@
-"""The interface of an outbox for a producer's state. An outbox keeps messages on disk.
+"""The interface of an outbox, which keeps messages on disk. `qflow_client.outbox` implements it for the core.
 
-A store keeps each admitted message until it is settled. Other messages may wait in the store without being admitted;
-they are the backlog. The backlog takes no room in the window. Messages of the backlog are admitted before messages that
-wait in line.
-
-The state calls these methods inside its own steps, so none of them waits for a disk.
+A store keeps each admitted message until it is settled. Other messages may wait in the store without being admitted.
+They are the *backlog*, and use no room in the window. Messages of the backlog are admitted before messages that wait in
+line. The state calls these methods inside its own steps, so no method is allowed to wait for a disk.
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ class Store(Protocol):
 
     @property
     def limiter(self) -> Limiter | None:
-        """Limits admission by the room on disk; ``None`` if a message without room is rejected instead."""
+        """Limits admission by the room on disk; ``None`` if messages are rejected when there is no room."""
 
     def check_room(self, payload: bytes | Message, exchange: str, routing_key: str) -> None:
         """Reject a message for which there is no room, now or ever.
@@ -38,13 +36,13 @@ class Store(Protocol):
             routing_key: the routing key.
 
         Raises:
-            OutboxFull: there is no room. It is not raised for a message that can wait for room.
+            OutboxFull: there is no room, and the message cannot wait for room.
         """
 
     # Admitted messages.
 
     def admitting(self, receipt: Receipt, number: int) -> None:
-        """Keep a message that is about to be admitted under a number.
+        """Keep a message that will be admitted next, with this number.
 
         Raises:
             OutboxFull: there is no room.
@@ -52,15 +50,15 @@ class Store(Protocol):
 
     @property
     def keeps_all_back(self) -> bool:
-        """Whether no message can be written before the store takes a step, so that the owner need not be woken."""
+        """True if no message can be written before the next step of the store. The owner need not be woken then."""
 
     def count_writable(self, unsent: deque[Receipt]) -> int:
-        """Return how many of the messages that were never written may be written now, counted from the first.
+        """Return how many of the first messages of `unsent` may be written now.
 
-        When this number rises, the owner has to get the bytes to write again.
+        When this number rises, the owner has to call `data_to_write` again.
 
         Args:
-            unsent: the messages, in the order of admission.
+            unsent: the messages that were never written, in the order of admission.
         """
 
     def settled(self, receipts: Sequence[Receipt]) -> None:
@@ -73,7 +71,7 @@ class Store(Protocol):
         """Whether messages wait on disk."""
 
     def admit_backlog(self, now: float) -> None:
-        """Admit messages of the backlog, and settle its messages that have waited for too long."""
+        """Admit messages of the backlog, and settle messages of the backlog that have waited for too long."""
 
     def spill_line(self, now: float) -> None:
         """Move messages that wait in line into the backlog."""
@@ -90,7 +88,7 @@ class Store(Protocol):
     # The end.
 
     def end(self, reason: str) -> None:
-        """Leave the backlog to the next producer, because there will be no further channel."""
+        """Keep the backlog for the next producer, because there will be no further channel."""
 
     def heal(self, unsettled: Sequence[Receipt]) -> None:
         """Repair the state after an unfinished step. `unsettled` has all receipts that are admitted and unsettled."""

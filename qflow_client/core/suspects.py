@@ -1,17 +1,18 @@
 """Messages that may be the cause of a closed channel or of lost connections.
 
-A broker that closes a channel because of a message does not say which message it was. All messages that were in flight
-are *suspects* then. Suspects are sent one at a time, with nothing else in flight. So the next message that fails is
-alone, and is settled as *rejected*. The reply text may name an exchange or a routing key, which reduces the number of
-suspects.
+If a broker closes a channel because of a message, it does not report which message. So all messages that were in flight
+become *suspects*. Suspects are sent one at a time, with nothing else in flight. So the next message that fails is
+alone, and is settled as *rejected*. The reply text may contain an exchange or a routing key. If so, only the messages
+with these names are suspects.
 
-A connection may also be lost because of a message (a crash of the broker, a proxy with a size limit). One loss proves
-nothing, so `PoisonDetector` counts losses in a row without a settled message in between. After `_SUSPICIOUS` losses the
-messages in flight become suspects. A suspect that was alone in flight when a connection was lost becomes the
-*candidate*. The candidate is sent only after the connection has stayed open for a while without it, so a broker that is
-down does not count against it. After `_PROOF` losses just after it was sent, the candidate is settled as *unknown*.
+A connection may also be lost because a message crashes the broker, or exceeds the size limit of a proxy. One loss
+proves nothing, so `PoisonDetector` counts losses in a row, with no settled message between them. After `_SUSPICIOUS`
+losses, the messages in flight become suspects. If a suspect was alone in flight when a connection was lost, it becomes
+the *candidate*. The candidate is sent only after the connection has stayed open for a while, so that a broker that is
+down does not count against it. If `_PROOF` connections are lost soon after the candidate was sent, the candidate is
+settled as *unknown*.
 
-This module sends and settles nothing: `resending` queries which messages may be sent, and `channel` settles them.
+This module sends and settles nothing. `resending` decides with it which messages may be sent. `channel` settles them.
 """
 
 from __future__ import annotations
@@ -30,12 +31,12 @@ _DEFAULT_EXCHANGE = "amq.default"
 
 # After this many losses in a row the messages in flight become suspects.
 _SUSPICIOUS = 3
-# After this many losses just after it was sent, the candidate is proven to be poison.
+# After this many losses soon after the candidate was sent, the candidate is proven to be poison.
 _PROOF = 5
 
 
 def narrow_down(suspects: Sequence[Receipt], text: str) -> Sequence[Receipt]:
-    """Return the suspects whose exchange or routing key is in the reply text; all of them if there is none.
+    """Return the suspects whose exchange or routing key is in the reply text; all suspects if there is none.
 
     Args:
         suspects: messages that may be the cause of a closed channel.
@@ -52,14 +53,14 @@ class Suspects:
     __slots__ = ("alone", "numbers")
 
     def __init__(self) -> None:
-        #: Numbers of unsettled messages that may be the cause of an earlier closed channel.
+        #: The numbers of unsettled messages that may have caused the end of an earlier channel.
         self.numbers: set[int] = set()
-        #: The last suspect that was sent; nothing else is sent until it is settled. ``None`` if there is none.
+        #: The last suspect that was sent. Nothing else is sent until it is settled. ``None`` if there is none.
         self.alone: Receipt | None = None
 
     @property
     def is_one_in_flight(self) -> bool:
-        """Whether a suspect is in flight, so that nothing else may be sent."""
+        """Whether a suspect is in flight. Nothing else may be sent then."""
         return self.alone is not None and not self.alone.done
 
     def end_channel(self, unsettled: Collection[int], suspects: Iterable[Receipt]) -> None:
@@ -101,14 +102,14 @@ class PoisonDetector:
         self._settled = -1
         #: The number of the message that was alone in flight when a connection was lost; 0 if there is none.
         self.candidate = 0
-        # When the connection will have been open long enough, when the last suspect was sent, and how many losses came
-        # just after that.
+        # When the connection will have been open for the hold time, and when the last suspect was sent.
         self._send_at = self._sent_at = 0.0
+        # How many connections were lost soon after the candidate was sent.
         self._candidate_losses = 0
 
     @property
     def is_proven(self) -> bool:
-        """Whether enough connections were lost just after the candidate was sent."""
+        """Whether enough connections were lost soon after the candidate was sent."""
         return self._candidate_losses >= _PROOF
 
     def note_open(self, now: float) -> None:

@@ -1,4 +1,4 @@
-"""The ticket of a message that waits to be admitted."""
+"""The ticket of a message that waits to be admitted. `SendLine` makes and decides tickets."""
 
 from __future__ import annotations
 
@@ -40,32 +40,31 @@ class SendTicket(Ticket):
         self.payload = payload
         self.exchange = exchange
         self.routing_key = routing_key
-        #: When it began to wait.
+        #: When the message began to wait, in seconds.
         self.since = since
-        #: Whether it is at the front of the line, because a callback sends it.
+        #: Whether the ticket goes to the front of the line, because a callback sends the message.
         self.first = False
-        #: When it stops waiting.
+        #: When the wait ends, in seconds.
         self.deadline = math.inf
         #: When to log a notice about the wait.
         self.notice_at = math.inf
-        #: The receipt. It has a number after the admission.
+        #: The receipt. It has a number when the message is admitted.
         self.receipt: Receipt | None = None
-        #: Why the message was not admitted and never will be.
+        #: The reason why the message will never be admitted.
         self.error: BaseException | None = None
         #: The object by which the skin wakes the sender.
         self.waiter: Any = None
-        # The claims to decide about the message, True for the sender. The first claim wins.
+        # The claims to decide about the message: True for the sender, False for the line. The first claim wins.
         self._claims: list[bool] = []
 
     def claim(self, *, for_sender: bool = False) -> bool:
         """Claim the right to decide about the message. Any thread may call this, also outside a step.
 
         Args:
-            for_sender: True if the sender claims it, to give the message up; False if the line claims it, to admit the
-                message.
+            for_sender: True for the sender, to withdraw the message; False for the line, to admit the message.
 
         Returns:
-            Whether this claimant has the right. Repeated calls return the same result.
+            Whether the claim was successful. Repeated calls return the same result.
         """
         self._claims.append(for_sender)
         return self._claims[0] is for_sender
@@ -79,7 +78,7 @@ class SendTicket(Ticket):
     def flowed_error(
         self, kind: type[_FlowedError], holds: Sequence[Hold], waited: float, advice: str = ""
     ) -> _FlowedError:
-        """Return the error for a message that is not sent because the producer is flowed."""
+        """Return the error for a message that is not sent because the producer is blocked (flowed)."""
         return kind(holds, waited, self.payload, advice, exchange=self.exchange, routing_key=self.routing_key)
 
     def closed_error(self, reason: str) -> ProducerClosed:

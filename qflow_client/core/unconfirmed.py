@@ -1,11 +1,11 @@
-"""The messages on the wire of the channel, and their encoded bytes.
+"""The messages on the wire of the channel, and their encoded bytes. `Writing` adds them, and `Settling` takes them.
 
-A message has a *number* after its admission. Numbers define the order. A message has a *delivery tag* when its frames
-are made, because the tag is its position on the wire. Tags are assigned in ascending order, so the dict of unsettled
-messages is in the order of their tags. A settled message leaves no entry behind.
+A message gets its *number* when it is admitted. Numbers define the order of messages. A message gets its *delivery tag*
+when its frames are made, because the tag is its position on the wire. Tags are assigned in ascending order, so the dict
+`flight` is in the order of the tags. The dict has only unsettled messages.
 
-Frames are made a batch at a time, when the socket accepts more. If the broker stops the channel (``Channel.Flow``),
-unwritten messages are taken back and lose their tags.
+When the socket accepts more bytes, the frames of the next batch are made. If the broker stops the channel
+(``Channel.Flow``), unwritten messages are taken back and lose their tags.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class Unconfirmed:
         self.flight: dict[int, Receipt] = {}
         #: The bytes to be written.
         self.outbound = Outbound()
-        #: Whether a message of this channel was settled after it was begun and before the broker answered. The broker
-        #: may still close the channel because of it.
+        #: Whether a partly or completely written message was settled before the broker answered it. The broker may
+        #: still close the channel because of this message.
         self.has_abandoned = False
         # A tag. All messages with lower tags are settled.
         self._low = 1
@@ -50,8 +50,8 @@ class Unconfirmed:
         # admission.
         self._last = 0
         self._is_ordered = True
-        # A heap of numbers, tags and messages. `oldest_number` fills it if the messages are not in order. Some of its
-        # messages may not be on the wire any more.
+        # A heap of numbers, tags and messages. `oldest_number` fills the heap if the messages are not in order. Some
+        # messages of the heap may not be on the wire any more.
         self._by_number: list[tuple[int, int, Receipt]] = []
 
     def begin(self, encoder: PublishEncoder) -> None:
@@ -108,22 +108,22 @@ class Unconfirmed:
         return heap[0][0]
 
     def begun(self) -> list[Receipt]:
-        """Return the unsettled messages that are written at least in part."""
+        """Return the unsettled messages that are written, at least in part."""
         begun = self.outbound.begun
         return [receipt for tag, receipt in self.flight.items() if tag <= begun]
 
     @property
     def in_flight(self) -> int:
         """How many unsettled messages are written, at least in part."""
-        # The broker cannot answer messages that are not written even in part.
+        # All messages that are not begun are in `flight`, because the broker cannot have answered them.
         return len(self.flight) - (self.outbound.given - self.outbound.begun)
 
     # Answers.
 
     def take_into(self, receipts: list[Receipt], first: int, stop: int) -> None:
-        """Move the unsettled messages with tags from `first` to before `stop` into a list.
+        """Move the unsettled messages with the tags in ``range(first, stop)`` from `flight` into a list.
 
-        An interrupt leaves each message in one of the two places. The list may contain ``None`` then.
+        After an interrupt each message is either in `flight` or in the list. The list may contain ``None`` then.
         """
         flight = self.flight
         before = len(flight)
@@ -138,16 +138,16 @@ class Unconfirmed:
         """Assign tags to the first messages of `source`, and make their frames.
 
         Args:
-            source: messages that were never written, or that are sent again.
-            limit: about how many bytes.
-            most: how many messages at most; `source` has at least as many.
+            source: messages that were never written, or messages to be sent again.
+            limit: the approximate maximum number of bytes.
+            most: the maximum number of messages, at most the length of `source`.
         """
         if most == 1 and self.make_one(source, is_written=False):
             return
         encoder = self.encoder
         parts: list[bytes] = []
         ends: list[int] = []
-        # The two names mean the same list until a message has several frames.
+        # Both names refer to the same list until a message has several frames.
         borders = ends
         rest: list[bytes] = []
         batch: list[Receipt] = []
@@ -194,7 +194,7 @@ class Unconfirmed:
             if size >= limit:
                 break
         self._note_order(batch)
-        # In this order, so that `heal` can see how far the call came.
+        # In this order, so that `heal` can find out where an interrupt came.
         self.flight.update(zip(range(given + 1, tag + 1), batch, strict=True))
         self.outbound.put(parts, ends, borders, rest)
         for _ in batch:
@@ -205,12 +205,12 @@ class Unconfirmed:
 
         Args:
             source: as for `make`.
-            is_written: the caller writes the frames at once. They count as written and do not enter `outbound`, which
-                must be empty.
+            is_written: whether the caller writes the frames immediately. They count as written then, and are not put
+                into `outbound`, which must be empty.
 
         Returns:
-            Its frames; empty if it is a plain message, needs several body frames, or its route is of another encoder.
-            Nothing has changed then.
+            The frames of the message. Empty if it is a plain message, needs several body frames, or has a route of
+            another encoder; nothing has changed then.
         """
         receipt, encoder, outbound = source[0], self.encoder, self.outbound
         prepared: Any = receipt._prepared
@@ -231,12 +231,12 @@ class Unconfirmed:
         else:
             ends = [len(frames[0])]
             outbound.put(frames, ends, ends)
-        # Not `popleft`, because no interrupt comes between `skip` and this line.
+        # `del` calls nothing, so no interrupt comes between `skip` and the end of this line.
         del source[0]
         return frames[0]
 
     def _note_order(self, batch: Sequence[Receipt]) -> None:
-        """Record the order of messages that have got tags, before they enter `flight`."""
+        """Record the order of messages that have new tags, before they are added to `flight`."""
         if not self.flight:
             self._is_ordered = True
             self._by_number.clear()
@@ -254,7 +254,7 @@ class Unconfirmed:
         return flight[last] if last > self.outbound.given else None
 
     def heal(self, again: deque[Receipt], unsent: deque[Receipt]) -> None:
-        """Repair the state after an unfinished step: a message is in one place only.
+        """Repair the state after an unfinished step. Each message is in one collection then.
 
         Args:
             again: the messages to be sent again.
@@ -262,10 +262,10 @@ class Unconfirmed:
         """
         flight, given, begun = self.flight, self.outbound.given, self.outbound.begun
         for source in (again, unsent):
-            # `make` has made their frames.
+            # `make` has made the frames of these messages.
             while source and begun < source[0]._tag <= given and flight.get(source[0]._tag) is source[0]:
                 source.popleft()
-        # `make` has only assigned their tags, or they were taken back or refused, or the channel has ended.
+        # The other messages have only a tag, or they were taken back or refused, or the channel has ended.
         for receipt in (*again, *unsent):
             if flight.get(receipt._tag) is receipt:
                 del flight[receipt._tag]

@@ -1,7 +1,7 @@
 """Settled receipts that are not reported to the application yet, and the hold that limits their number.
 
-If `on_delivery` callbacks are slower than the broker's confirms, settled receipts accumulate. Then senders are held, so
-the number of these receipts is at most about twice the capacity.
+If `on_delivery` callbacks are slower than the broker's confirms, settled receipts accumulate. Then senders are held. So
+the number of these receipts is at most about twice the capacity. `Consequences` uses this module.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Unreported:
 
     Args:
         reports: the reports, which have the settled receipts.
-        limits: of admission.
+        limits: the limits of admission, with the gate.
     """
 
     __slots__ = ("_limits", "_reports", "count")
@@ -52,7 +52,7 @@ class Unreported:
         """Record that `count` receipts were reported to the application.
 
         Returns:
-            Whether the hold ends.
+            Whether the hold can be lifted.
         """
         self.count -= count
         return self.count <= self._limits.max_capacity // 2

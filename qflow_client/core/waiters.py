@@ -1,4 +1,4 @@
-"""Callers that wait for settled messages or for an open gate. Callers in line are in `sendline`."""
+"""Callers that wait for settled messages or for an open gate. Callers of `send` wait in `sendline` instead."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class Waiters:
     """The waiters of `flush` and `wait_unflowed`. Woken waiters are added to `Reports.wake`.
 
     Args:
-        reports: of the producer.
+        reports: collects the woken waiters.
         limits: the limits of admission, with the gate.
         admission: the admission, which has the number of the next message.
-        steps: whether the last step was completed.
+        steps: records whether the last step was completed.
     """
 
     __slots__ = ("_admission", "_gate", "_limits", "_reports", "settled", "steps", "unflowed")
@@ -53,7 +53,7 @@ class Waiters:
 
     @step
     def when_settled(self, waiter: Any) -> bool:
-        """Wake a waiter when all messages that are in the window now are settled. Messages on disk do not count.
+        """Wake a waiter when all messages that are in the window now are settled. The backlog does not count.
 
         Returns:
             False if they are settled already. The waiter is not kept then.
@@ -74,11 +74,11 @@ class Waiters:
         Args:
             waiter: the waiter to put into `Reports.wake`.
             now: seconds.
-            in_callback: used by callbacks. Senders may be held until the callback returns, so it does not wait for that
-                hold.
+            in_callback: whether a callback waits. Senders may be held until the callback returns, so the callback
+                ignores this hold.
 
         Returns:
-            False if the producer is unflowed or closed already. The waiter is not kept then.
+            False if the producer is already unflowed or closed. The waiter is not kept then.
         """
         self._limits.controller.look(now)
         ignored = ON_DELIVERY if in_callback else ""
@@ -88,7 +88,7 @@ class Waiters:
         return True
 
     def forget(self, waiter: Any) -> bool:
-        """Drop a waiter. Return True if it was still kept; otherwise its wait is over."""
+        """Drop a waiter. Return True if it was still waiting, False if it was woken before."""
         before = len(self.settled) + len(self.unflowed)
         self.settled = [entry for entry in self.settled if entry[1] is not waiter]
         self.unflowed = [entry for entry in self.unflowed if entry[1] is not waiter]
@@ -104,12 +104,12 @@ class Waiters:
         return gate.is_open or (ignored != "" and all(hold.source == ignored for hold in gate.holds))
 
     def wake_settled(self, oldest: int) -> None:
-        """Wake the waiters for numbers below the number of the oldest unsettled message."""
+        """Wake the waiters whose messages are settled. `oldest` is the number of the oldest unsettled message."""
         self._reports.wake += [waiter for number, waiter in self.settled if number < oldest]
         self.settled = [entry for entry in self.settled if entry[0] >= oldest]
 
     def wake_unflowed(self) -> None:
-        """Wake the waiters for which the gate is open now."""
+        """Wake the waiters for an open gate if the gate is open, or has only holds that they ignore."""
         self._reports.wake += [waiter for ignored, waiter in self.unflowed if self._is_unflowed(ignored)]
         self.unflowed = [entry for entry in self.unflowed if not self._is_unflowed(entry[0])]
 

@@ -1,9 +1,9 @@
-"""Encodes messages for the wire, and takes messages back from it.
+"""Makes the bytes that `ProducerProtocol` returns to its owner, and takes back messages that are not written.
 
-The bytes for the socket come from `Unconfirmed.outbound`. If that is empty, the next messages get their tags and
-frames. Messages to be sent again come first, then messages that were never written. So first copies are sent in the
-order of admission (E1). A store may delay unsent messages until they are on disk. If the broker stops the channel,
-unwritten messages go back to the collection that they came from.
+The bytes come from `Unconfirmed.outbound`. If it is empty, the next messages get their tags and frames. Messages to be
+sent again come first, then messages that were never written. So first copies are sent in the order of admission (E1). A
+store may delay unsent messages until they are on disk. If the broker stops the channel, unwritten messages go back to
+the collection that they came from.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Writing:
         admission: the admission, which has the messages that were never written.
         unconfirmed: the messages on the wire.
         resending: the messages to be sent again.
-        channel: the producer's.
+        channel: the producer's channel.
     """
 
     __slots__ = ("_admission", "_channel", "_resending", "_unconfirmed", "has_ended")
@@ -35,7 +35,7 @@ class Writing:
         self._unconfirmed = unconfirmed
         self._resending = resending
         self._channel = channel
-        #: Whether no further message may begin on this channel, even without holds.
+        #: Whether no further message may be written on this channel, even without holds.
         self.has_ended = False
 
     def next_bytes(self, limit: int, now: float) -> bytes:
@@ -77,20 +77,20 @@ class Writing:
         return data
 
     def put_control(self, frame: bytes) -> None:
-        """Write a frame of the channel after the messages whose frames are made."""
+        """Write a frame of the channel after the frames that are already made."""
         size = len(frame)
         self._unconfirmed.outbound.put_control(frame)
         self._admission.unwritten += size
 
     def take_back(self) -> None:
-        """Take back all messages that are not written even in part."""
+        """Take back all messages whose frames are made and not begun."""
         self._unconfirmed.outbound.discard_unbegun()
         self.move_back()
 
     def move_back(self) -> None:
         """Put messages whose frames were taken back into the collection that they came from."""
         unconfirmed, unsent = self._unconfirmed, self._admission.unsent
-        # The last message comes first.
+        # `beyond` returns the last message first.
         while (receipt := unconfirmed.beyond()) is not None:
             if not self._resending.put_back(receipt):
                 unsent.appendleft(receipt)
