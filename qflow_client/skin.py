@@ -1,4 +1,8 @@
-"""The common behaviour and texts of the producers for threads and for asyncio, apart from the protocol."""
+"""What `Producer`, `AsyncProducer` and the drop-ins share outside the protocol.
+
+It contains checks of arguments, deadlines, the texts of errors and logs, and the delivery of flow events and receipts
+to the application. Nothing here uses a socket or waits.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +67,7 @@ __all__ = [
 
 
 class _Default:
-    """Stands for the value of the setting, because ``None`` has another meaning."""
+    """The default of `timeout` arguments: the value of the setting is used. ``None`` means no limit."""
 
     def __repr__(self) -> str:
         return "<the setting>"
@@ -71,29 +75,28 @@ class _Default:
 
 DEFAULT: Any = _Default()
 
-# Seconds that the broker may take to answer a close, and running callbacks to end: at most, and when the timeout is
-# over.
+# Maximum seconds for the broker's answer to a close, and for the end of running callbacks.
 GOOD_BYE = 3.0
+# The same if the timeout of the close has expired.
 BRIEF = 0.3
 
-# Bytes that are passed to a socket in one call. Bytes that the kernel has not taken can still be withheld after a stop.
-# A large chunk costs only the memory to join it. Above 128 KiB, the C library would request that memory from the kernel
-# each time. A TLS write that has begun cannot be taken back, so with TLS a chunk is one record.
+# Maximum bytes of one write to a socket. If the broker stops the channel, only bytes that are not written yet can be
+# kept back. Above 128 KiB, the C library would request the memory of each chunk from the kernel, which is slow. A TLS
+# write cannot be withdrawn after it has begun, so a TLS chunk is one record.
 WRITE_CHUNK = 1 << 16
 TLS_WRITE_CHUNK = 1 << 14
 
 # Brokers show this text for a connection.
 _INFORMATION = "AMQP 0-9-1 producers that obey the broker's flow control"
-# After at most this many receipts it is recorded that `on_delivery` was called with them.
+# Maximum number of calls of `on_delivery` between two reports to the protocol.
 _REPORT_AT_ONCE = 100
 
-#: Why a producer that connects in the background is disconnected at first. If it stops trying, this is a part of the
-#: error.
+#: Why a producer with `connect_in_background` is disconnected at first. If it stops trying, the error contains this.
 NOT_CONNECTED = "the producer is not connected yet"
 
-# Why a producer that was closed takes no more messages.
+# Why a closed producer accepts no messages.
 CLOSED = "the producer is closed"
-# The reason for messages that were unsettled when the producer was closed.
+# The reason in the receipts of messages that were unsettled when the producer was closed.
 GIVEN_UP = "the producer was closed, and the broker had not answered in time"
 
 
@@ -106,11 +109,11 @@ def check_arguments(
     declare: object,
     credentials: object,
 ) -> None:
-    """Reject arguments that make no producer.
+    """Check arguments of the constructors of producers.
 
     Raises:
-        SettingsError: there are two connections; or a shared connection with declarations or credentials.
-        TypeError: an argument is of the wrong type.
+        SettingsError: `connection` is given together with `url`, `declare` or `credentials`.
+        TypeError: an argument has the wrong type.
     """
     if connection is not None and url is not None:
         raise SettingsError("url and connection: give only one; a producer has its own connection, or a shared one")
@@ -128,10 +131,10 @@ def check_arguments(
 
 
 def refuse_coroutine_function(name: str, callback: object) -> None:
-    """Reject a callback that would never run.
+    """Reject a coroutine function, because its coroutine would never run.
 
     Raises:
-        TypeError: it is a coroutine function.
+        TypeError: `callback` is a coroutine function.
     """
     if inspect.iscoroutinefunction(callback):
         raise TypeError(
@@ -152,7 +155,7 @@ def deadline_of(timeout: float | None) -> float:
         timeout: seconds; ``None`` for no limit.
 
     Raises:
-        TypeError, ValueError: it is not a number.
+        TypeError, ValueError: `timeout` is not a number.
     """
     check_timeout(timeout)
     return math.inf if timeout is None else time.monotonic() + timeout
@@ -177,8 +180,8 @@ def kinds_of(kinds: Iterable[str] | None) -> frozenset[str] | None:
         The kinds; ``None`` for all.
 
     Raises:
-        TypeError: they are not strings, or are a single string, which would be read as its letters.
-        ValueError: one of them is not a hold kind, so its events would never come.
+        TypeError: a kind is not a string, or `kinds` is a single string.
+        ValueError: there is no such hold kind.
     """
     if kinds is None:
         return None
@@ -192,16 +195,16 @@ def kinds_of(kinds: Iterable[str] | None) -> frozenset[str] | None:
 
 
 class Losses:
-    """Counts the flow events that a slow reader has lost, and warns of them.
+    """Counts the flow events that were dropped because their reader is slow, and logs warnings.
 
-    It warns when the reader takes its next event, because then the number of lost events is known. If the reader stays
-    too slow, it warns again after as many losses as there may be waiting events.
+    A warning is logged when the reader takes its next event, because then the number of dropped events is known. If the
+    reader stays too slow, the next warning follows after `limit` more dropped events.
 
     Args:
-        name: the producer's.
-        limit: the most events that may wait for the reader.
-        why: why events are dropped, for people.
-        arguments: the arguments of `why`; they are formatted when the log is written.
+        name: the producer's name.
+        limit: maximum number of events that wait for the reader.
+        why: the reason in the warning, a format string.
+        arguments: the values for `why`; they are formatted when the log is written.
     """
 
     __slots__ = ("_arguments", "_count", "_limit", "_next", "_reported", "_text")
@@ -210,11 +213,11 @@ class Losses:
         self._text = f"%s: %d flow events were dropped, because {why}; max_flow_events=%d"
         self._arguments = name, arguments
         self._limit = limit
-        # How many events were dropped so far. Only the side that puts events changes this.
+        # Number of dropped events. Only the code that puts events changes it.
         self._count = 0
-        # How many of them the log has reported.
+        # Number of dropped events that were reported in the log.
         self._reported = 0
-        # How many more events have to be dropped before the next warning.
+        # Number of unreported dropped events that causes the next warning.
         self._next = 1
 
     def add(self, count: int = 1) -> None:
@@ -222,7 +225,7 @@ class Losses:
         self._count += count
 
     def entry(self) -> LogEntry | None:
-        """Return the warning of the events that were dropped since the last warning; ``None`` if none were."""
+        """Return a warning of the events that were dropped since the last warning; ``None`` if there are none."""
         lost = self._count - self._reported
         if not lost:
             return None
@@ -231,10 +234,10 @@ class Losses:
         return log_entry(logging.WARNING, self._text, name, lost, *arguments, self._limit)
 
     def report(self, waiting: int) -> None:
-        """Log the warning if it is time for it. The reader calls this when it has taken an event.
+        """Log a warning if one is needed. The reader calls this after it has taken an event.
 
         Args:
-            waiting: how many events wait for the reader now.
+            waiting: number of events that still wait for the reader.
         """
         if self._count - self._reported >= self._next and (entry := self.entry()) is not None:
             self._next = self._limit
@@ -250,10 +253,10 @@ class Subscription:
     The callback has to be called once for each event. Only one thread at a time may call `put` or `take`.
 
     Args:
-        callback: the application's.
+        callback: the application's callback.
         kinds: the hold kinds of its events; ``None`` for all.
-        name: the producer's.
-        limit: the most events that may wait.
+        name: the producer's name.
+        limit: maximum number of waiting events.
     """
 
     def __init__(
@@ -261,19 +264,19 @@ class Subscription:
     ) -> None:
         self.callback = callback
         self.kinds = kinds
-        #: The events that the callback has lost.
+        #: Counts the events that were dropped because the callback is slow.
         self.losses = Losses(name, limit, "callback %r is slow", callback)
         self._limit = limit
         self._events: deque[FlowEvent] = deque()
 
     def put(self, event: FlowEvent) -> bool:
-        """Append an event. If too many events wait, it replaces the oldest one.
+        """Append an event. If `limit` events wait already, drop the oldest event.
 
         Returns:
-            Whether the callback has to be called once more.
+            True if one more call of the callback has to be scheduled.
         """
         is_full = len(self._events) >= self._limit
-        # In this order, an interrupt never leaves fewer events than requested calls.
+        # Append first. Then an interrupt never leaves fewer events than scheduled calls.
         self._events.append(event)
         if is_full:
             self._events.popleft()
@@ -281,36 +284,36 @@ class Subscription:
         return not is_full
 
     def take(self) -> FlowEvent:
-        """Return the next event for a call of the callback."""
+        """Remove and return the oldest event, for a call of the callback."""
         return self._events.popleft()
 
     def report(self) -> None:
-        """Warn of dropped events, if it is time for a warning. Called after `take`."""
+        """Log a warning of dropped events if one is needed. Call this after `take`."""
         self.losses.report(len(self._events))
 
 
 class BaseFlowEvents:
-    """The flow events of a producer, in order, for a reader that takes them one by one.
+    """The base class of the iterators over a producer's flow events.
 
-    One thread at a time puts events, and another one may read them. There is no lock. If both threads take the last
-    event at the same time, one of them finds an empty queue.
+    One thread at a time may call `put`. Another thread may take events at the same time. No lock is needed: `put`
+    accepts that the other thread has just emptied the queue.
 
     Args:
-        name: the producer's.
-        limit: the most events that may wait for the reader.
+        name: the producer's name.
+        limit: maximum number of events that wait for the reader.
         events: the queue.
     """
 
     def __init__(self, name: str, limit: int, events: Any) -> None:
         self._limit = limit
         self._events = events
-        #: The events that the reader has lost.
+        #: Counts the events that were dropped because the reader is slow.
         self.losses = Losses(name, limit, "flow_events() is not read fast enough")
 
     def put(self, event: FlowEvent | None) -> None:
-        """Append an event. If too many events wait, it replaces the oldest one. ``None`` is the end, and comes last."""
+        """Append an event. If `limit` events wait already, drop the oldest event. ``None`` ends the iterator."""
         if event is not None and self._events.qsize() >= self._limit:
-            # The reader may have taken it meanwhile.
+            # The reader may have emptied the queue meanwhile.
             with suppress(queue.Empty):
                 self._events.get_nowait()
                 self.losses.add()
@@ -321,19 +324,19 @@ _Events = TypeVar("_Events", bound=BaseFlowEvents)
 
 
 class Listeners(Generic[_Events]):
-    """The listeners of a producer's flow events. The caller prevents concurrent calls.
+    """The callbacks and iterators for a producer's flow events. The caller prevents concurrent calls.
 
     Args:
-        name: the producer's.
-        limit: the most events that may wait for one callback.
+        name: the producer's name.
+        limit: maximum number of events that wait for one callback.
     """
 
     def __init__(self, name: str, limit: int) -> None:
         self._name = name
         self._limit = limit
-        # By the key for `remove`, because the same callback may be registered several times.
+        # The subscriptions by the key for `remove`, because the same callback may be registered several times.
         self._callbacks: dict[object, Subscription] = {}
-        #: Iterators to which no other code refers are removed.
+        #: The iterators and their hold kinds. An iterator that the application has dropped disappears.
         self.iterators: WeakKeyDictionary[_Events, frozenset[str] | None] = WeakKeyDictionary()
 
     def add(
@@ -346,9 +349,8 @@ class Listeners(Generic[_Events]):
         """Register a callback.
 
         Args:
-            protocol: the producer's state.
-            key: for `remove`.
-            callback: the application's.
+            key: identifies the callback for `remove`.
+            callback: the application's callback.
             kinds: the hold kinds of its events; ``None`` for all.
         """
         self._callbacks[key] = Subscription(callback, kinds, self._name, self._limit)
@@ -359,7 +361,7 @@ class Listeners(Generic[_Events]):
         self._callbacks.pop(key, None)
 
     def iterate(self, protocol: ProducerProtocol, events: _Events, kinds: frozenset[str] | None) -> None:
-        """Put events into an iterator, as `add` passes them to a callback."""
+        """Put all later events into an iterator. `kinds` is as for `add`."""
         self.iterators[events] = kinds
         self._listen(protocol)
 
@@ -368,11 +370,11 @@ class Listeners(Generic[_Events]):
             protocol.reports.events = []
 
     def pass_on(self, protocol: ProducerProtocol, call: Callable[[Subscription], object]) -> None:
-        """Pass on the events.
+        """Pass the recorded events to the callbacks and iterators.
 
         Args:
-            protocol: the producer's state, which has events.
-            call: schedules a call of a subscription's callback with the next waiting event.
+            protocol: the producer's protocol, which has recorded events.
+            call: schedules one call of a subscription's callback, with the oldest waiting event.
         """
         reports = protocol.reports
         events, reports.events = reports.events or (), []
@@ -387,7 +389,7 @@ class Listeners(Generic[_Events]):
             for iterator, kinds in tuple(self.iterators.items()):
                 if kinds is None or kind in kinds:
                     iterator.put(event)
-            # A callback may be registered inside this loop.
+            # A callback may be registered during this loop.
             for subscription in tuple(self._callbacks.values()):
                 if (subscription.kinds is None or kind in subscription.kinds) and subscription.put(event):
                     call(subscription)
@@ -396,7 +398,7 @@ class Listeners(Generic[_Events]):
         """End the iterators.
 
         Returns:
-            Log entries: warnings of lost events that were not reported yet.
+            Log entries with warnings of dropped events that were not reported yet.
         """
         logs = []
         for iterator in tuple(self.iterators):
@@ -408,9 +410,9 @@ class Listeners(Generic[_Events]):
 
 
 def client_properties(name: str) -> dict[str, Any]:
-    """Return the properties that an own connection announces."""
+    """Return the client properties for a connection that the producer `name` makes."""
     version = str(import_module("qflow_client").__version__)
-    # Otherwise brokers would show the information of the underlying library.
+    # Without `information`, brokers would show that of pika or aiormq.
     return {"connection_name": name, "product": "qflow_client", "version": version, "information": _INFORMATION}
 
 
@@ -425,62 +427,62 @@ def no_answer(url: str, timeout: float) -> ConnectionFailed:
 
 
 def silent(timeout: float) -> str:
-    """Return the reason: the host did not answer in time."""
+    """Return the reason for a host that did not answer in time."""
     return f"no answer within {timeout:.3g} s"
 
 
 def no_confirms(words: str) -> str:
-    """Return the reason for a channel that failed because the broker does not confirm."""
+    """Return the reason for a broker that does not support publisher confirms."""
     return f"publisher confirms are not available: {words}; set confirms=False to publish without them"
 
 
 def none_of(errors: Sequence[ConnectionFailed]) -> ConnectionFailed:
-    """Return the error if no host could be connected to."""
+    """Return one error for the failed connections to all hosts."""
     if len(errors) == 1:
         return errors[0]
     return ConnectionFailed(f"cannot connect to any of {len(errors)} hosts: {'; '.join(map(str, errors))}")
 
 
 def lost(words: str) -> str:
-    """Return why a producer whose connection ended takes no more messages."""
+    """Return the reason for a producer that has lost its connection."""
     return f"the connection is lost: {words}"
 
 
 def log_failed_try(name: str, url: str, why: str, pause: float) -> None:
-    """Log that a try to reconnect has failed."""
+    """Log that a try to connect has failed. `pause` is the time until the next try, in seconds."""
     log(logging.WARNING, "%s: no connection to %s: %s; the next try is in %.3g s", name, url, why, pause)
 
 
 def log_connected(name: str, url: str, why: str) -> None:
-    """Log that the producer is connected. `why` is the reason why it was not: `NOT_CONNECTED` before the first time."""
+    """Log that the producer is connected. `why` is why it was disconnected: `NOT_CONNECTED` before the first time."""
     words = "%s: connected to %s" if why == NOT_CONNECTED else "%s: connected again to %s"
     log(logging.WARNING, words, name, url)
 
 
 class Deliveries:
-    """Passes settled receipts to `on_delivery`, and remembers which were not passed yet.
+    """Passes settled receipts to `on_delivery`, and remembers the receipts that are not passed yet.
 
     Args:
-        on_delivery: the application's.
-        reported: called with the number of receipts that were passed since the last call.
+        on_delivery: the application's callback.
+        reported: called with the number of receipts that were passed since the last call of `reported`.
     """
 
     def __init__(self, on_delivery: Callable[[Receipt], object], reported: Callable[[int], None]) -> None:
         self._on_delivery = on_delivery
         self._reported = reported
-        # The receipts that are not all passed yet, and how many of the first list were passed.
+        # Lists of receipts to pass, and the number of receipts in the first list that were passed already.
         self._handed: deque[list[Receipt]] = deque()
         self._passed_of_first = 0
 
     def hand(self, receipts: list[Receipt]) -> None:
-        """Add receipts. `pass_on` must be called for them in the same order."""
+        """Add a list of receipts. Then call `pass_on` with the lists in the same order."""
         self._handed.append(receipts)
 
     def pass_on(self, receipts: list[Receipt]) -> BaseException | None:
-        """Pass all of the receipts.
+        """Call `on_delivery` with each receipt. Log the exceptions that it raises.
 
         Returns:
-            The first exception that is not an `Exception`, for example of `sys.exit`; it is logged, too.
+            The first exception that is not an `Exception`, such as the `SystemExit` of `sys.exit`; ``None`` for none.
         """
         left_by = None
         passed = 0
@@ -488,7 +490,7 @@ class Deliveries:
             try:
                 self._on_delivery(receipt)
             except BaseException as error:
-                # A mistake of the application, or its sys.exit, must not prevent the following receipts.
+                # An exception of the application, even `SystemExit`, must not prevent the following calls.
                 log(logging.ERROR, "on_delivery failed on %r", receipt, error=error)
                 if left_by is None and not isinstance(error, Exception):
                     left_by = error
@@ -497,18 +499,17 @@ class Deliveries:
             if passed == _REPORT_AT_ONCE:
                 self._reported(passed)
                 passed = 0
-        # In this order, a receipt may be passed twice, but is never lost.
+        # In this order, `undelivered` on another thread may return a passed receipt, but misses none.
         self._passed_of_first = 0
         self._handed.popleft()
         self._reported(passed)
         return left_by
 
     def undelivered(self, left: Sequence[Receipt]) -> list[Receipt]:
-        """Return the failures that `close` has to report, because they were not passed in time.
+        """Return the failed receipts that `close` has to report, because `on_delivery` did not get them in time.
 
         Args:
-            left: the receipts that were unsettled when the connection was ended. They were passed, but possibly too
-                late.
+            left: the receipts that were unsettled when the connection was ended. They were passed, but possibly late.
         """
         late = [receipt for receipts in tuple(self._handed) for receipt in receipts][self._passed_of_first :]
         failed = {id(receipt): receipt for receipt in (*late, *left) if receipt._failed and not receipt._seen}
@@ -516,7 +517,7 @@ class Deliveries:
 
 
 def good_bye_until(deadline: float) -> float:
-    """Return the seconds that the end of the connection may take before a deadline."""
+    """Return the seconds until a deadline, for the end of the connection; at least `BRIEF`, at most `GOOD_BYE`."""
     return max(BRIEF, min(GOOD_BYE, deadline - time.monotonic()))
 
 
@@ -530,10 +531,10 @@ def check_many(messages: object, timeout: float | None) -> None:
 
 @contextmanager
 def keeping(receipts: Sequence[Receipt]) -> Iterator[None]:
-    """Add the receipts of the admitted messages to any exception, because the call does not return them then.
+    """If the block raises an exception, add the receipts of the admitted messages to the exception.
 
     Args:
-        receipts: the receipts, which are added during the block.
+        receipts: the receipts; the block appends them.
     """
     try:
         yield
@@ -546,11 +547,11 @@ def keeping(receipts: Sequence[Receipt]) -> Iterator[None]:
 
 
 def keep_admitted(error: Exception, receipts: list[Any]) -> None:
-    """Keep the receipt of a message that was admitted although its `send` has failed (`NotDurable`).
+    """Append the receipt of a message that was admitted although its `send` failed (`NotDurable`).
 
     Args:
         error: the error of `send`.
-        receipts: those of the messages before it; the receipt is appended.
+        receipts: the receipts of the earlier messages.
     """
     receipt = getattr(error, "receipt", None)
     if receipt is not None:
@@ -558,15 +559,15 @@ def keep_admitted(error: Exception, receipts: list[Any]) -> None:
 
 
 def report_undelivered(name: str, error: BaseException, undelivered: UndeliveredMessages | None) -> None:
-    """Report undelivered messages without replacing an exception.
+    """Log undelivered messages, and add them to an exception.
 
     Args:
-        name: the producer's.
+        name: the producer's name.
         error: the exception that is being raised.
-        undelivered: the messages that were not delivered, and that no call has reported.
+        undelivered: the undelivered messages that no call has reported; ``None`` if there are none.
     """
     if undelivered is not None:
-        # The notes of a SystemExit are not shown.
+        # Logged, because Python does not show the notes of a SystemExit.
         log(logging.ERROR, "%s: the producer was closed on %s: %s", name, type(error).__name__, undelivered)
         # An exception may refuse attributes.
         with suppress(Exception):
