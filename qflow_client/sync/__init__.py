@@ -1,4 +1,4 @@
-"""The producer for threads, on pika."""
+"""`Producer`, the producer for threads. It uses pika for its connections."""
 
 from __future__ import annotations
 

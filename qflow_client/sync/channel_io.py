@@ -1,4 +1,7 @@
-"""The part of a publishing channel that runs on the I/O thread, with an own or a shared connection."""
+"""The base class of `Link` (own connection) and `SharedLink` (shared connection), the channels of a `Producer`.
+
+The engine calls its public methods on any thread. The other methods run on the connection's I/O thread.
+"""
 
 from __future__ import annotations
 
@@ -18,15 +21,14 @@ __all__ = ["ChannelIO"]
 
 
 class ChannelIO(ABC):
-    """Wakes the I/O thread for timers and for other threads, and attaches the channel to the tap.
+    """Attaches the channel to the tap, runs the protocol's timer, and lets other threads call the I/O thread.
 
     Args:
-        protocol: the producer's state.
-        lock: its lock.
+        lock: the protocol's lock.
         after: called on the I/O thread, without the lock, after any possible change of the protocol.
     """
 
-    #: The I/O thread's; and the same object under the name that it has in every skin.
+    #: The I/O services of the I/O thread. `writer` is the same object, because the link of every skin has a `writer`.
     services: TapIOServices
     writer: TapIOServices
     # The tap at the socket; guarded by the lock.
@@ -36,11 +38,11 @@ class ChannelIO(ABC):
         self._protocol = protocol
         self._lock = lock
         self._after = after
-        # Whether the I/O thread does nothing for the channel any more; guarded by the lock.
+        # Whether the I/O thread has ended its work for the channel; guarded by the lock.
         self.ended = False
-        # Done when the channel is open for the first time, or failed if it cannot be opened.
+        # Done when the channel is open for the first time. If that is not possible, it has the error.
         self._opened: Future[None] = Future()
-        # When the present timer fires; ``None`` without a timer.
+        # When the timer fires, in seconds of `time.monotonic`; ``None`` without a timer.
         self._timer_at: float | None = None
 
     @property
@@ -53,25 +55,25 @@ class ChannelIO(ABC):
         self.services.add_callback_threadsafe(self._after)
 
     def look(self) -> None:
-        """Let the I/O thread take a step, which repairs an interrupted one. Any thread may call this.
+        """Make the I/O thread execute a step, which repairs an interrupted step. Any thread may call this.
 
         If the I/O thread has ended, do nothing.
         """
         self.services.add_callback_threadsafe(self._on_timer)
 
     def arm_timer(self) -> None:
-        """Start the timer for the time at which the protocol has to be called next. Any thread may call this."""
+        """Start the timer for the protocol's next `on_timer`. Any thread may call this."""
         self.services.add_callback_threadsafe(self._arm_timer)
 
     def forget(self) -> None:
-        """Close the copy of the parent's socket in a child process after a fork. Nothing is sent to the broker."""
+        """Close a forked child's copy of the socket. Nothing is sent to the broker."""
         self.ended = True
         self.services.forget()
 
     # On the I/O thread.
 
     def _attach(self, number: int, frame_max: int) -> None:
-        """Publish on an open channel from now on."""
+        """Use an open channel for publishing."""
         now = time.monotonic()
         try:
             with self._lock:
@@ -80,7 +82,7 @@ class ChannelIO(ABC):
                 if self._protocol.admission.observer is not None:
                     self._protocol.admission.observer.peer = self.services.peer
         except BaseException as error:
-            # No other code would wake the caller that waits.
+            # Otherwise the caller of `open` would wait until its timeout.
             self._not_opened(f"the channel cannot be used: {error!r}")
             raise
 
@@ -88,7 +90,7 @@ class ChannelIO(ABC):
         return connection_failed(self.url, why)
 
     def _not_opened(self, why: str) -> bool:
-        """Return True if the channel was never open. Then `open` raises the reason."""
+        """If the channel was never open, make `open` raise the reason, and return True."""
         try:
             self._opened.set_exception(self._failed(why))
         except InvalidStateError:
@@ -114,6 +116,6 @@ class ChannelIO(ABC):
             self._protocol.on_timer(time.monotonic())
         self._after_io()
         tapped = self.services.tapped
-        # A full socket reports itself when it takes more bytes.
+        # If the socket is full, the loop calls `pump` when the socket accepts more bytes.
         if tapped is not None and not tapped.full:
             self.services.pump()

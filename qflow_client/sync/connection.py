@@ -1,9 +1,9 @@
-"""pika's own connections, with the tap at their sockets, for the application and any number of producers.
+"""`connect` makes a connection of pika that the application shares with any number of producers.
 
-pika's `BlockingConnection` belongs to the thread that uses it, and reads and writes only in its methods. So an I/O
-thread works between pika and the socket. It transfers the bytes that pika writes and reads, frame by frame, and also
-the bytes of the producers' channels, which pika does not know. No thread waits for the application's thread, and only
-the application's thread calls pika.
+pika's `BlockingConnection` belongs to the thread that uses it, and reads and writes only in its methods. So each
+connection has a `Carrier`, an I/O thread between pika and the socket. It transfers the bytes that pika writes and
+reads, frame by frame. It also transfers the bytes of the producers' channels, which pika does not know. No thread waits
+for the application's thread, and only that thread calls pika. The engine of each producer opens a `SharedLink`.
 """
 
 from __future__ import annotations
@@ -56,25 +56,25 @@ from qflow_client.sync.pika_io import TapIOServices
 __all__ = ["SharedLink", "TappedConnection", "connect"]
 
 _CHUNK = 1 << 16
-# pika's bytes are not read while more than this number of them are unwritten.
+# The carrier stops reading from pika while more than this number of pika's bytes are unwritten.
 _HIGH = 1 << 16
-# "AMQP" and the version. pika sends these bytes first; they are not a frame. It sends nothing more before the answer.
+# The protocol header, "AMQP" and the version. It is not a frame. pika sends it first, and then waits for the answer.
 _GREETING_SIZE = 8
 # Channel, frame and heartbeat limits of Connection.Tune-Ok.
 _TUNE = Struct(">HIH")
-# The most channels of an AMQP connection.
+# Maximum number of channels on an AMQP connection.
 _CHANNEL_MAX = 65535
-# Reply code 200, an empty text, and no method.
+# Channel.Close with reply code 200, an empty text, and no method.
 _GOOD_BYE = CHANNEL_CLOSE + bytes((0, 200, 0, 0, 0, 0, 0))
 
 
 class _SocketServices(TapIOServices):
-    """The I/O services of the I/O thread."""
+    """The I/O services of the I/O thread. `drained` is called when pika's transport has written all its data."""
 
     def __init__(self, tap: Tap, lock: Guard, after: Callable[[], None], drained: Callable[[], None]) -> None:
         super().__init__(tap, lock, after)
         self._drained = drained
-        # Whether any data was received since the last check.
+        # Whether any data was received since the last heartbeat check.
         self.heard = False
 
     def received(self, data: bytes) -> bytes:
@@ -82,7 +82,7 @@ class _SocketServices(TapIOServices):
         return super().received(data)
 
     def remove_writer(self, fd: int) -> bool:
-        """Same as pika's method. pika's transport calls this when it has written all its data."""
+        """Same as pika's method. pika's transport calls it when it has written all its data."""
         had = super().remove_writer(fd)
         self._drained()
         return had
@@ -92,40 +92,40 @@ class Carrier:
     """Transfers the bytes of one connection between pika and the socket, on its own thread.
 
     Args:
-        url: the broker's URL, for people.
+        url: the broker's URL without secrets, for logs and errors.
     """
 
     def __init__(self, url: str) -> None:
         self.url = url
         self.tap = Tap()
-        # Guards the tap, the protocols of all producers on the connection, and the attributes marked so.
+        # Guards the tap, the protocols of all producers on the connection, `_links` and `ended`.
         self.lock = Guard()
         self.services = _SocketServices(self.tap, self.lock, self._after, self._go_on_reading)
-        # The producers' links. The tuple is replaced and never changed. Guarded by the lock.
+        # The producers' links. Each change makes a new tuple, so a loop over the old one is safe.
         self._links: tuple[SharedLink, ...] = ()
-        # Why the transfer has ended; ``None`` while it runs. Guarded by the lock.
+        # Why the transfer has ended; ``None`` while it runs.
         self.ended: str | None = None
-        # The limit that pika and the broker have agreed on.
+        # The limits on which pika and the broker have agreed.
         self.channel_max = _CHANNEL_MAX
         self.frame_max = 0
-        # Channel numbers that pika has used, and those of producers.
+        # Channel numbers that pika has used, and channel numbers that producers use.
         self._pikas: set[int] = set()
         self._taken: set[int] = set()
-        # The carrier's end of the socket pair, and the bytes that pika has not read from it yet.
+        # The carrier's end of the socket pair to pika, and received data that is not written to it yet.
         self._far: socket.socket
         self._to_pika: deque[bytes] = deque()
-        # Splits the bytes that pika writes; and whether reading them is paused.
+        # Splits pika's bytes into frames; whether the protocol header was read; whether reading from pika is paused.
         self._splitter = FrameSplitter()
         self._greeted = False
         self._paused = False
-        # pika's transport of the broker's socket, when it is connected.
+        # pika's transport for the broker's socket; ``None`` until the socket is connected.
         self._transport: Any = None
-        # Before that, the object that connects it, and the callback for the result.
+        # Until the transport exists: the object that makes it, and the callback for the result.
         self._connecting: Any = None
         self._on_done: Callable[[BaseException | None], None]
-        # Why the connection ends, if that is known before it does.
+        # Why the connection is about to end; ``None`` if that is not known.
         self._why: str | None = None
-        # How many checks in a row have found no data from the broker.
+        # Number of consecutive heartbeat checks without data from the broker, and the heartbeat interval in seconds.
         self._silent = 0
         self._heartbeat = 0
         self._thread = threading.Thread(target=serve, args=(self._run,), name=f"qflow-io {url}", daemon=True)
@@ -137,12 +137,11 @@ class Carrier:
         server_hostname: str | None,
         on_done: Callable[[BaseException | None], None],
     ) -> socket.socket:
-        """Take over a connected socket, and begin the transfer.
+        """Use a connected socket, and begin the transfer.
 
         Args:
-            sock: the socket.
             ssl_context: the TLS context; ``None`` for no TLS.
-            server_hostname: for TLS; ``None`` for none.
+            server_hostname: the broker's host name for TLS; ``None`` if there is none.
             on_done: called on the I/O thread with an error, or with ``None`` when the transfer runs.
 
         Returns:
@@ -159,7 +158,7 @@ class Carrier:
         return near
 
     def add(self, link: SharedLink) -> str | None:
-        """Add a producer's link. Return why that is not possible, or ``None``. Any thread may call this."""
+        """Add a producer's link. If the transfer has ended, return the reason instead. Any thread may call this."""
 
         def add() -> str | None:
             if self.ended is None:
@@ -188,11 +187,11 @@ class Carrier:
         return 0
 
     def give_back(self, number: int) -> None:
-        """Free a number: the producer's channel is closed."""
+        """Free the number of a producer's channel, which is closed."""
         self._taken.discard(number)
 
     def write(self, number: int, method: bytes) -> None:
-        """Write a method of the carrier between pika's frames."""
+        """Write a method frame between pika's frames."""
         if self.ended is None:
             self._transport.write(frame(METHOD_FRAME, number, method))
 
@@ -201,7 +200,7 @@ class Carrier:
             self.services.set_reader(self._far.fileno(), self._on_readable)
             self.services.run()
         except BaseException as error:
-            # The callers that wait, and the broker, must learn of any error.
+            # After any error, no caller may wait longer, and the connection must end.
             log(logging.ERROR, "%s: the I/O thread failed, and the connection is closed", self.url, error=error)
             if self.services.tapped is not None:
                 self.services.tapped.close()
@@ -213,7 +212,7 @@ class Carrier:
             self.services.close()
 
     def _connected(self, result: Any) -> None:
-        # The callback refers to pika. It must not keep a connection alive that the application has dropped.
+        # The callback refers to pika's connection, which must be collected when the application drops it.
         on_done = self._on_done
         del self._on_done
         self._connecting = None
@@ -228,7 +227,7 @@ class Carrier:
             link.after_io()
 
     def _beat(self) -> None:
-        """Keep the connection alive while the application's thread does something else."""
+        """Send a heartbeat for pika. Abort the connection if four checks have found no data from the broker."""
         if self.ended is not None:
             return
         self._silent = 0 if self.services.heard else self._silent + 1
@@ -252,33 +251,33 @@ class Carrier:
         for link in links:
             link.lost(why)
         self.services.remove_reader(self._far.fileno())
-        # pika still gets the received data, and then finds the end of the connection.
+        # pika still gets the data that was received, and then finds the end of the connection.
         self._feed()
 
-    # pika's interface of a protocol: data from the broker.
+    # pika's interface for protocols: pika's transport calls these methods.
 
     def connection_made(self, transport: Any) -> None:
-        """Handle a connected socket, with TLS if it is used."""
+        """Store the transport. If TLS is used, its handshake is complete."""
         self._transport = transport
 
     def data_received(self, data: bytes) -> None:
-        """Pass received data through the tap to pika."""
+        """Pass received data to pika. The tap has already removed the frames of producers."""
         self._to_pika.append(data)
         if len(self._to_pika) == 1:
             self._feed()
 
     def eof_received(self) -> bool:
-        """Close the connection, because a broker that has stopped writing has also stopped reading."""
+        """Return False to close the connection, because a broker that has stopped writing has also stopped reading."""
         return False
 
     def connection_lost(self, error: BaseException | None) -> None:
-        """Handle the end of the socket."""
+        """Handle the end of the connection to the broker."""
         self._end(lost(self._why or self.tap.closed or _words(error)))
 
-    # pika's end.
+    # The socket pair to pika.
 
     def _feed(self) -> None:
-        """Write the waiting data to pika, as much as its socket accepts."""
+        """Write received data to pika's socket, as much as it accepts."""
         waiting = self._to_pika
         while waiting:
             try:
@@ -332,7 +331,7 @@ class Carrier:
             self.services.set_reader(self._far.fileno(), self._on_readable)
 
     def _look(self, number: int, payload: bytes) -> None:
-        """Record facts from a method that pika sends."""
+        """Record channel numbers, limits and the close from the methods that pika sends."""
         method = payload[:4]
         if method == CHANNEL_OPEN:
             self._pikas.add(number)
@@ -351,11 +350,11 @@ class _PikaServices(SelectorIOServicesAdapter):
     """The I/O services of the application's thread. A carrier transfers the data of each socket.
 
     Args:
-        loop: pika's.
-        url: the broker's URL, for people.
+        loop: pika's I/O loop.
+        url: the broker's URL without secrets, for logs and errors.
     """
 
-    # The carrier of the last socket; set when there is one.
+    # The carrier of the last socket; not set before the first socket.
     carrier: Carrier
 
     def __init__(self, loop: Any, url: str) -> None:
@@ -393,7 +392,7 @@ class _Establishing:
 
     # pika's end of the socket pair.
     near: socket.socket
-    # pika's part of the work, when it has begun; False if it never will.
+    # pika's object that establishes the connection; ``None`` until it exists; False if `cancel` was called first.
     step: Any = None
 
     def cancel(self) -> bool:
@@ -406,7 +405,7 @@ class _Establishing:
 
 
 class _Maker:
-    """Makes the object below pika's `BlockingConnection`. It is passed instead of a class of connections."""
+    """Makes the `SelectConnection` below pika's `BlockingConnection`. It is passed in place of a connection class."""
 
     services: _PikaServices
 
@@ -434,7 +433,7 @@ class TappedConnection(pika.BlockingConnection):
     def __init__(self, parameters: pika.connection.Parameters, url: str) -> None:
         maker = _Maker(url)
         super().__init__(parameters, maker)  # type: ignore[arg-type]  # it stands for a class
-        #: Transfers its bytes (internal).
+        #: Transfers the connection's bytes (internal).
         self.carrier = maker.services.carrier
 
 
@@ -446,19 +445,19 @@ def connect(
 ) -> pika.BlockingConnection:
     """Connect with pika, for consumers and for any number of producers: ``Producer(connection=…)``.
 
-    Like any `BlockingConnection` it belongs to one thread, which runs the consumers on it. Any thread may make, use and
-    close producers on it, whatever the first thread does. An I/O thread reads and writes the socket, sends heartbeats,
-    and keeps received messages until pika asks for them. So consumers should limit the number of these messages with
-    ``basic_qos``.
+    Like any `BlockingConnection`, the connection belongs to one thread, which runs its consumers. Any thread may make,
+    use and close producers on it, even while that thread is busy. An I/O thread reads and writes the socket and sends
+    heartbeats. It keeps received messages in memory until pika reads them. So consumers should limit the number of
+    these messages with ``basic_qos``.
 
     Args:
-        url: ``amqp://`` or ``amqps://`` URL of the broker, with a query as for pika; or pika's own connection
+        url: ``amqp://`` or ``amqps://`` URL of the broker, with pika's query parameters; or pika's own connection
             parameters.
         timeout: seconds that connecting to one address may take; ``None`` for pika's own limits.
         client_properties: properties that the connection announces, such as ``connection_name``.
 
     Returns:
-        pika's own object.
+        A `BlockingConnection` of pika.
 
     Raises:
         ConnectionFailed: connecting failed; the text gives the reason.
@@ -487,13 +486,11 @@ def _address(parameters: Any) -> str:
 
 
 class SharedLink(ChannelIO):
-    """One publishing channel on a connection that others use, too.
+    """The publishing channel of a producer on a shared connection.
 
     pika does not know the channel. The I/O thread opens and closes it, so no thread of the application is needed.
 
     Args:
-        connection: the connection.
-        protocol: the producer's state.
         after: called on the I/O thread, without the lock, after any possible change of the protocol.
     """
 
@@ -502,14 +499,14 @@ class SharedLink(ChannelIO):
         super().__init__(protocol, carrier.lock, after)
         self._tap = carrier.tap
         self.writer = self.services = carrier.services
-        # A reference, because the connection ends with the application's object.
+        # A reference, because the connection ends when pika's object is collected.
         self._shared = connection
-        # The channel's number while the channel is not known to be closed.
+        # The channel's number; ``None`` before the channel is opened and after it is closed.
         self._number: int | None = None
-        # Whether the channel is to be closed after the partly written message, and whether closing has begun.
+        # Whether to close the channel after the partly written message, and whether the close was sent.
         self._leaves = False
         self._is_closing = False
-        # Set when the producer has nothing on the connection any more; and set when the channel is closed, too.
+        # Set when the producer has settled its messages and left the channel; and set when the channel is closed, too.
         self._parted = Latch()
         self._left = Latch()
 
@@ -519,7 +516,7 @@ class SharedLink(ChannelIO):
 
     @property
     def last_failure(self) -> str:
-        """Always empty: no other connection is made."""
+        """Always empty, because a lost shared connection is not replaced."""
         return ""
 
     def open(self, timeout: float) -> None:
@@ -547,7 +544,7 @@ class SharedLink(ChannelIO):
             raise
 
     def close(self, timeout: float) -> None:
-        """Give up all unsettled messages, and close the channel.
+        """Settle all unsettled messages with the reason `GIVEN_UP`, and close the channel.
 
         Args:
             timeout: seconds that the broker may take to answer.
@@ -573,7 +570,7 @@ class SharedLink(ChannelIO):
         self._number = number
         with self._lock:
             self._tap.expect(number)
-            # Called under the lock. A broker may send several methods together, and they stay in order.
+            # The tap calls this under the lock. The callbacks run later, in the order in which the methods arrived.
             self._tap.own(
                 number, lambda payload: self.services.add_callback_threadsafe(partial(self._on_method, payload))
             )
@@ -590,7 +587,7 @@ class SharedLink(ChannelIO):
             self._ready(number)
         elif method == CHANNEL_CLOSE:
             self._carrier.write(number, CHANNEL_CLOSE_OK)
-            # If closing has begun on this side, too, another answer will come.
+            # If this side has sent a close, too, the broker's answer to it follows.
             if not self._is_closing:
                 code, text = int.from_bytes(payload[4:6], "big"), payload[7 : 7 + payload[6]].decode("utf-8", "replace")
                 self.lost(f"the channel was closed: {code} {text}")
@@ -606,7 +603,7 @@ class SharedLink(ChannelIO):
         self.services.pump()
 
     def after_io(self) -> None:
-        """Handle a possible change of the protocol."""
+        """Report changes of the protocol. Continue a close that waits for the partly written message."""
         self._after_io()
         if self._leaves:
             with self._lock:
@@ -617,12 +614,11 @@ class SharedLink(ChannelIO):
     def _leave(self) -> None:
         self._leaves = True
         self.services.pump()
-        # The broker would take the close for a part of the partly written message, and end the connection because of
-        # it.
+        # Closes the channel now if no message is partly written. Inside a message, a close is an error in AMQP.
         self.after_io()
 
     def _abandon(self) -> None:
-        """Give up a partly written message that is not completed in time."""
+        """Leave the channel open if the partly written message was not completed in time."""
         if self._leaves:
             log(
                 logging.WARNING,
@@ -634,7 +630,7 @@ class SharedLink(ChannelIO):
             self._part(closes=False)
 
     def _part(self, *, closes: bool = True) -> None:
-        """Separate the channel from the producer."""
+        """Separate the channel from the producer, and close it if `closes` is True."""
         self._leaves = False
         self._settle(GIVEN_UP)
         if self._number is None or self.ended:
@@ -650,7 +646,7 @@ class SharedLink(ChannelIO):
                 self._tap.detach(self._number)
             self._protocol.connection_lost(why, time.monotonic())
         self._after_io()
-        # Write the rest of a partly written frame.
+        # Write the remainder of a partly written frame.
         self.services.pump()
 
     def lost(self, why: str) -> None:
@@ -661,7 +657,7 @@ class SharedLink(ChannelIO):
         self._gone()
 
     def _gone(self) -> None:
-        """Record that the channel is closed, or never existed."""
+        """Record that the channel is closed, or was never opened."""
         if self._number is not None:
             with self._lock:
                 self._tap.detach(self._number)
@@ -671,7 +667,7 @@ class SharedLink(ChannelIO):
         self._carrier.remove(self)
         with self._lock:
             self.ended = True
-        # Report earlier changes. From now on all threads report their changes themselves.
+        # Report earlier changes. From now on each thread reports its own changes.
         self._after()
         self._parted.set()
         self._left.set()

@@ -1,4 +1,4 @@
-"""A separate thread for the application's callbacks."""
+"""The thread on which a `Producer` calls the application's callbacks. The engine schedules the calls."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from qflow_client.logs import log
 
 __all__ = ["Dispatcher"]
 
-# A callback, and a function that returns its argument when the callback is next.
+# Scheduled calls: a callback, and a function that returns its argument just before the call. ``None`` is the end.
 _Calls = queue.SimpleQueue[tuple[Callable[[Any], object], Callable[[], Any]] | None]
 
 
@@ -24,9 +24,9 @@ def _run(calls: _Calls) -> None:
         try:
             callback(argument)
         except BaseException as error:
-            # A mistake of the application, or its sys.exit, must not prevent the following calls.
+            # An exception of the application, even `SystemExit`, must not prevent the following calls.
             log(logging.ERROR, "callback %r failed on %r", callback, argument, error=error)
-        # Drop the references to the called objects.
+        # Keep no references to these objects during the next wait.
         del call, callback, take, argument
 
 
@@ -36,7 +36,7 @@ class Dispatcher:
     An exception of a callback is logged and has no other effect.
 
     Args:
-        name: of the thread.
+        name: the thread's name.
     """
 
     def __init__(self, name: str) -> None:
@@ -47,16 +47,16 @@ class Dispatcher:
     def start(self) -> None:
         """Start the thread, unless it is started.
 
-        Do not call this inside a step: it waits for the thread, which may collect garbage.
+        Do not call this inside a step. It waits for the new thread, on which a finalizer may need the step's lock.
         """
         if self._thread is not None:
             return
         thread = threading.Thread(target=_run, args=(self._calls,), name=self._name, daemon=True)
-        # Nothing runs between this check and the assignment.
+        # No other code runs between this check and the assignment.
         if self._thread is None:
             self._thread = thread
         if self._thread is thread:
-            # The thread is needed until the very end of the process.
+            # Exit handlers still need the thread, so it does not end at exit.
             weakref.finalize(self, self._calls.put, None).atexit = False
             thread.start()
 
@@ -65,19 +65,19 @@ class Dispatcher:
         self._calls.put((callback, lambda: argument))
 
     def call_with_next(self, callback: Callable[[Any], object], take: Callable[[], Any]) -> None:
-        """Same as `call`, but ``take()`` returns the argument when the callback is next."""
+        """Same as `call`, but ``take()`` is called just before the callback, and returns its argument."""
         self._calls.put((callback, take))
 
     @property
     def is_current_thread(self) -> bool:
-        """Return True if the caller is one of the callbacks."""
+        """Return True if a callback calls this."""
         return threading.current_thread() is self._thread
 
     def stop(self, timeout: float) -> None:
-        """End the thread after the scheduled calls, and wait for its end, unless one of these calls is the caller.
+        """End the thread after the scheduled calls, and wait for its end. A callback does not wait.
 
         Args:
-            timeout: seconds to wait at most.
+            timeout: maximum wait in seconds.
         """
         self._calls.put(None)
         if self._thread is not None and not self.is_current_thread:

@@ -1,4 +1,8 @@
-"""Runs the protocol of a `Producer`: any thread takes steps under a lock, and the I/O thread writes."""
+"""Runs the protocol of a `Producer`. Any thread executes steps under a lock. Only the I/O thread uses the socket.
+
+`Producer` makes and calls the `Engine`. The engine opens and closes the connection and the outbox, lets threads wait,
+and passes flow events and receipts to the callback thread.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +57,7 @@ _T = TypeVar("_T")
 # Waiters to wake, and log entries.
 _News = tuple[list[Any], list[Any]]
 
-# Seconds that the end of the process waits for a producer that was not closed.
+# Maximum seconds that the end of the process waits for a producer that was not closed.
 _AT_EXIT = 1.0
 
 _monotonic = time.monotonic
@@ -76,7 +80,7 @@ class Waiter:
             return
 
     def wait_until(self, deadline: float) -> None:
-        """Wait until `set` is called, or until a time."""
+        """Wait until `set` is called, or until a deadline in seconds of `time.monotonic`."""
         self._lock.acquire(timeout=max(0.0, min(deadline - _monotonic(), threading.TIMEOUT_MAX)))
 
 
@@ -85,8 +89,8 @@ class Engine(BaseEngine):
 
     Args:
         settings, on_delivery, manager, topology: as for `BaseEngine`.
-        connection: the shared connection on which it opens a channel; ``None`` for its own connection.
-        credentials: called for the credentials; ``None`` to use those of the URL.
+        connection: the shared connection on which it opens a channel; ``None`` to make a connection.
+        credentials: returns the credentials for the login; ``None`` to use the credentials of the URL.
     """
 
     make_waiter = Waiter
@@ -109,13 +113,13 @@ class Engine(BaseEngine):
         self.dispatcher = Dispatcher(f"qflow-callbacks {settings.name}")
         # Set when the first close has ended.
         self._all_ended = Latch()
-        # The deadline of a close that `close_later` has begun; ``None`` if it has not.
+        # The deadline of a close on a separate thread; ``None`` if there is none.
         self._leaves_until: float | None = None
-        # The messages that were unsettled when the connection ended.
+        # The receipts that were unsettled when the connection ended.
         self._left: tuple[Receipt, ...] = ()
-        # Whether it has warned of an event loop.
+        # Whether `warn_in_loop` has warned.
         self._has_warned = False
-        #: The own connection, or the channel on a shared one; set by `open`.
+        #: The producer's own connection, or its channel on a shared connection; set by `open`.
         self.link: Link | SharedLink | None = None
 
     def warn_in_loop(self, stacklevel: int) -> None:
@@ -126,14 +130,14 @@ class Engine(BaseEngine):
             warnings.warn(words, RuntimeWarning, stacklevel=stacklevel)
 
     def open(self, line: Line | None, on_flow: Callable[[FlowEvent], object] | None) -> None:
-        """Connect. After an error, `discard` ends everything that was started.
+        """Connect, and start the callback thread. After an error, the caller has to call `discard`.
 
         Args:
             line: the order in which waiting calls of `send` are served; ``None`` for first come, first served.
             on_flow: called with every flow event; ``None`` for no call.
 
         Raises:
-            ConnectionFailed: no host could be connected to.
+            ConnectionFailed: no host accepted a connection.
         """
         self.protocol = self._make_protocol(line)
         if on_flow is not None:
@@ -164,7 +168,7 @@ class Engine(BaseEngine):
         protocol = self._new_protocol(SyncReceipt, line)
         if self.settings.outbox is None:
             return protocol
-        # These modules import sqlite3.
+        # Imported here, because these modules import SQLite.
         from qflow_client.outbox.storage import Storage
         from qflow_client.sync.outbox import SpilledReceipt
 
@@ -174,7 +178,7 @@ class Engine(BaseEngine):
         return protocol
 
     def _take(self, step: StoreStep) -> None:
-        """Take a step for the outbox's thread."""
+        """Execute a step for the outbox's thread."""
         self.step(lambda _protocol: step(_monotonic()))
         self.arm_timer()
 
@@ -216,12 +220,12 @@ class Engine(BaseEngine):
 
     def put_off(self, step: Callable[[ProducerProtocol], object]) -> None:
         if self._all_ended.is_set:
-            # A closed producer needs no step. Inside the steps of other producers such steps would only gather.
+            # A closed producer needs no steps. Inside steps of other producers they could not run and would accumulate.
             return
         super().put_off(step)
         assert self.link is not None
         if self.link.ended:
-            # No I/O thread takes it. Inside a step, it waits for the next `ask`, slow `send` or `close`.
+            # No I/O thread will execute the step. If it fails here, the next `ask`, slow `send` or `close` executes it.
             self.try_step(self.take_all_put_off)
 
     def recheck(self) -> None:
@@ -235,7 +239,7 @@ class Engine(BaseEngine):
 
     def kick(self) -> None:
         link, protocol = self.link, self.protocol
-        # While there is an I/O thread it does this, because Ctrl-C never comes there.
+        # While there is an I/O thread, it passes on the reports, because Ctrl-C does not interrupt it.
         if link is None or link.ended:
             self._after(self.lock.try_take)
             return
@@ -250,14 +254,13 @@ class Engine(BaseEngine):
         """Run a call that waits, see `core.calls`.
 
         Args:
-            call: the call.
-            waiter: its waiter.
-            deadline: the end of the wait, in seconds; ``None`` on a thread of this package, which holds no lock that a
-                step waits for.
-            ticket: the ticket of a send. After an error it is withdrawn. Without a ticket, `waiter` is forgotten.
+            waiter: the call's waiter.
+            deadline: as for `Guard.try_take`. ``None`` for no deadline, on a thread of this package, because it holds
+                no lock that a step waits for.
+            ticket: the ticket of a `send`, to withdraw after an error. Without a ticket, the protocol forgets `waiter`.
 
         Returns:
-            The result. `NOT_TAKEN` if a step could not be taken; then the message of `ticket` will not be sent.
+            The result. `NOT_TAKEN` if a step could not be executed. Then the message of `ticket` will not be sent.
         """
 
         def resume_call(*, begins: bool = False) -> tuple[float | None, _T | None] | NotTaken:
@@ -279,7 +282,7 @@ class Engine(BaseEngine):
                 waiter.wait_until(now[0])
                 before, now = now, resume_call()
                 if now is NOT_TAKEN and ticket is not None and not ticket.claim(for_sender=True):
-                    # The step that does not end has admitted the message, or is about to.
+                    # The other thread's step, which has not ended, has admitted the message, or is about to.
                     receipt: Any = ticket.receipt
                     now = before if receipt is None or receipt._number == 0 else (None, receipt)
         except BaseException:
@@ -314,7 +317,7 @@ class Engine(BaseEngine):
 
     def after(self) -> None:
         if self._put_off and self.link is not None and self.link.ended:
-            # The I/O thread, which ends, will not take them.
+            # The I/O thread is ending, and will not execute the postponed steps.
             self.lock.take(lambda: self.take_all_put_off(self.protocol))
         self._after(self.lock.take)
 
@@ -326,18 +329,18 @@ class Engine(BaseEngine):
             return
         news = take(self._pass_on)
         if news is NOT_TAKEN:
-            # The next step passes it on.
+            # The next step passes the reports on.
             return
         wake, logs = news
         for waiter in wake:
             waiter.set()
-        # Last, because it may take some time.
+        # Logging comes last, because it may take some time.
         write_log(logs)
 
     def _pass_on(self) -> _News:
         """Pass on events and receipts, and return the waiters to wake and the entries to log."""
         settled, wake, logs = self.take_news()
-        # In the order of the steps, so that two threads cannot exchange the order of their events.
+        # Under the lock, so that events and receipts are passed on in the order of the steps.
         if self.protocol.reports.events:
             self.listeners.pass_on(self.protocol, self.call_listener)
         if settled:
@@ -349,14 +352,14 @@ class Engine(BaseEngine):
     # Closing.
 
     def close(self, deadline: float, *, waits_for_holds: bool = True) -> UndeliveredMessages | None:
-        """Close the producer; a second call waits for the end of the first.
+        """Close the producer. A second call waits for the end of the first call.
 
         Args:
-            deadline: the end of the wait for unsettled messages, in seconds.
-            waits_for_holds: False to stop waiting when the broker does not answer any more.
+            deadline: the end of the wait for unsettled messages, in seconds of `time.monotonic`.
+            waits_for_holds: False to wait only while the broker continues to answer.
 
         Returns:
-            The error for messages that were not delivered.
+            The error for messages that were not delivered; ``None`` if there are none.
         """
         if sys.is_finalizing():
             # Other threads do not run any more.
@@ -379,26 +382,26 @@ class Engine(BaseEngine):
                 begun, self._leaves_until = NOT_TAKEN, deadline
                 self._on_own_thread(lambda: self._finish(deadline))
         except BaseException as error:
-            # Mainly for Ctrl-C.
+            # For example, Ctrl-C.
             if first:
                 report_undelivered(self.settings.name, error, self.end(BRIEF))
             raise
         if begun is NOT_TAKEN:
             raise NestedCall("close()")
-        # A callback must not wait for the end of the callbacks.
+        # A callback must not wait for its own end.
         if not self.dispatcher.is_current_thread:
             self._all_ended.wait(deadline - _monotonic())
         return None
 
     def _begin_to_close(self) -> bool:
-        """Begin to close, in a step; whether that is the first time."""
+        """Begin to close, inside a step. Return True for the first call."""
         was_ended, self.ended = self.ended, True
         return not was_ended
 
     def close_later(self, deadline: float) -> None:
         """Close on a separate thread, and log messages that are not delivered.
 
-        The end of the process waits for the thread.
+        The end of the process waits for this thread.
         """
 
         def close() -> None:
@@ -421,7 +424,7 @@ class Engine(BaseEngine):
         self._log_undelivered(undelivered)
 
     def _on_own_thread(self, close: Callable[[], None]) -> None:
-        """Call a function on a new thread. Signal handlers and finalizers may call this."""
+        """Call `close` on a new thread. Signal handlers and finalizers may call this."""
 
         def begin(start_thread: Callable[[], object]) -> None:
             try:
@@ -431,7 +434,7 @@ class Engine(BaseEngine):
                 self._leaves_until = None
 
         thread = threading.Thread(target=close, name=f"qflow-end {self.settings.name}", daemon=True)
-        # `threading.Thread.start` waits, which a signal handler and a finalizer must not do.
+        # `threading.Thread.start` waits for the new thread. A signal handler and a finalizer must not wait.
         begin(lambda: start_new_thread(begin, (thread.start,)))
 
     def end(
@@ -440,20 +443,20 @@ class Engine(BaseEngine):
         deadline: float | None = None,
         take: Callable[[Callable[[], Any]], Any] | None = None,
     ) -> UndeliveredMessages | None:
-        """End the connection and the callbacks. After Ctrl-C this is called again.
+        """End the connection, the callback thread and the outbox. After Ctrl-C this is called again.
 
         Args:
-            patience: seconds that each may take.
-            deadline: the end of the calls of `on_delivery`, in seconds; ``None`` for `patience`.
-            take: takes the steps; `_take_last` by default.
+            patience: seconds that the connection and the callback thread may each take.
+            deadline: the end of the waits for `on_delivery` and the outbox, in seconds; ``None`` for short waits.
+            take: executes the last steps; `_take_last` by default.
 
         Returns:
-            The error for messages that were not delivered.
+            The error for messages that were not delivered; ``None`` if there are none.
         """
         assert self.link is not None
         take = take or self._take_last
         try:
-            # The result of the first call is still valid after Ctrl-C.
+            # If Ctrl-C interrupted an earlier call, its result is still valid.
             self._left = self._left or take(lambda: self.protocol.unsettled_receipts)
             self.unregister()
             self.detach()
@@ -480,8 +483,8 @@ class Engine(BaseEngine):
     def _take_last_failures(self) -> tuple[list[Receipt], int]:
         failures, dropped = self.take_failures()
         if self.storage is None:
-            # The I/O thread is stuck, or does not run any more because the process ends. Only that thread knows what it
-            # has written, so only that thread settles messages.
+            # Only the I/O thread settles messages, because only it knows which bytes are written. Messages are still
+            # unsettled if this thread is stuck, or has stopped because the process ends.
             failures += [receipt for receipt in self._left if not receipt.done]
         return failures, dropped
 
@@ -492,11 +495,11 @@ class Engine(BaseEngine):
             write_log(take(self.listeners.end))
 
     def _take_last(self, step: Callable[[], _T]) -> _T:
-        """Take one of the last steps, even if another thread does not end its step, because no further step follows."""
+        """Execute one of the last steps, even without the lock if another thread does not end its step."""
         result = self.lock.try_take(step)
         return step() if result is NOT_TAKEN else result
 
-    # Without the producer.
+    # After the application has dropped the producer.
 
     def _end_later(self) -> None:
         deadline = deadline_of(self.settings.max_producer_flow_control_wait)
@@ -507,7 +510,7 @@ class Engine(BaseEngine):
     def forked(self) -> None:
         if self.link is not None:
             self.link.forget()
-        # The parent's threads may have held these locks, or been inside a step.
+        # Threads of the parent may have held these locks when the process was forked.
         self.lock = Guard()
         self._all_ended = Latch()
         self._all_ended.set()
@@ -522,9 +525,9 @@ class Engine(BaseEngine):
         waiter = Waiter()
         now = _monotonic()
         self.drive(calls.drain(self.protocol, waiter, now + _AT_EXIT, now), waiter, now + _AT_EXIT)
-        # A later exit handler may still send, so the outbox stays open, unless messages cannot be written.
+        # A later exit handler may still send, so the outbox stays open, unless its disk fails or does not answer.
         if self.storage is not None and not self.storage.commit(BRIEF):
             self.storage.close(BRIEF)
         self._take_last(self._log_forgotten)
-        # Its collection has no effect from now on. A later exit handler, or a finalizer, can still close it.
+        # From now on, the collection of the producer has no effect. Exit handlers and finalizers can still close it.
         self.detach()

@@ -1,4 +1,4 @@
-"""Flow events as an iterator."""
+"""The iterator that `Producer.flow_events` returns."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["FlowEvents"]
 
 
 class FlowEvents(BaseFlowEvents):
-    """The iterator. The arguments are those of `BaseFlowEvents`."""
+    """An iterator over flow events, for one thread."""
 
     def __init__(self, name: str, limit: int) -> None:
         super().__init__(name, limit, queue.SimpleQueue())
@@ -23,7 +23,7 @@ class FlowEvents(BaseFlowEvents):
     def __next__(self) -> FlowEvent:
         event: FlowEvent | None = self._events.get()
         if event is None:
-            # For the next calls.
+            # The next calls find the end again.
             self._events.put(None)
             raise StopIteration
         self.losses.report(self._events.qsize())

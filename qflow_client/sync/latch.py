@@ -1,4 +1,4 @@
-"""A latch on which threads wait."""
+"""A latch for which threads wait: the end of a close, and the settlement of a message."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ __all__ = ["Latch"]
 
 
 class Latch:
-    """Is set once, for any number of threads.
+    """A flag that is set once. Any number of threads can wait for it.
 
-    `threading.Event` is not used, because Ctrl-C inside it can leave its lock held. Then the thread that sets it, the
-    I/O thread, would never return.
+    It replaces `threading.Event`. If Ctrl-C interrupts a wait for an `Event`, the lock of the `Event` may stay locked.
+    Then the I/O thread, which sets the `Event`, would wait for this lock without end.
     """
 
     __slots__ = ("_locks", "is_set")
@@ -39,7 +39,7 @@ class Latch:
             timeout: seconds; ``None`` for no limit.
 
         Returns:
-            Whether the latch is set.
+            True if the latch is set; False after the timeout.
         """
         if not self.is_set:
             lock = threading.Lock()

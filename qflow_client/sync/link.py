@@ -1,4 +1,7 @@
-"""A connection of pika on a separate I/O thread, with the tap at its socket."""
+"""A connection that belongs to one `Producer`. pika runs it on an I/O thread, with the tap at its socket.
+
+The engine makes a `Link` for each host that it tries. After a loss of the connection, the link connects again.
+"""
 
 from __future__ import annotations
 
@@ -48,9 +51,9 @@ from qflow_client.upkeep import Upkeep
 
 __all__ = ["Link", "parameters", "url_parameters"]
 
-# Seconds that the abort of a connection may take; it waits for no peer.
+# Seconds that the abort of a connection may take. It does not wait for the broker.
 _CUT_GRACE = 0.3
-# Seconds by which pika's limits are later than `connect_timeout`.
+# pika's time limits for connecting are this many seconds longer than `connect_timeout`.
 _MARGIN = 1.0
 
 
@@ -59,7 +62,7 @@ _REFUSED = re.compile(r"ConnectionClosedByBroker: \((\d+)\) (.*)", re.DOTALL)
 
 
 def _cause(error: object) -> object:
-    """Return the original error: pika wraps it several times."""
+    """Return the original error, which pika has wrapped several times."""
     if isinstance(error, PikaConnectionClosed):
         return error
     causes = getattr(error, "exceptions", None) or getattr(error, "args", ())
@@ -78,7 +81,7 @@ def _words(error: object) -> str:
 
 
 def _is_final(error: object) -> bool:
-    """Return True if no further try can succeed."""
+    """Return True if no further try to connect can succeed."""
     cause = _cause(error)
     if isinstance(cause, PikaConnectionClosed):
         return is_final(cause.reply_code, cause.reply_text)
@@ -92,16 +95,16 @@ def url_parameters(url: str) -> pika.URLParameters:
     """Return pika's parameters for a URL.
 
     Raises:
-        SettingsError: pika does not understand the URL, or cannot use a file that it names.
+        SettingsError: pika rejects the URL, or cannot use a file of its ``ssl_options``.
     """
     try:
         return pika.URLParameters(url)
     except OSError as error:
-        # The TLS library does not name the file.
+        # The error of the TLS library does not contain the file's name.
         why = f"a file of ssl_options cannot be used: {words_of(error, url)}"
     except (AttributeError, SyntaxError, TypeError, ValueError) as error:
         why = words_of(error, url)
-    # Raised outside the handlers, because the original error may contain the password.
+    # Raised outside the handlers. Otherwise the original error, which may contain the password, would be the context.
     raise SettingsError(f"url={shown(url)}: {why}")
 
 
@@ -109,16 +112,16 @@ def parameters(url: str, settings: ProducerSettings) -> pika.URLParameters:
     """Return pika's parameters for one host.
 
     Args:
-        url: its URL, with a query as for pika.
-        settings: the producer's.
+        url: the host's URL, with pika's query parameters.
+        settings: the producer's settings.
 
     Raises:
-        SettingsError: pika does not understand the URL, or cannot use a file that it names.
+        SettingsError: pika rejects the URL, or cannot use a file of its ``ssl_options``.
     """
     found = url_parameters(url)
     found.client_properties = client_properties(settings.name) | (found.client_properties or {})
-    # pika's defaults would end connecting before a longer `connect_timeout`. A limit in the URL is kept. All other
-    # limits of pika are later than `connect_timeout`, so that the error is always the same.
+    # pika's default limits may be shorter than `connect_timeout`. So they are replaced by a longer limit, and the error
+    # is always that of `connect_timeout`. A limit in the URL is kept.
     said = dict(parse_qsl(urlsplit(url).query))
     latest = settings.connect_timeout + _MARGIN
     for name in ("socket_timeout", "stack_timeout"):
@@ -130,17 +133,16 @@ def parameters(url: str, settings: ProducerSettings) -> pika.URLParameters:
 class Link(ChannelIO):
     """The producer's connection, its I/O thread, and the publishing channel.
 
-    Lost connections and channels are replaced. The thread runs pika's own loop, so heartbeats continue whatever the
-    application does.
+    Lost connections and channels are replaced. The thread runs pika's own loop, so heartbeats are sent even if the
+    application is busy.
 
     Args:
-        hosts: pika's parameters by host URL, from `parameters`.
+        hosts: pika's parameters of each host, from `parameters`.
         reconnection: chooses the host to connect to.
-        protocol: the producer's state, used only with `lock`.
-        lock: the lock.
+        lock: the protocol's lock.
         after: called on the I/O thread, without the lock, after any possible change of the protocol.
-        topology: declared on each connection; ``None`` for nothing.
-        asker: asks for credentials; ``None`` if the hosts' URLs contain them.
+        topology: the objects to declare on each connection; ``None`` for nothing.
+        asker: requests the credentials; ``None`` if the hosts' URLs contain them.
     """
 
     def __init__(
@@ -163,15 +165,15 @@ class Link(ChannelIO):
         self.services.order_addresses = self._order_addresses
         later, post = self.services.call_later, self.services.add_callback_threadsafe
         self._upkeep = Upkeep(reconnection, protocol, lock, later, post, self._leave_host, asker)
-        # ``None`` between two tries, and while the credentials of the next try are requested.
+        # pika's connection; ``None`` between two tries to connect, and while credentials are requested.
         self._connection: pika.SelectConnection | None = None
         # Whether pika's connection is open, and whether the channel is open.
         self._is_open = self._is_up = False
-        # Whether the connection is not replaced after a loss.
+        # True if a lost connection will not be replaced.
         self._leaves = False
-        # The next action without a connection: another try, or the end of a try that takes too long.
+        # The timer for the next try to connect, or for the end of a try that takes too long; ``None`` without a timer.
         self._next: Any = None
-        # Why the producer ends the connection, and whether this is final.
+        # Why this link ends the connection, and whether further tries are useless; ``None`` if it does not end it.
         self._cut_for: tuple[str, bool] | None = None
         self._thread = threading.Thread(
             target=serve, args=(self._run,), name=f"qflow-io {self._settings.name}", daemon=True
@@ -193,7 +195,7 @@ class Link(ChannelIO):
         """Connect and open the channel; with `connect_in_background`, only start to connect.
 
         Args:
-            timeout: seconds that connecting, authenticating and opening the channel may take together.
+            timeout: maximum seconds to connect, authenticate and open the channel, together.
 
         Raises:
             ConnectionFailed: connecting failed; the text gives the reason.
@@ -214,7 +216,7 @@ class Link(ChannelIO):
             except TimeoutError:
                 if self._opened.cancel():
                     raise
-                # The result may have come at the last moment.
+                # The connection was opened, or failed, just before the call of `cancel`.
                 self._opened.result(_CUT_GRACE)
         except BaseException as error:
             self._opened.cancel()
@@ -225,13 +227,13 @@ class Link(ChannelIO):
             raise
 
     def close(self, timeout: float) -> None:
-        """Give up all unsettled messages, and close the connection. Abort it if the broker does not answer soon.
+        """Settle all unsettled messages with the reason `GIVEN_UP`, and close the connection.
 
         Args:
-            timeout: seconds that the broker may take to answer.
+            timeout: seconds that the broker may take to answer. Then the connection is aborted.
         """
         if self._thread.ident is None:
-            # Ctrl-C has come before the link was opened.
+            # Ctrl-C has interrupted `open` before it started the thread.
             self.services.close()
             return
         self.services.add_callback_threadsafe(self._leave)
@@ -250,12 +252,12 @@ class Link(ChannelIO):
     def _run(self) -> None:
         try:
             if self._settings.connect_in_background:
-                # No caller waits that would end a try that takes too long.
+                # `open` does not wait, so this timer ends a try that takes too long.
                 self._next = self.services.call_later(self._settings.connect_timeout, self._time_is_up)
             self._connect()
             self.services.run()
         except BaseException as error:
-            # The callers that wait, and the broker, must learn of any error.
+            # After any error, no caller may wait longer, and the connection must end.
             log(
                 logging.ERROR,
                 "%s: the I/O thread failed, and the connection is closed",
@@ -269,7 +271,7 @@ class Link(ChannelIO):
         finally:
             with self._lock:
                 self.ended = True
-            # Report earlier changes. From now on all threads report their changes themselves.
+            # Report earlier changes. From now on each thread reports its own changes.
             self._after()
             self.services.close()
 
@@ -315,7 +317,7 @@ class Link(ChannelIO):
         self._cut()
 
     def _open_channel(self) -> None:
-        """Open a new channel on a connection whose last channel the broker has closed."""
+        """Open a new channel, because the broker has closed the last channel, but not the connection."""
         self._next = None
         connection = self._connection
         if connection is not None and connection.is_open:
@@ -341,7 +343,7 @@ class Link(ChannelIO):
                     channel.connection.channel(on_open_callback=lambda other: self._declare(other, declarations))
                     return
                 is_final = declaration.is_final(reason.reply_code)
-                # An exchange of an unknown type costs the connection.
+                # If the type of an exchange is unknown, the broker closes the connection instead of the channel.
                 if is_final or isinstance(reason, ChannelClosedByBroker):
                     self._fail(declaration.refusal(f"{reason.reply_code} {reason.reply_text}"), final=is_final)
             elif channel.connection.is_open and not self._leaves:
@@ -371,14 +373,14 @@ class Link(ChannelIO):
             self._ready(channel)
             return
         try:
-            # The tap takes the confirms, so pika's callback gets none.
+            # The tap removes the confirms from the received data, so pika never calls the first callback.
             channel.confirm_delivery(lambda _answer: None, callback=lambda _select_ok: self._ready(channel))
         except Exception as error:
             # pika raises an error if the broker does not announce confirms.
             self._fail(no_confirms(_words(error)), final=True)
 
     def _ready(self, channel: Any) -> None:
-        # After the first connection, no caller waits for it.
+        # `open` waits only for the first connection, and may have stopped waiting.
         if self._opened.cancelled() or not (self._opened.done() or self._opened.set_running_or_notify_cancel()):
             return
         parameters = channel.connection.params
@@ -398,7 +400,7 @@ class Link(ChannelIO):
         self.services.pump()
 
     def _leave_host(self, why: str) -> None:
-        """End an open connection, to connect again."""
+        """End the open connection in order to connect again."""
         self._cut_for = why, False
         self._cut()
 
@@ -411,7 +413,7 @@ class Link(ChannelIO):
                 self._forget_next()
                 self._next = self.services.call_later(pause, self._open_channel)
                 return
-        # There is nothing else on this connection.
+        # The connection has no other purpose than this channel.
         self._fail(_words(reason))
 
     def _fail(self, why: str, *, final: bool = False) -> None:
@@ -429,11 +431,11 @@ class Link(ChannelIO):
         self._after_io()
         tapped = self.services.tapped
         if self._connection is None:
-            # There is no connection: another try follows later.
+            # There is no connection. Cancel the next try to connect.
             self._forget_next()
             self._upkeep.end()
             self.services.stop()
-        # A broker that blocks the connection, or does not read, does not read a close either.
+        # A broker that blocks the connection, or has stopped reading, would not read a close.
         elif not self._is_up or self._tap.is_blocked or (tapped is not None and tapped.full):
             self._cut()
         else:
@@ -444,7 +446,7 @@ class Link(ChannelIO):
         self._lost(_words(reason), _is_final(reason))
 
     def _lost(self, why: str, final: bool = False) -> None:
-        """Handle a lost connection, or a failed try. `final` is True if this host will never accept a connection."""
+        """Handle a lost connection or a failed try. `final` is True if this host will never accept the connection."""
         self._connection = None
         self._is_open = False
         self._forget_next()

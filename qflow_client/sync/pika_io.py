@@ -1,8 +1,8 @@
-"""Connects the tap with pika, by pika's public interface for I/O services.
+"""Puts the tap between pika and the socket, through pika's public interface for I/O services.
 
-pika passes the socket that it has connected to `AbstractIOServices.create_streaming_connection`. This module wraps that
-socket. All data that pika receives has passed the tap. All data that pika sends waits for a frame border. The channels'
-own bytes are written when the socket accepts them.
+After pika has connected a socket, it calls `create_streaming_connection` of its I/O services. The services of this
+module wrap the socket there. The tap filters received data before pika gets it. Data that pika sends waits for a frame
+border. `pump` writes the producers' bytes when the socket accepts them. Both kinds of link of a `Producer` use this.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from qflow_client.telemetry import peer_of
 __all__ = ["TapIOServices"]
 
 _READ_CHUNK = 1 << 17
-# How often a TLS socket is read before other tasks of the loop run.
+# Maximum consecutive reads of a TLS socket, before other work of the loop runs.
 _TLS_READS = 64
 
 _WOULD_BLOCK = (BlockingIOError, ssl.SSLWantWriteError, ssl.SSLWantReadError)
@@ -64,7 +64,7 @@ class _TapSocket:
         reads = 0
         while True:
             if services.tap.error is not None:
-                # This raises the error. Frames before the error have been passed on.
+                # This call raises the error. Frames before the error were passed on.
                 services.received(b"")
             data = self._sock.recv(_READ_CHUNK)
             if not data:
@@ -77,7 +77,7 @@ class _TapSocket:
                 return passed
             if not self._is_tls:
                 raise BlockingIOError(errno.EAGAIN, "there is no data for pika")
-            # A TLS socket may keep bytes that no poll reports, so it is read until it has no more.
+            # A TLS socket may buffer bytes that poll does not report, so it is read until the buffer is empty.
             reads += 1
             if reads >= _TLS_READS and not self._sock.pending():
                 raise ssl.SSLWantReadError(ssl.SSL_ERROR_WANT_READ, "there is no data for pika")
@@ -94,8 +94,8 @@ class _TapSocket:
         try:
             sent: int = self._sock.send(data)
         except _WOULD_BLOCK:
-            # A partly written TLS record must be offered again before any other data. A plain socket has taken nothing
-            # of this chunk, but may have taken the first part of the chunk before.
+            # A partly written TLS record must be written again before any other data. A plain socket has accepted no
+            # byte of `data`, but an earlier call may have written a first part of the chunk.
             self.library_mid_chunk = self.library_mid_chunk or self._is_tls
             raise
         self.library_mid_chunk = sent < len(data)
@@ -106,7 +106,7 @@ class _TapSocket:
         """Send data of a producer.
 
         Returns:
-            How many bytes are sent, including bytes that cannot be taken back; `full` is False if more can be sent.
+            The number of bytes that are sent, or cannot be withdrawn. `full` is False if the socket accepts more.
         """
         try:
             sent: int = self._sock.send(data)
@@ -123,7 +123,7 @@ class _TapSocket:
         return sent
 
     def finish_record(self) -> None:
-        """Continue a TLS record that the socket accepted only in part."""
+        """Continue a partly written TLS record. If there is none, the socket is not full."""
         if self._begun_record:
             data, self._begun_record = self._begun_record, b""
             self.send_ours(data)
@@ -134,11 +134,11 @@ class _TapSocket:
         """Abort the connection. pika finds it closed when it reads."""
         self.broken = True
         with suppress(OSError):
-            # The method of a TLS socket would read further data as plain text.
+            # After `SSLSocket.shutdown`, further data would be read as plain text.
             socket.socket.shutdown(self._sock, socket.SHUT_RDWR)
 
     def forget(self) -> None:
-        """Close this process's descriptor, and do nothing else."""
+        """Close this process's descriptor. The parent's connection stays open."""
         _close_copy(self._sock)
 
     def close(self) -> None:
@@ -154,7 +154,7 @@ def _close_copy(sock: socket.socket) -> None:
 
 
 class _TapContext(ssl.SSLContext):
-    """The application's TLS context, but with tapped sockets. The original context is not changed."""
+    """A TLS context that makes tapped sockets with the application's context, which is not changed."""
 
     _context: ssl.SSLContext
     _services: TapIOServices
@@ -171,16 +171,15 @@ class _TapContext(ssl.SSLContext):
 
 
 class TapIOServices(SelectorIOServicesAdapter):
-    """pika's I/O services for consecutive connections, with a tap at the socket.
+    """pika's I/O services with the tap at the socket. They serve one connection after the other.
 
-    Only the thread of the loop may use them, except `wake`.
+    Only the thread of the loop may use them, except `wake` and `add_callback_threadsafe`.
 
     Args:
-        tap: the tap.
         lock: held around every use of the tap and of its channels.
         after: called, without the lock, after any possible change of a channel.
-        delay: called with the lock and the size of answers that were read; returns for how many seconds the next
-            answers may gather. By default, all data is read immediately.
+        delay: called under the lock with the number of bytes that were read. Returns how many seconds to wait before
+            the next read, so that answers accumulate. By default there is no wait.
     """
 
     def __init__(
@@ -190,9 +189,9 @@ class TapIOServices(SelectorIOServicesAdapter):
         after: Callable[[], None],
         delay: Callable[[int], float] = lambda _size: 0.0,
     ) -> None:
-        super().__init__(IOLoop())  # type: ignore[arg-type]  # pika's own loop is what it takes
-        # Calls that other threads request, and the two sockets by which they wake the loop. pika's own method has a
-        # lock. A signal handler or a finalizer could find this lock taken by the thread that it interrupts.
+        super().__init__(IOLoop())  # type: ignore[arg-type]  # it accepts pika's own loop
+        # Calls that other threads request, and the socket pair that wakes the loop. pika's own method uses a lock. A
+        # signal handler or a finalizer may interrupt a thread that has this lock, and would wait for itself.
         self._calls: deque[Callable[[], object]] = deque()
         self._woken, self._waker = socket.socketpair()
         self._woken.setblocking(False)
@@ -202,18 +201,18 @@ class TapIOServices(SelectorIOServicesAdapter):
         self.lock = lock
         self._after = after
         self._delay = delay
-        # The socket while it is connected.
+        # The connected socket; ``None`` without a connection.
         self.tapped: _TapSocket | None = None
         #: The address of the present or last connection; ``None`` before the first.
         self.peer: tuple[str, int] | None = None
-        # pika's transport on it, but with TLS only after the handshake.
+        # pika's transport for the socket. With TLS, it is set after the handshake.
         self._transport: Any = None
         # The last socket that pika tried to connect.
         self._connecting: socket.socket | None = None
-        # The callbacks of pika and of the producers for a socket that takes bytes.
+        # pika's callback for a writable socket, and whether producers also wait for a writable socket.
         self._library_writer: Callable[[], None] | None = None
         self._ours = False
-        #: Returns the order in which pika tries the addresses of a name; ``None`` for the resolver's order.
+        #: Sorts the addresses of a host name, for pika to try; ``None`` for the resolver's order.
         self.order_addresses: Callable[[list[Any]], list[Any]] | None = None
         # Bytes that pika has sent since the last write of a producer.
         self.library_sent = 0
@@ -229,29 +228,29 @@ class TapIOServices(SelectorIOServicesAdapter):
         """Schedule `pump`. Any thread may call this at any time, after it has added output."""
         rests = self._rests
         self.add_callback_threadsafe(self.pump)
-        # This comes last: after an interrupt before this line, the next sender must wake the I/O thread. The I/O thread
-        # may have cleared `awake` meanwhile; then it stays False. Nothing interrupts the two instructions, see
-        # `admission`.
+        # Set `awake` last, so that after an interrupt before this line the next sender wakes the I/O thread. If the I/O
+        # thread has cleared `awake` meanwhile, it stays False. No other code runs between the check and the assignment,
+        # see `is_undisturbed`.
         if self._may_set_awake and rests == self._rests:
             self.awake = True
 
     def _rest(self) -> None:
-        """Clear `awake`: the next thread that adds output wakes the I/O thread."""
+        """Clear `awake`. Then the next thread that adds output wakes the I/O thread."""
         self._rests += 1
         self.awake = False
 
     def add_callback_threadsafe(self, callback: Callable[[], object]) -> None:
         """Same as pika's method. It may be called at any time, also in a signal handler or a finalizer."""
         self._calls.append(callback)
-        # The socket may be full of bytes that will wake the loop anyway.
+        # If the socket is full, the bytes in it wake the loop.
         with suppress(OSError):
             self._waker.send(b"\0")
         if self._waker.fileno() < 0:
-            # It is closed, because the loop has ended.
+            # The socket is closed, because the loop has ended.
             self._calls.clear()
 
     def _on_woken(self) -> None:
-        # This comes first, so that calls that are requested later wake the loop again.
+        # Read first, so that calls that are requested from now on wake the loop again.
         with suppress(BlockingIOError):
             self._woken.recv(_READ_CHUNK)
         for _ in range(len(self._calls)):
@@ -266,7 +265,7 @@ class TapIOServices(SelectorIOServicesAdapter):
     # Reading and writing.
 
     def received(self, data: bytes) -> bytes:
-        """Pass received data to the tap, and do what follows."""
+        """Pass received data to the tap, write output, and report changes. Return the data for pika."""
         now = time.monotonic()
         with self.lock:
             try:
@@ -277,12 +276,11 @@ class TapIOServices(SelectorIOServicesAdapter):
                 ) from error
             self.awake = True
             delay = 0.0 if passed else self._delay(len(data))
-        # Write waiting output first, because woken threads compete for the interpreter.
+        # Write output before `after` wakes threads, because they compete for the interpreter.
         self.pump()
         self._after()
         if delay:
-            # Meanwhile answers gather in the socket and messages in the line. No thread needs to wake this one for
-            # them.
+            # Meanwhile answers accumulate in the socket, and senders add messages without waking this thread.
             self.awake = True
             time.sleep(delay)
             self.pump()
@@ -292,7 +290,7 @@ class TapIOServices(SelectorIOServicesAdapter):
         """Write the channels' bytes until there are no more or the socket is full."""
         tapped = self.tapped
         if tapped is None or tapped.broken or tapped.library_mid_chunk:
-            # After every exception, execution continues here.
+            # `pump` is called again when this state ends.
             with self.lock:
                 self._rest()
                 self.awake = tapped is not None and tapped.library_mid_chunk
@@ -301,10 +299,10 @@ class TapIOServices(SelectorIOServicesAdapter):
         changed = False
         tapped.finish_record()
         while not tapped.full and not tapped.broken:
-            # pika has data to write, too, and has written nothing since the last write of a producer. It gets the next
-            # frame border. Otherwise a socket that is always full would delay its heartbeats and acks without end. This
-            # method is called again when the socket is writable. In return, pika writes at most about one chunk before
-            # a producer writes.
+            # If pika has data to write, and has written nothing since the last write of a producer, pika writes at the
+            # next frame border. Otherwise a socket that is always full would delay pika's heartbeats and acks without
+            # end. This method is called again when the socket is writable. Similarly, after about one chunk of pika, a
+            # producer writes.
             yields = self._library_writer is not None and not self.library_sent
             with lock:
                 data = tap.unfinished if yields else tap.data_to_write(tapped.write_chunk)
@@ -313,7 +311,7 @@ class TapIOServices(SelectorIOServicesAdapter):
                     if yields:
                         break
                     self._rest()
-                    # `data_to_write` returns bytes that were put before this call.
+                    # Check again, because a thread may have added output before `awake` was cleared.
                     data = tap.data_to_write(tapped.write_chunk)
                     if not data:
                         break
@@ -335,7 +333,7 @@ class TapIOServices(SelectorIOServicesAdapter):
     # pika's interface.
 
     def getaddrinfo(self, host: Any, port: Any, on_done: Callable[[Any], None], *args: Any, **keywords: Any) -> Any:
-        """Same as pika's method, in the link's order of addresses."""
+        """Same as pika's method, but `order_addresses` sorts the addresses."""
 
         def done(found: Any) -> None:
             if found and isinstance(found, list) and self.order_addresses is not None:
@@ -345,7 +343,7 @@ class TapIOServices(SelectorIOServicesAdapter):
         return super().getaddrinfo(host, port, done, *args, **keywords)
 
     def connect_socket(self, sock: socket.socket, resolved_addr: Any, on_done: Any) -> Any:
-        """Same as pika's method. From now on a forked child can close its copy of the socket."""
+        """Same as pika's method. The socket is recorded, so that a forked child can close its copy."""
         self._connecting = sock
         return super().connect_socket(sock, resolved_addr, on_done)
 
@@ -372,14 +370,14 @@ class TapIOServices(SelectorIOServicesAdapter):
         try:
             return super().create_streaming_connection(protocol_factory, tapped, done, ssl_context, server_hostname)
         except ValueError:
-            # pika has closed the socket. If the peer has reset it by now, pika treats that as a mistake, and raises an
-            # error that no code catches.
+            # The peer has reset the connection already. pika treats that as a mistake of the caller. It has closed the
+            # socket, and raises an error that no other code catches.
             self.tapped = None
             error = ConnectionResetError(errno.ECONNRESET, "the connection was reset as soon as it was open")
             return self.call_later(0.0, partial(on_done, error))
 
     def set_writer(self, fd: int, on_writable: Callable[[], None]) -> None:
-        """Same as pika's method; the tapped socket has two writers."""
+        """Same as pika's method. The tapped socket has two writers, pika and the producers."""
         if self.tapped is None or fd != self.tapped.fileno():
             super().set_writer(fd, on_writable)
             return
@@ -396,21 +394,21 @@ class TapIOServices(SelectorIOServicesAdapter):
         return had
 
     def forget(self) -> None:
-        """Close the copy of the socket in a child process after a fork. The connection belongs to the parent."""
+        """Close a forked child's copy of the socket. The connection belongs to the parent."""
         if self._connecting is not None:
             _close_copy(self._connecting)
         if self.tapped is not None:
             self.tapped.forget()
 
     def abort(self) -> None:
-        """Abort the connection. The caller has to call pika's `close` before, or pika reports an error."""
+        """Abort the connection. Call pika's `close` first; otherwise pika logs an error."""
         if self._transport is not None:
             assert self.tapped is not None
             self.tapped.broken = True
             self._transport.abort()
 
     def untap(self) -> None:
-        """Forget the socket, which is about to be closed."""
+        """Stop watching the socket, and forget it. Call this before the socket is closed."""
         self._transport = None
         assert self.tapped is not None
         fd = self.tapped.fileno()

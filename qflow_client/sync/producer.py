@@ -1,4 +1,8 @@
-"""`Producer` publishes from threads."""
+"""`Producer` publishes messages from threads.
+
+It checks the arguments of calls, and admits a message immediately if there is room. Its `Engine` does the rest: it
+connects, waits, writes and closes. The common part of both producers is `BaseProducer`.
+"""
 
 from __future__ import annotations
 
@@ -42,14 +46,14 @@ from qflow_client.topology import Queue, Topology
 
 __all__ = ["Producer"]
 
-# How many messages of a `send_many` are put into the outbox before it waits for the disk.
+# `send_many` puts this number of messages into the outbox, and then waits for the disk.
 _AT_ONCE = 64
 
 _monotonic = time.monotonic
 
 
 def _run(function: Callable[..., Any], *arguments: Any, **named: Any) -> Generator[Any, Any, Any]:
-    # With a `yield`, so that it is a generator.
+    # The `yield` makes this function a generator.
     yield from ()
     return function(*arguments, **named)
 
@@ -57,44 +61,42 @@ def _run(function: Callable[..., Any], *arguments: Any, **named: Any) -> Generat
 class Producer(BaseProducer[SyncReceipt]):
     """Publishes to an AMQP 0-9-1 broker, never faster than the broker allows. Threads can share a producer.
 
-    It connects when it is made. It has its own connection and I/O thread, unless it gets a connection of `connect`.
-    Leaving a ``with`` block closes it. A producer that is dropped without being closed issues a `ResourceWarning`,
-    delivers the admitted messages, and then ends its connection.
+    The constructor connects. A producer has its own connection and I/O thread, unless `connection` is given. At the end
+    of a ``with`` block, the producer is closed. If the application drops a producer without closing it, the producer
+    issues a `ResourceWarning`, delivers the admitted messages, and then ends its connection.
 
-    If an exception leaves the ``with`` block, that exception is raised, and closing does not wait for holds. Under
-    ``channel_flow`` and ``connection_blocked`` it does not wait at all. Under ``capacity`` and ``transport`` it waits
-    only while the broker continues to answer. Otherwise it waits like `close`. Messages that were not delivered are
-    logged and noted on the exception. Its attribute ``undelivered`` is an `UndeliveredMessages` with them.
+    If an exception leaves the ``with`` block, closing does not wait at all during the holds ``channel_flow``,
+    ``connection_blocked``, ``disconnected`` and ``refused``. During ``capacity`` and ``transport`` it waits only while
+    the broker continues to answer. Without these holds it waits like `close`. Undelivered messages are logged and noted
+    on the exception. The attribute ``undelivered`` of the exception is an `UndeliveredMessages`.
 
     Args:
-        url: URL of the broker, or several to try in turn.
-        connection: a connection from `connect`, on which the producer opens its own channel; ``None`` for its own
-            connection.
+        url: URL of the broker, or several URLs to try one after the other.
+        connection: a connection from `connect`, on which the producer opens a channel; ``None`` to make a connection.
         on_delivery: called with every settled receipt, on the producer's callback thread. `flush` and `close` do not
-            report these receipts again. If it is slower than the broker's confirms, the producer is held by
-            ``capacity``. It may call `send`, which then waits neither for other senders nor for other callbacks.
-        on_flow: called with every flow event from the first on, see `on_flow`.
-        declare: declared on each new connection before the producer publishes: a `Topology`, a `Queue`, or a name. A
+            report these receipts again. If it is slower than the broker's confirms, the hold ``capacity`` stops the
+            producer. If it calls `send`, that call waits neither for other senders nor for other callbacks.
+        on_flow: called with every flow event, including the first. The method `on_flow` adds further callbacks.
+        declare: what to declare on each new connection before publishing: a `Topology`, a `Queue`, or a queue name. A
             name declares a durable queue if there is no queue of that name. ``None`` declares nothing.
-        credentials: returns the `Credentials` for the login. It is called before each connect, and again before the
-            credentials expire; then the broker gets the new ones (``Connection.UpdateSecret``). It is called on a
-            separate thread, and the duration of the call is part of `connect_timeout`. If it raises, the try to connect
-            has failed. ``None`` uses the credentials of the URL.
-        settings: settings for all that the keywords do not give.
+        credentials: returns the `Credentials` for the login. It is called on a separate thread before each try to
+            connect. `connect_timeout` includes the time of this call. If the call raises an error, the try fails. The
+            function is called again before the credentials expire, and the broker gets the new credentials
+            (``Connection.UpdateSecret``). ``None`` uses the credentials of the URL.
+        settings: the settings; `keywords` replace some of their values.
         line: the order in which waiting calls of `send` are served; by default first come, first served (F4). A
-            `WeightedLine` distinguishes them by the `source` of `send`.
-        manager: the manager with which the producer registers, to be stopped and started with all others; by default
-            that of the process.
+            `WeightedLine` uses the `source` of each call.
+        manager: the manager that can stop and start all its producers together; by default that of the process.
         keywords: settings by name, see `ProducerSettings`.
 
     Warns:
-        RuntimeWarning: it is made in the thread of a running event loop, or a `send` waits there, which blocks the
-            loop. Each producer warns once.
+        RuntimeWarning: the producer is made on the thread of a running event loop, or `send` waits there, which blocks
+            the loop. Each producer warns once.
 
     Raises:
         SettingsError: a setting has a value that is not allowed, or the connection was not made by `connect`.
-        ConnectionFailed: no host could be connected to.
-        TypeError: another argument is of the wrong type.
+        ConnectionFailed: no host accepted a connection.
+        TypeError: another argument has the wrong type.
     """
 
     _engine: Engine
@@ -125,7 +127,7 @@ class Producer(BaseProducer[SyncReceipt]):
             )
         engine = Engine(loaded, on_delivery, manager, connection, Topology.of(declare), credentials)
         engine.warn_in_loop(stacklevel=3)
-        # Ctrl-C can come anywhere, and must not leave a lock or a connection behind.
+        # Ctrl-C may interrupt any of these lines. No lock and no connection may stay open then.
         try:
             engine.open(line, on_flow)
             assert engine.link is not None
@@ -151,29 +153,29 @@ class Producer(BaseProducer[SyncReceipt]):
         source: str = "",
         position: Position | None = None,
     ) -> SyncReceipt:
-        """Admit a message. Wait while the producer is flowed (J7 A4 D1).
+        """Admit a message. Wait while the producer is blocked (flowed) (J7 A4 D1).
 
         Args:
             message: the body, or a `Message` with properties.
-            exchange: the exchange; by default that of a `RoutedMessage`, for other messages the setting.
-            routing_key: the routing key; the same default.
-            timeout: seconds that it may stay blocked; ``None`` for no limit, 0 to raise immediately. The default is the
-                setting `max_producer_flow_control_wait`.
+            exchange: the exchange; by default the exchange of a `RoutedMessage`, or else of the settings.
+            routing_key: the routing key, with the same default.
+            timeout: seconds that the call may wait; ``None`` for no limit, 0 to raise an error immediately. The default
+                is the setting `max_producer_flow_control_wait`.
             source: the source of the message, for a `WeightedLine`.
-            position: how far the source of the message has been read, stored in the same commit of the outbox (E13);
-                ``None`` for none. The message is written to the broker only when it is on disk.
+            position: the position in the source up to which the application has read; ``None`` for none. The outbox
+                stores message and position in one commit (E13). Then the message is written to the broker.
 
         Returns:
-            Its receipt, as soon as the message is admitted. The broker's confirm comes later.
+            The receipt, as soon as the message is admitted. The broker's confirm comes later.
 
         Raises:
-            FlowControlTimeout: still flowed after `timeout`; the message was not sent and never will be.
-            ProducerFlowed: flowed, and `when_flowed` is ``"raise"``; the message was not sent.
-            NestedCall: the call would wait for itself; the message was not sent and never will be (E2).
+            FlowControlTimeout: the producer is still flowed after `timeout`; the message was not and will not be sent.
+            ProducerFlowed: the producer is flowed, and `when_flowed` is ``"raise"``; the message was not sent.
+            NestedCall: the call would wait for itself (E2); the message was not and will not be sent.
             ProducerClosed: the producer was closed, or lost its connection; the message was not sent.
             OutboxFull: the outbox has no room; the message was not sent.
             NotDurable: the message is admitted, but is not on disk after `timeout`, or the disk failed.
-            SettingsError: there is a position, but no outbox; the message was not sent.
+            SettingsError: a position is given, but there is no outbox; the message was not sent.
             TypeError: the message is of another type, or `timeout` is not a number.
             ValueError: the message cannot be encoded, or `timeout` is NaN.
         """
@@ -195,9 +197,9 @@ class Producer(BaseProducer[SyncReceipt]):
             if receipt is not None:
                 if not self._services.awake:
                     self._services.wake()
-                return receipt  # type: ignore[return-value]  # the protocol makes what it was told to make
+                return receipt  # type: ignore[return-value]  # the protocol makes receipts of this class
         except BaseException:
-            # An exception of a signal handler, such as KeyboardInterrupt, may have come before the wake-up.
+            # A signal handler may have raised an error, such as KeyboardInterrupt, before the I/O thread was woken.
             self._engine.recheck()
             raise
         timeout = limit_of(timeout, self.settings)
@@ -221,28 +223,28 @@ class Producer(BaseProducer[SyncReceipt]):
     ) -> list[SyncReceipt]:
         """Call `send` for every message, in order.
 
-        Every exception, even if the iterable raises it, has an attribute ``receipts`` with the receipts of the messages
-        that were admitted before. These messages will be sent. After `NotDurable` the last receipt belongs to the
-        message that failed, because it was admitted, too. No further message was taken from the iterable.
+        Any exception, even of the iterable, has an attribute ``receipts`` with the receipts of the messages that were
+        admitted before. These messages will be sent. After `NotDurable`, the last receipt is that of the failed
+        message, because this message was admitted, too. No further message was taken from the iterable.
 
         Args:
             messages: messages as for `send`, or pairs of a message and its position.
             exchange: the exchange, as for `send`.
             routing_key: the routing key, as for `send`.
-            timeout: seconds that each may stay blocked, as for `send`.
+            timeout: seconds that each message may wait, as for `send`.
             source: the source of the messages, for a `WeightedLine`.
 
         Returns:
-            Their receipts, when the last message is admitted.
+            The receipts, when the last message is admitted.
 
         Raises:
-            FlowControlTimeout, ProducerFlowed, ProducerClosed, SettingsError, TypeError, ValueError: as `send`.
+            FlowControlTimeout, ProducerFlowed, ProducerClosed, SettingsError, TypeError, ValueError: as for `send`.
         """
         check_many(messages, timeout)
         receipts: list[SyncReceipt] = []
         with keeping(receipts):
             if self._engine.storage is not None and isinstance(messages, (list, tuple)) and self._tracer is None:
-                # This module imports SQLite.
+                # Imported here, because this module imports SQLite.
                 from qflow_client.storing import store_many
 
                 for _ in store_many(
@@ -257,7 +259,7 @@ class Producer(BaseProducer[SyncReceipt]):
                 ):
                     """It yields nothing."""
                 return receipts
-            # Other iterables may make each message when the one before it is on disk.
+            # Other iterables may make a message only when the message before it is on disk.
             for each in messages:
                 message, position = split(each) if isinstance(each, tuple) else (each, None)
                 try:
@@ -278,15 +280,15 @@ class Producer(BaseProducer[SyncReceipt]):
     # Waiting.
 
     def flush(self, timeout: float | None = DEFAULT) -> None:
-        """Wait until all messages that were admitted before are settled.
+        """Wait until all messages that were admitted before this call are settled.
 
         Args:
             timeout: seconds; ``None`` for no limit. The default is the setting `max_producer_flow_control_wait`.
 
         Raises:
-            ConfirmTimeout: some messages are not settled; their outcome is not known yet.
+            ConfirmTimeout: some messages are not settled after `timeout`; their outcome is not known yet.
             UndeliveredMessages: all messages are settled, but some were not delivered, and no call has reported them.
-                The failures of all threads are reported together: if several threads flush, only the first gets them.
+                It contains the messages of all threads. If several threads call `flush`, only one call raises it.
             NestedCall: the call would wait for itself; nothing has changed (E2).
             ProducerClosed: the producer was made before this process was forked.
             TypeError, ValueError: `timeout` is not a number.
@@ -308,7 +310,7 @@ class Producer(BaseProducer[SyncReceipt]):
             raise UndeliveredMessages(failures, dropped=dropped)
 
     def wait_unflowed(self, timeout: float | None = None) -> bool:
-        """Wait until there are no holds. In a callback, ignore the hold for callbacks that are slower than confirms.
+        """Wait until there are no holds. In a callback, ignore the hold that slow callbacks cause.
 
         Args:
             timeout: seconds; ``None`` for no limit.
@@ -347,8 +349,8 @@ class Producer(BaseProducer[SyncReceipt]):
             kinds: as for `on_flow`.
 
         Returns:
-            An iterator for one thread. It blocks for the next event, and ends when the producer is closed. At most
-            `max_flow_events` wait for the reader; then the oldest are dropped.
+            An iterator for one thread. It waits for the next event, and ends when the producer is closed. If more than
+            `max_flow_events` events wait for the reader, the oldest events are dropped.
         """
         events = FlowEvents(self.name, self.settings.max_flow_events)
         self._add_events(events, kinds)
@@ -357,12 +359,12 @@ class Producer(BaseProducer[SyncReceipt]):
     # Closing.
 
     def close(self, timeout: float | None = DEFAULT) -> None:
-        """Flush, and end the connection. A second call only waits for the end of the first.
+        """Flush, and end the connection. A second call only waits for the end of the first call.
 
-        After the timeout it returns within a second, whatever the broker and the network do.
+        It returns within a second after the timeout, even if the broker or the network does not answer.
 
         Args:
-            timeout: seconds that messages may take to be settled; ``None`` for no limit. The default is the setting
+            timeout: seconds to wait until messages are settled; ``None`` for no limit. The default is the setting
                 `close_timeout`.
 
         Raises:
@@ -387,6 +389,6 @@ class Producer(BaseProducer[SyncReceipt]):
         else:
             deadline = close_deadline(DEFAULT, self.settings)
             check_can_wait("close()")
-            # After a `NestedCall` the remaining ones are logged.
+            # After a `NestedCall`, another thread logs the undelivered messages.
             with suppress(NestedCall):
                 report_undelivered(self.settings.name, error, self._engine.close(deadline, waits_for_holds=False))

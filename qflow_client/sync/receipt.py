@@ -1,4 +1,4 @@
-"""Receipts that a thread can wait for."""
+"""The receipts of a `Producer`. Threads can wait for their outcome."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from qflow_client.sync.latch import Latch
 
 __all__ = ["SyncReceipt"]
 
-# Guards the creation of a receipt's latch. It is held for a moment, so one lock for all receipts is enough. Reentrant,
-# because a finalizer may run at that moment and wait for a receipt.
+# Guards the creation of latches. It is held only for a moment, so one lock for all receipts is enough. It is reentrant,
+# because a finalizer may wait for a receipt at that moment.
 _making = threading.RLock()
 
 
 def _after_fork_in_child() -> None:
-    # A thread that the child does not have may have held it.
+    # Another thread of the parent may have held the lock. The child does not have this thread.
     global _making
     _making = threading.RLock()
 
@@ -38,7 +38,7 @@ class SyncReceipt(Receipt):
             timeout: seconds; ``None`` for no limit.
 
         Returns:
-            Whether the message is settled.
+            True if the message is settled; False after the timeout.
 
         Raises:
             TypeError, ValueError: `timeout` is not a number.
@@ -51,8 +51,8 @@ class SyncReceipt(Receipt):
                 latch = Latch()
                 if self._waiter is None:
                     self._waiter = latch
-            # If the receipt is settled meanwhile, no wait is needed: the settling thread sets the outcome first, and
-            # then looks for a waiter.
+            # The thread that settles the receipt sets the outcome, and then sets the latch, if there is one. So if
+            # there is no outcome here, the latch will be set.
             if self._outcome is None:
                 self._waiter.wait(timeout)
         return self._outcome is not None
