@@ -1,4 +1,4 @@
-"""The producer for asyncio, on aio-pika."""
+"""`AsyncProducer`, the producer for asyncio. It uses aio-pika for its connections."""
 
 from __future__ import annotations
 

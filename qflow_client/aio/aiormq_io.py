@@ -1,8 +1,8 @@
-"""Connects the tap with aiormq, by aiormq's public interface for transports.
+"""Puts the tap between aiormq and the socket, through aiormq's public interface for transports.
 
-aiormq asks a `TransportFactory` for a reader and a writer. The factory of this module returns asyncio's own, with the
-tap at both. The reader gets only data that has passed the tap. Data for the writer waits for a frame border. The
-channels' own bytes are written when the socket accepts them.
+aiormq (the library) gets a reader and a writer from a `TransportFactory`. The factory of this module returns asyncio's
+reader and writer with the tap at both. The tap filters received data before the reader gets it. Data of the library
+waits for a frame border. `pump` writes the producers' bytes when the socket accepts them. `TappedConnection` uses this.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _UNBLOCKED = frame(METHOD_FRAME, 0, CONNECTION_UNBLOCKED)
 
 _monotonic = time.monotonic
 
-# Returns the order in which the addresses of a name are tried, and the seconds that each may take.
+# Sorts the addresses of a host name, and returns them with the maximum seconds for the try of each address.
 OrderAddresses = Callable[[list[Any]], tuple[list[Any], float]]
 
 
@@ -62,9 +62,9 @@ class _TapProtocol(asyncio.StreamReaderProtocol):
     ) -> None:
         super().__init__(reader, loop=loop)
         self._tap = Tap()
-        # Whether the library has opened the connection.
+        # Returns True if the library has opened the connection.
         self._is_open = is_open
-        # asyncio's transport for the connection, after the TLS handshake if TLS is used.
+        # asyncio's transport for the connection; with TLS, the TLS transport after the handshake.
         self._transport: Any = None
         # The transport that the library writes to; set when the connection is established.
         self._tapped: TapTransport | None = None
@@ -72,16 +72,15 @@ class _TapProtocol(asyncio.StreamReaderProtocol):
         self._error: Exception | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Do nothing yet: the library writes to the transport that `tap` makes."""
+        """Store the transport. The library will use the transport that `tap` makes."""
         self._transport = transport
 
     def tap(self, raw: Any, transport: Any, loop: asyncio.AbstractEventLoop) -> TapTransport:
-        """Return the transport that the library writes to.
+        """Make the transport that the library writes to.
 
         Args:
             raw: asyncio's transport for the socket.
-            transport: asyncio's transport for the connection; with TLS another one than `raw`.
-            loop: the loop.
+            transport: asyncio's TLS transport; `raw` without TLS.
         """
         self._transport = transport
         self._tapped = TapTransport(self._tap, self, raw, transport, loop)
@@ -89,11 +88,11 @@ class _TapProtocol(asyncio.StreamReaderProtocol):
         return self._tapped
 
     def data_received(self, data: bytes) -> None:
-        """Pass received data to the tap, and do what follows."""
+        """Pass received data to the tap, and the library's part of the data to its reader."""
         try:
             self._take(data)
         except BaseException as error:
-            # Ctrl-C, for example. The lost data may be an answer that a caller waits for.
+            # Ctrl-C, for example. The lost data may contain an answer for which a caller waits.
             self.fail(f"{type(error).__name__} interrupted the reading of the broker's answers, and some may be lost")
             raise
 
@@ -105,25 +104,25 @@ class _TapProtocol(asyncio.StreamReaderProtocol):
             return
         if passed:
             if self._tap.is_blocked and not self._is_open():
-                # Otherwise the library would not open a channel before the broker's alarm ends.
+                # Without this frame, the library would not open a channel before the broker's alarm ends.
                 passed += _UNBLOCKED
             super().data_received(passed)
         if self._tapped is not None:
             self._tapped.received(len(data), for_library=bool(passed))
         if self._tap.error is not None:
-            # Frames before the error have been passed on.
+            # Frames before the error were passed on.
             self._garbage(self._tap.error)
 
     def _garbage(self, error: FrameError) -> None:
         self.fail(f"the data from the broker cannot be read: {error}")
 
     def fail(self, why: str) -> None:
-        """Abort the connection, and report the reason to all users."""
+        """Abort the connection. The library and the producers get the reason."""
         self._error = ConnectionAbortedError(why)
         self._transport.abort()
 
     def eof_received(self) -> bool:
-        """Close the connection, because a broker that has stopped writing has also stopped reading."""
+        """Return False to close the connection, because a broker that has stopped writing has also stopped reading."""
         super().eof_received()
         return False
 
@@ -137,16 +136,14 @@ class _TapProtocol(asyncio.StreamReaderProtocol):
 class TapTransport(asyncio.Transport):
     """A connected socket, plain or TLS, with a tap at it. The library writes to it.
 
-    asyncio's transports accept any amount of data, and buffered data cannot be taken back. So they are used only to
-    read and to close. On a plain socket this class writes itself, with a descriptor of its own. With TLS it passes one
+    asyncio's transports buffer any amount of data, and buffered data cannot be withdrawn. So this class uses them only
+    to read and to close. It writes to a plain socket itself, through a duplicate descriptor. With TLS, it passes one
     record at a time to asyncio's transport.
 
     Args:
-        tap: the tap.
-        protocol: the protocol, which can pause the library, and receives failures.
+        protocol: the protocol, which pauses the library and handles failures.
         raw: asyncio's transport for the socket.
-        transport: asyncio's transport for the connection; with TLS another one than `raw`.
-        loop: the loop.
+        transport: asyncio's TLS transport; `raw` without TLS.
     """
 
     def __init__(
@@ -166,22 +163,21 @@ class TapTransport(asyncio.Transport):
         self._is_tls = transport is not raw
         self._write_chunk = TLS_WRITE_CHUNK if self._is_tls else WRITE_CHUNK
         sock = raw.get_extra_info("socket")
-        # While one of its transports reads from a descriptor, the loop does not allow other code to watch it.
+        # A duplicate, because the loop allows no other code to watch a descriptor from which its transport reads.
         self._socket = socket.socket(sock.family, sock.type, sock.proto, fileno=os.dup(sock.fileno()))
         self._socket.setblocking(False)
-        #: The address that it is connected to.
+        #: The broker's address.
         self.peer = peer_of(self._socket)
         # Called after any possible change of a channel.
         self._afters: list[Callable[[], bool]] = []
-        # Chunks of the library that are not completely written, how much of the first chunk is written, and their total
-        # size.
+        # The library's chunks to write, the number of written bytes of the first chunk, and of all unwritten bytes.
         self._library: deque[bytes] = deque()
         self._begun = 0
         self._library_size = 0
         self._library_paused = False
-        # Whether the library's chunk is next at the next frame border.
+        # Whether the library writes a chunk at the next frame border.
         self._librarys_turn = True
-        # Whether the loop reports when the socket accepts more bytes.
+        # Whether the socket is full. Then the loop calls `pump` when the socket accepts more bytes.
         self._watching = False
         # Set by the first failed write, or by the end of the connection. The library finds the error when it reads.
         self._broken = False
@@ -190,21 +186,21 @@ class TapTransport(asyncio.Transport):
         # output and finds it True does not need to call `wake`.
         self.awake = False
         self._thread = get_ident()
-        # Called with the size of answers that were read; returns for how many seconds the next answers may gather. With
-        # ``None`` all data is read immediately, which is right for a connection that others use, too.
+        # Called with the number of bytes that were read. Returns how many seconds to wait before the next read, so that
+        # answers accumulate. ``None`` for no wait, on a shared connection.
         self.delay: Callable[[int], float] | None = None
-        # The timer for the end of that time; ``None`` while the socket is read. And whether the library wants to read,
-        # and whether the socket is read.
+        # The timer for the end of this wait; ``None`` without a wait.
         self._gathers: asyncio.TimerHandle | None = None
+        # Whether the library wants to read, and whether the socket is read.
         self._library_reads = self._reads = True
-        # The library's writer until the connection has ended. aiormq may drop it without closing it.
+        # The library's writer, until the connection has ended, because aiormq may drop it without closing it.
         self.writer: asyncio.StreamWriter | None = None
         _transports.add(self)
 
     # For the producers.
 
     def add_after(self, after: Callable[[], bool]) -> None:
-        """Call a function after every possible change of a channel. It returns True if writing is urgent."""
+        """Call a function after any possible change of a channel. The function returns True if writing is urgent."""
         self._afters.append(after)
 
     def remove_after(self, after: Callable[[], bool]) -> None:
@@ -221,17 +217,17 @@ class TapTransport(asyncio.Transport):
         """Schedule `pump` in the next iteration of the loop. Any thread may call this after it has added output."""
         if get_ident() == self._thread:
             self._loop.call_soon(self.pump)
-            # This comes last: after an interrupt before this line, the next sender must wake the loop.
+            # Set `awake` last, so that after an interrupt before this line the next sender wakes the loop.
             self.awake = True
         else:
             # `pump` may have run before this call returns, so `awake` is not set.
             self._loop.call_soon_threadsafe(self.pump)
 
     def received(self, size: int, *, for_library: bool) -> None:
-        """Do what follows after the tap has handled data.
+        """Report changes and write output, after the tap has handled data. Perhaps wait before the next read.
 
         Args:
-            size: in bytes.
+            size: size of the data in bytes.
             for_library: whether a part of the data was for the library.
         """
         urgent = False
@@ -240,7 +236,7 @@ class TapTransport(asyncio.Transport):
         if urgent:
             self.pump()
         elif not self.awake:
-            # After the tasks that are woken by now, so that their messages are sent in the same write.
+            # Write after the tasks that were just woken, so that their messages are sent in the same write.
             self.wake()
         if self.delay is not None and self._gathers is None and not for_library:
             delay = self.delay(size)
@@ -249,7 +245,7 @@ class TapTransport(asyncio.Transport):
                 self._watch_reads()
 
     def _read_on(self) -> None:
-        """Read again: enough answers have gathered."""
+        """Read again after the wait."""
         self._gathers = None
         self._watch_reads()
 
@@ -267,7 +263,7 @@ class TapTransport(asyncio.Transport):
         try:
             self._pump()
         except Exception as error:
-            # The callers that wait, and the broker, must learn of any error.
+            # After any error, no caller may wait longer, and the connection must end.
             log(logging.ERROR, "writing failed, and the connection is closed", error=error)
             self._broken = True
             self._protocol.fail(f"writing failed: {error!r}")
@@ -281,15 +277,15 @@ class TapTransport(asyncio.Transport):
                 full = self._pump_library()
                 continue
             self._librarys_turn = True
-            # Write only up to the next border if the library waits for it. Otherwise a socket that is always full would
-            # delay its heartbeats and acks for ever.
+            # If the library waits for the next frame border, write only up to this border. Otherwise a socket that is
+            # always full would delay the library's heartbeats and acks without end.
             waited_for = self._closing or (self._library and not tap.at_border)
             data = tap.unfinished if waited_for else LOOPS.take(self._data_to_write)
             if not data:
                 if self._library:
                     continue
                 self.awake = False
-                # `data_to_write` returns bytes that were put before this call.
+                # Check again, because output may have been added before `awake` was cleared.
                 data = b"" if waited_for else LOOPS.take(self._data_to_write)
                 if not data:
                     break
@@ -331,7 +327,7 @@ class TapTransport(asyncio.Transport):
         return sent < len(data) or (self._is_tls and self._raw.get_write_buffer_size() > 0)
 
     def _send(self, data: bytes) -> int:
-        """Return how many bytes are sent, including bytes that cannot be taken back."""
+        """Send data. Return the number of bytes that are sent, or cannot be withdrawn."""
         if self._is_tls:
             # A failed transport accepts all data and writes nothing.
             if self._raw.is_closing() or self._transport.is_closing():
@@ -368,7 +364,7 @@ class TapTransport(asyncio.Transport):
         self.writer = None
 
     def forget(self) -> None:
-        """Close the copies of the socket in a child process after a fork. The event loop belongs to the parent."""
+        """Close a forked child's copies of the socket. The event loop belongs to the parent."""
         self._broken = True
         self._socket.close()
         # The loop's transport closes the descriptor when it is dropped, so the descriptor must stay valid.
@@ -399,12 +395,12 @@ class TapTransport(asyncio.Transport):
         return False
 
     def close(self) -> None:
-        """Write the library's data and the rest of a partly written frame, and close the connection."""
+        """Write the library's data and the remainder of a partly written frame, and close the connection."""
         if not self._closing:
             self._closing = True
             self.pump()
             if not self._transport.is_closing():
-                # A peer that does not read must not delay the end.
+                # A broker that does not read must not delay the end.
                 self._loop.call_later(GOOD_BYE, self.abort)
 
     def abort(self) -> None:
@@ -436,13 +432,13 @@ class TapTransport(asyncio.Transport):
 
 
 class TapTransportFactory(TransportFactory):
-    """Makes the reader and writer of a connection of aiormq, with a tap at them.
+    """Makes the reader and the writer of a connection of aiormq, with the tap at both.
 
     Args:
-        made: the function that is called with each new transport.
-        is_open: whether the library has opened the connection.
-        order_addresses: returns the order in which the addresses of a name are tried, and the seconds that each may
-            take; ``None`` for the resolver's order without a limit.
+        made: called with each new transport.
+        is_open: returns True if the library has opened the connection.
+        order_addresses: sorts the addresses of a host name, and returns them with the maximum seconds for the try of
+            each address; ``None`` for the resolver's order without a limit.
     """
 
     def __init__(
@@ -456,7 +452,7 @@ class TapTransportFactory(TransportFactory):
         self._order_addresses = order_addresses
 
     async def create(self, url: URL, **kwargs: Any) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """Make a connection, as aiormq's own factories, plain or TLS according to the URL."""
+        """Connect, and return the reader and the writer. The arguments are those of aiormq's own factories."""
         provider = kwargs.pop("ssl_context_provider", None)
         context = await provider.get_context() if url.scheme == "amqps" else None
         loop = asyncio.get_running_loop()
@@ -474,10 +470,10 @@ class TapTransportFactory(TransportFactory):
             transport = raw
             if context is not None:
                 if plain.received:
-                    # These bytes do not come from the peer that the certificate names.
+                    # The TLS certificate does not prove the source of these bytes.
                     raw.abort()
                     raise ConnectionAbortedError(f"{plain.received} bytes came in plain text before the TLS handshake")
-                # From here on TLS reads the data, and refuses plain text itself.
+                # From here on, TLS reads the data, and rejects plain text.
                 transport = await loop.start_tls(raw, protocol, context, server_hostname=url.host)
             tapped = protocol.tap(raw, transport, loop)
         except OSError as error:
@@ -490,7 +486,7 @@ class TapTransportFactory(TransportFactory):
 async def _connected(
     loop: asyncio.AbstractEventLoop, host: str, port: int, order_addresses: OrderAddresses | None
 ) -> socket.socket:
-    """Return a connected socket. Addresses are tried one by one. A forked child can always close its copy."""
+    """Try the addresses of a host one by one, and return a connected socket. A forked child can close its copy."""
     failures: list[OSError] = []
     found, limit = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM), math.inf
     if order_addresses is not None and len(found) > 1:
@@ -520,7 +516,7 @@ async def _connected(
     )
 
 
-# This includes transports of connections that are still being made, which no producer has yet; and their sockets.
+# All transports and sockets, also those of connections that are still being made, which no producer has yet.
 _transports: weakref.WeakSet[TapTransport] = weakref.WeakSet()
 _sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 

@@ -1,4 +1,4 @@
-"""Asks the application for credentials. A coroutine function runs in the loop, any other function on a thread."""
+"""Requests credentials for an `AsyncProducer`. A coroutine function runs in the loop, another function on a thread."""
 
 from __future__ import annotations
 
@@ -14,12 +14,7 @@ __all__ = ["AsyncAsker"]
 
 
 class AsyncAsker(Asker):
-    """Calls the application's function, and awaits the result if it is awaitable.
-
-    Args:
-        function: the function.
-        name: the producer's.
-    """
+    """Calls the application's function, and awaits the result if it is awaitable."""
 
     def __init__(self, function: Callable[[], Any], name: str) -> None:
         super().__init__(function, name)
@@ -29,7 +24,7 @@ class AsyncAsker(Asker):
         self._task: asyncio.Task[None] | None = None
 
     def cancel(self) -> None:
-        """Cancel the request. A result that is being awaited is cancelled."""
+        """Cancel the request, and the task that awaits its result."""
         super().cancel()
         if self._task is not None:
             self._task.cancel()
@@ -42,7 +37,7 @@ class AsyncAsker(Asker):
 
     def _take(self, result: Any) -> None:
         if inspect.isawaitable(result):
-            # A closed loop awaits nothing.
+            # In a closed loop, nothing can be awaited.
             with suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(self._await, result)
         else:

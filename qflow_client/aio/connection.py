@@ -1,4 +1,7 @@
-"""aio-pika's own connections, with the tap at their sockets."""
+"""Connections of aio-pika with the tap at their sockets.
+
+`connect_async` makes a connection that the application shares with producers. `Link` makes a producer's own connection.
+"""
 
 from __future__ import annotations
 
@@ -79,7 +82,7 @@ def channel_reply(error: ChannelClosed | ConnectionCommandInvalid) -> tuple[int,
 class TappedConnection(aio_pika.Connection):
     """aio-pika's connection, on which producers can be opened."""
 
-    #: The socket of the present connection; ``None`` before the first.
+    #: The transport of the present or last connection; ``None`` before the first.
     tapped: TapTransport | None = None
 
     def __init__(
@@ -112,7 +115,7 @@ class TappedRobustConnection(TappedConnection, aio_pika.RobustConnection):
 
 
 def address_of(url: object, parameters: Mapping[str, object]) -> URL:
-    """Return the URL for aio-pika.
+    """Return the URL for aio-pika, with `parameters` added to its query.
 
     Raises:
         SettingsError: the URL is not valid, or a parameter is not allowed.
@@ -127,7 +130,7 @@ def address_of(url: object, parameters: Mapping[str, object]) -> URL:
             raise SettingsError(f"{name}={shown(value)}: a parameter of a URL's query must be a text or a number")
     try:
         address = URL(url)
-        # aiormq logs the whole query. It does not use the other parameters, and they may be secret.
+        # Remove the parameters that aiormq does not use, because they may be secret, and aiormq logs the whole query.
         known = [(name, value) for name, value in address.query.items() if is_harmless(name, value)]
         return address.with_query(known).update_query(parameters)  # type: ignore[arg-type]  # as just checked
     except (TypeError, ValueError) as error:
@@ -148,16 +151,16 @@ async def connect_async(
     """Connect with aio-pika, for consumers and for any number of producers: ``AsyncProducer(connection=…)``.
 
     Args:
-        url: ``amqp://`` or ``amqps://`` URL of the broker, with a query as for aio-pika.
-        robust: return aio-pika's `RobustConnection`, which reconnects and restores consumers. Producers on it continue
-            after a reconnect. On any other connection, they end with it.
+        url: ``amqp://`` or ``amqps://`` URL of the broker, with aio-pika's query parameters.
+        robust: True for a `RobustConnection`, which reconnects and restores consumers. Its producers continue after it
+            has reconnected. On any other connection, producers end when the connection is lost.
         timeout: seconds that connecting may take; ``None`` for aio-pika's limits only.
         ssl_context: the TLS context; by default made from the URL's parameters.
         client_properties: properties that the connection announces, such as ``connection_name``.
-        parameters: more parameters of the URL's query, such as ``heartbeat``.
+        parameters: further query parameters of the URL, such as ``heartbeat``.
 
     Returns:
-        aio-pika's own object, a `Connection` or `RobustConnection`.
+        A `Connection` or `RobustConnection` of aio-pika.
 
     Raises:
         ConnectionFailed: connecting failed; the text gives the reason.
@@ -170,11 +173,11 @@ async def connect_async(
 
 
 async def open_connection(connection: TappedConnection, url: str, timeout: float | None = None) -> None:
-    """Connect.
+    """Connect. After an error, close the connection.
 
     Args:
         connection: a connection that is not connected yet.
-        url: its URL, for people.
+        url: its URL, for error messages.
         timeout: the time limit in seconds; ``None`` for aio-pika's limits only.
 
     Raises:

@@ -1,4 +1,4 @@
-"""The application's callbacks, as calls scheduled on the loop."""
+"""Schedules the application's callbacks on the event loop, for an `AsyncProducer` and the drop-in for aio-pika."""
 
 from __future__ import annotations
 
@@ -16,14 +16,11 @@ class Dispatcher:
     """Calls callbacks in order, each in a separate iteration of the loop.
 
     An exception of a callback is logged and has no other effect.
-
-    Args:
-        loop: the loop.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        #: Whether the caller is one of the callbacks.
+        #: True while a callback runs.
         self.is_running = False
 
     def call(self, callback: Callable[[Any], object], argument: Any) -> None:
@@ -31,11 +28,11 @@ class Dispatcher:
         self._loop.call_soon(self._run, callback, lambda: argument)
 
     def call_with_next(self, callback: Callable[[Any], object], take: Callable[[], Any]) -> None:
-        """Same as `call`, but ``take()`` returns the argument when the callback is next."""
+        """Same as `call`, but ``take()`` is called just before the callback, and returns its argument."""
         self._loop.call_soon(self._run, callback, take)
 
     async def stop(self) -> None:
-        """Wait for the scheduled calls. If the loop is closed, they never run."""
+        """Wait until the scheduled calls have run. In a closed loop they never run, so return immediately."""
         if self._loop.is_closed():
             return
         due = asyncio.Event()
@@ -48,7 +45,7 @@ class Dispatcher:
         try:
             callback(argument)
         except Exception as error:
-            # A mistake of the application must not prevent the following events.
+            # An exception of the application must not prevent the following calls.
             log(logging.ERROR, "callback %r failed on %r", callback, argument, error=error)
         finally:
             self.is_running = False

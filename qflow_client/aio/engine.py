@@ -1,4 +1,8 @@
-"""Runs the protocol of an `AsyncProducer`: tasks of one event loop take steps, and the loop writes."""
+"""Runs the protocol of an `AsyncProducer`. Tasks of one event loop execute the steps, and the loop uses the socket.
+
+`AsyncProducer` makes and calls the `Engine`. The engine opens and closes the connection and the outbox, lets tasks
+wait, and schedules the application's callbacks on the loop.
+"""
 
 from __future__ import annotations
 
@@ -59,8 +63,8 @@ _T = TypeVar("_T")
 
 _monotonic = time.monotonic
 
-# Seconds after the deadline of a close that the end of the channel and of the outbox may take together; or the outbox
-# after a cancel.
+# Seconds that the ends of the channel and of the outbox may take together after the deadline of a close. After a
+# cancel, the end of the outbox may take as long.
 _DISK_PATIENCE = 0.6
 
 _LOOP_CLOSED = "the event loop of the producer is closed; make a producer in the running loop"
@@ -70,7 +74,7 @@ async def _wait_until_done(task: asyncio.Task[None]) -> asyncio.CancelledError |
     """Wait until a task is done, even if the caller is cancelled several times. The first cancel cancels the task.
 
     Returns:
-        The first cancel, for the caller to raise; ``None`` if there was none.
+        The `CancelledError` of the first cancel, which the caller must raise; ``None`` if there was none.
     """
     cancelled: asyncio.CancelledError | None = None
     while not task.done():
@@ -84,11 +88,7 @@ async def _wait_until_done(task: asyncio.Task[None]) -> asyncio.CancelledError |
 
 
 class _Drop:
-    """Ends a dropped producer, as a call of its loop. If the loop is closed before that, it ends it without the loop.
-
-    Args:
-        engine: the producer's.
-    """
+    """Ends a dropped producer when the loop calls this object, or when the loop drops this object without a call."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine: Engine | None = engine
@@ -108,9 +108,9 @@ class Engine(BaseEngine):
 
     Args:
         settings, on_delivery, manager, topology: as for `BaseEngine`.
-        connection: the shared connection on which it opens a channel; ``None`` for its own connection.
+        connection: the shared connection on which it opens a channel; ``None`` to make a connection.
         line: the order in which waiting calls of `send` are served; ``None`` for first come, first served.
-        credentials: called for the credentials; ``None`` to use those of the URL.
+        credentials: returns the credentials for the login; ``None`` to use the credentials of the URL.
     """
 
     lock = LOOPS
@@ -132,7 +132,7 @@ class Engine(BaseEngine):
         self.protocol = self._new_protocol(AsyncReceipt, line)
         if self.deliveries is not None:
             self.protocol.reports.settled = []
-        # Set by `open` if there is an outbox.
+        # Lets tasks wait for the outbox; set by `open` if there is an outbox.
         self._commits: Commits | None = None
         # Set when the first close has ended.
         self._all_ended = asyncio.Event()
@@ -145,19 +145,19 @@ class Engine(BaseEngine):
         self.link: Link | None = None
         # True while a call of `after` is scheduled on the loop.
         self._passes_on = False
-        # Held while the producer is ended without its loop. Reentrant, because a finalizer may do that meanwhile.
+        # Held while the producer is ended without its loop. Reentrant, because a finalizer may do the same meanwhile.
         self._last_end = threading.RLock()
-        # The task that ends the producer after it was dropped.
+        # The task that ends the producer after it was dropped, or after `close_later`.
         self._ending: asyncio.Task[None] | None = None
 
     async def open(self, connected: Callable[[], object]) -> None:
-        """Connect, once.
+        """Open the outbox and connect. This is possible only once.
 
         Args:
             connected: called when the producer is connected.
 
         Raises:
-            ConnectionFailed: no host could be connected to.
+            ConnectionFailed: no host accepted a connection.
             OutboxInUse, OutboxError: the outbox is used by another producer, or cannot be used.
             ProducerClosed: the producer was closed before.
             QflowError: the method was called before.
@@ -197,7 +197,7 @@ class Engine(BaseEngine):
             try:
                 self.protocol.close(f"the producer could not connect: {error}", _monotonic())
                 self.unregister()
-                # After a GeneratorExit, which Ctrl-C may cause, there is no loop for a wait.
+                # After a GeneratorExit, which Ctrl-C may cause, the loop does not run, so waiting is not possible.
                 if not isinstance(error, GeneratorExit):
                     await self._end(BRIEF)
             finally:
@@ -206,7 +206,7 @@ class Engine(BaseEngine):
             raise
 
     async def _open_outbox(self) -> None:
-        # These modules import SQLite.
+        # Imported here, because these modules import SQLite.
         from qflow_client.aio.outbox import Commits, SpilledReceipt
         from qflow_client.outbox.storage import Storage
 
@@ -223,15 +223,15 @@ class Engine(BaseEngine):
             self.storage = storage
         except BaseException as error:
             storage.close(0.0)
-            # An outbox that was closed while it was opened is an error that nothing else reads.
+            # Opening fails if the outbox is closed meanwhile. Read this error, because otherwise asyncio logs it.
             opening.add_done_callback(asyncio.Future.exception)
             if isinstance(error, asyncio.CancelledError):
-                # Otherwise the next producer would find it in use.
+                # Otherwise the next producer would find the outbox in use.
                 await asyncio.wait((opening,), timeout=_DISK_PATIENCE)
             raise
 
     def _take(self, step: StoreStep) -> None:
-        """Let the loop take a step for the outbox's thread."""
+        """Make the loop execute a step for the outbox's thread."""
 
         def take() -> None:
             if self.storage is None:
@@ -293,7 +293,7 @@ class Engine(BaseEngine):
         try:
             self.loop.call_soon_threadsafe(function)
         except RuntimeError:
-            # A closed loop has nothing to hold.
+            # A closed loop executes no steps.
             self._put_off.clear()
 
     def recheck(self) -> None:
@@ -308,7 +308,7 @@ class Engine(BaseEngine):
         if self.loop is None or self.loop.is_closed():
             self.after()
         elif not self._passes_on and not (self.protocol.reports.is_empty and self.protocol.admission.observer is None):
-            # The loop calls it, because an interrupt here would lose wake-ups and log lines.
+            # The loop calls `after`, because an interrupt of a call from here would lose wake-ups and log entries.
             self.loop.call_soon(self.after)
             self._passes_on = True
 
@@ -320,10 +320,10 @@ class Engine(BaseEngine):
         return await turns.drive(call, waiter)
 
     async def made_durable(self, receipt: Receipt, deadline: float) -> None:
-        """Return when a message is on disk. Without an outbox, return immediately.
+        """Wait until a message is on disk. Without an outbox, return immediately.
 
         Args:
-            receipt: of the message.
+            receipt: the message's receipt.
             deadline: the end of the wait, in seconds.
 
         Raises:
@@ -349,7 +349,7 @@ class Engine(BaseEngine):
                 waiter.set_result(None)
         write_log(logs)
         if self.loop is None or self.dispatcher is None or self.loop.is_closed():
-            # Events wait until a loop runs.
+            # Events and receipts wait until the loop runs.
             return
         if protocol.reports.events:
             self.listeners.pass_on(protocol, self.call_listener)
@@ -362,23 +362,23 @@ class Engine(BaseEngine):
         assert self.deliveries is not None
         error = self.deliveries.pass_on(receipts)
         if error is not None:
-            # A sys.exit in a callback ends the loop.
+            # The exception of `sys.exit` in a callback must end the loop.
             raise error
 
     # Closing.
 
     async def close(self, deadline: float, *, waits_for_holds: bool = True) -> UndeliveredMessages | None:
-        """Close the producer; a second call waits for the end of the first.
+        """Close the producer. A second call waits for the end of the first call.
 
         Args:
-            deadline: the end of the wait for unsettled messages, in seconds.
+            deadline: the end of the wait for unsettled messages, in seconds of `time.monotonic`.
             waits_for_holds: False to wait only while the broker continues to answer.
 
         Raises:
             WrongLoop: another loop runs than the producer's.
 
         Returns:
-            The error for messages that were not delivered.
+            The error for messages that were not delivered; ``None`` if there are none.
         """
         if self.loop is not None and not self.loop.is_closed():
             self.check_loop()
@@ -398,7 +398,7 @@ class Engine(BaseEngine):
             self._log_undelivered(await self.close(deadline))
 
         def start() -> None:
-            # The loop keeps no task alive. So the first task must not be replaced by one that only waits for it.
+            # The loop does not keep tasks alive. So keep the first task. A later task would only wait for the first.
             if self._ending is None and self.loop is not None:
                 self._ending = self.loop.create_task(close())
 
@@ -406,7 +406,7 @@ class Engine(BaseEngine):
             # The producer has not connected, and never will.
             self.ended = True
             return
-        # A closed loop has nothing to end.
+        # In a closed loop, no task can run.
         with suppress(RuntimeError):
             self.loop.call_soon_threadsafe(start)
 
@@ -422,7 +422,7 @@ class Engine(BaseEngine):
         except BaseException as caught:
             error, patience = caught, BRIEF
         if isinstance(error, GeneratorExit):
-            # The loop is gone, so waiting is not possible.
+            # The loop does not run, so waiting is not possible.
             raise error
         left = self.protocol.unsettled_receipts
         # In a separate task, so that a cancelled caller still waits for its end.
@@ -439,11 +439,11 @@ class Engine(BaseEngine):
         return undelivered
 
     async def _end(self, patience: float, end_at: float = -math.inf) -> None:
-        """End the channel and all parts of the producer. If it is cancelled, it does the same, but sooner.
+        """End the channel and all parts of the producer. If this is cancelled, it does the same, but waits less.
 
         Args:
             patience: seconds that the broker may take to answer.
-            end_at: the time limit, in seconds; the outbox may take `BRIEF` in any case.
+            end_at: deadline for the end of the outbox, in seconds. The outbox may always take `BRIEF` seconds.
         """
         self.detach()
         try:
@@ -465,21 +465,19 @@ class Engine(BaseEngine):
                 await self._end_storage(_DISK_PATIENCE if is_cancelled else max(BRIEF, end_at - _monotonic()))
 
     async def _end_storage(self, patience: float) -> None:
-        """Close the outbox, if there is one, and wait until it is closed.
-
-        Otherwise the next producer would find it in use.
+        """Close the outbox, if there is one. Wait for its end, so that the next producer can use it.
 
         Args:
             patience: seconds to wait.
         """
         try:
             if self.storage is not None:
-                # All threads of the loop's own executor may be waiting.
+                # A separate executor, because all threads of the loop's executor may be in use.
                 executor = ThreadPoolExecutor(1, "qflow-outbox-close")
                 closing = asyncio.get_running_loop().run_in_executor(executor, self.storage.close, patience)
                 executor.shutdown(wait=False)
                 try:
-                    # The call observes `patience` itself, unless the disk does not answer at all.
+                    # `Storage.close` observes `patience` itself, unless the disk does not answer.
                     await asyncio.wait((closing,), timeout=None if patience == math.inf else patience + BRIEF)
                 except asyncio.CancelledError:
                     await asyncio.wait((closing,), timeout=_DISK_PATIENCE)
@@ -491,10 +489,10 @@ class Engine(BaseEngine):
                 self._commits.end()
             self._all_ended.set()
 
-    # Without the producer.
+    # After the application has dropped the producer.
 
     def _end_later(self) -> None:
-        # If the loop is closed, or will be before it makes the call, the object ends the producer when it is deleted.
+        # If the loop is closed before it makes the call, the deletion of the `_Drop` ends the producer.
         with suppress(RuntimeError):
             self.loop.call_soon_threadsafe(_Drop(self))  # type: ignore[union-attr]  # it was connected
 
@@ -518,14 +516,14 @@ class Engine(BaseEngine):
 
     def _after_dropped(self, _ending: object) -> None:
         if not self._all_ended.is_set():
-            # The end of the loop has cancelled the task before it began.
+            # The loop has ended, and has cancelled the task before it began.
             self._end_without_loop(DROPPED)
 
     def _end_without_loop(self, *why: str) -> None:
-        """Close the outbox, because another producer may need it, and log the lost messages, once."""
+        """Close the outbox, because another producer may need it, and log the lost messages. Do this only once."""
         if self._all_ended.is_set():
             return
-        # The end of the process waits here for another thread that does the same.
+        # If another thread does the same, the end of the process waits for it here.
         with self._last_end:
             if self._all_ended.is_set():
                 return
@@ -538,7 +536,7 @@ class Engine(BaseEngine):
     # Forks and the end of the process.
 
     def forked(self) -> None:
-        # The loop does not run in the child, and would wake the parent's.
+        # The loop does not run in the child. A call to it would wake the parent's loop.
         self._thread = None
         self._all_ended = asyncio.Event()
         self._all_ended.set()
@@ -547,6 +545,6 @@ class Engine(BaseEngine):
             events.forget()
 
     def forgotten(self) -> None:
-        # No loop runs then.
+        # At the end of the process, no loop runs.
         if not self.ended or (self.is_dropped and not self._all_ended.is_set()):
             self._end_without_loop()

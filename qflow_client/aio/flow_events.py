@@ -1,4 +1,4 @@
-"""Flow events as an asynchronous iterator."""
+"""The asynchronous iterator that `AsyncProducer.flow_events` returns."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ __all__ = ["FlowEvents"]
 
 
 class FlowEvents(BaseFlowEvents):
-    """The iterator.
+    """An asynchronous iterator over flow events.
 
     Args:
         name, limit: as for `BaseFlowEvents`.
-        check_loop: raises an error in a loop that cannot be woken.
+        check_loop: raises an error if the running loop is not the producer's.
     """
 
     def __init__(self, name: str, limit: int, check_loop: Callable[[], object]) -> None:
@@ -25,7 +25,7 @@ class FlowEvents(BaseFlowEvents):
         self._check_loop = check_loop
 
     def forget(self) -> None:
-        """End the iteration in a child process. The waiting tasks belong to the parent."""
+        """End the iteration in a forked child. The waiting tasks belong to the parent."""
         self._events = asyncio.Queue()
         self.put(None)
 
@@ -37,7 +37,7 @@ class FlowEvents(BaseFlowEvents):
             self._check_loop()
         event: FlowEvent | None = await self._events.get()
         if event is None:
-            # For the next calls, and for other waiting tasks.
+            # The next calls, and other waiting tasks, find the end again.
             self._events.put_nowait(None)
             raise StopAsyncIteration
         self.losses.report(self._events.qsize())

@@ -1,4 +1,7 @@
-"""The publishing channel on connections of aio-pika, with the tap at their sockets."""
+"""The publishing channel of an `AsyncProducer`, on its own connection of aio-pika or on a shared connection.
+
+The engine makes a `Link` for each host that it tries. After a loss of the connection, the link connects again.
+"""
 
 from __future__ import annotations
 
@@ -49,22 +52,21 @@ from qflow_client.upkeep import Upkeep
 
 __all__ = ["Link"]
 
-# This many bytes are worth a separate write.
+# If more bytes than this are unwritten, they are written immediately.
 _ENOUGH = 1 << 13
 
 
 class Link:
     """The publishing channel, and the connection if the producer owns it. Lost connections and channels are replaced.
 
-    aio-pika's tasks run the connection, so heartbeats continue while the application does not block the loop.
+    aio-pika's tasks run the connection, so heartbeats are sent as long as the application does not block the loop.
 
     Args:
         reconnection: chooses the host to connect to.
         connection: a shared connection on which to open the channel; ``None`` to make a connection.
-        protocol: the producer's state.
         after: called after any possible change of the protocol.
-        topology: declared on each own connection; ``None`` for nothing.
-        asker: asks for credentials; ``None`` if the URLs contain them, or on a shared connection.
+        topology: the objects to declare on each connection that this makes; ``None`` for nothing.
+        asker: requests the credentials; ``None`` if the URLs contain them, or on a shared connection.
     """
 
     def __init__(
@@ -81,7 +83,7 @@ class Link:
         self._is_own = connection is None
         self._settings = protocol.settings
         self._reconnection = reconnection
-        # Why the producer ends an open connection; empty while it does not.
+        # Why this link ends the open connection; empty if it does not end it.
         self._leaves_because = ""
         self._protocol = protocol
         self._after = after
@@ -95,13 +97,13 @@ class Link:
         self._channel: Any = None
         # The channel's number while the channel is attached to the tap.
         self._number: int | None = None
-        # Done when the partly written message is complete, if `close` waits for that.
+        # Done when the partly written message is complete; ``None`` while `close` does not wait for that.
         self._ended: asyncio.Future[None] | None = None
-        # The task that ends the own connection, or the channel; ``None`` until it has begun.
+        # The task that ends the producer's own connection, or the channel; ``None`` until it has begun.
         self._closing: asyncio.Task[None] | None = None
-        # The task that connects again, or that opens a channel on a new connection; ``None`` while there is none.
+        # The last task that connected again or opened a new channel; ``None`` if there was none.
         self._returning: asyncio.Task[None] | None = None
-        # Waits for a lost shared connection; ``None`` for a connection that is not restored.
+        # Waits until aio-pika restores a lost shared connection; ``None`` if aio-pika does not restore it.
         self._restoration: Restoration | None = None
         if isinstance(connection, TappedRobustConnection):
             limit = self._settings.reconnect_timeout
@@ -111,7 +113,7 @@ class Link:
         self._timer: asyncio.TimerHandle | None = None
 
     def _delay(self, size: int) -> float:
-        # Event loops round up to whole milliseconds.
+        # Half of the delay, because event loops round up to whole milliseconds.
         return coalescing.delay(size, self._protocol.in_flight) / 2
 
     @property
@@ -125,7 +127,7 @@ class Link:
         return self._reconnection.last
 
     def _post(self, function: Callable[[], object]) -> None:
-        # A closed loop has nothing to connect.
+        # A closed loop makes no calls.
         with suppress(RuntimeError):
             self._loop.call_soon_threadsafe(function)
 
@@ -157,7 +159,7 @@ class Link:
                     self._connection = connection
                 await self._open_channel()
         except GeneratorExit:
-            # The loop is gone, so waiting is not possible.
+            # The loop does not run, so waiting is not possible.
             if self._is_own and self._connection is not None:
                 _cut(self._connection)
             raise
@@ -183,12 +185,12 @@ class Link:
         return address.with_user(answer.username or None).with_password(answer.password)
 
     async def _open_again(self, pause: float) -> None:
-        """Connect and open the channel as soon as any host allows it."""
+        """Try to connect and to open the channel, until this succeeds or no further try is allowed."""
         reconnection = self._reconnection
         lost_one, self._connection = self._connection, None
         try:
             if lost_one is not None:
-                # aio-pika would close a connection that it finds open at any later time.
+                # Otherwise aio-pika may close this object at any later time.
                 await asyncio.wait((self._loop.create_task(_close_connection(lost_one)),), timeout=BRIEF)
             while True:
                 await asyncio.sleep(pause)
@@ -211,7 +213,7 @@ class Link:
             raise
 
     async def _reopen(self) -> None:
-        """Open the channel on the shared connection, which is connected again."""
+        """Open the channel on the shared connection, which aio-pika has restored."""
         try:
             await self._open()
         except ConnectionFailed as error:
@@ -224,7 +226,7 @@ class Link:
             log_connected(self._settings.name, hide_password(self.url), self._reconnection.verdict)
 
     async def _open_channel_again(self, pause: float) -> None:
-        """Open a new channel on a connection whose last channel the broker has closed."""
+        """Open a new channel, because the broker has closed the last channel, but not the connection."""
         why = ""
         while not why:
             await asyncio.sleep(pause)
@@ -279,7 +281,7 @@ class Link:
     async def close(self, patience: float) -> None:
         """Settle all unsettled messages. Close the channel, and the connection if the producer owns it.
 
-        If it is cancelled, it still settles all unsettled messages, and aborts its own connection.
+        A cancelled call also settles all unsettled messages. It aborts the producer's own connection.
 
         Args:
             patience: seconds that the broker may take to answer.
@@ -289,14 +291,14 @@ class Link:
         finally:
             self._leave(GIVEN_UP)
             if self._protocol.wants_channel:
-                # The channel was lost, and there was no new one yet.
+                # The channel was lost, and no new channel is open yet.
                 self._give_up(GIVEN_UP)
 
     async def _close(self, patience: float) -> None:
         if self._restoration is not None:
             self._restoration.forget()
         if self._loop.is_closed():
-            # The loop of the connection has ended, so the library's tasks on it never run again.
+            # The tasks of aio-pika never run again in the closed loop.
             return
         if self._returning is not None and not self._returning.done():
             self._returning.cancel()
@@ -308,7 +310,7 @@ class Link:
         until = self._loop.time() + patience
         channel = self._channel if self._number is not None else None
         if channel is not None and not await self._end_message(until + BRIEF):
-            # The broker would take the close for a part of the message, and end the connection because of it.
+            # Inside a message, a close is an error in AMQP, and the broker would end the connection.
             log(
                 logging.WARNING,
                 "%s: channel %d is left open, because a message on it is partly written and the broker does not read "
@@ -319,12 +321,12 @@ class Link:
             channel = None
         self._leave(GIVEN_UP)
         if channel is not None:
-            # A later answer of the broker is still handled.
+            # If the broker answers after this wait, the task still handles the answer.
             self._closing = self._loop.create_task(_close_channel(channel))
             await asyncio.wait((self._closing,), timeout=max(BRIEF, until - self._loop.time()))
 
     async def _end_message(self, until: float) -> bool:
-        """Write the rest of the partly written message and nothing more. Return True if that was possible."""
+        """Complete the partly written message, and write no further message. Return False if the time is over."""
         if self._message_ended():
             return True
         self._ended = self._loop.create_future()
@@ -353,7 +355,7 @@ class Link:
             raise
         finally:
             _cut(self._connection)
-            # The library's tasks now end without an answer of the broker. An event loop that is closed before they end
+            # aio-pika's tasks now end without the broker's answer. Wait for them, because a loop that is closed earlier
             # would cancel them while they wait for each other.
             await asyncio.wait((closing,), timeout=BRIEF)
 
@@ -363,7 +365,7 @@ class Link:
         # A broker that blocks the connection, or does not read, does not read a close either.
         if tapped is not None and (tapped.tap.is_blocked or tapped.full):
             tapped.abort()
-        # It may have begun with the end of the channel.
+        # The end of the channel may have started this task already.
         if self._closing is None:
             self._closing = self._loop.create_task(_close_connection(connection))
             timer = self._loop.call_later(GOOD_BYE, _cut, connection)
@@ -377,7 +379,7 @@ class Link:
         return self._closing
 
     def arm_timer(self) -> None:
-        """Start the timer for the time at which the protocol has to be called next."""
+        """Start the timer for the protocol's next `on_timer`."""
         now = time.monotonic()
         at = LOOPS.take(lambda: self._protocol.next_timer(now))
         if at is not None and (self._timer_at is None or at < self._timer_at):
@@ -394,7 +396,7 @@ class Link:
             self.writer.pump()
 
     def _leave_host(self, why: str) -> None:
-        """End an open connection, to connect again."""
+        """End the open connection in order to connect again."""
         if self._closing is None:
             self._leaves_because = why
             _cut(self._connection)
@@ -404,7 +406,8 @@ class Link:
             # `_on_close` reports the reason.
             return
         error = _error(closing)
-        # The tap reports a close by the broker. Otherwise aiormq's tasks are cancelled, because the loop ends.
+        # If the broker closed the channel, the tap has reported that, and the protocol's channel has no number.
+        # Otherwise the end of the loop has cancelled aiormq's tasks.
         by_broker = error is not None and self._protocol.channel.number is None
         self._leave("the channel was closed" if error is None else f"the channel was closed: {words(error)}")
         if self._closing is not None:
@@ -413,16 +416,16 @@ class Link:
             pause = self._reconnection.channel_closed(self._protocol.settled_so_far, time.monotonic())
             self._returning = self._loop.create_task(self._open_channel_again(pause))
         elif self._is_own:
-            # There is nothing else on this connection.
+            # The connection has no other purpose than this channel.
             if error is None:
-                # No new task may be started.
+                # The loop ends, so no new task may be started.
                 _cut(self._connection)
             else:
                 self._begin_end()
 
     def _on_close(self, closing: asyncio.Future[Any]) -> None:
         if self._number is None:
-            # The producer ended it.
+            # The producer has ended the connection.
             return
         error = _error(closing)
         left, self._leaves_because = self._leaves_because, ""
@@ -436,19 +439,20 @@ class Link:
             )
         else:
             why = lost("it was closed" if error is None else words(error))
-        # A loop that ends cancels aiormq's tasks. aiormq also cancels them itself when it receives nothing.
+        # Without an error, aiormq's tasks were cancelled: by the end of the loop, or by aiormq because it received
+        # nothing (`stuck`).
         self._lost(why, returns=(bool(left) or stuck or error is not None) and self._comes_back)
 
     @property
     def _comes_back(self) -> bool:
-        """Whether there is another connection after this one. aio-pika decides whether a shared one comes back."""
+        """Whether a lost connection is replaced. Only aio-pika can restore a shared connection."""
         return self._closing is None if self._is_own else self._restoration is not None
 
     def _lost(self, why: str, *, returns: bool) -> None:
         pause = self._reconnection.lost(why, time.monotonic()) if returns else None
         wanted = self._leave(why, reconnects=pause is not None)
         if pause is None:
-            # This also covers a channel that was not open.
+            # `_leave` does not report the loss if the channel was not open.
             self._give_up(why)
         elif not wanted:
             return
@@ -471,7 +475,7 @@ class Link:
             tapped.delay = None
             self._upkeep.end()
         wanted = False
-        # If the broker closed the channel, the tap has reported it.
+        # If the broker closed the channel, the tap has already reported that, and the number is ``None``.
         if reconnects or self._protocol.channel.number is not None:
             now = time.monotonic()
             shared = not self._is_own
@@ -481,7 +485,7 @@ class Link:
         if number is not None and tapped is not None:
             self._after_io()
             tapped.remove_after(self._after_io)
-            # Write the rest of a partly written frame.
+            # Write the remainder of a partly written frame.
             tapped.pump()
         if self._timer is not None:
             self._timer.cancel()
@@ -491,15 +495,15 @@ class Link:
         return wanted
 
     def _after_io(self) -> bool:
-        """Return True if the output has to be written before the woken tasks run."""
+        """Report changes. Return True if the output has to be written before the woken tasks run."""
         self._after()
         if self._protocol.needs_timer:
             self.arm_timer()
         if self._ended is not None and not self._ended.done() and self._message_ended():
             self._ended.set_result(None)
         protocol = self._protocol
-        # The answer to a stop is written immediately. The answer to a restart is written together with the waiting
-        # messages.
+        # If the broker stops the channel, the answer is written immediately. If the broker restarts it, the answer is
+        # written together with the waiting messages.
         return protocol.unwritten > _ENOUGH or (protocol.is_stopped and protocol.has_answer)
 
 
@@ -514,11 +518,11 @@ async def _close_channel(channel: Any) -> None:
 
 
 async def _close_connection(connection: Any) -> None:
-    """Close a connection with its closing handshake.
+    """Close a connection with AMQP's closing handshake.
 
-    If aio-pika's own `close` is cancelled, it still waits for the task that runs the close callbacks. If that task was
-    cancelled before it began, too, as at the end of `asyncio.run`, the wait never ends. So this function closes
-    aiormq's connection itself, and aio-pika's `close` then has nothing to wait for.
+    If aio-pika's own `close` is cancelled, it still waits for the task that runs the close callbacks. At the end of
+    `asyncio.run`, this task may be cancelled before it begins. Then the wait never ends. So this function closes
+    aiormq's connection itself, and aio-pika's `close` has nothing to wait for.
     """
     transport, connection.transport = connection.transport, None
     try:
@@ -531,6 +535,6 @@ async def _close_connection(connection: Any) -> None:
 
 
 def _error(closing: asyncio.Future[Any]) -> BaseException | None:
-    """Return the error that ended it; ``None`` if the application ended it."""
+    """Return the error that ended a channel or connection; ``None`` if it was closed or cancelled without an error."""
     error = None if closing.cancelled() else closing.exception()
     return None if isinstance(error, asyncio.CancelledError) else error

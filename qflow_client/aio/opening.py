@@ -1,4 +1,4 @@
-"""Opens a publishing channel on a connection of aiormq, after the declarations of a topology."""
+"""Declares a topology and opens a publishing channel on a connection of aiormq. `Link` calls this."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from qflow_client.topology import Topology
 
 __all__ = ["open_channel"]
 
-# The most channels of an AMQP connection.
+# Maximum number of channels on an AMQP connection.
 _CHANNEL_MAX = 65535
 
 
 async def open_channel(
     amqp: Any, tap: Tap, settings: ProducerSettings, topology: Topology | None, url: str
 ) -> tuple[Any, int]:
-    """Make the declarations, and open a channel for publishing. The tap expects the channel.
+    """Make the declarations, announce a new channel to the tap, and open the channel for publishing.
 
     Args:
         amqp: the open connection.
         tap: the tap at its socket.
-        settings: the producer's.
-        topology: what to declare before; ``None`` for nothing.
+        settings: the producer's settings.
+        topology: the objects to declare first; ``None`` for nothing.
         url: the connection's URL, for error messages.
 
     Returns:
         aiormq's channel, and its number.
 
     Raises:
-        ConnectionFailed: the broker refused it, or the connection ended.
+        ConnectionFailed: the broker refused a declaration or the channel, or the connection ended.
     """
     number: int | None = None
     try:

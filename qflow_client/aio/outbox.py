@@ -1,4 +1,4 @@
-"""The additional code of an `AsyncProducer` with an outbox."""
+"""The receipts and the waits for the disk of an `AsyncProducer` with an outbox. Its engine uses them."""
 
 from __future__ import annotations
 
@@ -29,43 +29,42 @@ class SpilledReceipt(Spilled, AsyncReceipt):
 class _Wait(NamedTuple):
     """A task that waits for the disk."""
 
-    #: The last sequence of its messages.
+    #: The sequence number of the last message for which it waits.
     sequence: int
     #: When it stops waiting, in seconds of `time.monotonic`.
     deadline: float
-    #: Its result is why the messages are not on disk; "" if they are.
+    #: The result is the reason why the messages are not on disk; "" if they are on disk.
     waiter: asyncio.Future[str]
 
 
 class Commits:
-    """Lets tasks wait until their messages are on disk. There is one commit for all tasks of an iteration of the loop.
+    """Lets tasks wait until their messages are on disk. All tasks of one iteration of the loop share a commit.
 
     Args:
-        loop: the loop.
-        storage: the producer's outbox, which may be opened later.
+        storage: the producer's outbox. It need not be open yet.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, storage: Storage) -> None:
         self._loop = loop
         self._storage = storage
-        # In the order of their sequences.
+        # The waiting tasks, in the order of their sequence numbers.
         self._waits: deque[_Wait] = deque()
         # Whether a request for a commit is scheduled.
         self._is_due = False
-        # One timer for all deadlines, because they are rarely reached. It is set for the earliest deadline; ``None``
-        # without deadlines.
+        # One timer for all deadlines, because they are rarely reached. It fires at the earliest deadline. ``None`` if
+        # there is no deadline.
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = math.inf
 
     async def wait_durable(self, receipt: AsyncReceipt, deadline: float) -> None:
-        """Return when all messages that were put until now are on disk.
+        """Wait until all messages that are in the outbox now are on disk.
 
         Args:
             receipt: the receipt of the last of these messages.
             deadline: the caller's deadline, in seconds of `time.monotonic`.
 
         Raises:
-            NotDurable: the message could not be written, or the deadline has passed by more than `GRACE` seconds.
+            NotDurable: a message could not be written, or is not on disk `GRACE` seconds after the deadline.
         """
         outbox = self._storage.outbox
         sequence = outbox.last
@@ -76,7 +75,7 @@ class Commits:
         if wait.deadline < self._timer_at:
             self._set_timer(wait.deadline)
         if not self._is_due:
-            # After the tasks of this iteration, so that their messages go into the same commit.
+            # Request it after the tasks of this iteration, so that one commit contains all their messages.
             self._is_due = True
             self._loop.call_soon(self._request)
         why = await wait.waiter
@@ -88,7 +87,7 @@ class Commits:
         self._storage.writer.commit_now()
 
     def committed(self, durable: int, error: Exception | None) -> None:
-        """Let the loop wake the tasks that wait for a commit. The writer's thread calls this."""
+        """Make the loop wake the tasks whose messages are on disk. The writer's thread calls this."""
         if self._waits:
             # In a closed loop no task waits.
             with suppress(RuntimeError):
@@ -124,7 +123,7 @@ class Commits:
         self._set_timer(min((wait.deadline for wait in self._waits), default=math.inf))
 
     def end(self) -> None:
-        """Wake the tasks that still wait: the outbox is closed, and its writer has ended."""
+        """Wake the tasks that still wait. Call this when the outbox is closed, and its writer has ended."""
         if self._waits:
             outbox = self._storage.outbox
             self._wake(outbox.durable, f"{outbox.path}: the producer was closed")

@@ -1,4 +1,8 @@
-"""`AsyncProducer` publishes from asyncio tasks."""
+"""`AsyncProducer` publishes messages from asyncio tasks.
+
+It checks the arguments of calls, and admits a message immediately if there is room. Its `Engine` does the rest: it
+connects, waits, writes and closes. The common part of both producers is `BaseProducer`.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +47,7 @@ from qflow_client.topology import Queue, Topology
 
 __all__ = ["AsyncProducer"]
 
-# How many messages of a `send_many` are put into the outbox before it waits for the disk.
+# `send_many` puts this number of messages into the outbox, and then waits for the disk.
 _AT_ONCE = 500
 
 _monotonic = time.monotonic
@@ -53,35 +57,34 @@ class AsyncProducer(BaseProducer[AsyncReceipt]):
     """Publishes to an AMQP 0-9-1 broker, never faster than the broker allows. Tasks can share a producer.
 
     It connects once, when ``async with`` is entered or `connect` is called. It belongs to the loop in which it
-    connects. In another running loop its methods raise `WrongLoop` immediately, because that loop could not be woken.
-    Other threads may only call `pause`, `resume` and the manager. Leaving the ``async with`` block closes it.
-    A connected producer that is dropped without being closed issues a `ResourceWarning`, delivers the admitted
-    messages, and then ends its connection.
+    connects. In another running loop its methods raise `WrongLoop` immediately, because they cannot wake that loop.
+    Other threads may only call `pause`, `resume` and the manager. At the end of the ``async with`` block, the producer
+    is closed. If the application drops a connected producer without closing it, the producer issues a
+    `ResourceWarning`, delivers the admitted messages, and then ends its connection.
 
-    If an exception leaves the ``async with`` block, that exception is raised, and closing does not wait for holds.
-    Under ``channel_flow`` and ``connection_blocked`` it does not wait at all. Under ``capacity`` and ``transport`` it
-    waits only while the broker continues to answer. Otherwise it waits like `close`. Messages that were not delivered
-    are logged and noted on the exception. Its attribute ``undelivered`` is an `UndeliveredMessages` with them.
+    If an exception leaves the ``async with`` block, closing does not wait at all during the holds ``channel_flow``,
+    ``connection_blocked``, ``disconnected`` and ``refused``. During ``capacity`` and ``transport`` it waits only while
+    the broker continues to answer. Without these holds it waits like `close`. Undelivered messages are logged and noted
+    on the exception. The attribute ``undelivered`` of the exception is an `UndeliveredMessages`.
 
     Args:
-        url: URL of the broker, or several to try in turn.
-        connection: a connection from `connect_async`, on which the producer opens its own channel; ``None`` for its own
+        url: URL of the broker, or several URLs to try one after the other.
+        connection: a connection from `connect_async`, on which the producer opens a channel; ``None`` to make a
             connection.
         on_delivery: called with every settled receipt, as a call scheduled on the loop. `flush` and `close` do not
-            report these receipts again. It may call `send_nowait`, which then waits for no turn.
-        on_flow: called with every flow event from the first on, see `on_flow`.
-        declare: declared on each new connection before the producer publishes: a `Topology`, a `Queue`, or a name. A
+            report these receipts again. If it calls `send_nowait`, that message goes before waiting calls of `send`.
+        on_flow: called with every flow event, including the first. The method `on_flow` adds further callbacks.
+        declare: what to declare on each new connection before publishing: a `Topology`, a `Queue`, or a queue name. A
             name declares a durable queue if there is no queue of that name. ``None`` declares nothing.
-        credentials: returns the `Credentials` for the login. It is called before each connect, and again before the
-            credentials expire; then the broker gets the new ones (``Connection.UpdateSecret``). A coroutine function is
-            awaited in the loop. Any other function is called on a separate thread, and may return an awaitable. The
-            duration of the call is part of `connect_timeout`. If it raises, the try to connect has failed. ``None``
-            uses the credentials of the URL.
-        settings: settings for all that the keywords do not give.
+        credentials: returns the `Credentials` for the login. It is called before each try to connect. A coroutine
+            function is awaited in the loop. Any other function is called on a separate thread, and may return an
+            awaitable. `connect_timeout` includes the time of this call. If the call raises an error, the try fails. The
+            function is called again before the credentials expire, and the broker gets the new credentials
+            (``Connection.UpdateSecret``). ``None`` uses the credentials of the URL.
+        settings: the settings; `keywords` replace some of their values.
         line: the order in which waiting calls of `send` are served; by default first come, first served (F4). A
-            `WeightedLine` distinguishes them by the `source` of `send`.
-        manager: the manager with which the producer registers, to be stopped and started with all others; by default
-            that of the process.
+            `WeightedLine` uses the `source` of each call.
+        manager: the manager that can stop and start all its producers together; by default that of the process.
         keywords: settings by name, see `ProducerSettings`.
 
     Raises:
@@ -123,9 +126,8 @@ class AsyncProducer(BaseProducer[AsyncReceipt]):
             The producer.
 
         Raises:
-            ConnectionFailed: no host could be connected to. The producer is closed then.
-            OutboxInUse, OutboxError: the outbox is used by another producer, or cannot be used. The producer is closed
-                then.
+            ConnectionFailed: no host accepted a connection. The producer is closed.
+            OutboxInUse, OutboxError: the outbox is used by another producer, or cannot be used. The producer is closed.
             ProducerClosed: the producer was closed before.
             QflowError: the method was called before.
         """
@@ -133,7 +135,7 @@ class AsyncProducer(BaseProducer[AsyncReceipt]):
         return self
 
     def _connected(self) -> None:
-        """Called by the engine, which ends again if this raises an error."""
+        """Register the connected producer. The engine calls this. If this raises an error, the engine ends."""
         engine = self._engine
         assert engine.observer is not None
         self._tracer = engine.observer.tracer
@@ -152,33 +154,33 @@ class AsyncProducer(BaseProducer[AsyncReceipt]):
         source: str = "",
         position: Position | None = None,
     ) -> AsyncReceipt:
-        """Admit a message. Wait while the producer is flowed (J7 A4 D1).
+        """Admit a message. Wait while the producer is blocked (flowed) (J7 A4 D1).
 
-        If the call is cancelled before the message is admitted, the message is not sent and never will be. If the
-        message was admitted before the cancel, it will be sent, and `on_delivery`, `flush` or `close` report a failure.
+        If the call is cancelled before the message is admitted, the message will not be sent. If the message was
+        admitted before the cancel, it will be sent. If delivery fails, `on_delivery`, `flush` or `close` reports it.
 
         Args:
             message: the body, or a `Message` with properties.
-            exchange: the exchange; by default that of a `RoutedMessage`, for other messages the setting.
-            routing_key: the routing key; the same default.
-            timeout: seconds that it may stay blocked; ``None`` for no limit, 0 to raise immediately. The default is the
-                setting `max_producer_flow_control_wait`.
+            exchange: the exchange; by default the exchange of a `RoutedMessage`, or else of the settings.
+            routing_key: the routing key, with the same default.
+            timeout: seconds that the call may wait; ``None`` for no limit, 0 to raise an error immediately. The default
+                is the setting `max_producer_flow_control_wait`.
             source: the source of the message, for a `WeightedLine`.
-            position: how far the source of the message has been read, stored in the same commit of the outbox (E13);
-                ``None`` for none. The message is written to the broker only when it is on disk.
+            position: the position in the source up to which the application has read; ``None`` for none. The outbox
+                stores message and position in one commit (E13). Then the message is written to the broker.
 
         Returns:
-            Its receipt, as soon as the message is admitted. The broker's confirm comes later.
+            The receipt, as soon as the message is admitted. The broker's confirm comes later.
 
         Raises:
-            FlowControlTimeout: still flowed after `timeout`; the message was not sent and never will be.
-            ProducerFlowed: flowed, and `when_flowed` is ``"raise"``; the message was not sent.
-            ProducerClosed: the producer was closed, or lost its connection, or never had one, or its loop is closed;
-                the message was not sent.
+            FlowControlTimeout: the producer is still flowed after `timeout`; the message was not and will not be sent.
+            ProducerFlowed: the producer is flowed, and `when_flowed` is ``"raise"``; the message was not sent.
+            ProducerClosed: the producer was closed, lost its connection, or never had a connection, or its loop is
+                closed; the message was not sent.
             WrongLoop: the producer belongs to another event loop; the message was not sent.
             OutboxFull: the outbox has no room; the message was not sent.
             NotDurable: the message is admitted, but is not on disk after `timeout`, or the disk failed.
-            SettingsError: there is a position, but no outbox; the message was not sent.
+            SettingsError: a position is given, but there is no outbox; the message was not sent.
             TypeError: the message is of another type, or `timeout` is not a number.
             ValueError: the message cannot be encoded, or `timeout` is NaN.
         """
@@ -201,12 +203,12 @@ class AsyncProducer(BaseProducer[AsyncReceipt]):
         try:
             receipt = self._engine.protocol.admission.send_at_once(payload, exchange, routing_key)
             if receipt is not None:
-                writer = self._engine.link.writer  # type: ignore[union-attr]  # it is open, or nothing would be admitted
+                writer = self._engine.link.writer  # type: ignore[union-attr]  # open, or nothing would be admitted
                 if not writer.awake:  # type: ignore[union-attr]  # likewise
                     writer.wake()  # type: ignore[union-attr]  # likewise
-                return receipt  # type: ignore[return-value]  # the protocol makes what it was told to make
+                return receipt  # type: ignore[return-value]  # the protocol makes receipts of this class
         except BaseException:
-            # An exception of a signal handler, such as KeyboardInterrupt, may have come before the wake-up.
+            # A signal handler may have raised an error, such as KeyboardInterrupt, before the call of `wake`.
             self._engine.recheck()
             raise
         timeout = limit_of(timeout, self.settings)
@@ -230,22 +232,22 @@ class AsyncProducer(BaseProducer[AsyncReceipt]):
     ) -> list[AsyncReceipt]:
         """Call `send` for every message, in order.
 
-        Every exception, also one of the iterable or a cancel, has an attribute ``receipts`` with the receipts of the
-        messages that were admitted before. These messages will be sent. After `NotDurable` the last receipt is that of
-        the message itself, which was admitted, too. No further message was taken from the iterable.
+        Any exception, even of the iterable or a cancel, has an attribute ``receipts`` with the receipts of the messages
+        that were admitted before. These messages will be sent. After `NotDurable`, the last receipt is that of the
+        failed message, because this message was admitted, too. No further message was taken from the iterable.
 
         Args:
             messages: messages as for `send`, or pairs of a message and its position.
             exchange: the exchange, as for `send`.
             routing_key: the routing key, as for `send`.
-            timeout: seconds that each may stay blocked, as for `send`.
+            timeout: seconds that each message may wait, as for `send`.
             source: the source of the messages, for a `WeightedLine`.
 
         Returns:
-            Their receipts, when the last message is admitted.
+            The receipts, when the last message is admitted.
 
         Raises:
-            FlowControlTimeout, ProducerFlowed, ProducerClosed, WrongLoop, SettingsError, TypeError, ValueError: as
+            FlowControlTimeout, ProducerFlowed, ProducerClosed, WrongLoop, SettingsError, TypeError, ValueError: as for
                 `send`.
         """
         check_many(messages, timeout)
@@ -253,7 +255,7 @@ class AsyncProducer(BaseProducer[AsyncReceipt]):
         self._engine.check_loop()
         with keeping(receipts):
             if self._engine.storage is not None and self._tracer is None:
-                # This module imports SQLite.
+                # Imported here, because this module imports SQLite.
                 from qflow_client.storing import store_many
 
                 await coroutine(store_many)(
@@ -287,13 +289,13 @@ class AsyncProducer(BaseProducer[AsyncReceipt]):
     # Waiting.
 
     async def flush(self, timeout: float | None = DEFAULT) -> None:
-        """Wait until all messages that were admitted before are settled.
+        """Wait until all messages that were admitted before this call are settled.
 
         Args:
             timeout: seconds; ``None`` for no limit. The default is the setting `max_producer_flow_control_wait`.
 
         Raises:
-            ConfirmTimeout: some messages are not settled; their outcome is not known yet.
+            ConfirmTimeout: some messages are not settled after `timeout`; their outcome is not known yet.
             UndeliveredMessages: all messages are settled, but some were not delivered, and no call has reported them.
             ProducerClosed: the producer was made before this process was forked, or its loop is closed.
             WrongLoop: the producer belongs to another event loop.
@@ -319,7 +321,7 @@ class AsyncProducer(BaseProducer[AsyncReceipt]):
             True if there are no holds; False after the timeout.
 
         Raises:
-            ProducerClosed: the producer is closed, or its loop is, and will never be unflowed.
+            ProducerClosed: the producer or its loop is closed, so the producer will never be unflowed.
             WrongLoop: the producer belongs to another event loop.
         """
         check_timeout(timeout)
@@ -334,7 +336,7 @@ class AsyncProducer(BaseProducer[AsyncReceipt]):
     def flow_events(self, *, kinds: Iterable[str] | None = None) -> AsyncIterator[FlowEvent]:
         """Return an iterator over the flow events from now on. It ends when the producer is closed.
 
-        At most `max_flow_events` wait for the reader; then the oldest are dropped.
+        If more than `max_flow_events` events wait for the reader, the oldest events are dropped.
 
         Args:
             kinds: as for `on_flow`.
@@ -342,7 +344,7 @@ class AsyncProducer(BaseProducer[AsyncReceipt]):
         events = FlowEvents(self.name, self.settings.max_flow_events, self._engine.check_loop)
         self._add_events(events, kinds)
         if self._engine.loop is not None and self._engine.loop.is_closed():
-            # There are no more events, and no close can end the iteration.
+            # There are no more events, and no call of `close` can end the iteration.
             events.put(None)
         return events
 
@@ -351,15 +353,15 @@ class AsyncProducer(BaseProducer[AsyncReceipt]):
     async def close(self, timeout: float | None = DEFAULT) -> None:
         """Flush, and close the channel, and the connection if the producer owns it.
 
-        After the timeout it returns within a second, whatever the broker and the network do.
+        It returns within a second after the timeout, even if the broker or the network does not answer.
 
-        A second call only waits for the end of the first. If the first call is cancelled, the producer gives up all
-        unsettled messages immediately and aborts the connection. These messages are logged, and are in the attribute
-        ``undelivered`` of the `asyncio.CancelledError`. This error is raised within a second, when no part of the
-        producer runs any more.
+        A second call only waits for the end of the first call. If the first call is cancelled, the producer does not
+        wait for confirms, and aborts the connection. The unsettled messages are logged, and are in the attribute
+        ``undelivered`` of the `asyncio.CancelledError`. This error is raised within a second, when all parts of the
+        producer have ended.
 
         Args:
-            timeout: seconds that messages may take to be settled; ``None`` for no limit. The default is the setting
+            timeout: seconds to wait until messages are settled; ``None`` for no limit. The default is the setting
                 `close_timeout`.
 
         Raises:

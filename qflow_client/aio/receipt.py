@@ -1,4 +1,4 @@
-"""Receipts that a task can wait for."""
+"""The receipts of an `AsyncProducer`. Tasks can wait for their outcome."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class AsyncReceipt(Receipt):
             timeout: seconds; ``None`` for no limit.
 
         Returns:
-            Whether the message is settled.
+            True if the message is settled; False after the timeout.
 
         Raises:
             TypeError, ValueError: `timeout` is not a number.

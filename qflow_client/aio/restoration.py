@@ -1,4 +1,4 @@
-"""Waits for the owner of a lost shared connection, which restores it, closes it, or takes too long."""
+"""Waits until a lost shared connection is restored by aio-pika or closed by the application. `Link` uses this."""
 
 from __future__ import annotations
 
@@ -13,13 +13,12 @@ __all__ = ["Restoration"]
 
 
 class Restoration:
-    """Tells the link when its lost shared connection is open again, and when the link has to give up.
+    """Calls the link when its lost shared connection is open again, and when the link has to stop waiting.
 
     Args:
-        connection: the shared connection.
         limit: seconds that its restoration may take; ``None`` for no limit.
         restored: called each time the connection is open again.
-        give_up: called with a reason when the owner has closed the connection, or when the limit is over.
+        give_up: called with a reason when the application has closed the connection, or when the limit is over.
     """
 
     def __init__(
@@ -33,12 +32,12 @@ class Restoration:
         self._limit = limit
         self._restored = restored
         self._give_up = give_up
-        # Done when the owner has closed the connection; ``None`` while the link does not wait.
+        # Done when the application has closed the connection; ``None`` while the link does not wait.
         self._closed: asyncio.Future[Any] | None = None
         self._timer: asyncio.TimerHandle | None = None
 
     def begin(self, why: str) -> None:
-        """Start to wait.
+        """Start waiting.
 
         Args:
             why: why the connection was lost.
@@ -51,7 +50,7 @@ class Restoration:
             self._timer = asyncio.get_running_loop().call_later(self._limit, self._give_up, late)
 
     def end(self) -> None:
-        """Stop waiting, because the channel is open again, or the link gives up."""
+        """Stop waiting, because the channel is open again or will not be opened again."""
         if self._closed is not None:
             self._closed.cancel()
             self._closed = None
@@ -60,7 +59,7 @@ class Restoration:
             self._timer = None
 
     def forget(self) -> None:
-        """Stop waiting, and call nothing any more."""
+        """Stop waiting, and make no further calls."""
         self.end()
         self._connection.reconnect_callbacks.discard(self._on_restored)
 

@@ -1,4 +1,7 @@
-"""The waiters of tasks, and the driver of calls that wait, see `core.calls`."""
+"""Lets tasks wait in calls of `core.calls`, for `AsyncProducer` and the drop-in for aio-pika.
+
+`Turns` is the driver of these calls. The call's waiter is a future that the loop or the protocol sets.
+"""
 
 from __future__ import annotations
 
@@ -23,15 +26,14 @@ _T = TypeVar("_T")
 
 
 def wake_at(loop: asyncio.AbstractEventLoop, deadline: float, waiter: asyncio.Future[None]) -> asyncio.TimerHandle:
-    """Set a future at a time of `time.monotonic`, never earlier. The loop's own clock may be coarser.
+    """Set a future at a deadline, and never earlier, although the loop's clock may be coarser than `time.monotonic`.
 
     Args:
-        loop: the loop.
         deadline: seconds of `time.monotonic`.
         waiter: the future to set at that time, if it is not done before.
 
     Returns:
-        The timer; it does nothing when `waiter` is done, whether the timer is cancelled or not.
+        The timer. It need not be cancelled, because it does nothing if `waiter` is done.
     """
     return loop.call_later(deadline - _monotonic(), _set_at, loop, deadline, waiter)
 
@@ -46,35 +48,34 @@ def _set_at(loop: asyncio.AbstractEventLoop, deadline: float, waiter: asyncio.Fu
 
 
 class Deadlines:
-    """Sets futures that are not done after some seconds, which are the same for all of them. It uses one timer for all.
+    """Sets futures that are not done within a time limit. The limit is the same for all futures, so one timer suffices.
 
     A timer for each future would cost 3 µs.
 
     Args:
-        loop: the loop.
-        seconds: the time of each future; ``None`` for no limit.
+        seconds: the time limit of each future; ``None`` for no limit.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, seconds: float | None) -> None:
         self._loop = loop
         self._seconds = seconds
-        # The waiting futures and their times, in the order of the times.
+        # The waiting futures and their deadlines, in the order of the deadlines.
         self._times: dict[asyncio.Future[None], float] = {}
-        # When the timer calls; the past if it does not.
+        # When the timer fires, in seconds of `time.monotonic`; minus infinity without a timer.
         self._next = -math.inf
         self._timer: asyncio.TimerHandle | None = None
 
     def add(self, waiter: asyncio.Future[None], now: float) -> None:
-        """Begin the time of a future.
+        """Start the time limit of a future.
 
         Args:
             waiter: the future. Call `remove` when it is done.
-            now: seconds of `time.monotonic`, not before those of the last call.
+            now: present seconds of `time.monotonic`; not less than in the last call.
         """
         if self._seconds is None:
             return
         if now >= self._next:
-            # The timer is late, because the loop is busy, or there is none.
+            # The timer is late because the loop is busy, or there is no timer.
             self._set_due()
         at = self._times[waiter] = now + self._seconds
         if self._timer is None:
@@ -94,7 +95,7 @@ class Deadlines:
         self._next = at
 
     def _disarm(self) -> None:
-        # In this order: after an interrupt there may be a timer too many, but not one too few.
+        # In this order, an interrupt may leave a superfluous timer, but no future without a timer.
         timer, self._timer, self._next = self._timer, None, -math.inf
         if timer is not None:
             timer.cancel()
@@ -115,19 +116,18 @@ class Waiter(asyncio.Future[None]):
     """Wakes one task."""
 
     async def wait_until(self, deadline: float) -> None:
-        """Wait until it is set, or until a time."""
+        """Wait until the future is set, or until a deadline in seconds of `time.monotonic`."""
         timeout = None if deadline == math.inf else max(0.0, deadline - _monotonic())
         await asyncio.wait((self,), timeout=timeout)
 
 
 class _Turn(asyncio.Future[None]):
-    """The waiter of a send: done when its ticket is decided, or its time is over.
+    """The waiter of a `send`. It is done when its ticket is decided, or when its time is over.
 
     A cancelled task withdraws its ticket immediately, so the message is admitted before the cancel, or never.
 
     Args:
         turns: withdraws the ticket. A bound method would use 80 bytes more for each waiting call of `send`.
-        loop: the loop.
     """
 
     __slots__ = ("_turns", "ticket")
@@ -139,7 +139,7 @@ class _Turn(asyncio.Future[None]):
         self.ticket: SendTicket | None = None
 
     async def wait_until(self, deadline: float) -> None:
-        """Wait until it is set, or until a time."""
+        """Wait until the future is set, or until a deadline in seconds of `time.monotonic`."""
         if self.done():
             return
         timer = None if deadline == math.inf else wake_at(self.get_loop(), deadline, self)
@@ -157,13 +157,12 @@ class _Turn(asyncio.Future[None]):
 
 
 class Turns:
-    """Drives the waiting calls of a producer or a channel, and logs notices while calls of `send` wait.
+    """Drives the waiting calls of a producer or of a drop-in's channel, and logs notices while calls of `send` wait.
 
     Args:
-        loop: the loop.
-        protocol: returns the state.
+        protocol: returns the protocol.
         kick: writes the present output, and passes on the protocol's reports.
-        arm_timer: calls the protocol when its timer is due.
+        arm_timer: starts the timer for the protocol's next `on_timer`.
     """
 
     def __init__(
@@ -177,8 +176,8 @@ class Turns:
         self._protocol = protocol
         self._kick = kick
         self._arm_timer = arm_timer
-        # One timer for all sends, because one for each of a thousand sends would keep the loop busy; ``None`` if no
-        # notice is due.
+        # One timer for the notices of all waiting calls of `send`, because a timer for each of a thousand calls would
+        # keep the loop busy. ``None`` while no call waits.
         self._notice: asyncio.TimerHandle | None = None
 
     async def send(
@@ -187,9 +186,6 @@ class Turns:
         """Wait in line until a message is admitted. If the caller is cancelled, the message is not sent.
 
         Args:
-            payload: the message.
-            exchange: the exchange.
-            routing_key: the routing key.
             timeout: seconds; ``None`` for no limit.
             source: the source of the message, for a `WeightedLine`.
 
@@ -213,9 +209,8 @@ class Turns:
         """Run a call that waits.
 
         Args:
-            call: the call.
-            waiter: its waiter.
-            undo: undoes the call after an error; by default, `waiter` is forgotten.
+            waiter: the call's waiter.
+            undo: undoes the call after an error; by default, the protocol forgets `waiter`.
         """
         try:
             until, result = LOOPS.take(lambda: resume(call, None))
@@ -233,19 +228,19 @@ class Turns:
         return result  # type: ignore[return-value]  # the call has ended
 
     def give_up(self, ticket: SendTicket) -> None:
-        """Give up a ticket. If its message was not admitted, it never will be."""
+        """Withdraw a ticket. If its message is not admitted yet, it will not be sent."""
         step = LOOPS.try_take(lambda: self._protocol().line.give_up(ticket, _monotonic()))
         if step is NOT_TAKEN:
-            # A finalizer cancels a task, for example. A closed loop has no sends.
+            # This is inside a step, for example because a finalizer cancels a task. In a closed loop no call waits.
             with suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(self.give_up, ticket)
             return
-        # The ticket may have stood before a ticket that can be admitted now.
+        # A ticket that waited after this ticket may have been admitted now.
         self._kick()
 
     def _forget(self, waiter: Waiter | _Turn) -> None:
         if LOOPS.try_take(lambda: self._protocol().waiters.forget(waiter)) is NOT_TAKEN:
-            # The collector closes a coroutine that was dropped, for example.
+            # This is inside a step, for example because the garbage collector closes a dropped coroutine.
             with suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(self._forget, waiter)
 
