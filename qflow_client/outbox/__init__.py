@@ -1,14 +1,15 @@
-"""The outbox keeps admitted messages on disk until they are settled, so that the death of a process loses none.
+"""The outbox keeps admitted messages on disk until they are settled. So no message is lost if the process dies.
 
-`Outbox` (`outbox.py`) manages the file, and the changes that are noted in memory for it (`noted.py`). One thread at a
-time uses the file (`access.py`). An outbox can be used alone. In a producer, `Storage` opens it and attaches an
-`OutboxStore` to the producer's state, which calls it by the interface `qflow_client.core.store.Store`. Messages that
-wait on disk without being admitted are the `Backlog`. A `Writer` thread commits settled messages, and reads the
-backlog.
+`Outbox` (`outbox.py`) opens the file (`file.py`). It first notes changes in memory (`noted.py`); a commit writes them
+to the file. Only one thread at a time uses the file (`access.py`). A program can use an `Outbox` without a producer.
 
-The life of a message: the state admits it, and in the same step the store notes it in the outbox. `send` waits until
+In a producer, `Storage` opens the outbox and creates an `OutboxStore`. The producer's state calls this store through
+the interface `qflow_client.core.store.Store`. Some messages wait on disk and are not admitted yet: they are the
+`Backlog`. A `Writer` thread commits changes and reads the backlog.
+
+The life of a message: the state admits it, and in the same step the store notes it in the outbox. `send` returns when
 the message is on disk. When the broker confirms the message, the state settles it and the store notes that. The next
-commit deletes the message. After a crash before that commit, the next producer sends the message.
+commit deletes the message. If the process dies before that commit, the next producer sends the message again.
 """
 
 from __future__ import annotations

@@ -1,15 +1,14 @@
-"""Exclusive access to an outbox's file, in the order of arrival, with a deadline for each wait.
+"""`FileAccess` gives one thread at a time access to an outbox's file, in the order of arrival. `Outbox` calls it.
 
-One thread uses the file at a time. A thread that waits for a message to be on disk shares the commit of the thread
-before it. When that thread has finished, every waiter whose message is on disk is released, and the next of the others
-gets the file. Its commit includes everything that was noted meanwhile, so one of many threads commits for all.
+A commit writes all changes that any thread has noted. So threads can share a commit: when a thread has finished with
+the file, it releases every waiter whose message is now on disk. Then it passes its turn to the next waiter.
 
-It would not be enough to wait for the lock of the file. A thread that arrives when the lock is released would get it
-first, and would commit only for itself.
+A plain lock would not be enough. A thread that arrives when the lock is released would get it first, and would commit
+only its own message.
 
-Ctrl-C may come between any two instructions of a main thread. So the lock of the file is taken only by ``with``, and
-only by the thread whose turn it is. If Ctrl-C ends a thread before it passes its turn on, the lock is free. The waiters
-find that after `_LOST` seconds, or at their deadlines, and one of them continues.
+Ctrl-C may come between any two instructions of a main thread. So a thread takes the lock of the file only in its turn,
+and only by ``with``. If Ctrl-C ends the thread before it passes its turn on, the lock is free. A waiter checks the lock
+after `_LOST` seconds, or at its deadline. If the lock is free, the waiter takes the turn.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ class _Turn:
     __slots__ = ("sequence", "wake")
 
     def __init__(self, sequence: float) -> None:
-        #: The thread needs no turn when this sequence is on disk.
+        #: When this sequence is on disk, the thread does not need its turn any more.
         self.sequence = sequence
         #: Released when it is the thread's turn, or when the thread does not need a turn any more.
         self.wake = threading.Lock()
@@ -67,15 +66,15 @@ class FileAccess:
         """Call an action with exclusive access to the file.
 
         Args:
-            action: what to do with the file.
-            deadline: seconds of `time.monotonic` at which to stop waiting, for access and for other processes.
-            sequence: the action is not needed once this sequence is on disk.
+            action: uses the file.
+            deadline: the time of `time.monotonic`, in seconds, at which waits for threads and for other processes end.
+            sequence: the action is not needed if this sequence is on disk.
 
         Returns:
             What the action returns; ``None`` if it was not needed.
 
         Raises:
-            TimeoutError: the deadline has passed, and the action was not called.
+            TimeoutError: the turn did not come before the deadline, so the action was not called.
         """
         turn = _Turn(sequence)
         try:
@@ -90,7 +89,7 @@ class FileAccess:
                 return None
             with self._lock:
                 if self.durable >= sequence:
-                    # The thread before has committed it meanwhile.
+                    # The previous thread has committed it.
                     return None
                 self._file.deadline = deadline
                 return action()
@@ -107,7 +106,7 @@ class FileAccess:
                 if self.durable >= turn.sequence:
                     return
                 if not self._lock.locked():
-                    # An interrupt has ended the thread before without passing the turn on.
+                    # Ctrl-C has ended the previous thread before it passed its turn on.
                     if turn in self._waiting:
                         self._waiting.remove(turn)
                     self._current = turn
@@ -119,7 +118,7 @@ class FileAccess:
         """Release the waiters that do not need a turn any more, and then pass the turn on."""
         with self._turns_lock:
             if self._current is not turn:
-                # The thread had to wait; or Ctrl-C came before it was removed from the list.
+                # It was not the thread's turn. After its deadline or Ctrl-C, the turn is still in the list.
                 if turn in self._waiting:
                     self._waiting.remove(turn)
                 return
@@ -130,7 +129,7 @@ class FileAccess:
                 else:
                     waiting.append(each)
             self._waiting = waiting
-            # This comes last, so that the messages that other threads put next go into its commit.
+            # The next thread is woken last. Until it commits, released threads may put messages for the same commit.
             self._current = waiting.pop(0) if waiting else None
             if self._current is not None:
                 self._current.wake.release()

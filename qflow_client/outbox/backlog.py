@@ -1,14 +1,16 @@
-"""The backlog: messages that wait on disk, sans-I/O.
+"""The backlog: the messages that wait on disk and are not admitted yet, sans-I/O. `OutboxStore` calls it.
 
-An earlier producer left them there, or this producer put them there while it was held (``when_flowed="spill"``). They
-are sent before all other messages, so new messages are held while there is a backlog. The sequences of its messages are
-above those in the window, up to `Backlog.last`.
+An earlier producer left these messages, or this producer spilled them: it put them on disk while it could not send
+(``when_flowed="spill"``). They are sent before new messages. So a hold of the gate stops new messages while there is a
+backlog. The window contains the admitted, unsettled messages. All sequences of the backlog, up to `Backlog.last`, are
+above those in the window.
 
-A message of the backlog passes through three stages. First it is on disk only. Then the backlog requests the next part
-from the writer. The writer reads that part, notes on disk that it may be written to a broker from now on, and feeds it
-to the backlog. Now the message is in `ready`, and all messages up to `read_to` have been read. Last, the message is
-admitted in order when the window allows it, or is settled if it has waited for too long. Sequences increase in the
-order of the wire, as numbers do.
+A message of the backlog passes through three stages:
+
+1. It is only on disk. The backlog requests the next part from the writer.
+2. The writer reads that part, and notes on disk that it may be written to a broker from now on. It feeds the part to
+   the backlog. The message is now in `ready`, and all messages up to `read_to` have been read.
+3. The message is admitted in order when the window has room, or is settled if it has waited for too long.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from qflow_client.receipt import Outcome, Receipt
 
 __all__ = ["Backlog"]
 
-# The source of the hold that lets new messages wait for the backlog.
+# The source of the hold that makes new messages wait for the backlog.
 _SOURCE = "backlog"
 
 # The next part is requested when at most this many messages are left of the previous one.
@@ -44,7 +46,7 @@ class Backlog:
     Args:
         protocol: the producer's state.
         outbox: keeps the messages.
-        requests: to the writer.
+        requests: the next tasks of the writer.
         limits: the window and the rate.
         spilled_type: the class of receipts for messages that wait on disk.
     """
@@ -76,7 +78,7 @@ class Backlog:
         self.ready: deque[StoredMessage] = deque()
         #: The sequence of the message that is being admitted from the backlog; 0 if none is.
         self.admitting = 0
-        #: The receipts of spilled messages that are not admitted yet, by sequence, while other code refers to them.
+        #: The receipts of spilled messages that are not admitted yet, by sequence. Unreferenced receipts are dropped.
         self.spilled: WeakValueDictionary[int, Spilled] = WeakValueDictionary()
         # The sequence, receipt and outcome of a message that is being settled without being sent.
         self._failing: tuple[int, Receipt, Outcome] | None = None
@@ -100,12 +102,12 @@ class Backlog:
             self._gate.lift(HoldKind.OUTBOX, now=now, source=_SOURCE)
 
     def _is_held(self) -> bool:
-        """Whether a hold also stops the backlog."""
+        """Whether a hold stops the backlog."""
         return any(map(self._is_obstacle, self._gate.holds))
 
     @staticmethod
     def _is_obstacle(hold: Hold) -> bool:
-        # The holds of the limiter do not count, because the limiter is called directly.
+        # The limiter's holds are ignored here, because `admit` asks the limiter itself.
         return hold.kind != HoldKind.OUTBOX and (
             hold.source != "" or hold.kind not in (HoldKind.CAPACITY, HoldKind.RATE)
         )
@@ -130,7 +132,7 @@ class Backlog:
         """Add a message that was put on disk.
 
         Args:
-            receipt: of the message.
+            receipt: its receipt.
             now: seconds.
         """
         sequence = receipt._sequence
@@ -144,12 +146,12 @@ class Backlog:
     # Reading from the disk.
 
     def request_next(self) -> None:
-        """Request the next part, if it could be sent."""
+        """Request the next part if few messages are in `ready` and no hold stops the backlog."""
         if len(self.ready) <= _FEW and not self._is_held():
             self._request(sends=True)
 
     def request_expired(self) -> None:
-        """Request messages that are too old, even if the backlog could not be sent."""
+        """Request the next part to find messages that are too old, even if a hold stops the backlog."""
         self._request(sends=False)
 
     def _request(self, *, sends: bool) -> None:
@@ -157,7 +159,7 @@ class Backlog:
             self._requests.request_read(ReadRequest(self.read_to, self.last, sends))
 
     def request_again(self) -> None:
-        """Repeat a request that could not be served."""
+        """Repeat a request after the writer could not read."""
         request, self._requests.read = self._requests.read, None
         if request is not None and not self._protocol.channel.is_over:
             # A new object, because the writer does not try the same object twice.
@@ -166,12 +168,12 @@ class Backlog:
     def feed(
         self, request: ReadRequest, batch: Sequence[StoredMessage], damaged: Mapping[int, str], now: float
     ) -> None:
-        """Handle the result of a request. If the messages are to be sent, the permission for that is on disk already.
+        """Handle the messages that the writer has read. If they are to be sent, the permission is on disk already.
 
         Args:
             request: the request.
             batch: the messages.
-            damaged: by sequence, why other messages were set aside.
+            damaged: the errors of other messages, which are damaged and were set aside, by sequence.
             now: seconds.
         """
         self._requests.read = None
@@ -201,7 +203,7 @@ class Backlog:
 
     def admit(self, now: float) -> None:
         """Admit messages within the limits, and settle those that have become too old in memory."""
-        # At the end of the producer the window becomes empty, and the messages on disk stay there.
+        # When the producer ends, the window becomes empty, but the messages on disk stay there.
         if self._protocol.channel.is_over or not (self.has_messages or self._gate.is_held_by(HoldKind.OUTBOX)):
             return
         ready = self.ready
@@ -232,7 +234,7 @@ class Backlog:
                 spilled.load(message, route)
             cost = admission.prepare(receipt)
         except Exception as error:
-            # This broker takes smaller frames than the broker for which the message was put.
+            # For example, this broker accepts smaller frames than the broker of the earlier producer.
             self._limits.remove(len(stored.message.body), 1)
             self._fail(stored, f"it cannot be encoded: {error}")
             return
@@ -241,7 +243,7 @@ class Backlog:
         self.spilled.pop(stored.sequence, None)
 
     def next_timer(self, now: float) -> float | None:
-        """Return when the limits admit the next message; ``None`` if time alone changes nothing."""
+        """Return when the limits admit the next message; ``None`` if that does not depend on time alone."""
         if not self.ready or self._is_held():
             return None
         return self._limits.ready_at(len(self.ready[0].message.body), now)
@@ -249,7 +251,7 @@ class Backlog:
     # Messages that are not sent.
 
     def _oldest_sent(self, now: float) -> float:
-        """Return the age limit: messages that were put before this time (seconds since 1970) are too old."""
+        """Return the age limit, in seconds since 1970. Messages that were put earlier are too old."""
         return -1.0 if self._max_age is None else self._outbox.wall_time(now) - self._max_age
 
     def _expire(self, stored: StoredMessage) -> None:
@@ -290,7 +292,7 @@ class Backlog:
     # Waiters.
 
     def when_flushed(self, waiter: Any) -> None:
-        """Wake a waiter when all messages of the present backlog, and all messages admitted before, are settled."""
+        """Wake a waiter when all messages that are now in the backlog or in the window are settled."""
         self._flushes.append((self.last, waiter))
 
     def forget_waiter(self, waiter: Any) -> bool:
@@ -300,7 +302,7 @@ class Backlog:
         return len(self._flushes) < before
 
     def _wake_flushed(self) -> None:
-        """Let the waiters whose messages have left the backlog wait for the window instead."""
+        """Make waiters wait for the window if all of their messages have left the backlog."""
         if not self._flushes:
             return
         done = self.ready[0].sequence - 1 if self.ready else self.read_to
@@ -316,10 +318,10 @@ class Backlog:
         """Leave all messages to the next producer.
 
         Args:
-            reason: for people.
+            reason: the reply text of the receipts.
 
         Returns:
-            The receipts of spilled messages that this call settled, by sequence.
+            The receipts of spilled messages that this call has settled, by sequence.
         """
         self.ready.clear()
         stored = dict(sorted(self.spilled.items()))
@@ -337,6 +339,6 @@ class Backlog:
         self._finish_failing()
 
     def drop_admitted(self, last: int) -> None:
-        """Remove messages up to a sequence from `ready`: they are admitted, and an interrupt has kept them there."""
+        """Remove the messages up to a sequence from `ready`. They are admitted, but an interrupt came before this."""
         while self.ready and self.ready[0].sequence <= last:
             self.ready.popleft()

@@ -1,8 +1,8 @@
-"""Threads that wait for a commit of the writer.
+"""`CommitWaits` lets threads wait until the writer has committed their messages. `Storage` calls it.
 
 A thread that commits by itself cannot return before the disk answers. So a call with a short deadline lets the writer
-commit, and waits for the commit until its deadline. There is no lock, because a signal handler or a finalizer may
-interrupt a thread that waits here, and send (E2). Threads append waits, and only the writer removes them.
+commit, and waits for that until its deadline. There is no lock, because a signal handler or a finalizer may interrupt a
+waiting thread and call `send` (E2). Threads append waits, and only the writer removes them.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ class CommitWaits:
 
     @staticmethod
     def end(wait: _Wait, timeout: float) -> str:
-        """Wait.
+        """Wait for the result.
 
         Args:
-            wait: the wait.
+            wait: the result of `begin`.
             timeout: seconds.
 
         Returns:
@@ -54,9 +54,9 @@ class CommitWaits:
         return wait.why if wait.wake.acquire(timeout=timeout) else f"the message is not on disk after {timeout:.3g} s"
 
     def committed(self, durable: int, error: Exception | None) -> None:
-        """Wake the threads whose messages are on disk; after a failed commit, wake all. Called by the writer."""
+        """Wake the threads whose messages are on disk. After a failed commit, wake all. The writer calls this."""
         waits = self._waits
-        # Threads may have appended out of order. A waiter that comes after a higher sequence is woken together with it.
+        # Waits may be out of order. A wait that comes after a higher sequence ends together with it.
         while waits and (error is not None or waits[0].sequence <= durable):
             wait = waits.popleft()
             if wait.sequence > durable:

@@ -1,4 +1,4 @@
-"""The errors of an outbox."""
+"""The exceptions of an outbox."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ __all__ = ["NotDurable", "OutboxError", "OutboxFull", "OutboxInUse"]
 
 
 class OutboxError(QflowError):
-    """The outbox cannot be used; the text contains its path.
+    """The outbox cannot be used. The text contains its path.
 
     `send` always raises one of two subclasses: `OutboxFull` if the message was not sent, `NotDurable` if it was.
 
     Attributes:
-        receipt: the receipt of a message that was admitted, see `NotDurable`; ``None`` if none was.
-        receipts: the receipts of all messages that the same `send_many` has admitted, including `receipt`.
+        receipt: the receipt of the admitted message, see `NotDurable`; ``None`` if no message was admitted.
+        receipts: the receipts of all messages that the same call of `send_many` has admitted, including `receipt`.
     """
 
     receipt: Receipt | None = None
@@ -32,7 +32,7 @@ class OutboxInUse(OutboxError):
 
 
 class OutboxFull(OutboxError):
-    """The outbox has no room for the message. The message was not admitted, and never will be sent.
+    """The outbox has no room for the message. The message was not admitted and will not be sent.
 
     Attributes:
         message: the rejected message, as it was passed; ``None`` if the call only asked for room of a given size.
@@ -50,10 +50,10 @@ class OutboxFull(OutboxError):
 
 
 class NotDurable(OutboxError):
-    """The message was admitted, but may not be on disk, because the disk failed or the time was over.
+    """The message was admitted, but may not be on disk, because the disk failed or did not answer in time.
 
-    Do not send it again. It will be sent to the broker, and will be written to disk as soon as that is possible. It is
-    lost only if the process dies before that, and before the broker confirms it.
+    Do not send it again. It will be sent to the broker, and written to disk as soon as possible. It is lost only if the
+    process dies while it is neither on disk nor confirmed.
 
     Attributes:
         receipt: the receipt of the message, with its outcome.

@@ -1,9 +1,9 @@
 """The file of an outbox: its tables, the format of messages in it, and functions that read and write them.
 
-The table of positions (E13) is created with the first position. So a file of an earlier version gets the table when it
-is needed, and an earlier version can use a file that has the table.
+`Outbox` and `Noted` call the functions with an open file. `Outbox` decides which thread may use the file.
 
-The functions work on an open file. `Outbox` decides which thread may use the file, and keeps the noted changes.
+The table of positions (E13) is created when the first position is written, also in a file of an earlier version of this
+package. Earlier versions ignore the table.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ _TABLES = (
         header BLOB NOT NULL,
         body BLOB NOT NULL
     )""",
-    # A sequence that was assigned, above all that have left the file; and the sequence up to which held messages may be
-    # written.
+    # `last` is an assigned sequence, not below that of any deleted message. Held messages (put with ``permit=False``)
+    # may be written to a broker up to the sequence `permitted`.
     "CREATE TABLE state (last INTEGER NOT NULL, permitted INTEGER NOT NULL)",
     "INSERT INTO state VALUES (0, 0)",
 )
 # The column of values has no type, so that an INTEGER and a TEXT keep their types.
 MAKE_POSITIONS = "CREATE TABLE IF NOT EXISTS position (source TEXT PRIMARY KEY, value NOT NULL) WITHOUT ROWID"
-# Values of the column `held`: the message waits for `permit`; the message is damaged, and is not read any more.
+# Bits of the column `held`. HELD: put with ``permit=False``. _SET_ASIDE: the message is damaged and not read any more.
 HELD, _SET_ASIDE = 1, 2
 # An existing row stays unchanged.
 INSERT = "INSERT OR IGNORE INTO message VALUES (?, ?, ?, ?, ?, ?, ?, ?)"
@@ -55,7 +55,7 @@ _TYPES = ((int,), (int,), (int,), (float,), (bytes,), (bytes,), (bytes,), (bytes
 NOT_SET_ASIDE = f"AND NOT held & {_SET_ASIDE}"
 # How many rows are checked in one step.
 _LOOKED_AT = 1000
-# The dates that `datetime` knows, in seconds since 1970.
+# The range of `datetime`, in seconds since 1970.
 _YEAR_1, _YEAR_10000 = -62135596800.0, 253402300800.0
 # Above every sequence.
 _EVER = 1 << 62
@@ -71,7 +71,7 @@ class StoredMessage:
         exchange: its exchange.
         routing_key: its routing key.
         message: the message, with its message id.
-        size: the bytes that it uses of the outbox.
+        size: the bytes of the outbox that it uses.
         may_be_second_copy: whether it may have been written to a broker before.
     """
 
@@ -84,7 +84,7 @@ class StoredMessage:
     may_be_second_copy: bool
 
     def to_send(self) -> Message:
-        """The message to be sent now. It has the header ``x-qflow-republished`` if it may be a second copy."""
+        """Return the message to send. If it may be a second copy, it gets the header ``x-qflow-republished``."""
         return republished(self.message) if self.may_be_second_copy else self.message
 
 
@@ -94,7 +94,7 @@ Content = tuple[int, float, str, str, bytes, bytes]
 
 
 def as_stored(row: Row) -> StoredMessage:
-    """Return a message that is not in the file yet."""
+    """Convert the row of a message that is not in the file yet."""
     sequence, size, _, at, exchange, routing_key, header, body = row
     return StoredMessage(sequence, at, exchange, routing_key, decode_message(header, body), size, False)
 
@@ -103,7 +103,7 @@ def open_file(path: Path, **options: Any) -> Database:
     """Open the file of an outbox, and create it if it does not exist.
 
     Args:
-        path: of the file.
+        path: the path of the file.
         options: as for `Database`.
     """
     return Database(
@@ -113,7 +113,7 @@ def open_file(path: Path, **options: Any) -> Database:
 
 @contextmanager
 def open_to_look(path: str | os.PathLike[str]) -> Iterator[Database]:
-    """Open a file for reading, although another process may be using it."""
+    """Open a file for reading. Another process may be using it."""
     path = Path(os.fspath(path))
     if not path.exists():
         raise OutboxError(f"{path}: there is no such outbox")
@@ -122,8 +122,7 @@ def open_to_look(path: str | os.PathLike[str]) -> Iterator[Database]:
     except OutboxError as error:
         if getattr(error.__cause__, "sqlite_errorname", "") != "SQLITE_READONLY_ROLLBACK":
             raise
-        # The process that created the file was killed meanwhile. SQLite must roll back its changes before anything can
-        # be read.
+        # A process was killed while it created the file. SQLite must write to the file to roll its changes back.
         file = open_file(path)
     try:
         yield file
@@ -213,7 +212,7 @@ def set_aside(file: Database, sequences: Iterable[int]) -> None:
 
 
 def how_many(file: Database, after: int, limit: int, max_bytes: int) -> int:
-    """Return how many messages after the sequence `after` have at most `max_bytes` together, but at least 1."""
+    """Return how many messages after the sequence `after` fit into `max_bytes` together; at least 1."""
     sizes = file.rows(
         f"SELECT CAST(size AS INTEGER) FROM message WHERE sequence > ? {NOT_SET_ASIDE} ORDER BY sequence LIMIT ?",
         after,
@@ -231,7 +230,7 @@ def _decode(row: Sequence[Any]) -> tuple[str, str, Message]:
     """Return exchange, routing key and message of a row.
 
     Raises:
-        FrameError: it is damaged.
+        FrameError: the row is damaged.
     """
     if any(type(value) not in types for value, types in zip(row, _TYPES, strict=True)):
         raise FrameError("a column contains a value of another type")
@@ -251,13 +250,14 @@ def _decode(row: Sequence[Any]) -> tuple[str, str, Message]:
 def read(
     file: Database, after: int, limit: int, written: tuple[int, int], only: str = ""
 ) -> tuple[list[StoredMessage], dict[int, str]]:
-    """Read messages. Return them, and by sequence why other messages in the same range cannot be read.
+    """Read messages. Return them, and the errors of the damaged messages in the same range, by sequence.
 
     Args:
         file: the file.
         after: a sequence; only later messages are read.
         limit: the most messages to return.
-        written: the sequence up to which messages may have been written to a broker, and the same for held messages.
+        written: the pair (`last`, `permitted`). Messages up to the sequence `last` may have been written to a broker;
+            held messages only up to `permitted`.
         only: a condition in SQL that selects messages; empty for all.
     """
     last, permitted = written
@@ -282,7 +282,7 @@ def read(
 
 
 def look(file: Database, after: int, limit: int) -> list[StoredMessage]:
-    """Return the messages of a file that another process may be using."""
+    """Return messages. Another process may be using the file."""
     return _look(file, after, limit)[0]
 
 
@@ -311,7 +311,7 @@ def find(file: Database, sequence: int) -> StoredMessage:
     """Return one message.
 
     Raises:
-        OutboxError: it is not in the file, or is damaged.
+        OutboxError: the message is not in the file, or is damaged.
     """
     found, damaged = _look(file, sequence - 1, 1)
     if sequence in damaged:

@@ -1,17 +1,17 @@
 """Changes of an outbox that are in memory and not on disk yet: new messages, settled messages, permissions, positions.
 
-Any thread may note changes. The thread that has access to the file writes them. Two rules make a write safe to
-interrupt and to repeat:
+`Outbox` calls `Noted`. Any thread may note changes. Only the thread that has access to the file writes them. Two rules
+make a write safe to interrupt and to repeat:
 
-1. A write first moves the noted changes into its own lists, and empties these only after the transaction. If a write
-   fails or is interrupted, the lists stay, and the next write takes them again. To insert or to delete a row a second
-   time changes nothing.
-2. The counts (messages, bytes) are recalculated by the first write after any failure.
+1. A write moves the noted changes into its own lists, and empties these lists only after the transaction. If the write
+   fails or is interrupted, the next write uses the same lists. Inserting or deleting a row twice changes nothing.
+2. The first write after a failure recalculates the counts of messages and bytes.
 
-A position belongs to the message with which it was put (E13). It is valid if and only if that message is noted, and is
-written in the same transaction. If several messages of a source have positions, the last one is valid. If a message is
-withdrawn, its position is withdrawn, too: the transaction that deletes the message writes the position before it. A
-producer withdraws at most one message at a time, whose admission was interrupted, so one earlier position is enough.
+A position shows how far a source of messages has been read (E13). It belongs to the message with which it was put, and
+both are written in the same transaction. A position without its message is not valid. The position of a source is the
+last valid position that was put for it. If a message is withdrawn, the transaction that deletes it also writes the
+previous position of its source. One previous position is enough, because a producer withdraws at most one message at a
+time: the message whose admission was interrupted.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ _Value = int | str
 
 
 class _Reached(NamedTuple):
-    """The position of a source on disk."""
+    """A source's position on disk."""
 
-    #: The message with which it was put; 0 if that is unknown.
+    #: The sequence of the message with which it was put; 0 if that is unknown.
     sequence: int
-    #: The position; ``None`` if there is none any more.
+    #: The position; ``None`` if it was removed.
     value: _Value | None
-    #: The position before it.
+    #: The previous position; ``None`` if there was none.
     before: _Value | None
 
 
@@ -48,31 +48,31 @@ class Noted:
     """The noted changes of one outbox.
 
     Args:
-        file: the file, after opening.
+        file: the open file.
     """
 
     def __init__(self, file: Database) -> None:
-        # Guards all attributes below except `inserting` and `deleting`.
+        # Guards all attributes below except `inserting` and `_deleting`.
         self.lock = threading.Lock()
         #: The sequence of the last message that was put, and the sequence up to which held messages may be written.
         self.last, self._permitted = outboxfile.state(file)
         # The sequence on disk up to which held messages may be written.
         self.permitted_durable = self._permitted
-        #: Messages that are put and not on disk, in order; and the part of them that a write has taken.
+        #: Messages that are not on disk, in order. A write moves them from `rows` to `inserting`.
         self.rows: list[outboxfile.Row] = []
         self.inserting: list[outboxfile.Row] = []
-        # Runs of settled messages that are still in the file, as first and last sequence; and the runs that a write has
-        # taken.
+        # Settled messages that are still in the file, as pairs of first and last sequence. A write moves them to
+        # `_deleting`.
         self._settled: list[tuple[int, int]] = []
         self._deleting: list[tuple[int, int]] = []
-        #: How many messages, at most, are settled and not taken by a write.
+        #: The maximum number of messages in `_settled`.
         self.settled_count = 0
         #: The number of messages and their bytes, in the file and noted.
         self.count, self.size = outboxfile.totals(file)
-        # Whether these two may be wrong after a failure or an interrupt.
+        # Whether `count` and `size` may be wrong after a failure or an interrupt.
         self._is_unsure = False
-        # Positions that are put and not on disk, by sequence. A position without a message in `rows` or `inserting` is
-        # not valid.
+        # Positions that are not on disk, by sequence. A position without a message in `rows` or `inserting` is not
+        # valid.
         self._positions: dict[int, Position] = {}
         # The positions on disk, by source; changed only by the thread that writes.
         self._reached: dict[str, _Reached] = {}
@@ -85,7 +85,7 @@ class Noted:
                 self.damaged_sources.add(source)
             else:
                 self._reached[source] = _Reached(0, value, value)
-        # Runs of messages that are to be deleted with their positions, as first and last sequence.
+        # Messages that are to be deleted with their positions, as pairs of first and last sequence.
         self._withdrawn: list[tuple[int, int]] = []
 
     @property
@@ -101,13 +101,13 @@ class Noted:
         )
 
     def put(self, size: int, max_bytes: int | None, row: outboxfile.Content, position: Position | None = None) -> int:
-        """Record a message.
+        """Note a message.
 
         Args:
             size: the bytes that it uses.
             max_bytes: the most bytes in the outbox; ``None`` for no limit.
             row: the message, without its sequence and size.
-            position: is written with it; ``None`` for none.
+            position: a position to write with it; ``None`` for no position.
 
         Returns:
             Its sequence; 0 if there is no room.
@@ -117,7 +117,7 @@ class Noted:
             with self.lock:
                 if max_bytes is not None and self.size + size > max_bytes:
                     return 0
-                # In this order, Ctrl-C may leave a sequence without a message, but never assigns one to two messages.
+                # In this order, Ctrl-C may leave a sequence unused, but never assigns the same sequence twice.
                 self.last = sequence = self.last + 1
                 if position is not None:
                     put_with, self._positions[sequence] = sequence, position
@@ -134,18 +134,18 @@ class Noted:
             raise
 
     def permit(self, sequence: int) -> None:
-        """Record that held messages up to a sequence may be written to a broker."""
+        """Note that held messages up to a sequence may be written to a broker."""
         with self.lock:
             self._permitted = max(self._permitted, sequence)
 
     def withdraw(self, first: int, last: int) -> None:
-        """Record that a range of messages was put by mistake. They are deleted with their positions."""
+        """Note that a range of messages was put by mistake. They are deleted with their positions."""
         with self.lock:
-            # One change, so that Ctrl-C leaves all of it or nothing.
+            # A single operation, so Ctrl-C cannot leave only a part of it.
             self._withdrawn.append((first, last))
 
     def settle(self, first: int, last: int) -> None:
-        """Record that a range of messages is settled."""
+        """Note that a range of messages is settled."""
         with self.lock:
             runs = self._settled
             if runs and runs[-1][1] == first - 1:
@@ -155,7 +155,7 @@ class Noted:
             self.settled_count += last - first + 1
 
     def write(self, file: Database, *, all_of_it: bool) -> int:
-        """Write all noted changes, or only the messages.
+        """Write all noted changes, or only new messages and their positions.
 
         Returns:
             The last sequence that is on disk now.
@@ -166,7 +166,7 @@ class Noted:
             self.rows = []
             last = self.last
             withdrawn = tuple(self._withdrawn)
-            # An earlier position is written only together with the deletion of the withdrawn message.
+            # A previous position has to be written together with the deletion of the withdrawn message.
             all_of_it = all_of_it or bool(withdrawn)
             permitted = self.permitted_durable
             if all_of_it:
@@ -211,7 +211,7 @@ class Noted:
     # Positions.
 
     def position(self, source: str) -> _Value | None:
-        """Return the position of a source: the position of its last message that was put; ``None`` if there is none."""
+        """Return the position that was put last for a source; ``None`` if there is none."""
         withdrawn = self._withdrawn
         # A copy, because other threads may put messages meanwhile.
         for sequence, position in reversed(self._positions.copy().items()):
@@ -242,15 +242,15 @@ class Noted:
         self.damaged_sources.discard(source)
 
     def _reach(self, rows: Sequence[outboxfile.Row], withdrawn: Sequence[tuple[int, int]]) -> dict[str, _Reached]:
-        """Return the positions of sources that a write has to store.
+        """Return the positions that a write has to store, by source.
 
         Args:
             rows: the messages that it inserts.
-            withdrawn: runs of messages whose positions are not valid.
+            withdrawn: messages whose positions are not valid, as pairs of first and last sequence.
         """
         reached: dict[str, _Reached] = {}
         if withdrawn:
-            # This is rare; in all other cases a commit does not look at all sources.
+            # This is rare. Without a withdrawal, a commit does not look at all sources.
             reached = {
                 source: _Reached(0, at.before, at.before)
                 for source, at in self._reached.items()
@@ -273,7 +273,7 @@ class Noted:
             reached: the positions.
             last: all messages up to this sequence are on disk.
         """
-        # In this order, because an interrupted call is repeated.
+        # Noted positions are removed last, because an interrupted call is repeated.
         for source, at in reached.items():
             self._set_reached(source, at)
         for sequence in self._positions.copy():
@@ -296,12 +296,12 @@ class Noted:
                 self.size -= freed_size
 
     def unwritten(self) -> dict[int, outboxfile.StoredMessage]:
-        """The messages that are put and not on disk, by sequence."""
+        """Return the messages that are noted and not on disk, by sequence."""
         with self.lock:
             rows = [*self.inserting, *self.rows]
         return {row[0]: outboxfile.as_stored(row) for row in rows}
 
     def give_up(self) -> None:
-        """Do not count messages any more that are not on disk, because no write will follow."""
+        """Remove the messages that are not on disk from the count, because no write will follow."""
         self.count -= len(self.unwritten())
         self._positions.clear()

@@ -1,30 +1,30 @@
-"""`Outbox` keeps messages on disk until they are settled. It has no dependency on producers or event loops.
+"""`Outbox` keeps messages on disk until they are settled. It does not depend on producers or event loops.
 
 Changes (new and settled messages) are first noted in memory, which is fast and touches no disk. A commit writes all
 noted changes in one transaction. A producer uses an outbox as follows:
 
-1. Under its own lock, in the order of admission, `Outbox.put` notes a message and assigns a sequence number.
-2. Without that lock, and before `send` returns, `Outbox.wait_durable` writes the message to disk, together with all
-   messages that other threads have put meanwhile. An event loop runs `Outbox.commit` once for many messages, on another
-   thread.
+1. Under its own lock, in the order of admission, it calls `Outbox.put`. This notes a message and assigns a sequence.
+2. Without that lock, and before `send` returns, it calls `Outbox.wait_durable`. This writes the message to disk,
+   together with all messages that other threads have put meanwhile. A producer on an event loop calls `Outbox.commit`
+   on another thread instead, once for many messages.
 3. `Outbox.settle` notes that messages are settled, in any order. The next commit deletes them from the file. If the
-   process dies before that commit, they are sent once more and marked.
-4. A message may be written to the broker as soon as it is put. A message that must wait (``when_flowed="spill"``) is
-   put with ``permit=False`` and uses no memory. To send such messages, `Outbox.read` the next ones, `Outbox.permit` all
-   up to the last of them, `commit`, and only then write them. So the file shows after a crash whether a message may
-   have been written, and may be a second copy.
-5. After a start, before any new message, `Outbox.read` the remaining messages in order, batch by batch. Send each with
-   `StoredMessage.to_send`, which adds the mark if it may be a second copy, and `settle` it as usual.
-6. `Outbox.put` accepts a `Position`: how far the program has read the source of the message (E13). It is written in the
-   same commit. A program that must not send a row twice without a mark writes such a message to the broker only when it
-   is durable. Then a row after the position on disk was never written, and a row before it is marked.
-7. If a message cannot be read, it is set aside. It stays in the file and keeps its room, and `Outbox.damaged` lists it.
-   All other messages are sent. `Outbox.drop` removes it.
+   process dies before that commit, the next producer sends them again with a mark.
+4. A message may be written to the broker as soon as it is put. The exception is a held message, which was put with
+   ``permit=False`` (for ``when_flowed="spill"``). The producer reads held messages with `Outbox.read`. Then it calls
+   `Outbox.permit` for the last of them, and `commit`. Only then it writes them to the broker. So after a crash the file
+   shows which messages may have been written. Only these may be second copies.
+5. After a start, the producer calls `Outbox.read` for the remaining messages, in batches, and sends them before any new
+   message. `StoredMessage.to_send` adds the mark if the message may be a second copy.
+6. `Outbox.put` accepts a `Position`: how far the program has read the source of the message (E13). The same commit
+   writes both. A producer writes such a message to the broker only after that commit. So rows after the position on
+   disk were never written to the broker. Rows up to it get the mark if they are sent again.
+7. A message that cannot be read is set aside. It stays in the file and still uses its bytes. `Outbox.damaged` lists it,
+   and `Outbox.drop` removes it. All other messages are sent.
 
-Invariants: sequences are assigned in order, and none is assigned twice, even across processes. All messages up to
-`Outbox.durable` are on disk. Changes of a failed or interrupted commit stay noted, and the next commit writes them
-again: inserting or deleting a row twice changes nothing. Only a thread that has access (`FileAccess`) uses the file.
-Every wait has a deadline: for access, and for a lock that another process holds on the file.
+Invariants: Sequences are assigned in order, and never twice, even across processes. All messages up to `Outbox.durable`
+are on disk. Changes of a failed or interrupted commit stay noted, and the next commit writes them again; inserting or
+deleting a row twice changes nothing. Only a thread that has access (`FileAccess`) uses the file. Every wait has a
+deadline, both for access and for a lock of another process on the file.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ from qflow_client.redaction import is_url, shown
 
 __all__ = ["Outbox"]
 
-# When this many messages are settled, `wait_durable` deletes them, too.
+# `wait_durable` also deletes settled messages if there are at least this many.
 _SETTLED_TOGETHER = 500
-# Bytes that a message uses in addition to its own.
+# Bytes that a message uses in addition to its content.
 _ROW = 64
 # The default of `max_bytes`.
 _MAX_BYTES = 1 << 30
@@ -72,12 +72,12 @@ class Outbox:
     Args:
         path: the path of the file, which is created if it does not exist. The lock is a file beside it, which stays.
         max_bytes: limit of the messages, including properties and 64 bytes for each; the file itself may be larger.
-        synchronous: ``"normal"`` survives the death of the process, whatever its cause. ``"full"`` also survives the
-            death of the machine, and waits for the disk with each commit.
+        synchronous: with ``"normal"``, committed messages survive any death of the process. With ``"full"``, they also
+            survive a crash of the machine, but each commit waits for the disk.
         timeout: seconds to wait for a file that another process has locked.
 
     Raises:
-        OutboxInUse: another process, or another producer in this one, uses it.
+        OutboxInUse: another process, or another producer in this one, uses the outbox.
         OutboxError: the file cannot be opened, is damaged, or is not an outbox.
         ValueError: `synchronous` has another value, or `max_bytes` is not above 0.
     """
@@ -94,14 +94,14 @@ class Outbox:
             raise ValueError(f"synchronous must be 'normal' or 'full', not {shown(synchronous)}")
         if not max_bytes > 0:
             raise ValueError(f"max_bytes must be more than 0, not {shown(max_bytes)}")
-        #: The absolute path of the file: the process may change its folder.
+        #: The absolute path of the file, because the process may change its working directory.
         # A URL stays recognisable, and is rejected below.
         self.path = Path(path if is_url(path) else os.path.abspath(path))  # noqa: PTH100  # keeps links
-        # Added to `time.monotonic`, it gives seconds since 1970. Within one process a change of the wall clock has no
-        # effect. Between processes there is no other clock.
+        # Added to `time.monotonic`, it gives seconds since 1970. It is read once, so a later change of the wall clock
+        # has no effect in this process. Times of different processes can only be compared by the wall clock.
         self._wall_offset = time.time() - time.monotonic()
         self._opened_at = time.time()
-        #: The limit of the bytes in it.
+        #: The limit of the bytes of all messages.
         self.max_bytes = max_bytes
         self._lock_file = LockFile(
             self.path,
@@ -112,18 +112,18 @@ class Outbox:
         with ExitStack() as after_error:
             after_error.callback(self._lock_file.release)
             self._file = outboxfile.open_file(self.path, synchronous=synchronous, timeout=timeout)
-            # Not by the garbage collector, so that a file that cannot be used is free immediately.
+            # After an error the file is closed here and not by the garbage collector, so that it is free immediately.
             after_error.callback(self._file.close)
             self._noted = Noted(self._file)
             aside = outboxfile.aside(self._file)
             after_error.pop_all()
         last = self._noted.last
-        # Exclusive use of the file; has the last sequence that is on disk.
+        # Gives exclusive access to the file, and has the last sequence that is on disk.
         self._access = FileAccess(self._file, last)
-        # At opening, the last sequence, and the sequence up to which held messages might be written. Messages that
-        # might be written then are second copies if they are sent now.
+        # At opening: the last sequence, and the sequence up to which held messages may be written. A message that an
+        # earlier process may have written is a possible second copy.
         self._written_before: tuple[int, int] = last, self._noted.permitted_durable
-        # Why messages were set aside, by sequence.
+        # The reasons why messages were set aside, by sequence.
         self._damaged: dict[int, str] = dict.fromkeys(aside, "it was set aside before")
 
     @property
@@ -138,18 +138,18 @@ class Outbox:
 
     @property
     def size(self) -> int:
-        """Bytes of the messages in it, including settled messages whose deletion is not committed."""
+        """Bytes of all messages, including settled messages whose deletion is not committed."""
         return self._noted.size
 
     @property
     def left(self) -> int:
-        """How many messages are not known to be settled, without damaged ones; inexact while other threads use it."""
+        """Number of unsettled messages, without damaged messages. Inexact while other threads use the outbox."""
         left = len(self) - self._noted.settled_count
         return left if left > 0 else 0
 
     @property
     def damaged(self) -> dict[int, str]:
-        """The damaged messages and their errors, by sequence. They use their room, and are ignored otherwise.
+        """The errors of the damaged messages, by sequence. These messages are never sent, but still use their bytes.
 
         See `drop`.
         """
@@ -161,16 +161,16 @@ class Outbox:
     # Putting.
 
     def has_room(self, size: int, *, if_empty: bool = False) -> bool:
-        """Return whether there is room for a body of this size in bytes; its properties may exceed `max_bytes`.
+        """Return whether there is room for a body of this size. Properties are not counted and may exceed `max_bytes`.
 
         Args:
-            size: of the body.
-            if_empty: whether there would be room if there were no other message.
+            size: bytes of the body.
+            if_empty: whether to ignore all other messages.
         """
         return (0 if if_empty else self._noted.size) + size + _ROW <= self.max_bytes
 
     def full_error(self, size: int, payload: bytes | Message, exchange: str, routing_key: str) -> OutboxFull:
-        """Return the error for a message for which there is no room."""
+        """Return the error for a message that has no room."""
         taken = f"{self._noted.size} of at most {self.max_bytes} bytes are taken by {self._noted.count} messages"
         why = f"{self.path}: no room for a message of {size} bytes: {taken}"
         return OutboxFull(why, payload, exchange=exchange, routing_key=routing_key)
@@ -186,7 +186,7 @@ class Outbox:
         overdraw: bool = False,
         position: Position | None = None,
     ) -> int:
-        """Record a message; it is durable after the next commit.
+        """Note a message. The next commit writes it to disk.
 
         Args:
             payload: the body, or a message with properties. If it has a message id, that id is used.
@@ -194,15 +194,15 @@ class Outbox:
             routing_key: its routing key.
             message_id: the id for a message without an id.
             permit: whether it may be written to a broker from now on; otherwise it is held until `permit` is called.
-            overdraw: put it even if there is no room, because the caller has checked `has_room`.
-            position: how far its source has been read, written in the same commit; ``None`` for none.
+            overdraw: whether to put it even if there is no room, because the caller has checked `has_room`.
+            position: how far its source has been read, written in the same commit; ``None`` for no position.
 
         Returns:
             Its sequence.
 
         Raises:
             OutboxFull: there is no room. A `commit` makes room if messages are settled.
-            TypeError, ValueError: AMQP cannot represent it.
+            TypeError, ValueError: AMQP cannot represent the message.
         """
         if position is not None and not isinstance(position, Position):
             raise TypeError(f"position must be a Position, not {type(position).__name__}: {shown(position)}")
@@ -221,15 +221,15 @@ class Outbox:
         return sequence
 
     def permit(self, sequence: int) -> None:
-        """Allow held messages up to a sequence to be written to a broker, after the next commit.
+        """Allow held messages up to a sequence to be written to a broker after the next commit.
 
         Args:
-            sequence: the sequence of the last of them.
+            sequence: the sequence of the last of these messages.
         """
         self._noted.permit(sequence)
 
     def settle(self, first: int, last: int | None = None) -> None:
-        """Record that messages are settled. The next commit deletes them from the file.
+        """Note that messages are settled. The next commit deletes them from the file.
 
         Args:
             first: the first sequence.
@@ -238,27 +238,27 @@ class Outbox:
         self._noted.settle(first, first if last is None else last)
 
     def withdraw(self, first: int, last: int) -> None:
-        """Record that messages were put by mistake. They are deleted from the file, and their positions are withdrawn.
+        """Note that messages were put by mistake. The next commit deletes them, and restores the previous positions.
 
         Args:
             first: the first sequence.
-            last: the last sequence. No message of the same source was put after it.
+            last: the last sequence. No message of the same source may have been put after it.
         """
         self._noted.withdraw(first, last)
 
     # Positions.
 
     def position(self, source: str) -> int | str | None:
-        """Return how far a source has been read: the position of its last message that was put.
+        """Return how far a source has been read: the position that was put with its last message.
 
         Args:
-            source: its name.
+            source: the name of the source.
 
         Returns:
-            The position; ``None`` if the source has none. It is written to disk together with its message.
+            The position; ``None`` if the source has none. It may not be on disk yet.
 
         Raises:
-            OutboxError: it is damaged.
+            OutboxError: the position is damaged.
         """
         if source in self._noted.damaged_sources:
             raise OutboxError(
@@ -267,15 +267,15 @@ class Outbox:
         return self._noted.position(source)
 
     def set_position(self, source: str, value: int | str | None, timeout: float | None = None) -> None:
-        """Write the position of a source without a message, and all changes that were noted before.
+        """Write the position of a source to disk without a message, after all changes that were noted before.
 
         Args:
-            source: its name.
+            source: the name of the source.
             value: the position; ``None`` to forget the source.
             timeout: as for `wait_durable`.
 
         Raises:
-            OutboxError: it could not be written, or not in time.
+            OutboxError: the position could not be written, or not in time.
             TypeError, ValueError: as for `Position`.
         """
         Position(source, 0 if value is None else value)
@@ -294,7 +294,7 @@ class Outbox:
         return self._noted.is_dirty
 
     def _use_file(self, action: Callable[[], _T], deadline: float = math.inf, sequence: float = math.inf) -> _T | None:
-        """Call an action with exclusive access to the file, unless a sequence is on disk already.
+        """Call an action with exclusive access to the file. If a sequence is on disk already, do nothing.
 
         Raises:
             OutboxError: the deadline has passed.
@@ -305,12 +305,12 @@ class Outbox:
             raise OutboxError(f"{self.path}: another thread is still writing to it") from None
 
     def wait_durable(self, sequence: int, timeout: float | None = None) -> None:
-        """Return when a message is on disk. Commit all noted changes, unless another thread has done so.
+        """Return when a message is on disk. If it is not on disk yet, commit it with all other noted messages.
 
         Args:
             sequence: of the message.
-            timeout: seconds to wait for other threads, and for a file that another process has locked. ``None`` waits
-                without limit for other threads, and 10 seconds for another process.
+            timeout: seconds to wait for other threads, and for a file that another process has locked. With ``None``,
+                the wait for other threads has no limit, and the wait for another process has a limit of 10 seconds.
 
         Raises:
             OutboxError: it could not be written, or not in time. It stays noted, and the next commit tries again.
@@ -342,7 +342,7 @@ class Outbox:
             self._commit()
 
     def _commit(self, *, all_of_it: bool = True) -> None:
-        """Write all noted changes, or only the messages."""
+        """Write all noted changes, or only new messages and their positions."""
         self._access.durable = self._noted.write(self._file, all_of_it=all_of_it)
 
     # Reading.
@@ -350,12 +350,12 @@ class Outbox:
     def read(self, after: int = 0, limit: int = 1000, max_bytes: int | None = None) -> list[StoredMessage]:
         """Return messages that are on disk and not known to be settled, in order.
 
-        A damaged message is never among them: it is set aside, see `damaged`.
+        Damaged messages are not returned. They are set aside, see `damaged`.
 
         Args:
             after: a sequence; only later messages are returned.
             limit: the most messages to return.
-            max_bytes: how many bytes at most, but at least one message; ``None`` for no limit.
+            max_bytes: the most bytes of all returned messages, if there is more than one; ``None`` for no limit.
 
         Raises:
             OutboxError: the file cannot be read.
@@ -374,11 +374,11 @@ class Outbox:
         return self._use_file(read) or []
 
     def wall_time(self, now: float) -> float:
-        """Convert a time of `time.monotonic` to seconds since 1970, as used for messages that this process puts."""
+        """Convert a time of `time.monotonic` to seconds since 1970. `put` uses this time for new messages."""
         return now + self._wall_offset
 
     def _correct_time(self, stored: StoredMessage) -> StoredMessage:
-        """Give a message of an earlier process a time that is not after the opening of the outbox."""
+        """Return the message. If it is of an earlier process and its time is after the opening, correct its time."""
         if stored.at <= self._opened_at or stored.sequence > self._written_before[0]:
             return stored
         return replace(stored, at=self._opened_at)
@@ -390,7 +390,7 @@ class Outbox:
             before: seconds since 1970; messages that were put earlier are removed.
 
         Returns:
-            The removed messages, in order. The next commit deletes them from the disk.
+            The removed messages, in order. The next commit deletes them from disk.
 
         Raises:
             OutboxError: the file cannot be read.
@@ -409,7 +409,7 @@ class Outbox:
             sequence: of the message.
 
         Raises:
-            OutboxError: it is not in the outbox, or the file cannot be read.
+            OutboxError: the message is not in the outbox, or the file cannot be read.
         """
 
         def check() -> None:
@@ -424,9 +424,9 @@ class Outbox:
     # Closing.
 
     def unwritten(self) -> dict[int, StoredMessage]:
-        """Return the messages that are put and not on disk, by sequence.
+        """Return the messages that are noted and not on disk, by sequence.
 
-        After a `close` that fails, they never will be on disk.
+        After a failed `close`, these messages are not written any more.
         """
         return self._noted.unwritten()
 
@@ -436,7 +436,7 @@ class Outbox:
         return self._lock_file.released
 
     def stop_waiting(self, timeout: float) -> None:
-        """Limit how many more seconds commits of all threads wait for a file that another process has locked."""
+        """Set a time limit, in seconds from now, for all waits for a file that another process has locked."""
         self._file.stop_at = _deadline(timeout)
 
     def close(self, timeout: float | None = None) -> None:
@@ -446,7 +446,7 @@ class Outbox:
             timeout: as for `wait_durable`.
 
         Raises:
-            OutboxError: noted changes could not be written; the outbox is closed anyway, see `unwritten`. Or another
+            OutboxError: noted changes could not be written, but the outbox is closed, see `unwritten`. Or another
                 thread was still writing at the deadline, and the outbox is not closed.
         """
         if not self.is_closed:
@@ -474,7 +474,7 @@ class Outbox:
 
     @staticmethod
     def look(path: str | os.PathLike[str], after: int = 0, limit: int = 1000) -> list[StoredMessage]:
-        """Return messages of an outbox, even while a producer uses it: as `read`, but without changes or locks.
+        """Return messages of an outbox, like `read`, but without changes or locks. A producer may be using the outbox.
 
         Damaged messages are left out, see `look_damaged`.
 
@@ -491,7 +491,7 @@ class Outbox:
 
     @staticmethod
     def look_damaged(path: str | os.PathLike[str]) -> dict[int, str]:
-        """Return the damaged messages of an outbox and their errors, by sequence, even while a producer uses it.
+        """Return the errors of the damaged messages of an outbox, by sequence. A producer may be using the outbox.
 
         Args:
             path: of the file.
@@ -504,14 +504,14 @@ class Outbox:
 
     @staticmethod
     def find(path: str | os.PathLike[str], sequence: int) -> StoredMessage:
-        """Return one message of an outbox, even while a producer uses it.
+        """Return one message of an outbox. A producer may be using the outbox.
 
         Args:
             path: of the file.
             sequence: of the message.
 
         Raises:
-            OutboxError: it is not in the outbox, or cannot be read.
+            OutboxError: the message is not in the outbox, or cannot be read.
         """
         with outboxfile.open_to_look(path) as file:
             return outboxfile.find(file, sequence)

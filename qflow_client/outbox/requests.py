@@ -1,4 +1,4 @@
-"""Requests of a producer's state to the writer thread."""
+"""Requests of a producer's state to the writer thread. The store and the backlog make them; the writer serves them."""
 
 from __future__ import annotations
 
@@ -21,28 +21,28 @@ class ReadRequest(NamedTuple):
 
 
 class Requests:
-    """The next tasks of the writer. The state and the writer only assign attributes, so there is no lock.
+    """The next tasks of the writer. No lock is needed, because the state and the writer only assign attributes.
 
     Args:
-        reports: the producer's reports. The producer wakes the writer like any other waiter.
+        reports: the producer's reports. A request appends the writer to the list of waiters to wake.
     """
 
     __slots__ = ("_reports", "commit", "read", "writer")
 
     def __init__(self, reports: Reports) -> None:
         self._reports = reports
-        #: The writer, which is woken when there is a request; set when it exists.
+        #: The writer, which a request wakes; ``None`` until it is set.
         self.writer: Any = None
-        #: Whether a commit was requested that has not begun.
+        #: Whether a commit was requested and has not begun yet.
         self.commit = False
-        #: The requested part of the backlog; ``None`` without a request. It stays until the batch was fed to the
+        #: The requested part of the backlog; ``None`` without a request. It stays set until the result is fed to the
         #: backlog.
         self.read: ReadRequest | None = None
 
     def request_commit(self) -> None:
         """Request a commit."""
         if not self.commit:
-            # In this order, Ctrl-C may wake the writer twice, but never prevents that it is woken.
+            # In this order, Ctrl-C may cause a second wake-up, but no wake-up is lost.
             self._reports.wake.append(self.writer)
             self.commit = True
 

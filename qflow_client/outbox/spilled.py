@@ -1,4 +1,4 @@
-"""Receipts of messages that wait on disk."""
+"""`Spilled` is the receipt of a message that was put on disk without being admitted. `Backlog` creates and uses it."""
 
 from __future__ import annotations
 
@@ -13,15 +13,14 @@ __all__ = ["Spilled"]
 
 
 class Spilled(Receipt):
-    """The receipt of a message that waits in the outbox. Its body is not in memory before it is admitted.
+    """The receipt of a message that waits in the outbox. Until the message is admitted, its body is only on disk.
 
-    Each producer has a class of its own for such receipts, derived from this one and from the class of its other
-    receipts.
+    Each producer derives its own class from this class and from the class of its other receipts.
     """
 
     __slots__ = ()
 
-    # The producers' classes have the slots.
+    # The derived classes define these slots.
     _id: str | None
     _path: Any
     _sequence: int
@@ -30,7 +29,7 @@ class Spilled(Receipt):
         """Record where the message is.
 
         Args:
-            path: of the outbox.
+            path: the path of the outbox.
             sequence: the sequence of the message.
             own_id: the message id that the application assigned; ``None`` if the producer assigns one.
         """
@@ -49,10 +48,10 @@ class Spilled(Receipt):
 
     @property
     def message(self) -> RoutedMessage:
-        """Same as `Receipt.message`; it is read from the outbox until the message is sent.
+        """The message, as in `Receipt.message`. Before its admission, each call reads it from the outbox.
 
         Raises:
-            OutboxError: it cannot be read, or another producer has removed it.
+            OutboxError: the message cannot be read, or another producer has removed it.
         """
         if self._payload is not None:
             return super().message
@@ -66,5 +65,5 @@ class Spilled(Receipt):
 
     @property
     def held_bytes(self) -> int:
-        """About how many bytes of memory the receipt and its message use; the body may be only on disk."""
+        """Approximate bytes of memory that the receipt and its message use, without a body that is only on disk."""
         return super().held_bytes if self._payload is not None else RECEIPT_OVERHEAD

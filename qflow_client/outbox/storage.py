@@ -1,4 +1,4 @@
-"""The outbox of one producer with its parts: the file, the store that is attached to its state, and the writer."""
+"""`Storage` opens and closes the outbox of one producer, and connects its store and its writer to the producer."""
 
 from __future__ import annotations
 
@@ -22,21 +22,20 @@ from qflow_client.settings import ProducerSettings
 
 __all__ = ["GRACE", "Storage"]
 
-#: Seconds that the disk may take after the deadline of a call. So a message that is admitted is usually on disk when
-#: `send` returns, also with a timeout of 0.
+#: Additional seconds for the disk after the deadline of a call. So an admitted message is usually on disk when `send`
+#: returns, even with a timeout of 0.
 GRACE = 0.5
-# A call with fewer seconds left lets the writer commit, so it returns in time even if the disk does not answer. Other
+# A call with a shorter timeout lets the writer commit, so it returns in time even if the disk does not answer. Other
 # calls commit themselves, which is three times as fast: 10,500 against 3,700 messages a second, one thread.
 _SHORT = 10.0
-# Seconds in which an outbox is closed, if it need not wait for another process.
+# Seconds for closing an outbox if no other process has locked it.
 _CLOSING = 0.2
 
 
 class Storage:
     """Opens the outbox of a producer, attaches it, and closes it.
 
-    The object exists before there is anything to close. So a producer that is interrupted while it opens its outbox can
-    close it.
+    The producer creates this object before it opens the outbox. So it can call `close` even if `open` is interrupted.
 
     Args:
         settings: the producer's settings.
@@ -61,7 +60,8 @@ class Storage:
         """Open the outbox. Call this once, on any thread.
 
         Raises:
-            OutboxInUse, OutboxError: as for `Outbox`; or it was closed meanwhile.
+            OutboxInUse: as for `Outbox`.
+            OutboxError: as for `Outbox`, or `close` was called meanwhile.
         """
         settings = self._settings
         assert settings.outbox_path is not None
@@ -86,7 +86,7 @@ class Storage:
         deliver: Callable[[StoreStep], None],
         committed: Callable[[int, Exception | None], None] | None = None,
     ) -> None:
-        """Attach the outbox to the producer's state, which keeps its messages there. This is a step of that state.
+        """Attach the outbox to the producer's state, which then notes its messages there. This is a step of that state.
 
         Args:
             protocol: the state. No message may have been admitted yet.
@@ -110,7 +110,7 @@ class Storage:
 
     @property
     def spilled(self) -> tuple[Receipt, ...]:
-        """The receipts of messages that wait on disk, while other code refers to them."""
+        """The receipts of messages that wait on disk. Receipts that no other code refers to are missing."""
         return tuple(self.store.backlog.spilled.values()) if hasattr(self, "store") else ()
 
     def start(self) -> None:
@@ -140,17 +140,17 @@ class Storage:
                 raise NotDurable(f"{outbox.path}: {why}", receipt)
             return
         try:
-            # A send by a signal handler or a finalizer is rejected meanwhile, because it might have to wait for this
-            # thread.
+            # `take` rejects calls of `send` by a signal handler or a finalizer on this thread. They might have to wait
+            # for the thread that they interrupt.
             take(lambda: outbox.wait_durable(sequence, None if timeout == math.inf else timeout))
         except OutboxError as error:
             raise NotDurable(str(error), receipt) from error
         if self.store.waits_for_disk:
-            # The I/O may write it now.
+            # The message may be written to the broker now.
             self._deliver(self.store.look_again)
 
     def commit(self, timeout: float) -> bool:
-        """Let the writer write all noted changes to disk, and return True if that is done.
+        """Let the writer write all noted changes to disk. Return True if they are on disk in time.
 
         Args:
             timeout: the time limit in seconds, also for a disk that does not answer.
@@ -160,9 +160,9 @@ class Storage:
         return not self._waits.end(wait, timeout)
 
     def close(self, timeout: float) -> None:
-        """Commit, and release the outbox for others. It may be called before the outbox is opened, and repeatedly.
+        """Commit, and release the outbox for others. A call before `open`, or a second call, is allowed.
 
-        If the disk does not answer in time, the outbox stays in use until it does.
+        If the disk does not answer in time, the outbox stays in use until the disk answers.
 
         Args:
             timeout: the time limit in seconds.
@@ -173,13 +173,13 @@ class Storage:
         if outbox is None:
             return
         timeout = min(timeout, threading.TIMEOUT_MAX)
-        # Waits for another process end earlier, so that the outbox can be closed in time.
+        # Waits for another process end before the timeout, so that there is time to close the outbox.
         outbox.stop_waiting(max(timeout / 2, timeout - _CLOSING))
         try:
             if hasattr(self, "writer"):
                 self.writer.stop(timeout)
         finally:
-            # The thread has closed it, unless it was never started, or is still writing.
+            # Usually the writer has closed it already. It has not if it was never started, or is still writing.
             close_outbox(outbox, self._settings.name, 0.0)
             count = self.store.report_unwritten() if hasattr(self, "store") else 0
             if count:

@@ -1,13 +1,13 @@
-"""The outbox as used by a producer's state: implements `qflow_client.core.store.Store`, sans-I/O.
+"""`OutboxStore` connects a producer's state to its outbox, sans-I/O. It implements `qflow_client.core.store.Store`.
 
-`OutboxStore` notes each admitted and each settled message in the outbox, inside the same step of the state. The
-producer has the messages written to disk before `send` returns. Messages that wait on disk without being admitted are
-the `Backlog`. A sequence is the outbox's number of a message; the state has its own numbers. Both increase in the order
-of the wire.
+The state calls it. It notes each admitted and each settled message in the outbox, in the same step of the state. It
+does not wait for the disk: the producer does that before `send` returns. Messages that wait on disk and are not
+admitted yet are the `Backlog`. The outbox has its own number of each message, the sequence. Sequences and the state's
+numbers increase in the order of the wire.
 
-A message with a position (E13) is written to the broker only when it is on disk. Otherwise the broker could have a
-message that is after the position on disk. Then the source would be read again from that position, and the message
-would be sent again without a mark.
+A message with a position (E13) is written to the broker only when it is on disk. Otherwise a crash could leave at the
+broker a message whose position is not on disk. The next process would read the source from the earlier position, and
+would send the message again without a mark.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def _number_of(receipt: Receipt) -> int:
 
 
 class _Room(Limiter):
-    """Admits no message for which the outbox has no room (``outbox_full="block"``)."""
+    """Makes messages wait while the outbox has no room for them (``outbox_full="block"``)."""
 
     __slots__ = ("_outbox",)
 
@@ -72,10 +72,10 @@ class OutboxStore:
     """The outbox of one producer.
 
     Args:
-        protocol: the producer's state, to which it attaches itself. No message may have been admitted yet.
+        protocol: the producer's state, to which the store attaches itself. No message may have been admitted yet.
         outbox: keeps the messages.
         spilled_type: the class of receipts for messages that wait on disk.
-        writer: the writer, which is woken when there is a request.
+        writer: the writer, which each request wakes.
         now: seconds.
     """
 
@@ -86,7 +86,7 @@ class OutboxStore:
         #: The next tasks of the writer.
         self.requests = Requests(protocol.reports)
         self.requests.writer = writer
-        #: Takes the steps. Steps of the store are steps of the producer's state.
+        #: Steps of the store are steps of the producer's state.
         self.steps = protocol.steps
         self._admission, self._line, self._resending = protocol.admission, protocol.line, protocol.parts.resending
         self._controller, self._gate, self._reports = protocol.controller, protocol.gate, protocol.reports
@@ -98,13 +98,13 @@ class OutboxStore:
         self.backlog = Backlog(protocol, outbox, self.requests, protocol.controller.limiter, spilled_type)
         # The sequences of the messages in the window, by number.
         self._sequences: dict[int, int] = {}
-        # The same for messages with a position that are not known to be on disk, in order. In a plain dict, the first
-        # entry is found slowly if many entries before it were removed.
+        # The same for messages with a position that are not known to be on disk, in order. A plain dict finds its first
+        # entry slowly if many entries before it were removed.
         self._not_on_disk: OrderedDict[int, int] = OrderedDict()
         #: Whether the first unsent message is in `_not_on_disk`, so that no message can be written before a commit.
         self.keeps_all_back = False
-        # Whether there will be no further channel; and the receipts of messages that stay in the outbox, by sequence.
-        # Receipts of messages on disk may be missing.
+        # Whether the producer opens no further channel; and the receipts of messages that stay in the outbox, by
+        # sequence. Receipts of messages on disk may be missing.
         self._is_ended = False
         self._stored: OrderedDict[int, Receipt] = OrderedDict()
         # The last sequence of a message that was admitted or spilled.
@@ -117,29 +117,29 @@ class OutboxStore:
 
     def check_room(self, payload: bytes | Message, exchange: str, routing_key: str) -> None:
         size = _size(payload)
-        # A message for which there will never be room would delay all later messages.
+        # With ``block``, only a message that never fits is rejected, because it would delay all later messages.
         if not self.outbox.has_room(size, if_empty=self._blocks):
             raise self.outbox.full_error(size, payload, exchange, routing_key)
 
     def send(
         self, payload: bytes | Message, exchange: str, routing_key: str, now: float, *, spills: bool
     ) -> Receipt | None:
-        """Admit a message if that is possible now, and note it in the outbox; or only note it, to be sent later.
+        """Admit a message and note it in the outbox. If it cannot be admitted now, only note it, to be sent later.
 
         Args:
             payload: the message.
             exchange: the exchange.
             routing_key: the routing key.
             now: seconds.
-            spills: whether it may be put into the outbox while the producer is flowed.
+            spills: whether the message may be spilled (only noted) while the producer is blocked (flowed).
 
         Returns:
-            Its receipt. The message is on disk when the outbox has made its last sequence durable. ``None`` if there is
-            no room, or if the producer is flowed and the message may not be spilled. Nothing has changed then.
+            Its receipt. The message is on disk when `Outbox.durable` reaches the present `Outbox.last`. ``None`` if
+            nothing has changed, because there is no room, or the producer is blocked and the message is not spilled.
 
         Raises:
-            ProducerClosed: no message will ever be admitted again.
-            OutboxFull: there is no room, and `outbox_full` is ``"raise"``; or there never will be.
+            ProducerClosed: the producer admits no more messages.
+            OutboxFull: there is no room and `outbox_full` is ``"raise"``, or the message is larger than the outbox.
             TypeError, ValueError: it cannot be encoded.
         """
         self.check_room(payload, exchange, routing_key)
@@ -160,7 +160,7 @@ class OutboxStore:
         now: float,
         ticket: SendTicket | None = None,
     ) -> Spilled:
-        """Put a message into the outbox. Put its receipt into its ticket, if it waited in line."""
+        """Put a message into the outbox without admitting it. If it waited in line, its ticket gets the receipt."""
         outbox, backlog, last_before = self.outbox, self.backlog, self.backlog.last
         # Names that cannot be encoded raise an error here.
         route = self._admission.encoder.route(exchange, routing_key)
@@ -195,11 +195,11 @@ class OutboxStore:
                 if ticket.claim():
                     self._spill(ticket.payload, ticket.exchange, ticket.routing_key, now, ticket)
                 else:
-                    # Its sender could not wait for a step to give the message up.
+                    # Its sender has stopped waiting, but could not wait for a step to withdraw the message.
                     ticket.cancelled = True
             except Exception as error:
                 if ticket.receipt is not None:
-                    # The message is in the outbox, so the error is a signal handler's.
+                    # The message is in the outbox, so a signal handler has raised the error.
                     raise
                 # The sender gets the error, and the other tickets in the line continue.
                 ticket.error = error
@@ -213,7 +213,7 @@ class OutboxStore:
 
     @property
     def is_held(self) -> bool:
-        """Whether messages may wait for an effect of a commit, such as room."""
+        """Whether a hold stops new messages. A commit may end it, for example because it makes room."""
         return not self._gate.is_open
 
     @property
@@ -223,13 +223,13 @@ class OutboxStore:
 
     @step
     def look_again(self, now: float) -> None:
-        """Admit the messages that can be admitted, and write those that can be written. A commit may allow both."""
+        """After a commit, admit and write the messages that can now be admitted and written."""
         self.keeps_all_back = False
         self._line.grant(now)
 
     @step
     def expire(self, now: float) -> None:
-        """Settle messages of the backlog that are too old, even if the backlog could not be sent."""
+        """Settle messages of the backlog that are too old, even if a hold stops the backlog."""
         if self.backlog.ready:
             self._line.grant(now)
         self.backlog.request_expired()
@@ -238,13 +238,13 @@ class OutboxStore:
     def feed(
         self, request: ReadRequest, batch: Sequence[StoredMessage], damaged: Mapping[int, str], now: float
     ) -> None:
-        """Handle the result of a request, see `Backlog.feed`."""
+        """Handle the messages that the writer has read, see `Backlog.feed`."""
         self.backlog.feed(request, batch, damaged, now)
         self._line.grant(now)
 
     @step
     def read_again(self, _now: float) -> None:
-        """Repeat a request that could not be served."""
+        """Repeat a request after the writer could not read."""
         self.backlog.request_again()
 
     # Admitting.
@@ -278,7 +278,7 @@ class OutboxStore:
         self.backlog.drop_admitted(next(reversed(self._sequences.values()), 0))
 
     def _drop_orphans(self) -> None:
-        """Remove messages from the outbox that were put and neither admitted nor spilled."""
+        """Withdraw messages from the outbox that were put, but were neither admitted nor spilled."""
         admitted = max(self._last_sequence, next(reversed(self._sequences.values()), 0))
         if self.outbox.last > admitted:
             self.outbox.withdraw(admitted + 1, self.outbox.last)
@@ -294,7 +294,7 @@ class OutboxStore:
 
     def count_writable(self, unsent: deque[Receipt]) -> int:
         waiting = self._not_on_disk
-        # It never decreases.
+        # Read once: it never decreases.
         durable = self.outbox.durable
         count = len(unsent)
         while waiting:
@@ -314,7 +314,7 @@ class OutboxStore:
         first = last = 0
         for receipt in receipts:
             sequence = sequences.get(receipt._number, 0)
-            # The message is not an orphan, although it is not among the unsettled messages any more.
+            # The message leaves the unsettled messages, but `_drop_orphans` must not withdraw it.
             self._last_sequence = max(self._last_sequence, sequence)
             if receipt._outcome is Outcome.STORED:
                 # The message stays for the next producer.
@@ -337,14 +337,14 @@ class OutboxStore:
         self.requests.request_commit()
 
     def _note_stored(self, sequence: int, receipt: Receipt) -> None:
-        """Record a message that stays in the outbox, until it is on disk."""
+        """Keep the receipt of a message that stays in the outbox, until the message is on disk."""
         stored, durable = self._stored, self.outbox.durable
         while stored and (first := next(iter(stored))) <= durable:
             del stored[first]
         stored[sequence] = receipt
 
     def _keep_nothing_back_for(self, settled: Sequence[Receipt]) -> None:
-        """Release the messages that wait for others to be on disk if those will not be written any more."""
+        """End the wait of later messages for these settled messages, which are not written any more."""
         for receipt in settled:
             if receipt._outcome is not Outcome.STORED:
                 self._not_on_disk.pop(receipt._number, None)
@@ -377,13 +377,13 @@ class OutboxStore:
     def report_unwritten(self) -> int:
         """After the outbox was closed, report messages that should have stayed in it and are not on disk.
 
-        Their receipts have the outcome *stored*, because the outbox is closed after the last channel. A message that
-        was admitted may have been written to the broker. A message that was spilled, or that has a position, was not
-        written. Such a message can be sent again safely. There is one exception: a thread may still be writing it to
-        the outbox.
+        Their receipts have the outcome *stored*, because the outbox is closed after the last channel. The outcome
+        becomes *unknown* if the message may have been written to the broker, or if a thread may still be writing it to
+        the outbox. It becomes *failed* if the message was spilled, or has a position and was not on disk. Such a
+        message was not written to the broker, and can be sent again safely.
 
         Returns:
-            How many there were.
+            The number of these messages.
         """
         count = 0
         for sequence, stored in self.outbox.unwritten().items():
@@ -392,8 +392,8 @@ class OutboxStore:
             is_unsent = is_spilled or (receipt is not None and receipt._number in self._not_on_disk)
             outcome = Outcome.FAILED if is_unsent and self.outbox.is_closed else Outcome.UNKNOWN
             reply = (0, f"it could not be written to the outbox {self.outbox.path}")
-            # A callback was informed that the message is stored. `close` reports only messages that were in the window
-            # then.
+            # The callback was called with *stored* for a spilled message. `close` reports only messages that were in
+            # the window then.
             is_new = is_spilled and self._reports.settled is not None
             if receipt is None:
                 if not is_spilled or not self._is_ended:

@@ -1,12 +1,12 @@
-"""The thread that reads and commits for a producer with an outbox, so that neither senders nor the I/O wait for it.
+"""`Writer` is the thread that commits and reads for a producer with an outbox. So other threads do not wait for a disk.
 
 The producer wakes it like any other waiter. The thread then commits the noted changes of the outbox. If the state has
 requested a part of the backlog, the thread reads it, notes on disk that it may be written to a broker, and feeds it to
-the state. The thread never changes the state itself: `deliver` takes each step in the context in which the producer
-takes its other steps.
+the state. The thread never changes the state itself. It passes a step to `deliver`, which runs it in the same context
+as the other steps of the producer.
 
-While the thread uses the outbox, it counts as being inside a step. Otherwise a finalizer on this thread could send by
-this producer and wait for a lock of the outbox that the interrupted thread holds (E2).
+While the thread uses the outbox, it is marked as inside a step. Otherwise a finalizer on this thread could call `send`
+of this producer, and wait for a lock of the outbox that the interrupted thread has taken (E2).
 """
 
 from __future__ import annotations
@@ -28,10 +28,9 @@ from qflow_client.settings import ProducerSettings
 
 __all__ = ["StoreStep", "Writer", "close_outbox"]
 
-# Seconds in which settled messages gather before they are deleted from the disk, unless there is an earlier commit.
+# Seconds for which settled messages gather before a commit deletes them. Another commit may delete them earlier.
 _GATHER = 0.05
-# The same while messages wait for the disk before they are written, because a sender may come that waits for their
-# room.
+# The same while messages wait for the disk. It is shorter, because senders may soon wait for room.
 _GATHER_WAITED_FOR = 0.002
 # How many messages, and how many bytes of them, are read from the backlog in one step.
 _BATCH = 500
@@ -44,7 +43,7 @@ _SEARCH_MAX = 60.0
 _SEARCH_MIN = 0.05
 _SEARCHES = 8
 
-#: A step of the state, called with the time.
+#: A step of the state. It is called with the time.
 StoreStep = Callable[[float], None]
 
 
@@ -53,7 +52,7 @@ def close_outbox(outbox: Outbox, name: str, timeout: float | None = None) -> Non
 
     Args:
         outbox: the outbox. Closing it again does nothing.
-        name: the producer's.
+        name: the producer's name.
         timeout: seconds; ``None`` for no limit.
     """
     try:
@@ -62,7 +61,7 @@ def close_outbox(outbox: Outbox, name: str, timeout: float | None = None) -> Non
         else:
             take(lambda: outbox.close(timeout))
     except OutboxError as error:
-        # Settled messages that stay in the file are sent once more, and marked.
+        # The next producer sends settled messages that stay in the file once more, with a mark.
         log(
             logging.ERROR,
             "%s: the outbox was not closed properly, so settled messages may be sent once more: %s",
@@ -77,11 +76,11 @@ class Writer:
     Args:
         outbox: the outbox.
         settings: the producer's settings.
-        deliver: takes a step of the store in the context of the producer's steps.
+        deliver: runs a step of the store in the same context as the producer's steps.
         committed: called after every commit with the last sequence on disk, and with the error if the commit failed.
     """
 
-    #: The state that makes the requests; set before `start`.
+    #: The store, which makes the requests; set before `start`.
     store: OutboxStore
 
     def __init__(
@@ -124,7 +123,7 @@ class Writer:
             # The thread was woken before, and has not noticed yet.
             return
 
-    # An asyncio producer wakes it as it wakes a future.
+    # An asyncio producer wakes the writer like a future, with the next two methods.
 
     def done(self) -> bool:
         """Return False: the thread can be woken at any time."""
@@ -140,10 +139,10 @@ class Writer:
         self.set()
 
     def stop(self, timeout: float) -> None:
-        """End the thread, which closes the outbox last.
+        """Stop the thread. Its last action is to close the outbox.
 
         Args:
-            timeout: seconds to wait for the end.
+            timeout: seconds to wait for the end of the thread.
         """
         self._end.set()
         self.set()
@@ -157,7 +156,7 @@ class Writer:
             self._serve()
         finally:
             close_outbox(self._outbox, self._name)
-            # Otherwise its waiters would wait until their deadlines.
+            # Without this call, waiters would wait until their deadlines.
             self._committed(self._outbox.durable, OutboxError("the producer was closed"))
 
     def _serve(self) -> None:
@@ -183,7 +182,7 @@ class Writer:
                 self.set()
 
     def _pause(self) -> None:
-        """After an error of the disk, wait before the next try. Stop waiting if a sender waits for a commit."""
+        """After an error of the disk, wait before the next try. Return early if a sender waits for a commit."""
         end = time.monotonic() + _PAUSE
         while not self._is_urgent and not self._end.is_set() and (left := end - time.monotonic()) > 0:
             self._wake.acquire(timeout=left)
@@ -192,7 +191,7 @@ class Writer:
         """Serve the requests.
 
         Returns:
-            False if the commit failed, and is to be tried again.
+            False if the commit failed and has to be tried again.
         """
         requests = self.store.requests
         # A request after this line wakes the thread again.
@@ -206,7 +205,7 @@ class Writer:
             return False
         self._committed(durable, None)
         request = requests.read
-        # The result of a request that was tried before is on its way to the state.
+        # If the request was tried before, its result is on its way to the state.
         if request is not None and request is not self._tried:
             self._tried = request
             self._read(request)
@@ -219,7 +218,7 @@ class Writer:
         return True
 
     def _read(self, request: ReadRequest) -> None:
-        """Read a part of the backlog and feed it to the state; or try again later."""
+        """Read a part of the backlog and feed it to the state. If that fails, set the time of the next try."""
         outbox, store = self._outbox, self.store
         known = outbox.damaged
 
