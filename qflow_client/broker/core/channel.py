@@ -1,13 +1,14 @@
-"""One channel, sans-I/O: publishes with confirms or in transactions, and flow control of the channel.
+"""`Channel` is one AMQP channel, sans-I/O. The session gives it all frames of the channel.
 
-A publish consists of a method, a header and bodies. When the publish is complete, `Channel._finish` resolves its target
-if the topology has changed since. The message then takes one of three ways:
+A published message consists of a method, a header and bodies. When it is complete, `Channel._finish` makes sure that
+its target has the current queues. The message then takes one of three ways:
 
 - In transaction mode it goes into the open transaction.
-- If none of its queues has marks or a maximum, it goes into the queues immediately.
-- Otherwise `Channel._publish_watched` asks all queues before any of them takes the message.
+- If an append to each of its queues is enough, it goes into the queues immediately.
+- Otherwise a queue is *watched*: it has marks or a maximum, for example. `Channel._publish_watched` asks all queues
+  before any of them gets the message.
 
-In confirm mode every complete publish gets a tag. It gets exactly one ack or nack, unless the channel is closed first.
+In confirm mode every complete message gets a tag. It gets exactly one ack or nack, if the channel is not closed before.
 
 The other parts of a channel are in `channelflow.py` (flow state), `transaction.py` and `consuming.py` (deliveries).
 """
@@ -60,7 +61,7 @@ class ChannelSession(DeliveringSession, FlowingSession, Protocol):
     controls: Controls
     #: Set after a frame that took long; the other connections are then served before the next frame.
     has_done_much: bool
-    #: Set if its first publish waits because memory is full or because too many bytes wait for the disk.
+    #: Set if its first published message waits because memory is full or because too many bytes wait for the disk.
     waits_to_publish: bool
 
     @property
@@ -134,14 +135,14 @@ class Channel:
         self._missing = 0
         #: Bytes received of the incoming message, if it has more than one body frame.
         self.incoming = 0
-        # The exchanges and routing keys that the channel has published to, as keys; and the last of them.
+        # The exchanges and routing keys that the channel has published to, as keys; and the last target.
         self.targets: dict[tuple[str, str], None] = {}
         self._last_target: Target | None = None
         self.returned = 0
         self.nacked = 0
         # Only set in confirm mode.
         self.confirms: Confirms | None = None
-        # Publishes of the channel that wait for room.
+        # Messages of the channel that wait for room.
         self.waiting: dict[WaitingPublish, None] = {}
         # Only set in transaction mode.
         self.transaction: Transaction | None = None
@@ -156,7 +157,7 @@ class Channel:
             raise ConnectionException(
                 ReplyCode.UNEXPECTED_FRAME, f"{wire.method_name(payload)} came in the middle of a message's content"
             )
-        # Most publishes repeat the bytes of an earlier Basic.Publish, of any channel, so they are not decoded again.
+        # Most Basic.Publish methods repeat the bytes of an earlier one, of any channel. Such a method is not decoded.
         target = self.router.targets.get(payload)
         if target is not None:
             self._target = target
@@ -203,7 +204,7 @@ class Channel:
                 ReplyCode.PRECONDITION_FAILED,
                 f"user_id property is '{user_id}', but the connection's user is '{self.session.handshake.user}'",
             )
-        # One test covers messages that have neither.
+        # Most messages have neither headers nor a reply-to, so one test is enough for them.
         if payload[12] & _HAS_ADDRESSES:
             check_copies(payload)
             if payload[12] & HAS_REPLY_TO and self.session.dialect.has("direct_reply_to"):
@@ -299,7 +300,7 @@ class Channel:
             confirms.confirm(tag)
 
     def _publish_watched(self, message: StoredMessage, target: Target, tag: int) -> None:
-        """Publish to queues that have marks or a maximum, or that still have to be found."""
+        """Publish a message if an append to each queue is not enough, or if its queues depend on its headers."""
         confirms, flow = self.confirms, self.flow
         was_flowed = False
         if flow.blocked_by:
@@ -314,7 +315,7 @@ class Channel:
         if not queues and target.mandatory:
             self.return_message(message)
         if len(queues) == 1 and not queues[0].dropping.has_letters:
-            # No dead letter can take the room in between. To hold dead letters would add 5 % to the cost of publishing.
+            # No dead letter can take the room meanwhile, so none has to wait. Waits would make publishing 5 % slower.
             refused = refusal(queues, message.size)
             is_held = refused is None and self._enqueue(message, queues, tag)
         else:
@@ -328,7 +329,7 @@ class Channel:
                 self._owe(message.size, tag)
                 self.count_rates(message, queues)
                 if not all(queue.is_watched for queue in queues):
-                    # Later publishes of this channel to these queues must not overtake it.
+                    # A new version leads later messages for these queues to this method. They cannot overtake this one.
                     self.router.version += 1
                 self.waiting[self.host.waiting.wait(message, queues, self, tag)] = None
             elif not refused.queue.turn_away(message, is_told=confirms is not None):
@@ -344,10 +345,10 @@ class Channel:
         """Put a message into its queues.
 
         Returns:
-            Whether the confirm of the message is held.
+            Whether the confirm of the message is held: it is not sent until a queue or the disk releases it.
         """
         is_open = not self.is_closing
-        # A waiting publish may be older than confirm mode. Its tag is then 0.
+        # A message that waited for room may be older than confirm mode. Its tag is then 0.
         confirms = self.confirms if is_open and tag else None
         source = self.flow if is_open else None
         completion = confirms.completion(tag) if confirms is not None else None
@@ -365,13 +366,13 @@ class Channel:
     def admit(self, waiting: WaitingPublish) -> None:
         """Enqueue a message that waited for room."""
         self.waiting.pop(waiting, None)
-        # In confirm mode the message is owed until the confirm is sent.
+        # In confirm mode the message is owed until its confirm is sent (D7).
         if not waiting.tag:
             self.flow.repay(waiting.message.size)
         self._enqueue(waiting.message, waiting.queues, waiting.tag)
 
     def give_up(self, waiting: WaitingPublish, reason: str) -> bool:
-        """Refuse a message that waited for room. Return whether the channel could still report it."""
+        """Refuse a message that waited for room. Return whether the client is informed."""
         self.waiting.pop(waiting, None)
         if self.is_closing:
             return False
@@ -384,13 +385,13 @@ class Channel:
         return True
 
     def check_alarm(self, so: str = "") -> None:
-        """Close the channel while there is an alarm, if the dialect informs clients of alarms in this way.
+        """Close the channel if there is an alarm, and if the dialect closes channels for alarms.
 
         Args:
-            so: end of the error text: what the channel cannot do.
+            so: end of the error text, which says what the channel cannot do.
 
         Raises:
-            ChannelException: 406 while there is an alarm.
+            ChannelException: 406, which closes the channel.
         """
         dialect = self.session.dialect
         if self.session.blocks and dialect.on_alarm is OnAlarm.CHANNEL_CLOSE:
@@ -451,7 +452,7 @@ class Channel:
 
     @property
     def unconfirmed(self) -> int:
-        """Publishes that are neither acked nor nacked yet."""
+        """Number of published messages that are neither acked nor nacked yet."""
         return len(self.confirms) if self.confirms is not None else 0
 
     def _confirm_select(self, method: commands.Confirm.Select) -> None:
@@ -468,7 +469,7 @@ class Channel:
 
         Raises:
             ChannelException: 406 if there is no such delivery.
-            FrameWaitsError: these were only the oldest of very many deliveries.
+            FrameWaitsError: only the oldest of very many deliveries are settled; handle the frame again later.
         """
         deliveries = self.consuming.take(tag, multiple=multiple)
         if self.transaction is not None:
@@ -486,16 +487,16 @@ class Channel:
         self.session.channel_closed(self)
 
     def fail(self, code: int, text: str, cause: bytes = b"\0\0\0\0") -> None:
-        """Close the channel with an error. `cause` is the class and method id of the method at fault."""
+        """Close the channel with an error. `cause` has the class id and method id of the method at fault."""
         if self.is_closing:
             return
-        # This is done first: if the code cannot be encoded, nothing must change.
+        # This is done first, so that nothing has changed if the code cannot be encoded.
         close = wire.close(self.number, code, text, cause)
         self.end()
         self.output.write(close)
 
     def end(self) -> None:
-        """End the channel. Consumers are removed, unacked messages return to their queues, and all holds end."""
+        """End the channel. Remove its consumers, return unacked messages to their queues, and unblock it."""
         if self.is_closing:
             return
         if self.confirms is not None and self.confirms.is_due and not self.controls.withhold_confirms:
@@ -507,7 +508,7 @@ class Channel:
         self._parts = []
         self._count_incoming(-self.incoming)
         if self.confirms is not None:
-            # The client cannot learn the outcome of these publishes any more, so they are discarded.
+            # The client cannot learn the outcome of waiting messages any more, so they are discarded.
             for waiting in self.waiting:
                 waiting.queues[0].contents.count_drop(DropReason.REFUSED)
                 self.host.waiting.stop(waiting)

@@ -1,10 +1,11 @@
-"""The flow state of one channel, sans-I/O, and its share of the backlog of its connection.
+"""`ChannelFlow` has the flow state of one channel, sans-I/O, and counts its owed messages.
 
-A `ChannelFlow` is a `FlowSource`: queues, rates, an operator and the discipline block and unblock it. The client gets
-one ``Channel.Flow`` for the first of these holds, and one when the last hold is released (J3 J4).
+A `ChannelFlow` is a `FlowSource`: the flow controllers of queues, rates, the operator and the discipline block and
+unblock it. The client gets one ``Channel.Flow`` when the first controller blocks the channel, and one when the last
+controller unblocks it (J3 J4). A blocked channel is also called flowed.
 
 A message is owed (D7) if the broker has not fully accepted it: it waits, it is not confirmed, or it came while the
-channel was blocked (flowed). The discipline counts the owed messages of the whole connection.
+channel was blocked. The backlog is all owed messages of a connection. The discipline counts them.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class Discipline(Protocol):
     #: Number of messages in the backlog, and the controller that blocks channels because of the backlog.
     depth: ThresholdLimiter
     backlog: FlowController
-    #: Totals: messages that came on flowed channels after the grace time, and the sanctions.
+    #: Totals: messages that came on flowed channels after the grace time; and the sanctions of each kind.
     past_flow: int
     tarpits: int
     channels_closed: int
@@ -96,16 +97,16 @@ class ChannelFlow(CountedSource):
         # Whether the channel has published, or announced that it will; and whether it has ended.
         self.is_producer = False
         self.is_over = False
-        # Start of the current flowed time, number of flowed times, and seconds of the earlier flowed times.
+        # Start of the current flowed period, number of flowed periods, and seconds of the earlier flowed periods.
         self.since: float | None = None
         self.times_flowed = 0
         self._seconds = 0.0
-        # Number of Channel.Flow that the client has not answered.
+        # Number of Channel.Flow methods that the client has not answered.
         self.oks_due = 0
-        # Number of messages that came after the grace time of the current flowed time (D8).
+        # Number of messages that came after the grace time of the current flowed period (D8).
         self.past_flow = 0
-        # Owed messages (D7): number and body bytes. The second pair counts those that came while the channel was
-        # blocked and that nothing else holds.
+        # Owed messages (D7): number and body bytes. The second pair counts messages that are owed only because they
+        # came while the channel was blocked.
         self._owed = [0, 0]
         self._owed_past_flow = [0, 0]
 
@@ -129,14 +130,14 @@ class ChannelFlow(CountedSource):
                 self.repay(size, count)
 
     def on_blocked(self) -> None:
-        """Send one Channel.Flow for the first hold."""
+        """Send Channel.Flow, because the first controller has blocked the channel."""
         if not self.is_over:
             self.times_flowed += 1
             self.since = self._host.clock()
             self._send(active=False)
 
     def on_unblocked(self) -> None:
-        """Send one Channel.Flow when the last hold is released."""
+        """Send Channel.Flow, because the last controller has unblocked the channel."""
         if not self.is_over:
             self._seconds = self.seconds
             self.since = None
@@ -149,14 +150,15 @@ class ChannelFlow(CountedSource):
 
     @property
     def seconds(self) -> float:
-        """Seconds for which the channel has been flowed so far, including the current flowed time."""
+        """Seconds for which the channel has been flowed so far, including the current flowed period."""
         return self._seconds if self.since is None else self._seconds + self._host.clock() - self.since
 
     @property
     def is_flowed_by_others(self) -> bool:
-        """Whether anything except the backlog blocks the channel.
+        """Whether any controller except that of the backlog blocks the channel.
 
-        Messages that are blocked only by the backlog do not prolong the backlog.
+        If only the backlog blocks the channel, new messages are not owed because of that. Otherwise the backlog would
+        prolong itself.
         """
         discipline = self._discipline
         return any(discipline is None or each is not discipline.backlog for each in self.blocked_by)
@@ -183,7 +185,7 @@ class ChannelFlow(CountedSource):
 
         Args:
             size: body size in bytes.
-            is_past_flow: whether nothing else holds the message. It is then owed for as long as the channel is flowed.
+            is_past_flow: whether it is owed only because the channel is flowed, and until the channel is unblocked.
 
         Returns:
             Whether the message is counted.
@@ -206,7 +208,7 @@ class ChannelFlow(CountedSource):
             self._discipline.repay(size, count)
 
     def end(self) -> None:
-        """End the channel: it owes nothing, and all holds end."""
+        """End the channel. It owes nothing any more, and no controller blocks it."""
         self._seconds = self.seconds
         self.since = None
         count, size = self._owed

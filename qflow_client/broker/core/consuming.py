@@ -1,8 +1,9 @@
-"""The deliveries of one channel, and which of them are unsettled, sans-I/O.
+"""`Consuming` has the consumers of one channel and its unsettled deliveries, sans-I/O. The channel calls it.
 
 Consumers of a channel share its delivery tags and its prefetch count. A queue asks `ChannelConsumer.can_take` before
-each delivery. When credit becomes free, `Consuming.wake` offers it to the consumers in turn. It starts after the
-consumer that was served last, so that no consumer takes all of the credit.
+each delivery. Credit is the number of messages that the prefetch counts still allow. When credit becomes free,
+`Consuming.wake` offers it to the consumers in turn. It starts after the consumer that got the last message, so that no
+consumer takes all of the credit.
 """
 
 from __future__ import annotations
@@ -167,7 +168,7 @@ class Consuming:
     """
 
     #: Maximum number of deliveries that one call settles for an ack with `multiple`. A delivery whose queue
-    #: dead-letters counts as LETTER deliveries, because a dead letter takes longer than any other end of a message.
+    #: dead-letters counts as LETTER deliveries, because it takes longer to settle.
     AT_ONCE = 10_000
     LETTER = 50
 
@@ -213,8 +214,8 @@ class Consuming:
         # Prefetch counts: of the whole channel, and of future consumers.
         self.prefetch = 0
         self.consumer_prefetch = 0
-        # Whether the client has not stopped deliveries with its own Channel.Flow; whether its answers wait for the
-        # disk; and, as a result of both, whether its consumers can take messages.
+        # Whether the client wants deliveries (it can stop them with Channel.Flow); whether answers to the client wait
+        # for the disk; and whether consumers can take messages, which depends on both.
         self._wants_deliveries = True
         self._waits_for_disk = False
         self.delivers = True
@@ -298,7 +299,7 @@ class Consuming:
             self._promise_message(get_ok, message, tag)
 
     def _promise_message(self, get_ok: bytes, message: StoredMessage, tag: int) -> None:
-        """Answer Basic.Get with a message that is still on disk, as soon as its body is read.
+        """Answer Basic.Get with a message whose body is only on disk. The answer is sent when the body is read.
 
         The method frame waits too, because no other frame may come between it and the content. If the body is lost, the
         answer is Basic.Get-Empty.
@@ -320,7 +321,7 @@ class Consuming:
         journal.when_read(message, keep)
 
     def wake(self) -> None:
-        """Offer messages to the waiting consumers after a change. The consumer that was served last comes last."""
+        """Offer messages to inactive consumers after a change. The consumer that got the last message comes last."""
         consumers = tuple(self.consumers.values())
         if self.prefetch and self.last_served in consumers:
             # The consumers share the credit. Without this order the first of them would take all credit that becomes
@@ -338,7 +339,7 @@ class Consuming:
         self._check_delivers()
 
     def wait_for_disk(self, on: bool) -> None:
-        """Stop deliveries while answers of the client wait for the disk; start them again afterwards."""
+        """Stop deliveries while answers to the client wait for the disk; start them again afterwards."""
         self._waits_for_disk = on
         self._check_delivers()
 
@@ -350,14 +351,14 @@ class Consuming:
     # Settling.
 
     def take(self, tag: int, *, multiple: bool) -> tuple[Delivery, ...]:
-        """Remove the deliveries that an ack settles from the unacked ones, and return them.
+        """Remove the deliveries that an ack settles from the unacked deliveries, and return them.
 
-        If they are very many, only the oldest are removed. If `has_more` is true afterwards, handle the same ack again
+        If there are very many, only the oldest are removed. If `has_more` is true afterwards, handle the same ack again
         before any other frame of the channel.
 
         Args:
             tag: the delivery tag.
-            multiple: whether the ack covers all deliveries up to this tag. With tag 0 it then covers all current
+            multiple: whether the ack includes all deliveries up to this tag. With tag 0 it then includes all current
                 deliveries.
 
         Raises:
@@ -402,7 +403,7 @@ class Consuming:
             self.consumer_unacked += change
 
     def take_back(self, deliveries: Iterable[Delivery]) -> None:
-        """Make deliveries that `take` returned unsettled again, without delivering them again."""
+        """Put deliveries that `take` returned back into the unacked deliveries, without delivering them again."""
         for delivery in deliveries:
             self._count_unacked(delivery, 1)
             self.unacked[delivery.tag] = delivery
@@ -427,14 +428,14 @@ class Consuming:
         self.wake()
 
     def _requeue(self, deliveries: Iterable[Delivery]) -> None:
-        """Put deliveries back at their places in their queues. No queue delivers before all are back."""
+        """Put deliveries back at their places in their queues. No queue delivers before all deliveries are back."""
         back: dict[QueueView, list[QueueEntry]] = {}
         for delivery in deliveries:
             back.setdefault(delivery.entry.queue, []).append(delivery.entry)
         for queue, entries in back.items():
             queue.dispatcher.requeue(entries)
         for queue in back:
-            # As in RabbitMQ, this comes before new deliveries: the returned messages may exceed the queue's maximum.
+            # The returned messages may exceed the queue's maximum. As in RabbitMQ, it is applied before new deliveries.
             queue.trim()
         self.wake()
         for queue in back:

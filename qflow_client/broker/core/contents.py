@@ -1,12 +1,11 @@
-"""The entries of one queue, sans-I/O: ready in order, unacked by consumers, or leaving.
+"""`Contents` has the entries of one queue, sans-I/O: ready in order, unacked by consumers, or leaving.
 
-`Contents.ready` has the ready entries in the order of their sequence numbers. It may also contain entries that are
-gone; they are skipped later. This way an entry can leave from any place without a search. Depth and size count all
-entries that have not left (D6).
+The queue adds entries, `dispatcher.py` delivers them, and `dropping.py` drops them. `Contents.ready` has the ready
+entries in the order of their sequence numbers. It may also contain entries that are gone, which are skipped later. So
+an entry can leave from any place without a search. Depth and size include all entries that have not left (D6).
 
 A large number of entries leaves in slices. Entries that were purged, or whose queue was deleted, are in `leaving` until
-they leave. Until then they still count in depth and size, for flow states and for the memory limit, but no consumer
-gets them.
+they leave. No consumer gets them, but depth and size still include them, for flow states and for the memory limit.
 
 Flow states, the journal and the flow log observe the entries with an `EntryObserver`. An observer is called after the
 counts have changed, and must not change the contents.
@@ -35,11 +34,11 @@ class EntryObserver:
         Args:
             entry: the ready entry.
             source: the publishing channel; ``None`` if there is none.
-            completion: its confirm, which the observer may hold; ``None`` if there is none.
+            completion: its confirm, which the observer may delay; ``None`` if there is none.
         """
 
     def recovered(self, entry: QueueEntry, age: float) -> None:
-        """An entry was restored that was in the queue when the broker stopped.
+        """An entry was restored: it was in the queue when the broker stopped.
 
         Args:
             entry: the ready entry.
@@ -54,7 +53,7 @@ class EntryObserver:
         """An unacked entry is about to become ready again."""
 
     def left(self, entry: QueueEntry, reason: DropReason | None) -> None:
-        """An entry has left. The reason is ``None`` if the entry was not dropped."""
+        """An entry has left. If it was not dropped, the reason is ``None``."""
 
 
 class LastValueMap(EntryObserver, ABC):
@@ -62,7 +61,7 @@ class LastValueMap(EntryObserver, ABC):
 
     @abstractmethod
     def last(self, message: StoredMessage) -> QueueEntry | None:
-        """Return the last entry with the key of a message that is still in the queue; ``None`` if there is none."""
+        """Return the last entry in the queue that has the same key as a message; ``None`` if there is none."""
 
     @abstractmethod
     def restore(self, entry: QueueEntry) -> bool:
@@ -76,7 +75,7 @@ class LastValueMap(EntryObserver, ABC):
 class Contents:
     """The entries of one queue."""
 
-    #: Maximum number of gone entries in `ready`, unless they are less than half of it.
+    #: If more entries than this in `ready` are gone, and they are more than half of it, `ready` is built again.
     MAX_GAPS = 64
     #: Maximum number of entries that leave in one slice.
     AT_ONCE = 1000
@@ -102,7 +101,7 @@ class Contents:
         self.observers: tuple[EntryObserver, ...] = ()
         # The observer that finds the last entry of each key; None if the queue does not conflate.
         self.values: LastValueMap | None = None
-        # Entries to deliver, by sequence number, and how many of them are gone.
+        # Entries to deliver, in the order of their sequence numbers; and how many of them are gone.
         self.ready: deque[QueueEntry] = deque()
         self.gaps = 0
         # Unacked entries, in the order of delivery, and their body bytes.
@@ -145,7 +144,7 @@ class Contents:
     # Deliveries.
 
     def first(self) -> QueueEntry | None:
-        """Return the entry to deliver next. Entries that are gone are removed before it."""
+        """Return the entry to deliver next, after removing the entries before it that are gone."""
         ready = self.ready
         while ready and ready[0].is_gone:
             ready.popleft()
@@ -153,7 +152,7 @@ class Contents:
         return ready[0] if ready else None
 
     def lend(self, entry: QueueEntry) -> None:
-        """Make an entry unacked that was taken from `ready`."""
+        """Mark an entry that was taken from `ready` as unacked."""
         entry.is_unacked = True
         self.unacked[entry] = None
         self.unacked_size += entry.message.size
@@ -161,7 +160,7 @@ class Contents:
             observer.lent(entry)
 
     def take_back(self, entry: QueueEntry) -> None:
-        """Remove an entry from the unacked ones. The caller decides where it goes."""
+        """Remove an entry from the unacked entries. The caller decides where it goes."""
         del self.unacked[entry]
         self.unacked_size -= entry.message.size
 
@@ -194,10 +193,7 @@ class Contents:
         self.drops[reason] = self.drops.get(reason, 0) + 1
 
     def left(self, entry: QueueEntry, reason: DropReason | None = None) -> None:
-        """Record that an entry has left the queue, for any reason (J6). It has been taken out before.
-
-        The reason is ``None`` if it was not dropped.
-        """
+        """Record that an entry, already taken out, has left (J6). The reason is ``None`` if it was not dropped."""
         entry.is_gone = True
         self.depth -= 1
         self.size -= entry.message.size
@@ -222,7 +218,7 @@ class Contents:
         """Move all ready entries to `leaving`. The caller has to call `let_leave` afterwards.
 
         Args:
-            mark: whether to mark the entries as gone immediately, because other objects keep them too.
+            mark: whether to mark the entries as gone immediately, because other objects also refer to them.
 
         Returns:
             The number of entries that were moved.
@@ -254,7 +250,7 @@ class Contents:
         self.leaving_size += size
 
     def let_leave(self, count: int = AT_ONCE) -> None:
-        """Let up to `count` of the leaving entries leave."""
+        """Remove up to `count` entries of `leaving`, so that they have left the queue."""
         leaving = self.leaving
         for _ in range(min(count, len(leaving))):
             entry = leaving.popleft()

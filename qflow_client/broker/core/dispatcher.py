@@ -1,7 +1,7 @@
-"""The consumers of one queue, sans-I/O: which consumer is next, and what they get and settle.
+"""`Dispatcher` gives the messages of one queue to its consumers, sans-I/O. The queue and channels call it.
 
-A consumer is active while the queue may deliver to it. A consumer that cannot take messages becomes inactive. It is
-woken when this may have changed.
+A consumer is active while the queue may deliver to it. A consumer that cannot take messages becomes inactive. When this
+may have changed, its channel wakes it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Dispatcher:
 
     Args:
         contents: contents of the queue.
-        dropping: drops rejected entries, and before deliveries expired entries.
+        dropping: drops rejected entries, and drops expired entries before deliveries.
         storage: reads bodies that are only on disk; ``None`` if all bodies stay in memory.
         single_active: whether only the oldest consumer gets messages.
     """
@@ -70,7 +70,7 @@ class Dispatcher:
         self.wake(consumer)
 
     def wake(self, consumer: Consumer) -> None:
-        """Make a consumer active again that may be able to take messages."""
+        """Make a consumer active, because it may be able to take messages."""
         if not consumer.is_active and consumer in self.consumers and self._may_serve(consumer):
             consumer.is_active = True
             self.active.append(consumer)

@@ -1,12 +1,11 @@
-"""The objects that queues hold: messages, their entries in queues, and their confirms.
+"""The objects in queues: messages, their entries in queues, and their confirms.
 
 All queues with a message share one `StoredMessage`. Each queue has its own `QueueEntry` for it, which keeps its place
-in that queue's order. A `Completion` is the confirm of one publish; it is sent when the last queue releases it. This
-module decides nothing. Queues, the journal and channels change these objects; the comments at the fields say which of
-them does.
+in that queue's order. A `Completion` is the confirm of one message. Each hold delays it: queues, the disk or an
+operator add holds. It is sent when the last hold is released. Queues, the journal and channels change these objects.
 
-The protocols at the end describe a queue and its contents for the modules below it. An overflow policy, a pager and a
-delivery use `QueueView` instead of the class `Queue`, so that imports go in one direction only.
+The protocols at the end describe a queue and its parts for the modules that `queue.py` imports. An overflow policy, a
+pager and a delivery use `QueueView` instead of the class `Queue`, so that imports go in one direction only.
 """
 
 from __future__ import annotations
@@ -51,9 +50,9 @@ class DropReason(StrEnum):
     MEMORY = "memory"
     #: Its body was only on disk, and is damaged there (E10).
     DAMAGED = "damaged"
-    #: The queue was full, and the sender was not informed, because it was a dead letter or a publish without confirms.
+    #: The queue was full, and the sender was not informed: it was a dead letter, or was published without confirms.
     REFUSED = "refused"
-    #: It came as a dead letter, had already died in this queue, and no consumer had rejected it since.
+    #: It came as a dead letter although it had already died in this queue, and no consumer had rejected it since.
     CYCLE = "cycle"
     #: It died in this queue and was not dead-lettered, because another copy of the same message had gone from this
     #: queue to the same target. The message is also counted under the reason of its death.
@@ -61,7 +60,7 @@ class DropReason(StrEnum):
 
 
 class Address:
-    """The exchange and routing key of a publish."""
+    """The exchange and routing key of a published message."""
 
     __slots__ = ("exchange", "mandatory", "names", "routing_key")
 
@@ -90,27 +89,27 @@ class Record:
     )
 
     def __init__(self) -> None:
-        # Number of queues that hold it; and the numbers of those queues that survive the broker, if the message does.
+        # Number of queues that have the message; and, if it survives a restart, the numbers of those that do so too.
         self.holders = 0
         self.queues: list[int] = []
         # Its number on disk, greater than all earlier numbers; 0 if it does not have to be on disk.
         self.number = 0
-        # Whether a batch has taken it, now or earlier; and whether it is on disk.
+        # Whether a batch of records includes it, now or earlier; and whether it is on disk.
         self.is_taken = False
         self.is_written = False
         # Its confirm, which waits for the disk; None if there is none.
         self.completion: Completion | None = None
-        # Whether it has to be on disk as long as any queue has it; and whether its body then leaves memory.
+        # Whether it has to be on disk as long as any queue has it; and whether its body is then removed from memory.
         self.is_spooled = False
         self.is_evicting = False
         # Whether its body is damaged on disk, and no longer in memory.
         self.is_lost = False
-        # Its entries that could not be dropped for memory; they are tried again when this may have changed.
+        # Its entries that could not be dropped to free memory. They are tried again when this may have changed.
         self.aside: Sequence[QueueEntry] = ()
 
 
 class StoredMessage:
-    """A message, shared by all queues that hold it. Its content never changes, but the body may be only on disk.
+    """A message, shared by all queues that have it. Its content never changes, but the body may be only on disk.
 
     Args:
         target: the exchange and routing key with which it was published.
@@ -121,7 +120,7 @@ class StoredMessage:
     __slots__ = ("body", "dead_lettered", "header", "record", "size", "target")
 
     #: The queues that have dead-lettered a copy of it, each with the exchange and routing key of the target. All copies
-    #: share this set. The attribute exists only if there is such a queue.
+    #: share this set. The attribute does not exist before the first dead letter.
     dead_lettered: set[tuple[str, str, str]]
 
     def __init__(self, target: Address, header: bytes, body: bytes) -> None:
@@ -131,7 +130,7 @@ class StoredMessage:
         self.body: bytes | None = body
         # Body bytes. Thresholds and maxima use this size.
         self.size = len(body)
-        # The journal's data; None if there is no journal, or no queue holds the message.
+        # The journal's data; None if there is no journal, or no queue has the message.
         self.record: Record | None = None
 
     @property
@@ -141,12 +140,12 @@ class StoredMessage:
 
     @property
     def footprint(self) -> int:
-        """Approximate bytes in memory while no queue holds it."""
+        """Approximate bytes in memory while no queue has it."""
         return self.size + len(self.header) + 512
 
     @property
     def is_persistent(self) -> bool:
-        """Whether it survives the broker in durable queues."""
+        """Whether it survives a restart of the broker in durable queues."""
         return is_persistent(self.header)
 
     @property
@@ -161,7 +160,7 @@ class StoredMessage:
 
 
 class Completion:
-    """The confirm of one message. Flow states that were ON (C5), the disk or an operator may hold it.
+    """The confirm of one message. Flow states that were ON (C5), the disk or an operator may hold (delay) it.
 
     Args:
         tag: the publish sequence number on its channel.
@@ -175,7 +174,7 @@ class Completion:
         self._complete = complete
         # Number of holds.
         self.holds = 0
-        # Set when every destination has the message. Before that, a count of 0 holds does not complete it.
+        # Set when every destination has the message. Until then it is not complete, even without holds.
         self._armed = False
 
     def release(self) -> None:
@@ -188,7 +187,7 @@ class Completion:
         """Note that all destinations have the message.
 
         Returns:
-            True if nothing holds it.
+            True if there are no holds.
         """
         self._armed = True
         return not self.holds
@@ -232,7 +231,7 @@ class Consumer(Protocol):
 
     @property
     def can_take(self) -> bool:
-        """Whether it has credit, is not stopped, and its connection accepts more bytes."""
+        """Whether it has credit and is not stopped, and its connection accepts more bytes."""
 
     def deliver(self, entry: QueueEntry) -> None:
         """Take a message. The caller has checked `can_take`."""
@@ -284,7 +283,7 @@ class DroppableEntries(Protocol):
         """Yield the current entries, in the order of the queue."""
 
     def offer(self, entry: QueueEntry) -> Sequence[QueueEntry]:
-        """Return all entries of the message of this entry if they can be dropped together; otherwise none."""
+        """Return all entries of this entry's message if all of them can be dropped together; otherwise no entries."""
 
 
 class QueueContents(Protocol):
@@ -383,7 +382,7 @@ class QueueView(Protocol):
         """The entries that may be dropped for memory; ``None`` if no entry may."""
 
     def refusal(self, size: int, count: int = 1, largest: int | None = None) -> str | None:
-        """Return the reason why messages may not enter now; ``None`` if they may."""
+        """Return the reason why messages are refused now; ``None`` if they may enter."""
 
     def trim(self) -> None:
         """Drop the messages beyond the maximum, if the overflow policy drops queued messages."""

@@ -1,9 +1,9 @@
-"""The outgoing frames of one connection, sans-I/O: their order, waits for the disk, and pauses of consumers.
+"""`Output` orders the outgoing frames of one connection, sans-I/O. The session and its channels write them.
 
-The output is a list of byte strings that `Output.take` joins once in each iteration of the loop. An answer that must
-wait for the disk is a `Promise`. Later frames of the same channel wait for it; other channels do not wait. So the
+The output is a list of byte strings that `Output.take` joins once in each iteration of the event loop. An answer that
+must wait for the disk is a `Promise`. Later frames of the same channel wait for it; other channels do not wait. So the
 frames of a channel are sent in the order in which they were written. The only exception is ``Channel.Flow``, which
-waits for no promise. Channel 0 makes no promises.
+does not wait for promises. Channel 0 has no promises. While too many deliveries are unsent, consumers get no messages.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class _Channel(Protocol):
 
 
 class Promise:
-    """Frames of a channel that do not exist yet. Later frames of this channel are sent after them.
+    """Frames of a channel that wait for the disk. Later frames of this channel are sent after them.
 
     Args:
         output: output of the connection.
@@ -65,7 +65,7 @@ class Promise:
         self.behind: list[bytes] = []
 
     def keep(self, data: bytes) -> None:
-        """Supply all of the promised frames."""
+        """Supply the promised frames, all together."""
         self.data = data
         self._output.promise_kept(self._number, len(data) - self.size)
 
@@ -78,8 +78,8 @@ class Output:
         controls: the operator's controllers and switches.
         journal: calls back when records are on disk; ``None`` if nothing is written to disk.
         now: monotonic seconds.
-        on_output: called when there is something to send: once until `take`, and again for each frame that has to be
-            sent after the frames of other connections.
+        on_output: called when there is something to send: once before each `take`, and again for each call of
+            `write_in_turn`.
     """
 
     #: Maximum bytes of unsent deliveries. At this limit consumers get no more messages.
@@ -125,10 +125,10 @@ class Output:
             self.announce()
 
     def write_in_turn(self, data: bytes) -> None:
-        """Append whole frames before all promises, to be sent after the frames that other connections have by now.
+        """Append whole frames that do not wait for promises. Frames that other connections have now are sent first.
 
         It is used for Channel.Flow, which answers no method. The order of these frames among connections has to be fair
-        (F4). A stop cannot wait for the disk, because the grace time (D8) is running.
+        (F4). They cannot wait for the disk, because the grace time (D8) starts when the channel is blocked.
         """
         self.unsent += len(data)
         self._frames.append(data)
@@ -152,7 +152,7 @@ class Output:
         self._confirming.pop(channel, None)
 
     def announce(self) -> None:
-        """Announce that there may be something to send, that confirms may be sent again, or that this is the end."""
+        """Call `on_output`, once before each `take`. There may be output or due confirms, or the session has ended."""
         if not self._announced:
             self._announced = True
             self._on_output()
@@ -168,7 +168,7 @@ class Output:
         return True
 
     def write_when_durable(self, data: bytes, *, topology_only: bool = True) -> None:
-        """Append whole frames that are sent when the changes they report are on disk.
+        """Append whole frames. They are sent when the changes that they report are on disk.
 
         Args:
             data: the frames.
@@ -201,7 +201,7 @@ class Output:
 
         Args:
             number: number of the channel.
-            more: bytes of the frames minus their expected bytes.
+            more: the bytes of the new frames minus the promised size.
         """
         self.unsent += more
         promises = self.promises.get(number)

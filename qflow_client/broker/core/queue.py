@@ -1,8 +1,10 @@
-"""Queues, sans-I/O: enqueueing, delivery, limits and timers.
+"""`Queue` is one queue, sans-I/O: enqueueing, delivery, limits and timers. Channels and the virtual host call it.
 
 A message is ready, unacked (with a consumer), leaving, or gone; `contents.py` has the entries and their order.
-`Queue.enqueue` delivers nothing. If any of a message's queues is watched, the message enters all of them before a
-consumer gets it. Otherwise each queue may deliver it before it enters the next queue.
+
+A queue is watched (`Queue.is_watched`) if a published message needs more than an append: if the queue may refuse it, or
+has an observer. `Queue.enqueue` delivers nothing. If any of a message's queues is watched, the message enters all of
+them before a consumer gets it. Otherwise each queue may deliver it before it enters the next queue.
 
 The queue calls its plug-ins. The overflow policy is called before a message enters, and changes the queue only through
 `QueueView`. The observers of the entries are in `Contents.observers`, in this order:
@@ -12,12 +14,10 @@ The queue calls its plug-ins. The overflow policy is called before a message ent
 3. the flow states
 4. the last values of a conflating queue
 5. the confirms that an operator withholds
-6. the waking of publishes that wait for room
+6. the waking of messages that wait for room
 
-`Queue.is_watched` is False if a queue has none of these and refuses no messages. So the common case pays for nothing.
-
-If many entries have to leave, they leave in slices, see `contents.py`. Each call of `Queue.tick` lets one slice of due
-entries expire. The queue delivers nothing until all due entries have expired.
+If many entries have to leave, they leave in slices, see `contents.py`. Each call of `Queue.tick` removes one slice of
+expired entries. The queue delivers nothing until all expired entries are removed.
 """
 
 from __future__ import annotations
@@ -73,14 +73,14 @@ class Surroundings(Protocol):
         """Dead-letter a message that a queue with a dead-letter exchange has dropped."""
 
     def unused(self, queue: Queue) -> None:
-        """Delete the queue, because it was unused for the time of its argument."""
+        """Delete the queue, because it was unused for the time in its argument ``x-expires``."""
 
     def admit_waiting(self, queue: Queue, now: float) -> None:
-        """Check the waiting publishes: there may be room, or their time may be over."""
+        """Check the messages that wait for room: there may be room, or their time may be over."""
 
 
 class _Vacancies(EntryObserver):
-    """Checks the publishes that wait for room when a message has left."""
+    """When a message has left the queue, checks the messages that wait for room."""
 
     __slots__ = ("_wake",)
 
@@ -107,8 +107,8 @@ class Queue:
         flow_options: which channels its marks block, and how they are unblocked.
         observer: observes the flow control of the queue; ``None`` if there is none.
         journal: counts its messages, and writes them to disk; ``None`` if there is none.
-        number: number of the queue in the message store, if the queue and its persistent messages survive the broker;
-            otherwise 0.
+        number: number of the queue in the message store, if the queue and its persistent messages survive a restart of
+            the broker; otherwise 0.
     """
 
     __slots__ = (
@@ -186,14 +186,14 @@ class Queue:
         self.flows = QueueFlows(
             self, limits, flow_options, self._clock, self._tick_by, observer=observer, on_overdue=self._choose_overflow
         )
-        # Number of publishes that wait for room in this queue.
+        # Number of messages that wait for room in this queue.
         self.waiting = 0
         # Set by an operator: whether every message is refused; and the withheld confirms, None if none are withheld.
         self.is_refusing = False
         self._withheld: WithheldConfirms | None = None
         # The overflow policy that applies now; None for no maximum.
         self.overflow: Overflow | None = None
-        # Whether a publish to this queue needs more than an append; whether it may be refused; whether other publishes
+        # Whether a message for this queue needs more than an append; whether it may be refused; whether other messages
         # wait.
         self.is_watched = self.may_refuse = self.has_line = False
         if options.message_ttl is not None:
@@ -272,7 +272,7 @@ class Queue:
     # Enqueueing.
 
     def refusal(self, size: int, count: int = 1, largest: int | None = None) -> str | None:
-        """Return the reason why messages may not enter now; ``None`` if they may.
+        """Return the reason why messages are refused now; ``None`` if they may enter.
 
         Args:
             size: body bytes of all these messages.
@@ -297,7 +297,7 @@ class Queue:
             is_told: whether the publisher can be informed without closing its channel.
 
         Returns:
-            Whether the refusal is complete: the caller need not inform the publisher.
+            True if nothing else has to be done; False if the caller has to inform the publisher.
         """
         overflow = self.overflow
         if overflow is None:
@@ -317,7 +317,7 @@ class Queue:
         Args:
             message: the message.
             source: the publishing channel, which may be blocked; ``None`` for a source that cannot be blocked.
-            completion: the confirm, which may be held (C5); ``None`` if there is none.
+            completion: the confirm, which may be delayed (C5); ``None`` if there is none.
         """
         contents = self.contents
         if self.overflow is not None:
@@ -379,9 +379,9 @@ class Queue:
         self.touch()
 
     def trim(self) -> None:
-        """After a requeue, drop the messages beyond the maximum, if the overflow policy counts only ready messages.
+        """After a requeue, drop the messages beyond the maximum.
 
-        Other policies also count unacked messages, so for them a requeue adds nothing.
+        Do nothing if the overflow policy also counts unacked messages, because a requeue then adds nothing.
         """
         overflow = self.overflow
         if overflow is not None and overflow.counts_ready:
@@ -421,19 +421,15 @@ class Queue:
         self.flows.let_go()
         if self._observer is not None:
             self._observer.deleted(self)
-        # Publishes that wait for this queue continue without it.
+        # Messages that wait for this queue continue without it.
         self._surroundings.admit_waiting(self, self._clock())
-        # A publisher may keep a reference to the queue for a while. The owner connection must not stay in memory with
-        # it.
+        # A publisher may keep a reference to the queue for a while, but must not keep the owner connection in memory.
         self.exclusive_owner = None
         self._end_parts()
         return count
 
     def _end_parts(self) -> None:
-        """Remove the reference cycles when all entries have left.
-
-        The queue is then freed without the garbage collector.
-        """
+        """When all entries have left, remove reference cycles, so that the garbage collector is not needed."""
         if not self.contents.leaving:
             self.contents.observers = ()
             self.dropping.end()
@@ -442,7 +438,7 @@ class Queue:
     # Time.
 
     def wait(self, until: float, change: int = 0) -> None:
-        """Check the publishes that wait for room in this queue at this time at the latest.
+        """Make sure that the messages that wait for room in this queue are checked at `until` at the latest.
 
         Args:
             until: seconds of the clock.

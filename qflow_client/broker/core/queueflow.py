@@ -1,9 +1,9 @@
-"""The flow state of a queue, sans-I/O: the channels that it blocks (flows), and the confirms that it holds.
+"""The flow state of a queue, sans-I/O: the channels that it blocks (flows), and the confirms that it holds (delays).
 
-A `QueueFlow` is one family of marks. Above its stop mark it is ON: it blocks the publishing channel, or holds the
-confirm, or both. At its resume mark it is OFF: it releases all confirms and unblocks the channels, all together or one
-after the other (F4). `QueueFlows` has all families of one queue. It gets every change of the queue's depth, after the
-message has entered (J3), and knows since when any family is ON.
+A `QueueFlow` is one family of marks. Above its stop mark it turns ON: it blocks the publishing channel, or holds the
+confirm, or both. At its resume mark it turns OFF: it releases all held confirms and unblocks the channels, all together
+or one after the other (F4). `QueueFlows` has all families of one queue. As an observer of the queue's entries it gets
+every change of the queue's depth, after the message has entered (J3). It records since when any family is ON.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Spacing:
 
 
 class QueueFlow(FlowController):
-    """One family of marks of a queue. It blocks the channels, and holds the confirms, of publishes above the stop mark.
+    """One family of marks of a queue. For a message above the stop mark, it blocks the channel and holds the confirm.
 
     Args:
         thresholds: the marks.
@@ -86,17 +86,17 @@ class QueueFlow(FlowController):
         self.depth = ThresholdLimiter(thresholds, count=count, size=size)
         self._spacing = spacing
         super().__init__(self.depth, name=name)
-        # Entries whose confirms wait for OFF, the oldest first (C5).
+        # The confirms that are held until OFF, by entry, the oldest first (C5).
         self.held: dict[QueueEntry, Completion] = {}
 
     def resume(self, now: float | None = None) -> None:
-        """Unblock the sources that may continue, all together or one after the other, the oldest first (F4)."""
+        """Unblock the sources that may continue: all together, or one after the other in the order of blocking (F4)."""
         blocked = self._blocked
         if not blocked:
             return
         if self._spacing is None:
             if len(blocked) > 1 and self._may_go_on(now):
-                # The first source fills the room below the mark before the others. So it has to be the one that has
+                # The source that is unblocked first fills the room below the mark. So it has to be the source that has
                 # published least.
                 self._blocked = dict.fromkeys(sorted(blocked, key=_published))
             super().resume(now)
@@ -105,13 +105,13 @@ class QueueFlow(FlowController):
             self.forget(next(iter(blocked)))
 
     def release_held(self) -> None:
-        """Release all confirms."""
+        """Release all held confirms."""
         held, self.held = self.held, {}
         for completion in held.values():
             completion.release()
 
     def let_go(self) -> None:
-        """Release all channels and confirms, in any flow state."""
+        """Unblock all channels and release all held confirms, whether ON or OFF."""
         for source in self.blocked:
             self.forget(source)
         self.release_held()
@@ -182,7 +182,7 @@ class QueueFlows(EntryObserver):
         self._wake_at = wake_at
         self.observer = observer
         self._on_overdue = on_overdue
-        # One controller for each configured family of marks; and how often removed controllers turned ON.
+        # One controller for each configured family of marks; and how often removed controllers have turned ON.
         self.families = tuple(QueueFlow(thresholds, queue.name, spacing=spacing) for thresholds in limits.thresholds)
         self._times_on_before = 0
         # Time since which any family is ON; None if all are OFF.
@@ -190,9 +190,9 @@ class QueueFlows(EntryObserver):
         # Whether it was ON for so long that it blocks no channel any more (D10); and how often this happened.
         self.is_overdue = False
         self.times_overdue = 0
-        # Time of each channel's last publish to the queue; kept only if a stop blocks all of these channels (D12).
+        # Time at which each channel last published to the queue; None if ON does not block all recent publishers (D12).
         self._publishers: dict[FlowSource, float] | None = {} if options.scope is FlowScope.PUBLISHERS else None
-        # Whether a channel that publishes above the mark is blocked, and whether its confirms are held.
+        # Whether a channel that publishes above the stop mark is blocked, and whether its confirms are held.
         self._flows_channels = self._delays_completion = False
         self._read_enforcement()
 
@@ -292,7 +292,7 @@ class QueueFlows(EntryObserver):
             if flow.held and not flow.depth.on:
                 flow.release_held()
         if self.on_since is not None and not self.is_on and not (self.is_overdue and reason is DropReason.MAXLEN):
-            # A message that was dropped because the queue is full does not end the overdue state (D10).
+            # The overdue state does not end when a message is dropped because the queue is full (D10).
             self._turned_off()
 
     # ON and OFF.
@@ -341,7 +341,7 @@ class QueueFlows(EntryObserver):
         self._on_overdue()
 
     def tick(self, now: float) -> None:
-        """Unblock producers if the queue was ON for too long (D10), or the next of them if it is OFF (F4)."""
+        """Unblock all channels if the queue was ON for too long (D10), or the next channel if the queue is OFF (F4)."""
         wait = self.limits.max_flow_wait
         if wait is not None and self.on_since is not None and not self.is_overdue:
             if now >= self.on_since + wait:
@@ -353,12 +353,12 @@ class QueueFlows(EntryObserver):
                 flow.resume()
 
     def let_go(self) -> None:
-        """Release all channels and confirms, in any flow state."""
+        """Unblock all channels and release all held confirms, whether ON or OFF."""
         for flow in self.families:
             flow.let_go()
 
     def end(self) -> None:
-        """Drop all references. The queue is deleted, it has released everything, and all entries have left."""
+        """Drop all references after the queue was deleted, `let_go` was called, and all entries have left."""
         self.families = ()
         self.observer = self._spacing = None
         del self._queue, self._wake_at, self._on_overdue
@@ -382,12 +382,12 @@ class QueueFlows(EntryObserver):
 
     @property
     def blocked(self) -> tuple[FlowSource, ...]:
-        """The channels that it blocks, the oldest first."""
+        """The channels that the queue blocks, in the order of blocking."""
         return tuple(dict.fromkeys(source for flow in self.families for source in flow.blocked))
 
     @property
     def held_confirms(self) -> int:
-        """The number of messages whose confirms it holds (C5)."""
+        """The number of messages whose confirms the queue holds (C5)."""
         return len({entry for flow in self.families for entry in flow.held})
 
 

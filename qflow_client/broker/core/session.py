@@ -1,14 +1,16 @@
-"""One AMQP connection, sans-I/O: bytes in, bytes out, and calls of the virtual host.
+"""`Session` is one AMQP connection, sans-I/O. The server gives it input, and takes its output.
 
 A connection passes through the states of `State`; every change of state is in this file. `Session.receive_data` splits
 bytes into frames. It gives each frame to its channel, or handles the frame if it is for channel 0. If a frame raises an
-`AmqpError`, the channel or the connection is closed. Later frames of a closed channel are ignored until the client has
-answered the close.
+`AmqpError`, the session closes the channel or the connection. Later frames of a closed channel are ignored until the
+client has answered the close.
 
-The session holds the rest of the input in two cases. First, more than `Session.MAX_OUTPUT` bytes wait to be sent. So a
-client that does not read cannot make the broker buffer more. Second, the time for the input is over. So a client whose
-frames take long cannot block the event loop. The clock is read once per `Session.STRIDE` bytes. If the last frames took
-long, it is read after each frame.
+To hold input is to keep it and handle it later. The session holds the rest of the input in three cases:
+
+- More than `Session.MAX_OUTPUT` bytes wait to be sent. So the output for a client that does not read is limited.
+- The time for the input is over, or a frame has set `Session.has_done_much`. So a client whose frames take long cannot
+  block the event loop. The clock is read once per `Session.STRIDE` bytes, or after each frame if frames took long.
+- A frame raises `FrameWaitsError`. The session handles the frame again later.
 """
 
 from __future__ import annotations
@@ -63,7 +65,7 @@ class State(Enum):
     HEADER = "protocol header"
     START_OK = "Connection.Start-Ok"
     #: The login is delayed, because earlier logins from its address have failed.
-    LOGIN = "the login's turn after failed logins"
+    LOGIN = "the end of the delay after failed logins"
     TUNE_OK = "Connection.Tune-Ok"
     OPEN = "Connection.Open"
     RUNNING = "anything"
@@ -77,19 +79,19 @@ class Session:
     """One connection.
 
     Args:
-        name: name of the peer, for people.
+        name: name of the peer, for logs.
         host: the virtual host.
         controls: controls of the operator.
         now: monotonic seconds.
-        on_output: called when there is something to send: once until `take_output`, and again for each frame that has
-            to be sent after the frames of other connections.
+        on_output: called when there is something to send: once before each `take_output`, and again for each
+            ``Channel.Flow``, see `Output.write_in_turn`.
         discipline: creates the object that decides about a client that ignores ``Channel.Flow``; ``None`` for no such
             object.
     """
 
-    #: Maximum bytes that wait to be sent. With more, input is held.
+    #: Maximum bytes that wait to be sent. If more bytes wait, input is held.
     MAX_OUTPUT = 1024 * 1024
-    #: Input bytes between two readings of the clock; and seconds after which the clock is read after each frame.
+    #: The clock is read after this many input bytes; or after each frame, if these bytes took `LONG_STRIDE` seconds.
     STRIDE = 1024
     LONG_STRIDE = 0.0005
 
@@ -114,14 +116,13 @@ class Session:
         self.deadlines = Deadlines(self.settings, self.handshake, self.output, now)
         # The reasons why the client is blocked, by source.
         self.blocks = Blocks(self.channels, self.output, self.handshake, self.dialect, controls.alarm)
-        # Whether input is held, because too many bytes wait to be sent or its time is over; and the held bytes, from
-        # the start of a frame.
+        # Whether input is held; and the held bytes, from the start of a frame.
         self.is_held = False
         self._held = b""
         # Input bytes until the next reading of the clock, rounded up to whole frames.
         self._stride = 0
-        # Set by a frame that took long or has a large answer, or by a tarpit: the rest of the input is held even if its
-        # time is not over.
+        # Set by a frame that took long or has a large answer, or by a tarpit (D8). The rest of the input is then held
+        # even if its time is not over.
         self.has_done_much = False
         self._beginning = b""
         self._splitter = FrameSplitter(FRAME_MIN_SIZE)
@@ -134,7 +135,7 @@ class Session:
         # Only set if there are sanctions for clients that ignore Channel.Flow (D7 D8).
         self.discipline = discipline(self) if discipline is not None else None
         # Whether reading from the socket is paused, because too many bytes wait for the disk or memory is full; and
-        # whether the first publish was held for this reason.
+        # whether the first message that the connection publishes waits for this reason.
         self.is_paused = False
         self.waits_to_publish = False
         # Set when the peer has missed a deadline. The session then waits for no more input.
@@ -144,7 +145,7 @@ class Session:
     # Input.
 
     def receive_data(self, data: bytes, now: float, until: float = math.inf) -> None:
-        """Handle input. If too many bytes wait to be sent, or if it takes long, hold the rest until a later call.
+        """Handle input. Hold the rest until a later call if too many bytes wait to be sent, or if the input takes long.
 
         Args:
             data: input of any size; empty to continue with held input.
@@ -223,7 +224,7 @@ class Session:
         splitter.data = b""
 
     def _hold_rest(self, start: int) -> None:
-        """Hold the rest of the input, from this offset in the splitter's data."""
+        """Hold the rest of the input: all bytes from this offset in the splitter's data."""
         rest = self._splitter.data[start:]
         if rest and self.state is not State.ENDED:
             self._held, self.is_held = rest, True
@@ -237,7 +238,7 @@ class Session:
 
     @property
     def can_resume(self) -> bool:
-        """Whether `receive_data` can continue: input is held, few bytes wait to be sent, and there is no tarpit."""
+        """Whether `receive_data` can continue with held input: few bytes wait to be sent, and there is no tarpit."""
         return self.is_held and self.deadlines.tarpit_until is None and self.output.unsent <= self.MAX_OUTPUT
 
     def _receive_header(self, data: bytes) -> bytes:
@@ -259,7 +260,7 @@ class Session:
         return rest
 
     def _receive_elsewhere(self, kind: int, number: int, payload: bytes, now: float) -> None:
-        """Handle a heartbeat, or a frame for channel 0, for a channel that is not open, or while no channel is open."""
+        """Handle a frame that is not for an open channel: for example a heartbeat, or a method on channel 0."""
         if self.state is State.ENDED:
             return
         if kind == HEARTBEAT_FRAME:
@@ -336,7 +337,7 @@ class Session:
             refusal: reason for the refusal; ``None`` if the login is right.
         """
         if self.state is not State.LOGIN:
-            # The connection ended during the password check.
+            # The connection has ended during the password check.
             return
         if refusal is None:
             self.deadlines.by(self.handshake.expires_at)
@@ -378,7 +379,7 @@ class Session:
     # Connection.Blocked.
 
     def block(self, source: str, reason: str | None) -> None:
-        """Inform the client that a source blocks it, or with ``None`` as the reason that it does not any more."""
+        """Inform the client that a source blocks it; or that it does not any more, if the reason is ``None``."""
         if self.state is State.RUNNING:
             self.blocks.change(source, reason)
 
@@ -428,18 +429,18 @@ class Session:
     # Closing.
 
     def fail(self, code: int, text: str, now: float, cause: bytes = b"\0\0\0\0") -> None:
-        """Close the connection with an error. `cause` is the class and method id of the method at fault."""
+        """Close the connection with an error. `cause` has the class id and method id of the method at fault."""
         if self.state in (State.CLOSE_OK, State.ENDED):
             return
         if self.state is State.HEADER:
             self.end()
             return
-        # This is done first: if the code cannot be encoded, nothing must change.
+        # This is done first, so that nothing has changed if the code cannot be encoded.
         close = wire.close(0, code, text, cause)
         _log.info("%s: the connection is closed: %s", self.name, text)
         self.state = State.CLOSE_OK
         self.deadlines.closing(now)
-        # Input is only searched for Connection.Close-Ok, which takes no memory, so the socket can be read again.
+        # From now on the session only looks for Connection.Close-Ok, which needs no memory. So the socket can be read.
         self.is_paused = False
         self._end_channels()
         self.output.write(close)
@@ -462,7 +463,7 @@ class Session:
         self.output.announce()
 
     def lost(self) -> None:
-        """Drop all references of a closed socket's connection, so that it is freed without the garbage collector."""
+        """After the socket is closed, drop all references. So the session is freed without the garbage collector."""
         self.end()
         self.output.lost()
         for channel in self.channels.values():
@@ -483,7 +484,7 @@ class Session:
 
     @property
     def memory(self) -> int:
-        """Bytes of incoming messages, of held input and of output that waits to be taken."""
+        """Bytes in memory of incomplete messages, of held input and of output that waits to be taken."""
         return self.output.memory + len(self._held) + sum(channel.incoming for channel in self.channels.values())
 
     @property

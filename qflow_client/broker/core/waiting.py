@@ -1,11 +1,12 @@
-"""Publishes that wait for room in a full queue with the policy ``wait`` (A4), sans-I/O.
+"""Published messages that wait for room in a full queue with the policy ``wait`` (A4), sans-I/O.
 
-A `WaitingPublish` is in the line of every destination queue. It is admitted when it is the first in all of these lines
-and all queues have room. So a later publish never overtakes an earlier one in any queue. A commit is refused instead of
-waiting. Dead letters do not wait, and neither do publishes of the program that embeds the broker.
+Channels call `refusal` before they enqueue a message, and `WaitingRoom.wait` if it has to wait. A `WaitingPublish` is
+in the line of every destination queue. It is admitted when it is the first in all of these lines and all queues have
+room. So a message never overtakes an earlier one in any queue. A commit of a transaction is refused instead of waiting.
+Dead letters and messages of the program that embeds the broker do not wait.
 
-A queue has only the number of its waiting publishes. The waiting room checks the line of a queue when a message has
-left the queue, and when the first deadline is over.
+The queue itself has only the number of its waiting messages. The waiting room checks the line of a queue when a message
+has left the queue, and at the first deadline.
 """
 
 from __future__ import annotations
@@ -37,10 +38,10 @@ class Refusal(NamedTuple):
 
 
 class Publisher(Protocol):
-    """The channel of a waiting publish."""
+    """The channel of a waiting message."""
 
     def admit(self, waiting: WaitingPublish) -> None:
-        """Enqueue a waiting publish, because all of its queues have room."""
+        """Enqueue a waiting message, because all of its queues have room."""
 
     def give_up(self, waiting: WaitingPublish, reason: str) -> bool:
         """Refuse a message that has waited for too long, or that can never be accepted.
@@ -52,7 +53,7 @@ class Publisher(Protocol):
 
 @dataclass(eq=False, slots=True)
 class WaitingPublish:
-    """A publish in the lines of all of its destination queues. No later publish can overtake it.
+    """A message that waits in the lines of all of its destination queues. No later message can overtake it.
 
     Attributes:
         message: the published message.
@@ -84,7 +85,7 @@ class WaitingRoom:
         self._clock = clock
         self._journal = journal
         self._max_wait = max_wait
-        # Lines by queue, in order of arrival. They may contain publishes that no longer wait. No line is empty.
+        # Lines by queue, in order of arrival. They may contain messages that no longer wait. No line is empty.
         self._lines: dict[Queue, deque[WaitingPublish]] = {}
 
     def wait(self, message: StoredMessage, queues: tuple[Queue, ...], publisher: Publisher, tag: int) -> WaitingPublish:
@@ -109,7 +110,7 @@ class WaitingRoom:
             self._head(queue)
 
     def _head(self, queue: Queue) -> WaitingPublish | None:
-        """Return the first publish in the line; ``None`` if none waits."""
+        """Return the first waiting message in the line of a queue; ``None`` if no message waits."""
         line = self._lines.get(queue)
         while line:
             if not line[0].is_over:
@@ -120,7 +121,7 @@ class WaitingRoom:
         return None
 
     def admit(self, queue: Queue, now: float) -> None:
-        """Admit the publishes that are first in their lines and have room, and refuse those whose time is over."""
+        """Admit the first messages of a line while they have room. Refuse messages whose time is over."""
         while (waiting := self._head(queue)) is not None:
             queues = tuple(each for each in waiting.queues if not each.is_deleted)
             refused: Refusal | None
@@ -148,9 +149,9 @@ class WaitingRoom:
 
 
 def refusal(queues: Iterable[Queue], size: int, *, has_line: bool = True) -> Refusal | None:
-    """Return why a message of `size` body bytes is not accepted now. If one destination refuses, no queue gets it.
+    """Return why a message is not accepted now; ``None`` if all queues accept it. If one refuses, no queue gets it.
 
-    The message waits if all queues that refuse it have the policy to wait, or if others wait before it.
+    The message waits if every queue that refuses it has the policy ``wait``, or if other messages already wait.
 
     Args:
         queues: destination queues.

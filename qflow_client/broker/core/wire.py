@@ -1,7 +1,7 @@
-"""Methods and content headers as bytes: strict decoding, and fast encoders for frequent frames.
+"""Functions to decode and encode methods and content headers. The session, channels and queues call them.
 
 pamqp has the fields of every method. Its decoder accepts truncated strings, so this module decodes methods itself, with
-pamqp's tables. Frames that are sent for each message are encoded by hand.
+pamqp's tables. It encodes the frames that are sent for each message without pamqp, because that is faster.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def decode_method(payload: bytes) -> pamqp.base.Frame:
     if kind is None:
         class_id, method_id = struct.unpack_from(">HH", payload)
         raise ConnectionException(ReplyCode.NOT_IMPLEMENTED, f"method {method_id} of class {class_id} is not known")
-    # Without the constructor, which warns of some methods. Every field is set below.
+    # The constructor is not called, because it warns of some methods. Every field is set below.
     value: pamqp.base.Frame = object.__new__(kind)
     at, end, bits = 4, len(payload), 0
     for field in value.__slots__:
@@ -145,7 +145,7 @@ def _field_size(data_type: str, payload: bytes, at: int) -> int:
     return _SIZES[data_type]
 
 
-# The flags of basic properties in a content header, which are its bytes 12 and 13.
+# The flags of basic properties in bytes 12 and 13 of a content header.
 HEADERS_FLAG = 1 << 13
 DELIVERY_MODE_FLAG = 1 << 12
 REPLY_TO_FLAG = 1 << 9
@@ -154,7 +154,7 @@ TIMESTAMP_FLAG = 1 << 6
 _USER_ID_FLAG = 1 << 4
 #: The same flags in byte 12 alone.
 HAS_HEADERS, HAS_REPLY_TO, HAS_EXPIRATION = HEADERS_FLAG >> 8, REPLY_TO_FLAG >> 8, EXPIRATION_FLAG >> 8
-#: Flag and fixed size of each basic property, in the order of the wire; size 0 is a short string.
+#: Flag and fixed size of each basic property, in the order of the wire; 0 is a short string, -1 a table.
 PROPERTIES = (
     (1 << 15, 0),
     (1 << 14, 0),
@@ -180,7 +180,7 @@ _MAX_SOUND_TABLE = 1024
 
 
 def check_properties(header: bytes) -> str | None:
-    """Check, without decoding it, that a content header is well-formed and that its ``expiration`` is valid.
+    """Check that a content header is well-formed and that its ``expiration`` is valid, without decoding the header.
 
     Returns:
         The property ``user_id``, which the caller compares with the login; ``None`` if it is absent.
@@ -225,7 +225,7 @@ def check_properties(header: bytes) -> str | None:
 
 
 def layout(flags: int) -> tuple[tuple[int, int], ...]:
-    """Return flag and fixed size of each property that is present, in the order of the wire."""
+    """Return flag and fixed size of each property whose flag is set, in the order of the wire."""
     if flags & 3:
         raise _syntax("content header", f"property flags 0x{flags:04x} name properties that class basic does not have")
     found = _layouts[flags] = tuple(entry for entry in PROPERTIES if flags & entry[0])
@@ -285,7 +285,7 @@ def offset(header: bytes, wanted: int) -> int:
 
 
 def short_property(header: bytes, wanted: int) -> str:
-    """Return a property that is a short string, and that must exist."""
+    """Return a property that is a short string. The property must exist."""
     at = offset(header, wanted)
     return header[at + 1 : at + 1 + header[at]].decode()
 
@@ -317,7 +317,7 @@ def close(channel: int, code: int, text: str, cause: bytes) -> bytes:
         channel: the channel number.
         code: the reply code.
         text: the reply text, of any length.
-        cause: class and method id of the method at fault; may be incomplete.
+        cause: class id and method id of the method at fault; may be shorter than 4 bytes.
     """
     kind = CHANNEL_CLOSE if channel else CONNECTION_CLOSE
     payload = kind + code.to_bytes(2, "big") + short(shortened(text)) + cause.ljust(4, b"\0")
