@@ -1,6 +1,7 @@
-"""The broker to embed: the methods that change it.
+"""The class `Broker`: the methods with which an application changes a broker in its own process.
 
-`inspection.py` has the methods that show its state, `embedding.py` those that run it.
+Its base classes are in `inspection.py`, which shows the state, and in `embedding.py`, which starts and stops the
+broker. The class `qflow_client.broker.Broker` adds policies, the store and HTTP.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _Named = TypeVar("_Named", bound=_HasName)
 
 
 def _named(what: str, found: Iterable[_Named], name: str | None) -> list[_Named]:
-    """Return the object with this name, or all objects if the name is ``None``. Raise if no object has the name."""
+    """Return the object with this name, or all if it is ``None``. Raise `LookupError` if no object has the name."""
     found = list(found)
     picked = [each for each in found if name is None or each.name == name]
     if name is not None and not picked:
@@ -46,7 +47,7 @@ def _named(what: str, found: Iterable[_Named], name: str | None) -> list[_Named]
 
 
 class Broker(InspectableBroker):
-    """An AMQP 0-9-1 broker in this process: the core, which a subclass or an application can extend.
+    """An AMQP 0-9-1 broker in this process. Subclasses and applications can extend it.
 
     ``with broker:`` runs the broker on its own thread and event loop. ``async with broker:`` runs it on the running
     loop. Its methods may be called from any thread, and from the broker's own loop. A broker can be started only once.
@@ -132,8 +133,7 @@ class Broker(InspectableBroker):
         """Delete an exchange and its bindings.
 
         Raises:
-            ChannelException: 403 for an exchange that every broker has; it cannot be deleted. 404 if the exchange does
-                not exist.
+            ChannelException: 403 for a predeclared exchange. 404 if the exchange does not exist.
         """
         self._host.topology.delete_exchange(self._host.router.exchange(name).name)
 
@@ -204,10 +204,10 @@ class Broker(InspectableBroker):
 
     @on_loop(changes=True)
     def get(self, queue: str) -> BrokerMessage | None:
-        """Remove one message from a queue and return it.
+        """Remove the first ready message of a queue, and return it.
 
         Returns:
-            The message; ``None`` if none is ready.
+            The message; ``None`` if no message is ready.
 
         Raises:
             ChannelException: 404 if the queue does not exist.
@@ -229,9 +229,9 @@ class Broker(InspectableBroker):
         exchange: str = "",
         properties: pamqp.commands.Basic.Properties | None = None,
     ) -> int:
-        """Publish a message from inside the broker. Flow control does not hold it back.
+        """Publish a message from inside the broker. Flow control does not delay the message.
 
-        It returns when the message is in its queues. With a store this is before the message is on disk;
+        The method returns when the message is in its queues. With a store, the message is not on disk yet;
         `wait_until_durable_async` waits for the disk.
 
         Args:
@@ -250,18 +250,17 @@ class Broker(InspectableBroker):
             raise TypeError(f"body must be bytes, not {type(body).__name__}: {body!r:.40}")
         return self._host.publish(exchange, routing_key, body, properties)
 
-    # Producers and clients, as an operator.
+    # Control of producers and clients by an operator.
 
     @on_loop(changes=True)
     def flow(self, active: bool, channel: str | None = None) -> None:
-        """Stop or start producers, as an operator (D5). Producers that are held by queues stay held.
+        """Stop or start producers, as an operator (D5). Producers that a queue blocks (flows) stay blocked.
 
         The method returns before the clients have read the ``Channel.Flow``.
 
         Args:
             active: ``False`` stops the producers, ``True`` lets them publish.
-            channel: name of one channel, which need not be a producer's. ``None`` for all producers, including future
-                ones.
+            channel: name of one channel, even if it is no producer. ``None`` for all producers, including future ones.
 
         Raises:
             LookupError: the channel does not exist.
@@ -318,7 +317,7 @@ class Broker(InspectableBroker):
         Args:
             name: name of the alarm, such as ``"memory"`` or ``"disk"``. If the alarm is already raised, it gets the new
                 reason.
-            reason: the text for clients that connect later, or that are not blocked yet.
+            reason: the text for clients that are not blocked yet, and for clients that connect later.
 
         Raises:
             ValueError: the name is empty, or reserved for `block`.
@@ -337,7 +336,7 @@ class Broker(InspectableBroker):
 
     @on_loop(changes=True)
     def withhold_confirms(self, queue: str | None = None) -> None:
-        """Withhold all acks of publishes from now on. The messages are still enqueued.
+        """Withhold the acks of all messages that are published from now on. The messages are still enqueued.
 
         Args:
             queue: only for messages that go to this queue; ``None`` for all messages.
@@ -372,7 +371,7 @@ class Broker(InspectableBroker):
 
     @on_loop(changes=True)
     def nack_publishes(self, on: bool = True, queue: str | None = None) -> None:
-        """Refuse publishes. In confirm mode the client gets ``Basic.Nack``; otherwise the channel is closed with 506.
+        """Refuse published messages: with ``Basic.Nack`` in confirm mode, otherwise by closing the channel with 506.
 
         Args:
             on: whether to refuse published messages; ``False`` accepts them again.

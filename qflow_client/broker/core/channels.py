@@ -1,4 +1,4 @@
-"""The channels of one connection, sans-I/O: their totals, and how they show the client that it is blocked."""
+"""The channels of one connection with their totals, and the notices to a blocked client. Sans-I/O."""
 
 from __future__ import annotations
 
@@ -49,19 +49,19 @@ class Channels(dict[int, Channel]):
 
     @property
     def times_flowed(self) -> int:
-        """How often the channels were flowed so far."""
+        """How often the channels were blocked (flowed) so far."""
         return self._times_flowed_before + sum(channel.flow.times_flowed for channel in self.values())
 
 
 class Blocks(dict[str, str]):
-    """The reasons why a client is blocked, by source. The client is informed of the first and of the end of the last.
+    """The reasons why a client is blocked, by source. The client gets a notice of the first, and when none is left.
 
     Args:
         channels: channels of the connection.
         output: output of the connection.
-        handshake: knows whether the client understands ``Connection.Blocked``.
+        handshake: returns whether the client understands ``Connection.Blocked``.
         dialect: defines how clients are informed.
-        alarm: controller that blocks the channels if clients are informed in this way.
+        alarm: controller that blocks the channels if the dialect informs clients by ``Channel.Flow``.
     """
 
     __slots__ = ("_alarm", "_channels", "_dialect", "_handshake", "_output")
@@ -77,11 +77,11 @@ class Blocks(dict[str, str]):
         self._alarm = alarm
 
     def change(self, source: str, reason: str | None) -> None:
-        """Block the client, if it can be informed. ``None`` as the reason ends this.
+        """Add a reason, if the client can be informed of it. ``None`` removes the reason of this source.
 
         Args:
             source: name of the source that blocks the client.
-            reason: the text for the client.
+            reason: the text for the client; ``None`` to remove it.
         """
         way = self._dialect.on_alarm
         was_blocked = bool(self)

@@ -1,8 +1,8 @@
-"""Confirm mode of a channel: which publishes wait for their acks, and how to ack the others with few frames.
+"""Confirm mode of a channel: the messages that are not confirmed yet, and the frames that ack them.
 
-Tags count published messages from 1. A tag is held or due, which means that it can be acked. A tag is held by queues,
-by the disk, or because the publish waits for room. A flush acks all due tags below the lowest held tag with one frame.
-It acks every other due tag with a separate frame.
+A channel in confirm mode has a `Confirms`. A tag is the number of a published message, from 1. A due tag can be acked.
+A held tag cannot be acked yet, because a queue or the disk holds it, or because the message waits for room.
+`Confirms.flush` acks all due tags below the lowest held tag with one frame. Each other due tag gets a separate frame.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Confirms:
     Args:
         number: number of the channel.
         on_due: called when the first tag becomes due after a `flush`.
-        on_released: called with the body bytes of a publish in `owed` that is no longer held.
+        on_released: called when a message in `owed` is no longer held, with its body bytes.
     """
 
     __slots__ = ("_due", "_held", "_last_tag", "_number", "_on_due", "_on_released", "owed")
@@ -33,7 +33,7 @@ class Confirms:
         self._on_due = on_due
         self._on_released = on_released
         self._last_tag = 0
-        # Publishes whose confirm a queue holds (C5), by tag.
+        # The held tags (C5), each with its holds.
         self._held: dict[int, Completion] = {}
         # Tags to be acked by the next flush.
         self._due: list[int] = []
@@ -122,6 +122,6 @@ class WithheldConfirms(EntryObserver):
             completion.holds += 1
 
     def release(self) -> None:
-        """Release all of them."""
+        """Release all withheld confirms."""
         for completion in self._completions:
             completion.release()

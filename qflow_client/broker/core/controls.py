@@ -36,7 +36,7 @@ class Controls:
         self.operator = FlowController(ThresholdLimiter(StopResume()), name=self.OPERATOR)
         # Whether channels are blocked as soon as they become producers (D5).
         self.producers_stopped = False
-        # Blocks channels during an alarm, if the dialect informs clients of alarms in this way.
+        # Blocks channels during an alarm, if the dialect informs clients of alarms by Channel.Flow.
         self.alarm = FlowController(ThresholdLimiter(StopResume()), name=self.ALARM)
         # The reasons why all connections are blocked, by name of the alarm.
         self.alarms: dict[str, str] = {}
@@ -44,8 +44,8 @@ class Controls:
         self.withhold_confirms = False
         # Whether every publish is refused.
         self.nack_publishes = False
-        # Whether every publish takes the slower way with checks, even if its queues do not need it; and the two reasons
-        # for it.
+        # Whether every published message is checked, even if its queues need no check. And two of the reasons: the
+        # settings, and rate limits.
         self.watches_publishes = watches_publishes
         self._watches_always = watches_publishes
         self._has_rates = False

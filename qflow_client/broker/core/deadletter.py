@@ -1,15 +1,16 @@
 """Dead-lettering like RabbitMQ's: where a dead message goes, and which headers record its deaths.
 
-If no consumer rejects it, a dead letter can die again in its next queue, and so on. Two rules limit this.
+`VirtualHost.died` passes dropped messages to `DeadLetters`. A dead letter can die again in its next queue, and so on.
+Two rules limit this.
 
 The first rule is RabbitMQ's. A dead letter does not enter a queue in which it has died before, according to its header
-``x-death``. This rule alone allows every path through the queues. Between n queues there are more than n! paths.
+``x-death``. This rule alone allows every path through the queues, and n queues have more than n! paths.
 
 The second rule is this broker's own. If several copies of one message die in a queue, the queue dead-letters only the
 first copy to each target (an exchange and a routing key). So there is at most one dead letter for each queue and
 target.
 
-A rejection by a consumer ends both rules. A restart of the broker ends the second.
+After a rejection by a consumer, both rules ignore earlier deaths. A restart of the broker resets the second rule.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ class Death(NamedTuple):
     """The place and the reason of a message's death, as an entry of ``x-death``.
 
     Attributes:
-        queue: name of the queue; any other value if a client wrote one there.
-        reason: the reason; any other value if a client wrote one there.
+        queue: name of the queue, or any value that a client wrote there.
+        reason: the reason, or any value that a client wrote there.
         fields: all fields of the entry.
         raw: the same entry, encoded with its type.
     """
@@ -58,8 +59,8 @@ class DeadLetter(StoredMessage):
         target: the dead-letter exchange and the routing key.
         header: the payload of its content header frame, which records its deaths.
         body: body of the message.
-        deaths: the deaths in the header, the latest first. They are cached only within one step, because decoding a
-            long list takes long.
+        deaths: the deaths in the header, the latest first. They are cached within one step, because decoding a long
+            list takes long.
     """
 
     __slots__ = ("deaths",)
@@ -70,10 +71,10 @@ class DeadLetter(StoredMessage):
 
 
 class DeadLetters:
-    """The dead messages that are on their way to their dead-letter exchanges.
+    """The dead messages that still have to be sent to their dead-letter exchanges.
 
-    Inside ``with dead_letters:`` dead messages wait until the end of the block. A publish uses this from the check of
-    its queues' room until the message is in all of them. Otherwise a dead letter could take that room in between.
+    Inside ``with dead_letters:`` dead messages wait until the end of the block. A publish uses such a block from the
+    check for room in its queues until the message is in all of them. Otherwise a dead letter could use that room.
 
     Args:
         resolve: returns the current target for an exchange and a routing key; ``None`` if the exchange does not exist.
@@ -98,7 +99,7 @@ class DeadLetters:
         # Dead messages that are not dead-lettered yet. They wait while the counter is not 0.
         self._dead: deque[tuple[Queue, StoredMessage, DropReason]] = deque()
         self._pauses = 0
-        # The dead letters of this step.
+        # The dead letters that were created in this step.
         self._letters: list[DeadLetter] = []
 
     def __enter__(self) -> None:
@@ -128,8 +129,8 @@ class DeadLetters:
         finally:
             self._pauses -= 1
             for letter in self._letters:
-                # The list is decoded again if the letter dies later, because a long list takes far more memory than its
-                # bytes.
+                # The list is decoded again if the letter dies later, because a decoded list uses far more memory than
+                # its bytes.
                 letter.deaths = None
             self._letters.clear()
 
@@ -235,7 +236,7 @@ def _deaths_of(message: StoredMessage) -> list[Death]:
 
 
 def _cycle_queues(reason: DropReason, deaths: Sequence[Death]) -> set[str]:
-    """Return the queues that do not get a message: it died there, and no consumer has rejected it since.
+    """Return the queues that must not get a dead letter, because it died there and was not rejected since.
 
     Args:
         reason: reason of its last death.

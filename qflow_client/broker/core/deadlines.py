@@ -1,4 +1,4 @@
-"""The timeouts of one connection, sans-I/O: opening, closing, heartbeats and login."""
+"""The timeouts of one connection, sans-I/O: opening, closing, heartbeats and login. Each session has a `Deadlines`."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Deadlines:
         self.at = self.open_by
 
     def by(self, at: float) -> None:
-        """Have `tick` called at this time at the latest."""
+        """Schedule `tick` for this time, or earlier."""
         self.at = min(self.at, at)
 
     def closing(self, now: float) -> None:

@@ -1,4 +1,4 @@
-"""How messages leave a queue without an ack, sans-I/O: they expire, are dropped, or are purged.
+"""Removes messages from a queue without an ack, sans-I/O. The queue and its overflow policy call it.
 
 A message that expires, is rejected or makes room for another may be dead-lettered. A message that is purged, lost or
 dropped for memory is not.
@@ -21,7 +21,7 @@ class Dropping:
     Args:
         contents: contents of the queue.
         died: called with a message to dead-letter and the reason; ``None`` if the queue does not dead-letter.
-        wake: called when more entries have to leave soon. The caller then has to call `let_leave`.
+        wake: called if entries in `Contents.leaving` are left after a step. `let_leave` must then be called again soon.
     """
 
     __slots__ = ("_contents", "_died", "_wake", "expiry", "has_letters")
@@ -41,7 +41,7 @@ class Dropping:
         self.expiry: Expiry | None = None
 
     def expire(self) -> None:
-        """Drop expired ready entries. If there are more than may leave in one step, the others follow soon."""
+        """Drop expired ready entries. If there are too many for one step, the others are dropped soon after."""
         if self.expiry is None:
             return
         due = self.expiry.take_due(Contents.AT_ONCE)
@@ -78,8 +78,8 @@ class Dropping:
         self.drop(entry, DropReason.MAXLEN)
 
     def drop_for_memory(self, entry: QueueEntry) -> None:
-        """Drop a ready entry to free memory (A1), without a dead letter, which would take memory again."""
-        # An entry that is gone is leaving already.
+        """Drop a ready entry to free memory (A1). It is not dead-lettered, because a dead letter needs memory too."""
+        # An entry with `is_gone` has left, or is leaving.
         if not entry.is_gone:
             self._contents.take_out(entry)
             self._contents.left(entry, DropReason.MEMORY)
@@ -96,7 +96,7 @@ class Dropping:
         self._wake = lambda: None
 
     def let_leave(self) -> None:
-        """Let some of the leaving entries leave."""
+        """Remove some of the entries in `Contents.leaving`, for example after a purge."""
         if self._contents.leaving:
             self._contents.let_leave()
             if self._contents.leaving:

@@ -1,8 +1,8 @@
 """A broker in this process: starting, stopping, and calls from other threads.
 
-All state of a broker belongs to its event loop. A method with `on_loop` runs there: a call from another thread waits
-for it, and a call on the loop itself runs directly. `inspection.py` adds the methods that show the state, `broker.py`
-those that change it.
+All state of a broker belongs to its event loop. A method with the decorator `on_loop` runs on this loop. A call from
+another thread waits for the result, and a call on the loop itself runs directly. `inspection.py` adds the methods that
+show the state, `broker.py` those that change it.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ class EmbeddedBroker:
 
     Args:
         settings: see `Settings`.
-        rules: decide the limits of each queue; ``None`` for the same marks for all queues.
-        journal: counts messages, and notes the records for the disk; ``None`` for neither.
-        discipline: creates the object that decides about a client that ignores ``Channel.Flow``; ``None`` for no such
-            object.
+        rules: compute the limits of each queue; ``None`` for `PlainRules`.
+        journal: counts the bytes of messages, and records durable messages for the disk; ``None`` for neither.
+        discipline: creates the object that acts against a client that ignores ``Channel.Flow``; ``None`` for no
+            sanctions.
     """
 
     def __init__(
@@ -160,8 +160,8 @@ class EmbeddedBroker:
         Args:
             function: the function to run.
             changes: whether the function changes the broker.
-            lasts: whether it makes a change that has to be on disk before this method returns. On the loop itself it
-                does not wait.
+            lasts: whether it makes a change that has to be on disk before this method returns. On the loop itself, this
+                method does not wait.
         """
         caller = threading.get_ident()
         durable: Future[None] | None = None

@@ -37,7 +37,7 @@ class ReplyCode(IntEnum):
 
 
 class AmqpError(Exception):
-    """An error of a client that AMQP answers with a close of the channel or connection.
+    """An error of a client. The broker answers it by closing the channel or the connection.
 
     Args:
         code: the reply code.

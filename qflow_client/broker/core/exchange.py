@@ -1,7 +1,8 @@
 """Exchanges, sans-I/O: the bindings that a message matches, and the cached destinations of a published message.
 
-Two bindings with the same destination, key and arguments are the same binding. A headers exchange needs the headers of
-each message. The destinations of all other types depend only on the routing key, so a `Target` can cache them.
+`topology.py` declares exchanges and bindings, and `routing.py` finds the matching bindings of a message. Two bindings
+with the same destination, key and arguments are one binding. A headers exchange needs the headers of each message. The
+destinations of all other types depend only on the routing key, so a `Target` can cache them.
 
 A direct exchange finds bindings by their key. A topic exchange finds them in a tree of the words of their keys. So the
 cost of a message does not grow with the number of bindings that it does not match (E7).
@@ -22,22 +23,22 @@ __all__ = ["MANY_QUEUES", "Binding", "DirectExchange", "Exchange", "ExchangeType
 
 Headers = Mapping[str, object]
 
-#: With more queues than this, a publish takes so long that the connection gives way to others.
+#: If a message goes to more queues than this, the connection lets other connections continue afterwards.
 MANY_QUEUES = 500
 
 
 class Target(Address):
-    """The exchange, key and flags of a ``Basic.Publish``; equal publishes share one object."""
+    """The exchange, key and flags of a ``Basic.Publish``. Equal ``Basic.Publish`` methods share one object."""
 
     __slots__ = ("queues", "version", "watched")
 
     def __init__(self, exchange: str, routing_key: str, *, mandatory: bool = False) -> None:
         super().__init__(exchange, routing_key, mandatory=mandatory)
-        # The destination queues in the topology of `version`; None if they depend on the message's headers.
+        # The destination queues; None if they depend on the message's headers.
         self.queues: tuple[Queue, ...] | None = ()
-        # The version of the virtual host for which `queues` is valid.
+        # The value of `Router.version` for which `queues` is valid.
         self.version = -1
-        # Whether any destination has marks or a maximum, or there are very many destinations.
+        # Whether any destination may have marks or a maximum, or there are more than MANY_QUEUES destinations.
         self.watched = False
 
 
@@ -76,7 +77,7 @@ class Exchange(ABC):
         name: name of the exchange.
         durable: as in ``Exchange.Declare``.
         auto_delete: whether it is deleted with its last binding.
-        internal: whether clients may not publish to it.
+        internal: whether clients are not allowed to publish to it.
         arguments: as in ``Exchange.Declare``.
     """
 
@@ -96,9 +97,9 @@ class Exchange(ABC):
         self.auto_delete = auto_delete
         self.internal = internal
         self.arguments = dict(arguments or {})
-        # In the order in which they were added.
+        # The bindings from this exchange, in the order in which they were added.
         self.bindings: dict[object, Binding] = {}
-        #: The exchanges that are destinations of its bindings, by binding.
+        #: The exchanges that are destinations of its bindings, by the key of the binding.
         self.next_exchanges: dict[object, Exchange] = {}
 
     @property
@@ -206,7 +207,7 @@ class _Branch:
         self.bindings: dict[object, tuple[int, Binding]] = {}
 
     def add(self, words: list[str]) -> _Branch:
-        """Return the branch at whose end these further words end. Create it if needed."""
+        """Return the branch where a key with these further words ends. Create it if it does not exist."""
         branch = self
         while words:
             found = branch.next.get(words[0])
@@ -299,7 +300,7 @@ class TopicExchange(Exchange):
 
 
 def _reach(branch: _Branch, at: int, places: _Places) -> None:
-    """Add a position, and all later positions that a ``#`` reaches by matching no word."""
+    """Add a position, and the later positions that are reached if each ``#`` matches no word."""
     while (branch, at) not in places:
         places[branch, at] = None
         if at < len(branch.words):

@@ -16,8 +16,8 @@ __all__ = ["Expiry"]
 class Expiry(EntryObserver):
     """The entries of one queue that expire, ordered by time.
 
-    Entries that have left the queue stay here until their time comes, or until more than half of the entries here have
-    left.
+    Entries that have left the queue are removed at their expiry time, or in a sweep. A sweep runs when the number of
+    entries here has doubled since the previous sweep.
 
     Args:
         message_ttl: time to live of every message of the queue, in seconds; ``None`` for no limit.
@@ -27,7 +27,7 @@ class Expiry(EntryObserver):
 
     __slots__ = ("_clock", "_heap", "_message_ttl", "_sweep_at", "_times", "_wake_at", "is_behind")
 
-    #: Smaller numbers of entries are not swept.
+    #: There is no sweep with fewer entries.
     MIN_SWEEP = 64
 
     def __init__(self, message_ttl: float | None, clock: Callable[[], float], wake_at: Callable[[float], None]) -> None:
@@ -38,7 +38,7 @@ class Expiry(EntryObserver):
         # The expiry times of all entries, including unacked ones.
         self._times: dict[QueueEntry, float] = {}
         self._sweep_at = self.MIN_SWEEP
-        # Whether more entries have to expire before a delivery.
+        # Whether there are more expired entries. They have to be removed before the next delivery.
         self.is_behind = False
 
     @property

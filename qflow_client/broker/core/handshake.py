@@ -1,7 +1,7 @@
 """The opening of one connection, sans-I/O: the login, and the negotiation before ``Connection.Open-Ok``.
 
-The session decides when a method may come. A login is delayed if earlier logins from the same address have failed. Its
-password may be checked on another thread. For both reasons the result is passed to a callback.
+The session checks the order of methods, and passes them on. A login is delayed if earlier logins from the same address
+have failed. Its password may be checked on another thread. For both reasons the result is passed to a callback.
 """
 
 from __future__ import annotations
@@ -94,8 +94,8 @@ class Handshake:
             method: the Connection.Start-Ok.
             address: address of the client; empty if it has none.
             now: seconds of the clock.
-            done: called with the reason why the login is refused, or with ``None``. If `login_at` is later, it is not
-                called before.
+            done: called with the reason why the login is refused, or with ``None`` if it is accepted. It is not called
+                if the login is delayed. Then the caller has to call `check_login` at `login_at`.
         """
         self.client_properties = method.client_properties or {}
         name = self.client_properties.get("connection_name")
@@ -138,7 +138,7 @@ class Handshake:
         """Handle the values that the client accepts.
 
         Raises:
-            ConnectionException: 530 if a value exceeds the broker's.
+            ConnectionException: 530 if the broker does not allow a value.
         """
         settings = self._settings
         channel_max = method.channel_max or settings.channel_max

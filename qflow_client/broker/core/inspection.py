@@ -1,4 +1,4 @@
-"""The state of a broker, as snapshots, and waiting for a state."""
+"""The methods of a `Broker` that return its state as snapshots, or wait for a state."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ __all__ = ["InspectableBroker"]
 class InspectableBroker(EmbeddedBroker):
     """Shows the state of a broker.
 
-    An iterator (``each_...``) runs on the broker's own loop and yields one object at a time. Each snapshot shows its
-    object at the moment of the yield, so other work may run between two snapshots. An object that is deleted in the
+    The methods ``each_...`` must be used on the broker's own loop. They yield one object at a time. Each snapshot shows
+    its object at the moment of the yield, so other work may run between two snapshots. An object that is deleted in the
     meantime is left out. An object that is created in the meantime is not included.
     """
 
@@ -101,7 +101,7 @@ class InspectableBroker(EmbeddedBroker):
 
     @on_loop()
     def channels(self) -> tuple[ChannelSnapshot, ...]:
-        """Snapshots of all open channels: which are flowed, by which queues, how often, and for how long."""
+        """Snapshots of all open channels, with the queues that block (flow) them, how often, and for how long."""
         return tuple(self.each_channel())
 
     def each_channel(self) -> Iterator[ChannelSnapshot]:
@@ -115,7 +115,7 @@ class InspectableBroker(EmbeddedBroker):
                     yield channel
 
     def producers(self) -> tuple[ChannelSnapshot, ...]:
-        """The channels that publish, or that have selected confirms or transactions."""
+        """Snapshots of the channels that have published, or are in confirm or transaction mode."""
         return tuple(channel for channel in self.channels() if channel.is_producer)
 
     @on_loop()
@@ -144,7 +144,7 @@ class InspectableBroker(EmbeddedBroker):
     @property
     @on_loop()
     def alarms(self) -> dict[str, str]:
-        """The alarms that block all connections, with the reason for the clients; `block` is ``operator``."""
+        """The alarms that block all connections, each with its reason. The alarm of `block` is ``operator``."""
         return dict(self._controls.alarms)
 
     @property
@@ -192,15 +192,15 @@ class InspectableBroker(EmbeddedBroker):
         await self._runner.wait_until_async(lambda: predicate(self), self._describe, timeout)
 
     async def wait_until_durable_async(self, *, topology_only: bool = False) -> None:
-        """Wait until all changes made so far that have to survive are on disk. Without a store, return immediately.
+        """Wait until all durable changes made so far are on disk. Without a store, return immediately.
 
-        Use it on the broker's own loop, where no other method waits for the disk, or on any other loop.
+        This method can run on any loop. On the broker's own loop, no other method waits for the disk.
 
         Args:
             topology_only: whether to wait only for changes of queues, exchanges and bindings.
 
         Raises:
-            StoreError: the broker stopped before.
+            StoreError: the broker stopped before that.
         """
         disk = self._disk
         if disk is not None:

@@ -45,9 +45,9 @@ class QueueLimits:
         capacity: the capacity of Qpid Java (J1 J2).
         overflow: the maximum, and the policy when it is reached; ``None`` for no maximum.
         enforcement: how producers are held back.
-        policy: name of the policy for a full queue, for people.
+        policy: name of the policy for a full queue, as shown to users.
         max_flow_wait: maximum seconds that the flow state may be ON; ``None`` for no limit.
-        then: the overflow policy after that time.
+        then: the overflow policy after `max_flow_wait`.
         policies: the names of the policies that apply to it.
         drop_transient: whether non-persistent messages may be dropped when memory exceeds its limit (A1).
     """
@@ -95,7 +95,7 @@ class Inheritance:
 
     Attributes:
         bindings: the exchanges that the queue is bound to, each with the routing key.
-        exchanges: all exchanges that lead to the queue, also through other exchanges.
+        exchanges: all exchanges from which messages can reach the queue, also through other exchanges.
     """
 
     bindings: tuple[tuple[str, str], ...]
@@ -125,7 +125,7 @@ class Rules(Protocol):
 
     @property
     def are_inherited(self) -> bool:
-        """Whether any rule reaches queues through their bindings."""
+        """Whether the limits of a queue can depend on its bindings."""
 
     def rule_for(self, queue: str, arguments: Mapping[str, object]) -> QueueRule:
         """Return the rule of a new queue.
@@ -140,7 +140,7 @@ class Rules(Protocol):
 
 
 class PlainRules:
-    """The same limits for every queue: the broker's capacity (J2), and no maximum. Arguments are kept, without effect.
+    """The same limits for every queue: the broker's capacity (J2), and no maximum. Arguments have no effect.
 
     Args:
         settings: settings of the broker.

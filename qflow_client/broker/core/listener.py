@@ -1,9 +1,9 @@
 """A listening socket, with limits that asyncio's server does not have.
 
 At most `max_handshakes` TLS handshakes run at the same time; with more, the oldest is cancelled. If there is no free
-file descriptor, the listener accepts nothing for `PAUSE` seconds, and logs this at most once in `LOG_INTERVAL`. Asyncio
-would try and log a thousand times in that second. A protocol is created when its connection is accepted, so its own
-time limit includes the handshake.
+file descriptor, the listener accepts nothing for `PAUSE` seconds, and logs this at most once in `LOG_INTERVAL`. The
+server of asyncio would try, and log, a thousand times per second. A protocol is created when its connection is
+accepted, so its own time limit includes the handshake. The AMQP server and the HTTP server use a `Listener`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Listener:
 
     #: Seconds without accepting after file descriptors ran out.
     PAUSE = 1.0
-    #: Minimum seconds between two log lines about that.
+    #: Minimum seconds between two log lines about file descriptors.
     LOG_INTERVAL = 60.0
     #: Maximum number of connections accepted in one iteration of the loop.
     MOST = 100
@@ -154,13 +154,13 @@ class Listener:
     def _opened(self, accepted: socket.socket, task: asyncio.Task[None]) -> None:
         self._opening.pop(task, None)
         if task.cancelled():
-            # It was cancelled before it started, because `_open` does not propagate a cancellation.
+            # The task never started, because `_open` does not propagate a cancellation. So the socket is still open.
             accepted.close()
 
     async def stop(self) -> None:
         """Stop accepting.
 
-        On return, each accepted connection has its transport, or is closed if its TLS handshake was not done.
+        On return, each accepted connection has its transport. A connection with an incomplete TLS handshake is closed.
         """
         self._accept_off()
         if self._timer is not None:

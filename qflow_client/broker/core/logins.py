@@ -2,13 +2,13 @@
 
 A login of an unknown user takes as long as a login with a wrong password. A blank password is always refused.
 
-`Logins` checks passwords. If the settings have only the hash, the check runs where `run` runs it; in a broker this is a
-thread. A right password is remembered as a keyed digest with a key that lives as long as the broker. So a client that
+`Logins` checks passwords. If the settings have only a hash, `Logins.run` runs the check; the server uses a thread for
+this. A right password is remembered as a keyed digest, with a new key at each start of the broker. So a client that
 reconnects does not wait for the hash again. A running check counts as a failed login, so one address cannot have many
 checks at the same time.
 
-`FailedLogins` slows down guessing. After several failed logins from an address, each further login from it is delayed,
-to about one per second. A right password is delayed as long as a wrong one. Other addresses are not delayed.
+`FailedLogins` slows down guessing. After several failed logins from an address, further logins from it are delayed, to
+about one per second. A right password is delayed as long as a wrong one. Other addresses are not delayed.
 """
 
 from __future__ import annotations
@@ -102,23 +102,23 @@ class Logins:
         self._users = users
         self._failed = failed
         self._authenticate = authenticate
-        # The password or hash to compare with for an unknown user, so that the check takes as long as for a known user.
+        # Compared with the password of an unknown user, so that the check takes as long as for a known user.
         self._nobody = next(filter(is_hash, users.values()), "")
         # Keyed digest of the last right password of each user with a hashed password.
         self._right: dict[str, bytes] = {}
         self._key = token_bytes(32)
-        #: Runs a function that may take 50 ms, and passes its result on. This default runs it immediately; a server
-        #: replaces it.
+        #: Runs a function that may take 50 ms, and calls the second function with the result. The server replaces this
+        #: default, which runs both immediately.
         self.run: Callable[[Callable[[], bool], Callable[[bool], None]], object] = _run
 
     def check(self, login: Login, address: str, now: float, done: Callable[[float], None]) -> None:
-        """Find out for how many seconds the user and password of a login are valid. Count a failed login.
+        """Check the user and password of a login. A failed login is counted.
 
         Args:
             login: the data of the login.
             address: address of the client.
             now: monotonic seconds.
-            done: called with the seconds, immediately or later; 0 if the login is wrong.
+            done: called now or later, with the number of seconds for which the login is valid; 0 if it is wrong.
         """
         if self._authenticate is not None:
             valid_for = self.renewed_for(login.user, login.password)
@@ -206,12 +206,12 @@ class FailedLogins:
     INTERVAL = 1.0
     #: Maximum delay of a login, in seconds.
     MAX_DELAY = 5.0
-    #: Maximum number of addresses; beyond it, the address whose last failure is the oldest is forgotten.
+    #: Maximum number of addresses. If there are more, the address with the oldest last failure is forgotten.
     MAX_ADDRESSES = 4096
 
     def __init__(self, burst: int) -> None:
         self._burst = burst
-        # Time at which all failed logins of an address are forgotten, in the order of the last failures.
+        # Time at which all failed logins of an address are forgotten, by address, in the order of the last failures.
         self._clear_at: dict[str, float] = {}
 
     def delay(self, address: str, now: float) -> float:

@@ -1,7 +1,8 @@
 """Handlers of the methods for topology and consuming.
 
-A handler gets the channel, as a `MethodChannel`, and the decoded method. It raises an `AmqpError` to refuse the method.
-With a store, an answer that reports a change of the topology waits until the change is on disk.
+`Channel.on_method` finds the handler of a method in `METHODS`, and passes the channel and the decoded method. The
+handler raises an `AmqpError` to refuse the method. With a store, an answer that reports a change of the topology waits
+until the change is on disk.
 """
 
 from __future__ import annotations
@@ -142,13 +143,13 @@ def _queue_name(channel: MethodChannel, name: str) -> str:
     """Return the queue name of a method. An empty name means the queue that the channel declared last.
 
     Raises:
-        ChannelException: 404 if the name is empty and the channel has declared no queue.
+        ChannelException: 404 if the name is empty and the channel has not declared a queue.
     """
     if not name:
         name = channel.last_queue
         if not name:
             raise ChannelException(
-                ReplyCode.NOT_FOUND, "the method names no queue, and this channel has declared no queue"
+                ReplyCode.NOT_FOUND, "the method has no queue name, and this channel has not declared a queue"
             )
     return name
 
@@ -206,7 +207,7 @@ def _queue_delete(channel: MethodChannel, method: Any) -> None:
             raise ChannelException(
                 ReplyCode.PRECONDITION_FAILED, f"queue '{queue.name}' has {len(queue.dispatcher.consumers)} consumers"
             )
-        # As in RabbitMQ, unacked messages do not count.
+        # As in RabbitMQ, unacked messages are not counted.
         if method.if_empty and queue.contents.ready_count:
             raise ChannelException(
                 ReplyCode.PRECONDITION_FAILED, f"queue '{queue.name}' has {queue.contents.ready_count} ready messages"

@@ -1,8 +1,9 @@
 """The interface of an overflow policy, which decides what a queue does at its maximum.
 
-A queue calls its policy three times: `Overflow.refusal` before any of a message's queues takes it, `Overflow.make_room`
-just before the message enters, and `Overflow.trim` after the message was offered to consumers. A policy changes the
-queue only through `QueueView`. The policies are in `qflow_client.broker.policies`.
+A queue calls three methods of its policy for a message. `Overflow.refusal` comes before any queue accepts the message;
+if one queue refuses it, no queue gets it. `Overflow.make_room` comes just before the message enters, and
+`Overflow.trim` after the message was offered to consumers. A policy changes the queue only through `QueueView`. The
+policies are in `qflow_client.broker.policies`.
 """
 
 from __future__ import annotations
@@ -18,9 +19,6 @@ __all__ = ["Overflow"]
 @dataclass(frozen=True, slots=True)
 class Overflow:
     """A rule for messages that come to a full queue. This base class accepts every message.
-
-    `refusal` is called for all destination queues before any of them accepts the message. If one refuses, no queue gets
-    the message. `make_room` comes just before the enqueue, `trim` after the message was offered to consumers.
 
     Attributes:
         max_count: maximum number of messages; ``None`` for no maximum.
@@ -41,7 +39,7 @@ class Overflow:
 
     @property
     def is_silent(self) -> bool:
-        """Whether a refusal without confirms is only counted. Otherwise it closes the publisher's channel."""
+        """Whether a refused message without a confirm is only counted. Otherwise it closes the publisher's channel."""
         return False
 
     @property
@@ -60,7 +58,7 @@ class Overflow:
         return False
 
     def last_values(self) -> LastValueMap | None:
-        """Return a new map of the last entry for each key, for a queue that keeps only these entries; else ``None``."""
+        """Return a new map of the last entry of each key; ``None`` if the queue also keeps the other entries."""
         return None
 
     def refusal(self, queue: QueueView, size: int, count: int, largest: int) -> str | None:
@@ -75,7 +73,7 @@ class Overflow:
         """Make room for an accepted message with `size` body bytes."""
 
     def trim(self, queue: QueueView) -> None:
-        """Drop the messages that exceed the maximum after a requeue."""
+        """Drop the messages that exceed the maximum, for example after a requeue."""
 
     def _excess(self, depth: int, size: int) -> tuple[int, int]:
         """Return by how many messages and bytes a depth exceeds the maximum; 0 or less if it does not."""

@@ -1,9 +1,9 @@
 """The interfaces of the core for plug-ins: a message store, a flow log, rate limits, and servers of other protocols.
 
-The core calls these protocols and does not know their implementations. `Journal` is informed of every message in a
-queue and of the topology, and reads bodies that are not in memory; `Disk` writes its records. `FlowObserver` is called
-when a queue turns ON or OFF, and when a channel is blocked (flowed). `PublishMeter` sees every publish while it is
-truthy. Overflow policies plug into `qflow_client.broker.core.overflow`, and the rules for queues into
+The core calls these interfaces and does not import their implementations. `Journal` records every message in a queue
+and the topology, and reads bodies that are not in memory. `Disk` writes these records. `FlowObserver` is called when a
+queue turns ON or OFF, and when a channel is blocked (flowed). `PublishMeter` is called for every published message
+while it is truthy. Overflow policies plug into `qflow_client.broker.core.overflow`, and the rules for queues into
 `qflow_client.broker.core.limits`.
 """
 
@@ -33,10 +33,10 @@ class Timed(Protocol):
 
 
 class TopologyJournal(Protocol):
-    """Notes changes of the topology for the disk."""
+    """Records changes of the topology for the disk."""
 
     def number_of(self, name: str, auto_delete: bool, arguments: dict[str, object]) -> int:
-        """Note a new durable queue, and give it a number.
+        """Record a new durable queue, and return its new number.
 
         Raises:
             ChannelException: 406 if its arguments cannot be stored.
@@ -79,11 +79,10 @@ class Journal(Protocol):
     has_store: bool
     #: Maximum bytes of messages in memory (A1); 0 for no limit.
     limit: int
-    #: Body bytes to write or being written; and the maximum, above which publishers are not read.
+    #: Body bytes that are not written yet. And their maximum, above which publishers are not read.
     backlog_size: int
     max_backlog: int
-    #: Bytes that are in no queue yet: first those of incoming bodies and open transactions, then those of waiting
-    #: publishes.
+    #: Bytes of incoming bodies and open transactions. And bytes of messages that wait for room in a queue.
     unfinished: int
     waiting: int
     #: Bytes that slow clients have not read.
@@ -91,7 +90,7 @@ class Journal(Protocol):
 
     @property
     def topology(self) -> TopologyJournal:
-        """Notes changes of the topology for the disk."""
+        """Records changes of the topology for the disk."""
 
     # Messages.
 
@@ -99,8 +98,8 @@ class Journal(Protocol):
         """Note that a message has entered a queue.
 
         Args:
-            number: number of the queue in the store; 0 if the queue does not survive the broker.
-            message: the message. If it and the queue survive the broker, its confirm waits until it is on disk.
+            number: number of the queue in the store; 0 if the queue does not survive a restart.
+            message: the message. If it and the queue survive a restart, its confirm waits until it is on disk.
             completion: the confirm; ``None`` if there is none.
         """
 
@@ -108,7 +107,7 @@ class Journal(Protocol):
         """Note that a message has left a queue, or undo `hold`.
 
         Args:
-            number: number of the queue in the store; 0 if it does not survive the broker, or for a hold.
+            number: number of the queue in the store; 0 if it does not survive a restart, or for a hold.
             message: the message.
         """
 
@@ -135,7 +134,7 @@ class Journal(Protocol):
     # Time and memory.
 
     def divide(self) -> None:
-        """Note the end of an operation: its records may go to disk without those of the next operation."""
+        """Note the end of an operation. Its records may be on disk before the records of the next operation."""
 
     def when_durable(self, callback: Callable[[], None], *, topology_only: bool = False) -> bool:
         """Call a function when all records noted so far are on disk.
@@ -186,17 +185,17 @@ class FlowObserver(Protocol):
         """Note that the queue was deleted."""
 
     def blocked(self, source: FlowSource, queue: str, reason: str) -> None:
-        """Note one more hold of a channel, by a mark of a queue or by another source."""
+        """Note that a mark of a queue, or another source, has begun to hold a channel."""
 
     def unblocked(self, source: FlowSource, queue: str, reason: str) -> None:
-        """Note that a hold of a channel was released, by a mark of a queue or by another source."""
+        """Note that a mark of a queue, or another source, has released its hold of a channel."""
 
     def gone(self, source: FlowSource) -> None:
         """Note that a publishing channel has ended."""
 
 
 class PublishMeter(Protocol):
-    """Counts publishes, and may block their channels."""
+    """Counts published messages, and may block (flow) their channels."""
 
     def __bool__(self) -> bool:
         """Whether `take` has to be called."""

@@ -1,4 +1,4 @@
-"""Differences of other brokers, as data, for a broker that imitates one of them (docs/dialects.md)."""
+"""The brokers that this broker can imitate, described as data (docs/dialects.md). Sessions and channels read it."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """The maximum numbers of queues, bindings and consumers.
 
-A quota is checked when an object is created, and never when a message is published. It keeps an upper bound of the
-number of objects. So no code has to report deletions. The exact number is counted only when the bound reaches the
-limit.
+A quota is checked when an object is created, and never when a message is published. It has an upper bound of the number
+of objects, so deletions need not be reported. The exact number is counted only when the bound reaches the limit.
 """
 
 from __future__ import annotations

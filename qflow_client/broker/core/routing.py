@@ -1,12 +1,13 @@
 """Routing, sans-I/O: the queues that a message reaches from its exchange.
 
-A publish method is decoded once into a `Target`, which caches its queues for one version of the topology. Each change
-that affects routing increases `Router.version`, and outdated targets are resolved again.
+Channels and `VirtualHost.publish` ask the `Router` for queues. Equal ``Basic.Publish`` methods share a `Target`, which
+caches the queues for one version of the topology. Each change that affects routing increases `Router.version`. Outdated
+targets are resolved again.
 
 A message goes from exchange to exchange through bindings, and visits each exchange once. If an exchange finds no
-destination for the message, it passes the message to its alternate exchange, if it has one. As in RabbitMQ, this is
-true for each exchange on the way. An alternate exchange that does not exist is ignored. An internal exchange may be an
-alternate exchange.
+destination for the message, it passes the message to its alternate exchange, if it has one. As in RabbitMQ, each
+exchange that the message visits does this. An alternate exchange that does not exist is ignored. An internal exchange
+may be an alternate exchange.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from qflow_client.broker.core.settings import Settings
 
 __all__ = ["ALTERNATE_EXCHANGE", "Router", "needs_headers", "reach"]
 
-#: The exchange argument that names the alternate exchange.
+#: The exchange argument with the name of the alternate exchange.
 ALTERNATE_EXCHANGE = "alternate-exchange"
 
 
@@ -91,7 +92,7 @@ class Router:
             target.queues = None
         else:
             target.queues = reach(exchange, target.routing_key, {}, self.exchanges, self.queues)
-        # If headers decide, the queues are only known for each message.
+        # If routing depends on headers, the queues are not known before the message.
         target.watched = (
             target.queues is None
             or len(target.queues) > MANY_QUEUES
@@ -117,7 +118,7 @@ class Router:
 
 
 def _alternate(exchange: Exchange, exchanges: Mapping[str, Exchange]) -> Exchange | None:
-    """Return the alternate exchange; ``None`` if the exchange has none, or if it does not exist."""
+    """Return the alternate exchange; ``None`` if the exchange has none, or if the alternate exchange does not exist."""
     name = exchange.arguments.get(ALTERNATE_EXCHANGE)
     return exchanges.get(name) if isinstance(name, str) else None
 

@@ -2,7 +2,7 @@
 
 `Runner.call` runs a function on the loop and returns its result. On the loop itself, and while no loop runs, it calls
 the function directly. `Runner.call_in_steps` does the same for long work; the loop's other work runs between the steps.
-`Runner.changed` wakes every waiter, which checks its predicate again.
+`Runner.changed` wakes all waiters, and each waiter checks its predicate again. `EmbeddedBroker` has one `Runner`.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class Runner:
     SLICE = 0.005
 
     def __init__(self) -> None:
-        # The loop and its thread; None before and after. The lock prevents a call from being scheduled while the loop
-        # is removed, because otherwise the caller would never return.
+        # The loop, or None if it does not run, and the id of its thread. A call is scheduled with the lock. Otherwise
+        # the loop could end before the call runs, and the caller would never return.
         self._loop: asyncio.AbstractEventLoop | None = None
         self._loop_thread = 0
         self._loop_lock = threading.RLock()
@@ -57,8 +57,8 @@ class Runner:
         """Run a loop on its own thread.
 
         Args:
-            start: runs first on that loop, before this method returns. An exception of it ends the thread and is raised
-                here.
+            start: runs first on that loop, before this method returns. If it fails, the thread ends, and this method
+                raises the exception.
             stop: runs on the loop before the thread ends, if Ctrl-C interrupts this method.
         """
         started: Future[None] = Future()
@@ -118,7 +118,7 @@ class Runner:
         self._loop_thread = threading.get_ident()
 
     def leave(self) -> None:
-        """Send calls to no loop any more. They run directly on the calling thread."""
+        """Stop sending calls to the loop. From now on they run directly on the calling thread."""
         with self._loop_lock:
             self._loop = None
 
@@ -150,9 +150,9 @@ class Runner:
             return True
 
     def call_in_steps(self, steps: Iterator[object]) -> None:
-        """Run steps on the loop, for `SLICE` seconds in each of its turns.
+        """Run steps on the loop, for `SLICE` seconds in each of its iterations.
 
-        Where `call` would call directly, run all steps in one go.
+        If this is that loop, or if no loop runs, run all steps directly.
 
         Raises:
             BaseException: the exception of a step.

@@ -1,19 +1,20 @@
-"""The sockets of the broker: asyncio transports, TLS and timers around the sessions.
+"""The sockets of the broker: asyncio transports and timers around the sessions.
 
-Each `Connection` feeds a `Session` with the bytes of its socket, and writes the session's output. A turn of the event
-loop ends in `Server._end_turn`. There every connection writes once, and memory and the backlog of the disk are checked.
-A socket is not read in three cases:
+`EmbeddedBroker` creates and starts the `Server`. Each `Connection` feeds a `Session` with the bytes of its socket, and
+writes the session's output. If something changes in an iteration of the event loop, `Server._end_turn` runs after it.
+Then each connection writes its output once, and the broker checks memory and the backlog of the disk. A socket is not
+read in three cases:
 
 - Too many bytes wait to be written to it.
-- The session is tarpitted (D8) or holds input.
-- The whole broker waits for memory or the disk.
+- The session is tarpitted (D8), or holds input that is not handled yet.
+- The broker waits for memory or the disk, and the client publishes or does not read its socket.
 
 An error in the handling of one connection ends only that connection.
 
-The received bytes of a socket are handled for `Server.SLICE` seconds; the session holds the rest. Connections with held
-input continue one after the other. Together they get `Server.TURN` seconds in each iteration of the loop. When this
-time is used up, only small input is still handled in the same iteration. So a client that sends little is served after
-one iteration, even if many other clients send long work.
+The session handles received bytes for at most `Server.SLICE` seconds, and holds the remainder. Connections with held
+input continue one after the other. All connections together get `Server.TURN` seconds in each iteration of the loop.
+After this time only small input is handled in the same iteration. So a client that sends little waits for at most one
+iteration, even if many other clients send much.
 """
 
 from __future__ import annotations
@@ -45,23 +46,21 @@ _log = get_logger(__name__)
 class Server:
     """Listens, and runs one session for each connection.
 
-    All output of a connection in one iteration of the event loop is written with one write.
-
     Args:
         host: the virtual host.
         controls: controls of the operator.
-        on_change: called at the end of every turn with a change.
+        on_change: called after each iteration of the loop in which something has changed.
         discipline: see `Session`.
     """
 
     #: Seconds that a stopping broker waits for clients to close their connections.
     STOP_GRACE = 1.0
-    #: Seconds of silence after which a finished connection is closed if its client may not see that it is finished.
+    #: When a closing client has sent nothing for this number of seconds, the end of the stream is sent to it.
     QUIET = 0.1
-    #: Seconds for the input of one connection before other connections are served.
+    #: Maximum seconds for the input of one connection before other connections are served.
     SLICE = 0.005
-    #: Seconds for whole slices in one iteration of the loop. When they are used up, an input is handled only if it has
-    #: at most SMALL_INPUT bytes, and for at most SHORT_SLICE seconds.
+    #: Seconds in one iteration of the loop in which each input gets SLICE seconds. After that, input of at most
+    #: SMALL_INPUT bytes gets SHORT_SLICE seconds, and larger input waits.
     TURN = 0.01
     SMALL_INPUT = 4096
     SHORT_SLICE = 0.0005
@@ -81,7 +80,7 @@ class Server:
         self.discipline = discipline
         # All connections, the oldest first.
         self.connections: dict[Connection, None] = {}
-        # The connections that are not open yet. Opened connections leave it only when it is full.
+        # New connections. Those that are open by now are removed only when there are too many entries.
         self._strangers: dict[Connection, None] = {}
         # Number of connections that have sent everything and wait for their clients to close.
         self.finished = 0
@@ -91,24 +90,24 @@ class Server:
         # Checks hashed passwords; created for the first of them.
         self._checker: ThreadPoolExecutor | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        # Connections that will continue with held input, in order; and the time until which this turn has time for
-        # whole slices, 0 if no slice has begun.
+        # Connections that will continue with held input, in order. And the end of the TURN seconds of this iteration,
+        # or 0 if no input was handled yet.
         self._with_input: dict[Connection, None] = {}
         self._busy_until = 0.0
-        # Connections that have output for the end of this turn, in order.
+        # Connections with output to write after this iteration, in order.
         self._writers: dict[Connection, None] = {}
         self._turn_ends = False
         # Time of the virtual host's next tick, and its timer.
         self._tick_at = math.inf
         self._ticker: asyncio.TimerHandle | None = None
-        # Whether reading from publishing connections is paused, because too many bytes wait for the disk, or memory is
+        # Whether publishing connections are not read because too many bytes wait for the disk, or because memory is
         # full.
         self._waits_for_disk = False
         self._waits_for_memory = False
         # Whether the memory alarm was raised here; False if an operator raised it.
         self._has_memory_alarm = False
-        # Input bytes of connections whose first publish waits for memory; and the time from which closed connections
-        # may be logged again.
+        # Input bytes of connections whose first publish waits for memory. And the earliest time of the next log line
+        # about connections that were cut.
         self.first_publishes = 0
         self._log_cut_at = -math.inf
         # Set by `stop`: new connections are closed.
@@ -194,19 +193,19 @@ class Server:
         self._loop.run_in_executor(self._checker, function).add_done_callback(checked)
 
     def has_output(self, connection: Connection) -> None:
-        """Add a connection with output, after all those that had output before."""
+        """Note that a connection has output. It writes after the connections that had output before."""
         self._writers.pop(connection, None)
         self._writers[connection] = None
         self.touch()
 
     def touch(self) -> None:
-        """Note that something has changed in this iteration."""
+        """Schedule `_end_turn`, because something has changed in this iteration."""
         if not self._turn_ends and self._loop is not None:
             self._turn_ends = True
             self._loop.call_soon(self._end_turn)
 
     def slice_end(self, now: float, size: int) -> float:
-        """Return the time until which new input of this size is handled; `now` if other connections are first."""
+        """Return when to stop handling new input of this size; `now` if the input has to wait."""
         if not self._busy_until:
             self._busy_until = now + self.TURN
         if now < self._busy_until:
@@ -312,8 +311,8 @@ class Server:
     def _close_unfinished(self, journal: Journal) -> None:
         """Close the channels with the most bytes of incoming bodies and open transactions.
 
-        No consumer can free these bytes, and a publisher that is not read cannot finish them. So they may take half of
-        the limit; the other half is for queues.
+        No consumer can free these bytes, and a publisher that is not read cannot finish them. So they may use half of
+        the limit. The other half is for queues.
         """
         channels = [channel for session in self.sessions for channel in session.channels.values()]
         for channel in sorted(channels, key=lambda channel: channel.unfinished, reverse=True):
@@ -335,11 +334,11 @@ class Server:
             channel.fail(code, f"{code.title} - {text}")
 
     def _limit_buffers(self, journal: Journal) -> None:
-        """Close connections that do not read, or that send too many first publishes while memory is full.
+        """Close connections that do not read, and while memory is full also connections with large first publishes.
 
-        As in `_close_unfinished`, unread output may take half of the limit, so it never fills memory alone. Waiting
-        first publishes may take 1/32 of the limit. Neither they nor the input of earlier publishers count for the
-        memory limit, because a publisher that is not read cannot free memory.
+        Unread output may use half of the limit, so it cannot fill memory alone. Waiting first publishes may use 1/32 of
+        the limit. The memory limit does not include waiting input of publishers, because a publisher that is not read
+        cannot free memory.
         """
         cut: list[Connection] = []
         why = []
@@ -396,12 +395,12 @@ class Connection(asyncio.Protocol):
         # Whether the socket is read, and whether too many bytes wait to be written to it.
         self._is_reading = True
         self._has_backlog = False
-        # Whether the transport's buffer is full; the bytes in it that count for the memory limit; and the bytes of
-        # input that count in `Server.first_publishes`.
+        # Whether the transport's buffer is full. The bytes of this buffer that are counted for the memory limit. And
+        # the input bytes that are counted in `Server.first_publishes`.
         self._is_slow = False
         self.unread = 0
         self.first_publish = 0
-        # Bytes that the socket had taken at the last check.
+        # Bytes that the socket had accepted at the last check.
         self._taken = 0
         # Set when the transport has all output of the session.
         self._is_finished = False
@@ -413,7 +412,7 @@ class Connection(asyncio.Protocol):
 
     @property
     def name(self) -> str:
-        """The peer's address, as a name."""
+        """The peer's address and port."""
         return self.session.name
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -481,7 +480,7 @@ class Connection(asyncio.Protocol):
             self._server.go_on_later(self)
 
     def go_on(self) -> None:
-        """Handle held input, if this is still necessary."""
+        """Handle held input, unless it has to wait again."""
         if self._can_go_on:
             # The client was not read in the meantime, so its silence does not count.
             self.session.deadlines.last_received = self._server.clock()
@@ -527,7 +526,7 @@ class Connection(asyncio.Protocol):
     def _finish(self, transport: asyncio.Transport) -> None:
         """Send nothing more, and discard input until the client closes the connection.
 
-        This takes at most `close_timeout`. A connection that was never open gets only the rest of its time to open.
+        This takes at most `close_timeout`. For a connection that was never open, its time to open is a limit too.
 
         If the socket were closed while the client's frames are on the way, the kernel would reset the connection. The
         client could then lose the last frames, such as ``Connection.Close-Ok``.
@@ -552,8 +551,8 @@ class Connection(asyncio.Protocol):
     def _when_quiet(self, end: Callable[[], None], received: int | None = None) -> None:
         """End the connection, or one direction of it, when its client has sent nothing for `Server.QUIET` seconds.
 
-        It does not end immediately, because several threads of a client may have sent ``Connection.Close``. All of them
-        have to read ``Connection.Close-Ok`` before the end of the stream.
+        The end does not come immediately, because several threads of a client may have sent ``Connection.Close``. All
+        of them have to read ``Connection.Close-Ok`` before the end of the stream.
 
         Args:
             end: ends the connection or the direction.
@@ -571,7 +570,7 @@ class Connection(asyncio.Protocol):
             end()
 
     def _check_reading(self) -> None:
-        """Read from the socket, unless too many bytes wait for it or the session is paused (D8)."""
+        """Start or stop reading the socket, as its backlog and its session require (D8)."""
         session = self.session
         reads = self._is_finished or not (
             self._has_backlog or session.deadlines.tarpit_until is not None or session.is_paused or session.is_held
@@ -601,7 +600,7 @@ class Connection(asyncio.Protocol):
         self.unread, self.first_publish = unread, first_publish
 
     def cut(self) -> None:
-        """Close the connection immediately; its buffers no longer count."""
+        """Close the connection immediately, and remove its buffers from the memory account."""
         self._set_buffers(0, 0)
         self.abort()
 
@@ -631,7 +630,7 @@ class Connection(asyncio.Protocol):
             self._set_timer()
 
     def _look_for_life(self, now: float) -> None:
-        """If a client that is not read has taken bytes since the last call, count this as a sign of life."""
+        """If the socket is not read, treat output that the client has accepted recently as a sign of life."""
         if self._transport is None or self._is_reading:
             return
         taken = self.session.output.sent - self._transport.get_write_buffer_size()

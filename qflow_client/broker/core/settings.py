@@ -49,14 +49,14 @@ class Enforcement(StrEnum):
 
     @property
     def delays_completion(self) -> bool:
-        """Whether confirms are held."""
+        """Whether confirms are delayed."""
         return self is not Enforcement.CHANNEL_FLOW
 
 
 class FlowScope(StrEnum):
     """Which channels a queue blocks (flows) while it is ON."""
 
-    #: Only channels that publish above the mark.
+    #: Only channels that publish while the queue is above its mark.
     OFFENDER = "offender"
     #: All channels that published to the queue recently (D12).
     PUBLISHERS = "publishers"
@@ -94,19 +94,19 @@ class Settings:
             `users`. It returns for how many seconds they are valid: `math.inf` for no end, 0 to refuse them. After this
             time the connection is closed with 320. It runs on the broker's thread, and must neither block nor raise.
         loopback_users: users that may log in only from this machine; empty for none.
-        max_failed_logins: failed logins of an address in quick succession. After them, logins from the address are
-            checked only once a second. 0 for no limit.
+        max_failed_logins: maximum number of failed logins of an address in quick succession. After that, logins from
+            the address are checked only once a second. 0 for no limit.
         ssl_context: a server-side context; ``None`` for plain TCP.
         virtual_host: the name of the one virtual host.
         profile: the broker to imitate. A profile has its own defaults for `heartbeat`, `frame_max` and `channel_max`.
-        enforcement: how a queue holds back its producers, unless its ``x-qflow-enforcement`` has another value (C5 J3).
+        enforcement: how a queue holds back its producers (C5 J3). The argument ``x-qflow-enforcement`` overrides it.
         flow_scope: which channels a queue blocks (flows) (D12).
-        recent: seconds for which a channel that published to a queue counts as one of its publishers (D12).
+        recent: seconds for which a channel counts as a publisher of a queue after each message to it (D12).
         default_flow_stop_threshold: default stop mark, in percent of a queue's maximum, above which the flow state
             turns ON (C4).
         default_flow_resume_threshold: default resume mark in percent, below which the flow state turns OFF. Both 0 for
             no default thresholds (C4).
-        capacity: body bytes; the virtual host's default for ``x-qpid-capacity`` (J2); 0 for no maximum.
+        capacity: body bytes; the default for ``x-qpid-capacity`` (J2); 0 for no capacity.
         flow_resume_capacity: body bytes; the default for ``x-qpid-flow-resume-capacity``; ``None`` for the capacity.
         heartbeat: seconds, as proposed to clients; 0 for no heartbeats.
         frame_max: maximum frame size in bytes, as proposed to clients.
@@ -120,26 +120,26 @@ class Settings:
         max_message_size: maximum body bytes of a message; a larger message closes its channel with 406.
         unauthenticated_timeout: maximum seconds for opening a connection.
         close_timeout: maximum seconds for the answer to ``Connection.Close``.
-        trace: called for every frame in and out, in the order of the wire, on the broker's thread; must not raise.
+        trace: called on the broker's thread for every received and every sent frame, in their order; must not raise.
         max_producer_flow_control_wait: maximum seconds that a publish waits for room in a queue with the policy
             ``wait`` (A4).
         resume_interval: seconds between two channels that a queue unblocks (unflows), oldest first (F4); 0 unblocks all
             together.
         backlog_count: maximum number of messages of one connection that wait, are not confirmed, or came on blocked
-            (flowed) channels. With more, all channels of the connection are flowed (D7) until fewer than 7/8 of the
-            maximum are left. 0 for no limit.
+            (flowed) channels. With more, all its channels are blocked (flowed) (D7) until fewer than 7/8 of the maximum
+            are left. 0 for no limit.
         backlog_size: the same as `backlog_count` in body bytes.
         flow_grace: grace time: seconds after ``Channel.Flow`` in which further publishes have no consequences.
-        tarpit_after: messages on one flowed channel after the grace time. Each time this number is reached, the
-            connection is not read for a time (D8). 0 for never.
+        tarpit_after: number of messages on one blocked (flowed) channel after the grace time. Each time it is reached,
+            the connection is not read for a time (D8). 0 for never.
         tarpit_time: seconds for which such a connection is not read.
         close_channel_after: maximum number of messages on one blocked (flowed) channel after the grace time. If there
             are more, the channel is closed with 311. 0 for never.
         close_connection_after: maximum number of messages on all blocked (flowed) channels of a connection after the
             grace time, counted since the connection was opened. If there are more, the connection is closed with 506. 0
             for never.
-        flow_log: log for the holds of channels by queues, and for the depths of queues at every `period` of the log.
-            The broker does not close the log. ``None`` for no log.
+        flow_log: log of the channels that queues block (flow), and of the depths of queues at every `period` of the
+            log. The broker does not close the log. ``None`` for no log.
         memory_limit: maximum bytes of messages in memory, with about 512 more bytes for each message. Above three
             quarters of it, bodies are evicted from queues with the policy ``flow_to_disk`` (A2). Above the limit,
             clients get ``Connection.Blocked`` and publishing clients are not read. 0 for no limit.
@@ -269,7 +269,7 @@ class Settings:
         try:
             defaults = DIALECTS[Profile(options.get("profile", Profile.QFLOW))].settings
         except ValueError:
-            # Refused below, with a list of the profiles.
+            # The constructor refuses it, with a list of the profiles.
             defaults = {}
         return cls(**{**defaults, **options})
 
@@ -280,7 +280,7 @@ class Settings:
 
     @property
     def watches_publishes(self) -> bool:
-        """Whether every publish takes the slower way with checks, even if its queues do not need it."""
+        """Whether every published message is checked, even if its queues need no check."""
         return self.has_discipline or self.dialect.on_alarm is OnAlarm.CHANNEL_CLOSE
 
     @property
@@ -301,7 +301,7 @@ class Settings:
         with suppress(ValueError):
             object.__setattr__(self, name, kind(value))
             return
-        # No error is chained: that of `Enum` repeats the value.
+        # The error of `Enum` is not chained, because it repeats the value.
         allowed = ", ".join(repr(member.value) for member in kind)
         raise ValueError(f"{name} must be one of {allowed}, not {shown(value)}")
 

@@ -1,4 +1,4 @@
-"""Snapshots: immutable copies of the state of the broker's parts at one moment."""
+"""Snapshots: immutable copies of the state of the broker's parts, for `inspection.py` and the HTTP API."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ __all__ = [
 
 @cache
 def json_names(kind: type[Any]) -> tuple[tuple[str, str], ...]:
-    """Return the attributes of a snapshot, and their names in JSON, which are in camel case."""
+    """Return the attributes of a snapshot class, each with its name in JSON, which is in camel case."""
 
     def camel(name: str) -> str:
         first, *rest = name.split("_")
@@ -129,7 +129,7 @@ class QueueSnapshot:
         dropped: number of messages so far that were dropped, or that were refused without informing their publishers.
             Purged messages are not counted.
         drops: number of dropped messages by reason: ``rejected``, ``expired``, ``maxlen``, ``conflated``, ``memory``,
-            ``damaged``, ``cycle`` or ``refused``. The reason ``copy`` is counted in addition. It means that a message
+            ``damaged``, ``cycle`` or ``refused``. A dropped message can also be counted as ``copy``. This means that it
             was not dead-lettered, because another copy of it had gone to the same target.
         consumers: number of consumers.
         blocked: names of the channels that it blocks (flows), the oldest first (J4).
@@ -181,7 +181,7 @@ class QueueSnapshot:
     def to_json(self) -> dict[str, Any]:
         """Return the same data as JSON.
 
-        The flow state also has its names in Qpid's management: ``flowStopped`` or ``flowState``, ``flowStoppedCount``
+        The flow state also has the names of Qpid's management: ``flowStopped``, ``flowState`` and ``flowStoppedCount``
         (C7).
         """
         return _to_json(self, flow_stopped=self.flow_stopped, flow_stopped_count=self.flow_stopped_count)
@@ -236,8 +236,8 @@ class ChannelSnapshot:
             stopped it, and ``"backlog"`` that the backlog of its connection is too large (D7).
         flow_ok: whether the client has answered every ``Channel.Flow``; some libraries never answer.
         times_flowed: how often it was blocked (flowed) so far.
-        flowed_seconds: seconds for which it was blocked (flowed) so far, including the current time.
-        targets: last few exchanges and routing keys that it published to.
+        flowed_seconds: seconds for which it was blocked (flowed) so far. If it is blocked now, this time is included.
+        targets: latest exchanges and routing keys that it published to, at most 8.
         published: number of messages published so far.
         returned: number of mandatory messages so far that reached no queue.
         nacked: number of published messages so far that were refused.
@@ -290,7 +290,7 @@ class ConnectionSnapshot:
         client: the client property ``connection_name``; empty if it is unknown.
         user: name of the user; empty before the login.
         is_open: whether it is open and not closing.
-        blocked: whether the client was sent ``Connection.Blocked``.
+        blocked: whether the broker has sent ``Connection.Blocked`` to the client.
         blocked_by: names of the alarms that block it; ``"operator"`` if an operator has blocked it.
         backlog: number of its messages that wait, are not confirmed, or came on blocked (flowed) channels (D7); 0 if
             not counted.
@@ -466,7 +466,7 @@ def channel_snapshot(channel: Channel) -> ChannelSnapshot:
         is_producer=channel.flow.is_producer,
         confirms=channel.confirms is not None,
         flowed=channel.flow.is_blocked,
-        # Without duplicates: each family of a queue's marks blocks separately.
+        # Remove duplicates, because each family of a queue's marks blocks separately.
         blocked_by=tuple(dict.fromkeys(controller.name for controller in channel.flow.blocked_by)),
         flow_ok=not channel.flow.oks_due,
         times_flowed=channel.flow.times_flowed,
@@ -538,7 +538,7 @@ def binding_snapshots(exchange: Exchange) -> Iterator[BindingSnapshot]:
 
 
 def message_copy(entry: QueueEntry, body: bytes) -> BrokerMessage:
-    """Return a copy of a message in a queue. Its body may have been read from disk."""
+    """Return a copy of a message in a queue. The caller passes the body, because it may come from the disk."""
     message = entry.message
     return BrokerMessage(
         body, message.properties, message.target.exchange, message.target.routing_key, entry.redelivered

@@ -1,4 +1,4 @@
-"""The messages of one queue in memory and on disk, sans-I/O: the link to the journal, and the pager.
+"""Links one queue to the journal and the pager, sans-I/O. It observes the entries of the queue.
 
 The journal has a message from the time it enters the queue until it leaves. A dead-lettered message stays in the
 journal until its dead letter has arrived (`Storage.buried`). So one of the two is on disk at any time.
@@ -32,7 +32,7 @@ class Storage(EntryObserver):
 
     Args:
         journal: counts the messages, and writes them to disk.
-        number: number of the queue in the message store, if the queue and its persistent messages survive the broker;
+        number: number of the queue in the message store, if the queue and its persistent messages survive a restart;
             otherwise 0.
         has_letters: whether the queue dead-letters dropped messages.
         contents: contents of the queue.
@@ -69,7 +69,7 @@ class Storage(EntryObserver):
         self.pager: BodyPager | None = None
         # The entries that may be dropped if memory exceeds its limit (A1); None if no entry may.
         self.droppable: DroppableEntries | None = None
-        # Messages whose dead letters have not arrived yet. Until then the journal has the messages for this queue.
+        # Messages whose dead letters have not arrived yet. Until then the messages stay in the journal.
         self._letters: dict[StoredMessage, None] = {}
         # Whether a body may be only on disk; and whether a read of bodies is running.
         self.may_lack = journal.has_store
@@ -84,7 +84,7 @@ class Storage(EntryObserver):
             self._max_window = overflow.max_size
             if self.pager is None:
                 self.pager = self._page()
-        # A queue with the policy `flow_to_disk` has no droppable entries: its bodies are on their way to disk before
+        # A queue with the policy `flow_to_disk` has no droppable entries, because its bodies are evicted to disk before
         # any message is dropped.
         if not limits.drop_transient or not self._journal.limit or self.pager is not None:
             self.droppable = None
@@ -187,7 +187,7 @@ class Storage(EntryObserver):
         self._journal.want((entry.message for entry in entries), has_read)
 
     def _missing(self, window: int) -> Sequence[QueueEntry]:
-        """Return the ready entries without a body in memory, within `window` bytes from the head; at least one."""
+        """Return entries whose bodies are not in memory. They are among the first `window` bytes of ready entries."""
         found: list[QueueEntry] = []
         ready = self._contents.ready
         for entry in islice(ready, len(ready)):

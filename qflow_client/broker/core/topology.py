@@ -1,6 +1,7 @@
 """Exchanges and bindings, sans-I/O: declaring, binding and deleting them.
 
-Durable objects are noted in the journal. Every change increases `Router.version`, because routing depends on it.
+The `VirtualHost` has one `Topology`. Handlers of methods and the `Broker` call it. Durable objects are recorded in the
+journal. Every change increases `Router.version`, because routing depends on exchanges and bindings.
 """
 
 from __future__ import annotations
@@ -35,9 +36,9 @@ class Topology:
     Args:
         settings: settings of the broker.
         queues: all queues by name.
-        journal: notes durable objects; ``None`` if nothing is written to disk.
-        on_bindings: called after a change of the bindings to a queue or an exchange; with ``None`` if any may have
-            changed.
+        journal: records durable objects; ``None`` if nothing is written to disk.
+        on_bindings: called after a binding was added or removed, with its destination; with ``None`` if bindings of any
+            destination may have changed.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class Topology:
             self.exchanges[name] = make_exchange(name, kind, durable=True)
         self.router = Router(settings, self.exchanges, queues)
         self._binding_quota = Quota("max_bindings", settings.max_bindings, "bindings", self._count_bindings)
-        # Whether the declared objects come from the message store.
+        # Whether declared objects come from the message store now.
         self.is_recovering = False
 
     def _count_bindings(self) -> int:
@@ -97,7 +98,7 @@ class Topology:
         if not name or name.startswith("amq."):
             raise ChannelException(
                 ReplyCode.ACCESS_REFUSED,
-                f"exchange name '{name}' is the default exchange's or begins with 'amq.', which is reserved",
+                f"exchange name '{name}' is reserved, because it is empty or begins with 'amq.'; choose another",
             )
         check_depth(f"exchange '{name}'", arguments or {})
         _check_exchange_arguments(name, arguments or {})
@@ -159,7 +160,7 @@ class Topology:
         self._changed(destination)
 
     def _survives(self, exchange: Exchange, binding: Binding) -> bool:
-        """Whether a binding survives the broker, because both of its ends do."""
+        """Whether a binding survives a restart of the broker, because both of its ends do."""
         if self._journal is None or self.is_recovering or not exchange.durable:
             return False
         destination = binding.destination
@@ -238,10 +239,10 @@ class Topology:
 
 
 def check_same(what: str, **settings: tuple[object, object]) -> None:
-    """Check that a queue or an exchange exists as it is declared: each setting as asked, and as it is.
+    """Compare the settings of a declaration and of an existing object: one pair of values for each setting.
 
     Raises:
-        ChannelException: 406 if it does not.
+        ChannelException: 406 if two values differ.
     """
     for name, (asked, there) in settings.items():
         if asked != there:
@@ -280,13 +281,13 @@ def _check_exchange_arguments(exchange: str, arguments: Mapping[str, object]) ->
 
 
 def check_depth(what: str, arguments: Mapping[str, object]) -> None:
-    """Check that arguments are nested no deeper than an AMQP table may be.
+    """Check that arguments are not nested deeper than AMQP tables may be.
 
-    The HTTP API and this process can pass any depth. The functions that encode and show the arguments recurse for each
-    level.
+    The HTTP API and the application can pass arguments of any depth. The functions that encode and show the arguments
+    recurse for each level.
 
     Raises:
-        ChannelException: 406 if they are nested too deep.
+        ChannelException: 406 if they are nested too deeply.
     """
     level: list[object] = [arguments]
     for _ in range(MAX_DEPTH):

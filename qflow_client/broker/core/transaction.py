@@ -1,7 +1,7 @@
-"""The publishes and settlements of a channel in transaction mode since its last commit.
+"""Transaction mode of a channel: published messages and settlements wait for ``Tx.Commit``.
 
-Publishes and settlements are kept, and take effect only on ``Tx.Commit``. The whole commit is refused if any queue has
-no room for the result of the whole transaction.
+`Channel` adds them to its `Transaction`, and finds the handlers of the methods in `TRANSACTION_METHODS`. If any queue
+has no room for the result of the whole transaction, the whole commit is refused.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ class Settlement:
 
 @dataclass(slots=True)
 class Transaction:
-    """Publishes and settlements between two commits.
+    """The published messages and the settlements since the last commit.
 
     Attributes:
-        publishes: messages in order, each with its target.
+        publishes: published messages in order, each with its target.
         settlements: settlements in order.
         size: approximate bytes of the published messages in memory.
     """
@@ -59,7 +59,7 @@ class Transaction:
     size: int = 0
 
     def refusal(self, destinations: list[tuple[Queue, ...]]) -> str | None:
-        """Return why the transaction cannot be committed: a queue that has no room for all of it.
+        """Return why a queue refuses the transaction; ``None`` if every queue has room for all of it.
 
         Args:
             destinations: the queues of each publish.
@@ -104,7 +104,7 @@ class TransactionChannel(Protocol):
     transaction: Transaction | None
 
     def become_producer(self) -> None:
-        """Note that the channel publishes, or has announced that it will."""
+        """Note that the channel publishes, or is in confirm or transaction mode."""
 
     def return_message(self, message: StoredMessage) -> None:
         """Return a mandatory message that no queue gets."""
@@ -186,7 +186,7 @@ def _rollback(channel: TransactionChannel, method: commands.Tx.Rollback) -> None
 
 
 def roll_back(channel: TransactionChannel) -> None:
-    """Discard the publishes. The settled deliveries are unsettled again, but are not delivered again."""
+    """Discard messages and settlements. Their deliveries are unsettled again, but are not delivered again."""
     transaction = _open(channel)
     count_transaction(channel, -transaction.size)
     channel.transaction = Transaction()

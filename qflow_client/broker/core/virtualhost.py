@@ -1,7 +1,7 @@
-"""The virtual host, sans-I/O: the state that all connections share, and the lifetime of queues.
+"""The virtual host, sans-I/O: it declares and deletes queues, and has the state that all connections share.
 
-Exchanges and bindings are in `topology.py`, routing is in `routing.py`, and timers are in `timers.py`. Rules compute
-the limits of a queue; `VirtualHost.apply_rules` computes them again.
+Channels and the `Broker` call it. Exchanges and bindings are in `topology.py`, routing is in `routing.py`, and timers
+are in `timers.py`. Rules compute the limits of each queue, and `VirtualHost.apply_rules` computes them again.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class VirtualHost:
         settings: settings of the broker.
         clock: returns monotonic seconds.
         wall_clock: returns seconds since 1970.
-        journal: counts messages, and writes those that survive the broker to disk; ``None`` for neither.
-        rules: compute the limits of each queue; ``None`` for the same marks for all queues.
+        journal: counts the bytes of messages, and records durable messages for the disk; ``None`` for neither.
+        rules: compute the limits of each queue; ``None`` for `PlainRules`.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class VirtualHost:
     ) -> None:
         self.settings = settings
         self.journal = journal
-        # Notes the durable topology for the disk; None if nothing is written to disk.
+        # Records the durable topology for the disk; None if nothing is written to disk.
         self._store = journal.topology if journal is not None and journal.has_store else None
         self.clock = clock
         self.queues: dict[str, Queue] = {}
@@ -66,7 +66,7 @@ class VirtualHost:
         self.wake_at = self.timers.wake_at
         self.topology = Topology(settings, self.queues, self._store, self._bindings_changed)
         self.router = self.topology.router
-        # Checked when an object is created; and the number of open connections.
+        # Limits that are checked when a queue or a consumer is created. And the number of open connections.
         self._queue_quota = Quota("max_queues", settings.max_queues, "queues", lambda: len(self.queues))
         self.consumer_quota = Quota("max_consumers", settings.max_consumers, "consumers", self._count_consumers)
         self.open_connections = 0
@@ -74,9 +74,9 @@ class VirtualHost:
         self.logins = Logins(settings.users, self.failed_logins, settings.authenticate)
         self._flow_options = FlowOptions(settings.flow_scope, settings.recent, settings.resume_interval)
         self.rules: Rules = rules if rules is not None else PlainRules(settings)
-        # Publishes that wait for room.
+        # Published messages that wait for room in a queue.
         self.waiting = WaitingRoom(clock, settings.max_producer_flow_control_wait, journal)
-        # Counts every publish while it is truthy.
+        # Called for every published message while it is truthy; None if there is no meter.
         self.meter: PublishMeter | None = None
         # Observes the flow control for the flow log; None if there is none.
         self.observer: FlowObserver | None = None
@@ -140,10 +140,10 @@ class VirtualHost:
 
         Args:
             name: name of the queue; empty to let the broker choose a name.
-            durable: whether the queue survives the broker, if there is a store.
-            exclusive: whether only `owner` may use the queue; it is then deleted together with the owner.
+            durable: whether the queue survives a restart, if there is a store.
+            exclusive: whether only `owner` may use the queue; the queue is then deleted when the owner ends.
             auto_delete: whether it is deleted with its last consumer.
-            arguments: arguments for the rules.
+            arguments: arguments of the declaration.
             owner: the requesting connection.
             number: number of the queue in the message store; 0 for a new queue.
             prefix: start of a name that the broker chooses.
@@ -228,7 +228,7 @@ class VirtualHost:
     # Ends of consumers, connections and channels.
 
     def consumer_gone(self, queue: Queue) -> None:
-        """Note that a queue has lost a consumer."""
+        """Note that a consumer has ended. Delete the queue if it is auto-delete and this was its last consumer."""
         if queue.auto_delete and queue.dispatcher.was_used and not queue.dispatcher.consumers:
             self.delete_queue(queue)
 
@@ -248,7 +248,7 @@ class VirtualHost:
     # Rules.
 
     def apply_rules(self, changed: Queue | Exchange | None = None) -> None:
-        """Apply the rules again (D4): to all queues, or to one if only its own bindings or marks have changed."""
+        """Apply the rules to all queues again (D4). If `changed` is a queue, apply them only to this queue."""
         for _ in self.apply_rules_in_steps(changed):
             pass
 
@@ -297,13 +297,13 @@ class VirtualHost:
         body: bytes,
         properties: pamqp.commands.Basic.Properties | None = None,
     ) -> int:
-        """Publish a message without a channel. No flow state blocks this publish.
+        """Publish a message without a channel. Flow control does not delay the message.
 
         Returns:
             The number of queues that the message is in.
 
         Raises:
-            ChannelException: 404 if the exchange does not exist. 406 if the ``expiration`` is invalid or the message
+            ChannelException: 404 if the exchange does not exist. 406 if the ``expiration`` is invalid or the message is
                 too large. 506 if a queue refuses the message.
         """
         self.router.check_size(len(body))
@@ -328,7 +328,7 @@ class VirtualHost:
         return len(queues)
 
     def admit_waiting(self, queue: Queue, now: float) -> None:
-        """Admit publishes that wait for a queue and now have room; refuse those whose time is over."""
+        """Admit waiting messages for which the queue now has room. Refuse those that have waited too long."""
         with self.dead_letters:
             self.waiting.admit(queue, now)
 
@@ -336,11 +336,11 @@ class VirtualHost:
 
     @property
     def window(self) -> int:
-        """The bytes of bodies that each queue may read ahead (A3)."""
+        """The body bytes that each queue may read ahead (A3)."""
         return self.journal.window(self.queues.values()) if self.journal is not None else 0
 
     def relieve(self) -> None:
-        """Bring the messages in memory below the limit."""
+        """Reduce the messages in memory to the limit."""
         if self.journal is not None:
             self.journal.relieve(self.queues.values())
 

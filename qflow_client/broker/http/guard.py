@@ -14,7 +14,7 @@ from qflow_client.broker.settings import BrokerSettings
 
 __all__ = ["SAFE_HEADERS", "check_origin", "check_token", "has_token"]
 
-#: Headers of every response. They forbid to cache it, to frame it, and to guess another type.
+#: Headers of every response. They forbid caching, framing, and guessing another type.
 SAFE_HEADERS = {
     "Cache-Control": "no-store",
     "Content-Security-Policy": "default-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'",

@@ -1,10 +1,10 @@
 """Limits the backlog of connections, and acts against clients that ignore ``Channel.Flow`` (D7 D8). No I/O.
 
-The backlog of a connection has its messages that wait for room or for their confirms, and messages that came on a
-flowed channel. If the backlog exceeds its limit, all channels of the connection are flowed (blocked). A message that
-comes on a flowed channel after the grace time is late. Late messages are counted for the channel and for the
-connection. At the limits of these counts, the connection is not read for a time (tarpit), or the channel or connection
-is closed.
+The backlog of a connection has the messages that wait for room or for their confirms, and the messages that came on a
+blocked (flowed) channel. If the backlog exceeds its limit, all channels of the connection are blocked (flowed). A
+message that comes on a blocked channel after the grace time is late. Late messages are counted for the channel and for
+the connection. At the limits of these counts, the connection is not read for a time (tarpit), or the channel or
+connection is closed.
 """
 
 from __future__ import annotations

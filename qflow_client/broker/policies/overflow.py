@@ -14,7 +14,7 @@ __all__ = ["Conflate", "DropHead", "FlowToDisk", "Reject", "RejectPublish", "Rin
 
 @dataclass(frozen=True, slots=True)
 class FlowToDisk(Overflow):
-    """Accept every message. Keep at most the maximum in memory, and other bodies only on disk (A2)."""
+    """Accept every message. Keep bodies up to the maximum in memory, and the others on disk (A2)."""
 
     @property
     def name(self) -> str:

@@ -2,9 +2,9 @@
 
 Python's `re` tries all paths through an expression, one after the other. With ``(a+)+$`` a name of 30 letters takes
 seconds, and blocks the event loop. This module follows all paths at the same time. It converts an expression to a graph
-of nodes. A node matches one character, or is passed without a character. `Pattern.search` keeps the set of nodes that
-are reached with the previous characters. So a name of n characters costs at most n times the number of nodes, which is
-limited. The sets are cached, so that another name costs one dictionary look-up for each character.
+of nodes. A node matches one character, or can be passed without a character. `Pattern.search` keeps the set of nodes
+that are reached with the previous characters. So a name of n characters costs at most n times the number of nodes,
+which is limited. The sets are cached, so that another name costs one dictionary look-up for each character.
 
 Features that need more than such a set are refused: back references, lookahead and lookbehind, word boundaries, atomic
 groups, possessive repeats, and all flags except ``(?i)`` for the whole expression.

@@ -1,6 +1,6 @@
 """An operator's rate limits for an exchange, a queue or a user (F2 F6). No I/O.
 
-A message that exceeds a rate is accepted. Then its channel is flowed (blocked) until the average rate is allowed again.
+A message that exceeds a rate is accepted. Its channel is then blocked (flowed) until the average rate is low enough.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class RateLimit:
         name: name of the exchange, the queue or the user. It need not exist yet.
         messages: messages per second; ``None`` for no limit.
         bytes: body bytes per second; ``None`` for no limit.
-        burst: seconds. After a pause, the messages of this time may be published together. At least one message may be
-            published.
+        burst: seconds. After a pause, the messages that the rate allows in this time may be published together. At
+            least one message may be published.
 
     Raises:
         TypeError: a value has the wrong type.

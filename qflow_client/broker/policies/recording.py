@@ -16,7 +16,7 @@ from qflow_client.flow import Capacity, FlowSource, StopResume
 
 __all__ = ["FlowRecorder"]
 
-# Maximum number of publishers in the line of a hold. All others have one common number.
+# Maximum number of publishers in the line of a hold. The other publishers have one common number.
 _MAX_CAUSES = 16
 _OTHERS = "(others)"
 
@@ -45,7 +45,7 @@ class _Record:
 
 
 class _Hold:
-    """A current hold: its start, the end of the last reported part, and how many marks of the queue cause it."""
+    """A current hold: its start, the end of the last reported part, and how many of the queue's marks cause it."""
 
     __slots__ = ("begun", "count", "since")
 

@@ -201,7 +201,7 @@ class Journal:
         """Record that a message has entered a queue.
 
         Args:
-            number: number of the queue in the store; 0 if the queue does not survive the broker.
+            number: number of the queue in the store; 0 if the queue does not survive a restart.
             message: the message. If it is persistent and the queue is durable, its confirm waits until it is on disk.
             completion: the confirm; ``None`` if there is none.
         """
@@ -258,7 +258,7 @@ class Journal:
         else:
             self.memory -= self.ENTRY
             if record.aside:
-                # Now all remaining queues may allow to drop the message.
+                # Now all remaining queues may allow the drop of the message.
                 bring_back(message)
         if not record.number:
             return

@@ -41,8 +41,8 @@ class Pager:
 
     def __init__(self, evict: Callable[[StoredMessage], None]) -> None:
         self._evict = evict
-        # Unacked entries, new entries whose bodies were never removed, and entries that were read ahead. In all three,
-        # the last entry is needed last.
+        # Unacked entries, new entries whose bodies were never removed, and entries that were read ahead. In each of the
+        # three, the last entry is needed last.
         self._lent: dict[QueueEntry, None] = {}
         self._fresh: dict[QueueEntry, None] = {}
         self._ahead: dict[QueueEntry, None] = {}
@@ -138,7 +138,7 @@ class Droppable:
 
         Returns:
             All entries of its message, to be dropped together. Empty if the body is not in memory, or will be removed
-            from memory. Also empty if another queue with the message does not allow to drop it, or was not asked yet.
+            from memory. Also empty if another queue with the message does not allow the drop, or was not asked yet.
         """
         message, record = entry.message, entry.message.record
         assert record is not None
@@ -153,7 +153,7 @@ class Droppable:
 
 
 def bring_back(message: StoredMessage) -> None:
-    """Move entries of a message that were set aside back to their containers, because they may be droppable now."""
+    """Move the set-aside entries of a message back to their containers, because they may be droppable now."""
     record = message.record
     if record is not None and record.aside:
         aside, record.aside = record.aside, ()
