@@ -260,7 +260,7 @@ class Broker(InspectableBroker):
 
         Args:
             active: ``False`` stops the producers, ``True`` lets them publish.
-            channel: name of one channel, even if it is no producer. ``None`` for all producers, including future ones.
+            channel: name of any one channel. ``None`` for all producers, including future ones.
 
         Raises:
             LookupError: the channel does not exist.

@@ -85,7 +85,7 @@ class Dropping:
             self._contents.left(entry, DropReason.MEMORY)
 
     def drop_lost(self, message: StoredMessage) -> None:
-        """Drop a message whose body is lost, ready or unacked."""
+        """Drop the ready and unacked entries of a message whose body is lost."""
         for entry in [each for each in self._contents.oldest_first() if each.message is message]:
             self._contents.take_out(entry)
             self._contents.left(entry, DropReason.DAMAGED)

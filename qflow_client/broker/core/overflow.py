@@ -34,7 +34,7 @@ class Overflow:
         return "flow"
 
     def lets_wait(self, size: int) -> bool:
-        """Return True if a refused message of `size` body bytes waits for room."""
+        """Return True if a message of `size` body bytes waits for room when it is refused."""
         return False
 
     @property

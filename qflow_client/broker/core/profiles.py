@@ -81,7 +81,7 @@ class Dialect:
         alarm_text: reply text when an alarm closes a channel.
         channel_errors_close: reply code for closing the connection after an error that should close only the channel.
             ``None`` if such an error closes only the channel.
-        settings: values that it proposes to clients, unless the broker's settings have others.
+        settings: defaults for the settings that the broker proposes to clients.
     """
 
     properties: Mapping[str, str]

@@ -23,7 +23,7 @@ _Step = Callable[[], Coroutine[Any, Any, None]]
 def _is_in_task() -> bool:
     """Whether a task runs in this thread.
 
-    If a loop runs without a task, as in Playwright's synchronous API, a call may block.
+    If a loop runs without a task, as in Playwright's synchronous API, a blocking call is allowed.
     """
     try:
         return asyncio.current_task() is not None

@@ -102,10 +102,10 @@ class Settings:
         enforcement: how a queue holds back its producers (C5 J3). The argument ``x-qflow-enforcement`` overrides it.
         flow_scope: which channels a queue blocks (flows) (D12).
         recent: seconds for which a channel counts as a publisher of a queue after each message to it (D12).
-        default_flow_stop_threshold: default stop mark, in percent of a queue's maximum, above which the flow state
-            turns ON (C4).
-        default_flow_resume_threshold: default resume mark in percent, below which the flow state turns OFF. Both 0 for
-            no default thresholds (C4).
+        default_flow_stop_threshold: default stop mark (C4), in percent of a queue's maximum. Above it, the flow state
+            turns ON.
+        default_flow_resume_threshold: default resume mark (C4), in percent. Below it, the flow state turns OFF. If both
+            are 0, there are no default marks.
         capacity: body bytes; the default for ``x-qpid-capacity`` (J2); 0 for no capacity.
         flow_resume_capacity: body bytes; the default for ``x-qpid-flow-resume-capacity``; ``None`` for the capacity.
         heartbeat: seconds, as proposed to clients; 0 for no heartbeats.

@@ -149,7 +149,7 @@ class PolicyDefinition:
 
         Raises:
             TypeError: a value has the wrong type.
-            ValueError: as for the class. Or a field does not exist, and the text contains the most similar field.
+            ValueError: a value is not allowed, or a field does not exist. The text contains the most similar field.
         """
         known = tuple(field.name for field in fields(cls))
         for name in values:
@@ -410,7 +410,7 @@ class Policy:
 
         Raises:
             TypeError: a value has the wrong type.
-            ValueError: the text has another form, or as for the class.
+            ValueError: the text has the wrong form, or a value is not allowed.
         """
         name, *pairs = shlex.split(text) or [""]
         values: dict[str, Any] = {}

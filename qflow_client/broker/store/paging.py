@@ -210,7 +210,7 @@ def _evict(account: Account, queues: Iterable[QueueView]) -> None:
 
 
 def _drop_transient(account: Account, queues: Iterable[QueueView]) -> None:
-    """Drop ready messages that are not persistent, where the policy allows it, until memory is below the limit (A1).
+    """Drop ready, transient messages until memory is below the limit (A1), where the policies of the queues allow it.
 
     The queue with the most ready bytes drops its oldest messages first. A message in several queues is dropped only if
     all of them allow it, because otherwise no memory is freed. For the same reason a message is not dropped if its body
