@@ -7,15 +7,27 @@ import threading
 from asyncio import _get_running_loop
 from collections.abc import Generator
 from contextlib import suppress
+from types import coroutine
 from typing import Any
 
+from qflow_client.forks import after_fork_in_child
 from qflow_client.receipt import Outcome, Receipt
 from qflow_client.settings import check_timeout
 
 __all__ = ["AsyncReceipt"]
 
-# Held while a waiter is registered, because the loops of several threads may wait for one receipt.
-_REGISTERING = threading.Lock()
+# Guards the registration of futures, because the loops of several threads may wait for one receipt. It is reentrant,
+# because a finalizer may run at that moment.
+_registering = threading.RLock()
+
+
+def _after_fork_in_child() -> None:
+    # Another thread of the parent may have held the lock. The child does not have this thread.
+    global _registering
+    _registering = threading.RLock()
+
+
+after_fork_in_child(_after_fork_in_child)
 
 
 class AsyncReceipt(Receipt):
@@ -72,21 +84,32 @@ class AsyncReceipt(Receipt):
             raise self._unanswered(timeout)
         return self._verdict()
 
-    def _settled(self) -> asyncio.Future[None]:
-        """Return a future that is done when the message is settled."""
+    @coroutine
+    def _settled(self) -> Generator[Any, None, None]:
+        """Return when the message is settled."""
         future = _Settled(loop=asyncio.get_running_loop())
-        with _REGISTERING:
-            first = self._waiter
-            if first is None or (isinstance(first, _Settled) and first.done()):
-                self._waiter = future
-            else:
-                if isinstance(first, _Settled):
-                    self._waiter = _Waiters((first,))
-                self._waiter.add(future)
+        self._register(future)
         if self._outcome is not None:
             # Another thread may have settled the message before it could see the future.
-            future.set_result(None)
-        return future
+            return
+        try:
+            yield from future
+        finally:
+            if isinstance(self._waiter, _Waiters):
+                self._waiter.discard(future)
+
+    def _register(self, future: _Settled) -> None:
+        with _registering:
+            while True:
+                first = self._waiter
+                if isinstance(first, _Waiters):
+                    first.add(future)
+                    return
+                new = future if first is None or first.done() else _Waiters((first, future))
+                # A finalizer that ran meanwhile may have registered another future.
+                if self._waiter is first:
+                    self._waiter = new
+                    return
 
 
 class _Settled(asyncio.Future[None]):
@@ -105,10 +128,7 @@ class _Settled(asyncio.Future[None]):
 class _Waiters(set[_Settled]):
     """Wakes several tasks that wait for one receipt."""
 
-    def add(self, future: _Settled, /) -> None:
-        super().add(future)
-        # Tasks that stop waiting leave nothing here.
-        future.add_done_callback(self.discard)
+    __slots__ = ()
 
     def done(self) -> bool:
         return False
