@@ -262,9 +262,11 @@ class Reports:
         level = _LOG_LEVELS.get(hold.kind, logging.DEBUG)
         if connecting and hold.kind == HoldKind.DISCONNECTED:
             level = logging.DEBUG
+        # The first wait for a connection has no events, so the listeners do not count its hold.
+        count = len(self._gate.holds) - (self._is_starting and self._gate.is_held_by(HoldKind.DISCONNECTED))
         if raised:
             logs = _entries(level, "%s: blocked (flowed): %s", self.name, hold)
-            kind = FlowEventKind.FLOWED if len(self._gate.holds) == 1 else FlowEventKind.HOLD_RAISED
+            kind = FlowEventKind.FLOWED if count == 1 else FlowEventKind.HOLD_RAISED
         elif ending:
             logs = _entries(
                 level, "%s: closed after being blocked (flowed) for %.3g s: %s", self.name, now - hold.since, hold
@@ -272,7 +274,7 @@ class Reports:
             kind = FlowEventKind.CLOSED
         else:
             logs = _entries(level, "%s: hold lifted after %.3g s: %s", self.name, now - hold.since, hold)
-            kind = FlowEventKind.HOLD_LIFTED if self._gate.holds else FlowEventKind.UNFLOWED
+            kind = FlowEventKind.HOLD_LIFTED if count else FlowEventKind.UNFLOWED
         is_start = self._is_starting and hold.kind == HoldKind.DISCONNECTED
         events = [] if self.events is None or is_start else [self._make_event(kind, hold, hold.since, now)]
         reported = {each for each in self._reported if each is not hold} | ({hold} if raised else set())
@@ -292,7 +294,8 @@ class Reports:
         self._is_starting = False
         if self.events is not None:
             hold = self._gate.holds[0]
-            self.events.append(self._make_event(FlowEventKind.FLOWED, hold, hold.since, now))
+            kind = FlowEventKind.FLOWED if len(self._gate.holds) == 1 else FlowEventKind.HOLD_RAISED
+            self.events.append(self._make_event(kind, hold, hold.since, now))
 
     def heal(self, now: float, *, connecting: bool, ending: bool) -> None:
         """Report the holds that an unfinished step changed and did not report. See `report_hold` for the arguments."""

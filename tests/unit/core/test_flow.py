@@ -442,6 +442,32 @@ def test_only_a_producer_that_connects_in_the_background_reports_that_it_is_not_
     assert protocol.reports.events[-1].kind == "flowed"
 
 
+@pytest.mark.parametrize("is_lifted_first", [False, True])
+def test_a_hold_that_is_raised_before_the_first_connection_has_flowed_and_unflowed_events(
+    *, is_lifted_first: bool
+) -> None:
+    protocol = make(opened=False)
+    protocol.reports.events = []
+    protocol.hold(HoldKind.PAUSED, 1.0)
+    if is_lifted_first:
+        protocol.lift(HoldKind.PAUSED, 2.0)
+    protocol.channel_opened(1, 4096, 3.0)
+    if not is_lifted_first:
+        protocol.lift(HoldKind.PAUSED, 4.0)
+    assert [event.kind for event in protocol.reports.events] == ["flowed", "unflowed"]
+
+
+def test_a_background_connect_during_a_pause_adds_one_more_hold() -> None:
+    protocol = make(opened=False)
+    protocol.reports.events = []
+    protocol.hold(HoldKind.PAUSED, 1.0)
+    protocol.start_in_background(2.0)
+    protocol.channel_opened(1, 4096, 3.0)
+    protocol.lift(HoldKind.PAUSED, 4.0)
+    kinds = [event.kind for event in protocol.reports.events]
+    assert kinds == ["flowed", "hold_raised", "hold_lifted", "unflowed"]
+
+
 def test_j7_an_encoded_message_of_many_frames_that_has_not_begun_waits_for_flow_active() -> None:
     protocol = make()
     send(protocol, bytes(3 * MAX_BODY))
