@@ -12,7 +12,9 @@ import pytest
 from qflow_client.forks import replace_copy, separately
 
 
-def test_a_copy_is_replaced_without_a_spare_descriptor(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copy_of_a_descriptor_is_replaced_even_if_no_more_descriptors_can_be_opened(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     ours, other = socket.socketpair()
     really_open = os.open
 

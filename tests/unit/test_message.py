@@ -47,7 +47,7 @@ def test_a_body_is_bytes_or_text(body: Any, expected: bytes) -> None:
     assert as_body(body) == expected
 
 
-def test_a_bytes_body_is_not_copied() -> None:
+def test_a_body_of_bytes_is_not_copied() -> None:
     body = b"large"
     assert Message(body).body is body
 

@@ -84,7 +84,9 @@ def test_C6_with_completion_two_producers_reach_exactly_the_sum_of_their_capacit
 
 
 @pytest.mark.parametrize("enforcement", ["both", "channel_flow"])
-def test_C6_two_producers_never_overshoot_the_sum_of_their_capacities(connect, enforcement):
+def test_C6_two_producers_never_exceed_the_stop_threshold_by_more_than_the_sum_of_their_capacities(
+    connect, enforcement
+):
     with Broker(enforcement=enforcement) as broker:
         producers = start_two(broker, connect)
         broker.wait_until(lambda b: [channel.flowed for channel in b.producers()] == [True, True])

@@ -99,7 +99,7 @@ def parts(takes: list[int]) -> Iterator[tuple[TapTransport, WritingChannel, byte
             yield tapped, channel, written, reader
 
 
-def test_the_library_gets_the_next_frame_boundary_even_if_every_write_ends_in_the_middle_of_a_frame() -> None:
+def test_the_library_writes_at_the_next_frame_boundary_even_if_every_write_ends_in_the_middle_of_a_frame() -> None:
     # 100 bytes in each frame, and 33 in each write: only the hundredth write would end at a border by itself.
     with parts([33] * 90) as (tapped, channel, written, _):
         for _ in range(200):
@@ -113,7 +113,7 @@ def test_the_library_gets_the_next_frame_boundary_even_if_every_write_ends_in_th
         assert bytes(written[100:111]) == b"<heartbeat>"
 
 
-def test_two_writers_that_both_have_much_to_write_alternate() -> None:
+def test_two_writers_with_much_output_take_turns() -> None:
     with parts([0]) as (tapped, channel, written, _):
         for _ in range(4):
             channel.outbound.add(b"[" + b"x" * 200_000 + b"]")
@@ -156,7 +156,7 @@ def test_frames_stay_whole_and_in_order_for_every_way_the_socket_splits_writes(
         assert not tapped.awake
 
 
-def test_E2_a_wake_up_that_is_interrupted_at_any_line_is_done_by_the_next_one() -> None:
+def test_E2_the_next_wake_up_completes_a_wake_up_that_was_interrupted_at_any_line() -> None:
     for at in range(1, 20):
         with parts([]) as (tapped, channel, written, _):
             channel.outbound.add(b"[1]")

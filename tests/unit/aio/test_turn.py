@@ -71,7 +71,7 @@ def test_each_future_is_set_at_its_time_and_never_earlier(clock: Clock, loop: as
     assert not clock.timers
 
 
-def test_futures_that_are_done_in_time_cost_one_timer(clock: Clock, loop: asyncio.AbstractEventLoop) -> None:
+def test_futures_that_are_done_in_time_need_only_one_timer(clock: Clock, loop: asyncio.AbstractEventLoop) -> None:
     deadlines = Deadlines(clock, 60.0)  # type: ignore[arg-type]  # as above
     for number in range(10_000):
         clock.run_to(number / 1000)
@@ -98,7 +98,7 @@ def test_a_timer_is_set_again_after_a_call_that_was_interrupted(clock: Clock, lo
     assert next_one.done()
 
 
-def test_a_clock_of_the_loop_that_is_early_sets_nothing(clock: Clock, loop: asyncio.AbstractEventLoop) -> None:
+def test_a_timer_that_the_loop_calls_too_early_sets_no_future(clock: Clock, loop: asyncio.AbstractEventLoop) -> None:
     deadlines = Deadlines(clock, 5.0)  # type: ignore[arg-type]  # as above
     waiter = loop.create_future()
     deadlines.add(waiter, clock.now)
@@ -117,7 +117,9 @@ def test_without_a_limit_there_is_no_timer(clock: Clock, loop: asyncio.AbstractE
     assert not clock.timers
 
 
-def test_the_end_leaves_a_timer_only_to_futures_that_wait(clock: Clock, loop: asyncio.AbstractEventLoop) -> None:
+def test_after_the_end_a_timer_remains_only_if_a_future_still_waits(
+    clock: Clock, loop: asyncio.AbstractEventLoop
+) -> None:
     deadlines = Deadlines(clock, 5.0)  # type: ignore[arg-type]  # as above
     waits, settled = loop.create_future(), loop.create_future()
     deadlines.add(settled, clock.now)
@@ -130,7 +132,7 @@ def test_the_end_leaves_a_timer_only_to_futures_that_wait(clock: Clock, loop: as
     assert waits.done()
 
 
-def test_a_late_timer_is_not_put_off_by_newer_futures(clock: Clock, loop: asyncio.AbstractEventLoop) -> None:
+def test_futures_are_set_in_time_even_if_the_loop_calls_no_timer(clock: Clock, loop: asyncio.AbstractEventLoop) -> None:
     deadlines = Deadlines(clock, 5.0)  # type: ignore[arg-type]  # as above
     waiters = [loop.create_future() for _ in range(6)]
     for number, waiter in enumerate(waiters):
@@ -142,7 +144,9 @@ def test_a_late_timer_is_not_put_off_by_newer_futures(clock: Clock, loop: asynci
     assert list(deadlines._times) == waiters[5:]
 
 
-def test_an_early_timer_without_futures_leaves_none_out(clock: Clock, loop: asyncio.AbstractEventLoop) -> None:
+def test_a_future_that_is_added_after_an_early_timer_is_set_in_time(
+    clock: Clock, loop: asyncio.AbstractEventLoop
+) -> None:
     deadlines = Deadlines(clock, 5.0)  # type: ignore[arg-type]  # as above
     settled, waits = loop.create_future(), loop.create_future()
     deadlines.add(settled, clock.now)

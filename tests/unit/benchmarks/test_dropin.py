@@ -20,7 +20,7 @@ def test_every_loop_leaves_its_messages_in_the_queue(library: str) -> None:
 
 
 @pytest.mark.parametrize("library", LOOPS)
-def test_a_ratio_is_the_median_of_the_rounds_ratios(library: str) -> None:
+def test_a_ratio_is_the_median_of_the_ratios_of_all_rounds(library: str) -> None:
     rounds = [
         {name: factor * (3.0 if name.startswith("drop-in") else 1.0) for name in LOOPS[library]}
         for factor in (1.0, 7.0, 100.0)

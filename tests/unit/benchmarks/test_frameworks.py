@@ -27,7 +27,9 @@ GOOD = {"alarm": "ConfirmTimeout", "alarm_seconds": 3.0, "alarm_next": "FlowCont
         ("pika-pipelined", {"disordered": 1}, "out of order"),
     ],
 )
-def test_a_changed_application_may_not(application: str, changes: dict[str, object], words: str | None) -> None:
+def test_wrong_results_are_faults_of_a_changed_application_and_not_of_the_original(
+    application: str, changes: dict[str, object], words: str | None
+) -> None:
     given = GOOD | changes
     found = faults_of(Result(application, "changed", **given))  # type: ignore[arg-type]
     assert found == [] if words is None else words in " ".join(found)

@@ -47,7 +47,7 @@ def test_the_plain_socket_sends_the_same_bytes_as_our_producer(size: int) -> Non
     assert b"".join(bodies) == b"x" * size * 3
 
 
-def test_varied_messages_have_their_own_headers_and_timestamp_and_the_same_length() -> None:
+def test_each_varied_message_has_its_own_headers_and_timestamp_and_all_have_the_same_length() -> None:
     data, length = publish_frames("q", b"body", 3, 4096, varying=True)
     assert len(data) == 3 * length
     seen = []
@@ -66,7 +66,7 @@ def test_runs_with_large_bodies_send_fewer_messages() -> None:
     assert within_bytes(1 << 40) == 1
 
 
-def test_one_by_one_measures_the_time_of_a_sample_of_messages() -> None:
+def test_the_one_by_one_benchmark_measures_the_time_of_a_sample_of_its_messages() -> None:
     published: list[int] = []
     job = Job("", "q", b"", 10, 1, True, sample=4)
     assert len(one_by_one(job, lambda: published.append(1))) == 3
@@ -96,7 +96,7 @@ def test_each_ack_counts_once_in_any_order_and_for_every_split_of_the_stream() -
         assert (window.confirmed, window.floor, window.above) == (7, 7, set())
 
 
-def test_a_run_of_acks_may_leave_gaps() -> None:
+def test_acks_are_counted_even_if_they_leave_gaps() -> None:
     window = AckWindow()
     window.feed(ack(2) + ack(4) + ack(5))
     assert (window.confirmed, window.floor) == (3, 0)
@@ -172,7 +172,7 @@ def test_the_table_shows_which_libraries_are_not_installed() -> None:
     assert len(table.splitlines()) == 4
 
 
-def test_a_missing_library_is_reported_as_not_installed_and_our_own_mistake_as_an_error(
+def test_a_missing_library_is_reported_as_not_installed_and_our_own_mistake_is_reported_as_an_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(peers.PEERS, "gone", "no_such_library_anywhere:Peer")
@@ -182,7 +182,7 @@ def test_a_missing_library_is_reported_as_not_installed_and_our_own_mistake_as_a
         peers.load("typo")
 
 
-def test_the_command_line() -> None:
+def test_the_command_line_options_are_parsed_and_wrong_values_are_refused() -> None:
     options = parser().parse_args(["--sizes", "100,1024,100", "--peers", "all", "--unconfirmed"])
     assert options.sizes == (100, 1024)
     assert options.peers == tuple(peers.PEERS)

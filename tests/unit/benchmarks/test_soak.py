@@ -186,7 +186,7 @@ def test_a_delayed_first_copy_is_recognised_because_it_is_not_marked_as_a_second
     assert wrong(replace(soak, queue=queue)) == []
 
 
-def test_time_that_the_process_lost_to_the_machine_does_not_make_a_deadline_late() -> None:
+def test_an_overrun_deadline_is_not_a_fault_if_the_machine_did_not_run_the_process() -> None:
     soak = late(good())
     overruns = soak.overruns[0][0]
     assert wrong(replace(soak, overruns=[(overruns, Stretches([(50.2, 50.5)]).within)])) == []
@@ -214,7 +214,7 @@ def test_overlapping_intervals_count_once(found: list[tuple[int, int]], begin: i
     assert stretches.longest <= stretches.total
 
 
-def test_a_message_shows_its_sender_and_whether_it_is_complete() -> None:
+def test_the_body_of_a_message_shows_its_sender_and_whether_the_message_is_complete() -> None:
     lengths = set()
     for number in range(1, 1200):
         body = body_of(7, number)

@@ -33,7 +33,7 @@ def test_a_readme_without_the_two_commands_is_refused() -> None:
         commands_of_readme("```sh\nmake\n```\n")
 
 
-def test_the_stages_can_run_and_use_both_lanes(found: list[Stage]) -> None:
+def test_all_stages_can_run_and_they_use_both_lanes(found: list[Stage]) -> None:
     check(found)
     assert {stage.lane for stage in found} == {PYTHON, BROKERS, ""}
 
@@ -60,7 +60,7 @@ def _expanded(section: str) -> list[str]:
     return [found[1] + number for number in found[2].split(",")] if found else [section]
 
 
-def test_the_newest_python_runs_in_the_coverage_stage_what_its_own_stage_leaves_out(found: list[Stage]) -> None:
+def test_the_coverage_stage_runs_the_tests_that_the_stage_of_the_newest_python_leaves_out(found: list[Stage]) -> None:
     scripts = {stage.name: stage.script for stage in found}
     *before, newest = [version for version in claimed_pythons(PYPROJECT)[1:] if find_python(version)] or [""]
     assert all("--ignore" not in scripts[f"py{version.replace('.', '')}"] for version in before)
@@ -70,7 +70,7 @@ def test_the_newest_python_runs_in_the_coverage_stage_what_its_own_stage_leaves_
         assert scripts["coverage"].endswith(f"base_python=python{newest} -- {' '.join(left_out)}")
 
 
-def test_the_classifiers_list_every_python_from_the_oldest_required_one() -> None:
+def test_the_classifiers_list_every_python_version_from_the_oldest_supported_one_on() -> None:
     claimed = claimed_pythons(PYPROJECT)
     assert f'requires-python = ">={claimed[0]}"' in PYPROJECT
     assert claimed == [f"3.{minor}" for minor in range(11, 11 + len(claimed))]

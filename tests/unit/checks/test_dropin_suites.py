@@ -15,7 +15,7 @@ DOCS = Path(__file__).parents[3] / "docs"
 PAGES = {"aio-pika": "migrate-aio-pika.md", "kombu": "migrate-celery.md"}
 
 
-def test_tests_that_pass_only_with_the_original_and_exceptions_that_are_not_needed_are_reported(
+def test_the_report_lists_tests_that_pass_only_with_the_original_and_exceptions_that_are_not_needed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(dropins, "DIFFERENT", {"kombu": frozenset({"known", "mended", "gone"})})

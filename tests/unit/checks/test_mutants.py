@@ -5,7 +5,7 @@ from __future__ import annotations
 from checks.mutants import ROOT, TARGETS, find_annotations
 
 
-def test_annotations_and_only_annotations_are_found() -> None:
+def test_all_annotations_and_no_other_text_are_found() -> None:
     source = "x: int | None = 1 + 2\ndef f(a: A, b=1) -> B:\n    return a | b\n"
     lines = source.splitlines()
     found = {lines[first - 1][start:end] for (first, start), (_, end) in find_annotations(source)}

@@ -23,13 +23,13 @@ def test_a_run_shows_which_tests_passed_and_failed(tmp_path: Path, monkeypatch: 
     assert run.commit == repeat.commit_of(repeat.ROOT)
 
 
-def test_load_runs_during_the_tests_and_is_gone_afterwards() -> None:
+def test_load_processes_run_during_the_tests_and_end_afterwards() -> None:
     with busy(1) as processes:
         assert [process.poll() for process in processes] == [None]
     assert [process.poll() for process in processes] == [-signal.SIGKILL]
 
 
-def test_a_series_continues_until_the_commit_has_run_the_requested_number_of_times(
+def test_a_series_continues_until_the_commit_has_been_tested_the_requested_number_of_times(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(repeat, "SUITES", {"default": f"echo x >> {tmp_path}/ran; echo 3 passed in 1 s"})

@@ -25,7 +25,7 @@ def test_every_suite_is_run_at_night() -> None:
     assert {step.name for step in PARTS["suites"].steps} == {"environment", *SUITES}
 
 
-def test_tests_that_pass_only_on_rabbitmq_and_exceptions_that_are_not_needed_are_reported(
+def test_the_report_lists_tests_that_pass_only_on_rabbitmq_and_exceptions_that_are_not_needed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(run.DIFFERENT, "amqplib", {"known": "row", "mended": "row", "gone": "row"})

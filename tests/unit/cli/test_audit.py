@@ -78,7 +78,7 @@ def test_a_good_run_passes() -> None:
         ),
     ],
 )
-def test_a_fault_is_named_with_its_difference(run: Run, expected: dict[str, str]) -> None:
+def test_the_audit_names_each_fault_and_shows_its_difference(run: Run, expected: dict[str, str]) -> None:
     assert failures(run) == expected
 
 
@@ -90,7 +90,7 @@ def test_a_fault_is_named_with_its_difference(run: Run, expected: dict[str, str]
         (Enforcement.COMPLETION, "capacity", "channel_flow"),
     ],
 )
-def test_a_producer_must_be_held_in_the_way_that_the_queue_enforces(
+def test_the_audit_requires_that_producers_were_held_by_the_enforcement_of_the_queue(
     enforcement: Enforcement, kind: str, not_enough: str
 ) -> None:
     run = replace(RUN, queue=replace(RUN.queue, enforcement=enforcement))

@@ -15,11 +15,11 @@ def tally(ids: list[str | None], messages: int = 3) -> ConsumerTally:
     return ledger.report(last=True)
 
 
-def test_each_message_exactly_once_in_any_order_passes() -> None:
+def test_a_run_that_receives_each_message_exactly_once_in_any_order_passes() -> None:
     assert tally(["flight-3", "flight-1", "flight-2"]) == ConsumerTally(consumed=3)
 
 
-def test_a_gap_is_missing_and_a_copy_is_repeated_even_if_the_totals_agree() -> None:
+def test_a_gap_counts_as_missing_and_a_copy_counts_as_repeated_even_if_the_totals_agree() -> None:
     assert tally(["flight-1", "flight-3", "flight-3"]) == ConsumerTally(consumed=3, repeated=1, missing=1)
 
 

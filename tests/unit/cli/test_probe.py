@@ -29,7 +29,7 @@ def ask(url: str, method: str = "GET") -> HTTPResponse:
     return connection.getresponse()
 
 
-def test_E12_a_probe_works_again_after_threads_could_not_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_E12_probes_work_again_after_a_failure_to_start_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     start = threading.Thread.start
 
     def start_none_for_requests(thread: threading.Thread) -> None:

@@ -107,7 +107,9 @@ def test_a_bad_record_is_an_error_that_names_file_and_line(
 
 
 @pytest.mark.parametrize("name", ["plain.csv", "packed.csv.gz", "packed.zip"])
-def test_files_are_decompressed_by_extension_and_report_how_far_they_are_read(tmp_path: Path, name: str) -> None:
+def test_files_are_decompressed_by_their_extension_and_report_the_progress_of_the_reading(
+    tmp_path: Path, name: str
+) -> None:
     content = b"n\n" + b"".join(b"%d\n" % n for n in range(1000))
     path = tmp_path / name
     if name.endswith(".gz"):
@@ -177,7 +179,7 @@ def test_a_closed_standard_input_is_refused() -> None:
         RecordSource("-", None, None)
 
 
-def test_a_named_pipe_does_not_report_how_far_it_is_read(tmp_path: Path) -> None:
+def test_a_named_pipe_does_not_report_the_progress_of_the_reading(tmp_path: Path) -> None:
     path = tmp_path / "pipe"
     os.mkfifo(path)
     writer = threading.Thread(target=path.write_bytes, args=(b"one\n",))
@@ -309,7 +311,9 @@ def test_E13_a_position_with_a_different_format_is_refused(text: int | str, word
     assert str(refused.value) == words
 
 
-def test_E13_a_source_is_a_file_and_its_destination(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_E13_a_source_is_identified_by_its_file_and_its_destination(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "link").symlink_to("a.csv")
     assert source_of("link", "", "orders") == source_of(str(tmp_path / "a.csv"), "", "orders")

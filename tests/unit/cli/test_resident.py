@@ -13,7 +13,7 @@ from qflow_client.cli import broker as command
 from qflow_client.cli.resident import ALARM, ResidentWatch, resident_size
 
 
-def test_E9_publishers_are_blocked_while_the_process_is_too_large_and_messages_explain_it() -> None:
+def test_E9_publishers_are_blocked_while_the_process_is_too_large_because_of_its_messages() -> None:
     watch = ResidentWatch(1000, 800)
     assert watch.most == 1960
     seen = []
@@ -43,7 +43,7 @@ def test_E9_publishers_are_blocked_while_the_process_is_too_large_and_messages_e
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="the system does not say")
-def test_the_measured_resident_size_is_that_of_this_process() -> None:
+def test_the_measured_resident_size_is_the_size_of_this_process() -> None:
     before = resident_size()
     assert before is not None
     block = b"x" * (64 << 20)
@@ -52,7 +52,9 @@ def test_the_measured_resident_size_is_that_of_this_process() -> None:
     assert after - before > len(block) // 2
 
 
-def test_E9_the_alarm_comes_and_goes_with_the_size_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_E9_the_alarm_begins_when_the_process_is_too_large_and_ends_when_it_is_smaller(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     size = 10 << 20
     monkeypatch.setattr(command, "resident_size", lambda: size)
     monkeypatch.setattr(command, "_LOOK", 0.01)

@@ -52,7 +52,7 @@ def test_the_summary_says_where_to_resume_and_which_messages_would_be_sent_twice
     assert [line for line in lines if "gap" in line or "--skip" in line] == advice
 
 
-def test_the_json_summary_contains_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_json_summary_contains_the_same_counts_as_the_text(capsys: pytest.CaptureFixture[str]) -> None:
     _summarise(tally("cncncc"), 1.0, CommandError("no"), as_json=True, quiet=False)
     out, err = capsys.readouterr()
     told = json.loads(out)

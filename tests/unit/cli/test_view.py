@@ -9,7 +9,7 @@ from qflow_client.cli.demo.audit import ConsumerTally, ProducerTally, QueueTally
 from qflow_client.cli.demo.view import Scene
 
 
-def test_the_demo_shows_every_hold_of_a_producer_at_80_columns() -> None:
+def test_the_demo_shows_every_hold_of_a_producer_in_80_columns() -> None:
     held = {"channel_flow": 1234.5, "capacity": 1234.5}
     producers = [
         ProducerTally("producer-50", 50, 336_776, 336_776, holds=("channel_flow", "capacity"), seconds_flowed=held),

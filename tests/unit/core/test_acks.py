@@ -63,7 +63,7 @@ def tapped(*numbers: int) -> tuple[Tap, list[Told]]:
     return tap, channels
 
 
-def test_single_acks_of_one_read_are_reported_as_runs_and_multiple_acks_in_their_place() -> None:
+def test_single_acks_of_one_read_are_reported_as_runs_and_multiple_acks_are_reported_between_them_in_order() -> None:
     tap, (channel,) = tapped(1)
     data = b"".join([*map(ack, (1, 2, 3)), *map(ack, (7, 8)), ack(9, 1), *map(ack, (10, 4, 5)), ack(20, 1), ack(11)])
     assert tap.received(data, 0.0) == b""
@@ -106,7 +106,7 @@ def test_other_frames_between_acks_go_to_their_receivers() -> None:
 
 
 @pytest.mark.parametrize("bad", [ack(4)[:-1] + b"\xcd", b"\4" + ack(4)[1:]], ids=["end", "type"])
-def test_acks_before_invalid_bytes_count(bad: bytes) -> None:
+def test_acks_before_invalid_bytes_are_still_handled(bad: bytes) -> None:
     tap, (channel,) = tapped(1)
     with pytest.raises(FrameError):
         tap.received(ack(1) + ack(2) + ack(3) + bad + ack(5) + ack(6), 0.0)

@@ -38,7 +38,7 @@ def test_the_window_grows_while_throughput_grows_up_to_its_maximum() -> None:
     assert max(found) == 300
 
 
-def test_c6_at_most_the_current_capacity_is_unsettled() -> None:
+def test_c6_unsettled_messages_never_exceed_the_current_capacity() -> None:
     protocol = make(capacity="auto")
     now = 0.0
     for _ in range(20):
@@ -75,7 +75,7 @@ def test_the_window_shrinks_when_confirms_are_withheld() -> None:
     assert protocol.window.capacity < before / 8
 
 
-def test_setting_a_number_fixes_the_capacity_permanently() -> None:
+def test_a_capacity_that_is_set_to_a_number_no_longer_adapts() -> None:
     protocol = make(capacity="auto")
     now = rounds(protocol, 3, 0.0, 0.1)
     protocol.set_capacity(50, now)
@@ -96,7 +96,7 @@ def test_the_capacity_of_an_existing_producer_can_only_be_set_to_a_number() -> N
         assert protocol.window.capacity == before
 
 
-def test_a_window_that_is_briefly_small_does_not_slow_down_callbacks() -> None:
+def test_a_window_that_is_small_for_a_moment_does_not_slow_down_callbacks() -> None:
     protocol = make(capacity="auto", capacity_max=100)
     protocol.reports.settled = []
     for unreported in (50, 101):
@@ -110,7 +110,7 @@ def test_a_window_that_is_briefly_small_does_not_slow_down_callbacks() -> None:
     assert holds(protocol) == []
 
 
-def test_messages_withdrawn_with_the_connection_leave_the_whole_window_free() -> None:
+def test_the_whole_window_is_free_after_a_lost_connection() -> None:
     protocol = make(capacity="auto")
     now = rounds(protocol, 5, 0.0, 0.1)
     fill(protocol, now)

@@ -30,7 +30,7 @@ def test_a_producer_without_a_connection_is_flowed_and_admits_waiting_messages_o
     assert protocol.gate.is_open
 
 
-def test_c6_at_most_capacity_messages_are_unsettled() -> None:
+def test_c6_the_number_of_unsettled_messages_never_exceeds_the_capacity() -> None:
     protocol = make(capacity=3)
     for _ in range(3):
         send(protocol)
@@ -45,7 +45,7 @@ def test_c6_at_most_capacity_messages_are_unsettled() -> None:
     assert protocol.admission.send(b"x", "", "q", 2.0) is None
 
 
-def test_c6_at_most_capacity_bytes_are_unsettled() -> None:
+def test_c6_the_bytes_of_unsettled_messages_never_exceed_capacity_bytes() -> None:
     protocol = make(capacity_bytes=100)
     send(protocol, b"a" * 60)
     assert protocol.admission.send(b"b" * 41, "", "q", 0.0) is None
@@ -73,7 +73,7 @@ def test_a_message_larger_than_capacity_bytes_is_admitted_alone() -> None:
     assert after.receipt is not None
 
 
-def test_in_flight_messages_have_begun_to_be_written_and_are_not_settled() -> None:
+def test_a_message_is_in_flight_from_the_start_of_its_writing_until_it_is_settled() -> None:
     protocol = make()
     send(protocol, b"1")
     size = protocol.unwritten
@@ -357,7 +357,7 @@ def test_a_notice_is_logged_every_period_while_a_send_waits() -> None:
     assert logged(protocol)[0] == "WARNING orders: a send has been waiting for 2.5 s: capacity"
 
 
-def test_with_many_waiting_senders_one_notice_every_period_shows_their_number_and_the_longest_wait() -> None:
+def test_one_notice_in_each_period_shows_the_number_of_waiting_senders_and_the_longest_wait() -> None:
     protocol = make(capacity=1, flow_control_wait_notify_period=2.0)
     protocol.reports.events = []
     send(protocol)
@@ -392,7 +392,7 @@ def test_a_sender_that_joins_later_logs_nothing_before_the_next_notice_is_due() 
     assert [event.seconds for event in protocol.reports.events if event.waiting] == [2.0, 3.0]
 
 
-def test_a_caller_that_asks_for_all_senders_gets_the_notices_of_all() -> None:
+def test_a_caller_that_asks_for_all_senders_gets_the_notices_of_all_senders() -> None:
     protocol = make(flow_control_wait_notify_period=2.0)
     assert protocol.line.notice(1.0) is None, "nobody waits"
     protocol.hold("paused", 1.0)
@@ -460,7 +460,7 @@ def test_a_producer_with_slow_receipt_callbacks_is_held_until_half_of_the_receip
     assert protocol.gate.is_open
 
 
-def test_receipts_settled_by_the_end_of_the_producer_hold_nothing() -> None:
+def test_receipts_that_the_end_of_the_producer_settles_cause_no_hold() -> None:
     protocol = make(capacity=4)
     protocol.reports.settled = []
     protocol.close("the producer is closed", 1.0)
@@ -519,7 +519,7 @@ def test_a_send_in_a_callback_waits_for_room_in_a_full_window_and_is_admitted_by
     assert ticket.receipt is not None
 
 
-def test_a_send_in_a_callback_can_be_withdrawn_time_out_and_be_refused() -> None:
+def test_a_send_in_a_callback_can_be_withdrawn_can_time_out_and_can_be_refused() -> None:
     protocol = make(capacity=1)
     send(protocol)
     ticket = place(protocol, b"x", 0.0, first=True)
@@ -535,7 +535,7 @@ def test_a_send_in_a_callback_can_be_withdrawn_time_out_and_be_refused() -> None
     assert protocol.reports.wake == ["first", "line"]
 
 
-def test_f4_no_send_overtakes_a_send_in_a_callback_and_a_timeout_caused_by_it_names_the_reason() -> None:
+def test_f4_no_send_overtakes_a_send_in_a_callback_and_a_send_that_times_out_behind_it_gives_the_reason() -> None:
     protocol = make(rate=10.0)
     send(protocol)
     assert protocol.admission.send(b"callback", "", "q", 0.01) is None
@@ -550,7 +550,7 @@ def test_f4_no_send_overtakes_a_send_in_a_callback_and_a_timeout_caused_by_it_na
     assert now == pytest.approx(0.1)
 
 
-def test_a_send_in_a_callback_that_times_out_names_the_hold() -> None:
+def test_a_send_in_a_callback_that_times_out_raises_an_error_that_names_the_hold() -> None:
     protocol = make(capacity_bytes=100)
     send(protocol, b"x" * 60)
     ticket = place(protocol, b"y" * 50, 0.0, timeout=1.0, first=True)
@@ -562,7 +562,7 @@ def test_a_send_in_a_callback_that_times_out_names_the_hold() -> None:
     send(protocol, b"z")
 
 
-def test_a_send_in_a_callback_with_a_different_hold_requests_no_timer() -> None:
+def test_a_send_in_a_callback_that_waits_for_a_hold_other_than_the_rate_needs_no_timer() -> None:
     protocol = make(rate=10.0)
     protocol.hold("paused", 0.0)
     first = place(protocol, b"a", 0.0, first=True)
@@ -642,7 +642,7 @@ class Fickle(PublishEncoder):
 MARKED = Message(b"x", headers={"k": "v"})
 
 
-def test_any_exception_from_encoding_uses_no_capacity() -> None:
+def test_a_message_whose_encoding_fails_uses_no_capacity() -> None:
     protocol = make(capacity=1, capacity_bytes=10)
     protocol.admission.encoder = Fickle()
     with pytest.raises(ZeroDivisionError):
@@ -653,7 +653,7 @@ def test_any_exception_from_encoding_uses_no_capacity() -> None:
     send(protocol)
 
 
-def test_any_exception_from_an_observer_uses_no_capacity_and_records_no_expected_return() -> None:
+def test_a_message_whose_observer_fails_uses_no_capacity_and_expects_no_return() -> None:
     class Refusing(dict[int, float]):
         def __setitem__(self, number: int, value: float) -> None:
             raise ZeroDivisionError
@@ -687,7 +687,7 @@ def test_an_exception_from_encoding_after_the_wait_fails_the_ticket_and_the_next
     assert protocol.window.used == protocol.limits.byte_window.used == 1
 
 
-def test_ctrl_c_while_a_waiting_message_is_admitted_is_raised_and_the_message_keeps_waiting() -> None:
+def test_ctrl_c_during_the_admission_of_a_waiting_message_is_raised_and_the_message_keeps_waiting() -> None:
     protocol = make(capacity=1)
     send(protocol)
     protocol.admission.encoder = encoder = Fickle(KeyboardInterrupt)
@@ -729,7 +729,7 @@ def test_f2_the_rate_limits_the_number_of_messages() -> None:
     assert protocol.next_timer(0.21) is None
 
 
-def test_c6_while_many_senders_wait_the_capacity_hold_is_raised_and_reported_once() -> None:
+def test_c6_the_capacity_hold_is_raised_and_reported_only_once_while_many_senders_wait() -> None:
     protocol = make(capacity=2)
     protocol.reports.events = []
     send(protocol), send(protocol)
@@ -744,7 +744,7 @@ def test_c6_while_many_senders_wait_the_capacity_hold_is_raised_and_reported_onc
     assert protocol.flow_state(2.0).times_flowed == 1
 
 
-def test_f2_a_rate_hold_without_waiting_senders_ends_in_time() -> None:
+def test_f2_a_timer_ends_a_rate_hold_even_if_no_sender_waits() -> None:
     protocol = make(rate=1.0)
     protocol.reports.events = []
     send(protocol)
@@ -771,7 +771,7 @@ def test_f2_passing_time_admits_nothing_to_a_byte_window_that_is_exactly_full() 
     assert protocol.next_timer(5.0) is None, "or the timer fires without end"
 
 
-def test_the_hold_changes_between_window_and_rate_without_opening_the_gate() -> None:
+def test_a_hold_by_the_rate_replaces_a_hold_by_the_window_without_opening_the_gate() -> None:
     protocol = make(rate=1.0, capacity=1)
     protocol.reports.events = []
     send(protocol, now=10.0)
@@ -860,7 +860,7 @@ def test_a_closed_producer_admits_nothing() -> None:
     assert not protocol.gate.holds
 
 
-def test_waits_for_a_closed_producer_to_be_unflowed_end() -> None:
+def test_a_caller_cannot_wait_until_a_closed_producer_is_unflowed() -> None:
     protocol = make()
     protocol.close("closed by hand", 1.0)
     assert not protocol.waiters.when_unflowed("me", 2.0)

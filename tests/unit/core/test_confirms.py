@@ -138,7 +138,7 @@ def test_a_return_and_the_ack_that_follows_settle_as_returned() -> None:
     assert "(312 NO_ROUTE)" in str(error)
 
 
-def test_a_return_with_a_generated_id_finds_its_message_among_many_and_after_a_refused_one() -> None:
+def test_a_return_with_a_generated_id_finds_its_message_among_many_messages_and_after_a_refused_message() -> None:
     protocol = make()
     with pytest.raises(ValueError):
         protocol.admission.send(b"x", "", "k" * 256, 0.0)
@@ -172,7 +172,7 @@ def test_the_first_return_belongs_to_the_first_of_two_messages_with_the_same_id(
     assert not protocol.parts.returns.by_id
 
 
-def test_E2_a_message_that_is_forgotten_again_after_an_interrupt_leaves_another_with_the_same_id() -> None:
+def test_E2_forgetting_a_message_twice_after_an_interrupt_keeps_another_message_with_the_same_id() -> None:
     protocol = make()
     first, second = [send(protocol, Message(b"x", message_id="same")) for _ in range(2)]
     for _ in range(2):
@@ -180,7 +180,7 @@ def test_E2_a_message_that_is_forgotten_again_after_an_interrupt_leaves_another_
         assert protocol.parts.returns.by_id == {"same": [second]}
 
 
-def test_of_two_messages_with_the_same_id_and_different_destinations_the_right_one_is_returned() -> None:
+def test_a_return_finds_the_right_one_of_two_messages_with_the_same_id_and_different_destinations() -> None:
     protocol = make()
     good = send(protocol, Message(b"x", message_id="same"), key="good")
     bad = send(protocol, Message(b"x", message_id="same"), key="bad")
@@ -353,7 +353,7 @@ def test_every_message_gets_an_id_of_fixed_width_unless_it_has_an_id() -> None:
     assert [message.properties.delivery_mode for message in messages] == [2, 2, 2, 2]
 
 
-def test_with_message_ids_off_a_message_has_an_id_only_if_the_application_sets_it() -> None:
+def test_a_message_has_an_id_only_if_the_application_sets_it_when_message_ids_is_off() -> None:
     protocol = make(message_ids=False)
     receipts = [send(protocol, b"x"), send(protocol, Message(b"y", message_id="own")), send(protocol, Message(b""))]
     messages = wire(drain(protocol)).messages
@@ -369,7 +369,7 @@ def test_with_message_ids_off_a_message_has_an_id_only_if_the_application_sets_i
     assert all(receipt.delivered for receipt in receipts)
 
 
-def test_the_mandatory_flag_is_written_as_set() -> None:
+def test_the_mandatory_flag_is_written_with_the_value_of_the_setting() -> None:
     for mandatory in (True, False):
         protocol = make(mandatory=mandatory)
         send(protocol)
@@ -378,7 +378,7 @@ def test_the_mandatory_flag_is_written_as_set() -> None:
         assert bool(protocol.parts.returns.by_id) == mandatory, "what is never returned need not be found"
 
 
-def test_every_message_goes_to_its_own_destination_also_on_the_next_channel() -> None:
+def test_every_message_goes_to_its_own_destination_even_on_the_next_channel() -> None:
     protocol = make(exchange="ex", routing_key="q")
     places = [("ex", "q"), ("ex", "q"), ("", "q"), ("ex", "a"), ("ex", "a"), ("", "a"), ("ex", "q")]
     for channel in (1, 2):
@@ -575,7 +575,7 @@ def test_E6_failures_after_the_producer_is_closed_are_kept() -> None:
     assert protocol.reports.take_failures() == receipts, "no more than was unsettled"
 
 
-def test_E7_the_cost_of_an_unread_failure_does_not_depend_on_their_number() -> None:
+def test_E7_the_cost_of_an_unread_failure_does_not_depend_on_the_number_of_unread_failures() -> None:
     protocol = make(max_failed_bytes=2000 * 613, on_refused="fail")
     looks = 0
 

@@ -50,7 +50,7 @@ def test_credentials_are_renewed_after_four_fifths_of_their_lifetime() -> None:
     assert expiry.wait(1e9) is None
 
 
-def test_unchanged_credentials_are_not_requested_more_and_more_often_as_they_expire() -> None:
+def test_credentials_that_are_about_to_expire_are_requested_at_most_once_in_a_tenth_of_a_second() -> None:
     expiry = Expiry(SETTINGS)
     expiry.obtained(Credentials("ann", "", 0.01), 0.0)
     assert expiry.wait(0.0) == 0.1
@@ -253,7 +253,9 @@ def test_without_new_credentials_a_connection_is_closed_before_the_broker_drops_
 
 
 @pytest.mark.parametrize(("ends", "renewed"), [(27.0, []), (29.0, [30.0])], ids=["of the issuer", "of the broker"])
-def test_new_credentials_that_arrive_after_the_end_are_ignored(ends: float, renewed: list[float]) -> None:
+def test_new_credentials_that_arrive_after_the_end_of_the_connection_are_ignored(
+    ends: float, renewed: list[float]
+) -> None:
     world = World(latency=2.0)
     world.connect()
     world.run(ends)

@@ -49,7 +49,7 @@ def test_a_half_written_message_of_many_frames_is_unknown() -> None:
     assert receipt.outcome is Outcome.UNKNOWN
 
 
-def test_messages_answered_before_the_end_keep_their_outcome() -> None:
+def test_messages_answered_before_the_end_of_the_connection_keep_their_outcome() -> None:
     protocol = make()
     receipts = [send(protocol) for _ in range(3)]
     drain(protocol)
@@ -151,7 +151,7 @@ def test_a_channel_closed_for_a_published_message_rejects_the_only_message_in_fl
     ]
 
 
-def test_with_on_disconnect_fail_nothing_is_resent_on_a_new_channel_either() -> None:
+def test_no_message_is_resent_on_a_new_channel_if_on_disconnect_is_fail() -> None:
     protocol = make(on_disconnect="fail")
     receipts = [send(protocol), send(protocol)]
     drain(protocol)

@@ -40,7 +40,7 @@ def outcomes(receipts: list[Receipt]) -> list[Outcome | None]:
     st.floats(0.01, 100.0),
     st.lists(st.tuples(st.floats(0.0, 5.0), st.integers(0, 3)), min_size=1, max_size=30),
 )
-def test_no_message_expires_early_or_more_than_one_interval_late(
+def test_no_message_expires_too_early_or_more_than_one_interval_too_late(
     timeout: float, steps: list[tuple[float, int]]
 ) -> None:
     expiry, now, number = Expiry(timeout, 0.0), 0.0, 1
@@ -66,7 +66,7 @@ def test_no_message_expires_early_or_more_than_one_interval_late(
         number += count
 
 
-def test_E16_expired_messages_are_settled_by_how_far_they_got() -> None:
+def test_E16_the_outcome_of_an_expired_message_depends_on_whether_it_was_written_or_returned() -> None:
     protocol = expiring(mandatory=True)
     receipts = [send(protocol, b"written"), send(protocol, Message(b"returned", message_id="own"))]
     write(protocol, protocol.unwritten)
@@ -144,7 +144,7 @@ def test_E16_expired_messages_make_room_for_waiting_senders() -> None:
     assert wire(drain(protocol, 10.5)).short == [b"next"]
 
 
-def test_E16_without_the_setting_no_timer_is_needed() -> None:
+def test_E16_no_timer_is_needed_without_the_setting() -> None:
     protocol = make()
     assert not protocol.needs_timer
     assert protocol.next_timer(0.0) is None
@@ -176,7 +176,7 @@ def test_E16_no_message_is_rejected_in_place_of_an_expired_one_that_was_already_
     assert innocent.outcome is Outcome.CONFIRMED
 
 
-def test_E16_a_message_whose_channel_closes_twice_is_rejected_even_if_another_expired_before() -> None:
+def test_E16_a_message_whose_channel_closes_twice_is_rejected_even_if_another_message_expired_earlier() -> None:
     protocol = expiring()
     send(protocol, b"expires")
     drain(protocol)
@@ -192,7 +192,7 @@ def test_E16_a_message_whose_channel_closes_twice_is_rejected_even_if_another_ex
     assert culprit.outcome is Outcome.REJECTED
 
 
-def test_E16_after_a_channel_close_with_an_expired_message_written_the_refused_message_is_unknown() -> None:
+def test_E16_a_refused_message_is_unknown_if_an_expired_message_was_written_before_the_channel_close() -> None:
     protocol = expiring(retries=Backoff(1.0, 8.0, 0.0), retry_for=1000.0)
     send(protocol, b"expires")
     drain(protocol)

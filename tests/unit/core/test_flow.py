@@ -69,7 +69,7 @@ def test_j7_completing_a_message_does_not_write_the_next_one() -> None:
     assert read.read(drain(protocol)).short == [BODIES[0], False]
 
 
-def test_j7_waiting_messages_are_not_admitted_while_flowed_and_follow_those_admitted_before() -> None:
+def test_j7_waiting_messages_are_not_admitted_while_flowed_and_follow_messages_admitted_earlier() -> None:
     protocol = make()
     send(protocol, b"admitted")
     protocol.on_flow(False, 1.0)
@@ -103,7 +103,7 @@ def test_j7_every_flow_is_answered_even_if_it_repeats_the_current_state() -> Non
     assert protocol.gate.times_closed == 2
 
 
-def test_j7_a_half_written_answer_is_not_interrupted_by_the_next() -> None:
+def test_j7_a_half_written_answer_is_not_interrupted_by_the_next_answer() -> None:
     protocol = make()
     protocol.on_flow(False, 1.0)
     read = Wire().read(write(protocol, 4))
@@ -195,7 +195,7 @@ def test_a_connection_that_is_blocked_before_the_channel_opens_stays_blocked() -
 
 
 @given(st.data())
-def test_j7_no_message_begins_between_the_answer_and_active_for_any_order_of_writes_and_flows(
+def test_j7_no_message_begins_between_flow_ok_and_an_active_flow_in_any_order_of_writes_and_flows(
     data: st.DataObject,
 ) -> None:
     protocol = make(max_unwritten_bytes=1 << 30)
@@ -227,7 +227,7 @@ def test_j7_no_message_begins_between_the_answer_and_active_for_any_order_of_wri
 # Events.
 
 
-def test_events_report_every_change_in_order_with_wall_time_and_durations() -> None:
+def test_flow_events_report_every_change_in_order_with_its_wall_time_and_duration() -> None:
     protocol = make(name="orders", wall_offset=1000.0)
     protocol.reports.events = []
     protocol.on_flow(False, 10.0)
@@ -286,7 +286,7 @@ def told(holds: Iterable[Hold]) -> list[tuple[str, float]]:
 
 
 @pytest.mark.parametrize("listened", [True, False])
-def test_a_producer_that_takes_over_notifies_listeners_only_of_holds_that_differ(listened: bool) -> None:
+def test_a_producer_that_replaces_another_one_notifies_listeners_only_of_holds_that_differ(listened: bool) -> None:
     left, goes_on = make(), make()
     for protocol in (left, goes_on):
         protocol.reports.events = [] if listened or protocol is goes_on else None
@@ -325,7 +325,7 @@ def test_the_flow_state_shows_each_hold_its_start_its_count_and_its_duration() -
     assert protocol.flow_state(16.0).since == 1010.0, "it has not been unflowed in between"
 
 
-def test_holds_during_the_first_connect_count_from_the_connection_on() -> None:
+def test_holds_that_begin_before_the_first_connection_count_only_from_the_connection_on() -> None:
     protocol = make(opened=False, capacity=1)
     wait(protocol)
     wait(protocol)
@@ -411,7 +411,7 @@ def test_log_records_below_the_level_are_not_stored(caplog: pytest.LogCaptureFix
     assert [level for level, *_ in protocol.reports.logs] == [logging.WARNING]
 
 
-def test_only_connections_after_the_first_count_as_having_been_flowed() -> None:
+def test_the_time_before_the_first_connection_does_not_count_as_flowed_time() -> None:
     protocol = make(opened=False)
     protocol.channel_opened(1, 4096, 2.0)
     assert protocol.flow_state(3.0).times_flowed == 0
@@ -421,7 +421,7 @@ def test_only_connections_after_the_first_count_as_having_been_flowed() -> None:
     assert (state.times_flowed, state.seconds_flowed) == (1, {"disconnected": 2.0})
 
 
-def test_a_producer_that_connects_in_the_background_without_listeners_makes_no_events() -> None:
+def test_a_producer_without_listeners_that_connects_in_the_background_creates_no_events() -> None:
     protocol = make(opened=False)
     protocol.start_in_background(1.0)
     assert protocol.reports.events is None
@@ -514,7 +514,7 @@ def test_E6_undelivered_flow_events_are_bounded_and_counted() -> None:
     assert protocol.reports.lost_events.get(None, 0) > 0, "notices of sends that wait for others have no hold"
 
 
-def test_no_message_begins_after_writing_has_ended_even_if_a_stop_ends() -> None:
+def test_no_message_begins_after_the_end_of_writing_even_if_a_flow_stop_ends_later() -> None:
     protocol = make()
     protocol.on_blocked("memory", 0.0)
     protocol.on_unblocked(0.1)

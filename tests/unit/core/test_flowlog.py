@@ -46,7 +46,7 @@ class Fake:
         return lambda: self.listeners.remove(callback)
 
 
-def test_each_record_of_a_hold_contains_all_data_needed_to_evaluate_it_alone() -> None:
+def test_each_record_of_a_hold_can_be_evaluated_without_any_other_record() -> None:
     lines: list[dict[str, Any]] = []
     producer = ProducerLines("p", "orders", lines.append, 9_000_000)
     producer.event(_event(FlowEventKind.FLOWED, A, (A,), 10.0, 100))
@@ -115,7 +115,7 @@ def test_a_log_without_records_leaves_no_file(tmp_path: Path) -> None:
     assert list((tmp_path / "deep" / "folder").iterdir()) == []
 
 
-def test_records_that_the_disk_cannot_keep_up_with_are_dropped_and_counted(tmp_path: Path) -> None:
+def test_records_are_dropped_and_counted_if_the_disk_is_too_slow(tmp_path: Path) -> None:
     with FlowLog(tmp_path, max_lines=10) as log:
         with log._writing:
             for number in range(15):

@@ -253,7 +253,7 @@ def test_a_send_that_is_interrupted_while_it_waits_leaves_nothing_in_the_line(
 
 
 @pytest.mark.parametrize(("line", "first", "room"), PAIRS)
-def test_a_send_that_is_interrupted_while_it_is_withdrawn_is_withdrawn(
+def test_a_send_is_withdrawn_even_if_its_withdrawal_is_interrupted(
     line: Callable[[], Line], first: bool, room: bool
 ) -> None:
     for at in range(1, 3000, EVERY):
@@ -289,7 +289,7 @@ def test_a_second_interrupt_loses_no_waiting_sender(again: int) -> None:
 
 @pytest.mark.parametrize("first", [False, True])
 @pytest.mark.parametrize("line", LINES)
-def test_if_withdrawing_all_is_interrupted_each_sender_is_withdrawn_or_still_waits(
+def test_an_interrupted_withdrawal_of_all_senders_leaves_each_sender_withdrawn_or_waiting(
     line: Callable[[], Line], first: bool
 ) -> None:
     for at in range(1, 1000):
@@ -326,7 +326,7 @@ def test_an_interrupted_close_is_completed_by_the_end_of_the_connection(first: b
 
 
 @pytest.mark.parametrize("settings", [{"capacity": 1}, {"capacity": 2, "rate": 1.0}, {"capacity": 1, "rate": 1.0}])
-def test_an_interrupt_at_any_line_around_a_limit_leaves_no_hold(settings: dict[str, Any]) -> None:
+def test_a_send_that_is_interrupted_at_any_line_near_a_limit_leaves_no_hold(settings: dict[str, Any]) -> None:
     for at in range(1, 1000):
         protocol = make(**settings)
         send(protocol, now=10.0)
@@ -416,7 +416,7 @@ def test_ctrl_c_while_all_senders_are_withdrawn_leaves_none_in_the_line() -> Non
     assert all_get_out(protocol, tickets) == []
 
 
-def test_a_message_admitted_during_ctrl_c_is_admitted_and_reported_once() -> None:
+def test_a_message_whose_admission_ctrl_c_interrupts_is_admitted_and_reported_once() -> None:
     class Admitted(Admission):
         __slots__ = ()
         pressed = False
@@ -452,7 +452,7 @@ def test_a_message_admitted_during_ctrl_c_is_admitted_and_reported_once() -> Non
     assert protocol.controller.waiting == 0
 
 
-def test_a_message_whose_admission_was_interrupted_does_not_replace_the_next_one_with_its_number() -> None:
+def test_an_interrupted_admission_does_not_replace_the_next_message_that_gets_the_same_number() -> None:
     class Interrupted(Admission):
         __slots__ = ()
         pressed = False
@@ -533,7 +533,7 @@ def stop(protocol: ProducerProtocol) -> None:
 @pytest.mark.parametrize("written", [0, 300, 3 * MAX_BODY])
 @pytest.mark.parametrize("second", [0, 2, 20])
 @pytest.mark.parametrize("step", [make_frames, stop])
-def test_every_message_is_written_once_and_in_order_whichever_step_is_interrupted(
+def test_every_message_is_written_once_and_in_order_even_if_any_step_is_interrupted(
     step: Callable[[ProducerProtocol], None], second: int, written: int
 ) -> None:
     for at in range(1, 1000, EVERY):

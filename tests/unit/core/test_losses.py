@@ -51,7 +51,7 @@ def test_E6_a_reader_is_warned_of_lost_events_once_until_it_has_caught_up(said: 
     assert losses.entry() is None
 
 
-def test_E6_a_subscription_keeps_the_newest_events_and_schedules_one_call_for_each() -> None:
+def test_E6_a_subscription_keeps_the_newest_events_and_schedules_one_call_for_each_event() -> None:
     subscription = Subscription(print, None, "orders", 3)
     assert [subscription.put(event(number)) for number in range(5)] == [True] * 3 + [False] * 2
     assert [subscription.take().at for _ in range(3)] == [2.0, 3.0, 4.0]

@@ -69,7 +69,7 @@ def test_writing_0_bytes_changes_nothing() -> None:
     assert (outbound.begun, outbound.size, outbound.mid_frame) == (0, 2, False)
 
 
-def test_answers_follow_the_batch_in_order() -> None:
+def test_answers_are_written_after_the_batch_and_in_order() -> None:
     outbound = batch([b"one"])
     outbound.put_control(b"A")
     outbound.put_control(b"B")

@@ -77,7 +77,7 @@ def test_only_messages_named_by_the_broker_are_sent_alone() -> None:
     assert holds(protocol) == []
 
 
-def test_messages_that_may_have_arrived_are_marked_as_second_copies_whether_suspected_or_not() -> None:
+def test_messages_that_may_have_arrived_are_marked_as_second_copies_even_if_they_are_not_suspects() -> None:
     protocol = make()
     send(protocol, b"1")
     send(protocol, b"2", key="bad")
@@ -96,7 +96,7 @@ def test_messages_that_may_have_arrived_are_marked_as_second_copies_whether_susp
     ]
 
 
-def test_the_text_of_an_error_is_trusted_once() -> None:
+def test_an_error_text_that_named_an_innocent_message_is_not_trusted_again() -> None:
     protocol = make()
     protocol.admission.send(b"innocent", "named", "q", 0.0)
     culprit = protocol.admission.send(b"guilty", "other", "q", 0.0)
@@ -181,7 +181,7 @@ def test_staged_messages_are_sent_while_the_producer_closes() -> None:
     assert not protocol.wants_channel
 
 
-def test_messages_are_not_written_if_the_window_has_room_while_there_is_no_channel() -> None:
+def test_no_message_is_written_without_a_channel_even_if_the_window_has_room() -> None:
     protocol = make()
     five(protocol)
     close(protocol)
@@ -210,7 +210,9 @@ def test_messages_that_match_the_text_of_the_error_are_suspects(text: str, expec
 
 
 @given(st.lists(st.sampled_from(["send", "poison", "part", "work", "lose", "wait"]), max_size=60), st.booleans())
-def test_exactly_the_poisonous_messages_are_rejected_under_any_further_failures(steps: list[str], tells: bool) -> None:
+def test_exactly_the_poisonous_messages_are_rejected_even_if_other_failures_occur(
+    steps: list[str], tells: bool
+) -> None:
     """The broker reads message by message, and closes the channel at each poisonous one."""
     protocol = make(capacity=6)
     receipts: list[Receipt] = []

@@ -47,7 +47,7 @@ def test_with_a_time_limit_of_0_there_is_no_attempt() -> None:
     assert lost.verdict == "cut"
 
 
-def test_the_lost_host_is_tried_first_and_a_longer_delay_follows_all_hosts() -> None:
+def test_the_lost_host_is_tried_first_and_the_delay_grows_after_all_hosts_were_tried() -> None:
     tries = reconnection(host=1)
     tries.opened(0.0)
     assert tries.lost("cut", 100.0) == 1.0
@@ -102,7 +102,7 @@ def test_permanent_errors_end_the_attempts_if_all_hosts_report_them() -> None:
     )
 
 
-def test_with_renewable_credentials_no_refusal_is_permanent() -> None:
+def test_no_refusal_is_permanent_if_the_credentials_can_be_renewed() -> None:
     given = ProducerSettings(url=HOSTS[0], reconnect_jitter=0, reconnect_delay=1)
     tries = Reconnection(given, given.urls, 0, credentials_change=True)
     assert tries.lost("cut", 0.0) == 1.0
@@ -112,7 +112,7 @@ def test_with_renewable_credentials_no_refusal_is_permanent() -> None:
     assert tries.last == ""
 
 
-def test_attempts_end_at_the_deadline_with_the_reason_of_the_last_failure() -> None:
+def test_attempts_end_at_the_deadline_and_report_the_reason_of_the_last_failure() -> None:
     tries = reconnection(url=HOSTS[0], reconnect_timeout=3)
     assert tries.lost("cut", 0.0) == 1.0
     assert tries.failed("refused", False, 1.0) == 2.0
@@ -188,7 +188,7 @@ def test_E15_a_broker_with_overdue_confirms_is_probed_and_abandoned_if_it_stays_
     assert look(one, 112.0) == "the broker has sent nothing for 12 s, although confirms are due and a probe was sent"
 
 
-def test_E15_any_answer_and_any_time_without_overdue_confirms_restarts_the_silence() -> None:
+def test_E15_the_time_of_silence_restarts_after_any_answer_and_while_no_confirm_is_overdue() -> None:
     one = watch(liveness=8.0)
     assert look(one, 108.0) == ""
     # The answer to the probe.
@@ -207,7 +207,7 @@ def test_E15_a_broker_that_blocks_the_connection_is_allowed_to_be_silent() -> No
     assert [look(one, now) for now in (507.0, 508.0)] == [None, ""]
 
 
-def test_E15_a_blocked_connection_is_abandoned_and_ever_later_if_all_hosts_are_blocked() -> None:
+def test_E15_a_blocked_connection_is_abandoned_after_longer_and_longer_waits_if_all_hosts_are_blocked() -> None:
     hosts = watch(hosts=3, on_blocked="failover", failover_delay=4.0)
     now, left = 100.0, []
     for _ in range(7):
@@ -268,7 +268,7 @@ def test_E15_a_producer_does_not_return_to_an_unstable_first_host() -> None:
     assert not any(rule.probed(step % 4 != 0, 15.0 * step) for step in range(1000))
 
 
-def test_E15_a_short_return_delays_the_next_one_and_a_lasting_return_resets_the_delay() -> None:
+def test_E15_a_short_return_to_the_first_host_delays_the_next_return_and_a_long_one_resets_the_delay() -> None:
     rule = returning()
     now, waits = 0.0, []
     for kept in (None, 59.0, 1.0, 1.0, 1.0, 1.0, 1.0, 60.0, 1.0):
@@ -283,7 +283,7 @@ def test_E15_a_short_return_delays_the_next_one_and_a_lasting_return_resets_the_
     assert waits == [60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 1920.0, 1920.0, 60.0]
 
 
-def test_E15_reopening_a_channel_changes_nothing() -> None:
+def test_E15_reopening_a_channel_does_not_change_the_time_of_the_return_to_the_first_host() -> None:
     rule = returning()
     rule.opened(1, 0.0)
     for now in (15.0, 30.0, 45.0, 60.0):

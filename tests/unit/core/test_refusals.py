@@ -126,7 +126,7 @@ def test_messages_in_flight_after_a_refused_one_continue_and_later_refusals_keep
     assert left(protocol) == [b"3"]
 
 
-def test_after_retry_for_a_message_is_settled_whether_it_waits_or_is_refused_again() -> None:
+def test_a_message_is_settled_when_retry_for_is_over_even_if_it_waits_or_is_refused_again() -> None:
     protocol = patient(retry_for=2.5)
     receipts = three(protocol)
     assert protocol.waiters.when_flushed("me")
@@ -184,7 +184,7 @@ def test_a_returned_message_is_not_retried() -> None:
     assert holds(protocol) == []
 
 
-def test_a_return_after_the_nack_settles_the_message_in_place_of_the_next_attempt() -> None:
+def test_a_return_after_the_nack_settles_the_message_and_no_further_attempt_is_made() -> None:
     protocol = patient()
     receipts = three(protocol)
     protocol.on_nack(3, True, 0.0)
@@ -236,7 +236,7 @@ def test_a_channel_closed_for_lack_of_room_counts_as_a_refusal_and_not_as_poison
     assert not late.done
 
 
-def test_a_channel_closed_for_lack_of_room_after_retry_for_leaves_no_hold() -> None:
+def test_a_channel_that_is_closed_for_lack_of_room_when_retry_for_is_over_leaves_no_hold() -> None:
     protocol = patient(retry_for=0)
     receipt = send(protocol)
     drain(protocol)
@@ -297,7 +297,7 @@ def test_E1_refused_messages_are_resent_before_younger_ones_lost_with_the_connec
     assert protocol.reports.wake == ["me"]
 
 
-def test_a_flush_called_between_refused_and_younger_messages_waits_for_the_older_ones() -> None:
+def test_a_flush_waits_for_a_refused_message_and_for_younger_messages_that_are_resent_after_it() -> None:
     protocol = patient(capacity=20)
     three(protocol)
     protocol.on_nack(1, False, 0.0)
@@ -430,7 +430,7 @@ def test_a_multiple_nack_skips_settled_messages() -> None:
 
 
 def test_new_messages_do_not_overtake_waiting_suspects_when_there_is_room_again() -> None:
-    """Otherwise it would have the delivery tags of the waiting messages, and be confirmed by their answers."""
+    """A new message would get the delivery tag of a waiting message, and an answer to that would confirm it."""
     protocol = patient(capacity=10)
     receipts = three(protocol)
     protocol.channel_closed(404, "NOT_FOUND", PUBLISH, 1.0)
@@ -491,7 +491,7 @@ def test_a_refused_message_that_is_too_large_with_its_mark_is_nacked_alone() -> 
 
 
 @pytest.mark.parametrize("how", ["nacked", "closed channel", "lost"])
-def test_E7_the_cost_to_withdraw_a_refused_message_does_not_depend_on_their_number(how: str) -> None:
+def test_E7_the_cost_to_withdraw_a_refused_message_does_not_depend_on_the_number_of_refused_messages(how: str) -> None:
     def cost(count: int) -> int:
         protocol = patient(capacity=count, retry_for=5.0)
         receipts = [send(protocol, b"x") for _ in range(count)]
@@ -511,7 +511,7 @@ def test_E7_the_cost_to_withdraw_a_refused_message_does_not_depend_on_their_numb
     assert cost(400) < 4.4 * cost(100)
 
 
-def test_E7_the_cost_to_flush_messages_resent_after_younger_ones_does_not_depend_on_their_number() -> None:
+def test_E7_the_cost_of_a_flush_does_not_grow_with_the_number_of_messages_resent_after_younger_ones() -> None:
     def cost(count: int) -> int:
         protocol = patient(capacity=2 * count)
         for _ in range(2 * count):
@@ -561,7 +561,7 @@ def test_E6_messages_settled_after_the_oldest_one_are_freed_during_a_flush() -> 
     assert protocol.reports.wake == ["flush"]
 
 
-def test_a_probe_refused_at_its_deadline_does_not_count_as_room() -> None:
+def test_a_probe_refused_at_its_deadline_does_not_count_as_a_sign_of_room() -> None:
     protocol = make(retries=Backoff(1.0, 8.0, 0.0), retry_for=1.5)
     probe, other = send(protocol, b"probe"), send(protocol, b"other")
     drain(protocol)
@@ -689,7 +689,7 @@ def test_a_refused_message_whose_second_copy_was_not_begun_is_nacked(end: str) -
     assert receipt.outcome is Outcome.NACKED
 
 
-def test_of_several_messages_beyond_retry_for_none_is_blamed_for_the_channel_close() -> None:
+def test_no_message_is_blamed_for_a_channel_close_if_retry_for_is_over_for_several_messages() -> None:
     protocol = patient(retry_for=10.0)
     one, two, three = (send(protocol) for _ in range(3))
     drain(protocol)
@@ -713,7 +713,7 @@ def test_a_refused_message_that_is_too_large_for_the_next_channel_is_nacked() ->
     assert "it cannot be encoded again" in str(receipt.error())
 
 
-def test_a_refused_probe_that_is_too_large_with_its_mark_does_not_count_as_room() -> None:
+def test_a_refused_probe_that_is_too_large_with_its_mark_does_not_count_as_a_sign_of_room() -> None:
     protocol = patient(retry_for=0.5)
     send(protocol, b"refused")
     # As in the test of a message that is nacked alone.

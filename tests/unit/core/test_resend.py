@@ -104,7 +104,7 @@ def test_a_message_that_was_never_rewritten_settles_as_unknown_if_it_may_have_ar
     assert protocol.closed == "given up"
 
 
-def test_unsettled_messages_are_resent_while_the_producer_closes_and_then_no_connection_is_needed() -> None:
+def test_a_producer_that_closes_resends_unsettled_messages_and_then_needs_no_connection() -> None:
     protocol = make()
     receipt = send(protocol)
     drain(protocol)
@@ -118,7 +118,7 @@ def test_unsettled_messages_are_resent_while_the_producer_closes_and_then_no_con
     assert holds(protocol) == []
 
 
-def test_with_on_disconnect_fail_all_messages_are_settled_and_the_producer_continues() -> None:
+def test_a_lost_connection_settles_all_messages_and_the_producer_continues_if_on_disconnect_is_fail() -> None:
     protocol = make(on_disconnect="fail", capacity=3)
     written = send(protocol)
     drain(protocol)
@@ -142,7 +142,7 @@ def test_with_on_disconnect_fail_all_messages_are_settled_and_the_producer_conti
     assert waiting.receipt.outcome is Outcome.CONFIRMED
 
 
-def test_with_on_disconnect_fail_a_closed_producer_needs_no_connection() -> None:
+def test_a_closed_producer_needs_no_connection_if_on_disconnect_is_fail() -> None:
     protocol = make(on_disconnect="fail")
     receipt = send(protocol)
     drain(protocol)
@@ -212,7 +212,7 @@ def test_a_flush_after_a_loss_waits_only_for_messages_admitted_before_it() -> No
     assert protocol.unsettled == 1
 
 
-def test_a_flush_ends_with_the_connection_if_its_last_message_is_settled_then() -> None:
+def test_a_flush_ends_when_the_end_of_the_connection_settles_its_last_message() -> None:
     protocol = make()
     receipt = send(protocol)
     drain(protocol)
@@ -238,7 +238,7 @@ def test_a_message_that_the_new_broker_cannot_accept_is_settled_and_no_other_is(
     assert protocol.window.used == 0
 
 
-def test_too_many_unwritten_messages_are_a_hold_until_half_of_them_are_written() -> None:
+def test_too_many_unwritten_messages_cause_a_hold_until_half_of_them_are_written() -> None:
     protocol = make(max_unwritten_bytes=1000)
     send(protocol, bytes(3000))
     drain(protocol)
@@ -351,7 +351,7 @@ def test_the_delivery_tag_of_a_message_belongs_to_its_last_channel() -> None:
     assert [receipt._tag for receipt in receipts[1:]] == [1, 2, 3]
 
 
-def test_resent_messages_are_encoded_as_the_socket_accepts_them() -> None:
+def test_resent_messages_are_encoded_only_as_fast_as_the_socket_accepts_them() -> None:
     protocol = make(capacity=1000, max_unwritten_bytes=10_000_000)
     body = bytes(100_000)
     for _ in range(50):
@@ -395,7 +395,7 @@ def test_only_answers_are_written_while_the_topology_is_redeclared() -> None:
     assert holds(protocol) == []
 
 
-def test_a_channel_that_is_lost_during_its_restoration_leaves_all_messages_to_the_next_one() -> None:
+def test_if_a_channel_is_lost_during_its_restoration_the_next_channel_sends_all_messages() -> None:
     protocol = make()
     send(protocol, b"1")
     drain(protocol)
@@ -409,7 +409,7 @@ def test_a_channel_that_is_lost_during_its_restoration_leaves_all_messages_to_th
     assert holds(protocol) == []
 
 
-def test_a_channel_that_was_never_restored_leaves_no_hold_to_the_next_one() -> None:
+def test_a_channel_that_was_never_restored_leaves_no_hold_for_the_next_channel() -> None:
     protocol = make()
     lose(protocol, 1.0)
     protocol.channel_opened(CHANNEL, FRAME_MAX, 2.0, restores=True)
@@ -420,7 +420,7 @@ def test_a_channel_that_was_never_restored_leaves_no_hold_to_the_next_one() -> N
     assert drain(protocol, 4.0)
 
 
-def test_a_producer_that_is_closed_during_the_restoration_has_no_hold_from_it() -> None:
+def test_a_producer_that_is_closed_during_the_restoration_of_a_channel_keeps_no_hold_from_it() -> None:
     protocol = make()
     lose(protocol, 1.0)
     protocol.channel_opened(CHANNEL, FRAME_MAX, 2.0, restores=True)
@@ -428,7 +428,7 @@ def test_a_producer_that_is_closed_during_the_restoration_has_no_hold_from_it() 
     assert [hold.source for hold in protocol.gate.holds] == [""]
 
 
-def test_a_single_message_is_sent_on_a_channel_with_another_number() -> None:
+def test_a_message_is_resent_on_a_new_channel_that_has_a_different_number() -> None:
     protocol = make()
     receipt = send(protocol, Message(b"own", type="t"))
     lose(protocol)

@@ -160,7 +160,7 @@ FOLLOWS: list[tuple[dict[str, Any], bool]] = [
 
 
 @pytest.mark.parametrize(("given", "mandatory"), FOLLOWS)
-def test_mandatory_follows_message_ids_unless_it_is_set(given: dict[str, Any], mandatory: bool) -> None:
+def test_mandatory_has_the_value_of_message_ids_unless_it_is_set(given: dict[str, Any], mandatory: bool) -> None:
     texts = {name: str(value) for name, value in given.items()}
     query = "&".join(f"{name}={text}" for name, text in texts.items())
     for settings in (
@@ -173,7 +173,7 @@ def test_mandatory_follows_message_ids_unless_it_is_set(given: dict[str, Any], m
         assert settings.is_mandatory is mandatory
 
 
-def test_mandatory_none_overrides_later_sources_and_follows_message_ids() -> None:
+def test_mandatory_set_to_none_overrides_later_sources_and_has_the_value_of_message_ids() -> None:
     environ = {"QFLOW_MANDATORY": "1"}
     assert not load(environ=environ, message_ids=False, mandatory=None).is_mandatory
     assert not load(f"{URL}?mandatory=", environ=environ, message_ids=False).is_mandatory
@@ -206,7 +206,7 @@ def test_E15_failover_without_time_to_reconnect_is_refused() -> None:
         ProducerSettings(on_blocked="failover", reconnect_timeout=0)  # type: ignore[arg-type]
 
 
-def test_mandatory_without_message_ids_is_refused_whichever_source_sets_them() -> None:
+def test_mandatory_without_message_ids_is_refused_for_every_source_of_the_settings() -> None:
     refused = "mandatory=True with message_ids=False: .* leave mandatory out"
     with pytest.raises(SettingsError, match=refused):
         ProducerSettings(message_ids=False, mandatory=True)
@@ -233,7 +233,7 @@ def test_texts_for_none_are_accepted(name: str, text: str) -> None:
 
 
 @pytest.mark.parametrize("name", [each[0] for each in TEXTS] + ["url"])
-def test_an_empty_variable_is_not_set(name: str) -> None:
+def test_an_empty_environment_variable_counts_as_not_set(name: str) -> None:
     assert getattr(load(environ={f"QFLOW_{name.upper()}": ""}), name) == default(name)
 
 
@@ -241,7 +241,7 @@ def test_forever_is_accepted_as_a_text_for_none() -> None:
     assert load(f"{URL}?max_producer_flow_control_wait=forever").max_producer_flow_control_wait is None
 
 
-def test_none_can_be_passed_by_keyword_for_no_time_limit() -> None:
+def test_the_keyword_value_none_means_no_time_limit() -> None:
     environ = {"QFLOW_MAX_PRODUCER_FLOW_CONTROL_WAIT": "5"}
     assert load(environ=environ, max_producer_flow_control_wait=None).max_producer_flow_control_wait is None
 
@@ -404,7 +404,7 @@ def test_a_comma_separates_urls_only_before_the_start_of_a_url(separator: str) -
             load(environ={"QFLOW_URL": text})
 
 
-def test_of_several_urls_the_first_one_with_a_setting_decides() -> None:
+def test_the_first_of_several_urls_that_has_a_setting_decides() -> None:
     settings = load(["amqp://one/?capacity=1", "amqp://two/?capacity=2&rate=3"])
     assert (settings.capacity, settings.rate) == (1, 3.0)
 
@@ -430,14 +430,14 @@ def test_a_bad_value_in_the_query_of_any_url_is_refused_even_if_it_is_never_used
         load(environ={"QFLOW_URL": ",".join(urls)})
 
 
-def test_query_parameters_of_pika_are_passed_to_pika_and_ours_are_not() -> None:
+def test_query_parameters_of_pika_are_passed_to_pika_and_our_own_parameters_are_not() -> None:
     url = "amqp://u:p@host:1/v%2Fh?heartbeat=3&capacity=5&ssl_options=%7B%27a%27%3A+1%7D&name=n&blank="
     settings = load(url)
     assert (settings.capacity, settings.name) == (5, "n")
     assert settings.urls == ("amqp://u:p@host:1/v%2Fh?heartbeat=3&ssl_options=%7B%27a%27%3A+1%7D&blank=",)
 
 
-def test_a_url_in_the_query_of_a_url_sets_no_setting() -> None:
+def test_a_url_inside_the_query_of_another_url_changes_no_setting() -> None:
     assert load("amqp://host/?url=amqp://other/").urls == ("amqp://host/?url=amqp%3A%2F%2Fother%2F",)
 
 
@@ -524,7 +524,7 @@ def test_a_replaced_setting_counts_as_set_and_all_other_settings_keep_their_sour
     )
 
 
-def test_a_copy_made_by_a_generic_tool_has_every_setting_explicit() -> None:
+def test_every_setting_counts_as_set_in_a_copy_made_by_dataclasses_replace() -> None:
     settings = replace(ProducerSettings(url=f"{URL}?rate=3"), name="replaced")
     assert settings == ProducerSettings(url=f"{URL}?rate=3", name="replaced")
     loaded = load(URL, settings=settings, environ={"QFLOW_CAPACITY": "7"})

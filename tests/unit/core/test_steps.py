@@ -254,9 +254,9 @@ STEPS: dict[str, tuple[Callable[[Life], object], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("told", [True, False], ids=["told", "failures"])
+@pytest.mark.parametrize("told", [True, False], ids=["all receipts", "failures"])
 @pytest.mark.parametrize("name", STEPS)
-def test_E2_every_message_is_settled_and_reported_once_whichever_step_is_interrupted(name: str, told: bool) -> None:
+def test_E2_every_message_is_settled_and_reported_once_even_if_any_step_is_interrupted(name: str, told: bool) -> None:
     step, settings = STEPS[name]
     # What keeps failures only is the same but for the reports: each third place shows it in CI.
     for at in range(0, 5000, EVERY if told or EFFORT != "ci" else 3):
@@ -283,7 +283,7 @@ def test_E2_every_message_is_settled_and_reported_once_whichever_step_is_interru
     ],
     ids=["acks", "advance", "write"],
 )
-def test_E2_any_next_step_completes_an_unfinished_one(
+def test_E2_the_next_step_of_any_kind_completes_an_unfinished_step(
     follow: Callable[[ProducerProtocol], object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupt(*_: object) -> None:

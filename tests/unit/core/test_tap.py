@@ -125,7 +125,7 @@ def started(data: bytes) -> pamqp.commands.Connection.Start:
 CONFIRMS = {"product": "qpid", "qpid.confirmed_publish_supported": "true", "qpid.close_when_no_route": "true"}
 
 
-def test_a_broker_that_announces_confirms_differently_is_given_the_capabilities_it_has() -> None:
+def test_capabilities_are_inserted_for_a_broker_that_announces_its_confirms_in_a_different_way() -> None:
     seen = started(Tap().received(start(CONFIRMS), 0.0))
     assert seen.server_properties == CONFIRMS | {"capabilities": {"publisher_confirms": True, "basic.nack": True}}
     assert (seen.version_major, seen.version_minor, seen.mechanisms, seen.locales) == (0, 9, "PLAIN", "en_US")
@@ -155,8 +155,10 @@ def test_a_list_of_capabilities_from_the_broker_is_trusted(properties: dict[str,
 @pytest.mark.parametrize(
     "properties", [CONFIRMS | {"qpid.confirmed_publish_supported": "false"}, {"product": "qpid"}, {}], ids=str
 )
-def test_a_broker_that_announces_no_capabilities_is_reported_to_have_none(properties: dict[str, Any]) -> None:
-    """WSO2's broker, for example. aiormq looks into the table, and fails without one."""
+def test_the_library_sees_an_empty_table_of_capabilities_if_the_broker_announces_none(
+    properties: dict[str, Any],
+) -> None:
+    """An example is the broker of WSO2. aiormq reads the table and fails without it."""
     seen = started(Tap().received(start(properties), 0.0))
     assert seen.server_properties == properties | {"capabilities": {}}
 
@@ -283,7 +285,7 @@ def test_blocked_and_unblocked_are_reported_to_every_channel_and_to_the_library(
     assert channel.told == other.told == [("blocked", "low on memory"), ("unblocked",)]
 
 
-def test_blocked_without_a_reason_is_also_a_hold() -> None:
+def test_a_connection_blocked_without_a_reason_is_also_a_hold() -> None:
     tap, channel = attached()
     tap.received(frame(METHOD_FRAME, 0, CONNECTION_BLOCKED), 0.0)
     assert channel.told == [("blocked", "")]
@@ -450,7 +452,7 @@ def test_the_library_sees_no_frame_of_an_incomplete_return_on_a_detached_channel
 
 
 @given(st.binary(max_size=40))
-def test_any_header_of_a_return_is_accepted_by_the_producer_or_a_frame_error(payload: bytes) -> None:
+def test_every_header_of_a_return_is_either_accepted_by_the_producer_or_causes_a_frame_error(payload: bytes) -> None:
     protocol = make()
     tap = Tap()
     tap.attach(1, protocol, 0.0)
@@ -553,7 +555,7 @@ def test_a_channel_closed_by_the_broker_does_not_count_as_left() -> None:
     assert tap.received(encode(Basic.Ack(1)), 0.0) == encode(Basic.Ack(1))
 
 
-def test_the_library_sees_no_frame_of_a_channel_that_it_does_not_know_until_its_number_is_free() -> None:
+def test_the_library_sees_no_frame_of_an_unknown_channel_until_the_number_of_the_channel_is_free() -> None:
     tap = Tap()
     told: list[bytes] = []
     tap.own(7, told.append)
@@ -653,7 +655,7 @@ def test_a_connection_without_output_has_nothing_to_write() -> None:
     assert Tap().data_to_write(100) == b""
 
 
-def test_the_library_writes_only_at_a_boundary_of_our_frames() -> None:
+def test_the_library_writes_only_at_the_boundaries_of_our_frames() -> None:
     tap, channel = attached()
     channel.outbound.add(b"one")
     channel.outbound.add(b"two")
@@ -668,7 +670,7 @@ def test_the_library_writes_only_at_a_boundary_of_our_frames() -> None:
     assert tap.at_border
 
 
-def test_a_socket_that_accepts_nothing_begins_no_message() -> None:
+def test_no_message_begins_if_the_socket_accepts_no_bytes() -> None:
     tap, channel = attached()
     channel.outbound.add(b"one")
     assert one(tap, 0) == b""
@@ -756,7 +758,7 @@ def test_a_begun_frame_is_completed_when_its_channel_is_detached(close: Callable
     assert tap.data_to_write(100) == b""
 
 
-def test_a_channel_detached_at_a_frame_boundary_leaves_nothing_behind() -> None:
+def test_a_channel_that_is_detached_at_a_frame_boundary_leaves_no_bytes_to_write() -> None:
     tap, channel = attached()
     channel.outbound.add(b"one")
     channel.outbound.add(b"two")
@@ -767,7 +769,7 @@ def test_a_channel_detached_at_a_frame_boundary_leaves_nothing_behind() -> None:
     assert tap.data_to_write(100) == b""
 
 
-def test_a_channel_is_detached_while_a_different_one_is_inside_a_frame() -> None:
+def test_a_channel_can_be_detached_while_a_different_channel_is_inside_a_frame() -> None:
     tap, channel = attached()
     other = Recorder()
     tap.attach(2, other, 0.0)
@@ -817,7 +819,7 @@ def test_frames_for_a_channel_that_closes_before_it_is_attached_are_dropped() ->
     assert channel.told == []
 
 
-def test_after_the_library_closes_a_channel_no_message_follows_but_answers_are_reported() -> None:
+def test_no_message_follows_after_the_library_closes_a_channel_but_answers_are_still_reported() -> None:
     tap, channel = attached()
     other = Recorder()
     tap.attach(2, other, 0.0)
@@ -848,7 +850,9 @@ def test_after_the_library_closes_a_channel_no_message_follows_but_answers_are_r
 
 
 @pytest.mark.parametrize("body", [b"x" * 100, b"x" * 3 * 4096], ids=["of one frame", "of several frames"])
-def test_an_answer_to_a_message_completed_after_the_library_closed_its_channel_is_handled(body: bytes) -> None:
+def test_an_answer_is_handled_even_if_its_message_was_completed_after_the_library_closed_the_channel(
+    body: bytes,
+) -> None:
     tap = Tap()
     protocol = make()
     tap.attach(1, protocol, 0.0)
@@ -874,7 +878,7 @@ def test_an_answer_to_a_message_completed_after_the_library_closed_its_channel_i
     assert protocol.unsettled == 1
 
 
-def test_the_last_frame_of_a_channel_that_is_detached_inside_it_is_completed() -> None:
+def test_a_channel_that_is_detached_inside_its_last_frame_still_completes_that_frame() -> None:
     tap, channel = attached()
     other = Recorder()
     tap.attach(2, other, 0.0)
@@ -894,7 +898,7 @@ def test_the_last_frame_of_a_channel_that_is_detached_inside_it_is_completed() -
 
 
 @pytest.mark.parametrize("cut", [0, 30, 63, 65])
-def test_E2_after_an_interrupted_read_the_tap_accepts_no_more_input_so_no_answer_is_missed(cut: int) -> None:
+def test_E2_the_tap_accepts_no_input_after_an_interrupted_read_so_that_no_answer_is_missed(cut: int) -> None:
     data = b"".join(encode(Basic.Ack(delivery_tag=tag)) for tag in range(1, 9))
     data += encode(Basic.Nack(delivery_tag=9))
     missed = 0

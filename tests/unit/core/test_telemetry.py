@@ -36,7 +36,7 @@ def seconds(recorded: Recorded) -> list[float]:
     return [each for each, _ in recorded]
 
 
-def test_the_duration_of_messages_settled_together_is_that_of_the_oldest(recorded: Recorded) -> None:
+def test_messages_that_are_settled_together_have_the_duration_of_the_oldest_message(recorded: Recorded) -> None:
     protocol = make()
     observer = observe(protocol, recorded)
     for at in range(5):
@@ -63,7 +63,7 @@ def test_the_duration_of_messages_settled_together_is_that_of_the_oldest(recorde
     }
 
 
-def test_messages_settled_over_two_connections_count_once_and_a_resent_message_as_one(
+def test_each_message_counts_once_even_if_it_is_resent_on_a_second_connection(
     recorded: Recorded,
 ) -> None:
     protocol = make()
@@ -136,7 +136,7 @@ def test_messages_sent_before_the_observer_are_counted_without_a_duration(record
     assert observer.counts == {("q", Outcome.CONFIRMED): 1}
 
 
-def test_one_ack_of_several_destinations_and_outcomes_is_counted_separately(recorded: Recorded) -> None:
+def test_one_ack_is_counted_separately_for_each_destination_and_each_outcome(recorded: Recorded) -> None:
     protocol = make(mandatory=True)
     observer = observe(protocol, recorded)
     send(protocol, key="a")
@@ -155,7 +155,9 @@ def test_one_ack_of_several_destinations_and_outcomes_is_counted_separately(reco
     assert errors == [(3.0, "a", None), (3.0, "a", "returned"), (2.0, "b", None)]
 
 
-def test_undelivered_messages_that_stay_in_the_outbox_are_counted_as_such(recorded: Recorded) -> None:
+def test_undelivered_messages_that_stay_in_the_outbox_are_counted_with_the_reason_of_their_failure(
+    recorded: Recorded,
+) -> None:
     protocol = make(outbox="kept", outbox_keep_undelivered=True, on_refused="fail", mandatory=True)
     observer = observe(protocol, recorded)
     receipts = [send(protocol, now=0.0) for _ in range(4)]
@@ -170,7 +172,7 @@ def test_undelivered_messages_that_stay_in_the_outbox_are_counted_as_such(record
     assert [attributes.get("error.type") for _, attributes in recorded] == [None, "returned", "nacked"]
 
 
-def test_messages_lost_with_a_connection_are_reported(recorded: Recorded) -> None:
+def test_messages_that_a_lost_connection_settles_are_reported(recorded: Recorded) -> None:
     protocol = make()
     observer = observe(protocol, recorded)
     send(protocol)

@@ -98,7 +98,7 @@ def test_a_send_ends_when_the_producer_is_closed(waits: bool) -> None:
     assert not protocol.line.tickets
 
 
-def test_a_ticket_withdrawn_before_it_joined_the_waiting_line_is_never_admitted() -> None:
+def test_a_ticket_that_is_withdrawn_before_it_joins_the_waiting_line_is_never_admitted() -> None:
     protocol = full()
     ticket = ticket_of(protocol)
     assert protocol.line.give_up(ticket, 0.0)

@@ -102,7 +102,7 @@ def test_a_receipt_carries_its_message() -> None:
     assert receipt(Outcome.UNKNOWN, (0, "reset by peer")).describe().endswith(": unknown (reset by peer)")
 
 
-def test_a4_the_two_families_of_errors_are_disjoint() -> None:
+def test_a4_the_two_families_of_errors_have_no_class_in_common() -> None:
     not_sent = (ProducerFlowed, FlowControlTimeout)
     admitted = (
         ConfirmTimeout,
@@ -143,7 +143,7 @@ def test_a4_a_flow_error_names_every_hold_its_duration_and_the_message() -> None
     )
 
 
-def test_other_errors_carry_their_subject() -> None:
+def test_other_errors_carry_their_message_or_the_number_of_unsettled_messages() -> None:
     assert ProducerClosed("closed").message is None
     assert ProducerClosed("closed", b"m").message == b"m"
     assert ConfirmTimeout("late").unsettled == 1
@@ -257,7 +257,7 @@ def test_a_message_type_that_no_producer_accepts_is_refused_and_the_error_names_
     ],
     ids=lambda error: type(error).__name__,
 )
-def test_an_error_passes_from_one_process_to_another(
+def test_an_error_can_be_passed_from_one_process_to_another(
     error: QflowError, copied: Callable[[QflowError], QflowError]
 ) -> None:
     error.add_note("a note")
@@ -269,7 +269,7 @@ def test_an_error_passes_from_one_process_to_another(
     }
 
 
-def test_a_receipt_that_was_waited_for_is_copied_without_its_waiter() -> None:
+def test_a_receipt_is_copied_without_its_waiter() -> None:
     made = receipt(Outcome.FAILED, (0, "lost"))
     made._waiter = threading.Lock()
     for found in (copy.copy(made), copy.deepcopy(made), pickle.loads(pickle.dumps(made))):

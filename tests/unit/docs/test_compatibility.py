@@ -46,7 +46,7 @@ def test_every_producer_sent_all_flights_to_each_named_broker() -> None:
     assert {each["count"] for each in flights} == {FLIGHTS}, "run tox -e nightly -- interop"
 
 
-def test_the_last_run_of_the_flights_is_kept_for_each_pair() -> None:
+def test_only_the_last_run_of_the_flights_is_kept_for_each_broker_and_producer() -> None:
     def sent(broker: str, count: int) -> dict[str, Any]:
         found = {"sent again": 0, "twice": 0}
         return {"broker": broker, "producer": "P", "version": "1", "count": count, "seconds": 2.0, "found": found}

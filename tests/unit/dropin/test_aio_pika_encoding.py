@@ -61,11 +61,13 @@ def outcome(encode: Any, values: dict[str, Any]) -> Any:
 
 
 @given(PROPERTIES)
-def test_a_header_frame_equals_that_of_pamqp_to_the_byte_or_raises_the_same_error(values: dict[str, Any]) -> None:
+def test_a_header_frame_has_the_same_bytes_as_from_pamqp_or_its_encoding_raises_the_same_error(
+    values: dict[str, Any],
+) -> None:
     assert outcome(header_frame, values) == outcome(pamqp_frame, values)
 
 
-def test_the_properties_of_a_message_of_aio_pika_do_not_need_pamqps_search(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_properties_of_a_message_of_aio_pika_are_encoded_without_pamqp(monkeypatch: pytest.MonkeyPatch) -> None:
     properties = Message(b"abc", headers={"a": 1}, correlation_id="b", delivery_mode=2, expiration=3).properties
     expected = pamqp_frame(properties, 3, 1)
     monkeypatch.setattr(spec.Basic.Properties, "encode_property", None)
@@ -80,7 +82,7 @@ def test_properties_of_a_class_of_the_application_are_left_to_pamqp() -> None:
     assert b"own" in header_frame(Properties(), 3, 1)
 
 
-def test_a_message_id_is_that_of_a_random_uuid() -> None:
+def test_a_message_id_is_a_random_uuid() -> None:
     ids = {make_message_id() for _ in range(100)}
     assert len(ids) == 100
     for each in ids:

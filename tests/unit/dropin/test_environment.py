@@ -45,7 +45,7 @@ def test_without_an_outbox_the_environment_cannot_enable_spilling(
 
 
 @pytest.mark.parametrize("name", OUTBOX)
-def test_an_outbox_requested_by_a_program_is_refused_and_the_error_names_an_alternative(
+def test_an_outbox_that_a_program_requests_is_refused_and_the_error_names_an_alternative(
     drop_in: DropIn, name: str
 ) -> None:
     words = f"{name} is not a setting of a connection of {drop_in.library}: .* Producer"

@@ -47,7 +47,7 @@ def outcome(encode: Any, properties: dict[str, Any]) -> Any:
 
 
 @given(PROPERTIES, st.randoms(use_true_random=False))
-def test_properties_equal_those_of_py_amqp_to_the_byte_or_raise_the_same_error(
+def test_properties_have_the_same_bytes_as_from_py_amqp_or_their_encoding_raises_the_same_error(
     properties: dict[str, Any], random: Any
 ) -> None:
     # In any order.
@@ -57,7 +57,7 @@ def test_properties_equal_those_of_py_amqp_to_the_byte_or_raise_the_same_error(
     assert outcome(encode_properties, given) == outcome(Message._serialize_properties, given)
 
 
-def test_properties_that_celery_sends_do_not_need_py_amqp(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_properties_that_celery_sends_are_encoded_without_py_amqp(monkeypatch: pytest.MonkeyPatch) -> None:
     headers = {"lang": "py", "retries": 0, "eta": None, "timelimit": [None, 1.5], "stamps": {}, "ignore_result": True}
     message = Message(b"", application_headers=headers, content_type="application/json", delivery_mode=2, priority=0)
     expected = message._serialize_properties()

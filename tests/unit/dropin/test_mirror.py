@@ -55,7 +55,7 @@ def test_E11_an_assignment_reaches_pika_and_can_be_undone(monkeypatch: pytest.Mo
     assert before == theirs.SELECT_TYPE
 
 
-def test_E11_our_own_names_stay_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_E11_an_assignment_to_a_name_of_our_own_does_not_reach_pika(monkeypatch: pytest.MonkeyPatch) -> None:
     before = theirs.SelectConnection
     monkeypatch.setattr(ours, "SelectConnection", None)
     monkeypatch.setattr(ours, "new", 1, raising=False)

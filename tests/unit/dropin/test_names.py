@@ -95,7 +95,7 @@ LIBRARIES = pytest.mark.parametrize(
 
 
 @LIBRARIES
-def test_E11_every_name_of_a_library_is_known_to_belong_to_it(drop_in: DropIn, names: set[str]) -> None:
+def test_E11_our_list_of_settings_that_a_library_also_has_is_complete(drop_in: DropIn, names: set[str]) -> None:
     with until_release(**KNOWN):
         assert drop_in.theirs == drop_in.SETTINGS & names
 

@@ -53,7 +53,7 @@ def drain(protocol: EncodedProtocol) -> bytes:
 
 
 @pytest.mark.parametrize("size", [0, 1, 100, 250])
-def test_on_its_own_channel_a_message_has_the_same_bytes_as_from_the_library(size: int) -> None:
+def test_a_message_on_its_first_channel_has_the_same_bytes_as_from_the_library(size: int) -> None:
     message = encoded(bytes(size))
     assert message.frames_on(1, 100) is message.frames
     assert message.frames_on(1, 1 << 30) is message.frames
@@ -61,7 +61,7 @@ def test_on_its_own_channel_a_message_has_the_same_bytes_as_from_the_library(siz
 
 @pytest.mark.parametrize(("channel", "most"), [(2, 100), (1, 99), (700, 40), (2, 1 << 30)])
 @pytest.mark.parametrize("size", [0, 1, 100, 250])
-def test_on_a_new_channel_a_message_gets_its_number_and_frames_that_fit(channel: int, most: int, size: int) -> None:
+def test_a_message_gets_the_number_and_the_frame_size_of_its_new_channel(channel: int, most: int, size: int) -> None:
     body = bytes(range(size))
     method, header, *bodies = decoded(encoded(body, message_id="7").frames_on(channel, most))
     assert (method[0], method[1].name, method[1].routing_key) == (channel, "Basic.Publish", "q")
@@ -75,7 +75,7 @@ def test_properties_that_do_not_fit_into_a_frame_are_refused() -> None:
         encoded(b"", correlation_id="c" * 38).frames_on(2, 50)
 
 
-def test_after_a_loss_second_copies_are_marked_and_first_copies_are_sent_on_the_new_channel() -> None:
+def test_after_a_lost_connection_only_second_copies_are_marked_and_all_messages_use_the_new_channel() -> None:
     protocol = opened()
     headers = {"a": [1, "b"]}
     receipts = [send(protocol, encoded(b"%d" % number, headers=headers, message_id="7")) for number in range(2)]

@@ -77,7 +77,7 @@ def test_a_private_attribute_of_the_thread_safe_adapter_exists() -> None:
     assert "self._work_queue_put_timeout = " in inspect.getsource(adapter.Connection)
 
 
-def test_a_replacement_works_for_the_one_answer_that_pika_expects() -> None:
+def test_the_result_that_pika_uses_for_answers_has_the_methods_that_we_replace() -> None:
     result = blocking._CallbackResult(blocking.BlockingChannel._OnMessageConfirmationReportArgs)  # type: ignore[attr-defined]
     for name in "set_value_once", "reset", "is_ready":
         assert callable(getattr(result, name))

@@ -45,7 +45,7 @@ def test_aiormq_reports_to_a_publishing_consumer_why_the_channel_was_closed() ->
         assert "except asyncio.CancelledError" in inspect.getsource(translate)
 
 
-def test_aiormq_queues_carry_what_a_wrapped_channel_sends_and_receives() -> None:
+def test_the_code_of_aiormq_uses_its_queues_in_the_way_that_a_wrapped_channel_needs() -> None:
     connection = vars(aiormq.Connection)
     reader = inspect.getsource(connection["_Connection__reader"])
     assert "await ch.frames.put((weight, frame))" in reader

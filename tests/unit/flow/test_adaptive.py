@@ -56,7 +56,9 @@ def adapted(conditions: Conditions, seconds: float, *, producers: int = 1) -> Si
     ("round_trip", "bottleneck"),
     [(0.0001, 60_000), *([] if EFFORT == "quick" else [(0.001, 30_000), (0.02, 30_000)]), (0.2, 20_000)],
 )
-def test_the_window_finds_the_capacity_of_any_path_and_little_more(round_trip: float, bottleneck: float) -> None:
+def test_the_window_grows_to_the_capacity_of_any_path_and_only_a_little_above_it(
+    round_trip: float, bottleneck: float
+) -> None:
     conditions = Conditions(delay=round_trip / 2, rate=bottleneck, batch=max(4, int(bottleneck * round_trip / 100)))
     simulation = adapted(conditions, 2.0 + 20 * round_trip)
     under_way = bottleneck * round_trip
@@ -80,7 +82,7 @@ def test_the_window_keeps_most_of_the_throughput_on_a_busy_machine() -> None:
     assert window.capacity < 1000
 
 
-def test_a_slow_broker_gets_the_minimum_window_and_one_more_trial() -> None:
+def test_the_window_of_a_slow_broker_stays_close_to_the_minimum() -> None:
     simulation = adapted(SLOW, 10.0)
     assert mean_capacity(simulation, 5.0) <= 1.5 * FLOOR
     assert simulation.windows[0].capacity >= FLOOR
@@ -88,7 +90,7 @@ def test_a_slow_broker_gets_the_minimum_window_and_one_more_trial() -> None:
 
 @pytest.mark.parametrize("commit", [0.005, 0.01, 0.02, 0.05])
 @pytest.mark.parametrize("batch", [8, 128])
-def test_the_latency_of_group_commits_is_not_taken_for_a_queue(commit: float, batch: int) -> None:
+def test_the_latency_of_group_commits_is_not_mistaken_for_a_queue(commit: float, batch: int) -> None:
     conditions = Conditions(delay=0.0001, rate=30_000, commit=commit, batch=batch)
     best = rate(conditions, WindowLimiter(MAXIMUM), after=1.0)
     window = AdaptiveWindow(MAXIMUM)
@@ -122,7 +124,7 @@ def test_the_window_shrinks_when_a_queue_fills_and_withholds_confirms() -> None:
 
 
 @pytest.mark.parametrize("producers", [1, 8] if EFFORT == "quick" else [1, 2, 8])
-def test_the_overshoot_is_a_fraction_of_that_of_a_fixed_window(producers: int) -> None:
+def test_the_overshoot_is_less_than_a_fifth_of_the_overshoot_of_a_fixed_window(producers: int) -> None:
     fixed = Simulation(QUEUE, [WindowLimiter(1000) for _ in range(producers)])
     adaptive = Simulation(QUEUE, [AdaptiveWindow(MAXIMUM) for _ in range(producers)])
     assert overshoot(adaptive, 10.0) < overshoot(fixed, 10.0) / 5
@@ -260,7 +262,7 @@ def test_the_window_doubles_as_long_as_throughput_doubles() -> None:
     assert window.rate == pytest.approx(81_920)
 
 
-def test_at_its_maximum_the_window_is_not_reduced_all_the_time() -> None:
+def test_a_window_at_its_maximum_is_not_reduced_all_the_time() -> None:
     window = AdaptiveWindow(100)
     now = rounds(window, 40, 0.0, 0.1)
     full = 0
@@ -285,7 +287,7 @@ def test_withheld_answers_halve_the_window_before_the_next_message_is_admitted()
     assert window.refusal(1, now) == "capacity", "nothing is cancelled, and nothing enters until there is room"
 
 
-def test_at_the_minimum_no_answer_counts_as_withheld_so_that_a_long_path_can_be_measured() -> None:
+def test_no_answer_counts_as_withheld_at_the_minimum_window_so_that_a_long_path_can_be_measured() -> None:
     window = AdaptiveWindow(MAXIMUM)
     now = rounds(window, 4, 0.0, 0.001)
     now = rounds(window, 40, now, 5.0)
@@ -293,7 +295,7 @@ def test_at_the_minimum_no_answer_counts_as_withheld_so_that_a_long_path_can_be_
     assert window.capacity > 100
 
 
-def test_a_pause_of_the_application_is_not_taken_for_withheld_answers() -> None:
+def test_a_pause_of_the_application_is_not_mistaken_for_withheld_answers() -> None:
     window = AdaptiveWindow(MAXIMUM)
     now = rounds(window, 30, 0.0, 0.01)
     before = window.capacity
@@ -341,7 +343,7 @@ def test_messages_that_settle_immediately_give_no_measurement() -> None:
     assert window.way == pytest.approx(0.01)
 
 
-def test_a_capacity_set_from_outside_applies_until_the_next_epoch() -> None:
+def test_a_capacity_that_is_set_from_outside_applies_until_the_next_epoch() -> None:
     window = AdaptiveWindow(MAXIMUM)
     now = 0.0
     for _ in range(3):

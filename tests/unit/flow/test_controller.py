@@ -32,7 +32,7 @@ def line_up(controller: FlowController, *sizes: int, now: float = 0.0) -> list[T
     return tickets
 
 
-def test_F8_while_there_is_room_no_sender_waits() -> None:
+def test_F8_no_sender_waits_while_there_is_room() -> None:
     controller = FlowController(WindowLimiter(2), name="orders")
     assert controller.try_acquire(1, 0.0)
     assert controller.try_acquire(1, 0.0)
@@ -172,7 +172,7 @@ def test_one_hold_replaces_another_without_opening_the_gate() -> None:
     assert seen == [False] * 5 + [True]
 
 
-def test_F4_the_hold_of_the_limiter_stays_while_elements_wait_behind_it() -> None:
+def test_F4_the_hold_of_the_limiter_remains_as_long_as_elements_wait() -> None:
     controller = FlowController(WindowLimiter(2))
     seen: list[bool] = []
     controller.gate.observer = lambda hold, raised, now: seen.append(raised)
@@ -202,7 +202,7 @@ def test_the_last_waiting_element_opens_the_gate_if_it_leaves_room() -> None:
     assert controller.gate.is_open
 
 
-def test_F2_ready_at_returns_when_the_rate_admits_the_head() -> None:
+def test_F2_ready_at_returns_the_time_at_which_the_rate_admits_the_head() -> None:
     controller = FlowController(RateLimiter(2.0))
     assert controller.ready_at(0.0) is None, "nothing holds"
     controller.try_acquire(1, 0.0)
@@ -212,7 +212,7 @@ def test_F2_ready_at_returns_when_the_rate_admits_the_head() -> None:
     assert controller.grant(0.5) is ticket
 
 
-def test_F2_ready_at_returns_when_the_rate_lifts_a_hold_without_waiting_elements() -> None:
+def test_F2_ready_at_returns_the_time_at_which_the_rate_lifts_a_hold_even_if_no_element_waits() -> None:
     controller = FlowController(RateLimiter(2.0, burst=2, by_size=True))
     assert controller.try_acquire(2, 0.0)
     assert not controller.try_acquire(2, 0.0)
@@ -223,7 +223,7 @@ def test_F2_ready_at_returns_when_the_rate_lifts_a_hold_without_waiting_elements
     assert controller.ready_at(at) is None, "there is nothing left to wait for"
 
 
-def test_grant_does_everything_that_ready_at_announced_even_without_waiting_elements() -> None:
+def test_grant_does_everything_that_ready_at_announced_even_if_no_element_waits() -> None:
     controller = FlowController(RateLimiter(2.0))
     controller.try_acquire(1, 0.0)
     assert not controller.try_acquire(1, 0.0)
@@ -371,7 +371,7 @@ def test_a_ticket_waits_in_one_line_only_once() -> None:
     assert controller.try_acquire(1, 0.0)
 
 
-def test_C6_two_controllers_with_the_same_gate_and_reason_admit_no_more_than_there_is_room_for() -> None:
+def test_C6_two_controllers_with_the_same_gate_and_reason_admit_only_elements_for_which_there_is_room() -> None:
     gate = Gate()
     windows = WindowLimiter(1), WindowLimiter(1)
     one, other = (FlowController(window, gate=gate) for window in windows)
@@ -389,7 +389,7 @@ def test_C6_two_controllers_with_the_same_gate_and_reason_admit_no_more_than_the
     assert one.grant(2.0) is ticket
 
 
-def test_lifting_the_hold_of_a_limiter_from_outside_admits_nothing() -> None:
+def test_no_element_is_admitted_when_the_hold_of_a_limiter_is_lifted_from_outside() -> None:
     window = WindowLimiter(1)
     controller = FlowController(window)
     controller.try_acquire(1, 0.0)
@@ -632,7 +632,7 @@ def test_releasing_an_element_that_was_never_added_is_an_error(limiter: Limiter)
 # In front of the line, and after an interrupted step.
 
 
-def test_a_ticket_in_front_goes_before_the_line_and_past_the_holds_that_it_ignores() -> None:
+def test_a_ticket_in_front_is_granted_before_the_line_and_despite_the_holds_that_it_ignores() -> None:
     controller = FlowController(WindowLimiter(2, kind="capacity"))
     assert controller.try_acquire(1, 0.0)
     controller.gate.hold("capacity", now=0.0, source="callbacks")
@@ -678,7 +678,7 @@ def test_a_shut_gate_admits_nothing_and_overflow_blocks_its_source() -> None:
 
 
 @pytest.mark.parametrize("line", [FifoLine(), WeightedLine({"b": 2.0})])
-def test_exactly_the_relisted_tickets_wait_and_in_their_new_order(line: FifoLine | WeightedLine) -> None:
+def test_only_the_relisted_tickets_wait_and_they_wait_in_their_new_order(line: FifoLine | WeightedLine) -> None:
     controller = FlowController(WindowLimiter(1), line=line)
     first, second, third, front = (Ticket(1) for _ in range(4))
     for ticket in (first, second, third):

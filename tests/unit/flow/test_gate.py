@@ -72,7 +72,7 @@ def test_lifting_a_hold_that_does_not_exist_changes_nothing() -> None:
     assert gate.seconds_held(2.0) == {"paused": 1.0}
 
 
-def test_seconds_held_count_ended_and_current_holds() -> None:
+def test_seconds_held_includes_ended_holds_and_current_holds() -> None:
     gate = Gate()
     gate.hold("rate", now=0.0)
     gate.lift("rate", now=2.0)

@@ -21,7 +21,7 @@ from tests.interleavings import (
 
 
 @pytest.mark.parametrize("marks", MARKS)
-def test_J5_no_order_of_publishers_and_consumers_leaves_one_blocked_without_reason(marks: str) -> None:
+def test_J5_no_order_of_publishers_and_consumers_leaves_a_publisher_blocked_without_reason(marks: str) -> None:
     assert_nobody_is_blocked_for_nothing(marks, [(1, 1), (1, 3), (2, 2), (3, 1), (3, 3)], made_of(Stepwise))
 
 
@@ -60,7 +60,7 @@ class ReleasesWithoutLooking(Stepwise):
 
 @pytest.mark.parametrize("marks", MARKS)
 @pytest.mark.parametrize("mutant", [WithoutSecondLook, LooksBeforeItBlocks, ReleasesWithoutLooking])
-def test_J5_the_same_search_finds_a_blocked_publisher_without_the_second_check(
+def test_J5_the_same_search_finds_a_blocked_publisher_if_the_second_check_is_left_out(
     marks: str, mutant: type[Stepwise]
 ) -> None:
     for publishers in (1, 2):
@@ -69,7 +69,7 @@ def test_J5_the_same_search_finds_a_blocked_publisher_without_the_second_check(
 
 
 @pytest.mark.parametrize("marks", MARKS)
-def test_J5_without_the_second_check_a_publisher_is_blocked_only_if_a_step_comes_in_between(marks: str) -> None:
+def test_J5_only_some_orders_of_the_steps_leave_a_publisher_blocked_without_the_second_check(marks: str) -> None:
     scenario = Scenario(MARKS[marks], 3, 1, 3)
     orders, wrong, examples = scenario.walk(made_of(WithoutSecondLook))
     assert 0 < wrong < orders

@@ -24,7 +24,7 @@ from qflow_client.flow import (
 # Window.
 
 
-def test_F2_a_window_admits_as_many_elements_as_its_capacity_of_any_size() -> None:
+def test_F2_a_window_limits_the_number_of_elements_and_not_their_size() -> None:
     window = WindowLimiter(2)
     assert window.refusal(10**9, 0.0) is None
     assert not window.add(10**9, 0.0)
@@ -91,7 +91,7 @@ def test_the_kind_of_a_refusal_can_be_chosen() -> None:
 
 
 @pytest.mark.parametrize(("size", "refusal"), [(3, None), (4, None), (5, "capacity")])
-def test_F2_elements_up_to_the_total_capacity_fit_and_not_one_more(size: int, refusal: str | None) -> None:
+def test_F2_elements_fit_up_to_the_total_capacity_and_one_unit_more_is_refused(size: int, refusal: str | None) -> None:
     limiter = SizeLimiter(10)
     limiter.add(6, 0.0)
     assert limiter.refusal(size, 0.0) == refusal
@@ -151,7 +151,7 @@ def test_F2_idle_time_restores_the_burst_and_no_more() -> None:
     assert limiter.refusal(1, 1000.0) == "rate"
 
 
-def test_F2_by_size_an_element_costs_its_size_and_a_large_one_leaves_a_debt() -> None:
+def test_F2_an_element_costs_its_size_if_the_rate_is_by_size_and_a_large_element_leaves_a_debt() -> None:
     limiter = RateLimiter(10.0, burst=20, by_size=True)
     limiter.add(15, 0.0)
     assert limiter.refusal(5, 0.0) is None
@@ -191,7 +191,7 @@ def test_releasing_an_element_does_not_return_its_rate_credit() -> None:
     assert limiter.resumable
 
 
-def test_an_element_whose_clock_was_read_first_but_that_came_second_pays_no_extra() -> None:
+def test_an_element_that_is_added_with_an_earlier_time_than_the_one_before_it_costs_nothing_extra() -> None:
     limiter = RateLimiter(1.0, burst=2)
     limiter.add(1, 10.0)
     limiter.add(1, 9.0)
@@ -220,7 +220,7 @@ def test_a_burst_of_less_than_one_is_refused_at_construction_and_later(burst: fl
     assert limiter.burst == 7
 
 
-def test_F6_after_raising_the_rate_the_wait_is_not_the_one_of_the_lower_rate() -> None:
+def test_F6_the_wait_after_raising_the_rate_is_computed_with_the_higher_rate() -> None:
     limiter = RateLimiter(1 / 1024)
     limiter.add(1, 0.0)
     assert limiter.ready_at(1, 0.0) == 1024.0
@@ -228,7 +228,7 @@ def test_F6_after_raising_the_rate_the_wait_is_not_the_one_of_the_lower_rate() -
     assert limiter.ready_at(1, 0.0) == 0.5
 
 
-def test_F6_after_lowering_the_rate_the_burst_does_not_return_at_the_higher_rate() -> None:
+def test_F6_the_burst_is_not_restored_at_the_higher_rate_after_lowering_the_rate() -> None:
     limiter = RateLimiter(1024.0, burst=1024)
     for _ in range(1024):
         limiter.add(1, 0.0)
@@ -251,7 +251,7 @@ def test_F6_a_smaller_burst_keeps_the_credit_that_fits_and_the_debt() -> None:
     assert limiter.resumes_at(0.0) == 3.0, "3 are owed as before"
 
 
-def test_F6_a_larger_burst_must_be_saved_up() -> None:
+def test_F6_a_larger_burst_is_available_only_after_enough_idle_time() -> None:
     limiter = RateLimiter(1.0)
     limiter.burst = 4
     for _ in range(4):
@@ -273,7 +273,7 @@ def test_F6_a_larger_burst_must_be_saved_up() -> None:
         max_size=20,
     )
 )
-def test_F6_with_live_changes_no_more_passes_than_the_highest_rate_and_the_largest_burst_allow(
+def test_F6_the_highest_rate_and_the_largest_burst_are_never_exceeded_during_live_changes(
     steps: list[tuple[str, float]],
 ) -> None:
     limiter = RateLimiter(1.0, burst=2)
@@ -298,7 +298,7 @@ def test_F6_with_live_changes_no_more_passes_than_the_highest_rate_and_the_large
 # Composite.
 
 
-def test_F2_all_parts_must_agree_and_the_first_that_refuses_gives_the_reason() -> None:
+def test_F2_all_parts_must_admit_an_element_and_the_first_part_that_refuses_it_gives_the_reason() -> None:
     both = CompositeLimiter([WindowLimiter(2, kind="count"), SizeLimiter(10, kind="size")])
     both.add(9, 0.0)
     assert both.refusal(1, 0.0) is None
@@ -309,7 +309,7 @@ def test_F2_all_parts_must_agree_and_the_first_that_refuses_gives_the_reason() -
     assert both.refusal(2, 0.0) is None
 
 
-def test_F3_every_part_counts_an_element_even_if_an_earlier_one_overflows() -> None:
+def test_F3_every_part_counts_an_element_even_if_an_earlier_part_overflows() -> None:
     window, size = WindowLimiter(1), SizeLimiter(10)
     both = CompositeLimiter([window, size])
     assert not both.add(4, 0.0)
@@ -361,7 +361,7 @@ def test_a_composite_without_parts_limits_nothing() -> None:
 # `refusal` and `add` in one call.
 
 
-def test_F2_a_composite_that_refuses_has_used_no_capacity_of_any_part() -> None:
+def test_F2_a_composite_that_refuses_an_element_uses_no_capacity_of_any_part() -> None:
     window, size, rate = WindowLimiter(2), SizeLimiter(10, kind="size"), RateLimiter(1.0, burst=2)
     composite = CompositeLimiter([rate, window, size])
     assert composite.try_add(9, 0.0) is None
@@ -421,7 +421,7 @@ LIMITERS: dict[str, Callable[[], Limiter]] = {
 
 @pytest.mark.parametrize("make", LIMITERS.values(), ids=LIMITERS)
 @given(st.lists(st.tuples(st.integers(0, 12), st.booleans(), st.integers(0, 32).map(lambda n: n / 16)), max_size=30))
-def test_F2_refusal_and_add_in_one_call_equals_the_two_calls(
+def test_F2_try_add_has_the_same_effect_as_refusal_followed_by_add(
     make: Callable[[], Limiter], steps: list[tuple[int, bool, float]]
 ) -> None:
     one, two = make(), make()

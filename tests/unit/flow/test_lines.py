@@ -110,7 +110,7 @@ def test_F4_a_source_that_arrives_late_gets_no_credit_for_the_time_before() -> N
     assert served_sources(line, 6) in ("bababa", "ababab")
 
 
-def test_F4_a_source_that_was_just_served_does_not_overtake_a_waiting_one() -> None:
+def test_F4_a_source_that_was_just_served_does_not_overtake_a_waiting_source() -> None:
     line = WeightedLine()
     for source in "ab":
         line.push(Ticket(1, source))
@@ -150,7 +150,7 @@ def test_F4_a_source_that_often_withdraws_gets_no_penalty() -> None:
     assert last in [serve(line) for _ in range(2)], "it has had no turn yet"
 
 
-def test_F4_a_source_that_withdraws_from_an_otherwise_empty_line_leaves_no_trace() -> None:
+def test_F4_a_withdrawn_ticket_that_was_alone_in_the_line_does_not_change_the_order_of_later_tickets() -> None:
     line = WeightedLine()
     gone = Ticket(1, "a")
     line.push(gone)

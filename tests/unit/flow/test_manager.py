@@ -318,7 +318,7 @@ def test_D5_a_resource_that_registers_during_start_all_is_started() -> None:
     assert not slow.is_stopped
 
 
-def test_D5_with_many_threads_a_resource_is_stopped_exactly_if_the_manager_is() -> None:
+def test_D5_a_resource_is_stopped_exactly_if_the_manager_is_stopped_even_with_many_threads() -> None:
     manager = FlowManager()
     rounds = 60
     kept: list[list[Resource]] = [[] for _ in range(4)]
@@ -350,7 +350,7 @@ def test_D5_with_many_threads_a_resource_is_stopped_exactly_if_the_manager_is() 
         assert {resource.is_stopped for resource in registered} == {manager.is_stopped}
 
 
-def test_a_child_process_can_register_whichever_locks_the_threads_of_the_parent_held() -> None:
+def test_a_child_process_can_register_even_if_threads_of_the_parent_held_locks() -> None:
     manager, held, go_on = FlowManager(), threading.Event(), threading.Event()
     resource = Resource("in the child")
 

@@ -276,7 +276,7 @@ def test_F6_a_release_unblocks_sources_not_held_by_a_rate() -> None:
     assert not source.is_blocked
 
 
-def test_D12_whether_a_rate_holds_sources_without_an_element_depends_on_the_time() -> None:
+def test_D12_a_rate_blocks_a_source_without_an_element_unless_the_time_shows_that_it_can_continue() -> None:
     controller, source, recent = FlowController(RateLimiter(1.0)), Source(), Source("recent")
     for _ in range(2):
         controller.offer(source, 1, 0.0)
@@ -427,7 +427,7 @@ def test_F3_an_element_that_overflows_downstream_stays_reserved_upstream_until_i
     assert above.try_acquire(1, 0.0)
 
 
-def test_F3_all_elements_that_a_source_passes_on_while_blocked_are_reserved_and_then_released() -> None:
+def test_F3_all_elements_that_a_blocked_source_passes_on_are_reserved_and_released_later() -> None:
     upstream = SizeLimiter(10)
     above, below, source = FlowController(upstream), FlowController(SizeLimiter(1)), Source()
     for size in (2, 3, 4):
@@ -448,7 +448,7 @@ def test_F3_without_an_upstream_controller_nothing_is_reserved() -> None:
     assert source.told == ["blocked", "unblocked"]
 
 
-def test_F3_each_downstream_controller_releases_only_what_it_had_blocked() -> None:
+def test_F3_each_downstream_controller_releases_only_elements_that_it_had_blocked() -> None:
     upstream = SizeLimiter(10)
     above, source = FlowController(upstream), Source()
     left, right = FlowController(SizeLimiter(1)), FlowController(SizeLimiter(1))
@@ -858,7 +858,7 @@ TestToldMachine = ToldMachine.TestCase
 
 
 @pytest.mark.parametrize("shares", [True, False])
-def test_an_unblocked_source_releases_upstream_only_what_that_controller_had_blocked(shares: bool) -> None:
+def test_an_unblocked_source_releases_upstream_only_elements_that_its_controller_had_blocked(shares: bool) -> None:
     limiter = SizeLimiter(10)
     above, source = FlowController(limiter), Source()
     paused, full = FlowController(SizeLimiter(10)), FlowController(SizeLimiter(1))

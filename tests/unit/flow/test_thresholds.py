@@ -63,7 +63,7 @@ def test_C1_the_state_turns_off_only_below_the_resume_size(size: int, on: bool) 
     assert on_at(StopResume(stop_size=900, resume_size=500), 1, size).on is on
 
 
-def test_C1_the_worked_example_of_900_and_500_messages() -> None:
+def test_C1_the_worked_example_of_900_and_500_messages_is_correct() -> None:
     queue = depth(StopResume(stop_count=900, resume_count=500), 0)
     assert not queue.on, "the initial state is OFF"
     for _ in range(900):
@@ -208,13 +208,13 @@ def test_C4_the_defaults_are_80_and_70_percent_rounded_down_and_at_least_1(
     assert by_size == StopResume(stop_size=stop, resume_size=resume)
 
 
-def test_C4_the_worked_example_of_90_and_75_percent_of_10000_bytes() -> None:
+def test_C4_the_worked_example_of_90_and_75_percent_of_10000_bytes_is_correct() -> None:
     thresholds = StopResume.from_limits(max_size=10000, stop_percent=90, resume_percent=75)
     assert (thresholds.stop_size, thresholds.resume_size) == (9000, 7500)
     assert (thresholds.stop_count, thresholds.resume_count) == (0, 0)
 
 
-def test_C4_both_maxima_give_both_thresholds_and_no_maximum_gives_none() -> None:
+def test_C4_both_maxima_give_both_thresholds_and_no_maximum_gives_no_threshold() -> None:
     assert StopResume.from_limits(100, 1000) == StopResume(80, 70, 800, 700)
     assert not StopResume.from_limits().is_set
 
@@ -228,7 +228,7 @@ def test_C4_a_resume_of_0_percent_is_1() -> None:
 
 
 @pytest.mark.parametrize("percent", [-1, 101])
-def test_C4_a_percentage_is_from_0_to_100(percent: int) -> None:
+def test_C4_a_percentage_must_be_between_0_and_100(percent: int) -> None:
     with pytest.raises(ValueError, match=f"stop_percent={percent}"):
         StopResume.from_limits(100, stop_percent=percent, resume_percent=0)
     with pytest.raises(ValueError, match=f"resume_percent={percent}"):
@@ -395,7 +395,7 @@ def marks(draw: st.DrawFn) -> Thresholds:
 
 
 @given(marks(), st.integers(0, 30), st.integers(0, 30))
-def test_no_depth_both_stops_and_resumes_publishers(thresholds: Thresholds, count: int, size: int) -> None:
+def test_no_depth_of_the_queue_both_stops_and_resumes_publishers(thresholds: Thresholds, count: int, size: int) -> None:
     assert not (thresholds.stops(count, size) and thresholds.resumes(count, size))
 
 

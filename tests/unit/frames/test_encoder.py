@@ -122,7 +122,7 @@ def test_without_a_number_a_message_is_sent_without_an_id() -> None:
     assert "message_id" not in read_with_pika(encode(Message(b""), None, id_prefix="producer-")).properties
 
 
-def test_an_id_prefix_may_be_as_long_as_leaves_room_for_the_number() -> None:
+def test_an_id_prefix_must_leave_room_for_the_number() -> None:
     longest = "ü" * 121 + "x"
     message_id = longest + "f" * 12
     encoder = PublishEncoder(1, 0, id_prefix=longest)
@@ -215,11 +215,11 @@ def test_a_body_is_split_into_frames_of_at_most_frame_max(size: int, frames: lis
         assert [plain(encoder, route, body, 1)] == pieces
 
 
-def test_with_no_frame_max_a_body_is_one_frame() -> None:
+def test_a_body_is_one_frame_if_there_is_no_frame_max() -> None:
     assert [len(chunk) for chunk in read_with_pamqp(encode(Message(b"x" * 1_000_000))).chunks] == [1_000_000]
 
 
-def test_properties_that_exactly_fill_a_frame_are_accepted_and_larger_ones_refused_with_advice() -> None:
+def test_properties_that_exactly_fill_a_frame_are_accepted_and_larger_ones_are_refused_with_advice() -> None:
     def message(size: int) -> Message:
         # 12 bytes of class, weight and body size, 2 of flags, 4 and 8 of the table's head, its key and its value's.
         return Message(b"", delivery_mode=None, headers={"k": "x" * (size - 12 - 2 - 4 - 2 - 5)})
@@ -260,7 +260,7 @@ def test_names_in_a_route_must_be_text(names: Any) -> None:
         PublishEncoder(1, 0).route(*names)
 
 
-def test_ever_new_routing_keys_do_not_grow_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_does_not_grow_with_the_number_of_different_routing_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PublishEncoder, "MAX_ROUTES", 3)
     encoder = PublishEncoder(1, 0)
     first = encoder.route("", "0")
@@ -271,7 +271,7 @@ def test_ever_new_routing_keys_do_not_grow_memory(monkeypatch: pytest.MonkeyPatc
     assert read_with_pika(plain(encoder, first, b"old", 1)).routing_key == "0", "but one in use goes on"
 
 
-def test_ever_new_body_lengths_do_not_grow_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_does_not_grow_with_the_number_of_different_body_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PublishEncoder, "MAX_SIZES", 3)
     encoder = PublishEncoder(1, 0)
     route = encoder.route("", "q")

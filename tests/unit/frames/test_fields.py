@@ -119,11 +119,11 @@ def test_each_type_of_value_has_its_field_type(value: object, data: bytes) -> No
 
 
 @pytest.mark.usefixtures("new_york")
-def test_a_naive_datetime_is_local_time_as_in_a_message_s_timestamp() -> None:
+def test_a_naive_datetime_is_local_time_as_it_is_in_the_timestamp_of_a_message() -> None:
     assert decode(encode({"v": datetime(2013, 7, 1, 0, 15)})) == {"v": datetime(2013, 7, 1, 4, 15, tzinfo=UTC)}
 
 
-def test_decimals_do_not_depend_on_the_thread_s_context() -> None:
+def test_the_encoding_of_a_decimal_does_not_depend_on_the_decimal_context_of_the_thread() -> None:
     with decimal.localcontext(decimal.Context(prec=2, traps=[decimal.Inexact, decimal.Rounded])):
         data = encode({"v": Decimal("-12345.6789")})
         value = decode(data)["v"]
@@ -143,7 +143,7 @@ def test_a_field_name_has_at_most_255_bytes() -> None:
                 encode({key: 1})
 
 
-def test_ever_new_keys_do_not_grow_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_does_not_grow_with_the_number_of_different_field_names(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fields, "_keys", {})
     monkeypatch.setattr(fields, "_MAX_KEYS", 3)
     for number in range(7):
@@ -260,7 +260,7 @@ class Changing(Mapping[str, int]):
         return len(self.values_of)
 
 
-def test_headers_that_change_during_encoding_are_a_value_error() -> None:
+def test_headers_that_change_during_encoding_cause_a_value_error() -> None:
     with pytest.raises(ValueError, match="headers cannot be encoded: dictionary changed size during iteration"):
         encode(Changing())
 
@@ -312,13 +312,13 @@ def table_of(value: bytes) -> bytes:
         (b"T\xff\xff\xff\xff\xff\xff\xff\xff", (1 << 64) - 1),
     ],
 )
-def test_field_types_that_only_other_encoders_write_are_read(data: bytes, value: object) -> None:
+def test_field_types_that_only_other_encoders_write_can_be_read(data: bytes, value: object) -> None:
     found = decode(table_of(data))["v"]
     assert found == value
     assert type(found) is type(value)
 
 
-def test_a_table_is_read_from_its_start_to_its_end_only() -> None:
+def test_a_table_is_read_without_the_bytes_before_its_start_and_after_its_end() -> None:
     data = encode({"a": 1})
     assert decode_table(b"before" + data + b"after", 6) == ({"a": 1}, 6 + len(data))
 

@@ -46,7 +46,7 @@ def test_frames_are_found_for_every_split_of_the_stream(frames: list[Whole], pla
     assert split(cut(stream, places)) == (frames, None)
 
 
-def test_frames_are_found_when_split_at_every_byte_and_byte_by_byte() -> None:
+def test_frames_are_found_when_the_input_is_split_at_any_byte_or_into_single_bytes() -> None:
     frames = [(1, 1, b"\xce" * 9), (2, 65535, b""), (3, 0, b"\x01\x00\x01\x00\x00\x00\x00\xce"), (8, 0, b"")]
     stream = b"".join(frame(*each) for each in frames)
     for place in range(len(stream) + 1):
@@ -154,7 +154,7 @@ def test_the_time_for_a_huge_frame_in_many_small_reads_is_proportional_to_its_si
     st.sampled_from([0, 16, 64]),
 )
 @example(b"AMQP\x00\x00\x09\x01", [4], 0)
-def test_arbitrary_bytes_are_frames_or_a_frame_error_for_every_split(
+def test_arbitrary_bytes_give_frames_or_a_frame_error_for_every_split(
     stream: bytes, places: list[int], frame_max: int
 ) -> None:
     whole = split([stream], frame_max)

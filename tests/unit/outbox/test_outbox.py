@@ -50,7 +50,7 @@ def bodies(outbox: Outbox) -> list[bytes]:
     return [stored.message.body for stored in outbox.read()]
 
 
-def test_after_a_crash_durable_messages_are_there_in_order_and_settled_ones_are_not(path: Path) -> None:
+def test_after_a_crash_the_outbox_has_the_durable_messages_in_order_and_no_settled_messages(path: Path) -> None:
     outbox = Outbox(path)
     one, two, three = put(outbox, b"1", b"2", b"3")
     assert outbox.durable < one
@@ -106,7 +106,7 @@ def test_a_message_is_read_back_as_it_was_put(path: Path) -> None:
     assert plain.message == Message(b"plain", message_id="plain-id")
 
 
-def test_after_a_crash_messages_permitted_to_be_written_are_marked_as_second_copies_and_others_are_not(
+def test_after_a_crash_only_messages_with_a_permission_to_write_are_marked_as_second_copies(
     path: Path,
 ) -> None:
     outbox = Outbox(path)
@@ -125,7 +125,7 @@ def test_after_a_crash_messages_permitted_to_be_written_are_marked_as_second_cop
         assert third.to_send() is third.message
 
 
-def test_a_permission_to_write_counts_once_it_is_committed(path: Path) -> None:
+def test_a_permission_to_write_survives_a_crash_only_if_it_was_committed(path: Path) -> None:
     outbox = Outbox(path)
     (one,) = put(outbox, b"1", permit=False)
     outbox.commit()
@@ -204,7 +204,7 @@ def test_messages_that_are_too_old_are_removed_and_returned(path: Path) -> None:
         assert outbox.expire(limit) == []
 
 
-def test_one_of_many_threads_commits_for_all(path: Path) -> None:
+def test_one_of_many_threads_commits_for_all_threads(path: Path) -> None:
     with Outbox(path) as outbox:
         commits = 0
         commit = outbox._commit
@@ -599,7 +599,7 @@ def test_a_damaged_message_is_set_aside_and_all_others_are_read(path: Path, dama
         Outbox.find(path, 2)
 
 
-def test_a_message_that_was_set_aside_stays_so_even_if_it_becomes_readable_again(path: Path) -> None:
+def test_a_message_that_was_set_aside_stays_aside_even_if_it_becomes_readable_again(path: Path) -> None:
     with Outbox(path) as outbox:
         put(outbox, b"1", b"2", permit=False)
     change(path, "UPDATE message SET held = held | 2 WHERE sequence = 1")
@@ -633,7 +633,7 @@ def test_the_outbox_can_be_inspected_while_it_is_in_use(path: Path) -> None:
 # Against a model.
 
 
-def test_an_outbox_whose_creation_was_killed_is_read_as_empty(tmp_path: Path) -> None:
+def test_an_outbox_is_read_as_empty_if_its_process_was_killed_while_it_created_the_file(tmp_path: Path) -> None:
     beginning = sqlite3.connect(tmp_path / "beginning", isolation_level=None)
     # Pages are written to the file, and their old content to the journal, before the commit.
     beginning.executescript("PRAGMA cache_size = 1; BEGIN IMMEDIATE; CREATE TABLE other (content);")

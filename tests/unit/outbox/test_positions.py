@@ -95,7 +95,7 @@ def test_E13_a_position_is_written_to_disk_together_with_its_message(path: Path)
         assert [stored.message.body for stored in outbox.read()] == [b"1"]
 
 
-def test_E13_the_last_position_of_each_source_in_a_commit_counts(path: Path) -> None:
+def test_E13_a_commit_stores_the_last_position_of_each_source(path: Path) -> None:
     outbox = Outbox(path)
     for source, value in [("a", 1), ("b", 10), ("a", 3), ("b", 20), ("a", 2)]:
         put(outbox, value, source)
@@ -188,7 +188,7 @@ def test_E13_withdrawing_the_first_message_of_a_source_leaves_no_position(path: 
         assert (outbox.position(ROWS), outbox.position("another")) == (None, 5)
 
 
-def test_E13_a_message_put_after_a_withdrawn_one_counts(path: Path) -> None:
+def test_E13_the_position_of_a_message_that_was_put_after_a_withdrawn_message_is_stored(path: Path) -> None:
     outbox = Outbox(path)
     put(outbox, 1)
     outbox.commit()
@@ -331,7 +331,7 @@ def test_E13_the_io_thread_is_not_woken_for_a_message_that_waits_for_the_disk(pa
     kept.outbox.close()
 
 
-def test_E13_a_message_settled_before_it_is_on_disk_delays_no_other(path: Path) -> None:
+def test_E13_a_message_that_is_settled_before_it_is_on_disk_delays_no_other_message(path: Path) -> None:
     # The disk does not answer, and the time limit of the first message is over.
     kept = Kept(path, delivery_timeout=5.0)
     late = send(kept, 1)
@@ -380,7 +380,7 @@ def test_E13_a_commit_does_not_scan_all_known_sources(path: Path, monkeypatch: p
         assert outbox.position(ROWS) == 2
 
 
-def test_E13_a_position_whose_message_was_not_recorded_does_not_count(
+def test_E13_a_position_is_not_stored_if_its_message_was_not_recorded(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Interrupted(list[Any]):
@@ -397,7 +397,9 @@ def test_E13_a_position_whose_message_was_not_recorded_does_not_count(
         assert outbox.position(ROWS) == 1
 
 
-def test_E13_the_writer_commits_messages_that_their_sender_does_not_commit_and_then_they_are_sent(path: Path) -> None:
+def test_E13_the_writer_commits_messages_that_their_sender_does_not_commit_and_the_messages_are_then_sent(
+    path: Path,
+) -> None:
     kept = Kept(path)
     steps: list[Callable[[float], None]] = []
     take = kept.step
@@ -415,7 +417,7 @@ def test_E13_the_writer_commits_messages_that_their_sender_does_not_commit_and_t
     kept.outbox.close()
 
 
-def test_E13_after_a_crash_messages_not_on_disk_were_not_sent_and_all_others_are_marked(path: Path) -> None:
+def test_E13_messages_not_on_disk_at_a_crash_were_never_sent_and_all_other_messages_are_marked(path: Path) -> None:
     kept = Kept(path)
     for value in (1, 2):
         send(kept, value)
@@ -476,7 +478,7 @@ def _nothing(kept: Kept) -> None: ...
 
 @pytest.mark.parametrize("then", [_nothing, _commit_by_another, _go_on], ids=lambda then: then.__name__)
 @pytest.mark.parametrize("way", ["admitted", "spilled"])
-def test_E13_after_any_interrupt_a_position_is_on_disk_exactly_if_its_message_is(
+def test_E13_after_any_interrupt_a_position_is_on_disk_exactly_if_its_message_is_on_disk(
     tmp_path: Path, then: Callable[[Kept], None], way: str
 ) -> None:
     settings: dict[str, Any] = {"when_flowed": "spill"} if way == "spilled" else {}

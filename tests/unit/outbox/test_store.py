@@ -281,7 +281,7 @@ def test_E2_a_message_withdrawn_by_its_sender_outside_a_step_is_not_spilled(path
     kept.outbox.close()
 
 
-def test_E2_an_exception_from_a_signal_handler_is_not_the_error_of_a_spilled_message(
+def test_E2_an_exception_from_a_signal_handler_does_not_become_the_error_of_a_spilled_message(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kept = Kept(path, when_flowed="spill", outbox_max_bytes=800)
@@ -329,7 +329,9 @@ def test_the_receipt_of_a_spilled_message_shows_that_it_is_damaged_on_disk(path:
     assert list(Outbox.look_damaged(path)) == [2]
 
 
-def test_a_failed_read_is_retried_and_fails_no_wait_for_a_commit(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_read_is_retried_and_does_not_fail_a_wait_for_a_commit(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     leave(path, b"1", b"2")
     kept = Kept(path)
     read = kept.outbox.read
@@ -354,7 +356,7 @@ def test_a_failed_read_is_retried_and_fails_no_wait_for_a_commit(path: Path, mon
     assert bodies(kept.write())[:2] == [b"1", b"2"]
 
 
-def test_a_failed_commit_fails_the_waits_for_it(path: Path) -> None:
+def test_every_wait_for_a_commit_fails_if_the_commit_fails(path: Path) -> None:
     kept = Kept(path)
     kept.outbox.put(b"1", "", "q", "id")
     change(path, "ALTER TABLE message RENAME TO gone")

@@ -163,7 +163,7 @@ def test_messages_on_disk_are_read_once_and_in_order(path: Path, way: str) -> No
         assert all_gets_out(kept) == [b"0", b"1", b"2"]
 
 
-def test_E2_a_flush_is_woken_even_if_an_interrupt_came_when_its_messages_left_the_disk(
+def test_E2_a_flush_is_woken_even_if_an_interrupt_occurs_while_its_messages_leave_the_disk(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupt(*_: object) -> None:
@@ -259,7 +259,7 @@ def test_a_read_can_be_interrupted_and_restarted(path: Path) -> None:
         assert (len(kept.outbox), kept.outbox.size) == (0, 0)
 
 
-def test_a_crash_after_an_interrupt_keeps_messages_stored_before(path: Path) -> None:
+def test_messages_that_were_stored_before_an_interrupt_survive_a_later_crash(path: Path) -> None:
     # In any state of the memory, the file has the admitted messages.
     leave(path, b"left", permit=True)
     kept = Kept(path)

@@ -153,7 +153,7 @@ def test_E14_a_relay_that_is_flowed_after_reading_all_rows_pauses(database: Data
     assert 4 <= database.reads <= 6
 
 
-def test_E14_a_flowed_relay_checks_often_for_a_moment_after_a_change_reported_by_its_producer(
+def test_E14_a_flowed_relay_checks_often_for_a_short_time_after_its_producer_reports_a_change(
     database: Database,
 ) -> None:
     database.rows = [Row(1, 0, "", "q", HEADER, b"")]

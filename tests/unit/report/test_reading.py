@@ -112,7 +112,9 @@ def test_every_line_belongs_to_exactly_one_part_of_its_file(
         ("[1]", None),
     ],
 )
-def test_a_line_is_parsed_like_the_json_module_of_Python_does(raw: str, expected: dict[str, object] | None) -> None:
+def test_a_line_is_parsed_in_the_same_way_as_by_the_json_module_of_Python(
+    raw: str, expected: dict[str, object] | None
+) -> None:
     for given_raw in (raw, raw.encode()):
         line = line_of(given_raw)
         assert line is None if expected is None else line is not None and expected.items() <= line.items()

@@ -100,7 +100,7 @@ def test_a_limit_that_cannot_be_kept_is_reported_with_its_numbers() -> None:
         advise("q", _queue(), BURSTS, PUBLISHERS, {})
 
 
-def test_samples_around_the_deepest_time_are_selected_in_order() -> None:
+def test_samples_around_the_time_of_the_greatest_depth_are_selected_in_order() -> None:
     lines = list(lines_of(range(3, 4), 5000))
     tables = sum_up(lines, 1_000_000)
     wanted = windows(tables)

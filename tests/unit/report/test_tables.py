@@ -38,7 +38,7 @@ def test_the_tables_of_simulated_runs_equal_a_simple_reference_exactly(lines) ->
     }
 
 
-def test_the_drain_rate_of_a_queue_that_was_empty_in_every_sample_is_that_of_the_whole_time() -> None:
+def test_the_drain_rate_is_computed_over_the_whole_time_if_the_queue_was_empty_in_every_sample() -> None:
     few = list(lines_of(range(16), 4000))
     times = [line["at"] for line in few]
     width = bin_width(min(times), max(times))
@@ -54,7 +54,7 @@ def test_the_order_of_the_lines_does_not_matter(lines) -> None:
     assert sum_up(shuffled, 1_000_000).tables() == before
 
 
-def test_totals_of_parts_add_up_to_the_total_of_the_whole(lines) -> None:
+def test_the_totals_of_all_parts_add_up_to_the_total_of_the_whole(lines) -> None:
     some = [*lines[:10_000], {"at": lines[0]["at"], "kind": "lost", "lost": 3}]
     whole = sum_up(some, 8_000_000)
     whole.unreadable = 2
@@ -69,7 +69,7 @@ def test_totals_of_parts_add_up_to_the_total_of_the_whole(lines) -> None:
         assert getattr(added, name) == getattr(whole, name), name
 
 
-def test_memory_grows_with_producers_and_queues_not_with_lines(lines) -> None:
+def test_memory_grows_with_the_number_of_producers_and_queues_and_not_with_the_number_of_lines(lines) -> None:
     whole = sum_up(lines, 1_000_000)
     # Sixteen lives: twelve producers of at most eight reasons, and four queues of three publishers and two.
     assert len(whole.holds) <= 12 * 8 + 4 * 3 * 2
@@ -79,7 +79,7 @@ def test_memory_grows_with_producers_and_queues_not_with_lines(lines) -> None:
         assert len(spread.buckets) <= 32 * max(2, spread.largest.bit_length() - 4)
 
 
-def test_a_hold_that_has_not_ended_counts_with_its_recorded_duration() -> None:
+def test_a_hold_that_has_not_ended_is_counted_with_its_recorded_duration() -> None:
     who = {"origin": "producer", "producer": "p", "connection": "p", "queue": "q", "reason": "paused"}
     tables = sum_up(
         [
@@ -93,7 +93,7 @@ def test_a_hold_that_has_not_ended_counts_with_its_recorded_duration() -> None:
     assert (row["episodes"], row["unfinished"], row["seconds"], row["seconds_max"]) == (1, 1, 3.0, 0.0)
 
 
-def test_a_hold_whose_beginning_was_rotated_away_counts_by_its_end() -> None:
+def test_a_hold_whose_first_record_was_deleted_by_rotation_is_counted_from_its_last_record() -> None:
     who = {"origin": "producer", "producer": "p", "connection": "p", "queue": "q", "reason": "paused"}
     line = {"at": 4_000_000, "kind": "lifted", **who, "since": 1_000_000, "begun": 3_000_000}
     (row,) = sum_up([line], 1_000_000).tables()["holds"]
@@ -101,7 +101,7 @@ def test_a_hold_whose_beginning_was_rotated_away_counts_by_its_end() -> None:
 
 
 @given(st.integers(0, 10**13))
-def test_a_histogram_bucket_is_at_most_a_32nd_wide(value: int) -> None:
+def test_the_width_of_a_histogram_bucket_is_at_most_a_32nd_of_its_values(value: int) -> None:
     bucket = bucket_of(value)
     assert value <= top_of(bucket) <= value + value // 32
     assert bucket_of(top_of(bucket)) == bucket

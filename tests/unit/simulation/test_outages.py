@@ -18,7 +18,7 @@ STEPS = 8000
 
 
 @pytest.mark.parametrize("seed", range(rounds(12)))
-def test_nothing_is_lost_over_lost_connections_closed_channels_and_refusals(seed: int) -> None:
+def test_no_message_is_lost_because_of_lost_connections_closed_channels_or_refusals(seed: int) -> None:
     Outages(seed).live(STEPS)
 
 

@@ -27,7 +27,7 @@ def is_due(services: TapIOServices) -> bool:
 
 
 @pytest.mark.parametrize("meanwhile", ["Ctrl-C", "a pump"])
-def test_E2_a_caller_that_finds_the_io_thread_awake_need_not_wake_it_in_any_interleaving(
+def test_E2_in_every_interleaving_a_caller_does_not_have_to_wake_an_io_thread_that_is_awake(
     services: TapIOServices, meanwhile: str
 ) -> None:
     for at in range(1, 20):

@@ -44,7 +44,7 @@ def test_the_same_samples_draw_the_same_bytes() -> None:
     assert draw(DepthPanel("run", RUN, None, MARKS)) == draw(DepthPanel("run", list(RUN), None, dict(MARKS)))
 
 
-def test_a_value_is_drawn_until_the_next_sample_and_time_runs_to_the_right() -> None:
+def test_each_value_is_drawn_up_to_the_next_sample_and_the_time_axis_runs_to_the_right() -> None:
     (line,) = steps(draw(DepthPanel("run", RUN)))
     xs, ys = [line[0], *line[2::2]], [line[1], *line[3::2]]
     assert xs == sorted(xs)
@@ -82,7 +82,7 @@ def test_labels_of_close_thresholds_are_placed_below_one_another() -> None:
     assert at[2] - at[1] >= 14
 
 
-def test_bytes_are_drawn_as_bytes() -> None:
+def test_a_depth_in_bytes_is_labelled_in_bytes() -> None:
     picture = draw(DepthPanel("run", RUN, 1_650_000, {"stop": 1_000_000}, of_bytes=True))
     assert {"peak 1.65 MB", "1 MB stop", "blue: depth in body bytes; red background: the flow state is ON"} <= set(
         texts(picture)
@@ -100,7 +100,7 @@ def test_panels_share_their_scales_and_do_not_overlap() -> None:
     assert "A queue. high: peak 165; low & <lower>: peak 33" in (ET.fromstring(picture).findtext(SVG + "title") or "")
 
 
-def test_a_line_has_no_more_corners_than_are_visible_and_keeps_every_peak() -> None:
+def test_a_line_has_only_as_many_corners_as_are_visible_and_keeps_every_peak() -> None:
     run = [DepthSample(at / 10_000, at % 7, 0, False) for at in range(20_000)]
     run[5555] = replace(run[5555], depth=99)
     (line,) = steps(draw(DepthPanel("run", run)))

@@ -89,7 +89,7 @@ def test_E6_returned_messages_are_read_by_the_client_before_more_messages_are_ac
     assert read_all(client)[0] == ["Basic.Return", "ContentHeader", "ContentBody"] * COUNT
 
 
-def test_E6_recover_redelivers_only_as_many_messages_as_there_is_room_for(world):
+def test_E6_recover_redelivers_only_messages_for_which_there_is_room(world):
     client = world.client().channel()
     client.declare()
     client.consume()

@@ -156,7 +156,7 @@ def test_refused_messages_are_nacked_and_not_enqueued(world):
 
 
 @pytest.mark.parametrize("confirms", [True, False])
-def test_a_full_queue_nacks_or_closes_the_channel_with_506(world, confirms):
+def test_a_full_queue_nacks_the_message_or_closes_the_channel_with_506(world, confirms):
     client = world.client().channel(confirms=confirms)
     client.declare(arguments={"qpid.max_count": 1, "qpid.flow_stop_count": 0})
     client.publish(b"in")
@@ -375,7 +375,7 @@ def test_a_cancelled_consumer_gets_no_more_deliveries_and_may_still_ack(world):
     client.call(1, Basic.Cancel("unknown"), Basic.CancelOk)
 
 
-def test_when_a_channel_ends_its_unacked_messages_are_requeued(world):
+def test_the_unacked_messages_of_a_channel_are_requeued_when_the_channel_ends(world):
     client, other = world.client().channel(), world.client().channel()
     client.declare()
     client.consume()
@@ -390,7 +390,7 @@ def test_when_a_channel_ends_its_unacked_messages_are_requeued(world):
 
 
 @pytest.mark.parametrize("how", ["lost", "closed", "failed"])
-def test_when_a_connection_ends_messages_requeued_by_one_of_its_channels_do_not_go_to_another(world, how):
+def test_messages_that_are_requeued_at_the_end_of_a_connection_do_not_go_to_its_other_channels(world, how):
     client = world.client().channel(1).channel(2)
     client.declare()
     client.consume(channel=1)
@@ -485,7 +485,7 @@ class TestTransactions:
         client.call(1, commands.Tx.Commit(), commands.Tx.CommitOk)
         assert world.queue().depth == 0
 
-    def test_deliveries_that_a_rollback_makes_unacked_count_for_the_prefetch_again(self, world, client):
+    def test_deliveries_whose_acks_are_rolled_back_count_for_the_prefetch_again(self, world, client):
         client.call(1, Basic.Qos(prefetch_count=1), Basic.QosOk)
         client.consume()
         world.host.publish("", "q", b"1")
@@ -585,7 +585,7 @@ class TestTransactions:
 
 @pytest.mark.parametrize("queues", [("a", "b", "c"), ("a", "a", "a")], ids=["a queue each", "one queue"])
 @pytest.mark.parametrize("prefetch", [1, 2, 5])
-def test_consumers_of_a_channel_wide_prefetch_are_served_in_turn(world, queues, prefetch):
+def test_consumers_that_share_a_channel_wide_prefetch_are_served_in_turn(world, queues, prefetch):
     client = world.client().channel()
     client.channel(2)
     for queue in dict.fromkeys(queues):

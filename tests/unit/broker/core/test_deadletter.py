@@ -74,7 +74,9 @@ def test_a_rejected_message_is_dead_lettered_with_all_its_properties(world, clie
     assert (entry.message.target.exchange, entry.message.target.routing_key) == ("", "dead")
 
 
-def test_messages_of_an_ended_channel_are_requeued_everywhere_before_expired_ones_are_dead_lettered(world, client):
+def test_messages_of_an_ended_channel_are_requeued_in_all_queues_before_any_expired_message_is_dead_lettered(
+    world, client
+):
     client.declare(arguments={**DLX, "x-message-ttl": 1000})
     client.publish(b"expires")
     client.publish(b"stays", "dead")
@@ -88,7 +90,7 @@ def test_messages_of_an_ended_channel_are_requeued_everywhere_before_expired_one
     assert [body for _, body, _ in heir.deliveries()] == [b"stays", b"expires"]
 
 
-def test_without_a_dead_letter_exchange_removed_messages_are_only_counted(world, client):
+def test_removed_messages_are_only_counted_if_there_is_no_dead_letter_exchange(world, client):
     client.declare()
     client.publish()
     client.send(1, commands.Basic.Get(queue="q"))
@@ -96,7 +98,7 @@ def test_without_a_dead_letter_exchange_removed_messages_are_only_counted(world,
     assert (world.queue().contents.drops, world.queue("dead").depth) == ({DropReason.REJECTED: 1}, 0)
 
 
-def test_purging_and_deleting_dead_letter_nothing(world, client):
+def test_purged_messages_and_messages_of_a_deleted_queue_are_not_dead_lettered(world, client):
     client.declare(arguments=DLX)
     client.publish()
     world.queue().purge()
@@ -153,7 +155,7 @@ def test_an_exchange_closed_to_clients_accepts_dead_letters(world, client):
     assert world.queue("dead").depth == 1
 
 
-def test_dead_letters_find_queues_by_their_headers_too(world, client):
+def test_dead_letters_can_also_be_routed_by_their_headers(world, client):
     bind = commands.Queue.Bind(queue="dead", exchange="amq.headers", arguments={"x-first-death-reason": "maxlen"})
     bind.arguments["x-match"] = "all-with-x"
     client.call(1, bind, commands.Queue.BindOk)
@@ -206,7 +208,7 @@ def make_web(world, client, count, **arguments):
 
 
 @pytest.mark.parametrize("count", [3, 8, 40])
-def test_E7_the_cost_of_queues_that_dead_letter_to_each_other_is_bounded_by_the_paths_between_them(
+def test_E7_the_cost_of_queues_that_dead_letter_to_each_other_is_bounded_by_the_number_of_paths_between_them(
     world, client, count
 ):
     queues = make_web(world, client, count, **{"x-max-length": 0})
@@ -250,7 +252,7 @@ def test_E7_a_rejection_by_a_consumer_starts_a_new_count(world, client):
     assert world.queue("work").depth > copies
 
 
-def test_copies_with_different_routing_keys_go_through_one_queue(world, client):
+def test_copies_of_a_message_with_different_routing_keys_all_pass_through_a_shared_queue(world, client):
     """Two services share a queue that delays what they could not handle, and each has its own archive."""
     for name in ("billing", "shipping"):
         client.declare(
@@ -276,7 +278,9 @@ def test_copies_with_different_routing_keys_go_through_one_queue(world, client):
     assert [bodies(world.queue(f"{name}-archive")) for name in ("billing", "shipping")] == [[b"x"]] * 2
 
 
-def test_copies_that_expire_in_one_queue_are_dead_lettered_once_and_counted(world, client, caplog):
+def test_copies_of_a_message_that_expire_in_the_same_queue_are_dead_lettered_only_once_and_counted(
+    world, client, caplog
+):
     """Two services share a queue that delays what they could not handle, and one archive."""
     late = {"x-message-ttl": 1, "x-dead-letter-exchange": ""}
     for name in ("billing", "shipping"):
@@ -362,7 +366,7 @@ def test_a_dead_letter_does_not_use_room_that_was_reserved_for_a_published_messa
     assert world.queue("b").contents.drops == {DropReason.REFUSED: 1}
 
 
-def test_a_message_dropped_for_a_new_message_is_dead_lettered_after_it(world, client):
+def test_a_full_queue_enqueues_a_new_message_before_it_dead_letters_the_dropped_one(world, client):
     client.declare("b", arguments={"x-max-length": 1})
     client.declare("a", arguments=FULL)
     for name in ("a", "b"):
@@ -372,7 +376,7 @@ def test_a_message_dropped_for_a_new_message_is_dead_lettered_after_it(world, cl
     assert (bodies(world.queue("a")), bodies(world.queue("b"))) == ([b"2"], [b"1"])
 
 
-def test_reject_publish_dlx_dead_letters_refused_messages(world, client):
+def test_a_queue_with_reject_publish_dlx_dead_letters_refused_messages(world, client):
     client.declare(arguments={**DLX, "x-max-length": 1, "x-overflow": "reject-publish-dlx"})
     client.call(1, commands.Confirm.Select(), commands.Confirm.SelectOk)
     client.publish(b"1")
@@ -381,7 +385,7 @@ def test_reject_publish_dlx_dead_letters_refused_messages(world, client):
     assert (bodies(world.queue()), bodies(world.queue("dead"))) == ([b"1"], [b"2"])
 
 
-def test_reject_publish_counts_refused_messages_without_confirms(world, client):
+def test_a_queue_with_reject_publish_counts_refused_messages_even_without_confirms(world, client):
     client.declare(arguments={"x-max-length": 1, "x-overflow": "reject-publish"})
     client.publish(b"1")
     client.publish(b"2")
@@ -502,7 +506,7 @@ def test_a_requeue_does_not_exceed_x_max_length_and_drops_the_oldest_messages(wo
     assert world.queue().contents.drops == {DropReason.MAXLEN: 3}
 
 
-def test_a_requeue_is_cut_to_x_max_length_before_any_delivery_as_on_rabbitmq(world, client):
+def test_messages_beyond_x_max_length_are_dropped_from_a_requeue_before_any_delivery_as_on_rabbitmq(world, client):
     client.declare(arguments={"x-max-length": 1})
     for body in (b"1", b"2", b"3"):
         client.publish(body)

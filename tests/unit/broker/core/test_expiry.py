@@ -52,7 +52,7 @@ def test_the_shorter_time_to_live_applies():
     assert queue.contents.drops == {DropReason.EXPIRED: 3}
 
 
-def test_messages_in_the_middle_of_a_queue_expire_and_the_order_of_the_remaining_ones_is_kept():
+def test_messages_in_the_middle_of_a_queue_can_expire_and_the_remaining_messages_keep_their_order():
     queue = make_queue()
     for size in range(1, 9):
         queue.enqueue(expiring(size, 100 if size in (3, 4, 7) else None))
@@ -66,7 +66,7 @@ def test_messages_in_the_middle_of_a_queue_expire_and_the_order_of_the_remaining
     assert taken == [1, 2, 5, 6, 8]
 
 
-def test_gaps_are_closed_when_they_are_most_of_the_ready_entries():
+def test_ready_entries_are_compacted_when_most_of_them_are_gaps():
     queue = make_queue()
     queue.enqueue(message(1))
     for at in range(Contents.MAX_GAPS * 2):
@@ -115,7 +115,7 @@ def test_a_requeued_message_expires_once():
     assert (queue.depth, queue.contents.dropped) == (0, 1)
 
 
-def test_expired_messages_go_first_when_a_queue_is_full():
+def test_expired_messages_are_removed_first_when_a_queue_is_full():
     queue = make_queue({"qpid.max_count": 2})
     queue.enqueue(message(1))
     queue.enqueue(expiring(2, 100))
@@ -172,7 +172,7 @@ def test_an_early_or_repeated_tick_does_nothing():
     assert (queue.depth, queue._surroundings.alarms) == (1, [1.0])
 
 
-def test_entries_of_removed_messages_do_not_pile_up():
+def test_expiry_entries_of_removed_messages_do_not_pile_up():
     queue = make_queue({"x-message-ttl": 86_400_000})
     for _ in range(10 * Expiry.MIN_SWEEP):
         queue.enqueue(message())
@@ -180,7 +180,7 @@ def test_entries_of_removed_messages_do_not_pile_up():
     assert len(queue.dropping.expiry._heap) <= Expiry.MIN_SWEEP + 1
 
 
-def test_entries_of_a_message_that_is_requeued_repeatedly_do_not_pile_up():
+def test_expiry_entries_of_a_message_that_is_requeued_repeatedly_do_not_pile_up():
     queue = fill(make_queue({"x-message-ttl": 86_400_000}), [1])
     for _ in range(10 * Expiry.MIN_SWEEP):
         queue.dispatcher.requeue([queue.take(no_ack=False)])
@@ -188,7 +188,7 @@ def test_entries_of_a_message_that_is_requeued_repeatedly_do_not_pile_up():
     assert queue.dropping.expiry.next_at == 86_400.0
 
 
-def test_entries_of_messages_that_expired_while_unacked_do_not_pile_up():
+def test_expiry_entries_of_messages_that_expired_while_unacked_do_not_pile_up():
     queue = make_queue({"x-message-ttl": 1000})
     for number in range(10 * Expiry.MIN_SWEEP):
         queue.enqueue(message())

@@ -220,7 +220,7 @@ def test_flowed_time_and_the_number_of_flows_are_counted(world):
     assert (channel.flow.times_flowed, channel.flow.seconds, channel.flow.since) == (2, 5.0, None)
 
 
-def test_C5_a_message_that_turns_a_queue_ON_or_arrives_while_it_is_ON_is_not_acked_until_it_is_OFF(world):
+def test_C5_a_message_to_a_queue_that_is_or_turns_ON_is_not_acked_until_the_queue_is_OFF(world):
     client = world.client().channel(confirms=True)
     client.declare(arguments={**STOP_2, "x-qflow-enforcement": "completion"})
     client.publish()
@@ -285,7 +285,7 @@ def test_C5_a_message_is_confirmed_only_when_all_of_its_queues_are_OFF(world):
     assert world.queue("c").depth == 3
 
 
-def test_C5_an_ack_of_a_later_message_does_not_confirm_a_withheld_one(world):
+def test_C5_an_ack_of_a_later_message_does_not_confirm_a_withheld_message(world):
     client = world.client().channel(confirms=True)
     client.declare("free")
     client.declare("full", arguments={"qpid.flow_stop_count": 1, "x-qflow-enforcement": "completion"})
@@ -329,7 +329,9 @@ def test_C5_a_closed_channel_gets_no_confirms(world):
 
 @pytest.mark.parametrize("enforcement", ["completion", "both", "channel_flow"])
 @pytest.mark.parametrize("turns", [(50, 15), (1, 1), (7, 15), (50, 1)])
-def test_C6_two_producers_never_overshoot_the_sum_of_their_capacities(world, enforcement, turns):
+def test_C6_two_producers_never_exceed_the_stop_threshold_by_more_than_the_sum_of_their_capacities(
+    world, enforcement, turns
+):
     consumer = world.client().channel()
     consumer.declare(arguments={"qpid.flow_stop_count": 100, "x-qflow-enforcement": enforcement})
     producers = [world.client().channel(confirms=True) for _ in range(2)]

@@ -76,12 +76,12 @@ class Timed(World):
 
 
 @pytest.mark.parametrize("marks", MARKS)
-def test_J5_a_publisher_that_is_resumed_later_is_not_left_blocked_either(marks: str) -> None:
+def test_J5_a_publisher_that_is_resumed_later_does_not_stay_blocked_either(marks: str) -> None:
     assert_nobody_is_blocked_for_nothing(marks, [(1, 3), (2, 3), (3, 2)], of_a_queue(StepwiseQueueFlow), Timed)
 
 
 @pytest.mark.parametrize("marks", MARKS)
-def test_F4_publishers_released_by_a_queue_are_unflowed_one_by_one(marks: str) -> None:
+def test_F4_publishers_that_a_queue_releases_are_unflowed_one_by_one(marks: str) -> None:
     timed = Timed(of_a_queue(StepwiseQueueFlow), MARKS[marks], 4, 3, 0)
     while timed.running:
         timed.step(next(iter(timed.running)))

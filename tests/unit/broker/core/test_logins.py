@@ -185,7 +185,7 @@ def test_failed_logins_are_forgotten_over_time(make_world):
     start(world, FAR, "ann", "right").only(commands.Connection.Tune, 0)
 
 
-def test_a_client_that_waits_for_its_login_has_the_usual_time_to_open_and_must_not_send_frames(make_world):
+def test_a_client_whose_login_is_delayed_must_send_no_frames_and_still_has_the_usual_time_to_open(make_world):
     world = make_world(users={"ann": "right"}, max_failed_logins=1, unauthenticated_timeout=0.5)
     fail(world, 2)
     slow, loud = start(world, FAR, "ann", "right"), start(world, FAR, "ann", "right")
@@ -289,7 +289,7 @@ def test_E9_hashes_are_checked_outside_the_loop_and_a_right_password_only_once(m
     assert len(jobs) == 4
 
 
-def test_E9_an_address_has_at_most_as_many_concurrent_checks_as_allowed_failed_logins(make_world):
+def test_E9_the_concurrent_password_checks_of_an_address_never_exceed_the_number_of_allowed_failed_logins(make_world):
     world = make_world(users={"ann": cheap("sesame")}, max_failed_logins=3)
     jobs = []
     world.host.logins.run = lambda function, done: jobs.append((function, done))

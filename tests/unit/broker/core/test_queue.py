@@ -280,7 +280,7 @@ def test_J6_every_removal_from_a_queue_can_unflow_publishers(shrink, arguments):
 @pytest.mark.parametrize(
     "arguments", [{"qpid.flow_stop_count": 2, "qpid.flow_resume_count": 2}, {"x-qpid-capacity": 2}]
 )
-def test_J5_a_publisher_about_to_be_flowed_while_the_queue_shrinks_is_unflowed(arguments, step, taken):
+def test_J5_if_the_queue_shrinks_while_a_publisher_is_being_flowed_the_publisher_is_unflowed(arguments, step, taken):
     class Interrupted(Stepwise, QueueFlow):
         """Messages leave between two steps of blocking who published."""
 
@@ -378,13 +378,13 @@ def test_a_deleted_queue_notifies_its_consumers_and_ignores_their_acks():
 
 
 @pytest.mark.parametrize(("count", "refused"), [(9, False), (10, True)])
-def test_reject_refuses_messages_beyond_the_maximum_count(count, refused):
+def test_a_reject_queue_refuses_messages_beyond_the_maximum_count(count, refused):
     queue = fill(make_queue({"qpid.max_count": 10}), [1] * count)
     assert (queue.refusal(1) is not None) is refused
 
 
 @pytest.mark.parametrize(("size", "refused"), [(9, False), (10, False), (11, True)])
-def test_reject_refuses_messages_beyond_the_maximum_size(size, refused):
+def test_a_reject_queue_refuses_messages_beyond_the_maximum_size(size, refused):
     queue = fill(make_queue({"qpid.max_size": 20}), [10])
     assert (queue.refusal(size) is not None) is refused
 
@@ -397,20 +397,20 @@ def test_unacked_messages_count_for_the_maximum():
     assert queue.refusal(1) is None
 
 
-def test_ring_drops_the_oldest_message():
+def test_a_ring_queue_drops_the_oldest_message():
     queue = fill(make_queue({"qpid.max_count": 3, "qpid.policy_type": "ring"}), [1, 2, 3, 4, 5])
     assert [entry.message.size for entry in queue.contents.ready] == [3, 4, 5]
     assert (queue.depth, queue.contents.dropped, queue.contents.peak_depth) == (3, 2, 3)
 
 
-def test_ring_drops_as_many_messages_as_the_maximum_size_requires():
+def test_a_ring_queue_drops_as_many_messages_as_the_maximum_size_requires():
     queue = fill(make_queue({"qpid.max_size": 10, "qpid.policy_type": "ring"}), [3, 3, 3, 8])
     assert [entry.message.size for entry in queue.contents.ready] == [8]
     assert queue.contents.dropped == 3
     assert "larger than queue 'q'" in queue.refusal(11)
 
 
-def test_ring_drops_the_oldest_message_even_if_it_is_unacked():
+def test_a_ring_queue_drops_the_oldest_message_even_if_it_is_unacked():
     queue = fill(make_queue({"qpid.max_count": 2, "qpid.policy_type": "ring"}), [1, 2])
     entry = queue.take(no_ack=False)
     fill(queue, [3])
@@ -419,7 +419,7 @@ def test_ring_drops_the_oldest_message_even_if_it_is_unacked():
     assert (queue.depth, queue.contents.dropped, queue.dispatcher.acked) == (2, 1, 0)
 
 
-def test_ring_strict_refuses_while_the_oldest_message_is_unacked():
+def test_a_ring_strict_queue_refuses_messages_while_the_oldest_message_is_unacked():
     queue = fill(make_queue({"qpid.max_count": 2, "qpid.policy_type": "ring_strict"}), [1, 2])
     assert queue.refusal(1) is None
     entry = queue.take(no_ack=False)

@@ -120,7 +120,7 @@ def _peer(world, make_peer):
     return make_peer(world).ask_for_too_much()
 
 
-def test_E6_a_client_that_does_not_read_is_not_read_from_and_little_output_waits_for_it(peer):
+def test_E6_the_broker_stops_reading_from_a_client_that_does_not_read_and_keeps_little_output_for_it(peer):
     assert not peer.transport.reads
     assert peer.transport.buffered <= Connection.MAX_BACKLOG + peer.session.MAX_OUTPUT + 1_100_000
     peer.turn()
@@ -167,7 +167,7 @@ def _slow_world(make_world):
     return world
 
 
-def test_E9_input_that_takes_long_is_handled_in_slices_shared_evenly_by_connections(slow_world, make_peer):
+def test_E9_input_that_takes_long_to_handle_is_handled_in_slices_that_connections_share_evenly(slow_world, make_peer):
     busy = [make_peer(slow_world).open() for _ in range(3)]
     for peer in busy:
         peer.connection.data_received(b"".join(frame.marshal(each, 1) for each in PUBLISH * 50))
@@ -199,7 +199,7 @@ def test_E9_a_small_request_waits_for_at_most_one_slice(slow_world, make_peer):
 
 
 @pytest.mark.parametrize("size", [7, 50, 1001])
-def test_E9_input_that_takes_long_may_be_split_anywhere(slow_world, make_peer, size):
+def test_E9_input_that_takes_long_to_handle_may_be_split_at_any_byte(slow_world, make_peer, size):
     peer = make_peer(slow_world).open()
     data = b"".join(frame.marshal(each, 1) for each in PUBLISH * 50)
     for at in range(0, len(data), size):
@@ -253,7 +253,7 @@ def test_E9_held_messages_wait_while_memory_is_full(slow_world, make_peer):
     assert busy.session.channels.published == 50
 
 
-def test_E9_after_a_message_to_very_many_queues_other_connections_are_served(world, make_peer):
+def test_E9_other_connections_are_served_after_a_message_to_very_many_queues(world, make_peer):
     peer = make_peer(world).open()
     for number in range(MANY_QUEUES + 1):
         world.host.topology.bind(world.host.declare_queue(f"q{number}"), "amq.fanout", "", None)
@@ -278,7 +278,7 @@ def ask_and_read_nothing(peer, count):
     peer.turn()
 
 
-def test_E9_unread_replies_count_until_they_are_read(small_world, make_peer):
+def test_E9_unread_replies_count_as_memory_until_the_client_reads_them(small_world, make_peer):
     peer = make_peer(small_world).open()
     journal = small_world.host.journal
     ask_and_read_nothing(peer, 1000)
@@ -315,7 +315,7 @@ def test_E9_at_the_memory_limit_the_broker_does_not_read_from_clients_with_unrea
     assert slow.transport.reads
 
 
-def test_E9_at_the_memory_limit_the_first_message_of_a_connection_waits(small_world, make_peer):
+def test_E9_the_first_message_of_a_connection_waits_while_the_memory_limit_is_reached(small_world, make_peer):
     peer = make_peer(small_world).open()
     small_world.host.publish("", "q", bytes(LIMIT))
     peer.turn()
@@ -376,7 +376,9 @@ TARPIT = {"tarpit_after": 2, "tarpit_time": 60, "flow_grace": 0}
 STOP_1: dict[str, Any] = {"qpid.flow_stop_count": 1, "qpid.flow_resume_count": 1}
 
 
-def test_D8_a_tarpit_holds_input_that_arrived_together_with_the_message_that_caused_it(make_world, make_peer):
+def test_D8_a_tarpit_holds_input_that_arrived_together_with_the_message_that_triggered_the_tarpit(
+    make_world, make_peer
+):
     peer = make_peer(make_world(**TARPIT)).open()
     peer.say(1, commands.Queue.Declare(queue="stop", arguments=STOP_1))
     publish = (commands.Basic.Publish(routing_key="stop"), header.ContentHeader(body_size=0))
@@ -410,7 +412,7 @@ def test_D8_a_tarpit_holds_later_input_on_every_channel(make_world, make_peer):
 
 
 @pytest.mark.parametrize("why", ["tarpit", "memory", "memory, with input that is held"])
-def test_a_connection_that_is_not_read_from_is_still_read_for_close_ok(make_world, make_peer, why):
+def test_the_broker_reads_close_ok_even_from_a_connection_that_it_has_stopped_reading(make_world, make_peer, why):
     world = make_world(**TARPIT, journal=Journal(float, has_store=False, limit=LIMIT))
     peer = make_peer(world).open()
     peer.say(1, commands.Queue.Declare(queue="stop", arguments=STOP_1))

@@ -55,7 +55,7 @@ def test_E11_the_broker_announces_its_version_platform_and_copyright_as_rabbitmq
 
 
 @pytest.mark.parametrize("frame_max", [0, 4096])
-def test_E11_a_received_frame_may_exceed_frame_max_by_its_overhead_as_on_rabbitmq_but_a_sent_one_does_not(
+def test_E11_a_received_frame_may_exceed_frame_max_by_its_overhead_as_on_rabbitmq_but_a_sent_frame_may_not(
     world, frame_max
 ):
     client = world.client(frame_max=frame_max).channel()
@@ -131,7 +131,7 @@ def test_an_unknown_vhost_is_refused_with_530(world):
 
 
 @pytest.mark.parametrize("tune", [(0, 4095, 0), (0, 131073, 0), (2048, 0, 0)])
-def test_tuning_beyond_what_was_offered_is_refused_with_530(world, tune):
+def test_a_tune_ok_beyond_the_offered_limits_is_refused_with_530(world, tune):
     client = world.stranger()
     client.start()
     client.received()
@@ -221,7 +221,7 @@ def test_a_close_names_the_method_at_fault(world):
     assert (close.reply_code, close.class_id, close.method_id) == (404, 60, 40)
 
 
-def test_before_tuning_frames_have_at_most_4096_bytes(world):
+def test_frames_have_at_most_4096_bytes_before_the_connection_is_tuned(world):
     client = world.stranger()
     client.feed(PROTOCOL_HEADER)
     client.received()
@@ -352,7 +352,7 @@ def test_closes_that_cross_on_the_wire_are_both_answered(world):
     client.channel()
 
 
-def test_output_is_announced_once_until_it_is_read(world):
+def test_new_output_is_announced_only_once_until_it_is_read(world):
     client = world.client().channel()
     client.announced = 0
     client.declare("a")
@@ -404,7 +404,7 @@ def test_a_message_published_by_the_host_is_routed_by_its_headers(world):
     assert world.host.publish("amq.headers", "", b"x", properties) == 1
 
 
-def test_an_internal_error_of_the_broker_is_541(world):
+def test_an_internal_error_of_the_broker_closes_the_connection_with_541(world):
     client = world.client()
     client.session.fail_internally(world.now)
     assert client.only(CLOSE, 0).reply_code == 541

@@ -18,7 +18,7 @@ BROKER = Path(core.__file__).parents[1]
 OPENING = str(core.__doc__)
 
 
-def test_the_way_from_a_publish_to_channel_flow_has_at_most_3500_lines() -> None:
+def test_the_files_on_the_path_from_a_publish_to_channel_flow_have_at_most_3500_lines() -> None:
     path, _, _ = OPENING.partition("The other files are not on this path")
     names = set(re.findall(r"`(\w+\.py)`", path))
     assert {"session.py", "wire.py", "queue.py", "queueflow.py", "output.py"} < names
@@ -36,7 +36,7 @@ def test_no_class_has_more_than_450_lines() -> None:
     assert long == []
 
 
-def test_a_channel_is_flowed_by_the_calls_that_the_opening_of_the_core_names(
+def test_the_module_docstring_of_the_core_lists_the_calls_that_flow_a_channel(
     world, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[list[str]] = []

@@ -85,14 +85,14 @@ def test_E9_a_full_queue_that_was_purged_accepts_messages_immediately(policy):
     assert (queue.contents.ready_count, queue.contents.dropped) == (MANY, 0)
 
 
-def test_E9_a_ring_that_overflows_during_a_purge_keeps_messages_published_since():
+def test_E9_a_ring_queue_that_overflows_during_a_purge_keeps_messages_published_after_the_purge_began():
     queue = fill(make_queue({"x-qflow-policy": "ring", "qpid.max_count": MANY}), [1] * MANY)
     queue.purge()
     fill(queue, [2] * MANY)
     assert (queue.contents.ready_count, queue.contents.ready_size, queue.contents.dropped) == (MANY, 2 * MANY, 0)
 
 
-def test_E9_a_purged_message_is_not_a_last_value_and_is_not_dropped_for_memory(make_world):
+def test_E9_a_purged_message_does_not_count_as_a_last_value_and_is_not_dropped_for_lack_of_memory(make_world):
     world = make_world(journal=Journal(float, has_store=False, limit=1 << 30))
     arguments = {"x-qflow-policy": "conflate", "qpid.max_count": 10_000, "x-qflow-drop-transient": True}
     queue = world.host.declare_queue("q", arguments=arguments)
@@ -257,7 +257,7 @@ def test_E9_messages_that_are_dead_lettered_are_rejected_in_smaller_slices(world
 
 
 @pytest.mark.parametrize("requeue", [True, False])
-def test_E9_very_many_deliveries_are_recovered_in_slices_and_once_each(world, monkeypatch, requeue):
+def test_E9_very_many_deliveries_are_recovered_in_slices_and_each_delivery_only_once(world, monkeypatch, requeue):
     monkeypatch.setattr(Consuming, "AT_ONCE", 10)
     client = world.client().channel()
     client.declare()

@@ -41,7 +41,7 @@ CHANNEL_CLOSE = commands.Channel.Close
         ("a.*.b", "a..b", True),
     ],
 )
-def test_topic_patterns(world, pattern, key, matches):
+def test_a_topic_exchange_routes_messages_by_their_patterns(world, pattern, key, matches):
     client = world.client().channel()
     client.declare()
     client.call(1, Queue.Bind(queue="q", exchange="amq.topic", routing_key=pattern or "x"), Queue.BindOk)
@@ -78,7 +78,7 @@ PATTERNS = st.lists(st.sampled_from(["a", "b", "*", "#"]), max_size=6).map(".".j
     st.lists(st.lists(st.sampled_from(["a", "b"]), max_size=6).map(".".join), min_size=1, max_size=4),
     st.randoms(use_true_random=False),
 )
-def test_topic_patterns_match_as_defined_in_the_order_of_the_bindings(patterns, keys, random):
+def test_topic_patterns_match_as_their_definition_says_and_in_the_order_of_the_bindings(patterns, keys, random):
     topics = TopicExchange("topics")
     bound = [Binding(END, pattern, {}) for pattern in patterns]
     for binding in bound:
@@ -139,7 +139,7 @@ def test_E7_bindings_that_do_not_match_a_message_cost_nothing(monkeypatch):
     ],
 )
 @pytest.mark.parametrize("exchange", ["amq.headers", "amq.match"])
-def test_headers_exchanges(world, exchange, arguments, headers, matches):
+def test_a_headers_exchange_routes_messages_by_their_headers(world, exchange, arguments, headers, matches):
     client = world.client().channel()
     client.declare()
     client.call(1, Queue.Bind(queue="q", exchange=exchange, arguments=arguments), Queue.BindOk)
@@ -383,7 +383,7 @@ def test_E11_only_the_owner_of_an_exclusive_queue_can_unbind_it(world):
     client.call(1, unbind, Queue.UnbindOk)
 
 
-def test_E11_if_empty_checks_ready_messages_only_as_on_rabbitmq(world):
+def test_E11_if_empty_checks_only_ready_messages_as_on_rabbitmq(world):
     client = world.client().channel()
     client.declare()
     client.publish()
@@ -420,7 +420,7 @@ def test_E11_delete_ok_comes_before_the_cancel_of_the_consumers_as_on_rabbitmq(w
     assert [(frame.name, frame.consumer_tag) for frame in received] == [("Basic.Cancel", "a"), ("Basic.Cancel", "b")]
 
 
-def test_nowait_is_not_answered(world):
+def test_a_method_with_nowait_is_not_answered(world):
     client = world.client().channel()
     client.send(
         1,
@@ -450,7 +450,7 @@ def test_purge_ok_and_delete_ok_contain_the_number_of_ready_messages(world):
     assert client.call(1, Queue.Delete(queue="q"), Queue.DeleteOk).message_count == 1
 
 
-def test_arguments_are_nested_no_deeper_than_AMQP_allows(world):
+def test_arguments_that_are_nested_deeper_than_AMQP_allows_are_refused(world):
     def nested(depth):
         value: object = 1
         for number in range(depth):

@@ -42,7 +42,7 @@ def test_a_consumer_priority_of_0_is_accepted(world, client):
 @pytest.mark.parametrize("name", ["CC", "BCC"])
 @pytest.mark.parametrize("value", [["other"], [], "other", None], ids=repr)
 @pytest.mark.parametrize("confirms", [False, True])
-def test_a_message_with_copies_is_refused_with_406_and_not_enqueued(world, name, value, confirms):
+def test_a_message_with_a_CC_or_BCC_header_is_refused_with_406_and_not_enqueued(world, name, value, confirms):
     client = world.client().channel(confirms=confirms)
     client.declare()
     client.publish(properties=Basic.Properties(headers={name: value}))
@@ -59,6 +59,6 @@ def test_a_header_whose_name_only_contains_cc_or_bcc_is_accepted(world, client):
     assert world.queue().depth == 1
 
 
-def test_messages_published_by_the_broker_itself_with_copies_are_refused_too(world):
+def test_a_message_that_the_broker_itself_publishes_with_a_CC_header_is_refused_too(world):
     with pytest.raises(ChannelException, match="header 'CC'"):
         world.host.publish("", "q", b"", Basic.Properties(headers={"CC": ["other"]}))

@@ -73,7 +73,7 @@ def test_D7_a_channel_that_starts_to_publish_is_flowed_immediately(make_world):
 
 @pytest.mark.parametrize("enforcement", ["channel_flow", "completion", "both"])
 @pytest.mark.parametrize("confirms", [True, False])
-def test_D7_when_the_queue_has_drained_the_backlog_is_empty(make_world, enforcement, confirms):
+def test_D7_the_backlog_is_empty_when_the_queue_has_drained(make_world, enforcement, confirms):
     world = make_world(backlog_count=3, enforcement=enforcement)
     client = world.client().channel(1, confirms=confirms).channel(2, confirms=True)
     client.declare(arguments=STOP_1)
@@ -204,7 +204,7 @@ def test_D8_the_count_restarts_for_a_client_that_stops_publishing(make_world):
     assert connection_snapshot(client.session).past_flow == 15
 
 
-def test_D8_messages_to_other_queues_count_because_the_channel_is_flowed(make_world):
+def test_D8_messages_to_other_queues_also_count_because_the_channel_is_flowed(make_world):
     client = flowed(make_world(close_channel_after=1, flow_grace=0).client())
     client.declare("free")
     client.publish(routing_key="free")
@@ -231,7 +231,7 @@ def test_D8_a_connection_whose_channels_keep_publishing_is_closed(make_world, mo
     assert world.controls.sanctions == {"tarpits": 0, "channels_closed": 1, "connections_closed": is_closed}
 
 
-def test_D8_a_tarpit_pauses_reading_for_a_time(make_world):
+def test_D8_a_tarpit_pauses_reading_for_a_limited_time(make_world):
     world = make_world(tarpit_after=3, tarpit_time=2, flow_grace=0)
     client = flowed(world.client(heartbeat=1))
     for number in range(1, 8):

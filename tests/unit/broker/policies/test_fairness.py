@@ -54,7 +54,7 @@ class Source(CountedSource):
         self.let_go.append(self.name)
 
 
-def test_F4_when_all_are_unflowed_together_the_least_served_publisher_is_first():
+def test_F4_the_least_served_publisher_is_first_when_all_publishers_are_unflowed_together():
     let_go: list[str] = []
     flow = QueueFlow(StopResume(stop_count=2, resume_count=2), "q", count=2, size=2)
     for name, published in (("first", 9), ("second", 3), ("third", 9), ("fourth", 0)):
@@ -67,7 +67,7 @@ def test_F4_when_all_are_unflowed_together_the_least_served_publisher_is_first()
 
 
 @pytest.mark.parametrize(("now", "back"), [(0.0, 1), (0.0999, 1), (0.1, 2), (0.1999, 2), (0.2, 3)])
-def test_F4_with_an_interval_publishers_are_unflowed_one_by_one_the_oldest_first(make_world, now, back):
+def test_F4_publishers_are_unflowed_one_by_one_and_the_oldest_first_if_an_interval_is_set(make_world, now, back):
     world = make_world(resume_interval=0.1)
     clients = three_flowed(world)
     world.queue().purge()
@@ -78,7 +78,7 @@ def test_F4_with_an_interval_publishers_are_unflowed_one_by_one_the_oldest_first
     assert len(queue_snapshot(world.queue()).blocked) == 3 - back
 
 
-def test_F4_a_publisher_that_is_still_flowed_when_the_queue_is_full_again_is_first_next_time(make_world):
+def test_F4_a_publisher_that_is_still_flowed_when_the_queue_is_full_again_is_unflowed_first_next_time(make_world):
     world = make_world(resume_interval=0.1)
     first, *_ = clients = three_flowed(world)
     world.queue().purge()
@@ -144,7 +144,7 @@ def flap(make_world, interval, rounds, publishers=10, burst=20):
 
 
 @pytest.mark.parametrize(("interval", "highest", "times"), [(0.0, 270, rounds(500, least=150)), (1.0, 150, 500)])
-def test_F4_equal_publishers_are_served_equally_and_overflow_less_if_they_alternate(
+def test_F4_equal_publishers_are_served_equally_and_overflow_the_queue_less_if_they_take_turns(
     make_world, interval, highest, times
 ):
     served, peak = flap(make_world, interval, times)
@@ -229,7 +229,7 @@ def test_F6_a_user_has_one_rate_limit_for_all_connections(world, client):
     assert (flows(client), flows(other)) == ([], [False])
 
 
-def test_F6_a_limit_can_be_changed_while_running_and_debt_remains(world, client):
+def test_F6_a_limit_can_be_changed_while_the_broker_runs_and_the_debt_remains(world, client):
     limit(world, "queue", "q", messages=1)
     for _ in range(3):
         client.publish()

@@ -177,7 +177,7 @@ def test_D10_a_queue_that_is_ON_for_max_flow_wait_unflows_its_producers(world, n
     assert ("has been ON for 10 s" in caplog.text) is is_overdue
 
 
-def test_D10_after_max_flow_wait_reject_refuses_messages_beyond_the_stop_until_the_queue_is_OFF(world):
+def test_D10_after_max_flow_wait_a_reject_queue_refuses_messages_beyond_its_stop_threshold_until_it_is_OFF(world):
     client = world.client().channel(confirms=True)
     client.declare(arguments={**STOP_2, "x-qflow-max-flow-wait": 10})
     for _ in range(3):
@@ -197,7 +197,7 @@ def test_D10_after_max_flow_wait_reject_refuses_messages_beyond_the_stop_until_t
     assert sorted(client.names()) == ["Basic.Ack", "Channel.Flow"]
 
 
-def test_D10_after_max_flow_wait_ring_drops_the_oldest_and_holds_no_producer(world):
+def test_D10_after_max_flow_wait_a_ring_queue_drops_the_oldest_messages_and_holds_no_producer(world):
     client = world.client().channel(confirms=True)
     client.declare(arguments={**STOP_2, "x-qflow-max-flow-wait": 10, "x-qflow-then": "ring"})
     for body in (b"1", b"2", b"3"):
@@ -210,7 +210,7 @@ def test_D10_after_max_flow_wait_ring_drops_the_oldest_and_holds_no_producer(wor
     assert (bodies(world.queue()), world.queue().contents.drops) == ([b"4", b"5"], {DropReason.MAXLEN: 3})
 
 
-def test_D10_max_flow_wait_restarts_after_the_queue_was_OFF(world):
+def test_D10_the_time_of_max_flow_wait_restarts_after_the_queue_was_OFF(world):
     client = world.client().channel()
     client.declare(arguments={**STOP_2, "x-qflow-max-flow-wait": 10})
     for now in (0.0, 5.0):
@@ -248,7 +248,7 @@ def test_D10_a_queue_without_consumers_stops_an_exchange_only_for_max_flow_wait(
     assert not client.session.channels[1].flow.is_blocked
 
 
-def test_D10_a_max_flow_wait_set_while_ON_counts_from_when_the_queue_turned_ON(world):
+def test_D10_max_flow_wait_counts_from_the_time_the_queue_turned_ON_even_if_it_is_set_later(world):
     client = world.client().channel()
     client.declare(arguments=STOP_2)
     for _ in range(3):
@@ -484,7 +484,7 @@ def test_A4_a_message_to_several_queues_is_accepted_by_all_or_none_and_keeps_its
     assert client.session.channels[1].unconfirmed == 1 + 1 + 1 + 1
 
 
-def test_A4_a_message_does_not_wait_if_another_of_its_queues_refuses_it(world):
+def test_A4_a_message_does_not_wait_for_room_if_one_of_its_other_queues_refuses_it(world):
     client = world.client().channel(confirms=True)
     client.declare("waits", arguments=WAIT_1)
     client.declare("rejects", arguments={"qpid.max_count": 1, "qpid.flow_stop_count": 0})
@@ -534,7 +534,7 @@ def test_A4_a_channel_that_ends_drops_its_waiting_messages_only_with_confirms(wo
     assert world.queue().contents.drops == ({DropReason.REFUSED: 1} if confirms else {})
 
 
-def test_A4_waiting_messages_of_a_closed_channel_are_dropped_in_time_and_counted(world):
+def test_A4_waiting_messages_of_a_closed_channel_are_dropped_after_the_maximum_wait_and_counted(world):
     client = world.client().channel()
     client.declare(arguments=WAIT_1)
     client.publish(b"1")

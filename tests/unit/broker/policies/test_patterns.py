@@ -95,7 +95,7 @@ def test_repeating_an_empty_group_costs_nothing():
     assert Pattern("(?:){4000000000}a").search("ba")
 
 
-def test_remembered_steps_are_bounded(monkeypatch):
+def test_the_number_of_remembered_steps_is_bounded(monkeypatch):
     monkeypatch.setattr(Pattern, "MAX_STEPS", 3)
     pattern = Pattern("abc$")
     assert [pattern.search(name) for name in ("abc", "xyz", "xabc", "abcd")] == [True, False, True, False]

@@ -293,7 +293,7 @@ ALL = (
 )
 
 
-def test_D3_the_order_is_queue_then_routing_key_then_exchange_then_virtual_host(world, client):
+def test_D3_policies_apply_in_the_order_queue_then_routing_key_then_exchange_then_virtual_host(world, client):
     for each, count in zip(ALL, (1, 2, 3, 4), strict=True):
         world.set_policy(each)
         assert in_force(world) == (count, (each.name,))
@@ -334,7 +334,7 @@ def test_D3_exchange_and_routing_key_must_match_in_the_same_binding(world, clien
     assert in_force(world) == ((5, ("p",)) if applies else (None, ()))
 
 
-def test_D3_queues_inherit_from_exchanges_through_exchanges(world, client):
+def test_D3_queues_inherit_the_policies_of_exchanges_that_are_bound_to_their_exchange(world, client):
     declare = commands.Exchange.Declare(exchange="far", exchange_type="fanout")
     client.call(1, declare, commands.Exchange.DeclareOk)
     world.set_policy(policy("far", "^far$", "exchanges", max_count=5))
@@ -345,7 +345,7 @@ def test_D3_queues_inherit_from_exchanges_through_exchanges(world, client):
     assert in_force(world) == (None, ())
 
 
-def test_D3_the_strictest_of_several_exchanges_applies_and_bindings_are_followed(world, client):
+def test_D3_the_strictest_policy_of_all_bound_exchanges_applies_and_changes_with_the_bindings(world, client):
     world.set_policy(policy("a", "^amq.topic$", "exchanges", max_count=7, policy="ring"))
     world.set_policy(policy("b", "^amq.fanout$", "exchanges", max_count=5))
     assert (in_force(world), world.queue().overflow) == ((7, ("a",)), Ring(7))
@@ -355,7 +355,7 @@ def test_D3_the_strictest_of_several_exchanges_applies_and_bindings_are_followed
     assert (in_force(world), world.queue().overflow) == ((5, ("b",)), Reject(5))
 
 
-def test_the_policy_with_the_highest_priority_applies_and_of_equal_priorities_the_strictest(world, client):
+def test_the_policy_with_the_highest_priority_applies_and_the_strictest_one_if_priorities_are_equal(world, client):
     world.set_policy(policy("a", max_count=3))
     world.set_policy(policy("b", max_count=9, priority=1))
     world.set_policy(policy("c", max_count=8, priority=1))

@@ -114,7 +114,7 @@ def test_a_broker_accepts_only_one_observer(make_world) -> None:
         world.host.observe(FlowRecorder(print, lambda: 0.0, lambda: 0.0))
 
 
-def test_two_exceeded_thresholds_of_one_queue_are_one_wait(make_world) -> None:
+def test_two_exceeded_thresholds_of_one_queue_are_recorded_as_one_wait(make_world) -> None:
     world, lines = _recorded(make_world)
     client = world.client().channel()
     client.declare(arguments={**ARGUMENTS, "x-qpid-capacity": 4, "x-qpid-flow-resume-capacity": 0})

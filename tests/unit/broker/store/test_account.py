@@ -32,7 +32,7 @@ def test_headers_count_as_memory(world):
     assert held(world) == 0
 
 
-def test_E9_a_message_counts_a_little_for_each_queue_that_holds_it(world):
+def test_E9_a_message_uses_a_little_memory_for_each_queue_that_holds_it(world):
     queues = [world.host.declare_queue(f"q{number}") for number in range(100)]
     for queue in queues:
         world.host.topology.bind(queue, "amq.fanout", "", None)

@@ -157,7 +157,7 @@ def test_damage_in_the_text_of_the_schema_is_reported_too(tmp_path):
 
 
 @pytest.mark.parametrize("size", [1, 20, 100, 511, 512, 4095, 4096, 5000, 8192, 20_000])
-def test_a_truncated_store_does_not_start_empty(tmp_path, size):
+def test_a_truncated_store_is_an_error_and_does_not_count_as_empty(tmp_path, size):
     path = tmp_path / "store"
     filled(path)
     path.write_bytes(path.read_bytes()[:size])
@@ -165,7 +165,7 @@ def test_a_truncated_store_does_not_start_empty(tmp_path, size):
         found(path)
 
 
-def test_a_body_that_is_found_damaged_when_it_is_read_is_reported(tmp_path):
+def test_a_damaged_body_is_reported_when_it_is_read(tmp_path):
     path = tmp_path / "store"
     filled(path)
     change(path, "UPDATE message SET body = CAST('5 !' AS BLOB) WHERE number = 5")

@@ -76,7 +76,7 @@ def test_a_message_is_confirmed_only_after_it_is_on_disk(world):
     assert client.only(commands.Basic.Ack).delivery_tag == 2
 
 
-def test_one_commit_contains_all_messages_that_arrived_meanwhile(world):
+def test_one_commit_contains_all_messages_that_arrived_during_the_previous_commit(world):
     client = declared(world, "q")
     client.publish(properties=PERSISTENT)
     world.host.journal.take()
@@ -103,7 +103,7 @@ def test_transient_messages_do_not_wait_for_the_disk(world, properties, durable)
     assert write(world) == []
 
 
-def test_a_message_is_persistent_whichever_properties_come_before_its_delivery_mode(world):
+def test_a_message_with_delivery_mode_2_is_persistent_even_if_other_properties_come_before_the_mode(world):
     client = declared(world, "q")
     for properties in (
         commands.Basic.Properties(content_type="text/plain", content_encoding="x", headers={"a": 1}, delivery_mode=2),
@@ -115,7 +115,7 @@ def test_a_message_is_persistent_whichever_properties_come_before_its_delivery_m
     assert len(batch.puts) == 1
 
 
-def test_a_message_acked_before_its_batch_is_never_written_to_disk_but_is_confirmed(world):
+def test_a_message_that_is_acked_before_its_batch_is_written_is_confirmed_and_never_written_to_disk(world):
     client = declared(world, "q")
     client.consume(no_ack=True)
     client.publish(properties=PERSISTENT)
@@ -335,7 +335,7 @@ def small_batches(size, **options):
     return World(journal=journal)
 
 
-def test_many_changes_are_written_in_order_in_batches_each_with_its_confirms():
+def test_many_changes_are_written_in_order_in_batches_and_each_batch_releases_its_own_confirms():
     world = small_batches(1000)
     journal = world.host.journal
     client = declared(world, "q")
@@ -414,7 +414,7 @@ def test_an_answer_waits_for_all_changes_noted_before_it():
     assert client.received() == []
 
 
-def test_a_transaction_is_one_batch_and_so_is_a_message_to_several_queues():
+def test_a_transaction_is_one_batch_and_a_message_to_several_queues_is_one_batch():
     world = small_batches(10)
     client = declared(world, "q", confirms=False)
     client.call(1, commands.Tx.Select(), commands.Tx.SelectOk)
@@ -507,7 +507,7 @@ def test_sqlite_gets_no_value_larger_than_its_limit(world, monkeypatch):
         assert [len(each.body) for each in stored.store.messages()] == [20_000] * 20 + [80_000]
 
 
-def test_with_a_store_no_message_may_be_larger_than_a_row(tmp_path):
+def test_a_max_message_size_that_is_larger_than_a_row_is_refused_if_there_is_a_store(tmp_path):
     with pytest.raises(ValueError, match=r"max_message_size must be at most 900000000 with a store.*, not 900000001"):
         BrokerSettings(store=tmp_path / "store", max_message_size=900_000_001)
     BrokerSettings(max_message_size=900_000_001)
@@ -703,7 +703,7 @@ def survivors(world):
 
 @pytest.mark.parametrize("seed", range(rounds(25)))
 def test_the_journal_restores_the_same_state_after_any_sequence_of_changes(world, seed):
-    """Whatever is done, in whatever order: a broker that ends between two commits comes back as of the last."""
+    """A broker that ends between two commits restores the state of the last commit."""
     chance = random.Random(seed)
     names, exchanges = "abc", ("e", "amq.direct", "amq.fanout")
     world = durable_world()

@@ -43,7 +43,7 @@ def publish(world, numbers, queue="q", *, exchange="", properties=None):
         world.host.publish(exchange, queue, b"%010d" % number, properties)
 
 
-def test_A1_above_the_limit_the_oldest_messages_are_dropped_and_counted_until_memory_is_below_it(world):
+def test_A1_the_oldest_messages_are_dropped_and_counted_until_memory_is_below_the_limit(world):
     world.host.declare_queue("q", arguments=DROPS)
     publish(world, range(10))
     world.host.relieve()
@@ -57,7 +57,7 @@ def test_A1_above_the_limit_the_oldest_messages_are_dropped_and_counted_until_me
 
 
 @pytest.mark.parametrize("arguments", [{}, {"x-qflow-drop-transient": False}, {"x-qflow-policy": "flow"}])
-def test_A1_without_a_policy_that_allows_it_nothing_is_dropped(world, arguments):
+def test_A1_no_message_is_dropped_unless_a_policy_allows_drops(world, arguments):
     world.host.declare_queue("q", arguments=arguments)
     publish(world, range(20))
     world.host.relieve()
@@ -91,7 +91,7 @@ def test_A1_the_queue_with_the_most_memory_drops_first(world):
     assert [world.queue(name).depth for name in ("small", "q", "large")] == [3, 3, 4]
 
 
-def test_A1_a_message_also_held_by_a_queue_that_keeps_it_is_not_dropped_in_vain(world):
+def test_A1_a_message_is_not_dropped_from_a_queue_if_another_queue_must_keep_it(world):
     for queue, arguments in (("q", DROPS), ("r", DROPS), ("keeps", {})):
         world.host.declare_queue(queue, arguments=arguments)
         world.host.topology.bind(world.queue(queue), "amq.fanout", "", {})

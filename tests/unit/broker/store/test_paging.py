@@ -53,7 +53,7 @@ def body(number, size=10):
 
 
 @given(st.lists(st.integers(0, 100)), st.integers(0, 1000))
-def test_A3_memory_is_shared_fairly_and_small_queues_keep_theirs(sizes, total):
+def test_A3_memory_is_shared_fairly_and_small_queues_keep_their_messages_in_memory(sizes, total):
     share = level(sizes, total)
     taken = [min(size, share) for size in sizes]
     assert sum(taken) <= total or not sizes
@@ -75,7 +75,7 @@ def test_A2_above_three_quarters_of_the_limit_the_newest_bodies_are_evicted():
     assert it.client.only(commands.Basic.Ack).delivery_tag == 20, "nobody waits for the disk who need not"
 
 
-def test_A2_a_queue_with_a_maximum_keeps_that_much_in_memory_and_accepts_all_messages():
+def test_A2_a_queue_with_a_maximum_keeps_only_that_many_messages_in_memory_and_accepts_all_messages():
     it = Evicting()
     it.declare("size", **{"qpid.max_size": 30})
     it.declare("count", **{"qpid.max_count": 2})
@@ -118,7 +118,7 @@ def test_A3_each_subscription_may_read_ahead_the_same_amount():
     assert it.world.host.window == 500
 
 
-def test_A3_the_queue_with_the_most_in_memory_evicts_most():
+def test_A3_the_queue_that_uses_the_most_memory_evicts_the_most_bodies():
     it = Evicting(100)
     it.declare("small", "large", "other")
     for queue, count in (("small", 1), ("large", 8), ("other", 4)):

@@ -92,7 +92,7 @@ def test_a_stop_is_sent_before_the_answer_to_get_and_not_in_the_middle_of_it():
     assert content.value == body(1)
 
 
-def test_consumers_that_do_not_wait_for_the_disk_get_deliveries_and_none_pile_up(world):
+def test_consumers_that_do_not_wait_for_the_disk_get_deliveries_and_no_deliveries_pile_up(world):
     client = world.client().channel(1).channel(2)
     client.declare()
     client.send(1, DECLARE)
@@ -130,7 +130,7 @@ def test_a_client_that_has_stopped_the_flow_gets_no_deliveries_when_the_disk_has
 
 
 @given(st.lists(st.tuples(st.sampled_from(("write", "promise", "keep", "take")), st.integers(0, 7)), max_size=60))
-def test_on_each_channel_frames_are_sent_in_the_order_they_were_written(steps):
+def test_the_frames_of_each_channel_are_sent_in_the_order_in_which_they_were_written(steps):
     client = World(journal=Journal(float)).client()
     for number in (1, 2):
         client.channel(number)
