@@ -568,7 +568,7 @@ class FlowController:
             self._block(source, now)
 
     def forget(self, source: FlowSource) -> None:
-        """Forget a source that has ended. This controller does not block it any more."""
+        """Unblock a source, even if the limit is exceeded. Used when the source has ended, for example."""
         self._unblock(source)
 
     @property

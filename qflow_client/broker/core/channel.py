@@ -5,8 +5,8 @@ its target has the current queues. The message then takes one of three ways:
 
 - In transaction mode it goes into the open transaction.
 - If an append to each of its queues is enough, it goes into the queues immediately.
-- Otherwise a queue is *watched*: it has marks or a maximum, for example. `Channel._publish_watched` asks all queues
-  before any of them gets the message.
+- Otherwise `Channel._publish_watched` asks all queues before any of them gets the message. `Target.watched` and
+  `Controls.watches_publishes` have the reasons.
 
 In confirm mode every complete message gets a tag. It gets exactly one ack or nack, if the channel is not closed before.
 
@@ -304,6 +304,7 @@ class Channel:
         confirms, flow = self.confirms, self.flow
         was_flowed = False
         if flow.blocked_by:
+            # The message came on a channel that is blocked, and not only because of the backlog.
             was_flowed = flow.is_flowed_by_others
             flow.check()
         if self.session.blocks:
@@ -329,17 +330,19 @@ class Channel:
                 self._owe(message.size, tag)
                 self.count_rates(message, queues)
                 if not all(queue.is_watched for queue in queues):
-                    # A new version leads later messages for these queues to this method. They cannot overtake this one.
+                    # With the new version, later messages for these queues also use this method, so that they wait too.
+                    # Otherwise they would overtake this message.
                     self.router.version += 1
                 self.waiting[self.host.waiting.wait(message, queues, self, tag)] = None
-            elif not refused.queue.turn_away(message, is_told=confirms is not None):
+            elif not refused.queue.turn_away(message, can_nack=confirms is not None):
                 self._refuse(tag, refused.reason)
             return
         if self.host.journal is not None:
             self.host.journal.divide()
         self.count_rates(message, queues)
         if was_flowed and not is_held and flow.is_flowed_by_others:
-            flow.owe(message.size, is_past_flow=True)
+            # If the confirm was held, the message would be owed for that reason already.
+            flow.owe(message.size, until_unblocked=True)
 
     def _enqueue(self, message: StoredMessage, queues: tuple[Queue, ...], tag: int) -> bool:
         """Put a message into its queues.
@@ -508,7 +511,8 @@ class Channel:
         self._parts = []
         self._count_incoming(-self.incoming)
         if self.confirms is not None:
-            # The client cannot learn the outcome of waiting messages any more, so they are discarded.
+            # With confirms, the client cannot learn the outcome of waiting messages any more, so they are discarded.
+            # Without confirms, no outcome was ever due: the messages stay, and enter when there is room.
             for waiting in self.waiting:
                 waiting.queues[0].contents.count_drop(DropReason.REFUSED)
                 self.host.waiting.stop(waiting)

@@ -27,8 +27,8 @@ __all__ = ["ChannelFlow", "Discipline", "FlowingSession"]
 class Discipline(Protocol):
     """Decides what to do about a connection that ignores ``Channel.Flow`` (D7 D8)."""
 
-    #: Number of messages in the backlog, and the controller that blocks channels because of the backlog.
-    depth: ThresholdLimiter
+    #: Counts the messages in the backlog. And the controller that blocks channels because of the backlog.
+    limiter: ThresholdLimiter
     backlog: FlowController
     #: Totals: messages that came on flowed channels after the grace time; and the sanctions of each kind.
     past_flow: int
@@ -77,7 +77,7 @@ class ChannelFlow(CountedSource):
         "_host",
         "_number",
         "_owed",
-        "_owed_past_flow",
+        "_owed_until_unblocked",
         "_seconds",
         "is_over",
         "is_producer",
@@ -103,12 +103,12 @@ class ChannelFlow(CountedSource):
         self._seconds = 0.0
         # Number of Channel.Flow methods that the client has not answered.
         self.oks_due = 0
-        # Number of messages that came after the grace time of the current flowed period (D8).
+        # Number of messages that came in the current flowed period, after its grace time (D8).
         self.past_flow = 0
         # Owed messages (D7): number and body bytes. The second pair counts messages that are owed only because they
-        # came while the channel was blocked.
+        # came while the channel was blocked, with or without grace time. The channel owes them until it is unblocked.
         self._owed = [0, 0]
-        self._owed_past_flow = [0, 0]
+        self._owed_until_unblocked = [0, 0]
 
     # Blocking (J3 J4).
 
@@ -124,8 +124,8 @@ class ChannelFlow(CountedSource):
             observer.unblocked(self, *_queue_and_reason(controller))
         super().unblock(controller)
         if self._discipline is not None and not self.is_flowed_by_others:
-            count, size = self._owed_past_flow
-            self._owed_past_flow = [0, 0]
+            count, size = self._owed_until_unblocked
+            self._owed_until_unblocked = [0, 0]
             if count:
                 self.repay(size, count)
 
@@ -146,7 +146,7 @@ class ChannelFlow(CountedSource):
 
     def _send(self, *, active: bool) -> None:
         self.oks_due += 1
-        self.session.output.write_in_turn(wire.method(self._number, commands.Channel.Flow(active=active)))
+        self.session.output.write_past_promises(wire.method(self._number, commands.Channel.Flow(active=active)))
 
     @property
     def seconds(self) -> float:
@@ -180,21 +180,21 @@ class ChannelFlow(CountedSource):
         if self._discipline is not None:
             self._discipline.look_at(self)
 
-    def owe(self, size: int, *, is_past_flow: bool = False) -> bool:
+    def owe(self, size: int, *, until_unblocked: bool = False) -> bool:
         """Add a message to the owed messages.
 
         Args:
             size: body size in bytes.
-            is_past_flow: whether it is owed only because the channel is flowed, and until the channel is unblocked.
+            until_unblocked: whether it is owed only because the channel is flowed, and until the channel is unblocked.
 
         Returns:
             Whether the message is counted.
         """
         if self._discipline is None or self.is_over:
             return False
-        if is_past_flow:
-            self._owed_past_flow[0] += 1
-            self._owed_past_flow[1] += size
+        if until_unblocked:
+            self._owed_until_unblocked[0] += 1
+            self._owed_until_unblocked[1] += size
         self._owed[0] += 1
         self._owed[1] += size
         self._discipline.owe(size, self._host.clock())
@@ -212,11 +212,13 @@ class ChannelFlow(CountedSource):
         self._seconds = self.seconds
         self.since = None
         count, size = self._owed
-        self._owed_past_flow = [0, 0]
+        self._owed_until_unblocked = [0, 0]
         if count:
             self.repay(size, count)
         self.is_over = True
         for controller in tuple(self.blocked_by):
+            # `forget` unblocks the channel, if the controller keeps a list of its blocked channels. The operator and
+            # alarms keep no list.
             controller.forget(self)
             self.unblock(controller)
         self._host.source_gone(self)

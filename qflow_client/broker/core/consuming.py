@@ -402,7 +402,7 @@ class Consuming:
             delivery.consumer.unacked += change
             self.consumer_unacked += change
 
-    def take_back(self, deliveries: Iterable[Delivery]) -> None:
+    def restore_unacked(self, deliveries: Iterable[Delivery]) -> None:
         """Put deliveries that `take` returned back into the unacked deliveries, without delivering them again."""
         for delivery in deliveries:
             self._count_unacked(delivery, 1)

@@ -159,7 +159,7 @@ class Contents:
         for observer in self.observers:
             observer.lent(entry)
 
-    def take_back(self, entry: QueueEntry) -> None:
+    def remove_unacked(self, entry: QueueEntry) -> None:
         """Remove an entry from the unacked entries. The caller decides where it goes."""
         del self.unacked[entry]
         self.unacked_size -= entry.message.size
@@ -168,7 +168,7 @@ class Contents:
         """Put unacked entries back at their places. If a later value has replaced an entry, drop the entry."""
         back = sorted((entry for entry in entries if not entry.is_gone), key=_sequence, reverse=True)
         for entry in back:
-            self.take_back(entry)
+            self.remove_unacked(entry)
             entry.is_unacked = False
             entry.redelivered = True
         if self.values is not None:
@@ -205,7 +205,7 @@ class Contents:
     def take_out(self, entry: QueueEntry) -> None:
         """Take out a ready or unacked entry that is about to leave."""
         if entry.is_unacked:
-            self.take_back(entry)
+            self.remove_unacked(entry)
         elif entry is self.first():
             self.ready.popleft()
         else:

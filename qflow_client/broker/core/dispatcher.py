@@ -167,7 +167,7 @@ class Dispatcher:
         if acked:
             self.acked += 1
             contents = self._contents
-            contents.take_back(entry)
+            contents.remove_unacked(entry)
             contents.left(entry)
         else:
             self._dropping.drop(entry, DropReason.REJECTED)

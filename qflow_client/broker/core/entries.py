@@ -255,7 +255,7 @@ class BodyPager(Protocol):
     def lend(self, entry: QueueEntry) -> None:
         """An entry was delivered to a consumer; its body is in memory."""
 
-    def take_back(self, entry: QueueEntry) -> None:
+    def ready_again(self, entry: QueueEntry) -> None:
         """An entry is ready again."""
 
     def forget(self, entry: QueueEntry) -> None:
@@ -271,7 +271,7 @@ class DroppableEntries(Protocol):
     def add(self, entry: QueueEntry) -> None:
         """An entry was added at the end."""
 
-    def take_back(self, entry: QueueEntry) -> None:
+    def ready_again(self, entry: QueueEntry) -> None:
         """An entry is ready again, or has to be checked again."""
 
     def forget(self, entry: QueueEntry) -> None:
@@ -289,7 +289,7 @@ class DroppableEntries(Protocol):
 class QueueContents(Protocol):
     """The contents of a queue."""
 
-    #: Messages and body bytes, ready and unacked together (D6).
+    #: Messages and body bytes: ready, unacked and leaving together (D6).
     depth: int
     size: int
 
@@ -351,7 +351,7 @@ class QueueView(Protocol):
 
     @property
     def depth(self) -> int:
-        """The number of messages, ready and unacked (D6)."""
+        """The number of messages: ready, unacked and leaving (D6)."""
 
     @property
     def size(self) -> int:
@@ -385,4 +385,4 @@ class QueueView(Protocol):
         """Return the reason why messages are refused now; ``None`` if they may enter."""
 
     def trim(self) -> None:
-        """Drop the messages beyond the maximum, if the overflow policy drops queued messages."""
+        """After a requeue, drop the messages beyond the maximum. See `Queue.trim`."""

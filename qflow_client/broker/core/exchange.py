@@ -38,7 +38,8 @@ class Target(Address):
         self.queues: tuple[Queue, ...] | None = ()
         # The value of `Router.version` for which `queues` is valid.
         self.version = -1
-        # Whether any destination may have marks or a maximum, or there are more than MANY_QUEUES destinations.
+        # Whether any destination is watched (see `queue.py`), there are more than MANY_QUEUES destinations, or the
+        # destinations depend on headers.
         self.watched = False
 
 

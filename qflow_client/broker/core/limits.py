@@ -1,7 +1,8 @@
 """The limits of one queue: its marks, its maximum, and its other options.
 
-`Rules` compute them from a queue's name and arguments. The core has `PlainRules`, which use only the broker's settings
-and ignore arguments. The package `qflow_client.broker.policies` has the rules that read arguments and policies.
+`Rules` return a `QueueRule` for each new queue, from its name and arguments. The `QueueRule` computes the limits. These
+rules are not the rules of flow control. The core has `PlainRules`, which use only the broker's settings and ignore
+arguments. The package `qflow_client.broker.policies` has the rules that read arguments and policies.
 """
 
 from __future__ import annotations
@@ -40,15 +41,18 @@ class QueueOptions:
 class QueueLimits:
     """The result of a queue's arguments, its policies and the broker's defaults.
 
+    A new family of marks needs a field here, and changes in `to_json`, `thresholds`, `ThresholdsSnapshot` and
+    `queue_snapshot`. `QueueFlows` handles every family in the same way.
+
     Attributes:
         stop_resume: the thresholds of Qpid C++ (C1 C2).
         capacity: the capacity of Qpid Java (J1 J2).
         overflow: the maximum, and the policy when it is reached; ``None`` for no maximum.
         enforcement: how producers are held back.
-        policy: name of the policy for a full queue, as shown to users.
-        max_flow_wait: maximum seconds that the flow state may be ON; ``None`` for no limit.
-        then: the overflow policy after `max_flow_wait`.
-        policies: the names of the policies that apply to it.
+        policy: name of the overflow policy, as shown to users: the name of `overflow` if there is a maximum.
+        max_flow_wait: maximum seconds that the flow state may be ON; ``None`` for no limit. Needs `overdue_overflow`.
+        overdue_overflow: the overflow policy after `max_flow_wait`. Its name in policies is ``then``.
+        policies: the names of the operator's policies that apply to the queue.
         drop_transient: whether non-persistent messages may be dropped when memory exceeds its limit (A1).
     """
 
@@ -58,7 +62,7 @@ class QueueLimits:
     enforcement: Enforcement
     policy: str = "flow"
     max_flow_wait: float | None = None
-    then: Overflow | None = None
+    overdue_overflow: Overflow | None = None
     policies: tuple[str, ...] = ()
     drop_transient: bool = False
 
@@ -81,7 +85,7 @@ class QueueLimits:
         told |= {"policy": str(self.policy), "enforcement": self.enforcement.value}
         if self.drop_transient:
             told["drop_transient"] = True
-        return told if self.then is None else told | {"then": str(self.then.name)}
+        return told if self.overdue_overflow is None else told | {"then": str(self.overdue_overflow.name)}
 
     @property
     def thresholds(self) -> tuple[Thresholds, ...]:
@@ -141,6 +145,8 @@ class Rules(Protocol):
 
 class PlainRules:
     """The same limits for every queue: the broker's capacity (J2), and no maximum. Arguments have no effect.
+
+    The one object is both the `Rules` and the `QueueRule` of every queue.
 
     Args:
         settings: settings of the broker.

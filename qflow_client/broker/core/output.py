@@ -78,8 +78,8 @@ class Output:
         controls: the operator's controllers and switches.
         journal: calls back when records are on disk; ``None`` if nothing is written to disk.
         now: monotonic seconds.
-        on_output: called when there is something to send: once before each `take`, and again for each call of
-            `write_in_turn`.
+        on_output: called when there is something to send: once before each `take`, and also for each call of
+            `write_past_promises`.
     """
 
     #: Maximum bytes of unsent deliveries. At this limit consumers get no more messages.
@@ -124,11 +124,12 @@ class Output:
         if not self._announced:
             self.announce()
 
-    def write_in_turn(self, data: bytes) -> None:
-        """Append whole frames that do not wait for promises. Frames that other connections have now are sent first.
+    def write_past_promises(self, data: bytes) -> None:
+        """Append whole frames that do not wait for the promises of their channel.
 
-        It is used for Channel.Flow, which answers no method. The order of these frames among connections has to be fair
-        (F4). They cannot wait for the disk, because the grace time (D8) starts when the channel is blocked.
+        Used for Channel.Flow, which answers no method. It does not wait for the disk, because the grace time (D8)
+        starts when the channel is blocked. `on_output` is always called, so that this connection writes after all
+        connections that have output now. So clients get their Channel.Flow in the order of blocking (F4).
         """
         self.unsent += len(data)
         self._frames.append(data)

@@ -2,9 +2,8 @@
 
 The core calls these interfaces and does not import their implementations. `Journal` records the topology and every
 message in a queue, and reads bodies that are not in memory. `Disk` writes these records. `FlowObserver` is called when
-a queue turns ON or OFF, and when a channel is blocked (flowed). `PublishMeter` is called for every published message
-while it is truthy. Overflow policies plug into `qflow_client.broker.core.overflow`, and the rules for queues into
-`qflow_client.broker.core.limits`.
+a queue turns ON or OFF, and when a channel is blocked (flowed). `PublishMeter` counts the messages of clients. Overflow
+policies plug into `qflow_client.broker.core.overflow`, and the rules for queues into `qflow_client.broker.core.limits`.
 """
 
 from __future__ import annotations
@@ -145,7 +144,7 @@ class Journal(Protocol):
 
     @property
     def held(self) -> int:
-        """Bytes in memory, without those that are about to be freed."""
+        """Bytes in memory with `unfinished`, `waiting` and `buffered`, without bodies that are about to be freed."""
 
     def window(self, queues: Iterable[QueueView]) -> int:
         """Return the bytes of bodies that each queue may read ahead (A3)."""
@@ -195,7 +194,11 @@ class FlowObserver(Protocol):
 
 
 class PublishMeter(Protocol):
-    """Counts published messages, and may block (flow) their channels."""
+    """Counts the published messages of clients, and may block (flow) their channels.
+
+    To install a meter, set `VirtualHost.meter`. Whenever it becomes true or false, also call `Controls.limit_rates`.
+    Messages that the program itself publishes with `VirtualHost.publish` are not counted.
+    """
 
     def __bool__(self) -> bool:
         """Whether `take` has to be called."""

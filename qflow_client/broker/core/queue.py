@@ -2,9 +2,10 @@
 
 A message is ready, unacked (with a consumer), leaving, or gone; `contents.py` has the entries and their order.
 
-A queue is watched (`Queue.is_watched`) if a published message needs more than an append: if the queue may refuse it, or
-has an observer. `Queue.enqueue` delivers nothing. If any of a message's queues is watched, the message enters all of
-them before a consumer gets it. Otherwise each queue may deliver it before it enters the next queue.
+A queue is watched (`Queue.is_watched`) if a published message needs more than an append: if the queue may refuse the
+message, or if its entries have any of the observers below. So every queue of a broker with a journal is watched.
+`Queue.enqueue` delivers nothing. If any of a message's queues is watched, the message enters all of them before a
+consumer gets it. Otherwise each queue may deliver the message before it enters the next queue.
 
 The queue calls its plug-ins. The overflow policy is called before a message enters, and changes the queue only through
 `QueueView`. The observers of the entries are in `Contents.observers`, in this order:
@@ -198,7 +199,7 @@ class Queue:
         self.is_watched = self.may_refuse = self.has_line = False
         if options.message_ttl is not None:
             self._make_expiry()
-        self._put_in_force()
+        self._apply_limits()
         # Time of the last use: a declare, a get or the end of a consumer.
         self._used_at = 0.0
         self.touch()
@@ -206,7 +207,13 @@ class Queue:
     # Limits.
 
     def _watch(self) -> None:
-        """Update the fields that are checked for every message."""
+        """Update the fields that are checked for every message.
+
+        If `is_watched` becomes true, the caller has to raise `Router.version`, so that targets are resolved again. This
+        is not needed for a change of the overflow policy when the queue turns overdue, because a queue with marks is
+        watched already. It is not needed for a new expiry either: `enqueue` calls observers even if the queue was not
+        watched when its targets were resolved, and `tick` drops the expired messages.
+        """
         self.may_refuse = self.overflow is not None or self.is_refusing
         self.has_line = self.waiting > 0
         flows = self.flows if self.flows.families or self._observer is not None else None
@@ -216,23 +223,23 @@ class Queue:
         self.is_watched = bool(observers) or self.may_refuse
 
     def _choose_overflow(self) -> None:
-        self.overflow = self.limits.then if self.flows.is_overdue else self.limits.overflow
+        self.overflow = self.limits.overdue_overflow if self.flows.is_overdue else self.limits.overflow
         self._watch()
 
-    def _put_in_force(self) -> None:
+    def _apply_limits(self) -> None:
         overflow = self.limits.overflow
         self.contents.values = overflow.last_values() if overflow is not None else None
         self._choose_overflow()
         if self.storage is not None:
-            self.storage.put_in_force(self.limits)
+            self.storage.set_limits(self.limits)
 
     def change(self, limits: QueueLimits) -> None:
         """Apply other thresholds, another maximum or another policy. The messages stay in the queue (D4, J6)."""
         if limits == self.limits:
             return
         self.limits = limits
-        self.flows.put_in_force(limits)
-        self._put_in_force()
+        self.flows.set_limits(limits)
+        self._apply_limits()
         values = self.contents.values
         if values is not None:
             for entry in tuple(self.contents.oldest_first()):
@@ -289,12 +296,12 @@ class Queue:
             self.dropping.let_leave()
         return self.overflow.refusal(self, size, count, size if largest is None else largest)
 
-    def turn_away(self, message: StoredMessage, *, is_told: bool) -> bool:
+    def turn_away(self, message: StoredMessage, *, can_nack: bool) -> bool:
         """Handle a message that this queue refuses.
 
         Args:
             message: the refused message.
-            is_told: whether the publisher can be informed without closing its channel.
+            can_nack: whether the publisher can be informed without closing its channel, with a ``Basic.Nack``.
 
         Returns:
             True if nothing else has to be done; False if the caller has to inform the publisher.
@@ -304,7 +311,7 @@ class Queue:
             return False
         if overflow.dead_letters_refused:
             self.dropping.dead_letter(message, DropReason.MAXLEN)
-        if is_told or not overflow.is_silent:
+        if can_nack or not overflow.is_silent:
             return False
         self.contents.count_drop(DropReason.REFUSED)
         return True
@@ -379,9 +386,9 @@ class Queue:
         self.touch()
 
     def trim(self) -> None:
-        """After a requeue, drop the messages beyond the maximum.
+        """After a requeue, drop the messages beyond the maximum if the overflow policy counts only ready messages.
 
-        Do nothing if the overflow policy also counts unacked messages, because a requeue then adds nothing.
+        Other policies also count unacked messages, so that a requeue adds nothing.
         """
         overflow = self.overflow
         if overflow is not None and overflow.counts_ready:
@@ -437,8 +444,8 @@ class Queue:
 
     # Time.
 
-    def wait(self, until: float, change: int = 0) -> None:
-        """Make sure that the messages that wait for room in this queue are checked at `until` at the latest.
+    def note_waiting(self, until: float, change: int = 0) -> None:
+        """Note that messages wait for room in this queue. Check them at `until` at the latest.
 
         Args:
             until: seconds of the clock.
@@ -490,7 +497,7 @@ class Queue:
 
     @property
     def depth(self) -> int:
-        """The number of messages, ready and unacked (D6)."""
+        """The number of messages: ready, unacked and leaving (D6)."""
         return self.contents.depth
 
     @property

@@ -78,14 +78,15 @@ class QueueFlow(FlowController):
         spacing: spaces out the unblocking; ``None`` unblocks all channels together.
     """
 
-    __slots__ = ("_spacing", "depth", "held")
+    limiter: ThresholdLimiter
+
+    __slots__ = ("_spacing", "held")
 
     def __init__(
         self, thresholds: Thresholds, name: str, count: int = 0, size: int = 0, spacing: Spacing | None = None
     ) -> None:
-        self.depth = ThresholdLimiter(thresholds, count=count, size=size)
         self._spacing = spacing
-        super().__init__(self.depth, name=name)
+        super().__init__(ThresholdLimiter(thresholds, count=count, size=size), name=name)
         # The confirms that are held until OFF, by entry, the oldest first (C5).
         self.held: dict[QueueEntry, Completion] = {}
 
@@ -185,7 +186,8 @@ class QueueFlows(EntryObserver):
         # One controller for each configured family of marks; and how often removed controllers have turned ON.
         self.families = tuple(QueueFlow(thresholds, queue.name, spacing=spacing) for thresholds in limits.thresholds)
         self._times_on_before = 0
-        # Time since which any family is ON; None if all are OFF.
+        # Since when the queue is ON, because any family is ON; None if it is OFF. While the queue is overdue, the time
+        # may stay although all families are OFF, see `left`.
         self.on_since: float | None = None
         # Whether it was ON for so long that it blocks no channel any more (D10); and how often this happened.
         self.is_overdue = False
@@ -198,8 +200,11 @@ class QueueFlows(EntryObserver):
 
     # Limits.
 
-    def put_in_force(self, limits: QueueLimits) -> None:
-        """Set other limits. The caller has to call `change_marks` when the queue is within its maximum."""
+    def set_limits(self, limits: QueueLimits) -> None:
+        """Set other limits, without the marks. The caller has to call `change_marks` after it has trimmed the queue.
+
+        Messages that the new maximum drops must not turn a family ON.
+        """
         self.limits = limits
         if limits.max_flow_wait is None:
             self.is_overdue = False
@@ -212,35 +217,35 @@ class QueueFlows(EntryObserver):
 
     def change_marks(self) -> None:
         """Update the families after a change of the limits (D4)."""
-        there = {type(flow.depth.thresholds): flow for flow in self.families}
-        held_confirms = any(flow.held for flow in self.families)
+        there = {type(family.limiter.thresholds): family for family in self.families}
+        held_confirms = any(family.held for family in self.families)
         now = self._clock()
-        flows = []
+        families = []
         for thresholds in self.limits.thresholds:
-            flow = there.pop(type(thresholds), None)
-            if flow is None:
+            family = there.pop(type(thresholds), None)
+            if family is None:
                 queue = self._queue
-                flow = QueueFlow(thresholds, queue.name, queue.depth, queue.size, self._spacing)
+                family = QueueFlow(thresholds, queue.name, queue.depth, queue.size, self._spacing)
                 was_on = False
             else:
-                was_on = flow.depth.on
-                flow.depth.change(thresholds)
-            flows.append(flow)
-            if flow.depth.on and not was_on:
-                self._turned_on(flow, now)
-        for flow in there.values():
-            flow.let_go()
-            self._times_on_before += flow.depth.times_on
-        self.families = tuple(flows)
+                was_on = family.limiter.on
+                family.limiter.change(thresholds)
+            families.append(family)
+            if family.limiter.on and not was_on:
+                self._turned_on(family, now)
+        for family in there.values():
+            family.let_go()
+            self._times_on_before += family.limiter.times_on
+        self.families = tuple(families)
         enforcement = self.limits.enforcement
-        for flow in flows:
-            if not flow.depth.on or not enforcement.delays_completion:
-                flow.release_held()
+        for family in families:
+            if not family.limiter.on or not enforcement.delays_completion:
+                family.release_held()
             if not enforcement.flows_channels:
-                for source in flow.blocked:
-                    flow.forget(source)
-            flow.resume()
-        if held_confirms and self.observer is not None and not any(flow.held for flow in flows):
+                for source in family.blocked:
+                    family.forget(source)
+            family.resume()
+        if held_confirms and self.observer is not None and not any(family.held for family in families):
             self.observer.lets_confirms_go(self._queue)
         if self.on_since is not None:
             if not self.is_on:
@@ -262,21 +267,21 @@ class QueueFlows(EntryObserver):
             source = None
         if not self._delays_completion:
             completion = None
-        for flow in families:
-            was_on = flow.depth.on
+        for family in families:
+            was_on = family.limiter.on
             if source is None:
-                flow.depth.add(size, now)
+                family.limiter.add(size, now)
             else:
-                flow.offer(source, size, now)
-            if not flow.depth.on:
+                family.offer(source, size, now)
+            if not family.limiter.on:
                 continue
             if completion is not None:
-                flow.held[entry] = completion
+                family.held[entry] = completion
                 completion.holds += 1
                 if observer is not None:
                     observer.keeps_confirms(self._queue, publisher)
             if not was_on:
-                self._turned_on(flow, now)
+                self._turned_on(family, now)
         if self._publishers is not None and source is not None:
             self._publishers.pop(source, None)
             self._publishers[source] = now
@@ -285,19 +290,19 @@ class QueueFlows(EntryObserver):
         size = entry.message.size
         if self.observer is not None:
             self.observer.left(self._queue, size)
-        for flow in self.families:
-            if flow.held and (completion := flow.held.pop(entry, None)) is not None:
+        for family in self.families:
+            if family.held and (completion := family.held.pop(entry, None)) is not None:
                 completion.release()
-            flow.release(size)
-            if flow.held and not flow.depth.on:
-                flow.release_held()
+            family.release(size)
+            if family.held and not family.limiter.on:
+                family.release_held()
         if self.on_since is not None and not self.is_on and not (self.is_overdue and reason is DropReason.MAXLEN):
-            # The overdue state does not end when a message is dropped because the queue is full (D10).
+            # A message that is dropped because the queue is full does not end the overdue state (D10).
             self._turned_off()
 
     # ON and OFF.
 
-    def _turned_on(self, flow: QueueFlow, now: float) -> None:
+    def _turned_on(self, family: QueueFlow, now: float) -> None:
         if self.on_since is None:
             self.on_since = now
             if self.observer is not None:
@@ -310,7 +315,7 @@ class QueueFlows(EntryObserver):
             if now - when > self._recent:
                 del self._publishers[source]
             else:
-                flow.block(source)
+                family.block(source)
 
     def _turned_off(self) -> None:
         self.on_since = None
@@ -322,14 +327,14 @@ class QueueFlows(EntryObserver):
 
     def _turn_overdue(self) -> None:
         """Stop blocking channels, because the queue was ON for too long (D10)."""
-        assert self.limits.then is not None
+        assert self.limits.overdue_overflow is not None
         self.times_overdue += 1
         self._set_overdue(True)
         _log.warning(
             "queue '%s' has been ON for %s s: it releases its producers, and its policy is %s until it is OFF",
             self._queue.name,
             self.limits.max_flow_wait,
-            self.limits.then.name,
+            self.limits.overdue_overflow.name,
         )
         self.let_go()
         if self.observer is not None:
@@ -349,13 +354,13 @@ class QueueFlows(EntryObserver):
             else:
                 self._wake_at(self.on_since + wait)
         if self._spacing is not None:
-            for flow in self.families:
-                flow.resume()
+            for family in self.families:
+                family.resume()
 
     def let_go(self) -> None:
         """Unblock all channels and release all held confirms, whether ON or OFF."""
-        for flow in self.families:
-            flow.let_go()
+        for family in self.families:
+            family.let_go()
 
     def end(self) -> None:
         """Drop all references after the queue was deleted, `let_go` was called, and all entries have left."""
@@ -373,22 +378,22 @@ class QueueFlows(EntryObserver):
     @property
     def is_on(self) -> bool:
         """Whether any family of marks is ON (C7)."""
-        return any(flow.depth.on for flow in self.families)
+        return any(family.limiter.on for family in self.families)
 
     @property
     def times_on(self) -> int:
         """How often a family went from OFF to ON (C7)."""
-        return self._times_on_before + sum(flow.depth.times_on for flow in self.families)
+        return self._times_on_before + sum(family.limiter.times_on for family in self.families)
 
     @property
     def blocked(self) -> tuple[FlowSource, ...]:
         """The channels that the queue blocks, in the order of blocking."""
-        return tuple(dict.fromkeys(source for flow in self.families for source in flow.blocked))
+        return tuple(dict.fromkeys(source for family in self.families for source in family.blocked))
 
     @property
     def held_confirms(self) -> int:
         """The number of messages whose confirms the queue holds (C5)."""
-        return len({entry for flow in self.families for entry in flow.held})
+        return len({entry for family in self.families for entry in family.held})
 
 
 def _published(source: FlowSource) -> int:

@@ -83,8 +83,8 @@ class Session:
         host: the virtual host.
         controls: controls of the operator.
         now: monotonic seconds.
-        on_output: called when there is something to send: once before each `take_output`, and again for each
-            ``Channel.Flow``, see `Output.write_in_turn`.
+        on_output: called when there is something to send: once before each `take_output`, and also for each
+            ``Channel.Flow``, see `Output.write_past_promises`.
         discipline: creates the object that decides about a client that ignores ``Channel.Flow``; ``None`` for no such
             object.
     """

@@ -1,7 +1,9 @@
 """The settings of a broker's core. They are checked on creation.
 
-`Settings` has all settings that the core needs. `qflow_client.broker.BrokerSettings` adds those of policies, the store
-and HTTP.
+`qflow_client.broker.BrokerSettings` adds the settings of policies, the store and HTTP. These settings of the core have
+an effect only with plug-ins, which `qflow_client.broker.Broker` installs and `qflow_client.broker.core.Broker` does
+not: `memory_limit`, `flow_log`, `flow_grace`, `close_channel_after`, `close_connection_after`, and all settings that
+begin with ``backlog_``, ``tarpit_`` or ``default_flow_``.
 """
 
 from __future__ import annotations
@@ -130,8 +132,8 @@ class Settings:
             are left. 0 for no limit.
         backlog_size: the same as `backlog_count` in body bytes.
         flow_grace: grace time: seconds after ``Channel.Flow`` in which further publishes have no consequences.
-        tarpit_after: number of messages on one blocked (flowed) channel after the grace time. Each time it is reached,
-            the connection is not read for a time (D8). 0 for never.
+        tarpit_after: number of messages on one blocked (flowed) channel after the grace time. After each such number of
+            messages, the broker stops reading from the connection for `tarpit_time` seconds (D8). 0 for no limit.
         tarpit_time: seconds for which such a connection is not read.
         close_channel_after: maximum number of messages on one blocked (flowed) channel after the grace time. If there
             are more, the channel is closed with 311. 0 for never.

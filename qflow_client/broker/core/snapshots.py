@@ -446,8 +446,8 @@ def queue_snapshot(queue: Queue) -> QueueSnapshot:
 
 def _thresholds_snapshot(queue: Queue) -> ThresholdsSnapshot:
     marks: dict[str, int] = {}
-    for flow in queue.flows.families:
-        thresholds = flow.depth.thresholds
+    for family in queue.flows.families:
+        thresholds = family.limiter.thresholds
         if isinstance(thresholds, StopResume):
             marks["flow_stop_count"], marks["flow_resume_count"] = thresholds.stop_count, thresholds.resume_count or 0
             marks["flow_stop_size"], marks["flow_resume_size"] = thresholds.stop_size, thresholds.resume_size or 0
@@ -495,8 +495,8 @@ def connection_snapshot(session: Session) -> ConnectionSnapshot:
         is_open=session.state is State.RUNNING,
         blocked=bool(session.blocks),
         blocked_by=tuple(session.blocks),
-        backlog=discipline.depth.count if discipline is not None else 0,
-        backlog_bytes=discipline.depth.size if discipline is not None else 0,
+        backlog=discipline.limiter.count if discipline is not None else 0,
+        backlog_bytes=discipline.limiter.size if discipline is not None else 0,
         past_flow=discipline.past_flow if discipline is not None else 0,
         tarpits=discipline.tarpits if discipline is not None else 0,
         channels_closed=discipline.channels_closed if discipline is not None else 0,

@@ -75,7 +75,7 @@ class Storage(EntryObserver):
         self.may_lack = journal.has_store
         self._is_reading = False
 
-    def put_in_force(self, limits: QueueLimits) -> None:
+    def set_limits(self, limits: QueueLimits) -> None:
         """Start or stop the paging of bodies and the list of droppable entries, as the limits require."""
         overflow = limits.overflow
         if overflow is None or not overflow.pages_bodies:
@@ -125,9 +125,9 @@ class Storage(EntryObserver):
 
     def returned(self, entry: QueueEntry) -> None:
         if self.pager is not None:
-            self.pager.take_back(entry)
+            self.pager.ready_again(entry)
         if self.droppable is not None:
-            self.droppable.take_back(entry)
+            self.droppable.ready_again(entry)
 
     def left(self, entry: QueueEntry, reason: DropReason | None) -> None:
         if self.pager is not None:

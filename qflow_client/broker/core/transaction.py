@@ -190,7 +190,7 @@ def roll_back(channel: TransactionChannel) -> None:
     transaction = _open(channel)
     count_transaction(channel, -transaction.size)
     channel.transaction = Transaction()
-    channel.consuming.take_back(
+    channel.consuming.restore_unacked(
         delivery for settlement in transaction.settlements for delivery in settlement.deliveries
     )
 

@@ -76,7 +76,7 @@ class VirtualHost:
         self.rules: Rules = rules if rules is not None else PlainRules(settings)
         # Published messages that wait for room in a queue.
         self.waiting = WaitingRoom(clock, settings.max_producer_flow_control_wait, journal)
-        # Called for every published message while it is truthy; None if there is no meter.
+        # See `PublishMeter`; None if there is no meter.
         self.meter: PublishMeter | None = None
         # Observes the flow control for the flow log; None if there is none.
         self.observer: FlowObserver | None = None

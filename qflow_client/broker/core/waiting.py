@@ -1,5 +1,6 @@
-"""Published messages that wait for room in a full queue with the policy ``wait`` (A4), sans-I/O.
+"""Decides whether queues accept a published message. Has the messages that wait for room in a full queue, sans-I/O.
 
+A message waits if the policy of the full queue is ``wait`` (A4).
 Channels call `refusal` before they enqueue a message, and `WaitingRoom.wait` if it has to wait. A `WaitingPublish` is
 in the line of every destination queue. It is admitted when it is the first in all of these lines and all queues have
 room. So a message never overtakes an earlier one in any queue. A commit of a transaction is refused instead of waiting.
@@ -96,7 +97,7 @@ class WaitingRoom:
             self._journal.waiting += message.footprint
         for queue in queues:
             self._lines.setdefault(queue, deque()).append(waiting)
-            queue.wait(deadline, 1)
+            queue.note_waiting(deadline, 1)
         return waiting
 
     def stop(self, waiting: WaitingPublish) -> None:
@@ -106,7 +107,7 @@ class WaitingRoom:
             self._journal.waiting -= waiting.message.footprint
         now = self._clock()
         for queue in waiting.queues:
-            queue.wait(now, -1)
+            queue.note_waiting(now, -1)
             self._head(queue)
 
     def _head(self, queue: Queue) -> WaitingPublish | None:
@@ -140,7 +141,7 @@ class WaitingRoom:
                     self._journal.divide()
                 continue
             if refused.waits and now < waiting.deadline:
-                queue.wait(waiting.deadline)
+                queue.note_waiting(waiting.deadline)
                 break
             self.stop(waiting)
             reason = f"{refused.reason}; waited {self._max_wait} s" if refused.waits else refused.reason

@@ -26,13 +26,13 @@ BACKLOG = "backlog"
 class Discipline:
     """The backlog and the sanctions of one connection."""
 
-    __slots__ = ("_session", "backlog", "channels_closed", "depth", "past_flow", "tarpits")
+    __slots__ = ("_session", "backlog", "channels_closed", "limiter", "past_flow", "tarpits")
 
     def __init__(self, session: Session) -> None:
         self._session = session
         settings = session.settings
-        self.depth = ThresholdLimiter(StopResume(settings.backlog_count, None, settings.backlog_size, None))
-        self.backlog = FlowController(self.depth, name=BACKLOG)
+        self.limiter = ThresholdLimiter(StopResume(settings.backlog_count, None, settings.backlog_size, None))
+        self.backlog = FlowController(self.limiter, name=BACKLOG)
         # Total numbers of late messages, and of the sanctions.
         self.past_flow = 0
         self.tarpits = 0
@@ -45,14 +45,14 @@ class Discipline:
             size: body size in bytes.
             now: seconds of the clock.
         """
-        self.depth.add(size, now)
-        if self.depth.on:
+        self.limiter.add(size, now)
+        if self.limiter.on:
             for channel in self._session.channels.values():
                 self.look_at(channel.flow)
 
     def look_at(self, source: ChannelFlow) -> None:
         """Block a publishing channel if the backlog is too large."""
-        if self.depth.on and source.is_producer and not source.is_over:
+        if self.limiter.on and source.is_producer and not source.is_over:
             self.backlog.block(source)
 
     def repay(self, size: int, count: int = 1) -> None:

@@ -69,7 +69,7 @@ class Pager:
         self._lent[entry] = None
         self.size += entry.message.size
 
-    def take_back(self, entry: QueueEntry) -> None:
+    def ready_again(self, entry: QueueEntry) -> None:
         """Move an unacked entry to the ready entries."""
         self.forget(entry)
         if entry.message.body is not None:
@@ -117,7 +117,7 @@ class Droppable:
             self._entries[entry] = None
             bring_back(entry.message)
 
-    def take_back(self, entry: QueueEntry) -> None:
+    def ready_again(self, entry: QueueEntry) -> None:
         """Add an entry that is ready again, or that has to be checked again."""
         self._is_in_order = False
         self.add(entry)
@@ -160,7 +160,7 @@ def bring_back(message: StoredMessage) -> None:
         for entry in aside:
             giver = _giver(entry)
             if giver is not None:
-                giver.take_back(entry)
+                giver.ready_again(entry)
 
 
 def _giver(entry: QueueEntry) -> DroppableEntries | None:

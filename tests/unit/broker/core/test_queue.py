@@ -293,7 +293,7 @@ def test_J5_if_the_queue_shrinks_while_a_publisher_is_being_flowed_the_publisher
 
     publisher = Publisher()
     queue = make_queue(arguments)
-    queue.flows.families = tuple(Interrupted(flow.depth.thresholds, "q") for flow in queue.flows.families)
+    queue.flows.families = tuple(Interrupted(flow.limiter.thresholds, "q") for flow in queue.flows.families)
     fill(queue, [1, 1, 1], publisher)
     assert queue.depth == 3 - taken
     assert publisher.is_blocked is queue.flows.is_on

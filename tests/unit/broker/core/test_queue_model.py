@@ -164,7 +164,7 @@ class QueueMachine(RuleBasedStateMachine):
         assert [entry.message.size for entry in queue.contents.oldest_first()] == [size for _, size in self.messages]
         assert len(queue.contents.ready) == len(self.messages) - len(self.unacked)
         assert queue.contents.dropped == self.dropped
-        assert [flow.depth.on for flow in queue.flows.families] == [family.on for family in self.families]
+        assert [real.limiter.on for real in queue.flows.families] == [family.on for family in self.families]
         assert queue.flows.times_on == sum(family.times for family in self.families)
         blocked = set().union(*(family.blocked for family in self.families))
         assert {int(source.name) for source in queue.flows.blocked} == blocked

@@ -41,14 +41,14 @@ def test_the_module_docstring_of_the_core_lists_the_calls_that_flow_a_channel(
 ) -> None:
     seen: list[list[str]] = []
 
-    def write_in_turn(output: Output, data: bytes) -> None:
+    def write_past_promises(output: Output, data: bytes) -> None:
         callers = [frame.f_code.co_qualname for frame, _ in walk_stack(currentframe())]
-        seen.append([*reversed(callers), "Output.write_in_turn"])
+        seen.append([*reversed(callers), "Output.write_past_promises"])
 
     client = world.client().channel()
     client.declare(arguments={"qpid.flow_stop_count": 1, "qpid.flow_resume_count": 1})
     client.send(1, commands.Basic.Consume(queue="q"))
-    monkeypatch.setattr(Output, "write_in_turn", write_in_turn)
+    monkeypatch.setattr(Output, "write_past_promises", write_past_promises)
     for _ in range(2):
         client.publish()
     client.send(1, commands.Basic.Ack(2, multiple=True))

@@ -547,7 +547,7 @@ class Rig:
                 sum(each.size for each in ready),
             ), name
             assert contents.dropped == queue.drops, (name, contents.drops, queue.drops)
-            assert [flow.depth.on for flow in real.flows.families] == [family.on for family in queue.families], name
+            assert [family.limiter.on for family in real.flows.families] == [each.on for each in queue.families], name
             assert real.flows.times_on == queue.times_on, name
             assert real.flows.is_overdue is queue.overdue, name
             assert real.waiting == sum(queue in waiter.queues for waiter in model.waiters), name

@@ -89,7 +89,7 @@ def test_D4_C5_removing_thresholds_releases_the_confirms_that_they_withheld(worl
     assert client.names() == ["Channel.Flow"]
     set_policy(world, flow_stop_count=5)
     assert sorted(client.names()) == ["Basic.Ack", "Channel.Flow"]
-    assert [type(flow.depth.thresholds).__name__ for flow in world.queue().flows.families] == ["StopResume"]
+    assert [type(flow.limiter.thresholds).__name__ for flow in world.queue().flows.families] == ["StopResume"]
 
 
 @pytest.mark.parametrize(

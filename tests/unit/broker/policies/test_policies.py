@@ -168,10 +168,10 @@ def test_a_policy_for_queues_overrides_arguments_only_for_the_settings_that_it_h
 
 
 def test_D10_after_max_flow_wait_a_queue_uses_its_maximum_or_else_its_stop_thresholds():
-    assert limits(Definition(flow_stop_count=9, max_flow_wait=1)).then == Reject(9)
-    assert limits(Definition(capacity=9, max_flow_wait=1, then=QueuePolicy.RING)).then == Ring(None, 9)
+    assert limits(Definition(flow_stop_count=9, max_flow_wait=1)).overdue_overflow == Reject(9)
+    assert limits(Definition(capacity=9, max_flow_wait=1, then=QueuePolicy.RING)).overdue_overflow == Ring(None, 9)
     found = limits(Definition(flow_stop_size=9, max_size=20, max_flow_wait=1, then=QueuePolicy.WAIT))
-    assert found.then == Wait(None, 20)
+    assert found.overdue_overflow == Wait(None, 20)
 
 
 def test_the_strictest_value_of_each_setting_applies():

@@ -64,7 +64,7 @@ def test_the_broker_and_the_model_agree_on_all_sequences_generated_by_hypothesis
 
 #: Of each, what is wrong with it, and where; every one must be caught.
 BUGS = [
-    ("J6: confirms stay held when the queue turns OFF", queueflow.QueueFlows.left, "not flow.depth.on", "False"),
+    ("J6: confirms stay held when the queue turns OFF", queueflow.QueueFlows.left, "not family.limiter.on", "False"),
     (
         "C1: OFF at the resume, not below it",
         StopResume.resumes,
@@ -83,7 +83,7 @@ BUGS = [
         "if completion is not None:",
         "if was_on is False and completion is not None:",
     ),
-    ("D4: who may go on is not told when marks are raised", queueflow.QueueFlows.change_marks, "flow.resume()", "pass"),
+    ("D4: sources stay blocked when marks are raised", queueflow.QueueFlows.change_marks, "family.resume()", "pass"),
     ("D3: a maximum takes one message too many", overflow.Overflow._full, "beyond_count > 0", "beyond_count > 1"),
     (
         "D9: one of several destinations takes what another refuses",
