@@ -1,8 +1,8 @@
-"""Computes how long the broker's answers may wait, so that one read gets many of them.
+"""Computes how long the broker's answers may wait, so that one read gets many answers.
 
-A broker often answers only a few messages at a time. A wake-up of the client costs more than these answers, because of
-thread switches, system calls and cold caches. So a busy producer waits until more answers have come, just as network
-adapters coalesce their interrupts.
+A broker often answers only a few messages at a time. Waking up the client costs more time than handling these answers,
+because of thread switches, system calls and cold caches. So a busy producer waits until more answers have come, just as
+network adapters coalesce their interrupts.
 """
 
 from __future__ import annotations

@@ -86,7 +86,7 @@ def _no_text(name: str, error: UnicodeEncodeError) -> ValueError:
 
 
 def encode_timestamp(value: datetime | int, name: str) -> bytes:
-    """Encode a timestamp, which has whole seconds since 1970.
+    """Encode a time as a timestamp: whole seconds since 1970.
 
     Args:
         value: the time. A naive ``datetime`` is local time.
@@ -113,7 +113,7 @@ def encode_table(table: Mapping[str, Any], name: str) -> bytes:
     Args:
         table: the table. Values can be ``str``, ``bool``, ``int``, ``float``, ``Decimal``, bytes, ``datetime`` (local
             time if it is naive), ``None``, and lists, tuples and mappings of these types.
-        name: name of the table, for error texts. The text also has the path of keys to the invalid value.
+        name: name of the table, for error texts. The text also contains the path of keys to the invalid value.
 
     Raises:
         TypeError: a key or value has another type.
@@ -232,7 +232,7 @@ def _decimal(value: Decimal) -> bytes:
 
 
 def decode_octet(data: bytes, at: int) -> tuple[int, int]:
-    """Decode the octet at an offset. Return it and the offset after it.
+    """Decode the octet at an offset. Return the octet and the offset after it.
 
     Raises:
         IndexError: there is no valid value.
@@ -241,7 +241,7 @@ def decode_octet(data: bytes, at: int) -> tuple[int, int]:
 
 
 def decode_short_string(data: bytes, at: int) -> tuple[str, int]:
-    """Decode the short string at an offset. Return it and the offset after it.
+    """Decode the short string at an offset. Return the string and the offset after it.
 
     Raises:
         IndexError, ValueError: there is no valid value.
@@ -254,7 +254,7 @@ def decode_short_string(data: bytes, at: int) -> tuple[str, int]:
 
 
 def decode_timestamp(data: bytes, at: int) -> tuple[datetime | int, int]:
-    """Decode the timestamp at an offset. Return it and the offset after it.
+    """Decode the timestamp at an offset. Return the time and the offset after it.
 
     Returns:
         The time in UTC, or the seconds since 1970 if the time is after 9999. And the offset.
@@ -270,7 +270,7 @@ def decode_timestamp(data: bytes, at: int) -> tuple[datetime | int, int]:
 
 
 def decode_table(data: bytes, at: int) -> tuple[dict[str, Any], int]:
-    """Decode the field table at an offset. Return it and the offset after it.
+    """Decode the field table at an offset. Return the table and the offset after it.
 
     Raises:
         IndexError, ValueError, struct.error: there is no valid value.

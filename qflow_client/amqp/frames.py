@@ -375,7 +375,7 @@ class PublishEncoder:
         return route
 
     def plain(self, route: Route, length: int, number: int) -> tuple[bytes, bytes]:
-        """Return parts of the frames of a plain message, which is persistent and has only a message id.
+        """Return parts of the frames of a plain message. Its only properties are persistence and a message id.
 
         Args:
             route: result of `route`.

@@ -1,9 +1,9 @@
 """The bytes to write on one channel, and how many of them are already written.
 
-Messages come in batches. A batch is one bytes object with two lists of offsets: the ends of its messages, and the ends
-of its frames, where another channel may write. A message of a batch can be withdrawn if none of its bytes is written.
-When the broker stops the channel (``Channel.Flow``), a partly written message is completed, then the reply is written,
-and then nothing more.
+Messages come in batches. A batch is one bytes object with two lists of offsets: the ends of its messages and the ends
+of its frames. Another channel may write at the end of a frame. A message of a batch can be withdrawn if none of its
+bytes is written. When the broker stops the channel (``Channel.Flow``), a partly written message is completed, then the
+reply is written, and then nothing more.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Outbound:
         self._data, self._ends, self._borders, self._rest, self._taken = data, ends, borders, rest, 0
 
     def skip(self) -> None:
-        """Count a message that is written without this object. All bytes of this object must be written."""
+        """Count a message that is written without this object. All bytes of this object must already be written."""
         self._done += 1
 
     def put_control(self, frame: bytes) -> None:
@@ -135,7 +135,7 @@ class Outbound:
         """Return the next bytes to write. They are empty if the batch is completely written.
 
         Args:
-            limit: approximate maximum size in bytes. It applies only to further frames of a message.
+            limit: approximate maximum number of bytes. Used only for further frames of a message.
         """
         if self._at:
             self._end_if_written()

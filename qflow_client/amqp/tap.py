@@ -5,7 +5,7 @@ between the library and the socket. It removes the frames of publishing channels
 from the received bytes. It copies frames that both sides need (close, blocked), and passes all other frames to the
 library unchanged. There is one exception. Some brokers confirm messages but do not announce this in the form that
 libraries expect. The tap adds the announcement. In the other direction, the tap merges the channels' bytes with the
-library's bytes at frame borders. It does not use producers.
+library's bytes at frame boundaries. It does not use producers.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def _ack_head(number: int) -> bytes:
 
 
 class TapChannel(Protocol):
-    """The interface of a publishing channel for the tap. `ProducerProtocol` implements it.
+    """The methods of a publishing channel that the tap calls. `ProducerProtocol` implements it.
 
     If an exception such as KeyboardInterrupt interrupts a call that reports an answer of the broker, answers may be
     lost. Then the tap accepts no more data, and the connection has to end.
@@ -108,13 +108,13 @@ class TapChannel(Protocol):
 
     @property
     def unfinished(self) -> bytes:
-        """The unwritten bytes of a partly written frame. Empty at a frame border."""
+        """The unwritten bytes of a partly written frame. Empty at a frame boundary."""
 
     def data_to_write(self, limit: int) -> bytes:
         """Return the channel's next bytes."""
 
     def advance(self, count: int, now: float) -> bool:
-        """Record that the first `count` of the bytes are written. Return True if they end at a frame border."""
+        """Record that the first `count` bytes are written. Return True if they end at a frame boundary."""
 
     def on_ack(self, tag: int, multiple: bool, now: float) -> None:
         """Handle ``Basic.Ack``."""
@@ -124,8 +124,8 @@ class TapChannel(Protocol):
 
         Args:
             acks: pairs of a delivery tag and a count. If the count is above 0, the pair stands for this number of acks
-                with consecutive tags, each for one message. If the count is 0, the pair stands for one ack of all
-                messages up to the tag (``multiple``).
+                of single messages. Their tags are consecutive and begin with this tag. If the count is 0, the pair
+                stands for one ack of all messages up to the tag (``multiple``).
             now: seconds.
         """
 
@@ -230,7 +230,7 @@ class Tap:
         self._expected[number] = []
 
     def attach(self, number: int, channel: TapChannel, now: float) -> None:
-        """Take the frames of a channel from now on. It must be open, and in confirm mode if confirms are used."""
+        """Handle the frames of a channel from now on. It must be open, and in confirm mode if confirms are used."""
         self._left.discard(number)
         self._channels[number] = self._writers[number] = channel
         self._acked[_ack_head(number)] = channel
@@ -271,7 +271,7 @@ class Tap:
         self._own.pop(number, None)
 
     def probe(self, number: int) -> bytes:
-        """Return a frame for a channel in confirm mode. The answer shows that the broker is alive.
+        """Return a frame for a channel in confirm mode. The broker's answer to this frame shows that it is alive.
 
         The frame is a second ``Confirm.Select``, which changes nothing. The library does not see the answer.
         """
@@ -279,7 +279,7 @@ class Tap:
         return frame(METHOD_FRAME, number, CONFIRM_SELECT + b"\0")
 
     def is_probed(self, number: int) -> bool:
-        """Whether the answer to a probe on this channel is missing."""
+        """Whether the broker has not yet answered a probe on this channel."""
         return number in self._probed
 
     def update_secret(self, secret: str, on_updated: Callable[[], object]) -> bytes:
@@ -325,7 +325,7 @@ class Tap:
     # Reading.
 
     def received(self, data: bytes, now: float) -> bytes:
-        """Handle data that the socket received.
+        """Handle data from the socket.
 
         Args:
             data: the bytes, cut anywhere.
@@ -337,7 +337,7 @@ class Tap:
 
         Raises:
             FrameError: the data has no valid AMQP frames, or a method frame of a publishing channel cannot be decoded.
-                Or an exception has interrupted an earlier call, so that a part of its data may be lost.
+                Also raised if an exception has interrupted an earlier call, because a part of its data may be lost.
         """
         if self._is_torn:
             self.error = FrameError("an exception interrupted the reading, and some received bytes are lost")
@@ -553,7 +553,7 @@ class Tap:
 
     @property
     def unfinished(self) -> bytes:
-        """The bytes to write before the library may write. Empty at a frame border. Use them like `data_to_write`."""
+        """The bytes to write before the library may write, as with `data_to_write`. Empty at a frame boundary."""
         return self._remains or (self._writer.unfinished if self._writer is not None else b"")
 
     def data_to_write(self, limit: int) -> bytes:
@@ -565,7 +565,7 @@ class Tap:
             return self._remains
         channels = self._writers
         if self._writer is not None:
-            # Write only up to the next border. Otherwise, if each write of this channel ends inside a frame, no other
+            # Write only up to the next boundary. Otherwise, if each write of this channel ends in a frame, no other
             # channel could write.
             rest = self._writer.unfinished if self._writes_last or len(channels) > 1 else b""
             return rest or self._writer.data_to_write(limit)

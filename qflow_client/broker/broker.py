@@ -112,7 +112,7 @@ class Broker(CoreBroker):
 
     @on_loop()
     def definitions(self) -> Definitions:
-        """The queues, exchanges, bindings and policies, without exclusive queues and the exchanges of every broker."""
+        """The queues, exchanges, bindings and policies, without exclusive queues and predeclared exchanges."""
         return export_definitions(self._host, self._rules)
 
     def load_definitions(self, definitions: Definitions) -> None:

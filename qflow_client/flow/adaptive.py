@@ -8,12 +8,12 @@ Four rules change the window:
 
 1. *Is the last part of the window useful?* Every second epoch uses only 70 % of the window. If throughput stays the
     same, the window shrinks. If throughput falls, the window grows. While the window is far too small, it doubles.
-2. *Is there a queue?* The lowest latency of the recent past is the latency without a queue. If even the fastest trip of
-    an epoch takes longer by a quarter plus 10 ms, there are two possible causes. Either elements always wait in a
-    queue, or the broker commits in groups, so that an element may wait for the next commit. In both cases the last part
-    of the window is kept only if it adds more throughput, and the window grows only if throughput grows in proportion.
-    If a trip takes more than twice as long as without a queue, the window always shrinks. Rule 1 does not help then: if
-    other producers use the same queue, a larger window always adds some throughput.
+2. *Is there a queue?* The lowest latency of the recent past is taken as the latency without a queue. If even the
+    fastest trip of an epoch takes more than 25 % plus 10 ms longer, there are two possible causes. Either elements
+    always wait in a queue, or the broker commits in groups, so that an element may wait for the next commit. In both
+    cases the last part of the window is kept only if it adds more throughput, and the window grows only if throughput
+    grows in proportion. If a trip takes more than twice as long as without a queue, the window always shrinks. Rule 1
+    does not help then: if other producers use the same queue, a larger window always adds some throughput.
 3. *Are answers delayed?* If an answer takes many times the latency, the window is halved before another element enters.
 4. *Was the window the limit?* If the application was too slow to fill the window in an epoch, the epoch changes
     nothing.
@@ -90,7 +90,7 @@ class AdaptiveWindow(WindowLimiter):
     than about twice as long as without a queue. It is halved when answers come after a long silence. While no element
     waits for room, the size does not change.
 
-    This `WindowLimiter` changes its own `capacity`. Call `observe` for elements that leave *before* you release them::
+    This `WindowLimiter` changes its own `capacity`. When elements leave, call `observe` *before* you release them::
 
         window.observe(count, now)
         controller.release(size, count)
@@ -252,7 +252,7 @@ class AdaptiveWindow(WindowLimiter):
                 self._judge((self._before - self._from) / took, self._fastest, now)
 
     def _stall(self, now: float) -> None:
-        """Halve the window after a stall, when almost no element has left for much longer than a trip should take."""
+        """Halve the window after a stall: almost no element has left for much longer than a trip should take."""
         if self._was_the_limit:
             self._window /= 2
             self._tried = None
@@ -289,7 +289,7 @@ class AdaptiveWindow(WindowLimiter):
         self._follow(now)
 
     def _follow(self, now: float) -> None:
-        """Time the element that enters next. It leaves after all elements that are inside now."""
+        """Measure the time for which the next element is inside. It leaves after all elements that are inside now."""
         self._followed_at = now
         self._due = self._settled + self.used + 1
 

@@ -102,8 +102,8 @@ class FifoLine:
 class WeightedLine:
     """A line that serves waiting sources in proportion to their weights (F4, start-time fair queuing).
 
-    No source starves. The tickets of one source are served in the order of their arrival. A source has a turn for each
-    element of any size, but not for a cancelled ticket.
+    No source starves. The tickets of one source are served in the order of their arrival. Each element takes one turn
+    of its source, whatever its size. A cancelled ticket takes no turn.
 
     Args:
         weights: how many turns a source has for each turn of a source with weight 1. The default weight is 1.
@@ -285,8 +285,8 @@ class FlowController:
 
     Args:
         limiter: the limit for elements.
-        gate: gate with all other reasons to admit no element. The default is a new gate. Holds with the limiter's kinds
-            and without a source belong to the controller. Other code must use other kinds, or pass a source.
+        gate: gate with all other reasons why no element may enter. The default is a new gate. Holds with the limiter's
+            kinds and without a source belong to the controller. Other code must use other kinds, or pass a source.
         line: order in which waiting tickets are served. The default is first come, first served (F4).
         name: name for people. It need not be unique.
     """
@@ -459,7 +459,7 @@ class FlowController:
             count: number of elements.
 
         Raises:
-            ValueError: fewer elements, or a smaller size, are inside.
+            ValueError: fewer elements are inside, or their total size is smaller.
         """
         self.limiter.remove(size, count)
         if self._blocked:
@@ -558,7 +558,7 @@ class FlowController:
     def block(self, source: FlowSource, now: float | None = None) -> None:
         """Block a source that offers no element now. Do nothing if the sources may continue.
 
-        For example, the source has offered an element recently (D12).
+        For example, block a source because it has offered an element recently (D12).
 
         Args:
             source: the source to block.

@@ -1,7 +1,7 @@
 """A gate, which is open if and only if it has no holds.
 
 A gate answers one question: may an element pass *now*? The answer depends on the *holds* of the gate. Every hold has a
-kind (the reason) and a source (the owner). So code never lifts a hold with another reason or of another source.
+kind (the reason) and a source (the owner). So code can lift only a hold with its own reason and source.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ class Limiter(ABC):
             count: the number of elements.
 
         Raises:
-            ValueError: less than that is inside.
+            ValueError: fewer elements are inside, or their total size is smaller.
         """
 
     @property
@@ -153,7 +153,7 @@ class WindowLimiter(Limiter):
 
 
 class SizeLimiter(Limiter):
-    """Limits the total size of the elements inside to `capacity`. A larger element enters only alone (F2 C6).
+    """Limits the total size of the elements inside to `capacity`. A larger element has to be alone inside (F2 C6).
 
     Args:
         capacity: maximum total size, at least 1.

@@ -96,7 +96,7 @@ class StopResume:
             resume_percent: resume threshold in percent of the maximum.
 
         Returns:
-            The thresholds. A dimension without a maximum has none.
+            The thresholds. A dimension without a maximum has no thresholds.
 
         Raises:
             ValueError: a percentage is not between 0 and 100, `stop_percent` is below `resume_percent`, or a maximum is

@@ -37,7 +37,7 @@ _Named = TypeVar("_Named", bound=_HasName)
 
 
 def _named(what: str, found: Iterable[_Named], name: str | None) -> list[_Named]:
-    """Return the object with this name, or all if it is ``None``. Raise `LookupError` if no object has the name."""
+    """Return the object with this name, or all if the name is ``None``. Raise `LookupError` if no object has it."""
     found = list(found)
     picked = [each for each in found if name is None or each.name == name]
     if name is not None and not picked:
@@ -179,7 +179,7 @@ class Broker(InspectableBroker):
             destination: the queue or exchange that receives the messages from it.
             routing_key: the binding key.
             destination_type: whether the destination is a queue or an exchange.
-            arguments: the arguments that the binding was made with.
+            arguments: the arguments with which the binding was created.
 
         Raises:
             ChannelException: 403 for the default exchange. 404 if the queue or an exchange does not exist.
@@ -260,7 +260,8 @@ class Broker(InspectableBroker):
 
         Args:
             active: ``False`` stops the producers, ``True`` lets them publish.
-            channel: name of any one channel. ``None`` for all producers, including future ones.
+            channel: name of one channel, even of a channel that has not published yet. ``None`` for all producers,
+                including future ones.
 
         Raises:
             LookupError: the channel does not exist.
@@ -277,7 +278,7 @@ class Broker(InspectableBroker):
     def block(self, reason: str = "blocked by the operator", connection: str | None = None) -> None:
         """Send ``Connection.Blocked`` to each client that announced the capability.
 
-        It is only a notice: the broker still accepts publishes.
+        It is only a notice: the broker still accepts published messages.
 
         Args:
             reason: the text for the client.

@@ -1,14 +1,14 @@
 """`Channel` is one AMQP channel, sans-I/O. The session gives it all frames of the channel.
 
 A published message consists of a method, a header and bodies. When it is complete, `Channel._finish` makes sure that
-its target has the current queues. The message then takes one of three ways:
+its target has the current queues. Then there are three cases:
 
 - In transaction mode it goes into the open transaction.
 - If an append to each of its queues is enough, it goes into the queues immediately.
 - Otherwise `Channel._publish_watched` asks all queues before any of them gets the message. `Target.watched` and
   `Controls.watches_publishes` have the reasons.
 
-In confirm mode every complete message gets a tag. It gets exactly one ack or nack, if the channel is not closed before.
+In confirm mode every complete message gets a tag, and exactly one ack or nack, or none if the channel is closed first.
 
 The other parts of a channel are in `channelflow.py` (flow state), `transaction.py` and `consuming.py` (deliveries).
 """
@@ -300,7 +300,7 @@ class Channel:
             confirms.confirm(tag)
 
     def _publish_watched(self, message: StoredMessage, target: Target, tag: int) -> None:
-        """Publish a message if an append to each queue is not enough, or if its queues depend on its headers."""
+        """Publish a message that needs more than an append to each of its queues."""
         confirms, flow = self.confirms, self.flow
         was_flowed = False
         if flow.blocked_by:
@@ -472,7 +472,7 @@ class Channel:
 
         Raises:
             ChannelException: 406 if there is no such delivery.
-            FrameWaitsError: only the oldest of very many deliveries are settled; handle the frame again later.
+            FrameWaitsError: too many deliveries for one step. The oldest are settled; handle the frame again later.
         """
         deliveries = self.consuming.take(tag, multiple=multiple)
         if self.transaction is not None:

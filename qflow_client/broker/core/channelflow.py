@@ -5,7 +5,7 @@ unblock it. The client gets one ``Channel.Flow`` when the first controller block
 controller unblocks it (J3 J4). A blocked channel is also called flowed.
 
 A message is owed (D7) if the broker has not fully accepted it: it waits, it is not confirmed, or it came while the
-channel was blocked. The backlog is all owed messages of a connection. The discipline counts them.
+channel was blocked. The backlog of a connection consists of all its owed messages. The discipline counts them.
 """
 
 from __future__ import annotations
@@ -157,8 +157,8 @@ class ChannelFlow(CountedSource):
     def is_flowed_by_others(self) -> bool:
         """Whether any controller except that of the backlog blocks the channel.
 
-        If only the backlog blocks the channel, new messages are not owed because of that. Otherwise the backlog would
-        prolong itself.
+        While only the backlog blocks the channel, new messages on it do not become owed merely because it is blocked.
+        Otherwise these messages would keep the backlog too large.
         """
         discipline = self._discipline
         return any(discipline is None or each is not discipline.backlog for each in self.blocked_by)
@@ -185,7 +185,8 @@ class ChannelFlow(CountedSource):
 
         Args:
             size: body size in bytes.
-            until_unblocked: whether it is owed only because the channel is flowed, and until the channel is unblocked.
+            until_unblocked: whether the message is owed only because the channel is blocked. It is then owed until the
+                channel is unblocked.
 
         Returns:
             Whether the message is counted.

@@ -54,7 +54,9 @@ class Channels(dict[int, Channel]):
 
 
 class Blocks(dict[str, str]):
-    """The reasons why a client is blocked, by source. The client gets a notice of the first, and when none is left.
+    """The reasons why a client is blocked, by source.
+
+    The client gets a notice when the first reason is added, and when the last reason is removed.
 
     Args:
         channels: channels of the connection.

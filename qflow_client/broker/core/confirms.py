@@ -1,8 +1,9 @@
 """Confirm mode of a channel: the messages that are not confirmed yet, and the frames that ack them.
 
-A channel in confirm mode has a `Confirms`. A tag is the number of a published message, from 1. A due tag can be acked.
-A held tag cannot be acked yet, because a queue or the disk holds it, or because the message waits for room.
-`Confirms.flush` acks all due tags below the lowest held tag with one frame. Each other due tag gets a separate frame.
+A channel in confirm mode has a `Confirms`. The published messages are numbered from 1, and these numbers are the tags.
+A due tag can be acked. A held tag cannot be acked yet, because a queue or the disk holds it, or because the message
+waits for room. `Confirms.flush` acks all due tags below the lowest held tag with one frame. Each other due tag gets a
+separate frame.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ __all__ = ["Confirms", "WithheldConfirms"]
 
 
 class Confirms:
-    """The publishes of one channel that are neither acked nor nacked.
+    """The published messages of one channel that are neither acked nor nacked.
 
     Args:
         number: number of the channel.
@@ -49,7 +50,7 @@ class Confirms:
         return bool(self._due)
 
     def next_tag(self) -> int:
-        """Return the tag of the publish that has arrived."""
+        """Return the tag of the message that has arrived."""
         self._last_tag += 1
         return self._last_tag
 
@@ -64,7 +65,7 @@ class Confirms:
         self._held[tag] = self.completion(tag)
 
     def drop(self, tag: int) -> None:
-        """Remove a waiting publish that is refused. The caller nacks it."""
+        """Remove a waiting message that is refused. The caller nacks it."""
         del self._held[tag]
         self._release(tag)
 

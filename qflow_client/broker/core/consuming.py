@@ -238,8 +238,8 @@ class Consuming:
             nowait: whether to send no answer.
 
         Raises:
-            ChannelException: 403 if the queue has a consumer that excludes this one. 406 if the maximum number of
-                consumers is reached.
+            ChannelException: 403 if one of the queue's consumers is exclusive, or if this one has to be exclusive and
+                others exist. 406 if the maximum number of consumers is reached.
             ConnectionException: 530 if the channel already has a consumer with this tag.
         """
         tag = tag or f"ctag-{self.number}.{secrets.token_urlsafe(12)}"
@@ -351,7 +351,7 @@ class Consuming:
     # Settling.
 
     def take(self, tag: int, *, multiple: bool) -> tuple[Delivery, ...]:
-        """Remove the deliveries that an ack settles from the unacked deliveries, and return them.
+        """Return the deliveries that an ack settles, and remove them from the unacked deliveries.
 
         If there are very many, only the oldest are removed. If `has_more` is true afterwards, handle the same ack again
         before any other frame of the channel.
@@ -403,7 +403,7 @@ class Consuming:
             self.consumer_unacked += change
 
     def restore_unacked(self, deliveries: Iterable[Delivery]) -> None:
-        """Put deliveries that `take` returned back into the unacked deliveries, without delivering them again."""
+        """Add deliveries from `take` to the unacked deliveries again. Their messages are not delivered again."""
         for delivery in deliveries:
             self._count_unacked(delivery, 1)
             self.unacked[delivery.tag] = delivery

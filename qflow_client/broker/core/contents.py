@@ -1,11 +1,12 @@
-"""`Contents` has the entries of one queue, sans-I/O: ready in order, unacked by consumers, or leaving.
+"""`Contents` has the entries of one queue, sans-I/O. Each entry is ready, unacked or leaving.
 
 The queue adds entries, `dispatcher.py` delivers them, and `dropping.py` drops them. `Contents.ready` has the ready
 entries in the order of their sequence numbers. It may also contain entries that are gone, which are skipped later. So
 an entry can leave from any place without a search. Depth and size include all entries that have not left (D6).
 
-A large number of entries leaves in slices. Entries that were purged, or whose queue was deleted, are in `leaving` until
-they leave. No consumer gets them, but depth and size still include them, for flow states and for the memory limit.
+If many entries have to leave, they leave in slices. Entries that were purged, or whose queue was deleted, are in
+`leaving` until they leave. No consumer gets them, but depth and size still include them, for flow states and for the
+memory limit.
 
 Flow states, the journal and the flow log observe the entries with an `EntryObserver`. An observer is called after the
 counts have changed, and must not change the contents.
@@ -144,7 +145,7 @@ class Contents:
     # Deliveries.
 
     def first(self) -> QueueEntry | None:
-        """Return the entry to deliver next, after removing the entries before it that are gone."""
+        """Remove the entries at the head that are gone, and return the entry to deliver next."""
         ready = self.ready
         while ready and ready[0].is_gone:
             ready.popleft()
@@ -152,7 +153,7 @@ class Contents:
         return ready[0] if ready else None
 
     def lend(self, entry: QueueEntry) -> None:
-        """Mark an entry that was taken from `ready` as unacked."""
+        """Mark an entry as unacked. The caller has removed it from `ready`."""
         entry.is_unacked = True
         self.unacked[entry] = None
         self.unacked_size += entry.message.size
@@ -193,7 +194,7 @@ class Contents:
         self.drops[reason] = self.drops.get(reason, 0) + 1
 
     def left(self, entry: QueueEntry, reason: DropReason | None = None) -> None:
-        """Record that an entry, already taken out, has left (J6). The reason is ``None`` if it was not dropped."""
+        """Record that an entry has left, after its removal (J6). The reason is ``None`` if it was not dropped."""
         entry.is_gone = True
         self.depth -= 1
         self.size -= entry.message.size
@@ -271,7 +272,7 @@ class Contents:
 
     @property
     def dropped(self) -> int:
-        """Messages dropped so far, for any reason. A copy that is not dead-lettered has two reasons and counts once."""
+        """Messages dropped so far. A copy that is not dead-lettered has two reasons, but is counted once."""
         return sum(self.drops.values()) - self.drops.get(DropReason.COPY, 0)
 
     def oldest_first(self) -> Iterator[QueueEntry]:

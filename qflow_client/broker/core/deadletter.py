@@ -73,8 +73,9 @@ class DeadLetter(StoredMessage):
 class DeadLetters:
     """The dead messages that still have to be sent to their dead-letter exchanges.
 
-    Inside ``with dead_letters:`` dead messages wait until the end of the block. A publish uses such a block from the
-    check for room in its queues until the message is in all of them. Otherwise a dead letter could use that room.
+    Inside ``with dead_letters:`` dead messages wait until the end of the block. When a message is published, such a
+    block begins before the check for room and ends when all queues have the message. Otherwise a dead letter could use
+    that room.
 
     Args:
         resolve: returns the current target for an exchange and a routing key; ``None`` if the exchange does not exist.
@@ -138,14 +139,14 @@ class DeadLetters:
         if message.is_lost:
             queue.contents.count_drop(DropReason.DAMAGED)
             if queue.storage is not None:
-                queue.storage.buried(message)
+                queue.storage.letter_done(message)
         elif message.body is None:
             # The body must be read first.
             self._when_read(message, lambda: self.died(queue, message, reason))
         else:
             self._send(queue, message, reason)
             if queue.storage is not None:
-                queue.storage.buried(message)
+                queue.storage.letter_done(message)
 
     def _send(self, queue: Queue, message: StoredMessage, reason: DropReason) -> None:
         """Send the dead letter of a message to its destinations."""
@@ -221,7 +222,7 @@ def _deaths_of(message: StoredMessage) -> list[Death]:
     """Return the earlier deaths of a message, the latest first.
 
     Raises:
-        TypeError, ValueError: the header has a value, written by a client, that cannot be encoded again.
+        TypeError, ValueError: the header has a value from a client that cannot be encoded again.
     """
     if isinstance(message, DeadLetter) and message.deaths is not None:
         return message.deaths

@@ -48,12 +48,12 @@ class Deadlines:
         self.at = min(now + self._settings.close_timeout, self.open_by)
 
     def tarpit(self, now: float) -> None:
-        """Stop reading the socket for a time (D8)."""
+        """Stop reading the socket for `tarpit_time` seconds (D8)."""
         self.tarpit_until = now + self._settings.tarpit_time
         self.by(self.tarpit_until)
 
     def missed(self, now: float, *, is_closing: bool) -> str | None:
-        """Return which deadline the peer has missed, for the log; ``None`` if it has more time."""
+        """Return which deadline the peer has missed, for the log; ``None`` if it has missed none."""
         if now >= self.open_by:
             return f"the connection was not open within {self._settings.unauthenticated_timeout} s"
         return f"no answer to Connection.Close within {self._settings.close_timeout} s" if is_closing else None

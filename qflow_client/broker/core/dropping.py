@@ -1,7 +1,7 @@
 """Removes messages from a queue without an ack, sans-I/O. The queue and its overflow policy call it.
 
-A message that expires, is rejected or makes room for another may be dead-lettered. A message that is purged, lost or
-dropped for memory is not.
+A message that expires, is rejected or is dropped to make room may be dead-lettered. A message that is purged, lost or
+dropped for memory is never dead-lettered.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Dropping:
     Args:
         contents: contents of the queue.
         died: called with a message to dead-letter and the reason; ``None`` if the queue does not dead-letter.
-        wake: called if entries in `Contents.leaving` are left after a step. `let_leave` must then be called again soon.
+        wake: called if `Contents.leaving` is not empty after a step. Then `let_leave` must be called again soon.
     """
 
     __slots__ = ("_contents", "_died", "_wake", "expiry", "has_letters")
@@ -91,7 +91,7 @@ class Dropping:
             self._contents.left(entry, DropReason.DAMAGED)
 
     def end(self) -> None:
-        """End with the queue. The queue is deleted, and all its entries have left."""
+        """Drop all references, because the queue is deleted and all its entries have left."""
         self._died = self.expiry = None
         self._wake = lambda: None
 

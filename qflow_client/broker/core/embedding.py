@@ -144,7 +144,7 @@ class EmbeddedBroker:
     def url(self) -> str:
         """An AMQP URL with the name and password of the first user.
 
-        The URL has no password if the broker knows only the password's hash.
+        The URL has no password if the settings have only the password's hash.
         """
         user, password = next(iter(self.settings.users.items()))
         scheme = "amqp" if self.settings.ssl_context is None else "amqps"
@@ -155,7 +155,7 @@ class EmbeddedBroker:
     # Calls.
 
     def _call(self, function: Callable[[], _Result], *, changes: bool = False, lasts: bool = False) -> _Result:
-        """Run a function on the broker's loop. If this is that loop, or if no loop runs, call it directly.
+        """Run a function on the broker's loop. On that loop, or if no loop runs, call the function directly.
 
         Args:
             function: the function to run.

@@ -1,8 +1,8 @@
 """The objects in queues: messages, their entries in queues, and their confirms.
 
-All queues with a message share one `StoredMessage`. Each queue has its own `QueueEntry` for it, which keeps its place
-in that queue's order. A `Completion` is the confirm of one message. Each hold delays it: queues, the disk or an
-operator add holds. It is sent when the last hold is released. Queues, the journal and channels change these objects.
+All queues that have a message share one `StoredMessage`. Each queue has its own `QueueEntry` for it, which keeps its
+place in that queue's order. A `Completion` is the confirm of one message. Queues, the disk or an operator may hold
+(delay) it. It is sent when the last hold is released. Queues, the journal and channels change these objects.
 
 The protocols at the end describe a queue and its parts for the modules that `queue.py` imports. An overflow policy, a
 pager and a delivery use `QueueView` instead of the class `Queue`, so that imports go in one direction only.
@@ -283,7 +283,7 @@ class DroppableEntries(Protocol):
         """Yield the current entries, in the order of the queue."""
 
     def offer(self, entry: QueueEntry) -> Sequence[QueueEntry]:
-        """Return all entries of this entry's message if all of them can be dropped together; otherwise no entries."""
+        """Return all entries of this entry's message if they can be dropped together; otherwise return no entries."""
 
 
 class QueueContents(Protocol):
@@ -343,7 +343,7 @@ class QueueDispatcher(Protocol):
 
 
 class QueueView(Protocol):
-    """A queue as its overflow policy, its observers and its deliveries see it."""
+    """The part of a queue that its overflow policy, its observers and its deliveries use."""
 
     @property
     def name(self) -> str:

@@ -1,4 +1,4 @@
-"""When the messages of a queue expire, sans-I/O."""
+"""Finds the expired messages of a queue, sans-I/O."""
 
 from __future__ import annotations
 

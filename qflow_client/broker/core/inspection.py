@@ -101,7 +101,7 @@ class InspectableBroker(EmbeddedBroker):
 
     @on_loop()
     def channels(self) -> tuple[ChannelSnapshot, ...]:
-        """Snapshots of all open channels, with the queues that block (flow) them, how often, and for how long."""
+        """Snapshots of all open channels: by which queues each is blocked (flowed), how often, and for how long."""
         return tuple(self.each_channel())
 
     def each_channel(self) -> Iterator[ChannelSnapshot]:
@@ -150,7 +150,7 @@ class InspectableBroker(EmbeddedBroker):
     @property
     @on_loop()
     def sanctions(self) -> dict[str, int]:
-        """How often clients that ignored ``Channel.Flow`` were tarpitted or lost a channel or connection (D8)."""
+        """The number of sanctions against clients that ignored ``Channel.Flow``, by kind (D8)."""
         return dict(self._controls.sanctions)
 
     @property
@@ -174,8 +174,8 @@ class InspectableBroker(EmbeddedBroker):
 
         Raises:
             TimeoutError: the condition did not become true; the text describes the queues and channels.
-            RuntimeError: called in a task (such as an async test) or on the broker's loop, which it would block. Use
-                `wait_until_async` there.
+            RuntimeError: called in a task (such as an async test) or on the broker's loop, because it would block the
+                loop. Use `wait_until_async` there.
         """
         self._runner.wait_until(lambda: predicate(self), self._describe, timeout)
 
@@ -200,7 +200,7 @@ class InspectableBroker(EmbeddedBroker):
             topology_only: whether to wait only for changes of queues, exchanges and bindings.
 
         Raises:
-            StoreError: the broker stopped before that.
+            StoreError: the broker stopped before the changes were on disk.
         """
         disk = self._disk
         if disk is not None:

@@ -235,7 +235,7 @@ class FailedLogins:
             del self._clear_at[next(iter(self._clear_at))]
 
     def forgive(self, address: str) -> None:
-        """Take back the last failed login of an address, because its check succeeded."""
+        """Remove the last failed login of an address, because its check has succeeded."""
         key = _network(address)
         if key in self._clear_at:
             self._clear_at[key] -= self.INTERVAL

@@ -106,18 +106,18 @@ class Journal(Protocol):
         """Note that a message has left a queue, or undo `hold`.
 
         Args:
-            number: number of the queue in the store; 0 if it does not survive a restart, or for a hold.
+            number: number of the queue in the store; 0 if the queue does not survive a restart, and 0 to undo `hold`.
             message: the message.
         """
 
     def hold(self, message: StoredMessage) -> None:
-        """Keep a message that is in a queue until `leave` is called for this hold."""
+        """Keep a message until `leave` is called with number 0, even if it leaves its queues."""
 
     def want(self, messages: Iterable[StoredMessage], reader: Callable[[], bool]) -> None:
         """Read bodies of messages.
 
         Args:
-            messages: the messages; those with a body in memory, or with a running read, are skipped.
+            messages: the messages. Messages whose body is in memory, or is being read, are skipped.
             reader: called each time some bodies have been read, until it returns True.
         """
 
@@ -184,10 +184,10 @@ class FlowObserver(Protocol):
         """Note that the queue was deleted."""
 
     def blocked(self, source: FlowSource, queue: str, reason: str) -> None:
-        """Note that a mark of a queue, or another source, has begun to hold a channel."""
+        """Note that a mark of a queue, or another controller, now blocks a channel."""
 
     def unblocked(self, source: FlowSource, queue: str, reason: str) -> None:
-        """Note that a mark of a queue, or another source, has released its hold of a channel."""
+        """Note that a mark of a queue, or another controller, no longer blocks a channel."""
 
     def gone(self, source: FlowSource) -> None:
         """Note that a publishing channel has ended."""
@@ -223,7 +223,7 @@ class Disk(Protocol):
         """Restore the contents of the store."""
 
     async def watch(self) -> None:
-        """Start watching the disk. The broker listens now."""
+        """Start watching the disk, after the broker has started to listen."""
 
     async def stop(self) -> None:
         """Write the remaining records."""

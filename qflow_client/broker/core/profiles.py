@@ -1,4 +1,4 @@
-"""The brokers that this broker can imitate, described as data (docs/dialects.md). Sessions and channels read it."""
+"""The brokers that this broker can imitate, as data (docs/dialects.md). Sessions and channels read the data."""
 
 from __future__ import annotations
 

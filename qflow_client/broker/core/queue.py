@@ -81,7 +81,7 @@ class Surroundings(Protocol):
 
 
 class _Vacancies(EntryObserver):
-    """When a message has left the queue, checks the messages that wait for room."""
+    """Checks the messages that wait for room when a message has left the queue."""
 
     __slots__ = ("_wake",)
 

@@ -3,7 +3,7 @@
 A `QueueFlow` is one family of marks. Above its stop mark it turns ON: it blocks the publishing channel, or holds the
 confirm, or both. At its resume mark it turns OFF: it releases all held confirms and unblocks the channels, all together
 or one after the other (F4). `QueueFlows` has all families of one queue. As an observer of the queue's entries it gets
-every change of the queue's depth, after the message has entered (J3). It records since when any family is ON.
+every change of the queue's depth, after the message has entered (J3). It records the time since which any family is ON.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _log = get_logger(__name__)
 
 
 class CountedSource(FlowSource):
-    """A source that counts its publishes.
+    """A source that counts its published messages.
 
     Args:
         name: name for people; need not be unique.
@@ -41,7 +41,7 @@ class CountedSource(FlowSource):
 
 
 class Spacing:
-    """Spaces out the unblocking of a queue's publishers, so that they do not all publish again at the same time (F4).
+    """Lets a queue's publishers continue one after the other, so that they do not all publish at the same time (F4).
 
     Args:
         interval: seconds between two publishers.
@@ -68,7 +68,7 @@ class Spacing:
 
 
 class QueueFlow(FlowController):
-    """One family of marks of a queue. For a message above the stop mark, it blocks the channel and holds the confirm.
+    """One family of marks of a queue. It has the channels that it blocks and the confirms that it holds.
 
     Args:
         thresholds: the marks.

@@ -24,7 +24,7 @@ REPLY_PREFIX = f"{REPLY_TO}."
 
 
 def is_reply_queue(name: str) -> bool:
-    """Whether a name is the one that clients consume, or the name of a reply queue."""
+    """Whether a name is ``amq.rabbitmq.reply-to`` or the name of a reply queue."""
     return name == REPLY_TO or name.startswith(REPLY_PREFIX)
 
 

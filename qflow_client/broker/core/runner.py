@@ -128,7 +128,7 @@ class Runner:
         return self._loop is not None
 
     def call(self, function: Callable[[], _Result]) -> _Result:
-        """Run a function on the loop. If this is that loop, or if no loop runs, call it directly."""
+        """Run a function on the loop. On that loop, or if no loop runs, call the function directly."""
         done: Future[_Result] = Future()
 
         def run() -> None:
@@ -142,7 +142,7 @@ class Runner:
         return done.result() if self._post(run) else function()
 
     def _post(self, function: Callable[[], None]) -> bool:
-        """Schedule a function on the loop. Return False if this is that loop, or if no loop runs."""
+        """Schedule a function on the loop. Return False on that loop, or if no loop runs."""
         with self._loop_lock:
             if self._loop is None or threading.get_ident() == self._loop_thread:
                 return False
@@ -152,7 +152,7 @@ class Runner:
     def call_in_steps(self, steps: Iterator[object]) -> None:
         """Run steps on the loop, for `SLICE` seconds in each of its iterations.
 
-        If this is that loop, or if no loop runs, run all steps directly.
+        On that loop, or if no loop runs, run all steps directly.
 
         Raises:
             BaseException: the exception of a step.

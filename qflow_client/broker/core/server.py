@@ -334,9 +334,9 @@ class Server:
             channel.fail(code, f"{code.title} - {text}")
 
     def _limit_buffers(self, journal: Journal) -> None:
-        """Close connections that do not read, and while memory is full also connections with large first publishes.
+        """Close connections that do not read. While memory is full, also close connections with large first messages.
 
-        Unread output may use half of the limit, so it cannot fill memory alone. Waiting first publishes may use 1/32 of
+        Unread output may use half of the limit, so it cannot fill memory alone. Waiting first messages may use 1/32 of
         the limit. The memory limit does not include waiting input of publishers, because a publisher that is not read
         cannot free memory.
         """
@@ -526,7 +526,7 @@ class Connection(asyncio.Protocol):
     def _finish(self, transport: asyncio.Transport) -> None:
         """Send nothing more, and discard input until the client closes the connection.
 
-        This takes at most `close_timeout`. For a connection that was never open, its time to open is a limit too.
+        This takes at most `close_timeout`. For a connection that was never open, the time for opening is a limit too.
 
         If the socket were closed while the client's frames are on the way, the kernel would reset the connection. The
         client could then lose the last frames, such as ``Connection.Close-Ok``.

@@ -5,7 +5,7 @@ bytes into frames. It gives each frame to its channel, or handles the frame if i
 `AmqpError`, the session closes the channel or the connection. Later frames of a closed channel are ignored until the
 client has answered the close.
 
-To hold input is to keep it and handle it later. The session holds the rest of the input in three cases:
+Held input is input that the session keeps and handles later. The session holds the rest of the input in three cases:
 
 - More than `Session.MAX_OUTPUT` bytes wait to be sent. So the output for a client that does not read is limited.
 - The time for the input is over, or a frame has set `Session.has_done_much`. So a client whose frames take long cannot
@@ -379,7 +379,7 @@ class Session:
     # Connection.Blocked.
 
     def block(self, source: str, reason: str | None) -> None:
-        """Inform the client that a source blocks it; or that it does not any more, if the reason is ``None``."""
+        """Inform the client that a source blocks it. The reason ``None`` means that the source no longer blocks it."""
         if self.state is State.RUNNING:
             self.blocks.change(source, reason)
 
@@ -422,7 +422,7 @@ class Session:
             self.end()
 
     def tarpit(self, now: float) -> None:
-        """Stop handling input for a time (D8), including the rest of the current input."""
+        """Stop handling input for `tarpit_time` seconds (D8), including the rest of the current input."""
         self.deadlines.tarpit(now)
         self.has_done_much = True
 

@@ -114,7 +114,7 @@ class Settings:
         frame_max: maximum frame size in bytes, as proposed to clients.
         channel_max: maximum number of channels of a connection.
         max_connections: maximum number of open connections; further ones are refused with 530 on ``Connection.Open``.
-        max_unauthenticated: maximum number of connections that are not open yet; with more, the oldest is closed.
+        max_unauthenticated: maximum number of connections that are not open yet; beyond it, the oldest is closed.
         max_queues: maximum number of queues; further ones are refused with 406.
         max_bindings: maximum number of bindings, without those of the default exchange; further ones are refused with
             406.
@@ -123,15 +123,15 @@ class Settings:
         unauthenticated_timeout: maximum seconds for opening a connection.
         close_timeout: maximum seconds for the answer to ``Connection.Close``.
         trace: called on the broker's thread for every received and every sent frame, in their order; must not raise.
-        max_producer_flow_control_wait: maximum seconds that a publish waits for room in a queue with the policy
-            ``wait`` (A4).
+        max_producer_flow_control_wait: maximum seconds that a published message waits for room in a queue with the
+            policy ``wait`` (A4).
         resume_interval: seconds between two channels that a queue unblocks (unflows), oldest first (F4); 0 unblocks all
             together.
         backlog_count: maximum number of messages of one connection that wait, are not confirmed, or came on blocked
-            (flowed) channels. With more, all its channels are blocked (flowed) (D7) until fewer than 7/8 of the maximum
-            are left. 0 for no limit.
+            (flowed) channels. If there are more, all its channels are blocked (flowed) (D7) until fewer than 7/8 of the
+            maximum are left. 0 for no limit.
         backlog_size: the same as `backlog_count` in body bytes.
-        flow_grace: grace time: seconds after ``Channel.Flow`` in which further publishes have no consequences.
+        flow_grace: grace time: seconds after ``Channel.Flow`` in which further messages have no consequences.
         tarpit_after: number of messages on one blocked (flowed) channel after the grace time. After each such number of
             messages, the broker stops reading from the connection for `tarpit_time` seconds (D8). 0 for no limit.
         tarpit_time: seconds for which such a connection is not read.
@@ -142,8 +142,8 @@ class Settings:
             for never.
         flow_log: log of the channels that queues block (flow), and of the depths of queues at every `period` of the
             log. The broker does not close the log. ``None`` for no log.
-        memory_limit: maximum bytes of messages in memory, with about 512 more bytes for each message. Above three
-            quarters of it, bodies are evicted from queues with the policy ``flow_to_disk`` (A2). Above the limit,
+        memory_limit: maximum bytes of messages in memory. Each message uses about 512 bytes more than its body. Above
+            three quarters of it, bodies are evicted from queues with the policy ``flow_to_disk`` (A2). Above the limit,
             clients get ``Connection.Blocked`` and publishing clients are not read. 0 for no limit.
 
     Raises:

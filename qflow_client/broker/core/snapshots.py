@@ -297,7 +297,7 @@ class ConnectionSnapshot:
         backlog_bytes: body bytes of these messages.
         past_flow: number of messages so far that came on blocked (flowed) channels after the grace time (D8); 0 if
             not counted.
-        tarpits: how often it was not read for a time because of these messages.
+        tarpits: how often the broker stopped reading from it for a while because of these messages.
         channels_closed: number of its channels that were closed because of these messages.
         flowed: whether any of its channels is blocked (flowed).
         times_flowed: how often its channels were blocked (flowed) so far.

@@ -1,7 +1,8 @@
 """Links one queue to the journal and the pager, sans-I/O. It observes the entries of the queue.
 
-The journal has a message from the time it enters the queue until it leaves. A dead-lettered message stays in the
-journal until its dead letter has arrived (`Storage.buried`). So one of the two is on disk at any time.
+The journal has a message from the time it enters the queue until it leaves the queue. A dead-lettered message stays in
+the journal until its dead letter has arrived (`Storage.letter_done`). So at any time either the message or its dead
+letter is on disk.
 """
 
 from __future__ import annotations
@@ -141,7 +142,7 @@ class Storage(EntryObserver):
 
     # Dead letters.
 
-    def buried(self, message: StoredMessage) -> None:
+    def letter_done(self, message: StoredMessage) -> None:
         """Remove a dropped message from the journal, because its dead letter has arrived or was discarded."""
         if message in self._letters:
             del self._letters[message]
@@ -187,7 +188,7 @@ class Storage(EntryObserver):
         self._journal.want((entry.message for entry in entries), has_read)
 
     def _missing(self, window: int) -> Sequence[QueueEntry]:
-        """Return entries whose bodies are not in memory. They are among the first `window` bytes of ready entries."""
+        """Return entries without their body in memory. Only the first `window` bytes of ready entries are searched."""
         found: list[QueueEntry] = []
         ready = self._contents.ready
         for entry in islice(ready, len(ready)):

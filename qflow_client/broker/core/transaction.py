@@ -62,7 +62,7 @@ class Transaction:
         """Return why a queue refuses the transaction; ``None`` if every queue has room for all of it.
 
         Args:
-            destinations: the queues of each publish.
+            destinations: the queues of each published message.
         """
         counts: dict[QueueView, int] = {}
         sizes: dict[QueueView, int] = {}
@@ -122,7 +122,7 @@ def _open(channel: TransactionChannel) -> Transaction:
 
 
 def count_transaction(channel: TransactionChannel, change: int) -> None:
-    """Add a change, in bytes, to the size of the open transaction."""
+    """Change the size of the open transaction by this number of bytes."""
     _open(channel).size += change
     if channel.host.journal is not None:
         channel.host.journal.unfinished += change

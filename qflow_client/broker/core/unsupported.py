@@ -1,7 +1,7 @@
-"""RabbitMQ features that this broker does not have. It refuses a request for such a feature, and never ignores it.
+"""RabbitMQ features that this broker does not have. The broker refuses requests for these features.
 
-All such requests are refused with 406, as RabbitMQ refuses arguments that it cannot use. The channel is closed and the
-connection stays open. `docs/dialects.md` lists the features.
+It never ignores such a request. All of them are refused with 406, as RabbitMQ refuses arguments that it cannot use. The
+channel is closed and the connection stays open. `docs/dialects.md` lists the features.
 """
 
 from __future__ import annotations

@@ -292,7 +292,7 @@ for _kind in (QueueDefinition, ExchangeDefinition, BindingDefinition):
 
 
 def _policy_parts() -> tuple[type[BaseModel], type[BaseModel], type[BaseModel]]:
-    """Create three models for policies: of a definition, of a request that sets a policy, and of an answer.
+    """Create three models for policies: for a definition, for a request that sets a policy, and for an answer.
 
     They are created from the broker's classes, which check types and values.
     """

@@ -85,7 +85,7 @@ class Operation:
         is_public: whether the operation needs no token.
         lasts: whether the answer waits until the changes are on disk. If this takes too long, the answer is 503.
         is_large: whether the answer grows with the number of objects in the broker. Such answers are created one at a
-            time. If there is no memory for an answer, the answer is 503.
+            time. If there is no memory for such an answer, the answer is 503.
         parameters: model that checks the parameters of the path and the query.
         body: adapter that checks the body; ``None`` for no body.
         takes: type of the body.

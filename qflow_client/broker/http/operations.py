@@ -461,7 +461,7 @@ async def unbind(
 async def export_definitions(broker: Broker, turns: Turns) -> dict[str, Any]:
     """Export the queues, exchanges, bindings and policies.
 
-    The export does not contain exclusive queues and the exchanges of every broker. Queues have the arguments of their
+    The export contains neither exclusive queues nor predeclared exchanges. Queues have the arguments of their
     declaration. Later changes of their thresholds are not exported.
     """
     found: dict[type[Exported], list[Exported]] = {ExchangeDefinition: [], QueueDefinition: [], BindingDefinition: []}
@@ -480,7 +480,7 @@ async def load_definitions(broker: Broker, body: DefinitionsDocument, turns: Tur
     """Import queues, exchanges, bindings and policies: all of them, or none.
 
     If an object exists with the same settings, nothing changes. The document can be an export of RabbitMQ. The answer
-    has the names of the parts that this broker ignores. During the import clients may see a part of the objects.
+    has the names of the parts that this broker ignores. During the import, clients may see a part of the objects.
     """
     try:
         with closing(broker.load_in_steps(body.definitions())) as steps:

@@ -1,9 +1,9 @@
 """The HTTP server, which runs on the broker's event loop.
 
-If the API has a token, a connection is a stranger until one of its requests has the token. The number of strangers is
-small. A new stranger replaces the oldest one, so strangers cannot keep out a client with the token. In each iteration
-of the event loop at most one request of a stranger is answered. If the API has no token, only the number of all
-connections is limited.
+If the API has a token, a connection is a stranger until one of its requests has the token. Only a small number of
+strangers is allowed. A new stranger replaces the oldest one, so strangers cannot keep out a client with the token. In
+each iteration of the event loop at most one request of a stranger is answered. If the API has no token, only the number
+of all connections is limited.
 
 Long answers, imports and the checks for event streams run in slices (`qflow_client.broker.http.turns`).
 """
@@ -399,7 +399,7 @@ class _Connection(asyncio.Protocol):
         self._handler.connection_made(transport)
 
     def abort(self) -> None:
-        """Close the connection immediately. It does not count any more."""
+        """Close the connection immediately. It is no longer counted."""
         self._server.forget(self, self._handler)
         self.has_asked()
         if self._transport is not None:

@@ -125,7 +125,7 @@ Exported = ExchangeDefinition | QueueDefinition | BindingDefinition
 
 
 def export_definitions(host: VirtualHost, rules: PolicyRules) -> Definitions:
-    """Return the declared objects, without exclusive queues and the exchanges of every broker."""
+    """Return the declared objects, without exclusive queues and predeclared exchanges."""
     found = tuple(each_definition(host))
     return Definitions(
         tuple(each for each in found if isinstance(each, ExchangeDefinition)),

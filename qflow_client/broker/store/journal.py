@@ -77,9 +77,9 @@ class Found:
     """The contents of a store when it is opened, without the messages.
 
     Attributes:
-        queues: number, name, whether it is auto-delete, and arguments of each queue.
-        exchanges: name, type, whether it is auto-delete, whether it is internal, and arguments of each exchange.
-        bindings: source, type of the destination, destination, routing key and arguments of each binding.
+        queues: for each queue: its number, name, auto-delete flag and arguments.
+        exchanges: for each exchange: its name, type, auto-delete flag, internal flag and arguments.
+        bindings: for each binding: its source, type of the destination, destination, routing key and arguments.
         last: highest number of a message; 0 if there are no messages.
     """
 
@@ -96,7 +96,7 @@ class Batch:
     Attributes:
         changes: changes of the topology, in order.
         puts: new messages, in the order of their numbers.
-        moves: stored messages that have left some of their queues. Has their remaining queues by message number.
+        moves: the remaining queues of stored messages that have left some of their queues, by message number.
         removals: numbers of stored messages that are in no queue any more.
         completions: confirms that wait for this batch.
         messages: the messages of `puts`.
@@ -191,7 +191,7 @@ class Journal:
         self.batches = 0
 
     def go_on_from(self, number: int, queue_number: int) -> None:
-        """Continue the numbers of a store."""
+        """Continue the numbers of a store, after its last message and its last queue."""
         self._numbers = count(number + 1)
         self.topology.go_on_from(queue_number)
 

@@ -174,7 +174,7 @@ class Keeper:
             self._reading = asyncio.get_running_loop().create_task(self._read())
 
     def when_durable(self, *, topology_only: bool = False) -> Future[None]:
-        """Return a future that is done when all present records are on disk. It fails if the broker ends before.
+        """Return a future that is done when all present records are on disk. It fails if the broker ends earlier.
 
         Args:
             topology_only: whether to wait only for changes of the topology.

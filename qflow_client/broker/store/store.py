@@ -370,7 +370,7 @@ def _listed(number: int, queues: list[int]) -> tuple[str, int]:
 
 
 def _portions(puts: Iterable[Put]) -> Iterator[list[Put]]:
-    """Divide messages into portions. Each portion has at least one message, and is written by one statement."""
+    """Divide messages into portions. Each portion has at least one message. One statement writes one portion."""
     portion: list[Put] = []
     size = 0
     for put in puts:
@@ -384,7 +384,7 @@ def _portions(puts: Iterable[Put]) -> Iterator[list[Put]]:
 
 
 def _packed(puts: Sequence[Put]) -> tuple[str, bytes]:
-    """Return the rows to insert as JSON, and their bytes. The rows have the positions of their bytes, from 1."""
+    """Return the rows to insert as JSON, and the bytes of all rows. A row has the position of its bytes, from 1."""
     rows: list[tuple[object, ...]] = []
     parts: list[bytes] = []
     at = 1

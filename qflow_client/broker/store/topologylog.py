@@ -32,7 +32,7 @@ class TopologyLog:
         self.changes: list[Change] = []
 
     def go_on_from(self, number: int) -> None:
-        """Continue the queue numbers of a store."""
+        """Continue the queue numbers of a store after this number."""
         self._numbers = count(number + 1)
 
     def take(self) -> list[Change]:
