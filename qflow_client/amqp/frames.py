@@ -279,7 +279,7 @@ Prepared = tuple[int, bytes, bytes, int]
 
 
 class Content(Protocol):
-    """A message with a body. Its properties are attributes of the object, in the order of the wire."""
+    """A message with a body. It has one attribute for each property, in the order of the wire."""
 
     @property
     def body(self) -> bytes: ...
@@ -445,8 +445,8 @@ class PublishEncoder:
             number: number in the message id, if an id is assigned.
 
         Returns:
-            The first element has the method frame, the header frame and the first body frame. Each further element is a
-            body frame.
+            The first element contains the method frame, the header frame and the first body frame. Each further element
+            is a body frame.
         """
         flags, before, after, id_size = prepared
         message_id = b""

@@ -172,7 +172,7 @@ def _short(data: bytes, at: int) -> tuple[str, int]:
 
 
 class Tap:
-    """The state between one socket and one connection of a library."""
+    """The tap of one connection, between its socket and the library."""
 
     def __init__(self) -> None:
         self._splitter = FrameSplitter(_FIRST_FRAME_MAX)
@@ -271,7 +271,7 @@ class Tap:
         self._own.pop(number, None)
 
     def probe(self, number: int) -> bytes:
-        """Return a frame for a channel in confirm mode. The broker's answer to this frame shows that it is alive.
+        """Return a frame for a channel in confirm mode. Its answer shows that the broker is alive.
 
         The frame is a second ``Confirm.Select``, which changes nothing. The library does not see the answer.
         """

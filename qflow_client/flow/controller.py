@@ -547,7 +547,8 @@ class FlowController:
         or thresholds were changed. `release` already calls this method.
 
         Args:
-            now: seconds; ``None`` if the time is unknown. Then sources that wait only for a time stay blocked.
+            now: seconds; ``None`` if the time is unknown. Then sources that only have to wait until a certain time stay
+                blocked.
         """
         for source in tuple(self._blocked):
             # An unblocked source may immediately offer elements, so that the other sources have to stay blocked.

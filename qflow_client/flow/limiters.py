@@ -242,7 +242,7 @@ class RateLimiter(Limiter):
 
     @property
     def rate(self) -> float:
-        """Elements, or size, per second. A new rate applies to the time since the last element. A debt stays the same.
+        """Elements (or size) per second. A new rate applies to the time since the last element. A debt stays the same.
 
         Raises:
             ValueError: the new value is not more than 0, or not finite.
@@ -259,7 +259,7 @@ class RateLimiter(Limiter):
 
     @property
     def burst(self) -> float:
-        """Elements, or size, that may pass without a pause after an idle time.
+        """Number of elements, or their total size, that may pass without a pause after an idle time.
 
         A change keeps the content of the bucket, up to the new size. A debt stays the same.
 

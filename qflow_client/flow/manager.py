@@ -31,8 +31,8 @@ class FlowResource(Protocol):
 class FlowManager:
     """A thread-safe registry of all registered resources that still exist (F1).
 
-    The manager has only weak references to resources. After `stop_all` it holds all registered resources, and also each
-    resource that registers later. If a resource is unregistered, the manager lifts its hold.
+    The manager has only weak references to resources. After `stop_all` the manager holds all registered resources, and
+    each resource that registers later. If a resource is unregistered, the manager lifts its hold.
 
     Args:
         name: the source of the holds. If two managers register the same resource, they need different names.

@@ -1,8 +1,8 @@
 """The core of the broker: from ``Basic.Publish`` to ``Channel.Flow``. It does not need the broker's other packages.
 
 To follow a published message to the ``Channel.Flow`` that it causes, read the numbered files below in this order.
-Together they have at most 3,500 lines. No imports form a cycle: if a file uses an object of a file that imports it, it
-describes the object with a `typing.Protocol` class. Codes such as C5 are defined in ``docs/sources.md``.
+Together they have at most 3,500 lines. Imports form no cycles. If file A imports file B, then B describes the objects
+of A with `typing.Protocol` classes. Codes such as C5 are defined in ``docs/sources.md``.
 
 `server.py` reads the socket: `Connection.data_received` calls `Session.receive_data`. A message begins with
 ``Basic.Publish``, which `Channel.on_method` handles. Its content header is handled by `Channel.on_header`, and its body

@@ -5,8 +5,8 @@ its target has the current queues. Then there are three cases:
 
 - In transaction mode it goes into the open transaction.
 - If an append to each of its queues is enough, it goes into the queues immediately.
-- Otherwise `Channel._publish_watched` asks all queues before any of them gets the message. `Target.watched` and
-  `Controls.watches_publishes` have the reasons.
+- Otherwise `Channel._publish_watched` asks all queues before any of them gets the message. See `Target.watched` and
+  `Controls.watches_publishes`.
 
 In confirm mode every complete message gets a tag, and exactly one ack or nack, or none if the channel is closed first.
 
@@ -348,7 +348,7 @@ class Channel:
         """Put a message into its queues.
 
         Returns:
-            Whether the confirm of the message is held: it is not sent until a queue or the disk releases it.
+            Whether the confirm of the message is held. It is then sent when all queues and the disk have released it.
         """
         is_open = not self.is_closing
         # A message that waited for room may be older than confirm mode. Its tag is then 0.

@@ -70,7 +70,7 @@ class Confirms:
         self._release(tag)
 
     def completion(self, tag: int) -> Completion:
-        """Return the object that counts the holds of a message while it is enqueued. Pass it to `arm` afterwards."""
+        """Return the object that counts the holds of a message while it enters its queues. Pass it to `arm` then."""
         return Completion(tag, self._complete)
 
     def arm(self, completion: Completion) -> bool:

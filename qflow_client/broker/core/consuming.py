@@ -299,7 +299,7 @@ class Consuming:
             self._promise_message(get_ok, message, tag)
 
     def _promise_message(self, get_ok: bytes, message: StoredMessage, tag: int) -> None:
-        """Answer Basic.Get with a message whose body is only on disk. The answer is sent when the body is read.
+        """Answer Basic.Get with a message whose body is only on disk. The answer is sent when the body has been read.
 
         The method frame waits too, because no other frame may come between it and the content. If the body is lost, the
         answer is Basic.Get-Empty.
@@ -460,7 +460,7 @@ class Consuming:
         self._requeue(back)
 
     def _is_served(self, delivery: Delivery) -> bool:
-        """Whether a delivery can be repeated: its consumer must exist and must be able to take it."""
+        """Whether a delivery can be repeated: its consumer exists and can take a message now."""
         consumer = delivery.consumer
         return (
             consumer is not None

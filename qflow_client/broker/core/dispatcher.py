@@ -1,7 +1,7 @@
 """`Dispatcher` gives the messages of one queue to its consumers, sans-I/O. The queue and channels call it.
 
-A consumer is active while the queue may deliver to it. A consumer that cannot take messages becomes inactive. When this
-may have changed, its channel wakes it.
+A consumer is active while the queue may deliver to it. A consumer that cannot take messages becomes inactive. When it
+may be able to take messages again, its channel wakes it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The objects in queues: messages, their entries in queues, and their confirms.
 
-All queues that have a message share one `StoredMessage`. Each queue has its own `QueueEntry` for it, which keeps its
-place in that queue's order. A `Completion` is the confirm of one message. Queues, the disk or an operator may hold
-(delay) it. It is sent when the last hold is released. Queues, the journal and channels change these objects.
+All queues that have a message share one `StoredMessage`. Each queue has its own `QueueEntry` for the message, with the
+place of the message in the queue. A `Completion` is the confirm of one message. Queues, the disk or an operator may
+hold (delay) it. It is sent when the last hold is released. Queues, the journal and channels change these objects.
 
 The protocols at the end describe a queue and its parts for the modules that `queue.py` imports. An overflow policy, a
 pager and a delivery use `QueueView` instead of the class `Queue`, so that imports go in one direction only.

@@ -1,8 +1,8 @@
 """The limits of one queue: its marks, its maximum, and its other options.
 
 `Rules` return a `QueueRule` for each new queue, from its name and arguments. The `QueueRule` computes the limits. These
-rules are not the rules of flow control. The core has `PlainRules`, which use only the broker's settings and ignore
-arguments. The package `qflow_client.broker.policies` has the rules that read arguments and policies.
+rules are not the rules of flow control. The core has `PlainRules`, where one object is both. It uses only the broker's
+settings. The package `qflow_client.broker.policies` has the rules that read arguments and policies.
 """
 
 from __future__ import annotations
@@ -41,8 +41,7 @@ class QueueOptions:
 class QueueLimits:
     """The result of a queue's arguments, its policies and the broker's defaults.
 
-    A new family of marks needs a field here, and changes in `to_json`, `thresholds`, `ThresholdsSnapshot` and
-    `queue_snapshot`. `QueueFlows` handles every family in the same way.
+    A new family of marks also needs changes in `to_json`, `thresholds`, `ThresholdsSnapshot` and `queue_snapshot`.
 
     Attributes:
         stop_resume: the thresholds of Qpid C++ (C1 C2).
@@ -145,8 +144,6 @@ class Rules(Protocol):
 
 class PlainRules:
     """The same limits for every queue: the broker's capacity (J2), and no maximum. Arguments have no effect.
-
-    The one object is both the `Rules` and the `QueueRule` of every queue.
 
     Args:
         settings: settings of the broker.

@@ -1,9 +1,10 @@
 """A listening socket, with limits that asyncio's server does not have.
 
-At most `max_handshakes` TLS handshakes run at the same time; with more, the oldest is cancelled. If there is no free
-file descriptor, the listener accepts nothing for `PAUSE` seconds, and logs this at most once in `LOG_INTERVAL`. The
-server of asyncio would try, and log, a thousand times per second. A protocol is created when its connection is
-accepted, so its own time limit includes the handshake. The AMQP server and the HTTP server use a `Listener`.
+At most `max_handshakes` TLS handshakes run at the same time; if there are more, the oldest is cancelled. If there is no
+free file descriptor, the listener accepts nothing for `PAUSE` seconds, and logs this at most once in `LOG_INTERVAL`.
+asyncio's own server would try again, and write a log line, a thousand times per second. A protocol is created when its
+connection is accepted, so the protocol's time limit includes the TLS handshake. The AMQP server and the HTTP server use
+a `Listener`.
 """
 
 from __future__ import annotations

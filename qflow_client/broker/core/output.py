@@ -34,7 +34,7 @@ class _Consuming(Protocol):
 class _Channel(Protocol):
     @property
     def is_closing(self) -> bool:
-        """Whether the channel is closing, so that no confirm may be sent on it."""
+        """Whether the channel is closing. No confirm may then be sent on it."""
 
     @property
     def confirms(self) -> Confirms | None:

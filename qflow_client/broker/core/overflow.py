@@ -1,9 +1,9 @@
 """The interface of an overflow policy, which decides what a queue does at its maximum.
 
-A queue calls three methods of its policy for a message. `Overflow.refusal` comes before any queue accepts the message;
-if one queue refuses it, no queue gets it. `Overflow.make_room` comes just before the message enters, and
-`Overflow.trim` after the message was offered to consumers. A policy changes the queue only through `QueueView`. The
-policies are in `qflow_client.broker.policies`.
+A queue calls three methods of its policy for a message. `Overflow.refusal` is called before any queue accepts the
+message. If one queue refuses the message, no queue gets it. `Overflow.make_room` is called just before the message
+enters, and `Overflow.trim` after the message was offered to consumers. A policy changes the queue only through
+`QueueView`. The policies are in `qflow_client.broker.policies`.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ class Overflow:
     def refusal(self, queue: QueueView, size: int, count: int, largest: int) -> str | None:
         """Return why `count` more messages with `size` body bytes in total may not enter; ``None`` if they may.
 
-        Messages that leave at the same time are already subtracted. `largest` is the size of the largest message that
-        enters.
+        The messages that leave at the same time are already subtracted from `count` and `size`. `largest` is the size
+        of the largest message that enters.
         """
         return None
 

@@ -209,10 +209,9 @@ class Queue:
     def _watch(self) -> None:
         """Update the fields that are checked for every message.
 
-        If `is_watched` becomes true, the caller has to raise `Router.version`, so that targets are resolved again. This
-        is not needed for a change of the overflow policy when the queue turns overdue, because a queue with marks is
-        watched already. It is not needed for a new expiry either: `enqueue` calls observers even if the queue was not
-        watched when its targets were resolved, and `tick` drops the expired messages.
+        If `is_watched` becomes true, the caller has to raise `Router.version`, so that targets are resolved again.
+        There are two exceptions. A queue that turns overdue has marks, so it is watched already. For a new expiry,
+        outdated targets do no harm: `enqueue` always calls the observers, and `tick` drops the expired messages.
         """
         self.may_refuse = self.overflow is not None or self.is_refusing
         self.has_line = self.waiting > 0
@@ -247,6 +246,7 @@ class Queue:
                 values.entered(entry, None, None)
         if self.overflow is not None:
             self.overflow.trim(self)
+        # Called after `trim`, so that dropped messages turn no family ON.
         self.flows.change_marks()
         self._watch()
         if self.waiting:

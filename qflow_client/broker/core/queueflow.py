@@ -186,8 +186,7 @@ class QueueFlows(EntryObserver):
         # One controller for each configured family of marks; and how often removed controllers have turned ON.
         self.families = tuple(QueueFlow(thresholds, queue.name, spacing=spacing) for thresholds in limits.thresholds)
         self._times_on_before = 0
-        # Since when the queue is ON, because any family is ON; None if it is OFF. While the queue is overdue, the time
-        # may stay although all families are OFF, see `left`.
+        # Since when the queue is ON or overdue; None if it is OFF. An overdue queue may have no family that is ON.
         self.on_since: float | None = None
         # Whether it was ON for so long that it blocks no channel any more (D10); and how often this happened.
         self.is_overdue = False
@@ -201,10 +200,7 @@ class QueueFlows(EntryObserver):
     # Limits.
 
     def set_limits(self, limits: QueueLimits) -> None:
-        """Set other limits, without the marks. The caller has to call `change_marks` after it has trimmed the queue.
-
-        Messages that the new maximum drops must not turn a family ON.
-        """
+        """Set other limits. The caller trims the queue, and then calls `change_marks`, see `Queue.change`."""
         self.limits = limits
         if limits.max_flow_wait is None:
             self.is_overdue = False

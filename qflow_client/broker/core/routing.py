@@ -4,10 +4,10 @@ Channels and `VirtualHost.publish` ask the `Router` for queues. Equal ``Basic.Pu
 caches the queues for one version of the topology. Each change that affects routing increases `Router.version`. Outdated
 targets are resolved again.
 
-A message goes from exchange to exchange through bindings, and visits each exchange once. If an exchange finds no
-destination for the message, it passes the message to its alternate exchange, if it has one. As in RabbitMQ, each
-exchange that the message visits does this. An alternate exchange that does not exist is ignored. An internal exchange
-may be an alternate exchange.
+A message goes from exchange to exchange through bindings, and visits each exchange once. An exchange that finds no
+destination passes the message to its alternate exchange, if there is one. As in RabbitMQ, each exchange that the
+message visits does this. An alternate exchange that does not exist is ignored. An internal exchange may be an alternate
+exchange.
 """
 
 from __future__ import annotations

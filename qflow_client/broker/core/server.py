@@ -1,9 +1,9 @@
 """The sockets of the broker: asyncio transports and timers around the sessions.
 
 `EmbeddedBroker` creates and starts the `Server`. Each `Connection` feeds a `Session` with the bytes of its socket, and
-writes the session's output. If something changes in an iteration of the event loop, `Server._end_turn` runs after it.
-Then each connection writes its output once, and the broker checks memory and the backlog of the disk. A socket is not
-read in three cases:
+writes the session's output. If something changes in an iteration of the event loop, `Server._end_turn` runs after the
+iteration. Then each connection writes its output once, and the broker checks memory and the backlog of the disk. A
+socket is not read in three cases:
 
 - Too many bytes wait to be written to it.
 - The session is tarpitted (D8), or holds input that is not handled yet.

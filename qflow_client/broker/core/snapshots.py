@@ -38,7 +38,7 @@ __all__ = [
 
 @cache
 def json_names(kind: type[Any]) -> tuple[tuple[str, str], ...]:
-    """Return the attributes of a snapshot class, each with its name in JSON, which is in camel case."""
+    """Return the attributes of a snapshot class, each with its name in JSON (in camel case)."""
 
     def camel(name: str) -> str:
         first, *rest = name.split("_")
@@ -126,8 +126,8 @@ class QueueSnapshot:
         published: number of messages enqueued so far.
         delivered: number of deliveries so far, including redeliveries.
         acked: number of messages acked so far.
-        dropped: number of messages so far that were dropped, or that were refused without informing their publishers.
-            Purged messages are not counted.
+        dropped: number of messages that were dropped so far, or were refused without informing their publishers. Purged
+            messages are not counted.
         drops: number of dropped messages by reason: ``rejected``, ``expired``, ``maxlen``, ``conflated``, ``memory``,
             ``damaged``, ``cycle`` or ``refused``. A dropped message can also be counted as ``copy``. This means that it
             was not dead-lettered, because another copy of it had gone to the same target.
@@ -195,8 +195,8 @@ class MemorySnapshot:
         limit: maximum bytes of messages in memory; 0 for no limit.
         bytes: bytes of messages in memory.
         peak: maximum bytes so far.
-        evicted: number of bodies so far that were removed from memory because they are on disk (A2).
-        loaded: number of bodies so far that were read back from disk.
+        evicted: number of bodies that were removed from memory so far, because they are on disk (A2).
+        loaded: number of bodies that were read back from disk so far.
         backlog: number of messages that wait to be written to disk.
         backlog_bytes: body bytes of these messages.
         written: number of messages written to disk so far.
@@ -239,8 +239,8 @@ class ChannelSnapshot:
         flowed_seconds: seconds for which it was blocked (flowed) so far. If it is blocked now, this time is included.
         targets: latest exchanges and routing keys that it published to, at most 8.
         published: number of messages published so far.
-        returned: number of mandatory messages so far that reached no queue.
-        nacked: number of published messages so far that were refused.
+        returned: number of mandatory messages that reached no queue so far.
+        nacked: number of published messages that were refused so far.
         unconfirmed: number of published messages that are neither acked nor nacked yet.
         waiting: number of published messages that wait for room in a queue (A4).
         delivered: number of deliveries on it so far.
@@ -295,8 +295,8 @@ class ConnectionSnapshot:
         backlog: number of its messages that wait, are not confirmed, or came on blocked (flowed) channels (D7); 0 if
             not counted.
         backlog_bytes: body bytes of these messages.
-        past_flow: number of messages so far that came on blocked (flowed) channels after the grace time (D8); 0 if
-            not counted.
+        past_flow: number of messages that came on blocked (flowed) channels so far, after the grace time (D8); 0 if not
+            counted.
         tarpits: how often the broker stopped reading from it for a while because of these messages.
         channels_closed: number of its channels that were closed because of these messages.
         flowed: whether any of its channels is blocked (flowed).

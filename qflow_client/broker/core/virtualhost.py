@@ -357,7 +357,7 @@ class VirtualHost:
 
 
 def _run(message: StoredMessage, callback: Callable[[], None]) -> None:
-    """Call immediately; used without a journal, when every body is in memory."""
+    """Call the callback immediately. Used without a journal, when every body is in memory."""
     callback()
 
 

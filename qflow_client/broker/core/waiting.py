@@ -3,7 +3,7 @@
 A message waits if the policy of the full queue is ``wait`` (A4).
 Channels call `refusal` before they enqueue a message, and `WaitingRoom.wait` if it has to wait. A `WaitingPublish` is
 in the line of every destination queue. It is admitted when it is the first in all of these lines and all queues have
-room. So a message never overtakes an earlier one in any queue. A commit of a transaction is refused instead of waiting.
+room. So a message never overtakes an earlier one in any queue. A commit of a transaction does not wait, but is refused.
 Dead letters and messages of the program that embeds the broker do not wait.
 
 The queue itself has only the number of its waiting messages. The waiting room checks the line of a queue when a message
@@ -62,7 +62,7 @@ class WaitingPublish:
         publisher: the channel that published it.
         tag: its publish sequence number; 0 without confirms.
         deadline: clock time at which it is refused.
-        is_over: whether it no longer waits, for any reason.
+        is_over: whether the wait is over, for any reason.
     """
 
     message: StoredMessage

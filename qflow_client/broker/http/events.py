@@ -1,8 +1,8 @@
 """Streams the changes of a broker as server-sent events.
 
 All streams share one `Watch`. When a stream requests changes and the last check is old enough, the `Watch` checks the
-broker again, in slices between other work. Every object has the number of the check that found its last change, and
-objects are in the order of their changes. So the work for a stream depends only on the number of changes since its
+broker again, in slices between other work. Every object has the number of the check that found its last change. The
+objects are in the order of these changes. So the work for a stream depends only on the number of changes since its
 previous event. An unchanged object needs one comparison in each check. The checks use at most `Watch.SHARE` of the
 time.
 """

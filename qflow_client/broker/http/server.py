@@ -227,7 +227,7 @@ class HttpServer:
         """Execute an operation.
 
         Returns:
-            The status and the body. The body is ``None`` if there is none, or a request for an event stream.
+            The status and the body: bytes, ``None`` for no body, or an `EventsRequest` for an event stream.
         """
         answer = operation.handler(self._broker, **parameters)
         if inspect.isawaitable(answer):

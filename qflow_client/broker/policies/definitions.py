@@ -138,7 +138,7 @@ def export_definitions(host: VirtualHost, rules: PolicyRules) -> Definitions:
 def each_definition(host: VirtualHost) -> Iterator[Exported]:
     """Yield exchanges, queues and bindings, one at a time. The virtual host may change between two objects.
 
-    A binding is included only if both of its ends were yielded before, so that the export can be loaded.
+    A binding is included only if its source and its destination are included, so that the export can be loaded.
     """
     vhost = host.settings.virtual_host
     exchanges = dict.fromkeys(host.topology.exchanges.values())

@@ -6,7 +6,7 @@ is full, sources 3 to 5 do not apply. Of sources 3 to 5, only the first that mat
 1. policies for queues
 2. the arguments of the queue
 3. policies for an exchange and a routing key of the queue's bindings
-4. policies for the exchanges from which its messages come; the strictest of them applies
+4. policies for the exchanges from which the queue's messages come; the strictest of them applies
 5. policies for the virtual host
 """
 

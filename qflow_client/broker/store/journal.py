@@ -6,9 +6,9 @@ keeper takes one batch at a time and reports when the batch is written. Then con
 batch are released. Each batch has the changes since the previous batch. So the store always has a state that the broker
 really had.
 
-Queues that flow to disk remove a body from memory when it is on disk, and read it when it is needed. `Journal.held` is
-the used memory without bodies that will be removed when they are written. It includes messages that are in no queue
-yet, and output that clients have not read.
+Queues with the policy `flow_to_disk` remove a body from memory when it is on disk, and read the body when it is needed.
+`Journal.held` is the used memory without bodies that will be removed when they are written. It includes messages that
+are in no queue yet, and output that clients have not read.
 """
 
 from __future__ import annotations

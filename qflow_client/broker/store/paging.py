@@ -64,7 +64,7 @@ class Pager:
             self.size += entry.message.size
 
     def lend(self, entry: QueueEntry) -> None:
-        """Move an entry with its body in memory to the unacked entries, because it was delivered."""
+        """Move a delivered entry to the unacked entries. Its body is in memory."""
         self.forget(entry)
         self._lent[entry] = None
         self.size += entry.message.size
@@ -98,7 +98,7 @@ class Pager:
 class Droppable:
     """The ready, non-persistent entries of a queue, which may be dropped if memory exceeds its limit (A1).
 
-    Entries that cannot be dropped are set aside with their messages, until this may have changed.
+    An entry that cannot be dropped now is set aside with its message, until it may be droppable.
     """
 
     __slots__ = ("_entries", "_is_in_order")
