@@ -1,4 +1,4 @@
-"""`aio_pika.channel`, with flow control: publishing waits for a limited time."""
+"""`aio_pika.channel`, with flow control: `publish` waits for a limited time while the channel is flowed."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ __all__ = ["Channel"]
 
 
 class Channel(_aio_pika.Channel):
-    """aio-pika's `Channel`. While the broker has stopped it, `publish` of its exchanges waits for a limited time.
+    """aio-pika's `Channel`. While the broker has stopped the channel, `publish` waits for a limited time.
 
-    The channel answers ``Channel.Flow``, which stops publishing. ``Connection.Blocked``, a full window of unconfirmed
-    messages, a rate limit and a full socket also stop publishing. All other I/O continues.
+    The channel answers ``Channel.Flow``. Publishing stops because of ``Channel.Flow``, ``Connection.Blocked``, a full
+    window of unconfirmed messages, a rate limit or a full socket. All other I/O continues.
     """
 
-    # aio-pika's.
+    # # Attributes of aio-pika's class.
     _connection: Any
     _channel: Any
     # Whether aio-pika repeats the declarations of a lost channel on a new channel.
@@ -66,7 +66,7 @@ class Channel(_aio_pika.Channel):
         self.flow_control.opened(self._connection.carrier_of(self._channel.channel), self._channel)
 
     async def _on_open(self) -> None:
-        # The channel has just been opened, and no message was published on it.
+        # The channel has just been opened, and no message has been published on it.
         self._follow()
         await super()._on_open()
         if self._restores:
@@ -76,8 +76,8 @@ class Channel(_aio_pika.Channel):
         """Close the channel like aio-pika. Tasks that wait to publish get the error that ends the channel.
 
         If the broker does not read, for example because it blocks the connection, the method waits at most
-        `max_producer_flow_control_wait` seconds for the answer. After an exception in the channel's block, the method
-        waits almost no time.
+        `max_producer_flow_control_wait` seconds for the answer. If an exception has ended the channel's ``async with``
+        block, the method waits only briefly.
         """
         flow = self.flow_control
         flow.left = True
@@ -90,16 +90,16 @@ class Channel(_aio_pika.Channel):
             flow.ended()
 
     async def _close_stuck(self, exc: Any) -> None:
-        """Wait for the close of the channel only for a limited time, because the broker reads nothing now."""
+        """Close the channel, but wait for a limited time only, because the broker does not read now."""
         flow = self.flow_control
-        # If an exception leaves the channel's block, do not wait for holds.
+        # After an exception in the channel's ``async with`` block, wait only briefly.
         wait = BRIEF if exc is not None else flow.settings.max_producer_flow_control_wait
         closing = asyncio.ensure_future(super().close(exc))
         done, _ = await asyncio.wait((closing,), timeout=wait)
         if done:
             closing.result()
             return
-        # The broker may read the close later. The end of the connection also ends this task.
+        # The broker may read the close later. If it does not, the end of the connection ends this task.
         closing.add_done_callback(_look)
         log(
             logging.WARNING,
@@ -139,7 +139,7 @@ class Channel(_aio_pika.Channel):
 
         Raises:
             ChannelInvalidStateError: the channel is closed, so it will never be unflowed. If the channel is closed
-                during the call, the call raises the error that has closed it.
+                during the call, the call raises the error that closed the channel.
             TypeError, ValueError: `timeout` is not a number.
         """
         return await self.flow_control.wait_unflowed(timeout)

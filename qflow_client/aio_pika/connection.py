@@ -23,7 +23,7 @@ from qflow_client.settings import ProducerSettings
 
 __all__ = ["Connection", "connect"]
 
-# Maximum bytes of the setting `name`.
+# Maximum size of the setting `name` in bytes.
 _NAME_SIZE = 255
 
 
@@ -41,7 +41,7 @@ def settings_of(drop_in: DropIn, url: URL, keywords: dict[str, Any]) -> tuple[Pr
     """
     query, rest = drop_in.split(url.query.items())
     ours, theirs = drop_in.split(keywords.items())
-    # The broker's management shows the name from aio-pika. Use it also for flow events and logs, up to the size limit.
+    # The broker's management shows the name from aio-pika. Flow events and logs use its first bytes.
     name = keywords.get("name") or url.query.get("name")
     if name and "name" not in query:
         ours.setdefault("name", str(name).encode(errors="replace")[:_NAME_SIZE].decode(errors="ignore"))
@@ -119,7 +119,7 @@ async def connect(url: Any = None, *, connection_class: Any = Connection, **keyw
 
 
 async def checked(connect: Callable[..., Awaitable[Any]], url: Any, *, connection_class: Any, **keywords: Any) -> Any:
-    """Call a `connect` function of aio-pika. Check the settings first, and show no password in errors.
+    """Check the settings, and then call a `connect` function of aio-pika. Errors show no password.
 
     Raises:
         SettingsError: the value of a setting is not allowed.

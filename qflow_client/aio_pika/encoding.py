@@ -15,14 +15,14 @@ from pamqp.header import ContentHeader
 __all__ = ["header_frame", "make_message_id"]
 
 _Properties = spec.Basic.Properties
-# The values of the properties in the order of the wire, and the flag and pamqp's encoder of each property.
+# In the order in which AMQP encodes the properties: their values, and the flag and pamqp's encoder of each.
 _values = attrgetter(*_Properties.__slots__)
 _KINDS = tuple(
     (_Properties.flags[name], pamqp.encode.METHODS[_Properties.amqp_type(name)]) for name in _Properties.__slots__
 )
 _HEAD = Struct(">BHIHHQH")
 _BASIC = 60
-# Bytes of a header's payload without the values.
+# Size in bytes of a header frame's payload without the values of the properties.
 _EMPTY_PAYLOAD = 14
 
 # The fixed bits of a random UUID (RFC 9562, section 5.4): the version 4 and the variant.
@@ -33,8 +33,8 @@ _FIXED_BITS = 0x4000 << 64 | 0x8000 << 48
 def header_frame(properties: Any, body_size: int, channel: int) -> bytes:
     """Return the header frame of a message as pamqp encodes it.
 
-    pamqp looks up the encoder of each property by name. This function calls the encoders directly, which takes a third
-    of the time.
+    pamqp looks up the encoder of each property by name. This function calls the encoders directly, and needs a third of
+    pamqp's time.
 
     Args:
         properties: properties of aiormq.
@@ -53,7 +53,7 @@ def header_frame(properties: Any, body_size: int, channel: int) -> bytes:
                     flags |= flag
                     pieces.append(encode(value))
         except Exception:
-            # Encode with pamqp below, which raises the error that users know.
+            # Encode with pamqp below, because pamqp raises the error that users know.
             pass
         else:
             values = b"".join(pieces)
@@ -62,5 +62,5 @@ def header_frame(properties: Any, body_size: int, channel: int) -> bytes:
 
 
 def make_message_id() -> str:
-    """Return the hexadecimal digits of a random UUID, which aiormq assigns to a message without a message id."""
+    """Return the hexadecimal digits of a random UUID, like aiormq for a message without a message id."""
     return f"{getrandbits(128) & _RANDOM_BITS | _FIXED_BITS:032x}"

@@ -1,6 +1,6 @@
 """The flow of a channel of aio-pika. It replaces ``basic_publish`` of aiormq's channel by a `ProducerProtocol`.
 
-aio-pika still manages connections, topology, consumers and the restoring of channels. Its exchanges publish with
+aio-pika still manages connections, topology and consumers, and still restores channels. Its exchanges publish with
 aiormq's ``basic_publish``, so only this method is replaced. The tap at the connection's socket handles the broker's
 confirms and returned messages. aiormq does not see them.
 """
@@ -78,9 +78,9 @@ AIO_PIKA = replace(
 )
 
 _BODY_HEAD = Struct(">BHI")
-# Class and method id.
+# Class id and method id.
 _BASIC_PUBLISH = 60, 40
-# At least this number of bytes is written immediately.
+# If more bytes than this are unwritten, they are written immediately.
 _SEPARATE_WRITE = 1 << 13
 
 _monotonic = time.monotonic
@@ -101,10 +101,10 @@ class _Protocol(EncodedProtocol):
     def channel_closed(self, code: int, text: str, method: tuple[int, int], now: float) -> None:
         is_certain = self.settings.confirms or not self.written
         if self.is_idle and is_certain and method != _BASIC_PUBLISH:
-            # The refused method raises the error, and no message is concerned. Without confirms the broker may have
+            # The refused method raises the error, and no message is affected. Without confirms the broker may have
             # discarded messages that were written after the refused method.
             self.forget_past()
-        # Do not settle the messages yet. The errors are known when aiormq has closed its side.
+        # Settle the messages later, because their errors are known only when aiormq has closed its side.
         self.channel.disconnect(f"the broker closed the channel: {code} {text}", now)
 
 
@@ -123,7 +123,7 @@ class ChannelFlow(DropInFlow):
     def __init__(
         self, settings: ProducerSettings, *, confirms: bool, restores: bool, is_closing: Callable[[], bool]
     ) -> None:
-        # Without confirms, written messages are settled, and there is no latency to adapt a window.
+        # Without confirms, a message is settled when it is written. No latency is known, so the window cannot adapt.
         changes: dict[str, Any] = {} if confirms else {"confirms": False, "capacity": settings.capacity_max}
         super().__init__(settings, "aio-pika channel", protocol=_Protocol, **changes)
         self._is_named = self.name != "aio-pika channel"
@@ -137,7 +137,7 @@ class ChannelFlow(DropInFlow):
         self._loop = asyncio.get_running_loop()
         self._thread = threading.get_ident()
         self._dispatcher = Dispatcher(self._loop)
-        # aiormq's channel, and the object that transfers its frames. While there is no channel, those of the last one.
+        # aiormq's channel, and the object that transfers its frames. They stay set after the end of the channel.
         self._channel: Any = None
         self._tapped: Any = None
         # Whether a channel was open before, and the number of the channel while it is attached to the tap.
@@ -145,7 +145,7 @@ class ChannelFlow(DropInFlow):
         self._number: int | None = None
         # Number of messages that aiormq had published on the channel before.
         self._before = 0
-        # The method frames by exchange, routing key, mandatory and immediate.
+        # Encoded method frames, by exchange, routing key, mandatory and immediate.
         self._methods: dict[tuple[str, str, bool, bool], bytes] = {}
         # The futures for the results of mandatory messages, by message id.
         self._mandatory: dict[str, asyncio.Future[Any]] = {}
@@ -162,7 +162,7 @@ class ChannelFlow(DropInFlow):
     # Channels.
 
     def opened(self, tapped: Any, underlay: Any) -> None:
-        """Start flow control on an open channel. The gate of a replacement channel stays closed until `restored`.
+        """Start flow control on an open channel. The gate of a replacement channel opens when `restored` is called.
 
         Args:
             tapped: the connection's `TapTransport`, or an object that replaces it.
@@ -196,7 +196,7 @@ class ChannelFlow(DropInFlow):
             if moved:
                 closing.add_done_callback(told)
         else:
-            # Newer versions of aiormq return a new future to each caller, and this future is done later.
+            # Newer versions of aiormq return a new future to each caller. It is done after the channel's futures.
             channel.create_future().add_done_callback(ended)
         flow_manager.register(self)
         self._after_io()
@@ -225,12 +225,12 @@ class ChannelFlow(DropInFlow):
         words = "the channel was closed" if error is None else f"the channel was closed: {error!r}"
         if self.left:
             self.protocol.forget_past()
-        # If a channel ends while it is restored, it is opened again, as after a lost connection.
+        # If a channel ends while it is being restored, it is opened again, as after a lost connection.
         is_lost = self.protocol.channel.is_restoring or not isinstance(error, AMQPChannelError)
         if is_lost and self.republishes:
             ended = [each for each in self.protocol.unsettled_receipts if each._waiter and each._waiter.done()]
             self.protocol.abandon(ended, words, _monotonic())
-            # The loss may have another reason than these messages.
+            # These messages may not be the reason for the loss.
             self.protocol.connection_lost(words, _monotonic(), reconnects=True, shared=True)
         else:
             self.protocol.channel_ended(words, _monotonic())
@@ -247,7 +247,7 @@ class ChannelFlow(DropInFlow):
 
     @property
     def republishes(self) -> bool:
-        """Whether messages wait for the next channel while there is none. Unconfirmed messages are then sent again."""
+        """Whether messages wait for a replacement of a lost channel. Unconfirmed messages are then sent again."""
         return self._republishes and self._comes_back
 
     @property
@@ -256,7 +256,7 @@ class ChannelFlow(DropInFlow):
         return self._restores and not self.left
 
     def ended(self) -> None:
-        """End the flow, because there will be no other channel unless the program opens it again."""
+        """End the flow. No other channel will follow, unless the program opens this channel again."""
         flow_manager.unregister(self)
         if self._number is None and self.protocol.unsettled:
             self.protocol.channel_ended("the channel is closed", _monotonic())
@@ -284,7 +284,7 @@ class ChannelFlow(DropInFlow):
         timeout: float | None = None,
         wait: bool = True,
     ) -> spec.Basic.Ack | DeliveredMessage | None:
-        """Publish a message like aiormq. Wait first while the channel is flowed (J7 A4).
+        """Publish a message like aiormq. If the channel is blocked (flowed), wait first (J7 A4).
 
         Args:
             mandatory: whether the broker returns the message if no queue receives it.
@@ -509,12 +509,13 @@ class ChannelFlow(DropInFlow):
     # After a change.
 
     def after(self) -> None:
-        """Pass on the protocol's reports."""
+        """Report returned messages, wake waiters, and report logs and flow events."""
         self._passes_on = False
         protocol = self.protocol
         if protocol.returned:
             self._tell_returns()
-        # Wake the waiters before the list is cleared. An interrupt may then wake a waiter twice, which does no harm.
+        # Wake the waiters before the list is cleared. After an interrupt a waiter may be woken again, which is
+        # harmless.
         for waiter in protocol.reports.wake:
             if not waiter.done():
                 waiter.set_result(None)

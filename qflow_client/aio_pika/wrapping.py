@@ -1,10 +1,10 @@
 """Adds flow control to connections and channels that aio-pika itself has created.
 
 These connections have no tap at their socket. A `QueueCarrier` replaces the tap. aiormq reads the socket and puts the
-frames of a channel into the channel's queue `frames`. It writes the entries of the connection's `write_queue`. The
+frames of a channel into the channel's queue `frames`. aiormq writes the entries of the connection's `write_queue`. The
 carrier takes frames about publishing before they reach `frames`. To write, it puts a `_Turn` into `write_queue`. When
-aiormq's writer reads the `_Turn`, the `_Turn` gets the next bytes from the protocol. So no message begins before aiormq
-passes it to asyncio.
+aiormq's writer reads the `_Turn`, the `_Turn` gets the next bytes from the protocol. So the bytes of a message are
+created only when aiormq passes them to asyncio.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class _Turn:
 
     @property
     def payload(self) -> bytes:
-        """The next bytes to write. They may be empty."""
+        """The next bytes to write. There may be none."""
         return self._carrier.begin_turn()
 
     def drain(self) -> None:
@@ -135,7 +135,7 @@ class QueueCarrier:
         self._blocked = _Blocked.of(channel.connection)
         self._write_queue = channel.write_queue
         self._pass_on = channel.frames.put
-        # The Basic.Return and the header of a returned message with incomplete content, and the body so far.
+        # While a returned message is incomplete: its Basic.Return, its header, and the received part of its body.
         self._returned: tuple[spec.Basic.Return, ContentHeader | None] | None = None
         self._body = b""
         #: Whether a `_Turn` is in the queue, or waits for room in the queue.
@@ -316,14 +316,14 @@ def wrap(target: Any) -> Any:
 
     `publish` of the channel's exchanges then waits as with `qflow_client.aio_pika`, even after a robust connection has
     restored the channel. If you wrap a connection, all its new channels have flow control. Wrap its existing channels,
-    too. These features need a connection of `qflow_client.aio_pika`:
+    too. The following features need a connection of `qflow_client.aio_pika`:
 
     - A guarantee that no byte of a message is written after an error. If the socket accepts no bytes, asyncio buffers
       64 KiB or more. The call for a buffered message raises `ConfirmTimeout`, not `FlowControlTimeout`, and the message
       may be sent later.
     - The broker's reason, if the broker already blocks the connection.
     - A time limit for `connection.close()` while the broker blocks the connection. `channel.close()` has a limit.
-    - Settings from the connection's URL. Settings of the environment are used.
+    - Settings from the connection's URL. A wrapped channel uses the settings of the environment.
     - The speed of `qflow_client.aio_pika`. With a wrapped channel, aiormq's queues and tasks transfer every confirm.
 
     Args:

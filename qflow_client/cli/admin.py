@@ -104,7 +104,7 @@ class _Broker:
         return json.loads(answer) if answer else None
 
     def open(self, method: str, path: str, body: object = None) -> HTTPResponse:
-        """Send a request, and return a response from which the answer can be read.
+        """Send a request, and return the response. The caller reads the answer from it.
 
         Raises:
             CommandError: the broker refuses the request, or cannot be reached.
@@ -179,7 +179,7 @@ def _admin(
         ),
     ] = None,
 ) -> None:
-    # Read here, because some versions of typer do not read environment variables.
+    # Read the variable here, because some versions of typer do not read environment variables.
     url = url or os.environ.get("QFLOW_ADMIN_URL") or _URL
     if token:
         warn_of_option("--token", "QFLOW_HTTP_TOKEN")
@@ -275,7 +275,7 @@ def queues(context: typer.Context, as_json: AsJson = False) -> None:
 
 @admin.command()
 def producers(context: typer.Context, as_json: AsJson = False) -> None:
-    """List producers, the queues that block them, and for how long.
+    """List producers. Also show which queues block a producer, and how long it was blocked.
 
     The state of a blocked producer is `flowed`. `operator` means that an operator has stopped it.
     """
@@ -583,7 +583,7 @@ def _delete_policy(
 ) -> None:
     """Delete a policy.
 
-    The queues of the policy then use their other policies and their arguments.
+    The affected queues then use their other policies and their arguments.
     """
     _steer(context, as_json, "DELETE", f"/api/policies/{quote(name, safe='')}")
 
@@ -649,8 +649,8 @@ def _set_rate(
 ) -> None:
     """Limit the message rate of an exchange, a queue or a user.
 
-    If a producer exceeds the rate, the broker blocks (flows) it until the average rate is allowed again. Give at least
-    one of --messages and --bytes.
+    If a producer exceeds the rate, the broker blocks (flows) it until its average rate is within the limit again. Give
+    at least one of --messages and --bytes.
     """
     given = {"messages": messages, "bytes": size, "burst": burst}
     body = {name: value for name, value in given.items() if value is not None}
@@ -686,7 +686,7 @@ def _import(
 ) -> None:
     """Declare all objects of an export, or none of them.
 
-    The file is an export of `qflow admin export` or of RabbitMQ.
+    The file was written by `qflow admin export` or exported from RabbitMQ.
     """
     try:
         document = json.load(file)

@@ -100,7 +100,7 @@ def run(arguments: Sequence[str]) -> int:
     shared = {"debug": False}
     line = list(arguments)
     if _NO_COLOR in line[: line.index("--") if "--" in line else None]:
-        # It is also accepted after the command.
+        # The option is also accepted after the command.
         line.remove(_NO_COLOR)
         line.insert(0, _NO_COLOR)
     try:

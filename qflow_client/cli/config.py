@@ -14,7 +14,7 @@ from qflow_client.cli.errors import CommandError, ExitCode
 
 __all__ = ["MARKS", "SETTINGS", "Config", "read_config"]
 
-#: The settings that a file can have. The settings left out are only for programs.
+#: The settings that a file can have. Settings that are only for programs are left out.
 SETTINGS = tuple(
     field.name for field in fields(BrokerSettings) if field.name not in ("authenticate", "ssl_context", "trace")
 )

@@ -92,7 +92,7 @@ def list_(
         table.add_row(
             str(stored.sequence),
             text.seconds(max(0.0, now - stored.at)),
-            # As Text, so that square brackets are not interpreted as markup.
+            # Use `Text`, so that square brackets are not interpreted as markup.
             Text(stored.exchange),
             Text(stored.routing_key),
             str(len(stored.message.body)),
@@ -211,7 +211,7 @@ def drain(
     wrong; 3 if the producer was blocked (flowed) for longer than the setting max_producer_flow_control_wait; 130 or 143
     after Ctrl-C or SIGTERM.
     """
-    # The user's settings do not change these two, because this command handles the outbox itself.
+    # Ignore the user's values of these two settings, because this command handles the outbox itself.
     given: dict[str, Any] = {"when_flowed": WhenFlowed.BLOCK, "outbox": None}
     if rate is not None:
         given["rate"] = rate

@@ -67,7 +67,7 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The end of a record in its file. A later run checks with the last line that the file has not changed.
+    """The end of a record in its file. A later run uses the last line to check that the file has not changed.
 
     Attributes:
         number: number of the record; 0 for the start of the file.
@@ -324,7 +324,7 @@ class RecordSource:
 
     def _rows(self, lines: _Lines) -> Iterator[list[str]]:
         """Yield the rows of a CSV file that are not empty."""
-        # A record may be as large as a message. The whole process has only one limit.
+        # A record may be as large as a message. This limit applies to the whole process.
         csv.field_size_limit(sys.maxsize)
         try:
             decoded = map(partial(lines.decode, encoding=self._reading.encoding), lines)

@@ -109,7 +109,7 @@ def convert(
 ) -> None:
     """Convert flow logs to one Parquet file.
 
-    The Parquet file has about a tenth of the size, and is faster to read.
+    The Parquet file needs about a tenth of the space, and is faster to read.
     """
     lines = to_parquet(FlowLogs(logs), output)
     if as_json:
@@ -163,7 +163,7 @@ def _print(console: Console, title: str, rows: Sequence[dict[str, Any]], columns
         is_text = isinstance(rows[0][column], str)
         table.add_column(column.replace("_", "\n"), justify="left" if is_text else "right", no_wrap=True)
     for row in rows[:_ROWS]:
-        # A `Text`, because rich would interpret square brackets in a string as markup.
+        # Use `Text`, because rich would interpret square brackets in a string as markup.
         table.add_row(*(Text(_cell(row[column])) for column in columns))
     console.print(table)
     if len(rows) > _ROWS:

@@ -15,8 +15,8 @@ __all__ = ["ALARM", "ResidentWatch", "resident_size"]
 #: Name of the alarm.
 ALARM: Final = "resident"
 
-# The process may use this factor times `memory_limit` beyond its idle size. The allocator does not return all freed
-# memory. So a low memory account ends the alarm, because blocked publishers then cannot free more memory.
+# Above its idle size the process may use this factor times `memory_limit`. The allocator keeps some freed memory. So
+# the alarm also ends when the memory account is low, because then blocking publishers frees no more memory.
 _FACTOR: Final = 1.2
 _STATM: Final = Path("/proc/self/statm")
 
@@ -39,7 +39,7 @@ class ResidentWatch:
 
     def __init__(self, idle: int, limit: int) -> None:
         self._limit = limit
-        #: If the process has more resident bytes, publishers are blocked.
+        #: Maximum resident bytes. If the process has more, publishers are blocked.
         self.most = idle + int(_FACTOR * limit)
         #: Whether publishers are blocked.
         self.is_over = False

@@ -17,7 +17,7 @@ _WORDS = re.compile(r"(\w+) record=(\d+) line=(\d+) offset=(\d+) last=(\d+) crc=
 
 
 def source_of(file: str, exchange: str, routing_key: str) -> str:
-    """Return the name under which the position in a file is stored: its path, exchange and routing key."""
+    """Return the name of a stored position. It contains the file's path, the exchange and the routing key."""
     # A path may contain bytes that are not valid text.
     path = os.fsencode(Path(file).resolve()).decode(errors="backslashreplace")
     return f"{path} to {exchange!r}/{routing_key!r}"

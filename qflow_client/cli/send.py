@@ -42,9 +42,9 @@ _NAME = 40
 
 
 class _Bar(Progress):
-    """Two lines: a progress bar for the file, and the numbers of records with the hold. Both fit into 80 columns.
+    """Two lines: a progress bar for the file, and the counts with the flow state. Both fit into 80 columns.
 
-    The bar reads the position in the file whenever it is drawn. So the code that reads the file does not report it.
+    The bar reads the position in the file whenever it is drawn. The code that reads the file need not report it.
 
     Args:
         started: start of the run in seconds of `time.monotonic`.
@@ -71,7 +71,7 @@ class _Bar(Progress):
         line = Text(f"{confirmed:,} confirmed", no_wrap=True, overflow="ellipsis")
         state = self._sending.producer.flow_state
         lasted = 0.0 if state.since is None else time.time() - state.since
-        # A window often fills for a moment. Show it in colour only if it stays full. The rate is old then.
+        # A window is often full for a moment. After a second show the hold in red. The rate is old then.
         is_long = lasted >= 1
         if not is_long:
             line.append(f", {text.rate(confirmed, time.monotonic() - self._started)}")
@@ -336,8 +336,8 @@ def send(
             assert stopping.signal is not None
             failure = CommandError(f"interrupted by {stopping.signal.name}", stopping.exit_code)
         finally:
-            # Count the records before the close, because the close also leaves records in the outbox that were not
-            # refused.
+            # Update the tally before the close. Until then only refused records stay in the outbox. The close also
+            # leaves other records there.
             sending.account()
             sending.close()
         sending.account()

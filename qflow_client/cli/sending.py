@@ -42,7 +42,7 @@ _GRACE = 2.0
 _MAX_REPORTED = 5
 # Number of records that are sent in one batch.
 _MAX_BATCH = 64
-# Maximum seconds that a batch takes at a rate limit, so that its results are known soon.
+# With a rate limit, the maximum seconds for one batch, so that its results are known soon.
 _MAX_BATCH_SECONDS = 0.1
 _MARK = "x-qflow-republished"
 
@@ -202,7 +202,7 @@ class Sending:
         if self._source is None:
             return
         if self._begins_anew:
-            # Records that an earlier run has sent must be marked. If the position cannot be read, no record is marked.
+            # Records that an earlier run may have sent get a mark. If the position cannot be read, no record gets it.
             with suppress(CommandError, OutboxError):
                 self._sent_before = self._stored_position(self._source, records).sent
             return
@@ -262,8 +262,7 @@ class Sending:
                     [each.message if each.position is None else (each.message, each.position) for each in items]
                 )
             except NotDurable as failure:
-                # The last receipt is for the message that is not on disk. The receipt will have the outcome of this
-                # message.
+                # The last receipt belongs to the message that is not on disk. It will have the outcome of this message.
                 receipts = failure.receipts
             except (OutboxFull, ProducerClosed, ProducerFlowed, TypeError, ValueError) as failure:
                 receipts, error = getattr(failure, "receipts", ()), failure

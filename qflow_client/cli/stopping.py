@@ -21,7 +21,7 @@ class Stopping:
     """Handles SIGINT and SIGTERM during a `with` block in the main thread. It does nothing in other threads.
 
     If a signal handler raises an exception, the result of a call may be lost. So this handler raises only in a
-    `breakable` block. Outside, it calls the function of `on_stop` on a separate thread.
+    `breakable` block. Outside of such a block it calls the function of `on_stop` on a separate thread.
     """
 
     def __init__(self) -> None:

@@ -60,7 +60,7 @@ def warnings_shown(logger: str, console: Console) -> Iterator[None]:
 def _show(records: Queue[logging.LogRecord | None], console: Console) -> None:
     formatter = logging.Formatter()
     while (record := records.get()) is not None:
-        # Clients choose names, so remove control characters, which would control the terminal.
+        # A client may have chosen a name in the record. Remove control characters, which would control the terminal.
         text = "".join(
             each if each.isprintable() or each == "\n" else ascii(each)[1:-1] for each in formatter.format(record)
         )

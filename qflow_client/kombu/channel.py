@@ -55,7 +55,7 @@ class Channel(pyamqp.Channel):
     is full. It waits at most `max_producer_flow_control_wait` seconds.
     """
 
-    # py-amqp's.
+    # Attributes of py-amqp's class.
     connection: Any
     channel_id: Any
     is_open: bool

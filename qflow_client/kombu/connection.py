@@ -60,7 +60,7 @@ class Connection(pyamqp.Connection):
 
     Channel = Channel
 
-    # py-amqp's.
+    # Attributes of py-amqp's class.
     connected: Any
     channels: Any
     heartbeat: Any

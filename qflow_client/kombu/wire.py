@@ -151,7 +151,7 @@ class Wire:
     Writing: the wire writes the channels' messages and py-amqp's methods one after the other, at frame borders.
     """
 
-    # py-amqp's.
+    # Attributes of py-amqp's class.
     sock: Any
     connected: bool
     connect_timeout: float | None
@@ -476,7 +476,7 @@ class PlainWire(Wire, TCPTransport):  # type: ignore[misc]  # py-amqp has no typ
 class TLSWire(Wire, SSLTransport):  # type: ignore[misc]  # py-amqp has no types
     """The transport for TLS."""
 
-    # py-amqp's.
+    # Attributes of py-amqp's class.
     host: str
 
     #: The name that the broker's certificate must have; ``None`` for the name of the host.

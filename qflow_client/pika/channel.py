@@ -42,7 +42,7 @@ class Channel(pika.channel.Channel):
     window of unconfirmed messages, a rate limit, or a transport with more than `max_unwritten_bytes`.
     """
 
-    # pika's.
+    # Attributes of pika's class.
     connection: Any
 
     def __init__(self, connection: Any, channel_number: int, on_open_callback: Any) -> None:

@@ -33,11 +33,11 @@ ARGUMENTS = {"qpid.flow_stop_count": STOP, "qpid.flow_resume_count": RESUME}
 CAPACITIES = (50, 15)
 # At this rate the consumer needs one minute for all flights.
 RATE = 5_600.0
-# Seconds between two checks of the queue, two frames of the display, two columns of the chart, and two lines of text if
-# there is no terminal.
+# Seconds between two checks of the queue, between two frames, between two columns of the chart, and (without a
+# terminal) between two lines of text.
 _CHECK_PERIOD, _FRAME_PERIOD, _COLUMN_PERIOD, _LINE_PERIOD = 0.02, 0.1, 0.2, 5.0
-# If nothing changes for this number of seconds, the producers cannot fill the queue further. After the second number
-# the run fails.
+# If nothing changes for the first number of seconds, the producers cannot fill the queue further. If nothing changes
+# for the second number of seconds, the run fails.
 _UNCHANGED_FOR = 0.5
 _FAIL_AFTER = 30.0
 
@@ -97,7 +97,7 @@ class _Stage:
         self._producers = producers
         self._consumer = consumer
         self.run = Run(messages, (), ConsumerTally(), self._queue())
-        #: The current step, for people.
+        #: Text that describes the current step.
         self.note = "no consumer yet: the queue fills to its stop threshold"
         self._moved_at = time.monotonic()
 
@@ -159,7 +159,7 @@ class _Stage:
         if sum(producer.sent for producer in producers) == self.run.messages:
             return True
         held = self.run.queue.flow_stopped and bool(producers) and all(producer.holds for producer in producers)
-        # A producer whose window is full only for a moment is not held.
+        # A window that is full only for a moment does not count.
         return held and time.monotonic() - self._moved_at >= _UNCHANGED_FOR
 
 
@@ -203,7 +203,7 @@ def _perform(
 
 
 def demo(
-    # The minimum is large enough to block both producers before the consumer starts.
+    # With the minimum number of messages, both producers are blocked before the consumer starts.
     messages: Annotated[
         int,
         typer.Option(
@@ -241,9 +241,9 @@ def demo(
 
     The broker runs in this process. Its queue has a stop threshold of 100 messages and a resume threshold of 70. Two
     producers, with capacities 50 and 15, publish as fast as they can. The consumer is slower, and starts late. At the
-    end an audit checks three conditions. No message was lost or delivered twice. The queue never had more than 165
-    messages, which is the stop threshold plus the capacities of the producers. Every producer was blocked (flowed), and
-    later unblocked (unflowed).
+    end an audit checks that no message was lost or delivered twice. It checks that the queue never had more than 165
+    messages, which is the stop threshold plus the capacities of the producers. It also checks that every producer was
+    blocked (flowed), and later unblocked (unflowed).
 
     Exit codes: 0 if the audit passed; 1 if it failed; 130 or 143 after Ctrl-C or SIGTERM.
     """

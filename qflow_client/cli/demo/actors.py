@@ -33,7 +33,7 @@ _ID = "flight-"
 
 
 class Failed(Exception):
-    """Sent instead of a report when the process has failed."""
+    """A process sends this object instead of a report when it has failed."""
 
 
 def _run(reports: Connection, body: Callable[[], None]) -> None:

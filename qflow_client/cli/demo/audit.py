@@ -14,7 +14,7 @@ __all__ = ["AuditLine", "ConsumerTally", "ProducerTally", "QueueTally", "Run", "
 #: The kinds of holds with which a broker slows a producer down.
 BY_THE_BROKER = (HoldKind.CHANNEL_FLOW, HoldKind.CAPACITY)
 
-# If the broker also delays confirms, a producer that ignores Channel.Flow reaches its own capacity.
+# With `BOTH` the broker also delays confirms. Then even a producer that ignores Channel.Flow stops at its capacity.
 _HELD_BY = {
     Enforcement.CHANNEL_FLOW: HoldKind.CHANNEL_FLOW,
     Enforcement.COMPLETION: HoldKind.CAPACITY,
@@ -97,7 +97,7 @@ class Run:
         messages: number of messages to send.
         producers: the producers.
         consumer: the consumer.
-        queue: the queue between them.
+        queue: the queue between the producers and the consumer.
     """
 
     messages: int

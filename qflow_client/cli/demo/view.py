@@ -29,7 +29,7 @@ class _Rate:
         self._seen: deque[tuple[float, int]] = deque()
 
     def of(self, number: int, now: float) -> float:
-        """Record a number, and return its growth per second."""
+        """Record a number of messages, and return its growth per second."""
         self._seen.append((now, number))
         while len(self._seen) > 2 and now - self._seen[1][0] >= _WINDOW:
             self._seen.popleft()
@@ -95,7 +95,7 @@ class Scene:
             table.add_column(name, justify="right", no_wrap=True)
         table.add_column("now held by", no_wrap=True, min_width=len(", ".join(BY_THE_BROKER)))
         for kind in BY_THE_BROKER:
-            # Each of these columns has seconds.
+            # The values of these columns are seconds.
             table.add_column(kind, justify="right", no_wrap=True)
         for producer in run.producers:
             held = [text.seconds(producer.seconds_flowed.get(kind, 0.0)) for kind in BY_THE_BROKER]

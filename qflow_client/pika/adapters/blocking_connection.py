@@ -128,7 +128,7 @@ class _Services(SelectorIOServicesAdapter):
 class _Connection(SelectConnection):
     """The connection object below a `BlockingConnection`."""
 
-    # pika's.
+    # Attributes of pika's class.
     frames_received: int
     flow_control: ConnectionFlow
     #: The services that pika uses for its I/O.
@@ -253,7 +253,7 @@ class BlockingConnection(_pika.BlockingConnection):
         _impl_class: as for pika, for tests.
     """
 
-    # pika's.
+    # Attributes of pika's class.
     _impl: Any
 
     def __init__(self, parameters: Any = None, _impl_class: Any = None) -> None:
@@ -381,7 +381,7 @@ class BlockingChannel(_pika.BlockingChannel):
     with pika, callbacks are called later, in `BlockingConnection.process_data_events`.
     """
 
-    # pika's.
+    # Attributes of pika's class.
     _impl: Any
     _connection: Any
     _OnMessageConfirmationReportArgs: Any

@@ -20,7 +20,7 @@ __all__ = ["TwistedChannel", "TwistedProtocolConnection"]
 class TwistedChannel(_pika.TwistedChannel):
     """pika's `TwistedChannel`. While the broker has stopped the channel, `basic_publish` fails and sends nothing."""
 
-    # pika's.
+    # Attributes of pika's class.
     _channel: Any
 
     def basic_publish(
@@ -47,7 +47,7 @@ class TwistedChannel(_pika.TwistedChannel):
 class TwistedProtocolConnection(_pika.TwistedProtocolConnection):
     """pika's `TwistedProtocolConnection`, with flow control in its channels."""
 
-    # pika's.
+    # Attributes of pika's class.
     _impl: Any
 
     def __init__(self, parameters: Any = None, custom_reactor: Any = None) -> None:
