@@ -514,8 +514,7 @@ class ChannelFlow(DropInFlow):
         protocol = self.protocol
         if protocol.returned:
             self._tell_returns()
-        # Wake the waiters before the list is cleared. After an interrupt a waiter may be woken again, which is
-        # harmless.
+        # Wake the waiters before the list is cleared. After an interrupt this may wake a waiter again.
         for waiter in protocol.reports.wake:
             if not waiter.done():
                 waiter.set_result(None)

@@ -25,7 +25,7 @@ outbox = Outbox()
 inbox = Inbox()
 
 _COLUMNS = ("partition", "ordering_key", "exchange", "routing_key", "properties", "body")
-# Maximum number of rows of one statement. SQLite accepts 32,766 values, and before 3.32 only 999.
+# Maximum number of rows in one statement. SQLite accepts 32,766 values; versions before 3.32 accept only 999.
 _ROWS = 100
 
 
@@ -104,7 +104,7 @@ def first_time(message_id: str, *, consumer: str = "", using: str = "default") -
     """Remember a message in the current transaction. Return True if the message was not handled before.
 
     If another transaction is handling a copy, the function waits for its end. Call it in the transaction that handles
-    the message. Acknowledge the message after the commit in both cases.
+    the message. Acknowledge the message after the commit, even if the result is False.
 
     Args:
         consumer: name of the consumer. Consumers of the same messages in one database need different names.
@@ -133,7 +133,7 @@ def forget(older_than: float, *, using: str = "default") -> int:
     """Forget handled messages, and return their number.
 
     Args:
-        older_than: minimum age of the messages in seconds. Choose more than the maximum delay of a second copy.
+        older_than: minimum age of the messages in seconds. It must be longer than the maximum delay of a second copy.
         using: alias of the database.
     """
     connection = connections[using]

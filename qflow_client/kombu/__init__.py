@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 __all__ = ["Channel", "Connection", "SSLTransport", "Transport"]
 
 # kombu has no entry point for transports, so this package uses the entry point for serializers. kombu registers this
-# object as a serializer. The object encodes and decodes nothing, and no message has its content type.
+# object as a serializer. The object is never used to encode or decode, because no message has its content type.
 NO_SERIALIZER = (None, None, "application/x-qflow-transport", "binary")
 
 TRANSPORT_ALIASES["qflow"] = "qflow_client.kombu:Transport"
 TRANSPORT_ALIASES["qflows"] = "qflow_client.kombu:SSLTransport"
 
-# kombu loads this module during its own import. So modules that need more of kombu are imported on access.
+# kombu loads this module during its own import. So modules that need more of kombu are imported later.
 _LATER = {"Channel": "channel", "Connection": "connection", "SSLTransport": "transport", "Transport": "transport"}
 
 

@@ -1,4 +1,4 @@
-"""kombu's channel for py-amqp, with flow control: publishing waits for a limited time."""
+"""kombu's channel for py-amqp, with flow control: `basic_publish` waits while the channel is flowed."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ class Channel(pyamqp.Channel):
             result = super().close(reply_code, reply_text, method_sig, argsig)
         finally:
             if self.connection is None:
-                # Do this even if the close failed, because py-amqp does not repeat it.
+                # End the flow even if the close failed, because py-amqp does not close the channel again.
                 self._end_flow("the channel is closed")
         if error is not None:
             raise error
@@ -136,7 +136,7 @@ class Channel(pyamqp.Channel):
         if not self.is_open or flow is None or connection is None or connection.confirm_publish != PIPELINED:
             return None
         if flow.has_given_up:
-            # An earlier call has waited in vain, and kombu's pools close a connection after any error.
+            # Do not wait until the timeout again. kombu's pools close a connection after any error.
             return None
         try:
             self.wait_for_confirms()
@@ -181,7 +181,7 @@ class Channel(pyamqp.Channel):
             with connection.awaiting():
                 return super().wait(method, callback, timeout, returns_tuple)
         except Unanswered as error:
-            # End the channel. A late answer would be confused with the answer to another method.
+            # End the connection. py-amqp would use a late answer for another method.
             connection.collect()
             if method in _CLOSING_METHODS:
                 raise
@@ -200,7 +200,7 @@ class Channel(pyamqp.Channel):
         confirm_timeout: float | None = None,
         argsig: str = "Bssbb",
     ) -> promise:
-        """Publish a message like py-amqp. Wait first while the channel is flowed (J7 A4).
+        """Publish a message like py-amqp. If the channel is blocked (flowed), wait first (J7 A4).
 
         Args:
             mandatory: whether the broker returns the message if no queue receives it.
@@ -299,7 +299,7 @@ class Channel(pyamqp.Channel):
     def _open_flow(self) -> ChannelFlow:
         flow = self._flow
         if flow is None or flow.protocol.closed is not None:
-            # py-amqp raises the reason if it knows the reason.
+            # If py-amqp knows the reason, py-amqp raises it.
             self._raise_closed()
         return flow
 
@@ -400,7 +400,7 @@ class Channel(pyamqp.Channel):
                     waited = f"within {wait:.3g} s" if is_up else "yet"
                     flow.after()
                     refuse(ConfirmTimeout(f"no answer from the broker {waited} for {receipt.describe()}{flow.held}"))
-                # No ticket waits in line, because each call of `basic_publish` waits until its message is sent.
+                # No other ticket waits, because each call of `basic_publish` waits until its message is sent.
                 connection.turn(deadline, False)
                 if flow.protocol.closed is not None:
                     self._raise_closed()

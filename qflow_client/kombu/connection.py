@@ -27,7 +27,7 @@ __all__ = ["Connection"]
 
 _monotonic = time.monotonic
 
-# Maximum seconds between two checks whether a heartbeat is needed.
+# Maximum seconds between two checks of the heartbeats.
 _HEARTBEAT_LOOK = 1.0
 
 # The process and the thread in which an event loop of kombu runs.
@@ -78,7 +78,7 @@ class Connection(pyamqp.Connection):
         self._awaits = 0
         # When heartbeats were last checked.
         self._looked_at = 0.0
-        #: A key that is the same for equal connections. The transport sets it.
+        #: A text that is the same for connections with equal parameters. The transport sets it.
         self.made_of = ""
         #: The name that the broker's certificate must have; ``None`` for the name of the host.
         self.server_name: str | None = None
@@ -95,7 +95,7 @@ class Connection(pyamqp.Connection):
             return
         why = not_shared("connection", self._pid)
         wire.leave_to_parent(why)
-        # Another thread of the parent may have held the lock of py-amqp's.
+        # Replace py-amqp's writer, because a thread of the parent may have held its lock.
         self._frame_writer = wire.check_connected
         for channel in (self.channels or {}).values():
             flow = getattr(channel, "_flow", None)
@@ -166,7 +166,7 @@ class Connection(pyamqp.Connection):
 
     @property
     def may_be_kept(self) -> bool:
-        """Return True if this closed connection can show when the broker accepts messages again.
+        """Return True if this closed connection can detect when the broker accepts messages again.
 
         A connection with consumers is not suitable, because it would keep the messages that are delivered to them.
         """
@@ -255,7 +255,7 @@ class Connection(pyamqp.Connection):
         return is_writable
 
     def heartbeat_tick(self, rate: int = 2) -> None:
-        """Check heartbeats like py-amqp, which does not know the bytes that the tap writes."""
+        """Check heartbeats like py-amqp, and include the messages that the tap has written."""
         wire = self._transport
         if wire is not None:
             self.bytes_sent += wire.sent

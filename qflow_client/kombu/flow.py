@@ -94,7 +94,7 @@ class _Protocol(EncodedProtocol):
 
     @step
     def advance(self, count: int, now: float) -> bool:
-        # Each admitted message is written immediately. So admit no message before all bytes are written.
+        # Each admitted message is written immediately. So admit no message before all earlier bytes are written.
         outbound = self.parts.unconfirmed.outbound
         outbound.advance(count)
         self.admission.unwritten -= count
@@ -115,7 +115,7 @@ class _Protocol(EncodedProtocol):
         self.end(f"the channel is closed: {code} {text}", now)
 
     def end(self, reason: str, now: float) -> None:
-        """Admit no more messages, and settle all messages. This is not flow control."""
+        """Admit no more messages, and settle all messages."""
         if self.closed is None:
             self.close(reason, now)
             self.connection_lost(reason, now)
@@ -132,7 +132,7 @@ class ChannelFlow(DropInFlow):
         super().__init__(settings, f"kombu channel {number}", protocol=_Protocol, max_unwritten_bytes=_UNLIMITED)
         #: The channel.
         self.channel = channel
-        #: Whether the last call has waited in vain.
+        #: Whether the last call has waited until its timeout.
         self.has_given_up = False
         self._number = number
         self._wire = wire
@@ -183,7 +183,7 @@ class ChannelFlow(DropInFlow):
         payload = bytes(4) + dumps(format, arguments)
         self._wire.later.append(lambda: self.channel.dispatch_method(method, payload, content))
 
-    # Calls of the manager of all producers, on any thread.
+    # Called by the manager of all producers, on any thread.
 
     def _call(self, function: Callable[[], None]) -> None:
         self._calls.append(function)
@@ -235,8 +235,8 @@ class ChannelFlow(DropInFlow):
 def encode_properties(message: Any) -> bytes:
     """Return the property flags and values of a message, encoded like py-amqp.
 
-    The encoder of this package needs a third of the time. py-amqp encodes the values that this encoder would encode in
-    another way, or not at all.
+    The encoder of this package needs a third of the time. If this encoder would encode a value in another way, or
+    cannot encode it, py-amqp encodes it.
     """
     given = message.properties
     if "timestamp" not in given and _is_alike(given.get("application_headers")):

@@ -22,8 +22,8 @@ class _Kept:
 
     kombu's pools close a connection after any error, and connect again for the next message. On a new connection,
     RabbitMQ sends ``Connection.Blocked`` only after the first message. So each new connection would send one message
-    with an unknown outcome. The old connection is already blocked, and RabbitMQ informs it about the end. So the next
-    connect returns the old connection.
+    with an unknown outcome. The old connection is already blocked, and RabbitMQ informs it when the block ends. So when
+    kombu connects again, it gets the old connection.
     """
 
     def __init__(self) -> None:
@@ -63,7 +63,7 @@ class _Kept:
 
 #: The kept connections of the process (internal).
 kept = _Kept()
-# In a forked child, another thread of the parent may have held its lock.
+# In a forked child create it again, because a thread of the parent may have held its lock.
 after_fork_in_child(lambda: kept.__init__())  # type: ignore[misc]  # of an object that exists
 
 
@@ -124,9 +124,9 @@ class Transport(pyamqp.Transport):
         super().register_with_event_loop(connection, loop)  # type: ignore[no-untyped-call]  # kombu's
 
     def on_readable(self, connection: Any, loop: Any) -> None:
-        """Deliver one event, like kombu. If frames are left, the bell makes the loop call again.
+        """Deliver one event, like kombu. If frames are left, the bell makes the loop call this method again.
 
-        kombu uses ``loop.call_soon`` for this. But its loop may wait for sockets before it makes this call.
+        kombu uses ``loop.call_soon`` for frames that are left. But its loop may first wait for sockets.
         """
         if not connection.connected:
             raise RecoverableConnectionError("Socket was disconnected")
@@ -143,7 +143,7 @@ class Transport(pyamqp.Transport):
         if connection.connected:
             self.on_readable(connection, loop)
         else:
-            # The connection is closed, and another file may have the number of the descriptor.
+            # The connection is closed, and its file descriptor may now belong to another file.
             loop.remove_reader(bell)
 
 

@@ -1,6 +1,6 @@
 """The transports of py-amqp, with the tap between py-amqp and the socket.
 
-The socket is non-blocking. All waits for the socket are in this module, and have time limits.
+The socket is non-blocking. Only this module waits for the socket, and only for a limited time.
 """
 
 from __future__ import annotations
@@ -133,8 +133,7 @@ class _Bell:
                 pass
 
     def close(self) -> None:
-        # Make it unreadable first. If a child process has a copy of the descriptor, an event loop continues to watch
-        # it.
+        # Empty the pipe first. If a child process has a copy of the descriptor, an event loop continues to watch it.
         self.stop()
         os.close(self.fd)
         os.close(self._from)
@@ -143,12 +142,12 @@ class _Bell:
 class Wire:
     """A mixin for a transport of py-amqp, between a connection and its socket. It is the first base class.
 
-    Reading: the wire reads all available bytes in one call, while py-amqp reads a frame in three pieces. It keeps the
-    frames until py-amqp asks for them. An event loop that watches the socket cannot see these frames, so the loop also
-    watches a bell. Only `receive` reads from the socket. It rings the bell if frames are left. `has_left_frames` stops
-    the bell if no frames are left.
+    Reading: the wire reads all available bytes in one call, while py-amqp reads a frame in three pieces. The wire keeps
+    the frames until py-amqp asks for them. An event loop that watches the socket cannot see these frames, so the loop
+    also watches a bell. Only `receive` reads from the socket. It rings the bell if frames are left. `has_left_frames`
+    stops the bell if no frames are left.
 
-    Writing: the wire writes the channels' messages and py-amqp's methods one after the other, at frame borders.
+    Writing: the wire writes the channels' messages and py-amqp's methods one after the other, at frame boundaries.
     """
 
     # Attributes of py-amqp's class.
@@ -180,14 +179,14 @@ class Wire:
         self._patience: float | None = None
         # Locked for writes, because threads of a pool acknowledge on a connection that another thread reads.
         self._writing = threading.RLock()
-        # Whether an exception of a signal handler has interrupted a write before its result was recorded.
+        # Whether a signal handler has raised an exception during a write, before the result of the write was recorded.
         self._is_torn = False
         # Whether a frame of py-amqp is partly written.
         self._is_midway = False
         self._poll: _Poll | None = None
         # Rings while frames are left; ``None`` while no event loop watches it.
         self._bell: _Bell | None = None
-        # Why it cannot be used when it is not connected.
+        # Text of the error for a use while the wire is not connected.
         self._why = "connection already closed"
 
     def _setup_transport(self) -> None:
@@ -200,7 +199,7 @@ class Wire:
         found: dict[int, int] = super()._get_tcp_socket_defaults(sock)  # type: ignore[misc]  # py-amqp's
         if _TCP_USER_TIMEOUT is not None:
             # With py-amqp, Linux ends a connection if the peer accepts no bytes for a second. This class waits up to
-            # `limit`, and a method after a partly written message may wait the same time again.
+            # `limit` for a partly written message, and up to `limit` for a method after it.
             found[_TCP_USER_TIMEOUT] = 0 if self.limit is None else min(int(2000 * self.limit) + 1000, 1 << 30)
         return found
 
@@ -218,11 +217,11 @@ class Wire:
         self._why = why
         self.connected = False
         self._quick_recv = self.check_connected
-        # Another thread of the parent may have held it.
+        # A thread of the parent may have held the lock.
         self._writing = threading.RLock()
         self._frames = b""
         self.later.clear()
-        # The parent has the same pipes.
+        # The pipes belong to the parent.
         self._poll = self._bell = None
 
     def check_connected(self, *_arguments: Any) -> Any:
@@ -418,7 +417,7 @@ class Wire:
     def finish(self) -> float:
         """Complete a partly written frame of a channel.
 
-        Return the deadline for this frame and a following frame of py-amqp.
+        Return the deadline for both this frame and the next frame of py-amqp.
         """
         limit = self.limit if self.write_timeout is None else self.write_timeout
         with self._writing:

@@ -53,7 +53,7 @@ class Channel(pika.channel.Channel):
         """Start flow control (internal)."""
         # The method frame, by exchange, routing key and mandatory.
         self._methods: dict[tuple[str, str, bool], bytes] = {}
-        # The most bytes of a frame's payload. The connection is open, so both sides have agreed on the frame size.
+        # Maximum size of a frame's payload in bytes. It is known, because the connection is open.
         self._max_body = self.connection.params.frame_max - spec.FRAME_HEADER_SIZE - spec.FRAME_END_SIZE
         #: The channel's flow (internal).
         self.flow_control = ChannelFlow(self)
@@ -90,7 +90,7 @@ class Channel(pika.channel.Channel):
         if content is not None:
             _encoded.publishes.append(self._encode(method, *content))
             return
-        # pika checks this before most methods, but not before all of them.
+        # pika calls `_raise_if_not_open` before most methods, but not before all of them.
         self.connection.flow_control.check_process()
         if isinstance(method, spec.Confirm.Select):
             self.flow_control.confirms_begin()

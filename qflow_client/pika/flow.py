@@ -76,7 +76,7 @@ class Publish(RepeatableMessage):
         basic_properties: spec.BasicProperties | None,
         body: bytes,
     ) -> None:
-        # Do not call the base class's constructor, because each message needs an object.
+        # Do not call the base class's constructor. That would be too slow, because each message needs an object.
         given = self.__dict__
         given["body"] = body
         given["frames"] = frames
@@ -249,14 +249,14 @@ class ChannelFlow(DropInFlow):
                 protocol.lift(hold.kind, now, source=hold.source)
         for hold in unused.gate.holds:
             if hold.kind in _FROM_OUTSIDE:
-                # Keep the time, so that the hold does not count as a difference.
+                # Keep the start time, so that the hold is not reported as a difference.
                 protocol.hold(hold.kind, hold.since, source=hold.source, detail=hold.detail)
         protocol.channel_opened(self._channel.channel_number, self._channel.connection.params.frame_max, now)
         protocol.reports.go_on_from(unused.reports, now)
         unused.forget_past()
         unused.connection_lost("another channel publishes its messages", now)
         self._before_confirms = 0
-        # After an interrupt before this line the ended channel has the messages. Later this channel has them.
+        # An interrupt before this line leaves the messages with the ended channel, and a later one with this channel.
         self.protocol, ended.protocol = protocol, unused
         self.returned, ended.returned = ended.returned, []
         self.write()
@@ -314,8 +314,8 @@ class ChannelFlow(DropInFlow):
     def write(self) -> None:
         """Pass the messages that may be sent to pika, and report events."""
         protocol = self.protocol
-        # When bytes are written, more messages may be released. They count as written first, because pika may write
-        # immediately and call this method again.
+        # When bytes are written, more messages may be released. `take_output` treats its bytes as written, because pika
+        # may write immediately and call this method again.
         try:
             while protocol.admission.unwritten and (data := protocol.take_output(now := _monotonic())):
                 self._channel.connection._output_marshaled_frames([data])
@@ -323,8 +323,8 @@ class ChannelFlow(DropInFlow):
                     # The broker sends no confirms, so the message is settled.
                     protocol.on_ack(0, True, now)
         except BaseException:
-            # For example of a signal handler. It is not known whether pika has the bytes, so the delivery tags of later
-            # messages would not be known.
+            # For example, a signal handler has raised it. It is not known whether pika has the bytes, so the delivery
+            # tags of later messages would not be known.
             connection = self._channel.connection
             if not connection.is_closed:
                 error = exceptions.StreamLostError("a write was interrupted, and it is not known how much is written")

@@ -17,7 +17,7 @@ from typing import Any
 
 __all__ = ["alias", "mirror", "passed_on"]
 
-# By the name of the drop-in's module: pika's module, and the names that belong to the drop-in.
+# By the name of the drop-in's module: pika's module, and the names that the drop-in defines itself.
 _mirrored: dict[str, tuple[ModuleType, frozenset[str]]] = {}
 # pika's value before an assignment to the drop-in's module, by module and name.
 _assigned: dict[tuple[str, str], Any] = {}

@@ -22,7 +22,7 @@ def wrap(channel: Any) -> Any:
     """Add flow control to a channel of pika, for all code that uses the channel.
 
     From now on the channel answers ``Channel.Flow``. `basic_publish` of a `BlockingChannel` waits, and that of a
-    `Channel` raises an error, as on a connection of `qflow_client.pika`. These features need a connection of
+    `Channel` raises an error, as on a connection of `qflow_client.pika`. The following features need a connection of
     `qflow_client.pika`:
 
     - Earlier events. A wrapped channel does not know whether the broker has already stopped it or already blocks the
@@ -32,9 +32,9 @@ def wrap(channel: Any) -> Any:
       `FlowControlTimeout`, and the message may be sent later.
     - A time limit for `BlockingConnection.close` while the broker blocks the connection. The `close` of the channel has
       a limit. pika's ``blocked_connection_timeout`` is a limit for the connection.
-    - Settings from the connection's parameters, unless these are parameters of `qflow_client.pika`. Settings of the
-      environment are used.
-    - Flow control for all channels: wrap each channel.
+    - Settings from pika's connection parameters. A wrapped channel uses the settings of the environment, unless the
+      parameters are those of `qflow_client.pika`.
+    - Flow control for all channels of the connection. Otherwise wrap each channel.
 
     Args:
         channel: a `BlockingChannel`, or a `Channel` of an asynchronous adapter, that is open and not in confirm mode.

@@ -1,4 +1,4 @@
-"""`pika.adapters.blocking_connection`, with flow control: publishing waits for a limited time."""
+"""`pika.adapters.blocking_connection`, with flow control: `basic_publish` waits while the channel is flowed."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ _POLLOUT = select.POLLOUT
 # The broker's answers to a published message.
 _ANSWERS = (spec.Basic.Ack, spec.Basic.Nack)
 
-# An option of Linux. It ends after 200 ms, so data is sent even if no further call follows.
+# An option of Linux. The kernel sends the data after at most 200 ms, even if no further call follows.
 _TCP_CORK: int | None = getattr(socket, "TCP_CORK", None)
-# In pipelined mode, throughput is more important than latency if there are at least this many unconfirmed messages.
+# In pipelined mode with at least this number of unconfirmed messages, throughput is more important than latency.
 _MANY_UNCONFIRMED = 16
 
 
@@ -108,7 +108,7 @@ class _Services(SelectorIOServicesAdapter):
         return found[0][1] if found else 0
 
     def cork(self, on: bool) -> None:
-        """Start or stop the gathering of small writes into large packets. The kernel gathers for at most 200 ms."""
+        """Start or stop collecting small writes into large packets. The kernel collects them for at most 200 ms."""
         if on is not self._is_corked:
             self._is_corked = on
             # With TLS, the descriptor belongs to the TLS socket.
@@ -327,7 +327,7 @@ def good_bye(connection: Any) -> Iterator[None]:
         nonlocal timer
         timer = None
         if impl.is_closed:
-            # Another deadline, of the connection or of one of its channels, has ended the connection.
+            # The deadline of another close has already ended the connection.
             return
         if ConnectionFlow.of(impl).blocked is not None or _Turns(connection).unwritten:
             impl._terminate_stream(
@@ -376,9 +376,9 @@ class _Unused(_CallbackResult):  # type: ignore[misc]  # of no known type
 class BlockingChannel(_pika.BlockingChannel):
     """pika's `BlockingChannel`. While the broker has stopped the channel, `basic_publish` waits for a limited time.
 
-    The channel answers ``Channel.Flow``, which stops publishing. ``Connection.Blocked``, a full window, a rate limit
-    and a full socket also stop publishing. While `basic_publish` waits, heartbeats, acks and all other I/O continue. As
-    with pika, callbacks are called later, in `BlockingConnection.process_data_events`.
+    The channel answers ``Channel.Flow``. Publishing stops because of ``Channel.Flow``, ``Connection.Blocked``, a full
+    window, a rate limit or a full socket. While `basic_publish` waits, heartbeats, acks and all other I/O continue. As
+    with pika, `BlockingConnection.process_data_events` calls the callbacks later.
     """
 
     # Attributes of pika's class.
@@ -411,7 +411,7 @@ class BlockingChannel(_pika.BlockingChannel):
         properties: spec.BasicProperties | None = None,
         mandatory: bool = False,
     ) -> None:
-        """Publish a message like pika. Wait first while the channel is flowed (J7 A4).
+        """Publish a message like pika. If the channel is blocked (flowed), wait first (J7 A4).
 
         Raises:
             FlowControlTimeout: the channel was still flowed after `max_producer_flow_control_wait`. The message was not
@@ -424,7 +424,7 @@ class BlockingChannel(_pika.BlockingChannel):
         """
         flow, turns = self._flow, self._turns
         if self._is_pipelined and flow.closing_reason is not None:
-            # An earlier call may have noticed the end of the channel without raising it.
+            # An earlier call may have detected the end of the channel without raising an error.
             self._check_open()
         publish = self._impl.encode(exchange, routing_key, body, properties, mandatory)
         protocol = flow.protocol
@@ -469,7 +469,7 @@ class BlockingChannel(_pika.BlockingChannel):
         if self.is_closed:
             reason = self._flow.closing_reason
             if isinstance(reason, exceptions.ChannelClosedByBroker):
-                # Otherwise the traceback grows with each call, and keeps the refused messages.
+                # Otherwise the traceback grows with each call, and keeps the refused messages in memory.
                 raise reason.with_traceback(None)
             self._impl._raise_if_not_open()
 
@@ -579,7 +579,7 @@ class BlockingChannel(_pika.BlockingChannel):
         Args:
             pipelined: if True, `basic_publish` returns when the message is written. At most `capacity` messages are
                 unconfirmed at the same time. If a message is returned or nacked, the next `basic_publish`,
-                `wait_for_confirms` or `close` raises an error. If `basic_publish` raises another error than
+                `wait_for_confirms` or `close` raises an error. If `basic_publish` raises any other error than
                 `ConfirmTimeout`, its own message was not sent.
             republish: an ended channel with pipelined confirms, whose connection was lost. Its unconfirmed messages are
                 published on this channel, in order, before all other messages. Messages that may have arrived get the
@@ -672,7 +672,7 @@ class BlockingChannel(_pika.BlockingChannel):
         raise error
 
     def _settle(self, end: float = math.inf) -> Exception | None:
-        """Settle the messages on the first call. Return an error if some were not delivered."""
+        """Settle the messages on the first call. Return an error if some messages were not delivered."""
         if not self._is_pipelined:
             return None
         self._is_pipelined = False

@@ -1,9 +1,9 @@
-"""`pika.adapters.thread_safe_connection` of pika 1.5, with flow control: publishing waits for a limited time.
+"""`pika.adapters.thread_safe_connection` of pika 1.5, with flow control: `basic_publish` waits for a limited time.
 
 pika runs the connection on a separate thread, the IOLoop's thread. Only this thread decides about the flow of a
 channel, so no lock is needed. A thread that publishes passes the message to the IOLoop's thread (`_Publishing`). If
-there is certainly room, the publishing thread does not wait, as with pika. Otherwise it waits until the message is
-written or rejected.
+there is certainly room, the publishing thread continues immediately, as with pika. Otherwise it waits until the message
+is written or rejected.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _LOOK_AGAIN = 0.5
 
 
 class _Withdrawable(Publish):
-    """A message whose thread may stop waiting at any time. Exactly one of the threads decides whether it is sent."""
+    """A message whose thread may stop waiting at any time. Exactly one thread decides whether the message is sent."""
 
     future: Future[None]
 
@@ -69,10 +69,10 @@ class _Publishing:
         self._flow = channel.flow_control
         self._publish = publish
         self._on_publish = on_publish
-        # Done when the message is written or rejected; ``None`` if no thread waits. It is running after the admission.
-        # To withdraw the message, the thread cancels it.
+        # ``None`` if no thread waits. The future is running after the message is admitted, and done when it is written
+        # or rejected. The thread cancels the future to withdraw the message.
         self._future: Future[None] | None = None
-        # The ticket that waits in line.
+        # The ticket that waits until its message is admitted.
         self._ticket: Any = None
 
     def accept(self) -> bool:
@@ -235,7 +235,7 @@ class Channel(_pika.Channel):  # type: ignore[misc]  # of no known type
         mandatory: bool = False,
         on_publish: Any = None,
     ) -> None:
-        """Publish a message like pika. Wait first while the channel is flowed (J7 A4).
+        """Publish a message like pika. If the channel is blocked (flowed), wait first (J7 A4).
 
         In a callback of a consumer this method waits at most half of ``work_queue_put_timeout``, because pika reads
         nothing while its queue of callbacks is full.
@@ -255,7 +255,7 @@ class Channel(_pika.Channel):  # type: ignore[misc]  # of no known type
         try:
             publish = self._channel.encode(exchange, routing_key, body, properties, mandatory)
         except exceptions.ChannelWrongStateError:
-            # A connection that has ended raises the reason, as with pika.
+            # If the connection has ended, raise the reason, as pika does.
             connection.add_callback_threadsafe(_nothing)
             raise self.closing_error.with_traceback(None) from None
         if connection.is_ioloop_thread:
@@ -323,7 +323,7 @@ class Connection(_pika.Connection):  # type: ignore[misc]  # of no known type
         super()._on_connection_open(connection)
 
     def _leave_to_parent(self, reason: BaseException) -> None:
-        # Another thread of the parent may have held the lock, and the IOLoop's thread does not exist here.
+        # A thread of the parent may have held the lock. The IOLoop's thread does not exist in the child.
         self._channel_waiters_lock = threading.Lock()
         self._closed_reason = reason
 

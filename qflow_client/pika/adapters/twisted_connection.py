@@ -26,7 +26,7 @@ class TwistedChannel(_pika.TwistedChannel):
     def basic_publish(
         self, exchange: str, routing_key: str, body: Any, properties: Any = None, mandatory: bool = False
     ) -> Any:
-        """Publish a message like pika. If the channel is flowed, the `Deferred` fails with `ProducerFlowed`."""
+        """Publish a message like pika. While the channel is flowed, the `Deferred` fails with `ProducerFlowed`."""
         try:
             return super().basic_publish(exchange, routing_key, body, properties, mandatory)
         except ProducerFlowed:
