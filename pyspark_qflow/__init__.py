@@ -6,7 +6,7 @@ from contextlib import suppress
 
 __all__ = ["DefaultSource"]
 
-# Without the extra spark there is no such format. The error is ignored, because it would also disable all other formats
-# of the session.
+# If the extra ``spark`` is not installed, this format does not exist. The error is ignored, because it would also
+# disable all other formats of the session.
 with suppress(ImportError):
     from qflow_client.spark.datasource import AmqpDataSource as DefaultSource

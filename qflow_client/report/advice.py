@@ -14,14 +14,14 @@ from qflow_client.report.tables import QueueTotals, Row, Tables
 
 __all__ = ["Advice", "AdviceError", "advise", "samples_in", "windows"]
 
-#: Maximum number of samples that are replayed, and of the messages in them. They are around the greatest depth.
+#: Maximum number of replayed samples, and maximum number of messages in them. They are around the greatest depth.
 SAMPLES = 2000
 MESSAGES = 20_000
-#: Maximum number of round trips of a replay. If the time is too long for them, the round trips become longer.
+#: Maximum number of round trips of a replay. If the samples last longer, the round trips become longer.
 ROUNDS = 20_000
 
-# For the sum of the capacities, the maximum is divided by these numbers. A resume threshold is one of these parts of
-# the stop threshold.
+# The tested sums of the capacities are the maximum divided by these numbers. The tested resume thresholds are these
+# fractions (numerator, denominator) of the stop threshold.
 _CAPACITY_PARTS = (16, 8, 4, 2)
 _RESUME_PARTS = ((7, 8), (1, 2), (1, 4))
 
@@ -112,7 +112,7 @@ def _replay_row(queue: str, what: str, result: ReplayResult) -> Row:
 
 
 def windows(tables: Tables, queues: Iterable[str] | None = None) -> dict[str, tuple[int, int]]:
-    """Return a time window in microseconds for each queue, around its greatest depth. Its samples are replayed."""
+    """Return a time window in microseconds for each queue, around its greatest depth. Samples in it are replayed."""
     found = {}
     for name in sorted(tables.queues) if queues is None else queues:
         queue = tables.queues.get(name)
@@ -216,7 +216,7 @@ def advise(
         stop = int(bound) - sum(shares.values())
         for resume in sorted({max(1, stop * part // whole) for part, whole in _RESUME_PARTS}):
             tried.append(replay(samples, StopResume(stop, resume), shares, drain_rate=drain_rate, round_trip=step))
-    # Of equal results, take the largest capacities, because a real producer may have a longer round trip.
+    # If results are equal, take the largest capacities, because a real producer may have a longer round trip.
     best = min(
         tried,
         key=lambda each: (round(each.seconds_held, 2), each.times_on, -sum(each.capacities.values()), -each.resume),

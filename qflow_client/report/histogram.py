@@ -1,7 +1,7 @@
 """Computes percentiles of whole numbers in constant memory.
 
 Each number is counted in a bucket. The width of a bucket is at most 1/32 of its numbers, so a percentile is at most 3 %
-too high. Percentiles up to 63 are exact. Histograms of parts can be added, in any order.
+too high. Percentiles up to 63 are exact. Histograms of parts of the data can be added in any order.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 __all__ = ["BITS", "bucket_of", "percentile", "top_of"]
 
-#: Numbers with the same first bits, this many, are in the same bucket.
+#: Number of leading bits that are equal in all numbers of a bucket. The numbers also have the same length.
 BITS = 6
 
 
@@ -31,7 +31,7 @@ def top_of(bucket: int) -> int:
 
 
 def percentile(buckets: Mapping[int, int], percent: int, largest: int) -> int:
-    """Return the smallest number such that at least `percent` percent of all numbers are not larger.
+    """Return a percentile: at least `percent` percent of all numbers are not larger than this number.
 
     Args:
         buckets: how many numbers are in each bucket.

@@ -2,8 +2,8 @@
 
 Time advances in round trips. In each round trip, a publisher that is not held sends as many messages as its capacity
 allows. A stop takes effect in the next round trip. So the queue may exceed its stop threshold, by at most the
-capacities of its publishers (C6). Then the consumer takes as many messages as it can. Confirms that are not delayed by
-a queue arrive at the end.
+capacities of its publishers (C6). Then the consumer takes as many messages as it can. Confirms that the queue does not
+delay arrive at the end of the round trip.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class _Alone:
 
     now: float = 0.0
     alarms: list[float] = field(default_factory=list)
-    #: Messages are not read ahead of their delivery.
+    #: No messages are read before their delivery.
     window: int = 0
 
     def clock(self) -> float:

@@ -1,4 +1,4 @@
-"""Creates the report, which has tables and advice, and writes it to files."""
+"""Creates the report with its tables and advice, and writes it to files."""
 
 from __future__ import annotations
 

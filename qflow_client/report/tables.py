@@ -28,7 +28,7 @@ _SECOND = 1_000_000
 
 
 def bin_width(first: int, last: int) -> int:
-    """Return the width of a bin of series in microseconds, for lines from `first` to `last`."""
+    """Return the width of a bin in microseconds, for time series of lines from `first` to `last`."""
     width = _SECOND
     while (last - first) // width > SERIES_LENGTH:
         width *= 2
@@ -74,14 +74,14 @@ class Spread:
 
 @dataclass(slots=True)
 class HoldTotals:
-    """The totals of one hold reason of one producer."""
+    """The totals of one producer for one hold reason."""
 
     raised: int = 0
     # Microseconds for which the producer was held, including holds that have not ended.
     us: int = 0
     ended: Spread = field(default_factory=Spread)
     notices: int = 0
-    # Time and messages while the producer was unflowed, before it was flowed for this reason and after that.
+    # Time and messages of the periods in which the producer was unflowed: before a hold with this reason, and after it.
     before_us: int = 0
     before_messages: int = 0
     after_us: int = 0
@@ -113,7 +113,7 @@ class QueueTotals:
 
     @property
     def drain_rate(self) -> float:
-        """The messages per second that left the queue, in the samples with a queue that was never empty.
+        """The messages per second that left the queue, in the samples in which the queue was never empty.
 
         If there is no such sample, this is the rate over all samples.
         """
@@ -374,10 +374,10 @@ class Tables:
         self.queues[fact.keys[0]].overshoot.add_all(fact.bucket, fact.count, fact.total, fact.most)
 
     def widen(self) -> None:
-        """Give the bins the width for the exact times of all lines.
+        """Adapt the width of the bins to the exact times of all lines.
 
-        The width at the beginning comes from the ends of the files, so it depends on how the lines are stored. It is
-        never larger, and each wider bin consists of whole bins.
+        The first width comes from the first and last lines of the files, so it depends on how the lines are stored. The
+        new width is the same or larger, and each new bin consists of whole old bins.
         """
         if self.first is None or self.last is None:
             return
@@ -553,7 +553,7 @@ def sum_up(lines: Iterable[Mapping[str, Any]], width: int) -> Tables:
 
     Args:
         lines: the lines.
-        width: width of the bins, in microseconds, not larger than that for the times of all lines.
+        width: width of the bins in microseconds; at most the `bin_width` of all lines.
     """
     tables = Tables(width)
     add = tables.add

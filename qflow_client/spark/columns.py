@@ -278,10 +278,10 @@ def _iso(value: date | datetime) -> str:
 
 
 def _number(value: Decimal) -> str:
-    # As text, because a float could be a different number.
+    # Convert to text, because a float may not have exactly this value.
     return str(value)
 
 
 def _finite(value: float) -> float | str:
-    # As text, as in Spark's to_json, because JSON has no such numbers.
+    # Infinity and NaN become text, as in Spark's to_json, because JSON has no such numbers.
     return value if value - value == 0 else {float("inf"): "Infinity", float("-inf"): "-Infinity"}.get(value, "NaN")

@@ -1,7 +1,7 @@
 """Keeps the credits of a job in a queue of the broker (C6). The driver checks them, and tasks take and return them.
 
 A credit that a task holds is a delivery that the task has not acknowledged. So if a task is killed, its credits return
-to the queue. The task publishes and holds its credits on the same connection, so both end together.
+to the queue. The task publishes on the same connection, so it cannot publish without its credits.
 
 The second queue has the name of the credit queue plus ``.tasks``. It never has messages. Each task consumes it, so the
 number of its consumers is the number of tasks that may hold credits. It is declared after the credits were issued. So
@@ -42,7 +42,7 @@ _CLASSIC = {"x-queue-type": "classic"}
 _NOT_FOUND = 404
 _LOCKED = 405
 
-# Seconds between two checks of settled messages while the task holds credits, and the maximum while it holds none.
+# Seconds between two checks of settled messages, while the task holds credits and while it holds none.
 _CHECK_PERIOD = 0.005
 _IDLE_PERIOD = 1.0
 # Seconds between two checks of a queue with a wrong number of credits.
@@ -175,7 +175,7 @@ def _issue_once(connection: pika.BlockingConnection, queue: str, capacity: int) 
         # Use a classic queue, because other types drop a message that was returned many times.
         channel.queue_declare(queue, durable=True, arguments=_CLASSIC)
     if found is not None and found[0]:
-        # A driver ended just after it had issued the credits, or the messages are not credits.
+        # Either a driver ended just after it had issued the credits, or the messages are not credits.
         _look_at_one(connection, queue, capacity)
     else:
         # Use a transaction, so that all or no credits are issued, even if this process is killed.
@@ -239,23 +239,23 @@ class CreditLine:
     def __init__(self, settings: ProducerSettings, queue: str) -> None:
         self._queue = queue
         self._capacity = _capacity_of(settings)
-        # How many messages were sent so far, and how many there are with all current rows. The task's thread sets both.
+        # Number of messages sent so far, and number after all current rows are sent. Set on the task's thread.
         self._sent = self._goal = 0
         self._purse = Purse()
-        # Numbers of the held credits by delivery tag, and the set of all credits, known since the first one.
+        # Numbers of the held credits by delivery tag, and the name of the set of credits, known from the first credit.
         self._numbers: dict[int, int] = {}
         self._pool: str | None = None
         # The current window of the producer; 0 if it is held.
         self._window = 0
         # None while the thread does not consume credits.
         self._consumer_tag: str | None = None
-        # Time of the last credit or of the last check, and whether all credits were missing at this check.
+        # Time of the last credit or of the last check, and whether this check found that all credits are missing.
         self._since = time.monotonic()
         self._missed = False
         # The error that ended the thread, except errors of the connection.
         self._error: Exception | None = None
         self._stopping = False
-        # Only the thread uses the connection after its start.
+        # After the thread has started, only this thread uses the connection.
         self._connection = _connect(settings)
         try:
             self._channel = self._open()
@@ -285,7 +285,7 @@ class CreditLine:
     def use(self, rows: Iterator[_T], count: int) -> Iterator[_T]:
         """Yield rows, and take credits for them. The caller sends each row before it requests the next one."""
         self._goal = self._sent + count
-        # The producer detects a connection that has ended.
+        # If the connection has ended, the producer detects this.
         with suppress(pika.exceptions.ConnectionWrongStateError):
             self._connection.add_callback_threadsafe(_nothing)
         for row in rows:
@@ -302,7 +302,7 @@ class CreditLine:
         with suppress(pika.exceptions.ConnectionWrongStateError):
             self._connection.add_callback_threadsafe(_nothing)
         self._thread.join(GOOD_BYE)
-        # If all messages are confirmed, the error does not matter. Otherwise it is the cause of the other error.
+        # If all messages are confirmed, this error does not matter. Otherwise it has caused the error of the block.
         if self._error is not None and exc is not None:
             raise self._error from exc
 
@@ -334,11 +334,11 @@ class CreditLine:
         purse.plan(sent, producer.unsettled, self._goal - sent)
         self._set_window(purse.window)
         if purse.wants and self._consumer_tag is None:
-            # One more than the number of credits, so that an additional credit is detected.
+            # Request one message more than the number of credits, so that an additional credit is detected.
             self._channel.basic_qos(prefetch_count=number_of_credits(self._capacity) + 1)
             self._consumer_tag = self._channel.basic_consume(self._queue, self._take)
         elif self._consumer_tag is not None and not purse.wants:
-            # pika rejects the messages that arrive in the meantime, so they return to the queue.
+            # pika rejects messages that arrive before the broker's answer, so they return to the queue.
             self._channel.basic_cancel(self._consumer_tag)
             self._consumer_tag = None
         tags = purse.release(producer.unsettled)

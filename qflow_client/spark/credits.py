@@ -1,8 +1,8 @@
 """Divides a job's capacity into credits, which its tasks take and return (C6). This module does no I/O.
 
 A *credit* allows a task to have a number of unsettled messages, its *units*. Each credit of a capacity is a message in
-a queue of the broker. A task takes a credit as a delivery that it does not acknowledge. So if the task ends, the broker
-gives the credit to another task. `Purse` has the credits of one task.
+a queue of the broker. To take a credit, a task receives this message and does not acknowledge it. So if the task ends,
+the broker gives the credit to another task. `Purse` has the credits of one task.
 
 There are two rules.
 
@@ -24,11 +24,11 @@ from qflow_client.errors import QflowError
 
 __all__ = ["Credit", "CreditError", "Purse", "issue", "number_of_credits"]
 
-# Maximum number of credits of a capacity. More credits are shared more evenly, but each use of a credit costs the
-# broker two messages.
+# Maximum number of credits of a capacity. With more credits, tasks share the capacity more evenly. But the broker
+# transfers two messages each time a credit is used.
 _MAX_CREDITS = 256
 
-# While a task continues, it returns at most its credits divided by this number at a time.
+# A task that still needs its credits returns few of them in one step: their number divided by this number.
 _RETURN_DIVISOR = 4
 
 
@@ -55,7 +55,7 @@ class Credit:
     capacity: int
 
     def encode(self) -> bytes:
-        """Return the body of its message."""
+        """Return the body of the credit's message."""
         return json.dumps(asdict(self)).encode()
 
     @classmethod
@@ -73,7 +73,7 @@ def number_of_credits(capacity: int) -> int:
 
 
 def issue(pool: str, capacity: int) -> Iterator[Credit]:
-    """Divide a capacity into as many credits as possible. The units of two credits differ by at most one."""
+    """Divide a capacity into the maximum number of credits. The units of two credits differ by at most one."""
     count = number_of_credits(capacity)
     for number in range(count):
         yield Credit(pool, number, count, capacity // count + (number < capacity % count), capacity)
@@ -97,7 +97,7 @@ class Purse:
 
     def __init__(self) -> None:
         self._held: deque[_Held] = deque()
-        # Number of credits that have to be returned, and their units. They are the oldest ones.
+        # Number of credits that have to be returned, and their units. The oldest credits are returned.
         self._due = self._due_units = 0
         #: Units of all credits, including those that have to be returned.
         self.units = 0

@@ -95,7 +95,7 @@ def register(spark: SparkSession, *, max_concurrent_tasks: int | None = None) ->
         spark: the session.
         max_concurrent_tasks: maximum number of tasks that the session runs at the same time. The capacity of a job is
             divided by this number (C6). The default is the current number of slots of the session. Set it if the
-            cluster may grow. The option ``maxConcurrentTasks`` of a job has priority.
+            cluster may grow. A job's option ``maxConcurrentTasks`` has priority over it.
 
     Raises:
         SettingsError: `max_concurrent_tasks` is below 1.

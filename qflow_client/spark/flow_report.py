@@ -167,7 +167,7 @@ def _summing(
 def _row(fact: Fact) -> tuple[Any, ...]:
     keys = (*fact.keys, *[""] * (len(_KEYS) - len(fact.keys)))
     more = (*fact.more, *[0] * (len(_MORE) - len(fact.more)))
-    # Store the number of keys, so that `_fact` can remove the padding.
+    # Also store the number of keys, so that `_fact` can remove the padding.
     table = f"{fact.table}/{len(fact.keys)}"
     return (table, *keys, fact.bucket, fact.count, fact.total, *more, fact.most, fact.most_2)
 
@@ -260,7 +260,7 @@ def flow_report_stream(
     late: float = 600.0,
     trigger: dict[str, Any] | None = None,
 ) -> Any:
-    """Sum up flow logs continuously. Each time window is written once, when no more of its lines are expected.
+    """Sum up flow logs continuously. Each time window is written once, when no more lines of it are expected.
 
     A `FlowLog` finishes a file after `max_seconds`, so its lines arrive late. Lines of other machines arrive when the
     files are copied to this folder. `flow_report_of_stream` creates the report from the written windows.

@@ -27,7 +27,7 @@ Connection = TypeVar("Connection")
 
 # Maximum seconds that messages wait until they are written to the spool as one file.
 _MAX_FILE_DELAY = 0.05
-# If no delivery comes for this number of seconds, the driver checks whether the queue is empty.
+# If no message is delivered for this number of seconds, the driver checks whether the queue is empty.
 _QUIET_SECONDS = 0.2
 
 # First byte of the key of a message that is recognised by its message id.
@@ -88,8 +88,8 @@ class Intake:
         self._limit = limit
         #: Number of delivered messages.
         self.received = 0
-        # Messages that are not in the spool yet, in order, with their delivery tags, and the time since which they
-        # wait.
+        # Messages that are not in the spool yet, in order, their delivery tags, their bytes, and the time when the
+        # first came.
         self._rows: list[Row] = []
         self._tags: list[int] = []
         self._bytes = 0
@@ -103,7 +103,7 @@ class Intake:
         # Offsets of messages of an earlier run that may be delivered again, by key.
         self._known: dict[bytes, deque[int]] = {}
         self._remember()
-        #: Whether a message was recognised and is not acknowledged yet.
+        #: Whether there is a recognised message that is not acknowledged yet.
         self.has_known = False
         #: Whether all messages that an ended connection has returned to the queue have arrived. Later messages are new.
         self.settled = False
@@ -113,8 +113,8 @@ class Intake:
             self._channel.add_on_cancel_callback(self._cancel)
             #: Number of ready messages at the start.
             self.ready = self._count_ready()
-            # 0 is the default priority, but RabbitMQ refuses this argument for streams. A stream must be refused. Its
-            # consumer would get only new messages, and a restarted query would lose messages.
+            # This argument is passed so that RabbitMQ refuses streams; 0 is the default priority. A consumer of a
+            # stream would get only new messages, so a restarted query would lose messages.
             self._consumer_tag = self._channel.basic_consume(queue, self._take, arguments={"x-priority": 0})
             self._settle(self.ready == 0)
         except pika.exceptions.AMQPError as error:
@@ -212,7 +212,7 @@ class Intake:
         self.flush()
 
     def wake(self, action: Callable[[], None]) -> None:
-        """Make `run_once` call a function, unless the connection is lost. Any thread may call this method."""
+        """Make `run_once` call a function. Do nothing if the connection is lost. Any thread may call this method."""
         with suppress(pika.exceptions.ConnectionWrongStateError):
             self._connection.add_callback_threadsafe(action)
 
@@ -258,7 +258,7 @@ class Intake:
 
     @property
     def known_again(self) -> int:
-        """The number of spooled messages that may still be delivered again."""
+        """The number of spooled messages that the broker may still deliver again."""
         return sum(map(len, self._known.values()))
 
 
@@ -271,8 +271,8 @@ def drain(connection: pika.BlockingConnection, queue: str, spool: Spool, limit: 
     """
     prefetch = MOST_ROWS
     if limit is not None:
-        # The unacknowledged messages of the spool are delivered again. Messages after the limit should not be
-        # delivered.
+        # The broker delivers the unacknowledged messages of the spool again, but should not deliver messages after the
+        # limit.
         prefetch = max(1, min(prefetch, limit - spool.acknowledged))
     intake = Intake(connection, queue, spool, prefetch, limit)
     quiet_since = time.monotonic()
@@ -384,7 +384,7 @@ class Consumer:
         self.end()
 
     def wait_beyond(self, offset: int, timeout: float) -> bool:
-        """Wait until a message has an offset. Return False if there is none in time."""
+        """Wait until the spool has a message with this offset. Return False if it does not come in time."""
         deadline = time.monotonic() + timeout
         with self._changed:
             while self._spool.end <= offset and not self._stopping:

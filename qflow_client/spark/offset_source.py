@@ -1,4 +1,4 @@
-"""Reads a RabbitMQ stream. Each task reads its own range of offsets from the broker, as often as Spark requests."""
+"""Reads a RabbitMQ stream. Each task reads its own range of offsets from the broker. Spark may repeat a task."""
 
 from __future__ import annotations
 

@@ -124,7 +124,7 @@ def broker_of(values: Mapping[str, Any]) -> tuple[tuple[str, ...], float]:
 _SINK = {
     "bodyFormat": one_of(*BODY_FORMATS),
     "capacityPerTask": whole("messages"),
-    # A queue name has at most 255 bytes. The names of two other queues are this name plus a suffix.
+    # A queue name has at most 255 bytes, and the names of two other queues are this name plus a suffix.
     "creditQueue": text_of("the name of a queue", 240),
     "jobId": text_of("a name for the job", 200),
     "maxConcurrentTasks": whole("tasks"),
@@ -159,7 +159,8 @@ class SinkOptions:
 
         Args:
             given: texts of the options, from Spark.
-            slots: number of tasks that run at the same time; ``None`` if it is unknown. An option has priority.
+            slots: number of tasks that run at the same time; ``None`` if it is unknown. ``maxConcurrentTasks`` has
+                priority.
 
         Raises:
             SettingsError: an option is unknown, a value is not allowed, or a limit is too small for the tasks.
@@ -242,5 +243,5 @@ def _known(slots: int | None, name: str) -> int:
 
 
 def named(settings: ProducerSettings, name: str) -> ProducerSettings:
-    """Return settings in which `name` is added to the name of the producer."""
+    """Return the settings with `name` added to the name of the producer."""
     return settings.replace(name=f"{settings.name} {name}"[:255])

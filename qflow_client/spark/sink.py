@@ -232,7 +232,7 @@ def write_task(options: SinkOptions, rows: Rows, batches: Iterable[pa.RecordBatc
                     size += len(payload.body if isinstance(payload, Message) else payload)
             except (TypeError, ValueError) as error:
                 raise RowError(f"partition {task.partition}, row {count}: {error}") from error
-            # If the broker refuses the first message, it usually refuses all. So raise the error before the last row.
+            # If the broker refuses the first message, it usually refuses all. So raise the error early.
             if first is not None and (refused := first.error()) is not None:
                 raise refused
         flush(producer, settings)

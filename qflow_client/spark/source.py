@@ -122,7 +122,7 @@ def rows_of(part: InputPartition, schema: StructType) -> Iterator[pa.RecordBatch
 
 
 class Reader(DataSourceReader):
-    """Reads the current messages of a queue into a spool once. Spark then reads the spool, once or more."""
+    """Reads the current messages of a queue into a spool once. Spark can then read the spool several times."""
 
     def __init__(self, options: SourceOptions, schema: StructType) -> None:
         check_schema(schema)

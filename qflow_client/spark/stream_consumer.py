@@ -67,7 +67,7 @@ class Cursor:
 
 
 class _Opened:
-    """A connection and its state. pika reports errors to callbacks; the constructor raises them."""
+    """A connection and its state. pika passes errors to callbacks, and the constructor raises them."""
 
     def __init__(self, parameters: pika.URLParameters) -> None:
         self.failure: BaseException | None = None
@@ -114,7 +114,7 @@ class StreamConsumer:
         self._stream = stream
         self._timeout = timeout
         self._opened = connect_first(urls, timeout, _Opened)
-        # `_run` waits until this condition is true.
+        # The condition for which `_run` waits.
         self._done: Callable[[], object] = bool
 
     def __enter__(self) -> Self:
@@ -255,7 +255,7 @@ class StreamConsumer:
         return None if found is None else found[0]
 
     def reaches(self, offset: int) -> bool:
-        """Return True if a message exists at the previous offset or at a later one."""
+        """Return True if a message exists at the offset before `offset` or at a later offset."""
         return offset == 0 or self._probe(offset - 1, to_the_end=False) is not None
 
     def read(self, start: int, end: int, *, lossless: bool = True) -> Iterator[pa.RecordBatch]:

@@ -39,7 +39,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         check_schema(schema)
         self._options = options
         self._schema = schema
-        # Set when Spark requests the first batch. `read` runs in a task, on a copy of this object without them.
+        # Set when Spark requests the first batch. `read` runs in a task, on a copy where they are not set.
         self._spool: Spool | None = None
         self._consumer: Consumer | None = None
         # The greatest offset that was returned to Spark.
@@ -70,7 +70,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             )
         if self._consumer is None:
             connection = connect(options.urls, options.connect_timeout)
-            # Twice the size of a batch, because the next batch arrives while Spark works on the current one.
+            # Twice the size of a batch, because the next batch arrives while Spark processes the current batch.
             self._consumer = Consumer(connection, options.queue, self._spool, min(2 * options.most, MOST_UNACKED))
         return self._consumer
 
@@ -145,11 +145,11 @@ class OffsetStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         check_schema(schema)
         self._options = options
         self._schema = schema
-        # Set when Spark requests an offset. `read` runs in a task, on a copy of this object without it.
+        # Set when Spark requests an offset. `read` runs in a task, on a copy where it is not set.
         self._consumer: StreamConsumer | None = None
         # The offset after the last message, and the time at which it was found.
         self._end: tuple[int, float] | None = None
-        # True for a query that ends by itself, at the end that the stream had at the start.
+        # Whether `_end` stays the same, because the query ends by itself at the end that the stream had at the start.
         self._end_stays = False
 
     def _ask(self, question: Callable[[StreamConsumer], T]) -> T:
@@ -190,7 +190,7 @@ class OffsetStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         ):
             end = self._ask(StreamConsumer.end)
             if end is None:
-                # The stream is empty: either new, or by retention. The next messages show which.
+                # The stream is empty. The next messages will show whether it is new or its messages were deleted.
                 end = begin
             elif end < begin and not self._ask(lambda consumer: consumer.reaches(begin)):
                 raise StreamError(
