@@ -133,7 +133,7 @@ def forget(older_than: float, *, using: str = "default") -> int:
     """Forget handled messages, and return their number.
 
     Args:
-        older_than: minimum age of the messages in seconds. It must be longer than the maximum delay of a second copy.
+        older_than: minimum age of the messages in seconds. It must exceed the maximum delay of a second copy.
         using: alias of the database.
     """
     connection = connections[using]

@@ -1,4 +1,4 @@
-"""Measures how many rows wait in an outbox, and how long the oldest one has waited.
+"""Measures how many rows wait in an outbox, and how long the oldest row has waited.
 
 `measure` queries the database. `Backlog` is for frequent readers, such as metrics. It queries the database on a
 separate thread, at most every ten seconds and for at most a hundredth of the time. If the database does not answer, a
@@ -35,7 +35,7 @@ def measure(connection: Connection | Session, tables: Tables) -> tuple[int, floa
     """Return the number of waiting rows, and the age of the oldest one in seconds by the clock of the database."""
     rows = tables.rows
     depth = connection.execute(select(sql.count()).select_from(rows)).scalar_one()
-    # Not `now()` on PostgreSQL, which is the time at which this transaction began. A visible row may be newer.
+    # On PostgreSQL `now()` is the time at which this transaction began. A visible row may be newer, so do not use it.
     is_postgresql = dialect_of(connection, rows) == "postgresql"
     now = sql.clock_timestamp(type_=DateTime(timezone=True)) if is_postgresql else sql.now()
     oldest = connection.execute(select(rows.c.created_at, now).order_by(rows.c.id).limit(1)).first()
@@ -43,7 +43,7 @@ def measure(connection: Connection | Session, tables: Tables) -> tuple[int, floa
 
 
 class Backlog:
-    """The backlog of one outbox, for any number of readers."""
+    """The backlog of one outbox. Any number of readers may share it."""
 
     def __init__(self, engine: Engine, tables: Tables) -> None:
         self._engine = engine

@@ -1,7 +1,7 @@
 """An inbox in the consumer's database. It remembers handled messages, in the transactions that handle them.
 
-So if a process is killed, a message is either handled and remembered, or neither. A producer with an outbox loses no
-message, and second copies have the same message id. Together with an inbox, each message is handled effectively once.
+So even if a process is killed, exactly the handled messages are remembered. A producer with an outbox loses no message,
+and second copies have the same message id. Together with an inbox, each message is handled effectively once.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Inbox:
         """Remember a message in the caller's transaction. Return True if the message was not handled before.
 
         If another transaction is handling a copy, the method waits for its end. If that transaction is rolled back, the
-        result is True. Acknowledge the message after the commit in both cases.
+        result is True. Acknowledge the message after the commit, even if the result is False.
 
         Args:
             session: session or connection of the caller. If it is asynchronous, await the result.
@@ -89,7 +89,7 @@ class Inbox:
         """Forget handled messages in the caller's transaction, and return their number.
 
         Args:
-            older_than: minimum age of the messages in seconds. Choose more than the maximum delay of a second copy.
+            older_than: minimum age of the messages in seconds. It must exceed the maximum delay of a second copy.
         """
         before = datetime.now(UTC) - timedelta(seconds=older_than)
         gone: Any = connection.execute(delete(self.table).where(self.table.c.handled_at < before))

@@ -78,7 +78,7 @@ class Outbox:
         name: name of the main table. The names of the other tables are ``<name>_failed`` and ``<name>_relay``.
         schema: schema of the tables; ``None`` for the default schema of the connection.
         notify: whether to wake the relays with ``NOTIFY`` on PostgreSQL. PostgreSQL commits transactions with
-            ``NOTIFY`` one after the other. With ``False`` relays find new rows at their next poll.
+            ``NOTIFY`` one after the other. If ``False``, relays find new rows at their next poll.
     """
 
     def __init__(
@@ -211,7 +211,7 @@ class Outbox:
     def _insert(self, dialect: str) -> Insert:
         statement = insert(self.tables.rows)
         if dialect == "postgresql" and self._notify:
-            # Notify in the same statement, which needs no further round trip and no trigger. PostgreSQL sends the
+            # Notify in the same statement. This needs no second round trip and no trigger. PostgreSQL sends the
             # notification once, with the commit. Rows get their ids in the order of the values.
             woken = func.pg_notify(self.tables.channel, "")
             return statement.returning(woken, sort_by_parameter_order=True)
@@ -220,7 +220,7 @@ class Outbox:
     def encode(
         self, given: bytes | str | Message, exchange: str | None, routing_key: str | None, ordering_key: str | None
     ) -> tuple[dict[str, Any], str]:
-        """Return the values of a row, and the message id. Programs can insert the row in their own way.
+        """Return the values of a row, and the message id. A program can use them to insert the row itself.
 
         Args:
             given: as for `add`.

@@ -3,7 +3,7 @@
 **Partitions.** Each relay has a shared advisory lock, which makes it a member, and an exclusive lock for each partition
 on which it works. Members are ordered by the number of their server process. Partition ``p`` belongs to member ``p mod
 count``. A relay unlocks the partitions of other members and locks its own. If two relays see different members, a
-partition may have no relay for a moment. It never has two relays.
+partition may have no relay for a moment, but it never has two relays.
 
 The locks end with the session: immediately if the relay is killed, and within the lease if the relay is suspended or
 cut off from the database. The server measures this time (``idle_session_timeout``), so no clocks are compared. A killed
@@ -13,18 +13,18 @@ relay leaves nothing to clean up.
 their ids, and a reader that remembers only the last id would lose rows. Therefore rows are read in *sweeps*. Each sweep
 has a snapshot. It reads the rows that are visible in its snapshot and were not visible in the snapshot of the previous
 sweep, in the order of ids. A row is new if its transaction (the column ``xid``) began after the previous snapshot, or
-was in progress in this snapshot. Both conditions are short ranges of an index. The result:
+was in progress in the previous snapshot. Both conditions are short ranges of an index. The result:
 
 - Each row is in exactly one sweep. If its transaction commits late, the row is in a later sweep.
 - If a transaction adds a row after another transaction has committed, the row of the other transaction is read first. A
   snapshot that shows the later row also shows the earlier one, and a sweep reads rows in the order of ids. An
   application can observe only this order.
-- A transaction that stays open delays only its own rows. PostgreSQL cannot vacuum deleted rows while it is open. But
-  they are not visited again, because each page begins after the last row of the previous page.
+- A transaction that stays open delays only its own rows. PostgreSQL cannot vacuum deleted rows while it is open. But a
+  relay does not visit these rows again, because each page begins after the last row of the previous page.
 
-**Writing.** Rows are permitted by a commit that waits for the disk. It permits `AHEAD` more rows than were read, so at
-a low rate most pages need no such commit. Confirmed rows are deleted together with the next read, without a wait for
-the disk.
+**Writing.** A commit that waits for the disk permits rows. It permits `AHEAD` more rows than were read. So at a low
+rate most pages need no such commit. Confirmed rows are deleted together with the next read, without a wait for the
+disk.
 
 The first sweep of a session is *full*, because there is no previous snapshot. Another full sweep follows once a minute.
 It costs one scan of the table, and finds rows that other sweeps miss, such as rows that were restored from a backup.
@@ -47,12 +47,12 @@ __all__ = ["AHEAD", "PostgresqlSession"]
 
 # Seconds between two full sweeps while a relay has no other rows to read.
 _FULL_PERIOD = 60.0
-# Stands for no transactions in progress. A driver may not know the type of an empty list.
+# Means that no transactions are in progress. It is not empty, because a driver may not know the type of an empty list.
 _NO_TRANSACTIONS = [-1]
 # Greater than any transaction number.
 _AFTER_ALL = 1 << 62
 #: A commit also permits this number of rows after the last row that was read. These rows are published without a wait
-#: for the disk. After a crash, up to this number of first copies have the mark of second copies.
+#: for the disk. After a crash, up to this number of first copies are marked as second copies.
 AHEAD = 1000
 
 _monotonic = time.monotonic
@@ -91,7 +91,7 @@ class PostgresqlSession:
             " WHERE xid >= %(before_xmax)s OR xid = ANY(%(before_xip)s) OFFSET 0) fresh)"
         )
         self._mine: list[int] = []
-        # Whether the sweep reads rows that may have been sent before.
+        # Whether this sweep reads rows that may have been sent before.
         self.is_full = True
         self.has_more = False
         self._in_sweep = False
@@ -122,9 +122,9 @@ class PostgresqlSession:
         for setting in (
             f"idle_session_timeout = {milliseconds}",
             f"statement_timeout = {milliseconds}",
-            # The two settings above have no effect while the server sends a page and the relay does not read.
+            # The two settings above have no effect while the server waits for the relay to read a page.
             f"tcp_user_timeout = {milliseconds}",
-            # A generic plan may be based on statistics of an empty table.
+            # Do not use a generic plan, because it may be based on statistics of an empty table.
             "plan_cache_mode = force_custom_plan",
             "enable_seqscan = off",
             "synchronous_commit = on",
@@ -240,7 +240,7 @@ class PostgresqlSession:
             if self.is_full:
                 self._next_full = _monotonic() + _FULL_PERIOD
                 self._adopt_restored()
-        # Without SQLAlchemy the driver needs half of the time.
+        # Use the driver directly. With SQLAlchemy the call would take twice as long.
         found = self._cursor.execute(
             self._find_first if begins and not self.is_full else self._find_next,
             {
@@ -329,7 +329,7 @@ class PostgresqlSession:
             f"WITH gone AS (DELETE FROM {self._rows} WHERE id = :id RETURNING *)"
             f" INSERT INTO {self._failed}"
             " (id, partition, ordering_key, exchange, routing_key, properties, body, created_at, reply)"
-            # If the sequence was reset, the id may already exist.
+            # If the sequence of ids was reset, the id may already exist.
             f" SELECT CASE WHEN EXISTS (SELECT FROM {self._failed} WHERE id = :id)"
             f" THEN (SELECT max(id) + 1 FROM {self._failed}) ELSE id END,"
             " partition, ordering_key, exchange, routing_key, properties, body, created_at, :reply FROM gone"
@@ -342,7 +342,7 @@ class PostgresqlSession:
         self._run("SELECT 1")
 
     def say(self, holds: str) -> None:
-        """Show the holds of the relay in the server's list of sessions. They are not written to disk."""
+        """Show the holds of the relay in the server's list of sessions. The holds are not written to disk."""
         self._run("SELECT set_config('application_name', :name, false)", name=self._tables.session_name + holds)
 
     # Waiting.

@@ -41,7 +41,7 @@ _SESSIONS: dict[str, type[PostgresqlSession] | type[SqliteSession]] = {
     "postgresql": PostgresqlSession,
     "sqlite": SqliteSession,
 }
-# The driver of a relay, by the name of the database in a URL.
+# The driver that a relay uses, by the name of the database in a URL.
 _DRIVERS = {"postgresql": "postgresql+psycopg", "postgres": "postgresql+psycopg", "sqlite": "sqlite"}
 # The first and the maximum pause after an error in seconds.
 _FIRST_PAUSE = 0.1
@@ -64,11 +64,11 @@ def engine_of(url: str | URL) -> Engine:
     try:
         made = make_url(url)
         name = made.get_backend_name() if made.drivername != "postgres" else "postgres"
-        # Do not accept a host with @. The password was not encoded, and errors would show a part of it as the host.
+        # Do not accept a host with @. It contains a part of a password that was not encoded, and errors would show it.
         if name in _DRIVERS and "@" not in (made.host or ""):
             return create_engine(made.set(drivername=_DRIVERS[name]))
     except (ArgumentError, ValueError):
-        # Raise another error below, because the text of this one contains the URL.
+        # Raise another error below, because the text of this error contains the URL.
         pass
     raise SettingsError(f"database={shown(str(url))}: use postgresql://user@host/name or sqlite:///path")
 
@@ -76,9 +76,9 @@ def engine_of(url: str | URL) -> Engine:
 class OutboxRelay:
     """Publishes the committed messages of an outbox, in order for each ordering key, with its own `Producer`.
 
-    Any number of relays may run for one outbox. On PostgreSQL they share the work. On SQLite one relay works and the
-    others wait. A relay works in a thread, during a ``with`` or ``async with`` block, or while a task awaits `run`.
-    After a clean end the outcome of every message is known.
+    Any number of relays may run for one outbox. On PostgreSQL they share the work. On SQLite one relay works, and the
+    other relays wait. A relay works in a thread, during a ``with`` or ``async with`` block, or while a task awaits
+    `run`. After a clean end the outcome of every message is known.
 
     Args:
         database: URL of the database, or an engine of SQLAlchemy for SQLite or with the driver psycopg.
@@ -230,7 +230,7 @@ class OutboxRelay:
         loop, ended = asyncio.get_running_loop(), asyncio.Event()
 
         def report(_: Future[None]) -> None:
-            # If no task waits any more, the loop may be closed.
+            # If the waiting task was cancelled, the loop may be closed.
             with suppress(RuntimeError):
                 loop.call_soon_threadsafe(ended.set)
 

@@ -12,7 +12,7 @@ from qflow_client.errors import QflowError
 
 __all__ = ["LOOK", "PAGE_BYTES", "Aside", "RelayError", "Row", "Session", "silence_of", "wait_readable"]
 
-#: Seconds between two checks which partitions belong to a relay.
+#: Seconds between two checks of the partitions that belong to a relay.
 LOOK = 1.0
 #: A page of rows ends when the bodies have this total size in bytes.
 PAGE_BYTES = 1 << 24
@@ -71,7 +71,7 @@ def wait_readable(descriptors: Iterable[int], timeout: float) -> set[int]:
     """Wait until at least one file descriptor is readable, and return the readable ones.
 
     Args:
-        descriptors: descriptors, which may have any number. `select.select` accepts only numbers below 1024.
+        descriptors: file descriptors. They may be 1024 or larger, which `select.select` does not accept.
         timeout: maximum seconds.
     """
     poll = select.poll()

@@ -1,7 +1,7 @@
 """The session of a relay with SQLite.
 
 SQLite allows one writer at a time, and assigns the id of a row while the writer has the lock. So rows become visible in
-the order of their ids. The new rows are exactly the rows after the last row that was read.
+the order of their ids. So the new rows are exactly the rows after the last row that was read.
 
 One relay at a time works on a database. It locks the file ``<database>.relay``. The lock ends with the process of the
 relay. The file contains the holds of the relay.
@@ -30,7 +30,7 @@ __all__ = ["SqliteSession", "relay_of"]
 _PARTITIONS = frozenset(range(PARTITIONS))
 # Every build of SQLite accepts this number of values in one statement.
 _VALUES = 500
-# Maximum length of the text with the holds of a relay in bytes.
+# Maximum size in bytes of the text with the holds of a relay.
 _MAX_HOLDS_TEXT = 1000
 
 # Descriptors of the locked files of this process. A forked child closes them. Otherwise it would keep the locks after
@@ -178,8 +178,8 @@ class SqliteSession:
                 size += len(row.body)
                 if size >= PAGE_BYTES:
                     break
-        # Write in a separate transaction. If a transaction reads and then writes, SQLite may refuse the write because
-        # of another writer.
+        # Write in a separate transaction. If a transaction reads and then writes, SQLite may refuse the write if there
+        # is another writer.
         if found or gone:
             with self._connection.begin():
                 self._delete(gone)

@@ -73,7 +73,7 @@ def _compile_default(_element: _TransactionId, _compiler: Any, **_: Any) -> str:
 
 @compiles(_TransactionId, "postgresql")
 def _compile_postgresql(_element: _TransactionId, _compiler: Any, **_: Any) -> str:
-    # A bigint can be indexed and compared with snapshots, and every driver can read it.
+    # Use bigint, because it can be indexed and compared with snapshots, and every driver can read it.
     return "(pg_current_xact_id()::text::bigint)"
 
 
@@ -107,7 +107,7 @@ class Tables:
             *message(),
             Column("created_at", DateTime(timezone=True), nullable=False, server_default=now),
             schema=schema,
-            # Never assign an id twice, because the ids show which messages may have been sent.
+            # Never use an id twice, because the ids show which messages may have been sent.
             sqlite_autoincrement=True,
         )
         Index(f"ix_{name}_xid", self.rows.c.xid)

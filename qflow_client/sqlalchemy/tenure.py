@@ -5,15 +5,15 @@ more messages of this tenure can be sent. Then the session is closed, which ends
 in another relay, reads from the beginning. So the following rules are needed only within a tenure:
 
 - A row is *permitted* before it is published. `Session.read` stores the id up to which rows of a partition may be sent.
-  The id is on disk before the first of these rows is passed to the producer. A tenure begins by reading the stored id,
-  and marks the existing rows up to this id. An earlier tenure cannot have sent later rows.
+  The id is on disk before the first of these rows is passed to the producer. A tenure first reads the stored id, and
+  marks the existing rows up to this id. An earlier tenure cannot have sent later rows.
 - After the broker has confirmed a row, the row is deleted by the statement that reads and permits further rows.
 - One thread passes the rows of a partition to the producer in the order in which the session reads them. The producer
   keeps that order, even if its own connection is lost.
 - Before a row is passed to the producer, the time of the database's last answer is checked. If it is more than
   `silence_of` seconds ago, another relay may have the partition, so the tenure ends.
 
-There are never more unsettled rows than the producer's window allows. While another hold than a full window stops the
+There are never more unsettled rows than the producer's window allows. While any hold except a full window stops the
 producer, no rows are read.
 """
 
@@ -41,11 +41,11 @@ __all__ = ["RelayCounts", "Tenure", "Waker"]
 
 # Maximum number of rows of one page.
 _PAGE = 1000
-# If more rows exist, they are read when this part of the window is free.
+# If more rows exist, the relay reads them when this part of the window is free.
 _MIN_FREE_WINDOW = 0.25
 # Seconds for which confirmed rows wait for the next read, which deletes them in the same commit.
 _LINGER = 0.02
-# Seconds between two checks of a held producer, and seconds after an event for which these checks continue.
+# Seconds between two checks of a held producer. The checks continue for the second number of seconds after an event.
 _RETRY = 0.02
 _RETRY_FOR = 0.2
 # Minimum seconds between two polls if no commit wakes the relay.
@@ -100,7 +100,7 @@ class Waker:
 
     def wake(self) -> None:
         """Wake the thread. Any thread may call this."""
-        # If the socket is full, the thread will wake anyway.
+        # If the socket is full, the thread will be woken anyway.
         with suppress(OSError):
             self._other.send(b"\0")
 
@@ -396,8 +396,8 @@ class Tenure:
         if next_read is not None:
             until.append(next_read)
         is_held = self._is_held(producer)
-        # A flow event comes before the producer is unflowed, and the rate and the socket cause no events. So check
-        # again.
+        # Check again, because a flow event comes before the producer is unflowed, and no event comes for the rate and
+        # the socket.
         if (is_held and now - self._woken_at < _RETRY_FOR) or (self._pending and not is_held):
             until.append(now + _RETRY)
         needed = len(self._in_flight)

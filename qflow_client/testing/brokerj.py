@@ -1,4 +1,4 @@
-"""Private Apache Qpid Broker-J brokers. They send ``Channel.Flow`` to producers that overfill a queue.
+"""Private Apache Qpid Broker-J brokers, which send ``Channel.Flow`` to producers that overfill a queue.
 
 A broker runs from the jars of one version. Maven downloads the jars once into a cache folder. Each broker has its own
 ports, folder, configuration and password. All its data is in memory. It listens only on the loopback interface.
@@ -174,8 +174,8 @@ class BrokerJNode(Node, BrokerJ):
             connection = pika.BlockingConnection(pika.URLParameters(node.url))
 
     Args:
-        version: version of the broker. At the first use Maven downloads the jars into the folder of the environment
-            variable ``QFLOW_BROKERJ_CACHE``, or else into the user's cache.
+        version: version of the broker. When a version is first used, Maven downloads the jars into the folder of the
+            environment variable ``QFLOW_BROKERJ_CACHE``, or else into the user's cache.
         flow_enforcement_timeout: if a channel still publishes this number of seconds after a stop, the broker closes
             the channel. ``None`` for the broker's default, 5.
         start_timeout: maximum seconds that `start` waits until the broker is ready.
@@ -215,7 +215,7 @@ class BrokerJNode(Node, BrokerJ):
 
     @property
     def log(self) -> str:
-        """The log since the start. ``QUE-1003`` means that a queue is too full, ``QUE-1004`` that it has room again."""
+        """The log since the start. ``QUE-1003``: a queue is too full. ``QUE-1004``: the queue has room again."""
         return self._log_file.read_text(encoding="utf-8", errors="replace") if self._log_file.exists() else ""
 
     def _prepare(self) -> None:

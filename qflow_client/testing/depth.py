@@ -195,7 +195,7 @@ def _panel(panel: DepthPanel, top: int, seconds: float, most: float) -> list[str
     for name, value in sorted(panel.marks.items(), key=lambda mark: -mark[1]):
         kind = escape(name)
         parts.append(f'<path class="mark {kind}" d="M{_LEFT} {y(value)}H{right}"/>')
-        # Lines may be closer together than their names can be.
+        # The names need more distance than the lines may have.
         above = max(y(value) + 4, above + _LINE_HEIGHT)
         parts.append(f'<text class="{kind}" x="{right + 6}" y="{above}">{panel.words(value)} {kind}</text>')
     parts.append(f'<text class="small" x="{_LEFT - 6}" y="{y(0) + 4}" text-anchor="end">0</text>')

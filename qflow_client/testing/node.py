@@ -82,7 +82,7 @@ class Node(ABC):
         try:
             self._start_helpers()
             with (self._directory / "console.log").open("wb") as console:
-                # A separate session, so that Ctrl-C in the terminal stops the tests and not the broker.
+                # Start a separate session, so that Ctrl-C in the terminal stops the tests and not the broker.
                 self._process = process = subprocess.Popen(
                     self._command(),
                     cwd=self._directory,
@@ -208,8 +208,8 @@ class Node(ABC):
 def free_port(taken: set[int], *, for_proxy: bool = False) -> int:
     """Return a port that has no listener and is not in `taken`.
 
-    Nodes and proxies use different ranges. A node listens on its port only seconds after the choice. A proxy of another
-    process could use the same port in the meantime.
+    Nodes and proxies use different ranges. A node listens on its port only seconds after the choice. Until then a proxy
+    of another process could use the same port.
     """
     # The ranges are below the range that systems use for outgoing connections. Otherwise, while the broker is down, a
     # client could get the broker's port as its own and connect to itself.

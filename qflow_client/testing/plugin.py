@@ -40,7 +40,7 @@ def qflow_broker_settings() -> Mapping[str, Any]:
 
 @pytest.fixture
 def qflow_broker(request: pytest.FixtureRequest, qflow_broker_settings: Mapping[str, Any]) -> Iterator[Broker]:
-    """A new broker on a free loopback port. It ends with the test."""
+    """A new broker on a free port of the loopback interface. It is closed at the end of the test."""
     # Import it here, because pytest loads this module in every run, even if no test needs a broker.
     from qflow_client.broker import Broker
 

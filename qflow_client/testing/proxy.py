@@ -142,7 +142,7 @@ class FaultProxy:
         self._greeting: set[asyncio.Task[None]] = set()
         # The event loop, for code on the loop.
         self._running: asyncio.AbstractEventLoop
-        # The event loop, for other threads; None while the loop accepts no calls. The lock protects this attribute.
+        # The event loop, for other threads. None while the loop accepts no calls. Protected by the lock.
         self._loop: asyncio.AbstractEventLoop | None = None
         self._loop_lock = threading.RLock()
         self._thread = threading.Thread(target=self._run, name="qflow-proxy", daemon=True)
@@ -394,7 +394,7 @@ class FaultProxy:
         """Insert a frame after the current frame, as if the broker or the client had sent it.
 
         The frame overtakes stalled and delayed bytes. It may come between the frames of one message. To avoid this,
-        inject only while no message is transferred.
+        inject a frame only while no message is transferred.
 
         Args:
             frame: a method, such as ``pamqp.commands.Channel.Flow(False)``, or bytes.
@@ -444,7 +444,7 @@ class FaultProxy:
     def black_hole(self, direction: Direction | str | None = None, connection: int | None = None) -> None:
         """Read all bytes and discard them. The end of a connection is not passed on either.
 
-        After bytes were discarded, no more bytes of this direction are passed on, even after `heal`. While both
+        After bytes of a direction were discarded, no more bytes of it are passed on, even after `heal`. While both
         directions are black holes, the proxy accepts a new client without connecting to the broker, and the client
         never gets an answer.
 
@@ -470,7 +470,7 @@ class FaultProxy:
         Args:
             seconds: delay in seconds.
             jitter: maximum additional random delay in seconds.
-            direction: affected direction. ``None`` for both, so that a round trip is delayed twice.
+            direction: affected direction. ``None`` for both. Then a round trip is delayed twice.
             connection: number of the connection; ``None`` for all current and future connections.
 
         Raises:
@@ -516,7 +516,7 @@ class FaultProxy:
         """Pass all bytes on in small writes.
 
         Args:
-            lowest: minimum bytes of a write, if so many bytes were received.
+            lowest: minimum bytes of a write, if at least this number of bytes was received.
             highest: maximum bytes of a write. The size of each write is random between `lowest` and `highest`. ``None``
                 for `lowest`.
             pause: pause between two writes in seconds.

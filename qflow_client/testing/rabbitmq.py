@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = ["RabbitMQ", "RabbitMQError", "RabbitMQNode", "RabbitMQNotInstalled"]
 
-# All nodes can have the same name, because each node has its own epmd. A data folder can only be used with one name.
+# All nodes can have the same name, because each node has its own epmd. A data folder can be used with only one name.
 _NODE_NAME = "qflow@localhost"
 
 # Folders with scripts that are not in the PATH of an ordinary user.
@@ -42,7 +42,7 @@ _PROTOCOL_HEADER = b"AMQP\x00\x00\x09\x01"
 _METHOD_FRAME = b"\x01"
 
 # An alarm command returns before RabbitMQ has informed the connections. The process that informs them answers this call
-# afterwards.
+# when it has done so.
 _ALARMS_ARE_NOTICED = "rabbit_alarm:get_alarms()"
 
 _EPMD_TIMEOUT = 60.0
@@ -201,10 +201,10 @@ class RabbitMQNode(Node, RabbitMQ):
     ) -> None:
         self._tools = _Tools.find()
         self._account = _Account.find()
-        # Set only if `close` has to remove the data folder.
+        # The temporary data folder, if `close` has to remove it.
         temporary: tempfile.TemporaryDirectory[str] | None = None
         if directory is None:
-            # TMPDIR may be a folder that only root can access, and not the user rabbitmq.
+            # TMPDIR may be a folder that root can access, but the user rabbitmq cannot.
             parent = "/var/tmp" if self._account is not None and Path("/var/tmp").is_dir() else None
             temporary = tempfile.TemporaryDirectory(prefix="qflow-rabbitmq-", dir=parent, ignore_cleanup_errors=True)
             directory = temporary.name
@@ -321,8 +321,8 @@ class RabbitMQNode(Node, RabbitMQ):
             "RABBITMQ_CONFIG_FILES": f"{folder}/conf.d",
             "RABBITMQ_ADVANCED_CONFIG_FILE": f"{folder}/advanced.config",
             "RABBITMQ_CONF_ENV_FILE": os.devnull,
-            # With this variable the start script does not stay as the parent of the Erlang process. So this process
-            # sends its signals to Erlang, and sees its end.
+            # With this variable the start script replaces itself by the Erlang process. So signals of this process
+            # reach Erlang, and this process sees the end of Erlang.
             "RUNNING_UNDER_SYSTEMD": "true",
         }
 
@@ -386,7 +386,7 @@ class RabbitMQNode(Node, RabbitMQ):
     def _reap(self) -> None:
         super()._reap()
         if self._epmd is not None:
-            # Kill epmd, because it does not end normally while a node is registered. It has no data.
+            # Kill epmd, because it does not end normally while a node is registered. It has no data to lose.
             self._epmd.kill()
             self._epmd.wait()
             self._epmd = None

@@ -20,12 +20,12 @@ __all__ = ["NO_RULES", "Direction", "ProxiedConnection", "Relay", "Relays", "Rul
 
 _log = logging.getLogger(__name__)
 
-# Maximum bytes in the proxy for one direction. With more bytes, the proxy stops reading. A delayed direction may have
-# more, because a delay must not limit the bandwidth.
+# Maximum bytes that the proxy keeps for one direction before it stops reading. The second number is for a delayed
+# direction, because a delay must not limit the bandwidth.
 _ON_THE_WAY = 1 << 18
 _ON_A_LONG_WAY = 64 << 20
-# With a limited rate, the bytes of this number of seconds are sent together. If the loop is late, at most this time is
-# made up.
+# With a limited rate, the bytes of this number of seconds are sent together. If the loop is late, it makes up for at
+# most this time.
 _RATE_SLICE = 0.01
 # Maximum seconds to connect to the broker.
 _CONNECT_TIMEOUT = 30.0
@@ -94,7 +94,7 @@ NO_RULES = Rules()
 
 
 class Borders:
-    """Finds the borders of AMQP frames in a stream of bytes."""
+    """Finds the boundaries of AMQP frames in a stream of bytes."""
 
     __slots__ = ("_head", "_left", "is_amqp")
 
@@ -111,7 +111,7 @@ class Borders:
         return not self._left and not self._head
 
     def step(self, data: bytes, at: int) -> int:
-        """Process the data from a position to the next frame border. Return this border, or the end of the data."""
+        """Process the data from a position to the next frame boundary. Return this boundary, or the end of the data."""
         if not self.is_amqp:
             return len(data)
         if not self._left:
@@ -140,7 +140,7 @@ class Borders:
         return at
 
     def skip(self, data: bytes) -> None:
-        """Process all of the data, without returning borders."""
+        """Process all of the data, without returning boundaries."""
         at, end = 0, len(data)
         if not self.at_border:
             at = self.step(data, 0)
@@ -169,12 +169,12 @@ class Way:
         # How many bytes were passed on, and how many were discarded.
         self.passed = self.swallowed = 0
         self.borders = Borders()
-        # Bytes to insert at the next border.
+        # Bytes to insert at the next frame boundary.
         self._injected: list[bytes] = []
-        # Methods to remove, by channel and pamqp's index, each of them once. And the received part of such a method.
+        # Methods to remove once, each as a channel and pamqp's index; and the received part of a method to remove.
         self._unwanted: list[tuple[int, int]] = []
         self._undecided = b""
-        # Received bytes with the times at which to pass them on. Empty bytes are the end.
+        # Received bytes with the times at which to pass them on. Empty bytes stand for the end of the stream.
         self._pieces: deque[tuple[float, bytes]] = deque()
         self._size = 0
         self._timer: asyncio.Handle | None = None
@@ -335,7 +335,7 @@ class Way:
         self.relays.changed()
 
     def inject(self, data: bytes) -> None:
-        """Insert bytes at the next border."""
+        """Insert bytes at the next frame boundary."""
         if self.borders.at_border and self.target is not None:
             self._write(data)
         else:
@@ -467,7 +467,7 @@ class Relay:
     def __init__(self, relays: Relays, number: int) -> None:
         self.relays = relays
         self.number = number
-        # A separate generator, so that other connections do not change the random values.
+        # Use a separate random generator, so that other connections do not change the random values.
         self.random = random.Random(f"{relays.seed} {number}")
         self.ways = {direction: Way(self, relays.rules[direction]) for direction in Direction}
         to_broker, to_client = self.ways[Direction.TO_BROKER], self.ways[Direction.TO_CLIENT]
