@@ -125,7 +125,7 @@ class Channel(_aio_pika.Channel):
 
     @property
     def flow_state(self) -> FlowState:
-        """The flow state of the channel: its holds, and how often and for how long it was flowed."""
+        """The flow state of the channel: its holds, and how often and for how long it was blocked (flowed)."""
         return self.flow_control.look()
 
     async def wait_unflowed(self, timeout: float | None = None) -> bool:

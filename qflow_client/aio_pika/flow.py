@@ -109,7 +109,7 @@ class _Protocol(EncodedProtocol):
 
 
 class ChannelFlow(DropInFlow):
-    """The flow of one channel of aio-pika, which may use several channels of aiormq, one after the other.
+    """The flow of one channel of aio-pika. The channel may use several channels of aiormq, one after the other.
 
     Args:
         settings: settings of the connection.

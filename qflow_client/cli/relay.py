@@ -266,7 +266,7 @@ def retry(
     schema: _Schema = None,
     as_json: AsJson = False,
 ) -> None:
-    """Move messages that were set aside to the end of the outbox."""
+    """Move failed messages back to the outbox, at its end."""
     outbox, _ = _outbox(table, schema)
     database = _checked(database)
     with _connection(database) as connection:

@@ -1,4 +1,4 @@
-"""The position of ``qflow send`` in its file, which the outbox stores (E13)."""
+"""The position of ``qflow send`` in its file. The outbox stores the position (E13)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def source_of(file: str, exchange: str, routing_key: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Reached:
-    """How far a file was sent.
+    """How much of a file was sent.
 
     Attributes:
         format: format of its records.

@@ -335,7 +335,7 @@ class Sending:
 
 
 def _marked(message: bytes | Message) -> Message:
-    """Return the message with a header, which shows that the broker may already have a copy."""
+    """Return the message with a header that shows that the broker may already have a copy."""
     if isinstance(message, Message):
         return replace(message, headers={**(message.headers or {}), _MARK: True})
     return Message(message, headers={_MARK: True})

@@ -467,7 +467,7 @@ class Channel(pyamqp.Channel):
 
     @property
     def flow_state(self) -> FlowState:
-        """The flow state of the channel: its holds, and how often and for how long it was flowed."""
+        """The flow state of the channel: its holds, and how often and for how long it was blocked (flowed)."""
         flow = self._open_flow()
         self._look(flow)
         state = flow.protocol.flow_state(_monotonic())

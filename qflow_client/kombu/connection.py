@@ -218,7 +218,7 @@ class Connection(pyamqp.Connection):
 
     @contextmanager
     def awaiting(self) -> Iterator[None]:
-        """Treat reads in this block as waits for the answer to a method."""
+        """Treat each read in this block as waiting for the answer to a method."""
         self._awaits += 1
         try:
             yield

@@ -18,7 +18,7 @@ __all__ = ["SSLTransport", "Transport"]
 
 
 class _Kept:
-    """Connections that were closed while the broker blocked them, by `Connection.made_of`.
+    """Connections that were closed while the broker blocked them. Their key is `Connection.made_of`.
 
     kombu's pools close a connection after any error, and connect again for the next message. On a new connection,
     RabbitMQ sends ``Connection.Blocked`` only after the first message. So each new connection would send one message

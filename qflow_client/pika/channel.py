@@ -163,7 +163,7 @@ class Channel(pika.channel.Channel):
 
     @property
     def flow_state(self) -> FlowState:
-        """The flow state of the channel: its holds, and how often and for how long it was flowed."""
+        """The flow state of the channel: its holds, and how often and for how long it was blocked (flowed)."""
         return self.flow_control.look()
 
 

@@ -25,7 +25,7 @@ __all__ = ["Replay", "ReplayResult", "Sample", "Sender", "replay"]
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """The activity of a queue in a short time.
+    """The activity of a queue during a short time.
 
     Attributes:
         seconds: length of this time.

@@ -18,7 +18,7 @@ __all__ = ["FlowReport", "flow_report", "make_report"]
 
 @dataclass(frozen=True)
 class FlowReport:
-    """Which producers were held, where, why and for how long, and which settings to use.
+    """Shows which producers were held, where, why and for how long, and recommends settings.
 
     Attributes:
         tables: the rows of each table, by its name: ``holds``, ``producers``, ``queues``, ``publishers``, ``waits``,

@@ -241,7 +241,7 @@ def write_task(options: SinkOptions, rows: Rows, batches: Iterable[pa.RecordBatc
 
 
 def flush(producer: Producer, settings: ProducerSettings) -> None:
-    """Wait for the last confirms as long as confirms arrive.
+    """Wait for the last confirms. Stop waiting when no confirm has arrived for too long.
 
     Raises:
         ConfirmTimeout: no confirm came for `max_producer_flow_control_wait`.

@@ -51,8 +51,8 @@ class Spool:
 
     Args:
         path: the folder. It is created if it does not exist.
-        holds: purpose of the spool, such as the name of the queue. The spool stores it. A spool with another stored
-            purpose is refused.
+        holds: purpose of the spool, such as the name of the queue. The spool stores it. A spool with another purpose is
+            refused.
 
     Raises:
         SpoolError: the spool is in use, or has another purpose.

@@ -304,7 +304,7 @@ class Outbox:
         ]
 
     def retry(self, connection: Connection | Session, ids: Sequence[int] | None = None) -> int:
-        """Move messages that were set aside to the end of the outbox, in the caller's transaction.
+        """Move failed messages back to the outbox, at its end, in the caller's transaction.
 
         Args:
             ids: the `FailedRow.id` of each message; ``None`` for all messages.
@@ -326,7 +326,7 @@ class Outbox:
         return len(found)
 
     def forget(self, connection: Connection | Session, ids: Sequence[int]) -> int:
-        """Delete messages that were set aside, in the caller's transaction.
+        """Delete failed messages, in the caller's transaction.
 
         Args:
             ids: the `FailedRow.id` of each message.

@@ -1,4 +1,4 @@
-"""The session of a relay with PostgreSQL, which locks partitions, and reads and writes rows.
+"""The session of a relay with PostgreSQL. It locks partitions, and reads and writes rows.
 
 **Partitions.** Each relay has a shared advisory lock, which makes it a member, and an exclusive lock for each partition
 on which it works. Members are ordered by the number of their server process. Partition ``p`` belongs to member ``p mod

@@ -81,7 +81,7 @@ class Tables:
     """The tables of one outbox.
 
     Args:
-        name: name of the first table. The names of the others begin with it.
+        name: name of the first table. The names of the other tables begin with it.
     """
 
     def __init__(self, metadata: MetaData, name: str, schema: str | None) -> None:

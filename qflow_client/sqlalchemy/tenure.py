@@ -284,8 +284,8 @@ class Tenure:
     def _give_up(self, leaving: set[int]) -> None:
         """Unlock partitions that have no unsettled messages.
 
-        Messages of this tenure are confirmed and deleted. Messages of an earlier tenure are still in doubt, unless a
-        full sweep has ended since then.
+        Messages of this tenure are confirmed and deleted. Messages of an earlier tenure stay in doubt until a full
+        sweep has ended.
         """
         self._session.give_up({partition: self._doubt.pop(partition, 0) for partition in leaving})
         self.mine -= leaving

@@ -1,9 +1,9 @@
 """A private cluster of three RabbitMQ nodes. Tests can cut the links between the nodes.
 
 All nodes run on this machine. Each node has its own loopback address (127.0.0.2 and so on), which it also uses for the
-links. To cut a link, iptables drops the packets between two addresses. As in a broken network, a node detects the cut
-only after `NET_TICK_TIME`. Root and iptables are needed only for tests that cut links. Clients connect from 127.0.0.1,
-so they stay connected.
+links. A cut link is an iptables rule that drops the packets between two addresses. As in a broken network, a node
+detects the cut only after `NET_TICK_TIME`. Root and iptables are needed only for tests that cut links. Clients connect
+from 127.0.0.1, so they stay connected.
 
 A node that is in the minority pauses, and disconnects its clients (``cluster_partition_handling = pause_minority``).
 """

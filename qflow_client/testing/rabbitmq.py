@@ -363,7 +363,7 @@ class RabbitMQNode(Node, RabbitMQ):
             start_new_session=True,
             **self._account_of_process(),
         )
-        # Without a listening epmd the node would start one, which would not end with the node.
+        # If no epmd listened, the node would start an epmd, which would not end with the node.
         if not wait_until(lambda: epmd.poll() is not None or _accepts(self._epmd_port), _EPMD_TIMEOUT):
             raise RabbitMQError(f"epmd did not listen on port {self._epmd_port} within {_EPMD_TIMEOUT:g} s")
         if epmd.poll() is not None:

@@ -729,7 +729,7 @@ class BlockingChannel(_pika.BlockingChannel):
 
     @property
     def flow_state(self) -> FlowState:
-        """The flow state of the channel: its holds, and how often and for how long it was flowed."""
+        """The flow state of the channel: its holds, and how often and for how long it was blocked (flowed)."""
         if self.is_open:
             self._look_at_transport(self._turns.now())
         state = self._flow.protocol.flow_state(_monotonic())

@@ -300,7 +300,7 @@ class Channel(_pika.Channel):  # type: ignore[misc]  # of no known type
 
     @property
     def flow_state(self) -> FlowState:
-        """The flow state of the channel: its holds, and how often and for how long it was flowed."""
+        """The flow state of the channel: its holds, and how often and for how long it was blocked (flowed)."""
         state: FlowState = self.connection.run(self.flow_control.look)
         return state
 
