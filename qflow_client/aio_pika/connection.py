@@ -57,7 +57,7 @@ class Connection(TappedConnection):
 
     Raises:
         SettingsError: the value of a setting is not allowed.
-        TypeError: a connection of aio-pika does not accept one of the settings.
+        TypeError: a setting is not allowed for connections of aio-pika.
     """
 
     CHANNEL_CLASS = Channel
@@ -113,7 +113,7 @@ async def connect(url: Any = None, *, connection_class: Any = Connection, **keyw
 
     Raises:
         SettingsError: the value of a setting is not allowed.
-        TypeError: a connection of aio-pika does not accept one of the settings.
+        TypeError: a setting is not allowed for connections of aio-pika.
     """
     return await checked(_aio_pika.connect, url, connection_class=connection_class, **keywords)
 
@@ -123,7 +123,7 @@ async def checked(connect: Callable[..., Awaitable[Any]], url: Any, *, connectio
 
     Raises:
         SettingsError: the value of a setting is not allowed.
-        TypeError: a connection of aio-pika does not accept one of the settings.
+        TypeError: a setting is not allowed for connections of aio-pika.
     """
     # Check the keywords here, because aio-pika puts them into the URL, and its errors would show them.
     drop_in = getattr(connection_class, "_drop_in", AIO_PIKA)

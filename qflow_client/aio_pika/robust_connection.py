@@ -25,7 +25,7 @@ class RobustConnection(Connection, TappedRobustConnection):
 
     Raises:
         SettingsError: the value of a setting is not allowed.
-        TypeError: a connection of aio-pika does not accept one of the settings.
+        TypeError: a setting is not allowed for connections of aio-pika.
     """
 
     CHANNEL_CLASS = RobustChannel
@@ -51,7 +51,7 @@ async def connect_robust(url: Any = None, *, connection_class: Any = RobustConne
 
     Raises:
         SettingsError: the value of a setting is not allowed.
-        TypeError: a connection of aio-pika does not accept one of the settings.
+        TypeError: a setting is not allowed for connections of aio-pika.
     """
     return await checked(_aio_pika.connect_robust, url, connection_class=connection_class, **keywords)
 

@@ -23,7 +23,7 @@ def level(value: float, row: int, step: float) -> str:
 
 
 class DepthChart:
-    """Draws the depths of a queue. The latest depth is at the right.
+    """Draws the depths of a queue. The latest depth is on the right.
 
     Args:
         depths: minimum and maximum for each column. If there are too many columns, the oldest ones are not drawn.

@@ -134,7 +134,7 @@ def export(
     ] = None,
     _as_json: AsJson = False,
 ) -> None:
-    """Export the messages in an outbox as JSON, one line for each.
+    """Export the messages in an outbox as JSON, one per line.
 
     A producer may use the outbox at the same time. Damaged messages are left out.
     """

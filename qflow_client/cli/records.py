@@ -35,7 +35,7 @@ class Format(StrEnum):
 
     @classmethod
     def of(cls, name: str) -> Format:
-        """Return the format for the ending of a file name. An ending for compression is ignored."""
+        """Return the format for the ending of a file name. An ending ``.gz`` or ``.zip`` is removed first."""
         endings = [ending.lower() for ending in PurePath(name).suffixes]
         if endings and endings[-1] in _COMPRESSED:
             endings.pop()

@@ -55,7 +55,7 @@ class Connection(pyamqp.Connection):
 
     Raises:
         SettingsError: the value of a setting is not allowed.
-        TypeError: a connection of kombu does not accept one of the settings.
+        TypeError: a setting is not allowed for connections of kombu.
     """
 
     Channel = Channel

@@ -96,7 +96,7 @@ class Transport(pyamqp.Transport):
                 client.hostname = self._server_name
 
     def Connection(self, **options: Any) -> Connection:  # type: ignore[override]  # as kombu calls it
-        """Return an unconnected connection. kombu calls this method."""
+        """Return a connection that is not connected yet. kombu calls this method."""
         made_of = f"{os.getpid()} {sorted(options.items())!r}"
         connection = kept.take(made_of)
         if connection is None:

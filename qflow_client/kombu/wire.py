@@ -46,7 +46,7 @@ class Unanswered(TimeoutError):
 
 
 def _unpatched_poll() -> Any:
-    """Return the system's poll object, even if gevent has replaced it."""
+    """Return a poll object of the system, even if gevent has replaced `select.poll`."""
     monkey = sys.modules.get("gevent.monkey")
     return select.poll() if monkey is None else monkey.get_original("select", "poll")()
 
@@ -390,7 +390,7 @@ class Wire:
         return not self.tap.at_border
 
     def flush(self) -> None:
-        """Write the channels' output until the socket accepts no more."""
+        """Write the channels' output until the socket accepts no more bytes."""
         tap = self.tap
         with self._writing:
             if self._is_midway:

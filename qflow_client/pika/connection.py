@@ -28,7 +28,7 @@ class ConnectionParameters(pika.ConnectionParameters):
 
     Raises:
         SettingsError: the value of a setting is not allowed.
-        TypeError: a connection of pika does not accept one of the settings.
+        TypeError: a setting is not allowed for connections of pika.
     """
 
     __slots__ = ("flow_settings",)
@@ -53,7 +53,7 @@ class URLParameters(pika.URLParameters):
 
     Raises:
         SettingsError: the value of a setting is not allowed.
-        TypeError: a connection of pika does not accept one of the settings.
+        TypeError: a setting is not allowed for connections of pika.
     """
 
     __slots__ = ("flow_settings",)

@@ -53,7 +53,7 @@ class FlowLogs:
     def __init__(self, paths: Sequence[str | os.PathLike[str]]) -> None:
         #: The files, sorted by name.
         self.files: list[Path] = []
-        #: Number of lines that could not be read so far, such as the last line of a killed process.
+        #: Number of lines that could not be read so far. A killed process may leave such a line.
         self.unreadable = 0
         for path in map(Path, paths):
             if path.is_dir():

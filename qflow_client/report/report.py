@@ -26,7 +26,7 @@ class FlowReport:
             ``replays``. Durations are in seconds, and times in seconds since 1970.
         lines: number of lines read, by kind.
         lost: number of lines that a flow log dropped because the disk was too slow.
-        unreadable: number of lines that could not be read, such as the last line of a killed process.
+        unreadable: number of lines that could not be read. A killed process may leave such a line.
         first: time of the first line in seconds since 1970; ``None`` if there are no lines.
         last: time of the last line, in the same form.
         advice: recommended settings by queue.

@@ -136,7 +136,7 @@ def _headers(headers: Mapping[str, Any] | None) -> list[tuple[str, str | None]] 
 
 
 def _text(value: Any) -> str:
-    """Return a header that is not a string as JSON. Bytes are decoded as text."""
+    """Convert a header to JSON if it is not a string. Bytes are decoded as text."""
     if isinstance(value, (bytes, bytearray)):
         return value.decode(errors="backslashreplace")
     return json.dumps(value, ensure_ascii=False, default=_other)

@@ -59,7 +59,7 @@ def connect_first(
 
 
 def connect(urls: Sequence[str], timeout: float) -> pika.BlockingConnection:
-    """Connect to the first broker that can be reached, with pika's `BlockingConnection`."""
+    """Connect with pika's `BlockingConnection` to the first broker that can be reached."""
     return connect_first(urls, timeout, pika.BlockingConnection)
 
 

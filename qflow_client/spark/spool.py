@@ -150,7 +150,7 @@ class Spool:
         self._write_state("complete", True)
 
     def append(self, rows: pa.RecordBatch) -> None:
-        """Add messages. They are on disk when the method returns. The first one gets the offset `end`."""
+        """Add messages. They are on disk when the method returns. The first message gets the offset `end`."""
         start, count = self.end, rows.num_rows
         self._write(_name(start, count), _stream(rows))
         self._starts.append(start)

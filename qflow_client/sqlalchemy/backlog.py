@@ -32,7 +32,7 @@ logger = logging.getLogger("qflow_client")
 
 
 def measure(connection: Connection | Session, tables: Tables) -> tuple[int, float]:
-    """Return the number of waiting rows, and the age of the oldest one in seconds by the clock of the database."""
+    """Return the number of waiting rows, and the age of the oldest row in seconds (by the clock of the database)."""
     rows = tables.rows
     depth = connection.execute(select(sql.count()).select_from(rows)).scalar_one()
     # On PostgreSQL `now()` is the time at which this transaction began. A visible row may be newer, so do not use it.

@@ -13,7 +13,7 @@ relay leaves nothing to clean up.
 their ids, and a reader that remembers only the last id would lose rows. Therefore rows are read in *sweeps*. Each sweep
 has a snapshot. It reads the rows that are visible in its snapshot and were not visible in the snapshot of the previous
 sweep, in the order of ids. A row is new if its transaction (the column ``xid``) began after the previous snapshot, or
-was in progress in the previous snapshot. Both conditions are short ranges of an index. The result:
+was in progress in the previous snapshot. Both conditions select short ranges of an index. The result:
 
 - Each row is in exactly one sweep. If its transaction commits late, the row is in a later sweep.
 - If a transaction adds a row after another transaction has committed, the row of the other transaction is read first. A

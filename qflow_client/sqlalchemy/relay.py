@@ -168,7 +168,7 @@ class OutboxRelay:
         return self._settings.name
 
     def health(self) -> Health:
-        """The health of the relay. It is ``"disconnected"`` without the database or the broker.
+        """The health of the relay. Without a connection to the database or the broker it is ``"disconnected"``.
 
         `qflow_client.health.asgi_readiness` accepts a relay like a producer.
         """

@@ -145,7 +145,7 @@ class Tables:
 
     @property
     def session_name(self) -> str:
-        """The first part of the session name of each relay in the database. The holds of the relay follow."""
+        """The first part of the name of each relay's database session. The holds of the relay follow."""
         return f"qflow relay {crc32(self.full_name.encode()):08x}: "
 
     @property

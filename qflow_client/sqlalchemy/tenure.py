@@ -123,7 +123,7 @@ class Tenure:
 
     Args:
         lease: lease of the relay in seconds.
-        poll: seconds between two checks for rows without a notification.
+        poll: seconds between two checks for new rows if no notification comes.
         is_stopping: returns True if the relay has to end.
     """
 

@@ -166,7 +166,7 @@ class BrokerJ:
 
 
 class BrokerJNode(Node, BrokerJ):
-    """A private Broker-J, with one virtual host, ``default``, in memory.
+    """A private Broker-J. Its only virtual host has the name ``default``, and is in memory.
 
     As a context manager it starts on entry and is closed on exit::
 

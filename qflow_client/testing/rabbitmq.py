@@ -73,7 +73,7 @@ class _Tools:
 
 @dataclass(frozen=True)
 class _Account:
-    """The unprivileged user that runs nodes started by root."""
+    """The unprivileged user under which a node runs if root starts it."""
 
     name: str
     uid: int
@@ -98,7 +98,7 @@ class _Credentials(TypedDict, total=False):
 
 
 class RabbitMQ(ABC):
-    """A RabbitMQ node, on any machine, in which tests can raise alarms."""
+    """A RabbitMQ node on any machine. Tests can raise alarms in the node."""
 
     @property
     @abstractmethod

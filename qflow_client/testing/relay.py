@@ -41,7 +41,7 @@ _RESET = struct.pack("ii", 1, 0)
 
 
 class Direction(StrEnum):
-    """A direction of bytes."""
+    """The direction in which bytes are passed on."""
 
     TO_BROKER = "to_broker"
     TO_CLIENT = "to_client"

@@ -318,7 +318,7 @@ class BlockingConnection(_pika.BlockingConnection):
 
 @contextmanager
 def good_bye(connection: Any) -> Iterator[None]:
-    """Abort the connection if the block does not close it in time, because the broker does not read."""
+    """Abort the connection if the broker does not read, so that the block cannot close it in time."""
     impl = connection._impl
     wait = ConnectionFlow.of(impl).settings.max_producer_flow_control_wait
     timer: Any = None
@@ -584,7 +584,7 @@ class BlockingChannel(_pika.BlockingChannel):
             republish: an ended channel with pipelined confirms, whose connection was lost. Its unconfirmed messages are
                 published on this channel, in order, before all other messages. Messages that may have arrived get the
                 header `REPUBLISHED`. If this call raises an error, the ended channel still has its messages. After
-                ``KeyboardInterrupt`` one of the two channels has them.
+                ``KeyboardInterrupt`` one of the two channels has the messages.
 
         Raises:
             TypeError: `republish` is not a channel of this class.
