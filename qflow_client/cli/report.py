@@ -79,9 +79,9 @@ def report(
     The report shows which producers were blocked (flowed), for how long, and for which reason. It also shows the queue
     that blocked them, and the producers that had filled this queue.
 
-    With --maximum or --delay the report also recommends thresholds for queues and capacities for producers that keep
-    this limit. To find these values, the command replays the recorded messages through a queue of the broker with
-    different values.
+    With --maximum or --delay the report also recommends settings that keep this limit: thresholds for queues, and
+    capacities for producers. To find these values, the command replays the recorded messages through a queue of the
+    broker with different values.
 
     Exit codes: 0 if the command succeeded; 1 if there is nothing to read; 2 if the command line is wrong.
     """

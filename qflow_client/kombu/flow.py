@@ -228,7 +228,7 @@ class ChannelFlow(DropInFlow):
         return EncodedMessage(b"".join(pieces), body)
 
     def write(self) -> None:
-        """Pass the messages that may be sent to the socket."""
+        """Write the messages that may be sent now."""
         self._wire.flush()
 
 

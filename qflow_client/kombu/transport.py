@@ -76,7 +76,7 @@ class Transport(pyamqp.Transport):
     def establish_connection(self) -> Any:
         """Connect like kombu, which replaces the host localhost by 127.0.0.1.
 
-        With TLS the certificate must still have the name localhost, because it may not be for 127.0.0.1.
+        With TLS the certificate must still have the name localhost. It need not have the name 127.0.0.1.
 
         Raises:
             SettingsError: eventlet has patched Python.

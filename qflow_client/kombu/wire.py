@@ -309,7 +309,7 @@ class Wire:
 
     @property
     def has_news(self) -> bool:
-        """Whether py-amqp has a frame to handle that is not a delivery."""
+        """Whether there is a frame for py-amqp that is not a delivery."""
         if self.later:
             return True
         at, frames = self._at, self._frames

@@ -312,7 +312,7 @@ class ChannelFlow(DropInFlow):
     # After an event.
 
     def write(self) -> None:
-        """Pass the messages that may be sent to pika, and report events."""
+        """Pass messages to pika if they may be sent now, and report events."""
         protocol = self.protocol
         # When bytes are written, more messages may be released. `take_output` treats its bytes as written, because pika
         # may write immediately and call this method again.

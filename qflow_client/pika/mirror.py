@@ -69,7 +69,7 @@ def mirror(name: str, theirs: ModuleType) -> None:
 
 
 def alias(name: str, theirs: ModuleType) -> None:
-    """Make submodules of pika that the drop-in does not have importable with the drop-in's names."""
+    """Make submodules of pika importable with the drop-in's names if the drop-in does not have them."""
     package = sys.modules[name]
     ours = set() if package is theirs else {module.name for module in iter_modules(package.__path__)}
     for module in iter_modules(theirs.__path__):

@@ -136,7 +136,7 @@ def _headers(headers: Mapping[str, Any] | None) -> list[tuple[str, str | None]] 
 
 
 def _text(value: Any) -> str:
-    """Convert a header to JSON if it is not a string. Bytes are decoded as text."""
+    """Return text for a header that is not a string. Bytes are decoded, and other values become JSON."""
     if isinstance(value, (bytes, bytearray)):
         return value.decode(errors="backslashreplace")
     return json.dumps(value, ensure_ascii=False, default=_other)

@@ -245,7 +245,7 @@ class StreamConsumer:
         return None if found is None else found[0]
 
     def end(self) -> int | None:
-        """Return the offset after the last message, or ``None`` if the stream is empty (for example by retention)."""
+        """Return the offset after the last message, or ``None`` if the stream is empty, for example after retention."""
         found = self._probe("last", to_the_end=True)
         return None if found is None else found[1] + 1
 

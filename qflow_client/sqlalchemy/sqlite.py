@@ -1,7 +1,7 @@
 """The session of a relay with SQLite.
 
 SQLite allows one writer at a time, and assigns the id of a row while the writer has the lock. So rows become visible in
-the order of their ids. So the new rows are exactly the rows after the last row that was read.
+the order of their ids. The new rows are therefore exactly the rows after the last row that was read.
 
 One relay at a time works on a database. It locks the file ``<database>.relay``. The lock ends with the process of the
 relay. The file contains the holds of the relay.

@@ -45,7 +45,7 @@ def partition_of(ordering_key: str) -> int:
 
 
 def dialect_of(session: Any, table: Table) -> str:
-    """Return the name of the database in which a session or connection finds a table.
+    """Return the name of the database system in which a session or connection finds a table.
 
     Raises:
         TypeError: the object is neither a session nor a connection.

@@ -594,7 +594,7 @@ class FaultProxy:
 
         Raises:
             LookupError: the connection does not exist.
-            OSError: another process has used the port while connections were refused.
+            OSError: another process uses the port, which was free while connections were refused.
         """
         self._change(None, connection, **asdict(NO_RULES))
         if connection is None:

@@ -58,7 +58,7 @@ class _Withdrawable(Publish):
 
 
 class _Publishing:
-    """One `basic_publish` of another thread, which calls `accept` and `wait`. The IOLoop's thread calls the rest.
+    """A `basic_publish` on another thread. That thread calls `accept` and `wait`. The IOLoop's thread calls the rest.
 
     The object is the waiter of its ticket. The step that admits the message also writes it and calls `set`. So
     `on_publish` is called before the broker's answer can be read.
@@ -140,7 +140,7 @@ class _Publishing:
             raise
 
     def begin(self) -> None:
-        """Send the message, or put it in line."""
+        """Send the message, or put it in the waiting line."""
         if self._future is None:
             try:
                 self._channel.accepted.remove(self)
@@ -195,7 +195,7 @@ class _Publishing:
             future.set_exception(error)
 
     def lose(self) -> None:
-        """Fail, because the channel has ended before the message was in line."""
+        """Fail, because the channel has ended before the message was in the waiting line."""
         self._end(self._channel.closing_error)
 
     def _notice(self) -> None:
@@ -217,7 +217,7 @@ class Channel(_pika.Channel):  # type: ignore[misc]  # of no known type
 
     #: The connection (internal).
     connection: Connection
-    #: Messages that were accepted and are not in line yet; see `_Publishing.accept` (internal).
+    #: Messages that were accepted and are not in the waiting line yet; see `_Publishing.accept` (internal).
     accepted: deque[_Publishing]
 
     @property
