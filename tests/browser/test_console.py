@@ -43,7 +43,7 @@ HELD = re.compile(r"\bheld\b")
 ROWS = 8
 
 
-def test_F5_graph_and_series_show_a_queue_going_on_and_off(page: Page, broker: Broker) -> None:
+def test_F5_the_graph_and_the_charts_of_a_queue_show_when_it_turns_ON_and_OFF(page: Page, broker: Broker) -> None:
     broker.declare_queue("orders", arguments=ORDERS)
     with Producer(broker.url, routing_key="orders", capacity=50) as producer:
         for _ in range(11):
@@ -70,7 +70,7 @@ def test_F5_graph_and_series_show_a_queue_going_on_and_off(page: Page, broker: B
         producer.flush(PATIENCE)
 
 
-def test_D5_all_producers_are_stopped_within_a_second_and_started(page: Page, broker: Broker) -> None:
+def test_D5_the_page_stops_all_producers_within_a_second_and_starts_them_again(page: Page, broker: Broker) -> None:
     broker.declare_queue("orders")
     with Producer(broker.url, routing_key="orders") as one, Producer(broker.url, routing_key="orders") as two:
         events = [producer.flow_events() for producer in (one, two)]
@@ -103,7 +103,7 @@ def test_D5_all_producers_are_stopped_within_a_second_and_started(page: Page, br
         broker.wait_until(lambda broker: not any(producer.flowed for producer in broker.producers()), PATIENCE)
 
 
-def test_D4_thresholds_are_edited_in_place_and_what_is_wrong_is_marked(page: Page, broker: Broker) -> None:
+def test_D4_thresholds_can_be_edited_on_the_page_and_invalid_values_are_marked(page: Page, broker: Broker) -> None:
     broker.declare_queue("orders", arguments=ORDERS)
     page.get_by_role("button", name="orders").click()
     messages = page.get_by_role("group", name="Messages")
@@ -154,7 +154,7 @@ def test_D4_thresholds_are_edited_in_place_and_what_is_wrong_is_marked(page: Pag
     broker.wait_until(lambda broker: not broker.queue("orders").depth, PATIENCE)
 
 
-def test_the_small_series_stand_beside_their_queues_and_names_are_cut_off_not_numbers(
+def test_each_small_chart_is_beside_its_queue_and_long_names_are_cut_off_but_numbers_are_not(
     page: Page, broker: Broker
 ) -> None:
     broker.declare_queue("q" * 200)
@@ -193,7 +193,7 @@ def test_the_small_series_stand_beside_their_queues_and_names_are_cut_off_not_nu
     )
 
 
-def test_rows_out_of_sight_are_written_one_at_a_time_and_those_in_sight_together(page: Page, broker: Broker) -> None:
+def test_invisible_rows_are_updated_one_at_a_time_and_visible_rows_together(page: Page, broker: Broker) -> None:
     page.set_viewport_size({"width": 1400, "height": 600})
     for number in range(ROWS):
         broker.declare_queue(f"queue {number:02}")
@@ -232,9 +232,7 @@ def test_rows_out_of_sight_are_written_one_at_a_time_and_those_in_sight_together
         expect(row.get_by_role("cell").nth(1)).to_have_text("2")
 
 
-def test_a_node_of_the_graph_that_is_scrolled_away_tells_what_is_now_once_it_is_scrolled_to(
-    page: Page, broker: Broker
-) -> None:
+def test_a_graph_node_shows_current_values_when_it_is_scrolled_into_view(page: Page, broker: Broker) -> None:
     for number in range(20):
         broker.declare_queue(f"queue {number:02}")
         # It is in the graph once somebody may publish to it.
@@ -255,7 +253,7 @@ def test_a_node_of_the_graph_that_is_scrolled_away_tells_what_is_now_once_it_is_
         expect(last).to_contain_text("5 messages")
 
 
-def test_everything_is_reached_by_keyboard(page: Page, broker: Broker) -> None:
+def test_the_thresholds_of_a_queue_can_be_set_with_the_keyboard_alone(page: Page, broker: Broker) -> None:
     broker.declare_queue("orders", arguments=ORDERS)
     expect(page.get_by_role("button", name="orders")).to_be_visible()
     page.keyboard.press("Tab")
@@ -299,7 +297,7 @@ def test_lists_are_filtered_sorted_and_paged(page: Page, broker: Broker) -> None
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_axe_finds_nothing_to_complain_of(page: Page, broker: Broker, scheme: str) -> None:
+def test_axe_finds_no_accessibility_problem(page: Page, broker: Broker, scheme: str) -> None:
     page.emulate_media(color_scheme=scheme, reduced_motion="reduce")  # type: ignore[arg-type]
     broker.declare_queue("orders", arguments=ORDERS)
     broker.declare_queue("other")
@@ -336,7 +334,7 @@ def test_the_theme_can_be_chosen(page: Page) -> None:
     assert back() == "rgb(13, 17, 23)"
 
 
-def test_a_token_is_asked_for_until_it_is_right(browser: Browser) -> None:
+def test_the_page_asks_for_the_token_until_it_is_correct(browser: Browser) -> None:
     with Broker(http_port=0, http_token="correct-horse") as broker:
         broker.declare_queue("orders")
         page = browser.new_page()
@@ -357,7 +355,7 @@ def test_a_token_is_asked_for_until_it_is_right(browser: Browser) -> None:
         page.context.close()
 
 
-def test_a_broker_that_ends_is_told_and_found_again(browser: Browser) -> None:
+def test_the_page_reports_that_the_broker_has_ended_and_connects_again_when_it_runs(browser: Browser) -> None:
     context = browser.new_context()
     page = context.new_page()
     # One that no outgoing connection is given while nobody listens there.

@@ -1,4 +1,4 @@
-"""What an update of the console does, counted: writes into the page, values that it is told, steps of the worker."""
+"""Count what an update of the console does: writes to the page, values sent to the page and steps of the worker."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def an_update(browser: Browser, count: int) -> dict[str, Any]:
     return {"writes": writes, "values": values, "steps": steps, "elements": elements}
 
 
-def test_an_update_writes_what_the_page_shows_and_the_worker_looks_at_each_thing_a_few_times(browser: Browser) -> None:
+def test_an_update_writes_only_what_the_page_shows_and_the_steps_of_the_worker_grow_linearly(browser: Browser) -> None:
     small, large = an_update(browser, SMALL), an_update(browser, LARGE)
     assert 0 < large["elements"] <= 1.2 * small["elements"]
     # The page is told what it shows, and writes that at most, however much there is in the broker.

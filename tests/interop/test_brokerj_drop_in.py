@@ -63,7 +63,9 @@ def test_J7_the_broker_closes_the_channel_of_pika_and_not_that_of_the_drop_in(
     assert "Channel.Close" not in caplog.text
 
 
-def test_J7_plain_aio_pika_cannot_open_a_channel_and_with_a_fix_it_loses_it(brokerj: BrokerJ, queue: str) -> None:
+def test_J7_plain_aio_pika_cannot_open_a_channel_and_a_fixed_one_loses_its_channel(
+    brokerj: BrokerJ, queue: str
+) -> None:
     async def publish(url: str) -> None:
         async with await aio_pika.connect(url) as connection:
             channel = await connection.channel(publisher_confirms=False)

@@ -231,7 +231,7 @@ def test_plain_pika_keeps_publishing_and_loses_its_channel_while_our_producer_wa
 def test_C6_two_producers_never_overshoot_by_more_than_twice_the_sum_of_their_capacities(
     brokerj: BrokerJ, channel: BlockingChannel, queue: Callable[..., str], make: Callable[..., Any]
 ) -> None:
-    """Many rounds: what a round shows depends on how much the broker reads at once."""
+    """It needs many rounds, because the result of a round depends on how much the broker reads at once."""
     capacity, windows, count = 20_000, (50, 15), rounds(4)
     worst = 0.0
     with make(brokerj.url, capacity=windows[0]) as one, make(brokerj.url, capacity=windows[1]) as other:
@@ -296,7 +296,7 @@ def overflow_over_rest(brokerj: BrokerJ, channel: BlockingChannel, name: str) ->
 
 
 @pytest.mark.parametrize("make", [overflow_argument, overflow_over_rest])
-def test_the_overflow_policy_producer_flow_control_flows_the_producer(
+def test_the_overflow_policy_called_producer_flow_control_flows_the_producer(
     brokerj: BrokerJ, channel: BlockingChannel, make: Callable[[BrokerJ, BlockingChannel, str], None]
 ) -> None:
     name = f"qflow-{uuid4().hex}"
@@ -315,7 +315,7 @@ def test_the_overflow_policy_producer_flow_control_flows_the_producer(
 
 
 @pytest.mark.usefixtures("no_retries")
-def test_a_full_queue_that_rejects_nacks_mandatory_messages_and_confirms_others_that_it_drops(
+def test_a_full_queue_with_the_policy_reject_nacks_mandatory_messages_and_confirms_and_drops_others(
     brokerj: BrokerJ, channel: BlockingChannel
 ) -> None:
     name = f"qflow-{uuid4().hex}"
@@ -356,7 +356,7 @@ def test_a_full_queue_that_flows_to_disk_confirms_and_keeps_all_messages(
 
 
 @pytest.mark.parametrize("make", MAKERS)
-def test_J3_J6_the_overfilling_message_is_accepted_and_at_the_resume_capacity_the_producer_continues(
+def test_J3_J6_the_message_that_overfills_a_queue_is_accepted_and_the_resume_capacity_ends_the_hold(
     brokerj: BrokerJ, channel: BlockingChannel, queue: Callable[..., str], make: Callable[..., Any]
 ) -> None:
     resume = 10_000

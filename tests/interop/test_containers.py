@@ -1,4 +1,4 @@
-"""The containers that other tests run RabbitMQ in."""
+"""The containers in which other tests run RabbitMQ."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Arguments and features of RabbitMQ's: the same program sees the same at a real one and at the broker here."""
+"""Arguments and features of RabbitMQ. The same program gets the same results from RabbitMQ and from the broker here."""
 
 from __future__ import annotations
 
@@ -137,14 +137,16 @@ def desk(request: pytest.FixtureRequest) -> Iterator[Desk]:
 
 
 @pytest.mark.parametrize(("count", "left"), [(2, ["1", "2"]), (3, ["1", "2", "3"]), (4, ["2", "3", "4"])])
-def test_x_max_length_drops_messages_at_the_head_beyond_the_maximum(desk: Desk, count: int, left: list[str]) -> None:
+def test_with_x_max_length_messages_beyond_the_maximum_are_dropped_at_the_head(
+    desk: Desk, count: int, left: list[str]
+) -> None:
     desk.declare("q", x_max_length=3)
     assert desk.outcomes("q", *(str(number + 1) for number in range(count))) == ["ack"] * count
     assert desk.drain("q") == left
 
 
 @pytest.mark.parametrize(("last", "left"), [("55", ["1", "22", "55"]), ("555", ["22", "555"]), ("55555", ["55555"])])
-def test_x_max_length_bytes_drops_as_many_messages_at_the_head_as_necessary(
+def test_with_x_max_length_bytes_as_many_messages_as_necessary_are_dropped_at_the_head(
     desk: Desk, last: str, left: list[str]
 ) -> None:
     desk.declare("q", x_max_length_bytes=5, x_overflow="drop-head")
@@ -152,7 +154,7 @@ def test_x_max_length_bytes_drops_as_many_messages_at_the_head_as_necessary(
     assert desk.drain("q") == left
 
 
-def test_a_message_larger_than_the_maximum_is_dropped_together_with_all_before_it(desk: Desk) -> None:
+def test_a_message_that_is_larger_than_the_maximum_is_dropped_together_with_all_messages_before_it(desk: Desk) -> None:
     desk.declare("q", x_max_length_bytes=5)
     assert desk.outcomes("q", "1", "22", "666666") == ["ack"] * 3
     assert desk.drain("q") == []
@@ -176,7 +178,7 @@ def test_only_ready_messages_count_towards_the_maximum(desk: Desk) -> None:
 
 
 @pytest.mark.parametrize("overflow", ["reject-publish", "reject-publish-dlx"])
-def test_reject_publish_nacks_messages_that_do_not_fit(desk: Desk, overflow: str) -> None:
+def test_with_reject_publish_messages_that_do_not_fit_are_nacked(desk: Desk, overflow: str) -> None:
     desk.declare("dead")
     desk.declare(
         "q",
@@ -194,7 +196,7 @@ def test_reject_publish_nacks_messages_that_do_not_fit(desk: Desk, overflow: str
     )
 
 
-def test_reject_publish_sends_no_answer_without_confirms(desk: Desk) -> None:
+def test_with_reject_publish_and_without_confirms_messages_that_do_not_fit_are_dropped(desk: Desk) -> None:
     desk.declare("q", x_max_length=1, x_overflow="reject-publish")
     desk.publish("q", "1")
     desk.channel = desk.connection.channel()
@@ -353,7 +355,7 @@ def test_dead_letters_for_a_missing_exchange_are_lost(desk: Desk) -> None:
     assert desk.drain("q") == ["2"]
 
 
-def test_with_a_single_active_consumer_the_oldest_one_is_served_until_it_is_cancelled(desk: Desk) -> None:
+def test_with_a_single_active_consumer_only_the_oldest_consumer_is_served_until_it_is_cancelled(desk: Desk) -> None:
     desk.declare("q", x_single_active_consumer=True)
     seen: list[str] = []
 
@@ -401,7 +403,9 @@ def test_counts_in_x_death_have_64_bits(desk: Desk) -> None:
 
 
 @pytest.mark.parametrize("overflow", ["drop-head", "reject-publish"])
-def test_a_requeue_into_a_full_queue_drops_or_exceeds_by_its_policy(desk: Desk, overflow: str) -> None:
+def test_x_overflow_decides_if_a_requeue_into_a_full_queue_drops_messages_or_exceeds_the_maximum(
+    desk: Desk, overflow: str
+) -> None:
     desk.declare("q", x_max_length=2, x_overflow=overflow)
     for body in ("1", "2", "3"):
         desk.publish("q", body)

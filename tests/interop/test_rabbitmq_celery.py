@@ -103,7 +103,9 @@ def goes_on(client: Client) -> bool:
     return True
 
 
-def test_under_a_memory_alarm_confirms_hang_with_pyamqp_and_not_with_the_transport(own_rabbitmq: RabbitMQNode) -> None:
+def test_during_a_memory_alarm_publishing_with_confirms_hangs_with_pyamqp_and_not_with_the_transport(
+    own_rabbitmq: RabbitMQNode,
+) -> None:
     theirs, ours = (Client(own_rabbitmq, scheme, confirm_publish=True) for scheme in SCHEMES)
     own_rabbitmq.raise_memory_alarm()
     job = start(theirs.call)
@@ -135,7 +137,7 @@ def test_under_a_memory_alarm_confirms_hang_with_pyamqp_and_not_with_the_transpo
         client.close()
 
 
-def test_under_a_memory_alarm_unconfirmed_messages_hang_with_pyamqp_and_not_with_the_transport(
+def test_during_a_memory_alarm_publishing_without_confirms_hangs_with_pyamqp_and_not_with_the_transport(
     own_rabbitmq: RabbitMQNode,
 ) -> None:
     theirs, ours = (Client(own_rabbitmq, scheme) for scheme in SCHEMES)
@@ -158,7 +160,7 @@ def test_under_a_memory_alarm_unconfirmed_messages_hang_with_pyamqp_and_not_with
 
 
 def test_a_worker_continues_during_a_memory_alarm(own_rabbitmq: RabbitMQNode, tmp_path: Path) -> None:
-    """Its events and replies have nowhere to go, and hold nothing up."""
+    """The worker cannot send its events and replies, and they do not stop it."""
     with application(url(own_rabbitmq, "qflow"), tmp_path, f"file://{tmp_path}", "-c", "2") as of:
         add = of.task("add")
         results = [add.apply_async((number, 1), countdown=3.0) for number in range(20)]

@@ -1,4 +1,4 @@
-"""Consumers and producers on one connection of pika's to a real RabbitMQ."""
+"""Consumers and producers on one connection of pika to a real RabbitMQ."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tokens of OAuth 2 on a real RabbitMQ, which refuses what is published with one that has expired."""
+"""OAuth 2 tokens on a real RabbitMQ, which refuses messages of a connection whose token has expired."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ async def publish_until(end: Callable[[], bool], kind: type, url: str, **options
     return outcomes
 
 
-def test_E8_tokens_are_replaced_and_no_login_is_refused_but_an_expired_token_is_if_it_is_not_replaced(
+def test_E8_replaced_tokens_are_accepted_and_an_expired_token_that_was_not_replaced_is_refused(
     node: OAuthNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Long before they expire, so that a busy machine is not too late.

@@ -89,7 +89,9 @@ class Program:
             self.publish()
 
 
-def test_under_a_memory_alarm_confirms_hang_with_pika_and_not_with_the_drop_in(alarmed: RabbitMQNode) -> None:
+def test_during_a_memory_alarm_publishing_with_confirms_hangs_with_pika_and_not_with_the_drop_in(
+    alarmed: RabbitMQNode,
+) -> None:
     theirs, ours = Program(original, alarmed, confirms=True), Program(drop_in, alarmed, confirms=True)
     alarmed.raise_memory_alarm()
     job = start(theirs.run, 2)
@@ -119,7 +121,7 @@ def test_under_a_memory_alarm_confirms_hang_with_pika_and_not_with_the_drop_in(a
     assert sorted(bodies(alarmed, 7)) == sorted([*of_pika, *of_drop_in])
 
 
-def test_under_a_memory_alarm_unconfirmed_messages_pile_up_with_pika_and_not_with_the_drop_in(
+def test_during_a_memory_alarm_publishing_without_confirms_hangs_with_pika_and_not_with_the_drop_in(
     alarmed: RabbitMQNode,
 ) -> None:
     body = bytes(100_000)

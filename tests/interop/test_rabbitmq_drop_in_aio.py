@@ -107,7 +107,9 @@ async def bodies(node: RabbitMQNode, count: int) -> list[bytes]:
 
 
 @pytest.mark.slow
-def test_under_a_memory_alarm_confirms_hang_with_aio_pika_and_not_with_the_drop_in(alarmed: RabbitMQNode) -> None:
+def test_during_a_memory_alarm_publishing_with_confirms_hangs_with_aio_pika_and_not_with_the_drop_in(
+    alarmed: RabbitMQNode,
+) -> None:
     async def main() -> None:
         theirs, ours = Program(original, confirms=True), Program(drop_in, confirms=True)
         for program in theirs, ours:
@@ -149,7 +151,7 @@ def test_under_a_memory_alarm_confirms_hang_with_aio_pika_and_not_with_the_drop_
 
 
 @pytest.mark.slow
-def test_during_a_memory_alarm_unconfirmed_messages_end_in_time(alarmed: RabbitMQNode) -> None:
+def test_during_a_memory_alarm_publishing_without_confirms_raises_in_time(alarmed: RabbitMQNode) -> None:
     async def main() -> None:
         body = bytes(100_000)
         theirs, ours = (Program(module, confirms=False, body=body) for module in (original, drop_in))

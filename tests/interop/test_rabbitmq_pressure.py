@@ -1,4 +1,4 @@
-"""What RabbitMQ does to who publishes more than it can take: alarms, credit flow, a pause, a restart, full queues."""
+"""RabbitMQ under too many messages: alarms, credit flow, a pause, a restart and full queues."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_A4_during_a_disk_alarm_the_first_send_returns_and_every_call_keeps_its_
 
 
 @pytest.mark.parametrize(("queue_type", "producer"), [("classic", "Producer"), ("quorum", "AsyncProducer")])
-def test_J8_under_credit_flow_a_window_or_socket_hold_begins_and_nothing_is_lost(
+def test_J8_during_credit_flow_of_RabbitMQ_a_capacity_or_socket_hold_begins_and_no_message_is_lost(
     each_rabbitmq: RabbitMQ, inbox: Inbox, queue_type: str, producer: str
 ) -> None:
     make = PRODUCERS[producer]
@@ -133,7 +133,7 @@ def test_J8_under_credit_flow_a_window_or_socket_hold_begins_and_nothing_is_lost
     assert [each for each in arrived if not each.startswith(marker)] == admitted
 
 
-def test_J8_persistent_messages_faster_than_a_quorum_queue_writes_them_are_held_by_the_window(
+def test_J8_the_window_holds_persistent_messages_that_arrive_faster_than_a_quorum_queue_writes(
     each_rabbitmq: RabbitMQ, inbox: Inbox
 ) -> None:
     count, capacity = 5_000, 200
@@ -229,7 +229,7 @@ def fill(producers: list[Producer], queue: str) -> int:
 
 
 @pytest.mark.parametrize(("queue_type", "beyond"), [("classic", 0), ("quorum", sum(CAPACITIES))])
-def test_C6_a_quorum_queue_that_rejects_exceeds_its_maximum_by_at_most_the_capacities_a_classic_one_never(
+def test_C6_a_classic_queue_keeps_its_maximum_and_a_quorum_queue_exceeds_it_by_at_most_the_capacities(
     each_rabbitmq: RabbitMQ, inbox: Inbox, queue_type: str, beyond: int
 ) -> None:
     arguments = {"x-queue-type": queue_type, "x-max-length": MAXIMUM, "x-overflow": "reject-publish"}
@@ -246,7 +246,9 @@ def test_C6_a_quorum_queue_that_rejects_exceeds_its_maximum_by_at_most_the_capac
             inbox.wait_depth(queue, peak)
 
 
-def test_a_quorum_queue_that_rejects_gets_all_messages_as_it_is_emptied(each_rabbitmq: RabbitMQ, inbox: Inbox) -> None:
+def test_a_full_quorum_queue_that_nacks_messages_gets_all_of_them_when_it_is_emptied(
+    each_rabbitmq: RabbitMQ, inbox: Inbox
+) -> None:
     arguments = {"x-queue-type": "quorum", "x-max-length": 10, "x-overflow": "reject-publish"}
     queue = inbox.declare(arguments, durable=True)
     count = 300
@@ -263,7 +265,7 @@ def test_a_quorum_queue_that_rejects_gets_all_messages_as_it_is_emptied(each_rab
         producer.flush(timeout=PATIENCE)
 
 
-def test_a_message_above_16_MiB_is_accepted_by_3_10_rejected_by_4_0_and_does_not_affect_the_others(
+def test_RabbitMQ_3_10_accepts_a_message_above_16_MiB_and_4_0_rejects_it_without_affecting_others(
     each_rabbitmq: RabbitMQ, inbox: Inbox
 ) -> None:
     queue = inbox.declare()

@@ -233,7 +233,7 @@ def check_nothing_is_lost(url: str, queue: str, count: int) -> None:
     assert list(seen) == list(range(count))
 
 
-def test_a_full_queue_that_rejects_gets_all_messages_as_it_is_emptied(
+def test_a_full_queue_that_nacks_messages_gets_all_of_them_when_it_is_emptied(
     rabbitmq: RabbitMQNode, channel: BlockingChannel
 ) -> None:
     name = f"qflow-{uuid4().hex}"

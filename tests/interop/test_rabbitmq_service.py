@@ -1,4 +1,4 @@
-"""The web service of the page on production, under uvicorn, on a real RabbitMQ."""
+"""The web service of docs/production.md runs under uvicorn with a real RabbitMQ."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Streams of RabbitMQ's, which keep what is read."""
+"""Streams of RabbitMQ, which keep messages that were read."""
 
 from __future__ import annotations
 

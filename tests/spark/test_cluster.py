@@ -1,4 +1,4 @@
-"""A standalone cluster of two workers, which have the package from ``spark-submit --py-files`` alone."""
+"""A standalone cluster of two workers, which get the package only from ``spark-submit --py-files``."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
         yield cluster
 
 
-def test_C6_two_workers_share_a_capacity_by_credits_and_an_executor_that_is_killed_in_a_batch_costs_nothing(
+def test_C6_two_workers_share_a_capacity_by_credits_and_a_killed_executor_loses_no_row(
     cluster: Cluster, tmp_path: Path
 ) -> None:
     package = zipped(tmp_path)

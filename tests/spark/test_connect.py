@@ -1,4 +1,4 @@
-"""Spark Connect: a client that speaks to Spark by gRPC, and registers the data source there."""
+"""Spark Connect: a client connects to Spark with gRPC and registers the data source there."""
 
 from __future__ import annotations
 

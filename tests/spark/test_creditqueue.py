@@ -1,4 +1,4 @@
-"""Capacity as credits in a queue of the broker: on this repository's broker, and on a real RabbitMQ."""
+"""Credits in a queue limit the capacity of a job. The tests use the broker here and a real RabbitMQ."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def tasks(of: SinkOptions, count: int, rows: int) -> list[Any]:
     + [pytest.param("rabbitmq", capacity, marks=pytest.mark.rabbitmq) for capacity in (5, 3000)],
     indirect=["url"],
 )
-def test_C6_every_row_is_sent_once_with_a_budget_below_and_above_the_number_of_tasks(url: str, capacity: int) -> None:
+def test_C6_each_row_is_sent_once_with_fewer_credits_or_more_credits_than_tasks(url: str, capacity: int) -> None:
     of = options(url, capacity=capacity)
     prepare(of.producer, CREDITS)
     assert ready(url, CREDITS) == min(capacity, 256)
@@ -97,7 +97,7 @@ def test_C6_every_row_is_sent_once_with_a_budget_below_and_above_the_number_of_t
     prepare(of.producer, CREDITS)
 
 
-def test_C6_the_peak_is_stop_plus_capacity_with_eight_tasks_and_a_slow_consumer() -> None:
+def test_C6_the_depth_never_exceeds_stop_plus_capacity_with_eight_tasks_and_a_slow_consumer() -> None:
     rows, stop, capacity = rounds(2000, least=1000), 1000, 300
     with Broker() as broker:
         broker.declare_queue("rows", arguments={"qpid.flow_stop_count": stop, "qpid.flow_resume_count": 700})
@@ -114,7 +114,9 @@ def test_C6_the_peak_is_stop_plus_capacity_with_eight_tasks_and_a_slow_consumer(
 
 
 @pytest.mark.rabbitmq
-def test_C6_on_RabbitMQ_a_full_queue_never_has_more_than_its_maximum_and_the_capacity(node: RabbitMQNode) -> None:
+def test_C6_on_RabbitMQ_the_depth_of_a_full_queue_never_exceeds_its_maximum_plus_the_capacity(
+    node: RabbitMQNode,
+) -> None:
     maximum, capacity, rows = 1000, 300, 500
     queues = {
         "rows": {"x-max-length": maximum, "x-overflow": "reject-publish"},
@@ -143,7 +145,7 @@ def test_C6_on_RabbitMQ_a_full_queue_never_has_more_than_its_maximum_and_the_cap
     assert sorted(map(int, consumer.bodies)) == list(range(8 * rows))
 
 
-def test_C6_unconfirmed_messages_of_all_tasks_are_exactly_the_credits_when_nothing_is_confirmed() -> None:
+def test_C6_without_confirms_all_tasks_together_send_exactly_as_many_messages_as_the_capacity() -> None:
     with Broker() as broker:
         broker.declare_queue("rows")
         broker.withhold_confirms()
@@ -163,7 +165,7 @@ def test_C6_unconfirmed_messages_of_all_tasks_are_exactly_the_credits_when_nothi
         assert broker.queue("rows").depth == 8000
 
 
-def test_a_task_between_two_batches_holds_no_credit_that_others_wait_for() -> None:
+def test_a_task_that_waits_for_its_next_batch_holds_no_credit_that_other_tasks_need() -> None:
     with Broker() as broker:
         broker.declare_queue("rows")
         of = options(broker.url, capacity=1)
@@ -186,7 +188,7 @@ def batches_until(broker: Broker, depth: int) -> Iterator[pa.RecordBatch]:
     yield pa.RecordBatch.from_pydict({"body": ["last"]})
 
 
-def test_what_is_wrong_with_the_options_is_said() -> None:
+def test_the_error_for_invalid_options_names_the_option() -> None:
     url = "amqp://127.0.0.1:1/"
     with pytest.raises(SettingsError, match=r"capacityPerTask=3 and creditQueue='credits': .*; leave capacityPerTask"):
         options(url, capacityPerTask=3)
@@ -198,7 +200,7 @@ def test_what_is_wrong_with_the_options_is_said() -> None:
     assert options(url, capacity=1).producer.capacity == 1
 
 
-def test_another_capacity_than_that_of_the_credits_is_refused(url: str) -> None:
+def test_a_capacity_that_differs_from_that_of_the_credits_is_refused(url: str) -> None:
     prepare(options(url, capacity=100).producer, CREDITS)
     with pytest.raises(CreditError, match="capacity=99: the credits in queue 'credits' are for a capacity of 100; set"):
         prepare(options(url, capacity=99).producer, CREDITS)
@@ -209,7 +211,7 @@ def test_another_capacity_than_that_of_the_credits_is_refused(url: str) -> None:
     eventually(lambda: ready(url, CREDITS) == 100)
 
 
-def test_credits_that_were_purged_are_missed(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_purged_credits_are_an_error(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     of = options(url, capacity=100)
     prepare(of.producer, CREDITS)
     do(url, "queue_purge", CREDITS)
@@ -243,7 +245,7 @@ def test_a_task_that_gets_no_credit_in_time_fails_with_FlowControlTimeout(url: s
             task(of, 0, 0, 10).result(PATIENCE)
 
 
-def test_a_queue_of_something_else_is_refused(url: str) -> None:
+def test_a_queue_that_contains_other_messages_is_refused_as_a_queue_of_credits(url: str) -> None:
     do(url, "basic_publish", "", "rows", b"an order")
     eventually(lambda: ready(url, "rows") == 1)
     with pytest.raises(
@@ -253,7 +255,7 @@ def test_a_queue_of_something_else_is_refused(url: str) -> None:
     eventually(lambda: ready(url, "rows") == 1)
 
 
-def test_a_queue_of_credits_that_is_deleted_ends_the_task() -> None:
+def test_a_task_ends_with_an_error_if_its_queue_of_credits_is_deleted() -> None:
     with Broker() as broker:
         broker.declare_queue("rows")
         of = options(broker.url, capacity=10)
@@ -268,7 +270,7 @@ def test_a_queue_of_credits_that_is_deleted_ends_the_task() -> None:
             task(of, 0, 0, 100).result(PATIENCE)
 
 
-def test_credits_that_were_issued_twice_are_found_out() -> None:
+def test_credits_that_were_issued_twice_are_an_error() -> None:
     with Broker() as broker:
         broker.declare_queue("rows")
         of = options(broker.url, capacity=10)
@@ -281,21 +283,21 @@ def test_credits_that_were_issued_twice_are_found_out() -> None:
             task(of, 0, 0, 100).result(PATIENCE)
 
 
-def test_drivers_that_begin_together_issue_the_credits_once(url: str) -> None:
+def test_drivers_that_start_at_the_same_time_issue_the_credits_only_once(url: str) -> None:
     of = options(url, capacity=20)
     for each in [in_background(prepare, of.producer, CREDITS) for _ in range(4)]:
         each.result(PATIENCE)
     assert ready(url, CREDITS) == 20
 
 
-def test_a_driver_that_died_before_the_credits_were_there_is_made_good(url: str) -> None:
+def test_a_driver_issues_the_credits_if_an_earlier_driver_died_before_it_issued_them(url: str) -> None:
     # What it leaves, at the worst.
     do(url, "queue_declare", CREDITS, durable=True, arguments={"x-queue-type": "classic"})
     prepare(options(url, capacity=20).producer, CREDITS)
     assert ready(url, CREDITS) == 20
 
 
-def test_C6_a_task_that_dies_gives_its_credits_back_and_adds_no_more_than_it_held() -> None:
+def test_C6_the_credits_of_a_task_that_dies_are_returned_and_its_messages_never_exceed_them() -> None:
     with Broker() as broker:
         broker.declare_queue("rows")
         of = options(broker.url, capacity=40)
@@ -316,7 +318,7 @@ def test_C6_a_task_that_dies_gives_its_credits_back_and_adds_no_more_than_it_hel
         assert len({message.body for message in broker.messages("rows")}) == 1500
 
 
-def test_a_job_takes_its_capacity_from_the_queue(spark: SparkSession, url: str, tmp_path: Path) -> None:
+def test_a_job_of_Spark_can_use_credits_from_a_queue(spark: SparkSession, url: str, tmp_path: Path) -> None:
     frame = spark.range(2000, numPartitions=4).selectExpr("cast(id as string) as body")
     write(frame, url, routingKey="rows", capacity=50, creditQueue=CREDITS)
     assert ready(url, "rows") == 2000

@@ -1,4 +1,4 @@
-"""What a task does with credits, without I/O: any order of deliveries, confirms and deaths."""
+"""How a task handles credits, without I/O, with any order of deliveries, confirms and killed tasks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.effort import rounds
 
 
 @pytest.mark.parametrize("capacity", [1, 3, 50, 256, 257, 1000, 1_000_003])
-def test_C6_the_credits_of_a_capacity_are_exactly_the_capacity(capacity: int) -> None:
+def test_C6_the_issued_credits_add_up_to_exactly_the_capacity(capacity: int) -> None:
     credits = list(issue("p", capacity))
     assert sum(credit.units for credit in credits) == capacity
     assert {credit.credits for credit in credits} == {len(credits)}
@@ -23,11 +23,11 @@ def test_C6_the_credits_of_a_capacity_are_exactly_the_capacity(capacity: int) ->
 
 
 @pytest.mark.parametrize("body", [b"", b"\xff", b"1", b"[]", b'{"pool": "p"}', b'{"id": 7}'])
-def test_what_is_no_credit_is_none(body: bytes) -> None:
+def test_a_body_that_is_not_a_credit_decodes_to_None(body: bytes) -> None:
     assert Credit.decode(body) is None
 
 
-def test_a_credit_that_is_not_needed_goes_back_at_once() -> None:
+def test_a_credit_that_is_not_needed_is_returned_immediately() -> None:
     purse = Purse()
     for tag in range(4):
         purse.grant(tag, 10, 0)
@@ -44,7 +44,7 @@ def test_a_credit_that_is_not_needed_goes_back_at_once() -> None:
     assert (len(purse), purse.units, purse.window, purse.wants) == (0, 0, 0, False)
 
 
-def test_a_credit_goes_back_when_the_window_was_sent_once_and_only_when_that_is_settled() -> None:
+def test_a_credit_is_returned_when_its_whole_window_was_sent_and_is_settled() -> None:
     purse = Purse()
     purse.grant(1, 5, 0)
     purse.plan(sent=4, unsettled=4, left=100)
@@ -202,7 +202,7 @@ TestCluster.settings = settings(max_examples=rounds(60), stateful_step_count=40)
 
 
 @pytest.mark.parametrize("capacity", [1, 2, 100, 600])
-def test_a_task_with_rows_without_end_keeps_nobody_waiting(capacity: int) -> None:
+def test_a_task_with_endless_rows_does_not_starve_other_tasks(capacity: int) -> None:
     model = Model()
     model.set_up(capacity, [0] * 4)
     greedy, *others = model.tasks

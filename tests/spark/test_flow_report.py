@@ -1,4 +1,4 @@
-"""Spark's report on flow logs: exactly that of one process, and of logs that are still being written."""
+"""The report of Spark on flow logs equals the report of one process, even for logs that are still being written."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _folder(lines: Lines, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_the_report_equals_the_plain_reference_and_that_of_one_process_exactly(
+def test_the_report_of_Spark_equals_the_report_of_one_process_and_a_simple_reference(
     spark: SparkSession, lines: Lines, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Many parts of each file, as of larger ones.
@@ -67,7 +67,9 @@ def test_the_report_equals_the_plain_reference_and_that_of_one_process_exactly(
         assert found.tables[name] == rows, name
 
 
-def test_parquet_makes_the_same_report(spark: SparkSession, folder: Path, tmp_path: Path) -> None:
+def test_the_report_from_parquet_equals_the_report_from_the_logs(
+    spark: SparkSession, folder: Path, tmp_path: Path
+) -> None:
     target = tmp_path / "flow.parquet"
     assert to_parquet(FlowLogs([folder]), target) == COUNT
     before = plain_report(folder)
@@ -103,7 +105,7 @@ def _hold(at: float, since: float, reason: str = "paused") -> dict[str, Any]:
     return {"at": at_us, "kind": "lifted", **who, "since": since_us, "begun": since_us, "flowed_since": since_us}
 
 
-def test_a_stream_makes_the_same_report_of_all_windows_that_are_complete(
+def test_the_report_of_a_stream_is_the_same_for_all_complete_windows(
     spark: SparkSession, lines: Lines, tmp_path: Path
 ) -> None:
     some = sorted(lines[:3000], key=lambda line: line["at"])
@@ -129,7 +131,7 @@ def test_a_stream_makes_the_same_report_of_all_windows_that_are_complete(
         assert sum(row[measure] for row in found[name]) > 0
 
 
-def test_a_late_line_is_counted_within_the_time_that_it_has_and_dropped_after(
+def test_a_late_line_is_counted_if_it_is_within_the_allowed_delay_and_dropped_later(
     spark: SparkSession, tmp_path: Path
 ) -> None:
     folder, output = tmp_path / "logs", tmp_path / "out"
@@ -160,7 +162,9 @@ def test_a_late_line_is_counted_within_the_time_that_it_has_and_dropped_after(
     assert (row["episodes"], row["seconds"]) == (3, 5 + 5 + 2)
 
 
-def test_what_cannot_be_read_is_refused_by_name(spark: SparkSession, tmp_path: Path) -> None:
+def test_the_error_for_unfinished_logs_or_an_invalid_window_names_the_problem(
+    spark: SparkSession, tmp_path: Path
+) -> None:
     (tmp_path / "_flow.jsonl").touch()
     with pytest.raises(FlowLogError, match="no file is finished"):
         flow_report(spark, tmp_path)

@@ -1,4 +1,4 @@
-"""What is said where Java is missing."""
+"""Errors if Java is missing or too old."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def java(folder: Path, says: str) -> Path:
     return program
 
 
-def test_java_home_goes_before_the_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_JAVA_HOME_has_priority_over_PATH(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = java(tmp_path / "first", 'openjdk version "21.0.2" 2024-01-16')
     second = java(tmp_path / "second", 'openjdk version "17" 2021-09-14')
     monkeypatch.setenv("PATH", str(second.parent), prepend=os.pathsep)
@@ -31,7 +31,7 @@ def test_java_home_goes_before_the_path(tmp_path: Path, monkeypatch: pytest.Monk
     assert check_java() == first
 
 
-def test_no_java_is_said_with_the_way_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_for_a_missing_java_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("JAVA_HOME", raising=False)
     with pytest.raises(JavaMissing, match="neither JAVA_HOME nor PATH leads to Java; install it"):
@@ -45,7 +45,9 @@ def test_no_java_is_said_with_the_way_out(tmp_path: Path, monkeypatch: pytest.Mo
     ("says", "words"),
     [('java version "1.8.0_392"', "is Java 8, and Spark needs 17"), ("Segmentation fault", "printed no version")],
 )
-def test_an_old_java_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, says: str, words: str) -> None:
+def test_an_old_or_broken_java_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, says: str, words: str
+) -> None:
     java(tmp_path, says)
     monkeypatch.setenv("JAVA_HOME", str(tmp_path))
     with pytest.raises(JavaMissing, match=words):

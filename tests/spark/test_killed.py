@@ -1,4 +1,4 @@
-"""A driver that is killed in the middle of a streaming query from one queue to another."""
+"""A driver is killed in the middle of a streaming query from one queue to another."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def run(broker: Broker, folder: Path) -> subprocess.Popen[bytes]:
 
 
 @pytest.mark.timeout(1000)
-def test_nothing_is_missing_after_a_restart_and_repeats_have_the_same_message_id(
+def test_after_a_restart_no_row_is_missing_and_repeated_rows_have_the_same_message_id(
     spark: SparkSession, tmp_path: Path
 ) -> None:
     with Broker() as broker:

@@ -1,4 +1,4 @@
-"""E8: no password in what a job's options say."""
+"""E8: errors and texts about the options of a job contain no password."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BAD = [
 
 
 @pytest.mark.parametrize("name", ["url", "urls", "password", "capacity", "rate", "bodyFormat", "maxConcurrentTasks"])
-def test_E8_no_password_in_a_refused_option(name: str) -> None:
+def test_E8_the_error_for_a_refused_option_contains_no_password(name: str) -> None:
     for value in BAD if name == "url" else [URL, *BAD]:
         try:
             options = SinkOptions.load({name: value}, 1)
@@ -36,14 +36,14 @@ def test_E8_no_password_in_a_refused_option(name: str) -> None:
         assert not SECRET.search(told)
 
 
-def test_E8_no_password_in_the_repr_of_options() -> None:
+def test_E8_the_repr_of_options_contains_no_password() -> None:
     source = SourceOptions.load({"url": URL, "queue": "q", "spoolPath": "spool"}, streaming=False, slots=1, local=True)
     offsets = OffsetOptions.load({"url": URL, "stream": "s"}, streaming=False, slots=1)
     assert not SECRET.search(f"{source} {offsets} {SinkOptions.load({'url': URL}, 1)}")
 
 
 @pytest.mark.parametrize("url", [URL, BAD[3], BAD[4]])
-def test_E8_no_password_in_why_a_broker_cannot_be_connected_to(url: str) -> None:
+def test_E8_the_error_for_an_unreachable_broker_contains_no_password(url: str) -> None:
     with pytest.raises((ConnectionFailed, SettingsError)) as caught:
         connect([url], 5)
     assert not SECRET.search("".join(traceback.format_exception(caught.value)))

@@ -38,7 +38,9 @@ def ready(node: RabbitMQNode, queue: str) -> int:
         return int(connection.channel().queue_declare(queue, passive=True).method.message_count)
 
 
-def test_every_row_is_once_in_the_queue_of_a_slow_consumer(spark: SparkSession, node: RabbitMQNode, queue: str) -> None:
+def test_each_row_arrives_once_in_the_queue_of_a_slow_consumer(
+    spark: SparkSession, node: RabbitMQNode, queue: str
+) -> None:
     rows, capacity = 10_000, 200
     # More partitions than are written at once.
     frame = spark.range(rows, numPartitions=4).select(sf.col("id").cast("string").alias("body"))
@@ -54,7 +56,7 @@ def test_every_row_is_once_in_the_queue_of_a_slow_consumer(spark: SparkSession, 
     assert ready(node, queue) == 0
 
 
-def test_a_memory_alarm_holds_the_job_and_is_summed_up(
+def test_a_memory_alarm_holds_the_job_and_its_duration_is_in_the_summary(
     spark: SparkSession, node: RabbitMQNode, queue: str, tmp_path: Path
 ) -> None:
     frame = spark.range(1000, numPartitions=2).select(sf.col("id").cast("string").alias("body"))
@@ -72,7 +74,9 @@ def test_a_memory_alarm_holds_the_job_and_is_summed_up(
     assert ready(node, queue) == 1000
 
 
-def test_a_queue_is_drained_into_a_frame(spark: SparkSession, node: RabbitMQNode, queue: str, tmp_path: Path) -> None:
+def test_a_job_reads_all_messages_of_a_queue_into_a_frame(
+    spark: SparkSession, node: RabbitMQNode, queue: str, tmp_path: Path
+) -> None:
     frame = spark.range(5000, numPartitions=2).select(sf.col("id").cast("string").alias("body"))
     write(frame, node.url, routingKey=queue)
     options = {"url": node.url, "queue": queue, "spoolPath": str(tmp_path / "spool")}
@@ -81,7 +85,7 @@ def test_a_queue_is_drained_into_a_frame(spark: SparkSession, node: RabbitMQNode
     assert ready(node, queue) == 0
 
 
-def test_a_broker_that_dies_under_a_streaming_query_costs_no_message(
+def test_a_streaming_query_that_reads_loses_no_message_if_the_broker_is_killed(
     spark: SparkSession, node: RabbitMQNode, queue: str, tmp_path: Path
 ) -> None:
     def stream() -> DataFrame:
@@ -109,7 +113,7 @@ def test_a_broker_that_dies_under_a_streaming_query_costs_no_message(
     assert ready(node, queue) == 0
 
 
-def test_a_broker_that_dies_under_a_streaming_query_that_writes_costs_no_row_and_repeats_are_marked(
+def test_a_streaming_query_that_writes_loses_no_row_if_the_broker_is_killed_and_repeats_are_marked(
     spark: SparkSession, node: RabbitMQNode, queue: str, lines: DataFrame, tmp_path: Path
 ) -> None:
     # In the middle of the second batch.

@@ -74,7 +74,7 @@ def same(first: int, last: int) -> list[tuple[int, int]]:
     return [(number, number) for number in range(first, last)]
 
 
-def test_a_stream_is_read_in_ranges_by_several_tasks_in_order_as_often_as_one_likes(
+def test_several_tasks_read_a_stream_in_order_and_it_can_be_read_again(
     spark: SparkSession, node: RabbitMQNode, stream: str
 ) -> None:
     fill(node, stream, 2000)
@@ -94,11 +94,11 @@ def test_a_stream_is_read_in_ranges_by_several_tasks_in_order_as_often_as_one_li
         load(spark, node, stream, startingOffsets=2012).collect()
 
 
-def test_a_stream_that_is_empty_gives_no_rows(spark: SparkSession, node: RabbitMQNode, stream: str) -> None:
+def test_an_empty_stream_gives_no_rows(spark: SparkSession, node: RabbitMQNode, stream: str) -> None:
     assert rows(load(spark, node, stream)) == []
 
 
-def test_what_a_message_has_is_in_its_columns_and_its_offset_in_one_of_its_own(
+def test_the_columns_of_a_row_contain_the_properties_of_the_message_and_its_offset(
     spark: SparkSession, node: RabbitMQNode, stream: str
 ) -> None:
     with Producer(node.url, routing_key=stream) as producer:
@@ -129,7 +129,7 @@ def written(spark: SparkSession, folder: Path) -> list[tuple[int, int]]:
     return sorted(rows(spark.read.parquet(str(folder / "out"))))
 
 
-def test_a_query_reads_to_the_end_in_batches_and_goes_on_from_its_checkpoint(
+def test_a_query_reads_a_stream_in_batches_and_the_next_run_continues_from_the_checkpoint(
     spark: SparkSession, node: RabbitMQNode, stream: str, tmp_path: Path
 ) -> None:
     fill(node, stream, 2000)
@@ -144,7 +144,7 @@ def test_a_query_reads_to_the_end_in_batches_and_goes_on_from_its_checkpoint(
     assert written(spark, tmp_path) == same(0, 2010)
 
 
-def test_a_query_that_goes_on_reads_what_comes(
+def test_a_running_query_reads_new_messages(
     spark: SparkSession, node: RabbitMQNode, stream: str, tmp_path: Path
 ) -> None:
     fill(node, stream, 50)
@@ -164,7 +164,7 @@ def written_so_far(spark: SparkSession, folder: Path) -> list[tuple[int, int]]:
     return written(spark, folder) if any((folder / "out" / "_spark_metadata").glob("[0-9]*")) else []
 
 
-def test_the_same_batch_again_gives_the_same_rows_whatever_has_come_since(
+def test_a_repeated_batch_gives_the_same_rows_even_if_new_messages_have_arrived(
     spark: SparkSession, node: RabbitMQNode, stream: str, tmp_path: Path
 ) -> None:
     batches: dict[int, list[tuple[int, int]]] = {}
@@ -205,7 +205,7 @@ def numbers(found: list[tuple[int, int]]) -> range:
     return whole
 
 
-def test_messages_that_retention_has_removed_are_an_error_unless_one_goes_on_without(
+def test_messages_removed_by_retention_are_an_error_unless_failOnDataLoss_is_false(
     spark: SparkSession, node: RabbitMQNode, declare: Declare
 ) -> None:
     stream = declare(x_max_length_bytes=50_000, x_stream_max_segment_size_bytes=10_000)
@@ -241,12 +241,12 @@ def test_messages_that_retention_has_removed_are_an_error_unless_one_goes_on_wit
         ({"spoolPath": "x"}, "no option 'spoolpath'"),
     ],
 )
-def test_what_cannot_be_read_is_refused(given: dict[str, str], words: str) -> None:
+def test_invalid_options_of_a_stream_are_refused(given: dict[str, str], words: str) -> None:
     with pytest.raises(SettingsError, match=words):
         AmqpDataSource(CaseInsensitiveDict({"stream": "events"} | given)).reader(SCHEMA)
 
 
-def test_queues_and_streams_are_not_taken_for_one_another(
+def test_a_queue_cannot_be_read_as_a_stream_and_a_stream_cannot_be_read_as_a_queue(
     spark: SparkSession, node: RabbitMQNode, stream: str, tmp_path: Path
 ) -> None:
     with pytest.raises(AnalysisException, match=r"'nobody' ended: .*404"):
@@ -266,7 +266,7 @@ def reader(node: RabbitMQNode, stream: str, **given: Any) -> OffsetStreamReader:
     return OffsetStreamReader(told, SCHEMA)
 
 
-def test_the_offsets_of_a_query_follow_the_stream_and_a_connection_that_is_lost_while_it_rests_is_made_again(
+def test_an_idle_query_learns_new_offsets_and_reconnects_after_a_lost_connection(
     node: RabbitMQNode, stream: str
 ) -> None:
     everything = ReadAllAvailable()
@@ -288,7 +288,9 @@ def test_the_offsets_of_a_query_follow_the_stream_and_a_connection_that_is_lost_
         query.stop()
 
 
-def test_a_query_that_ends_by_itself_reads_what_there_was_when_it_began(node: RabbitMQNode, declare: Declare) -> None:
+def test_a_query_for_available_messages_reads_only_messages_that_existed_when_it_began(
+    node: RabbitMQNode, declare: Declare
+) -> None:
     stream = declare()
     fill(node, stream, 20)
     query = reader(node, stream, startingTimestamp=0)

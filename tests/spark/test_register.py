@@ -1,4 +1,4 @@
-"""How many tasks a job's capacity is divided by."""
+"""The number of tasks that share the capacity of a job."""
 
 from __future__ import annotations
 
@@ -46,7 +46,9 @@ class Session:
         (4, {"spark_dynamicAllocation_enabled": "true", "spark_dynamicAllocation_maxExecutors": "9"}, 9),
     ],
 )
-def test_the_slots_of_a_session_are_those_it_has_or_may_get(slots: int | None, conf: Any, known: int | None) -> None:
+def test_the_slots_of_a_session_are_those_that_it_has_or_may_request(
+    slots: int | None, conf: Any, known: int | None
+) -> None:
     session = Session(slots, **conf)
     register(session)
     assert session.registered.max_concurrent_tasks == known
@@ -55,12 +57,12 @@ def test_the_slots_of_a_session_are_those_it_has_or_may_get(slots: int | None, c
     assert session.registered.max_concurrent_tasks == 7
 
 
-def test_a_number_of_tasks_that_is_none_is_refused(spark: SparkSession) -> None:
+def test_a_number_of_tasks_below_1_is_refused(spark: SparkSession) -> None:
     with pytest.raises(SettingsError, match="max_concurrent_tasks=0: it must be at least 1"):
         register(spark, max_concurrent_tasks=0)
 
 
-def test_a_job_that_cannot_know_its_share_is_refused() -> None:
+def test_a_job_that_does_not_know_its_number_of_tasks_is_refused() -> None:
     session = Session(None)
     register(session)
     source = session.registered({})
@@ -68,7 +70,7 @@ def test_a_job_that_cannot_know_its_share_is_refused() -> None:
         source.writer("body string", False)
 
 
-def test_spark_finds_the_format_by_itself(spark: SparkSession) -> None:
+def test_spark_finds_the_format_without_register(spark: SparkSession) -> None:
     session = spark.newSession()
     frame = session.range(100).selectExpr("cast(id as string) as body", "'q' as routing_key")
     with Broker() as broker:
@@ -83,13 +85,15 @@ def test_spark_finds_the_format_by_itself(spark: SparkSession) -> None:
         assert broker.queue("q").depth == 200
 
 
-def test_without_the_extra_other_formats_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_spark_extra_pyspark_qflow_can_be_imported_and_defines_no_data_source(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setitem(sys.modules, "qflow_client.spark.datasource", None)
     monkeypatch.delitem(sys.modules, "pyspark_qflow", raising=False)
     assert not hasattr(import_module("pyspark_qflow"), "DefaultSource")
 
 
-def test_an_option_says_how_many_tasks_there_are(spark: SparkSession) -> None:
+def test_the_option_maxConcurrentTasks_sets_the_number_of_tasks(spark: SparkSession) -> None:
     frame = spark.range(1).selectExpr("cast(id as string) as body")
     with pytest.raises(AnalysisException, match="capacity=1000: it is for the whole job, and 1001 tasks run at once"):
         frame.write.format("amqp").options(capacity=1000, maxConcurrentTasks=1001).mode("append").save()

@@ -50,7 +50,7 @@ def numbers(spark: SparkSession, count: int, partitions: int = 2) -> DataFrame:
     return spark.range(count, numPartitions=partitions).select(sf.col("id").cast("string").alias("body"))
 
 
-def test_every_row_is_in_the_queue_and_confirmed_when_the_write_returns(spark: SparkSession, broker: Broker) -> None:
+def test_all_rows_are_in_the_queue_when_the_write_returns(spark: SparkSession, broker: Broker) -> None:
     write(numbers(spark, 4000, 4), broker.url, routingKey="rows")
     assert sorted(map(int, bodies(broker, "rows"))) == list(range(4000))
     eventually(lambda: not broker.connections())
@@ -65,7 +65,7 @@ def test_a_write_waits_for_the_last_confirm(spark: SparkSession, broker: Broker)
     done.result(PATIENCE)
 
 
-def test_columns_become_properties_by_their_names(spark: SparkSession, broker: Broker) -> None:
+def test_each_column_sets_the_property_with_its_name(spark: SparkSession, broker: Broker) -> None:
     at = datetime(2026, 11, 21, 10, 0, tzinfo=UTC)
     frame = spark.createDataFrame(
         [(bytearray(b"\x00\xff"), "rows", "", {"a": 1}, "m-1", "text/plain", 60_000, 7, "c-1", at, 1)],
@@ -83,7 +83,7 @@ def test_columns_become_properties_by_their_names(spark: SparkSession, broker: B
     assert properties.timestamp == at
 
 
-def test_what_is_null_is_left_out(spark: SparkSession, broker: Broker) -> None:
+def test_a_null_column_sets_no_property(spark: SparkSession, broker: Broker) -> None:
     frame = spark.createDataFrame(
         [("a", None, None, None, None)],
         "body string, routing_key string, headers map<string,string>, delivery_mode int, message_id string",
@@ -95,7 +95,7 @@ def test_what_is_null_is_left_out(spark: SparkSession, broker: Broker) -> None:
     assert message.properties.message_id
 
 
-def test_a_struct_gives_headers_of_different_types(spark: SparkSession, broker: Broker) -> None:
+def test_a_struct_can_set_headers_of_different_types(spark: SparkSession, broker: Broker) -> None:
     frame = numbers(spark, 1).withColumn(
         "headers", sf.struct(sf.lit(1).alias("n"), sf.lit("x").alias("s"), sf.lit(0.5).alias("d"))
     )
@@ -156,7 +156,7 @@ def test_body_format_json_puts_all_other_columns_into_the_body(spark: SparkSessi
         ("body string", {"url": "http://localhost"}, "it must be an amqp:// or amqps:// URL"),
     ],
 )
-def test_what_cannot_work_is_refused_at_planning(
+def test_invalid_columns_and_options_are_refused_before_the_job_runs(
     spark: SparkSession, schema: str, options: dict[str, str], words: str
 ) -> None:
     # No broker: nothing is connected to before all of this is right.
@@ -166,7 +166,7 @@ def test_what_cannot_work_is_refused_at_planning(
     assert "secret" not in str(caught.value)
 
 
-def test_Spark_says_what_cannot_work_at_planning(spark: SparkSession) -> None:
+def test_Spark_reports_invalid_columns_and_options_before_the_job_runs(spark: SparkSession) -> None:
     url = "amqp://guest:secret@127.0.0.1:1/"
     for schema, options, words in (
         ("body string", {"capacity": 1}, "the whole job, and 2 tasks run at once"),
@@ -182,7 +182,9 @@ def test_a_queue_cannot_be_overwritten(spark: SparkSession) -> None:
         numbers(spark, 1).write.format("amqp").mode("overwrite").save()
 
 
-def test_a_row_that_cannot_be_sent_fails_the_job_and_is_named(spark: SparkSession, broker: Broker) -> None:
+def test_a_row_that_cannot_be_sent_fails_the_job_and_the_error_names_the_row(
+    spark: SparkSession, broker: Broker
+) -> None:
     frame = numbers(spark, 20, 1).withColumn("priority", sf.when(sf.col("body") == "13", 999).otherwise(1))
     with pytest.raises(Exception, match="partition 0, row 13: priority must be from 0 to 255, not 999"):
         write(frame, broker.url, routingKey="rows")
@@ -191,7 +193,7 @@ def test_a_row_that_cannot_be_sent_fails_the_job_and_is_named(spark: SparkSessio
         write(frame, broker.url, routingKey="rows")
 
 
-def test_what_no_queue_takes_fails_the_job_after_one_batch_of_rows(spark: SparkSession, broker: Broker) -> None:
+def test_unroutable_rows_fail_the_job(spark: SparkSession, broker: Broker) -> None:
     with pytest.raises(Exception, match=r"returned \(312 NO_ROUTE\)"):
         write(numbers(spark, 30_000, 1), broker.url, routingKey="nobody", capacity=100)
     eventually(lambda: not broker.connections())
@@ -211,7 +213,7 @@ def test_C6_a_job_never_overshoots_by_more_than_its_capacity(spark: SparkSession
     assert sorted(map(int, consumer.bodies)) == list(range(rows))
 
 
-def test_C6_the_worst_case_is_the_capacity_of_the_job_whatever_runs(spark: SparkSession) -> None:
+def test_C6_without_consumers_a_job_overshoots_by_exactly_its_capacity(spark: SparkSession) -> None:
     # Nobody consumes, and only confirms hold the tasks: the job has its whole capacity in the queue, and no more.
     with Broker(enforcement="completion") as broker:
         broker.declare_queue("rows", arguments={"qpid.flow_stop_count": 100, "qpid.flow_resume_count": 70})
@@ -240,7 +242,7 @@ def test_a_task_that_waits_too_long_fails_with_FlowControlTimeout(spark: SparkSe
             write(numbers(spark, 1000, 1), broker.url, routingKey="rows", maxProducerFlowControlWait=0.2, capacity=20)
 
 
-def test_spark_tries_again_and_only_marked_messages_are_there_twice(
+def test_after_a_failed_task_Spark_tries_again_and_repeated_messages_are_marked(
     spark: SparkSession, broker: Broker, tmp_path: Path
 ) -> None:
     # Long ones, because what is short waits in Spark's buffers.
@@ -268,7 +270,9 @@ def test_spark_tries_again_and_only_marked_messages_are_there_twice(
     assert (summary["rows"], summary["tasks"], summary["retried"]) == (4000, 2, 1)
 
 
-def test_equal_rows_have_equal_ids_by_hash_and_others_do_not(spark: SparkSession, broker: Broker) -> None:
+def test_with_messageId_hash_equal_rows_have_equal_ids_and_different_rows_have_different_ids(
+    spark: SparkSession, broker: Broker
+) -> None:
     frame = spark.createDataFrame(
         [("a", "1"), ("a", "2"), ("a", "1"), ("b", None)], "body string, correlation_id string"
     ).withColumn("headers", sf.create_map(sf.lit("k"), sf.col("correlation_id")))
@@ -278,7 +282,9 @@ def test_equal_rows_have_equal_ids_by_hash_and_others_do_not(spark: SparkSession
     assert sorted(ids.values()) == [2, 2, 4]
 
 
-def test_the_same_job_id_gives_the_same_ids_by_position(spark: SparkSession, broker: Broker) -> None:
+def test_with_messageId_position_a_job_with_the_same_jobId_gives_the_same_ids(
+    spark: SparkSession, broker: Broker
+) -> None:
     for _ in range(2):
         write(numbers(spark, 10, 2), broker.url, routingKey="rows", messageId="position", jobId="nightly-1")
     by_body: dict[bytes, set[object]] = {}
@@ -288,7 +294,7 @@ def test_the_same_job_id_gives_the_same_ids_by_position(spark: SparkSession, bro
     assert set.union(*by_body.values()) == {f"nightly-1-{partition}-{row}" for partition in (0, 1) for row in range(5)}
 
 
-def test_the_driver_sums_up_what_the_tasks_say(spark: SparkSession, tmp_path: Path) -> None:
+def test_the_summary_of_the_driver_adds_up_the_reports_of_the_tasks(spark: SparkSession, tmp_path: Path) -> None:
     with Broker() as broker:
         broker.declare_queue("rows")
         broker.flow(False)
@@ -307,7 +313,7 @@ def test_the_driver_sums_up_what_the_tasks_say(spark: SparkSession, tmp_path: Pa
     assert summary["seconds_flowed"]["channel_flow"] > 0
 
 
-def test_tasks_connect_by_a_name_that_tells_them_apart(spark: SparkSession, broker: Broker) -> None:
+def test_the_connection_of_each_task_has_its_own_name(spark: SparkSession, broker: Broker) -> None:
     broker.withhold_confirms()
     done = in_background(write, numbers(spark, 10), broker.url, routingKey="rows", name="nightly", jobId="j")
     broker.wait_until(lambda b: b.queue("rows").depth == 10, timeout=PATIENCE)

@@ -42,7 +42,7 @@ def numbers(frame: DataFrame) -> list[int]:
 
 
 @pytest.mark.parametrize("shared", ["true", "false"])
-def test_all_that_is_in_the_queue_is_read_once_and_is_acknowledged(
+def test_all_messages_in_the_queue_are_read_once_and_acknowledged(
     spark: SparkSession, broker: Broker, tmp_path: Path, shared: str
 ) -> None:
     fill(broker, 1000)
@@ -58,7 +58,7 @@ def test_all_that_is_in_the_queue_is_read_once_and_is_acknowledged(
     assert numbers(load(spark, broker, tmp_path / "next")) == list(range(1000, 1010))
 
 
-def test_at_most_so_many_are_read_and_the_rest_is_not_touched(
+def test_at_most_maxMessages_are_read_and_the_others_stay_in_the_queue(
     spark: SparkSession, broker: Broker, tmp_path: Path
 ) -> None:
     fill(broker, 1000)
@@ -72,7 +72,9 @@ def test_an_empty_queue_gives_no_rows(spark: SparkSession, broker: Broker, tmp_p
     assert load(spark, broker, tmp_path / "spool").collect() == []
 
 
-def test_what_a_message_has_is_in_its_columns(spark: SparkSession, broker: Broker, tmp_path: Path) -> None:
+def test_the_columns_of_a_row_contain_the_properties_of_the_message(
+    spark: SparkSession, broker: Broker, tmp_path: Path
+) -> None:
     at = datetime(2026, 11, 21, 10, 0, tzinfo=UTC)
     with Producer(broker.url) as producer:
         message = Message(
@@ -104,7 +106,7 @@ def test_what_a_message_has_is_in_its_columns(spark: SparkSession, broker: Broke
     assert (second.body, second.headers, second.timestamp, second.delivery_mode) == (b"", None, None, None)
 
 
-def test_a_schema_of_ones_own_takes_the_columns_that_are_wanted(
+def test_a_schema_selects_columns_and_a_wrong_schema_is_refused(
     spark: SparkSession, broker: Broker, tmp_path: Path
 ) -> None:
     fill(broker, 2)
@@ -126,17 +128,17 @@ def test_a_schema_of_ones_own_takes_the_columns_that_are_wanted(
         ({"queue": "rows", "spoolPath": "x", "capacity": "5"}, "no option 'capacity'"),
     ],
 )
-def test_what_cannot_be_read_is_refused(options: dict[str, str], words: str) -> None:
+def test_invalid_options_of_a_source_are_refused(options: dict[str, str], words: str) -> None:
     with pytest.raises(SettingsError, match=words):
         AmqpDataSource(CaseInsensitiveDict(options)).reader(SCHEMA)
 
 
-def test_Spark_says_what_cannot_be_read(spark: SparkSession) -> None:
+def test_Spark_reports_a_missing_option_of_the_source(spark: SparkSession) -> None:
     with pytest.raises(AnalysisException, match="the option spoolPath is missing"):
         spark.read.format("amqp").option("queue", "rows").load().collect()
 
 
-def test_a_queue_that_is_not_there_and_a_spool_of_another_are_named(
+def test_the_error_names_a_missing_queue_or_a_spool_of_another_queue(
     spark: SparkSession, broker: Broker, tmp_path: Path
 ) -> None:
     with pytest.raises(AnalysisException, match=r"queue 'nobody' cannot be consumed.*404"):

@@ -1,4 +1,4 @@
-"""What stands between a queue and Spark: the spool, and what fills it."""
+"""The spool between a queue and Spark, and the intake that fills it."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def send(broker: Broker, *messages: Message, ids: bool = False) -> None:
             producer.send(message)
 
 
-def test_what_is_in_a_spool_is_there_when_it_is_opened_again(broker: Broker, tmp_path: Path) -> None:
+def test_a_spool_that_is_opened_again_contains_the_same_messages(broker: Broker, tmp_path: Path) -> None:
     send(broker, *[Message(str(number)) for number in range(10)])
     with Spool(tmp_path, HOLDS) as spool:
         take(broker, spool, 10, before=10)
@@ -82,7 +82,7 @@ def test_what_is_in_a_spool_is_there_when_it_is_opened_again(broker: Broker, tmp
         assert spool.end == 11
 
 
-def test_a_spool_is_for_one_at_a_time_and_for_one_queue(tmp_path: Path) -> None:
+def test_a_spool_can_be_used_by_one_query_at_a_time_and_for_one_queue(tmp_path: Path) -> None:
     with Spool(tmp_path, HOLDS), pytest.raises(SpoolError, match="in use by another query"):
         Spool(tmp_path, HOLDS).__enter__()
     with pytest.raises(SpoolError, match="was made for"):
@@ -93,7 +93,9 @@ def test_a_spool_is_for_one_at_a_time_and_for_one_queue(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("ids", [True, False])
-def test_what_was_spooled_and_not_acknowledged_is_not_spooled_again(broker: Broker, tmp_path: Path, ids: bool) -> None:
+def test_a_message_that_was_spooled_but_not_acknowledged_is_not_spooled_again(
+    broker: Broker, tmp_path: Path, ids: bool
+) -> None:
     send(broker, *[Message(f"{number % 3}") for number in range(30)], ids=ids)
     with Spool(tmp_path, HOLDS) as spool:
         take(broker, spool, 30, before=10)
@@ -106,7 +108,7 @@ def test_what_was_spooled_and_not_acknowledged_is_not_spooled_again(broker: Brok
     assert broker.queue("rows").depth == 0
 
 
-def test_alike_messages_that_were_delivered_and_never_spooled_are_not_lost(broker: Broker, tmp_path: Path) -> None:
+def test_equal_messages_that_were_delivered_but_never_spooled_are_not_lost(broker: Broker, tmp_path: Path) -> None:
     send(broker, *[Message("alike")] * 5)
     with Spool(tmp_path, HOLDS) as spool:
         connection = connect([broker.url], 60)
@@ -124,7 +126,7 @@ def test_alike_messages_that_were_delivered_and_never_spooled_are_not_lost(broke
     assert broker.queue("rows").depth == 0
 
 
-def test_what_may_have_been_acknowledged_is_known_again_by_its_id_only(broker: Broker, tmp_path: Path) -> None:
+def test_a_message_that_may_have_been_acknowledged_is_recognised_only_by_its_id(broker: Broker, tmp_path: Path) -> None:
     send(broker, Message("a", message_id="m-1"), Message("b"))
     with Spool(tmp_path, HOLDS) as spool:
         take(broker, spool, 2)
@@ -140,7 +142,7 @@ def test_what_may_have_been_acknowledged_is_known_again_by_its_id_only(broker: B
     assert broker.queue("rows").depth == 0
 
 
-def test_a_lost_connection_is_said(broker: Broker, tmp_path: Path) -> None:
+def test_a_lost_or_failed_connection_is_reported(broker: Broker, tmp_path: Path) -> None:
     with Spool(tmp_path, HOLDS) as spool:
         intake = Intake(connect([broker.url], 60), "rows", spool, 10)
         broker.drop_connections()
@@ -150,11 +152,11 @@ def test_a_lost_connection_is_said(broker: Broker, tmp_path: Path) -> None:
         connect(["amqp://guest:secret@127.0.0.1:1/"], 1)
 
 
-def test_the_first_broker_that_answers_is_taken(broker: Broker) -> None:
+def test_the_first_broker_that_answers_is_used(broker: Broker) -> None:
     connect(["amqp://127.0.0.1:1/", broker.url], 60).close()
 
 
-def test_a_deleted_queue_is_said(broker: Broker, tmp_path: Path) -> None:
+def test_a_deleted_queue_is_reported(broker: Broker, tmp_path: Path) -> None:
     with Spool(tmp_path, HOLDS) as spool, connect([broker.url], 60) as connection:
         intake = Intake(connection, "rows", spool, 10)
         broker.delete_queue("rows")
@@ -162,7 +164,9 @@ def test_a_deleted_queue_is_said(broker: Broker, tmp_path: Path) -> None:
             receive(intake, 1)
 
 
-def test_what_is_not_wanted_stays_in_the_queue_whatever_comes_behind_it(broker: Broker, tmp_path: Path) -> None:
+def test_messages_beyond_the_limit_stay_in_the_queue_even_if_a_redelivered_message_follows_them(
+    broker: Broker, tmp_path: Path
+) -> None:
     send(broker, Message("a", message_id="m-1"))
     with Spool(tmp_path, HOLDS) as spool, connect([broker.url], 60) as other:
         take(broker, spool, 1)
@@ -180,7 +184,7 @@ def test_what_is_not_wanted_stays_in_the_queue_whatever_comes_behind_it(broker: 
 
 
 @pytest.mark.parametrize("umask", [0o000, 0o022], ids=oct)
-def test_E8_the_files_of_a_spool_are_its_owners_alone(umask: int, tmp_path: Path, broker: Broker) -> None:
+def test_E8_the_files_of_a_spool_are_private_to_their_owner(umask: int, tmp_path: Path, broker: Broker) -> None:
     before = os.umask(umask)
     try:
         send(broker, *[Message(b"x")] * 3)
@@ -194,7 +198,7 @@ def test_E8_the_files_of_a_spool_are_its_owners_alone(umask: int, tmp_path: Path
     assert set(modes.values()) == {"0o600"}
 
 
-def test_E8_a_spools_files_are_not_written_through_symbolic_links(tmp_path: Path) -> None:
+def test_E8_a_spool_does_not_write_its_files_through_symbolic_links(tmp_path: Path) -> None:
     folder, victim = tmp_path / "spool", tmp_path / "victim"
     folder.mkdir()
     victim.write_text("precious")

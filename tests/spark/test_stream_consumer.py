@@ -1,4 +1,4 @@
-"""Which deliveries of a RabbitMQ stream belong to a range, and what is said of no stream; without RabbitMQ."""
+"""Ranges of a RabbitMQ stream, and errors for queues that are not streams. The tests need no RabbitMQ."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ offsets = st.integers(0, 60)
 
 
 @given(offsets, offsets, st.sets(offsets), offsets)
-def test_a_range_takes_each_of_its_messages_once_and_knows_what_it_was_not_given(
+def test_a_range_accepts_each_of_its_messages_once_and_knows_which_offsets_are_missing(
     start: int, length: int, messages: set[int], before: int
 ) -> None:
     end = start + length
@@ -31,7 +31,7 @@ def test_a_range_takes_each_of_its_messages_once_and_knows_what_it_was_not_given
     assert not any(cursor.take(offset) for offset in given if offset < cursor.at)
 
 
-def test_a_gap_reaches_to_the_end_of_the_range_at_most() -> None:
+def test_a_gap_ends_at_the_end_of_the_range_at_the_latest() -> None:
     cursor = Cursor(10, 20)
     assert cursor.take(12)
     assert not cursor.take(99)
@@ -40,7 +40,7 @@ def test_a_gap_reaches_to_the_end_of_the_range_at_most() -> None:
 
 
 @given(offsets, offsets, st.integers(1, 9))
-def test_the_ranges_of_a_batch_are_as_many_as_are_wanted_and_leave_nothing_out(
+def test_a_batch_is_split_into_the_requested_number_of_ranges_without_omitting_an_offset(
     start: int, length: int, count: int
 ) -> None:
     found = list(ranges(start, start + length, count))
@@ -50,7 +50,7 @@ def test_the_ranges_of_a_batch_are_as_many_as_are_wanted_and_leave_nothing_out(
     assert not sizes or max(sizes) - min(sizes) <= 1
 
 
-def test_what_is_no_stream_is_named_and_the_connection_ends() -> None:
+def test_the_error_names_a_queue_that_is_not_a_stream_and_the_connection_is_closed() -> None:
     with Broker() as broker:
         broker.declare_queue("rows")
         with Producer(broker.url, routing_key="rows") as producer:
@@ -70,7 +70,7 @@ def test_what_is_no_stream_is_named_and_the_connection_ends() -> None:
         assert broker.queue("rows").depth == 1
 
 
-def test_brokers_that_cannot_be_reached_are_named_without_their_passwords() -> None:
+def test_the_error_names_unreachable_brokers_without_their_passwords() -> None:
     with pytest.raises(ConnectionFailed, match=r"127\.0\.0\.1:1/") as caught:
         StreamConsumer(["amqp://guest:secret@127.0.0.1:1/"], 5, "events")
     assert "secret" not in str(caught.value)

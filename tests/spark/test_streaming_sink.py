@@ -34,7 +34,7 @@ def run(frame: DataFrame, broker: Broker, checkpoint: Path, **options: Any) -> N
     query.awaitTermination()
 
 
-def test_each_batch_is_confirmed_and_summed_up(
+def test_all_rows_of_each_batch_arrive_and_each_batch_has_a_summary(
     spark: SparkSession, broker: Broker, lines: DataFrame, tmp_path: Path
 ) -> None:
     run(lines, broker, tmp_path / "checkpoint", summaryPath=tmp_path / "summary", messageId="position")
@@ -48,7 +48,7 @@ def test_each_batch_is_confirmed_and_summed_up(
     }
 
 
-def test_a_query_that_failed_goes_on_and_its_repeats_can_be_told_by_their_message_ids(
+def test_a_failed_query_continues_and_its_repeated_rows_have_the_same_message_ids(
     spark: SparkSession, broker: Broker, lines: DataFrame, tmp_path: Path
 ) -> None:
     # In the middle of the second batch, and once more when Spark tries again: that ends the query.
@@ -69,7 +69,7 @@ def test_a_query_that_failed_goes_on_and_its_repeats_can_be_told_by_their_messag
     assert sorted(once.values()) == list(range(FILES * ROWS))
 
 
-def test_a_wrong_column_ends_the_query_by_its_name(
+def test_a_query_with_a_wrong_column_fails_and_the_error_names_the_column(
     spark: SparkSession, broker: Broker, lines: DataFrame, tmp_path: Path
 ) -> None:
     with pytest.raises(StreamingQueryException, match="column text"):

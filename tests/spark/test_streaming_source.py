@@ -66,7 +66,7 @@ def committed(folder: Path) -> int:
     return int(json.loads(text.splitlines()[-1])["offset"])
 
 
-def test_all_there_is_comes_in_batches_and_is_acknowledged_when_it_is_committed(
+def test_all_messages_are_read_in_batches_and_acknowledged_when_the_batches_are_committed(
     spark: SparkSession, broker: Broker, tmp_path: Path
 ) -> None:
     fill(broker, 2000)
@@ -86,7 +86,7 @@ def test_all_there_is_comes_in_batches_and_is_acknowledged_when_it_is_committed(
     assert broker.queue("rows").depth == 0
 
 
-def test_a_query_that_goes_on_takes_what_comes_and_acknowledges_the_last_batch_too(
+def test_a_running_query_reads_new_messages_and_also_acknowledges_its_last_batch(
     spark: SparkSession, broker: Broker, tmp_path: Path
 ) -> None:
     query = start(load(spark, broker, tmp_path, sharedSpool="false"), tmp_path, all_there_is=False)
@@ -101,7 +101,7 @@ def test_a_query_that_goes_on_takes_what_comes_and_acknowledges_the_last_batch_t
     eventually(lambda: not broker.connections())
 
 
-def test_a_query_that_failed_gets_the_same_batch_again_and_no_message_twice(
+def test_a_failed_query_gets_the_same_batch_again_and_no_message_twice(
     spark: SparkSession, broker: Broker, tmp_path: Path
 ) -> None:
     # Without ids, messages that are alike are told apart by their number only.
@@ -138,7 +138,7 @@ def test_a_query_that_failed_gets_the_same_batch_again_and_no_message_twice(
     assert broker.queue("rows").depth == 0
 
 
-def test_what_has_come_into_another_spool_than_the_checkpoints_is_not_acknowledged_for_it(
+def test_a_spool_that_does_not_belong_to_the_checkpoint_is_refused_and_nothing_is_acknowledged(
     broker: Broker, tmp_path: Path
 ) -> None:
     fill(broker, 20)
@@ -158,7 +158,7 @@ def test_what_has_come_into_another_spool_than_the_checkpoints_is_not_acknowledg
     assert broker.queue("rows").depth == 20
 
 
-def test_a_query_that_was_refused_for_its_spool_is_refused_again_and_loses_nothing(
+def test_a_query_that_was_refused_because_of_its_spool_is_refused_again_and_loses_nothing(
     broker: Broker, tmp_path: Path
 ) -> None:
     fill(broker, 20)

@@ -152,7 +152,7 @@ def test_a_system_exit_in_on_delivery_loses_no_receipt_and_ends_the_loop(
     assert caplog.text.count("on_delivery failed on <AsyncReceipt") == 3
 
 
-def test_on_delivery_may_send_while_receipts_are_reported_more_slowly_than_the_broker_confirms(
+def test_on_delivery_may_send_even_if_the_broker_confirms_faster_than_receipts_are_reported(
     run: Run, broker: Broker
 ) -> None:
     why: list[list[str]] = []
@@ -268,7 +268,7 @@ def test_every_iterator_gets_all_flow_events_and_ends_with_the_producer(run: Run
     run(main())
 
 
-def test_an_abandoned_iterator_leaves_nothing_behind(run: Run, broker: Broker) -> None:
+def test_an_iterator_that_the_program_abandons_leaves_nothing_behind(run: Run, broker: Broker) -> None:
     async def main() -> None:
         async with AsyncProducer(broker.url, routing_key="q") as producer:
 
@@ -420,7 +420,9 @@ def test_E6_events_for_a_callback_that_causes_more_events_are_bounded(
     assert "orders: 90 flow events were dropped, because callback <function" in caplog.text
 
 
-def test_E6_events_before_the_loop_runs_are_bounded(broker: Broker, run: Run, caplog: pytest.LogCaptureFixture) -> None:
+def test_E6_events_that_occur_before_the_loop_runs_are_bounded(
+    broker: Broker, run: Run, caplog: pytest.LogCaptureFixture
+) -> None:
     producer = AsyncProducer(broker.url, routing_key="q", max_flow_events=10, name="orders")
     told: list[FlowEvent] = []
     producer.on_flow(told.append, kinds=("paused",))

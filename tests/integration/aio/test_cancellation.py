@@ -1,4 +1,4 @@
-"""A task may be cancelled at any await: nothing leaks, and nothing is sent that was not admitted."""
+"""A task can be cancelled at any await. Nothing leaks, and only admitted messages are sent."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .tools import held, in_line, soon
 Run = Callable[..., Any]
 
 
-def test_a_send_cancelled_in_the_waiting_line_sends_nothing_and_the_next_one_is_admitted(
+def test_a_send_that_is_cancelled_in_the_waiting_line_sends_nothing_and_the_next_send_is_admitted(
     run: Run, broker: Broker
 ) -> None:
     async def main() -> None:
@@ -45,7 +45,7 @@ def test_a_send_cancelled_in_the_waiting_line_sends_nothing_and_the_next_one_is_
 
 
 def test_a_message_not_admitted_before_its_cancellation_is_never_admitted(run: Run, broker: Broker) -> None:
-    """Also if the hold is lifted in the same turn of the loop, before the cancelled task has run."""
+    """This is also true if the hold ends in the same loop iteration, before the cancelled task has run."""
 
     async def main() -> None:
         async with AsyncProducer(broker.url, routing_key="q") as producer:

@@ -1,4 +1,4 @@
-"""Connections of aio-pika's from `connect_async`, with consumers and any number of producers on them."""
+"""Connections of aio-pika made by `connect_async`, with consumers and any number of producers on them."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def test_closing_a_producer_closes_its_channel_and_nothing_else(run: Run, broker
     assert broker.queue("q").depth == 5
 
 
-def test_a_hundred_producers_on_one_connection_all_get_to_write(run: Run, broker: Broker) -> None:
+def test_a_hundred_producers_on_one_connection_can_all_send_their_messages(run: Run, broker: Broker) -> None:
     count = rounds(50, least=20)
 
     async def main() -> None:
@@ -322,7 +322,7 @@ def test_a_close_in_the_middle_of_a_message_does_not_end_the_shared_connection(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Nothing may come between the frames of a message, a close of its channel least of all."""
+    """No other frame may come between the frames of a message, and above all no close of its channel."""
     if reads_again:
         # A grace in which a slow machine, too, reads what it has to.
         monkeypatch.setattr("qflow_client.aio.engine.BRIEF", PATIENCE)

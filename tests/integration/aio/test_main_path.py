@@ -53,7 +53,7 @@ def test_f4_a_thousand_tasks_share_one_producer(run: Run, broker: Broker) -> Non
     assert ids == sorted(set(ids))
 
 
-def test_f8_with_an_open_gate_a_send_takes_no_loop_iteration_and_many_messages_are_one_write(
+def test_f8_with_an_open_gate_a_send_needs_no_loop_iteration_and_one_write_contains_many_messages(
     run: Run, broker: Broker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def main() -> None:
@@ -118,7 +118,7 @@ def test_many_tasks_can_wait_for_one_receipt_and_cancelling_one_does_not_affect_
     run(main())
 
 
-def test_awaiting_a_receipt_raises_the_outcome_of_the_message(run: Run, broker: Broker) -> None:
+def test_awaiting_the_receipt_of_a_returned_message_raises_an_error(run: Run, broker: Broker) -> None:
     async def main() -> None:
         async with AsyncProducer(broker.url, routing_key="nowhere") as producer:
             with pytest.raises(MessageReturned, match="312"):
@@ -127,7 +127,7 @@ def test_awaiting_a_receipt_raises_the_outcome_of_the_message(run: Run, broker: 
     run(main())
 
 
-def test_send_nowait_is_a_plain_call(run: Run, broker: Broker) -> None:
+def test_send_nowait_returns_a_receipt_and_not_a_coroutine(run: Run, broker: Broker) -> None:
     async def main() -> None:
         async with AsyncProducer(broker.url, routing_key="q") as producer:
             assert await producer.send_nowait("text") is Outcome.CONFIRMED
@@ -194,7 +194,7 @@ def test_a_producer_that_cannot_connect_is_closed_and_reports_the_reason(run: Ru
     run(main())
 
 
-def test_sends_may_wait_for_the_connection(run: Run, broker: Broker) -> None:
+def test_a_send_may_wait_for_the_connection(run: Run, broker: Broker) -> None:
     async def main() -> None:
         producer = AsyncProducer(broker.url, routing_key="q")
         connecting = asyncio.create_task(producer.connect())
@@ -220,7 +220,7 @@ def test_a_producer_that_is_closed_while_it_connects_leaves_no_connection(run: R
     run(main())
 
 
-def test_leaving_the_block_by_an_exception_reports_lost_messages(run: Run, broker: Broker) -> None:
+def test_leaving_the_with_block_by_an_exception_reports_lost_messages(run: Run, broker: Broker) -> None:
     async def main() -> None:
         broker.withhold_confirms()
         producer = AsyncProducer(broker.url, routing_key="q", max_producer_flow_control_wait=0.2)
@@ -241,7 +241,9 @@ def test_leaving_the_block_by_an_exception_reports_lost_messages(run: Run, broke
     run(main())
 
 
-def test_leaving_the_block_flushes_and_closes_the_connection_cleanly(run: Run, broker: Broker, wire: Any) -> None:
+def test_leaving_the_async_with_block_flushes_and_closes_the_connection_cleanly(
+    run: Run, broker: Broker, wire: Any
+) -> None:
     async def main() -> None:
         async with AsyncProducer(broker.url, routing_key="q", name="orders") as producer:
             for _ in range(3000):

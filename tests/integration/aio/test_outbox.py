@@ -1,4 +1,4 @@
-"""The asynchronous producer while its outbox is being opened; all else is in the tests of both producers."""
+"""The asynchronous producer while it opens its outbox. Tests of both producers are in tests/integration/producer."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_senders_that_wait_while_the_outbox_opens_are_admitted_when_it_is_open(
 
 
 @pytest.mark.parametrize("outbox_full", ["block", "raise"])
-def test_a_message_that_can_never_fit_the_outbox_does_not_block_the_others(
+def test_a_message_that_is_too_large_for_the_outbox_does_not_block_the_others(
     run: Run, broker: Broker, tmp_path: Path, go_on: threading.Event, outbox_full: str
 ) -> None:
     async def main() -> None:
@@ -119,7 +119,7 @@ def test_a_sender_gets_an_error_if_its_producer_is_closed_while_the_outbox_opens
     assert bodies(broker) == []
 
 
-def test_a_relative_path_is_resolved_when_the_producer_is_constructed_not_when_it_connects(
+def test_a_relative_path_is_resolved_when_the_producer_is_constructed_and_not_when_it_connects(
     run: Run, broker: Broker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def main() -> None:
@@ -202,7 +202,7 @@ def test_E4_a_cancelled_close_does_not_wait_for_a_disk_that_does_not_answer(
         answers.set()
 
 
-def test_E4_if_broker_and_disk_do_not_answer_they_share_the_time_after_the_deadline_of_close(
+def test_E4_the_waits_for_broker_and_disk_after_the_deadline_of_close_share_one_limit(
     run: Run, broker: Broker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waits: list[float] = []
@@ -230,7 +230,7 @@ def test_E4_if_broker_and_disk_do_not_answer_they_share_the_time_after_the_deadl
     assert sum(waits) < 0.61
 
 
-def test_an_outbox_is_free_after_its_producer_was_closed_with_its_loop(
+def test_an_outbox_is_free_after_its_producer_is_closed_on_another_loop(
     run: Run, broker: Broker, tmp_path: Path
 ) -> None:
     async def open_one() -> AsyncProducer:

@@ -61,7 +61,7 @@ def test_a_forked_child_gets_a_clear_error_and_its_parent_continues(program: Sta
 
 @pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="looks at descriptors by way of /proc")
 @pytest.mark.parametrize("fault", [FaultProxy.refuse, FaultProxy.black_hole])
-def test_a_fork_during_a_connection_attempt_or_its_delay_leaves_parent_and_child_independent(
+def test_a_fork_while_the_producer_reconnects_leaves_parent_and_child_independent(
     program: Start, broker: Broker, fault: Callable[[FaultProxy], object]
 ) -> None:
     forks = rounds(20, least=3)
@@ -124,7 +124,7 @@ def test_a_producer_dropped_before_its_loop_is_closed_frees_its_outbox_and_logs_
     assert said.count("1 admitted messages were not delivered") == 2
 
 
-def test_a_program_ends_although_its_last_records_come_when_no_thread_can_start(program: Start, broker: Broker) -> None:
+def test_a_program_ends_even_if_it_logs_when_no_thread_can_be_started(program: Start, broker: Broker) -> None:
     process = program("forgotten_with_its_loop", broker.url)
     assert says(process) == "fine"
     assert process.stdout is not None

@@ -1,4 +1,4 @@
-"""What happens at the socket, beyond what both producers are tested for."""
+"""The socket of the asynchronous producer. Tests of both producers are in tests/integration/producer."""
 
 from __future__ import annotations
 
@@ -91,10 +91,10 @@ def test_bytes_that_are_not_frames_end_the_connection_and_every_wait(run: Run, b
 
 
 @pytest.mark.parametrize("slow", [0.0, 0.002])
-def test_messages_of_aio_pika_and_ours_are_interleaved_at_frame_boundaries(
+def test_messages_of_aio_pika_and_of_a_producer_are_interleaved_at_frame_boundaries(
     run: Run, broker: Broker, proxy: Proxy, wire: Wire, slow: float
 ) -> None:
-    """Each is more than the socket takes, and each has to wait for the other in mid-message."""
+    """Each message is larger than the socket buffer, so each writer waits for the other within a message."""
     broker.declare_queue("theirs")
     proxy.slow_down(slow)
 
@@ -202,7 +202,7 @@ def test_the_file_descriptor_of_the_socket_is_closed_with_the_connection(run: Ru
 def test_heartbeats_are_sent_while_the_socket_always_has_input(
     run: Run, broker: Broker, proxy: Proxy, wire: Wire, size: int
 ) -> None:
-    """Every write of ours ends in the middle of a frame, and aiormq may write only at the end of one."""
+    """Each write of the producer ends in the middle of a frame, and aiormq may write only at the end of a frame."""
     proxy.slow_down(0.02)
 
     async def main() -> None:

@@ -1,4 +1,4 @@
-"""A checkout is compared with another one, here with itself."""
+"""The benchmark compares two checkouts. Here it compares a checkout with itself."""
 
 from __future__ import annotations
 

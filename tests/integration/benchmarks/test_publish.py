@@ -25,7 +25,7 @@ def _nothing_is_collected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "gc", SimpleNamespace(collect=lambda: 0))
 
 
-def test_all_compared_clients_publish_everything_with_both_sizes(
+def test_each_compared_client_publishes_all_messages_of_both_sizes(
     broker: Broker, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([*SHORT, "--url", broker.url, "--json"]) == 0
@@ -50,7 +50,9 @@ def test_the_table_has_one_line_for_each_client(broker: Broker, capsys: pytest.C
         assert title in out
 
 
-def test_a_missed_bar_is_reported_and_fails_the_run(broker: Broker, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_required_ratio_that_is_not_reached_is_reported_and_fails_the_run(
+    broker: Broker, capsys: pytest.CaptureFixture[str]
+) -> None:
     # Without pika's select nothing can be said of the ratio to it.
     assert main([*SHORT, "--url", broker.url, "--sizes", "100", "--peers", "plain,qflow", "--check", "floor"]) == 1
     assert "missed: qflow, 100 bytes: to_pika_select >= 1.5: not measured" in capsys.readouterr().err

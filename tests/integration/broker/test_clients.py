@@ -1,4 +1,4 @@
-"""Clients that others wrote."""
+"""Client libraries of other projects."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class TestPika:
         assert "qpid.flow_stop_size=5" in caught.value.reply_text
         assert "qpid.flow_resume_size=6" in caught.value.reply_text
 
-    def test_topology_transactions_get_nack_and_recover_work_with_pika(self, channel):
+    def test_pika_can_use_topology_and_transactions_and_get_and_nack_and_recover(self, channel):
         channel.exchange_declare("e", "topic")
         channel.exchange_declare("f", "fanout")
         channel.exchange_bind("f", "e", "a.#")
@@ -205,7 +205,7 @@ def test_amqpstorm_publishes_and_consumes(broker):
         assert seen == [str(number) for number in range(5)]
 
 
-def test_clients_that_ignore_flow_keep_publishing_and_are_confirmed_later(broker, channel):
+def test_clients_that_ignore_flow_keep_publishing_and_get_their_confirms_later(broker, channel):
     broker.declare_queue("q", arguments={"qpid.flow_stop_count": 5, "x-qflow-enforcement": "channel_flow"})
     channel.confirm_delivery()
     for _ in range(10):
@@ -214,7 +214,7 @@ def test_clients_that_ignore_flow_keep_publishing_and_are_confirmed_later(broker
     assert broker.queue("q").flow_stopped
 
 
-def test_C5_a_client_that_waits_for_each_confirm_is_held_by_completion_alone(broker, channel):
+def test_C5_withheld_confirms_alone_hold_a_client_that_waits_for_each_confirm(broker, channel):
     broker.declare_queue("q", arguments={"qpid.flow_stop_count": 5, "x-qflow-enforcement": "completion"})
     channel.confirm_delivery()
 

@@ -1,4 +1,4 @@
-"""The broker's core is complete without its other rooms, and without the packages that these need."""
+"""The broker's core works without the other parts of the broker and without the packages that they need."""
 
 from __future__ import annotations
 

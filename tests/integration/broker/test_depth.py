@@ -1,4 +1,4 @@
-"""The recorder of a queue's depth, at a broker that runs."""
+"""The recorder of a queue's depth, with a running broker."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def wait_until_seen(recorder: DepthRecorder, wanted: tuple[int, int, bool], time
         time.sleep(0.001)
 
 
-def test_every_lasting_state_of_the_queue_is_sampled_and_every_peak_is_known():
+def test_the_recorder_samples_each_lasting_state_of_a_queue_and_knows_the_peaks():
     with Broker() as broker:
         broker.declare_queue("q", arguments={"qpid.flow_stop_count": 2, "qpid.flow_resume_count": 2})
         with DepthRecorder(broker, "q") as recorder:

@@ -7,7 +7,7 @@ import pika
 from qflow_client.broker import Broker
 
 
-def test_RabbitMQ_s_example_of_direct_replies_runs_with_pika() -> None:
+def test_the_direct_reply_example_of_RabbitMQ_runs_with_pika() -> None:
     with Broker() as broker:
         broker.declare_queue("requests")
         got: list[tuple[str | None, bytes]] = []

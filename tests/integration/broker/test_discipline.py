@@ -1,4 +1,4 @@
-"""Clients that do not listen, and alarms, over real sockets."""
+"""Clients that ignore flow control, and alarms, over real sockets."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_D8_pika_ignores_flow_and_loses_its_channel():
         connection.close()
 
 
-def test_D8_a_tarpitted_connection_is_not_read_from_and_others_are(connect):
+def test_D8_the_broker_stops_reading_from_a_tarpitted_connection_and_still_reads_from_others(connect):
     with Broker(tarpit_after=1, tarpit_time=1.0, flow_grace=0) as broker:
         broker.declare_queue("q", arguments=dict(STOP_1))
         client, other = connect(broker).open().channel(), connect(broker).open().channel()
@@ -89,7 +89,7 @@ def test_D7_the_backlog_of_a_connection_is_shown(connect):
         broker.wait_until(lambda b: not b.channels()[1].flowed)
 
 
-def test_alarms_block_current_and_new_clients_with_the_capability_until_the_last_alarm_is_cleared(connect):
+def test_current_and_new_clients_stay_blocked_until_the_last_alarm_is_cleared(connect):
     with Broker() as broker:
         client = connect(broker).open()
         broker.raise_alarm("memory", "low on memory")

@@ -157,7 +157,7 @@ def test_C7_counters_have_the_same_names_as_in_Qpid(broker, connect):
     assert broker.connections()[0].to_json()["flowStoppedCount"] == 1
 
 
-def test_C7_values_from_clients_and_queue_arguments_can_be_written_as_json(broker, connect):
+def test_C7_client_properties_and_queue_arguments_can_be_written_as_json(broker, connect):
     table = {"raw": bytearray(b"\xff"), "time": datetime(2024, 2, 29, tzinfo=UTC), "list": [Decimal("1.5"), None, True]}
     connect(broker).open(properties=table)
     broker.declare_queue("q", arguments=table)
@@ -295,7 +295,7 @@ def test_many_threads_may_call_the_broker_concurrently(broker):
     assert broker.queue("q").depth == 800
 
 
-def test_a_call_while_the_broker_stops_gets_an_answer():
+def test_a_call_that_is_made_while_the_broker_stops_gets_an_answer():
     called, stopped, answered = threading.Event(), threading.Event(), threading.Event()
 
     class Late:
@@ -320,7 +320,7 @@ def test_a_call_while_the_broker_stops_gets_an_answer():
     assert answered.wait(20)
 
 
-def test_D5_all_producers_can_be_stopped_and_started_including_later_ones(broker, connect):
+def test_D5_all_producers_can_be_stopped_and_started_even_those_that_connect_later(broker, connect):
     early = connect(broker).open().channel(confirms=True)
     consumer = connect(broker).open().channel()
     broker.flow(False)
@@ -348,7 +348,7 @@ def test_D5_one_channel_can_be_stopped_by_name(broker, connect):
     assert (channel, flow.active) == (2, True)
 
 
-def test_messages_to_one_queue_are_nacked_and_messages_to_other_queues_accepted(broker, connect):
+def test_messages_to_one_queue_are_nacked_and_messages_to_other_queues_are_accepted(broker, connect):
     for name in ("q", "other"):
         broker.declare_queue(name)
     client = connect(broker).open().channel(confirms=True)
@@ -375,7 +375,7 @@ def test_messages_to_one_queue_are_nacked_and_messages_to_other_queues_accepted(
 
 
 @pytest.mark.parametrize("end", ["release_confirms", "release_all", "delete_queue"])
-def test_confirms_for_one_queue_are_withheld_and_confirms_for_other_queues_sent(broker, connect, end):
+def test_confirms_for_one_queue_are_withheld_and_confirms_for_other_queues_are_sent(broker, connect, end):
     for name in ("q", "other"):
         broker.declare_queue(name)
     client = connect(broker).open().channel(confirms=True)

@@ -1,4 +1,4 @@
-"""Fairness among real producers through a queue that flaps (F4): counted in messages, on one loop, by no clock."""
+"""Fairness among producers at a queue that turns ON and OFF often (F4), counted in messages and not in time."""
 
 from __future__ import annotations
 
@@ -63,9 +63,9 @@ async def flap(stop: int, resume: int, capacity: int) -> tuple[Counter[bytes], i
 
 @pytest.mark.parametrize(
     ("stop", "resume", "capacity"),
-    [(20, 10, 4), (20, 18, 4), pytest.param(20, 10, 10, id="who is told first could fill it alone")],
+    [(20, 10, 4), (20, 18, 4), pytest.param(20, 10, 10, id="the first producer could fill the queue alone")],
 )
-def test_F4_ten_equal_producers_are_served_equally_by_a_queue_that_turns_on_and_off_often(stop, resume, capacity):
+def test_F4_a_queue_that_turns_on_and_off_often_serves_ten_equal_producers_equally(stop, resume, capacity):
     served, times_on = asyncio.run(flap(stop, resume, capacity))
     assert times_on >= 10
     assert len(served) == PRODUCERS

@@ -1,4 +1,4 @@
-"""A broker whose messages are more than it may have in memory."""
+"""A broker that has more messages than fit into its memory limit."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_an_alarm_raised_by_an_operator_is_cleared_only_by_an_operator():
         assert broker.alarms == {"memory": "because"}
 
 
-def test_A5_a_message_that_left_a_durable_queue_stays_complete_in_a_transient_one(tmp_path):
+def test_A5_a_message_removed_from_a_durable_queue_is_still_complete_in_a_transient_queue(tmp_path):
     persistent = pika.BasicProperties(delivery_mode=2)
     with Broker(store=tmp_path / "store") as broker:
         with pika.BlockingConnection(pika.URLParameters(broker.url)) as connection:

@@ -1,4 +1,4 @@
-"""Sessions that would be valid, with random changes: nobody else may notice, and nothing may stay behind."""
+"""Valid sessions with random changes. They must not affect other connections and must leave nothing behind."""
 
 from __future__ import annotations
 

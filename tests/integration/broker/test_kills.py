@@ -1,4 +1,4 @@
-"""A broker that is killed with -9 under load, at any moment, and what its store holds then."""
+"""A broker is killed with SIGKILL at a random moment under load. The tests check the contents of its store."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def killed_under_load(path, connect, first, seconds):
 
 @pytest.mark.program
 @pytest.mark.timeout(600)
-def test_every_confirmed_persistent_message_survives_a_kill_at_any_moment_exactly_once(tmp_path, connect):
+def test_after_a_kill_at_any_moment_each_confirmed_persistent_message_is_there_exactly_once(tmp_path, connect):
     moments = random.Random(1)
     path = tmp_path / "store"
     expected, settled, acked = set[int](), set[int](), set[int]()

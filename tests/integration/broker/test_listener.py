@@ -1,4 +1,4 @@
-"""E9: what a listening socket does when there is too much."""
+"""E9: a listening socket with too many connections or without a free file descriptor."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def is_cut(connection: socket.socket) -> bool:
         return True
 
 
-def test_E9_without_a_free_file_descriptor_accepting_pauses_and_is_logged_once(
+def test_E9_if_no_file_descriptor_is_free_the_broker_pauses_accepting_and_logs_it_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(Listener, "PAUSE", 0.01)

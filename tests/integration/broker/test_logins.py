@@ -25,7 +25,7 @@ def test_py_amqp_logs_in(method: str) -> None:
             connect(broker, "wrong", method).connect()
 
 
-def test_after_too_many_failed_logins_wrong_ones_are_still_answered_and_a_right_one_succeeds() -> None:
+def test_after_too_many_failed_logins_a_wrong_password_is_still_answered_and_a_correct_one_succeeds() -> None:
     with Broker(users={"ann": "right"}, max_failed_logins=1) as broker:
         for _ in range(3):
             with pytest.raises(AccessRefused):

@@ -1,4 +1,4 @@
-"""At the limit of memory the broker reads no more from publishers, and what is never finished does not fill it (E9)."""
+"""At the memory limit the broker stops reading from publishers. Incomplete messages do not fill the memory (E9)."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def content(size: int, sent: int) -> bytes:
     return b"".join(frame.marshal(part, 1) for part in parts)
 
 
-def test_E9_a_publisher_that_ignores_flow_is_not_read_from_at_the_memory_limit():
+def test_E9_at_the_memory_limit_the_broker_stops_reading_from_a_publisher_that_ignores_flow():
     count = 300
     with Broker(memory_limit=LIMIT) as broker, raw_publisher(broker) as publisher:
         broker.declare_queue("q")

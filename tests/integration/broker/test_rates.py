@@ -59,8 +59,8 @@ def test_F6_an_invalid_limit_is_refused(broker):
 
 
 @pytest.mark.parametrize("interval", [0.0, 0.002])
-def test_F4_real_producers_are_all_served_by_a_queue_that_turns_on_and_off_often(interval):
-    """How alike they are served is measured without threads; here nobody may starve."""
+def test_F4_a_queue_that_turns_on_and_off_often_serves_every_real_producer(interval):
+    """test_fairness.py measures without threads how equally producers are served. Here no producer may starve."""
     count, each = 10, rounds(300)
     with Broker(resume_interval=interval) as broker:
         broker.declare_queue("q", arguments={"qpid.flow_stop_count": 30, "qpid.flow_resume_count": 10})

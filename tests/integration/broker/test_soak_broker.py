@@ -1,4 +1,4 @@
-"""The embedded broker of the soak, which obeys commands in a process of its own."""
+"""The embedded broker of the soak test. It runs in its own process and obeys commands."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class _Broker:
         self.flowed.append((active, name))
 
 
-def test_only_channels_of_one_connection_are_stopped_and_missing_ones_are_no_error() -> None:
+def test_the_channels_of_one_connection_can_be_stopped_and_a_missing_channel_is_no_error() -> None:
     broker = _Broker()
     COMMANDS["flow_one"](broker, False, "a")
     assert broker.flowed == [(False, "a2")]

@@ -194,7 +194,7 @@ def test_E11_a_broker_that_stops_keeps_reading_until_its_close_has_arrived(conne
         client.read()
 
 
-def test_closed_connections_do_not_count_towards_the_limit_while_clients_keep_their_sockets_open(connect):
+def test_closed_connections_do_not_count_towards_the_limit_even_if_clients_keep_their_sockets_open(connect):
     with Broker(max_connections=2, close_timeout=3600) as broker:
         clients = [connect(broker).open() for _ in range(2)]
         for _ in range(3):
@@ -226,7 +226,7 @@ def test_E9_the_broker_does_not_wait_for_a_peer_that_missed_its_deadline(connect
         assert is_reset(client)
 
 
-def test_a_trace_function_that_raises_ends_only_its_own_connection(connect):
+def test_a_trace_function_that_raises_ends_only_the_connection_that_it_was_called_for(connect):
     def trace(direction, connection, channel, name):
         if (connection, name) == (bad.name, "Connection.Blocked"):
             raise RuntimeError("no luck")
@@ -277,7 +277,7 @@ def test_more_connections_than_allowed_are_refused_with_530_as_on_rabbitmq(conne
         connect(broker).open()
 
 
-def test_with_too_many_connections_the_oldest_unopened_one_is_closed_and_no_open_one(connect):
+def test_with_too_many_connections_the_oldest_unopened_one_is_closed_and_all_opened_ones_stay(connect):
     with Broker(max_unauthenticated=2, unauthenticated_timeout=3600) as broker:
         kept = [connect(broker).open().channel() for _ in range(3)]
         strangers = [connect(broker) for _ in range(3)]
@@ -355,7 +355,7 @@ def test_clients_can_connect_with_tls(certificate, connect):
         client.call(0, commands.Connection.Close(200, "", 0, 0), commands.Connection.CloseOk)
 
 
-def test_E9_an_unauthenticated_client_is_disconnected_at_its_deadline_for_any_input():
+def test_E9_an_unauthenticated_client_is_disconnected_at_its_deadline_even_after_a_wrong_header():
     with (
         Broker(unauthenticated_timeout=1, close_timeout=60) as broker,
         socket.create_connection(("127.0.0.1", broker.port), timeout=30) as stranger,

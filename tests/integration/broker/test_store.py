@@ -1,4 +1,4 @@
-"""A broker that keeps what is durable in a file."""
+"""A broker that stores durable objects and persistent messages in a file."""
 
 from __future__ import annotations
 
@@ -229,7 +229,7 @@ def test_free_space_is_measured_in_the_folder_of_the_store(tmp_path):
         Broker(disk_free_limit=1)
 
 
-def test_a_body_that_cannot_be_read_for_any_reason_is_read_later(tmp_path, monkeypatch, caplog):
+def test_reading_a_body_is_retried_after_every_kind_of_error(tmp_path, monkeypatch, caplog):
     failures = [StoreError("not now"), MemoryError("no room")]
     read = BodyReader.read
 
@@ -327,7 +327,7 @@ def killed_after(folder, steps):
     ],
     ids=lambda value: value if isinstance(value, str) and value.isidentifier() else "",
 )
-def test_when_a_call_returns_its_change_is_on_disk_and_survives_a_kill(tmp_path, name, values, there):
+def test_a_change_is_on_disk_when_its_call_returns_and_survives_a_kill(tmp_path, name, values, there):
     before = """
         from qflow_client.broker import Definitions, QueueDefinition
         broker.declare_queue("orders", durable=True)
@@ -369,7 +369,7 @@ def asked(broker, method, path, body=None):
         return answer.status
 
 
-def test_a_change_made_over_http_is_on_disk_when_it_is_answered(tmp_path, order):
+def test_a_change_made_over_http_is_on_disk_when_the_request_is_answered(tmp_path, order):
     with Broker(store=tmp_path / "store", http_port=0) as broker:
         for number in range(5):
             order.append(asked(broker, "PUT", f"queues/{number}", {"durable": True}))
@@ -414,7 +414,7 @@ def test_an_http_change_that_cannot_be_written_to_disk_is_refused_with_the_reaso
         assert asked(broker, "PUT", "queues/lasting", {"durable": True}) == 200
 
 
-def test_on_its_own_loop_only_awaited_calls_wait_for_the_disk(tmp_path, order):
+def test_on_the_loop_of_the_broker_only_awaited_calls_wait_for_the_disk(tmp_path, order):
     async def make():
         async with Broker(store=tmp_path / "store") as broker:
             broker.declare_queue("q", durable=True)

@@ -60,7 +60,7 @@ def test_D4_thresholds_can_be_added_to_a_queue_and_removed_again(connect, scope)
             assert client.expect(commands.Basic.Ack)
 
 
-def test_D12_every_publisher_since_the_thresholds_were_set_is_flowed(connect):
+def test_D12_every_channel_that_has_published_since_the_thresholds_were_set_is_flowed(connect):
     with Broker(flow_scope="publishers") as broker:
         broker.declare_queue("q")
         broker.set_thresholds("q", flow_stop_count=1)
@@ -72,7 +72,7 @@ def test_D12_every_publisher_since_the_thresholds_were_set_is_flowed(connect):
         assert two.expect(commands.Channel.Flow).active is False
 
 
-def test_D4_thresholds_that_are_not_mentioned_stay_and_so_do_declared_ones(broker):
+def test_D4_setting_one_threshold_changes_neither_the_other_thresholds_nor_the_declared_arguments(broker):
     arguments = {"qpid.flow_stop_count": 100, "qpid.flow_resume_count": 70, "x-qpid-capacity": 1000}
     broker.declare_queue("q", arguments=arguments)
     broker.set_thresholds("q", flow_stop_size=500)

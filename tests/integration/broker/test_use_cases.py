@@ -87,7 +87,7 @@ BODIES = [b"%d" % number for number in range(COUNT)]
 
 
 @pytest.mark.parametrize("is_controlled", [True, False])
-def test_D6_a_queue_stays_bounded_while_its_consumer_is_slow_and_then_gone(is_controlled):
+def test_D6_a_queue_stays_bounded_while_its_consumer_is_slow_and_after_it_has_gone(is_controlled):
     with Broker() as broker:
         marks: dict[str, object] = {"qpid.flow_stop_count": 50, "qpid.flow_resume_count": 30}
         broker.declare_queue("orders", arguments=marks if is_controlled else {})
@@ -115,7 +115,7 @@ def test_D6_a_queue_stays_bounded_while_its_consumer_is_slow_and_then_gone(is_co
 
 
 @pytest.mark.parametrize("is_controlled", [True, False])
-def test_D6_D10_a_subscriber_that_never_acks_is_bounded_and_delays_the_others_only_for_a_time(is_controlled):
+def test_D6_D10_the_queue_of_a_subscriber_that_never_acks_is_bounded_and_delays_others_only_briefly(is_controlled):
     policy = Policy(
         "topics",
         PolicyDefinition.from_mapping(
@@ -181,7 +181,7 @@ def test_D6_messages_that_no_consumer_can_process_expire_and_unflow_the_producer
 
 
 @pytest.mark.usefixtures("no_retries")
-def test_A4_a_client_is_notified_that_its_message_found_no_room():
+def test_A4_a_client_is_notified_if_there_is_no_room_for_its_message():
     with Broker(max_producer_flow_control_wait=0.1) as broker:
         waits: dict[str, object] = {"x-qflow-policy": "wait", "qpid.max_count": 1}
         broker.declare_queue("orders", arguments=waits)

@@ -71,7 +71,7 @@ def drain(broker, producers):
     return queue
 
 
-def test_C6_with_completion_two_producers_reach_exactly_the_sum_of_their_capacities(connect):
+def test_C6_with_completion_two_producers_overshoot_by_exactly_the_sum_of_their_capacities(connect):
     with Broker(enforcement="completion") as broker:
         producers = start_two(broker, connect)
         broker.wait_until(lambda b: b.queue("q").depth == 165)

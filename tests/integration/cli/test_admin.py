@@ -209,7 +209,7 @@ def watching(broker: Broker, *arguments: str) -> Iterator[subprocess.Popen[str]]
 
 
 @pytest.mark.program
-def test_flow_states_are_watched_until_ctrl_c(broker: Broker) -> None:
+def test_the_watch_command_reports_flow_states_until_ctrl_c(broker: Broker) -> None:
     broker.declare_queue("orders", arguments={"qpid.flow_stop_count": 1})
     with Producer(broker.url, routing_key="orders") as producer:
         for _ in range(2):
@@ -235,7 +235,7 @@ def test_flow_states_are_watched_until_ctrl_c(broker: Broker) -> None:
 
 
 @pytest.mark.program
-def test_the_watch_ends_when_the_broker_ends() -> None:
+def test_the_watch_command_ends_when_the_broker_ends() -> None:
     with ExitStack() as stack:
         broker = stack.enter_context(Broker(http_port=0))
         process = stack.enter_context(watching(broker, "--json"))

@@ -152,7 +152,7 @@ def test_a_wrong_setting_is_a_usage_error(arguments: list[str], words: str, caps
 
 @pytest.mark.program
 @pytest.mark.usefixtures("no_retries")
-def test_A4_policies_are_options() -> None:
+def test_A4_policies_can_be_passed_as_options() -> None:
     process, url = start(
         "--policy", "narrow pattern=^orders$ policy=wait max_count=1", "--policy", "other pattern=^x max_count=5",
         "--max-producer-flow-control-wait", "0.1", "--queue", "orders", "--quiet",
@@ -283,7 +283,9 @@ def test_a_missing_configuration_file_prints_one_clear_line(capsys: pytest.Captu
     assert capsys.readouterr().err == "qflow: none.toml: No such file or directory\n"
 
 
-def test_a_wrong_flag_is_not_blamed_on_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_error_for_a_wrong_flag_does_not_name_the_configuration_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "broker.toml"
     path.write_text("port = 0")
     assert main(["broker", "--config", str(path), "--port", "-1"]) == 2
@@ -315,7 +317,7 @@ def drawn(running: Broker) -> str:
     return capture.get()
 
 
-def test_the_settings_of_the_garbage_collector_are_restored_when_the_broker_has_ended() -> None:
+def test_the_settings_of_the_garbage_collector_are_restored_when_the_broker_ends() -> None:
     before = gc.get_threshold(), gc.get_freeze_count()
     with seldom_collected():
         assert gc.get_threshold() != before[0]

@@ -1,4 +1,4 @@
-"""`qflow broker` at its edge: certificates of clients, hashed passwords, few descriptors."""
+"""`qflow broker` with client certificates, hashed passwords and few file descriptors."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _certificates(folder: Path) -> None:
 
 
 @pytest.mark.program
-def test_with_a_client_authority_only_clients_with_its_certificate_can_connect(
+def test_only_clients_with_a_certificate_of_the_configured_authority_can_connect(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     _certificates(tmp_path)
@@ -66,7 +66,7 @@ def test_with_a_client_authority_only_clients_with_its_certificate_can_connect(
 
 
 @pytest.mark.program
-def test_E8_a_hash_from_the_command_line_logs_in(
+def test_E8_a_user_whose_password_hash_was_made_by_the_command_can_log_in(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO("sesame\n"))
@@ -91,7 +91,9 @@ def test_a_blank_password_is_not_hashed(
 
 
 @pytest.mark.program
-def test_E9_a_low_limit_of_file_descriptors_is_reported_at_the_start_and_survived(tmp_path: Path) -> None:
+def test_E9_the_broker_reports_a_low_file_descriptor_limit_at_its_start_and_survives_reaching_it(
+    tmp_path: Path,
+) -> None:
     limit = ("sh", "-c", 'ulimit -n 150; exec "$@"', "sh")
     with running_broker(tmp_path, prefix=limit) as (url, _):
         port = int(url.rpartition(":")[2].partition("/")[0])

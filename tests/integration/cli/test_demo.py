@@ -67,7 +67,7 @@ def test_without_a_terminal_the_demo_reports_progress_in_lines(
 
 @pytest.mark.program
 @flights
-def test_on_a_terminal_the_demo_shows_the_queue_between_its_thresholds_and_the_holds_of_its_producers() -> None:
+def test_on_a_terminal_the_demo_shows_the_thresholds_of_the_queue_and_the_holds_of_the_producers() -> None:
     with on_a_terminal("demo", "--messages", "300") as terminal:
         terminal.read_until("producer-15")
         terminal.read_until(None)
@@ -137,7 +137,7 @@ def test_an_interrupted_demo_ends_with_all_its_processes() -> None:
     assert (out, err) == ("", "qflow: interrupted by SIGINT: no audit\n")
 
 
-def test_without_the_flights_the_demo_says_how_to_get_them(
+def test_without_the_flight_data_the_demo_says_how_to_get_it(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("qflow_client.cli.demo.flights.find_spec", lambda name: None)

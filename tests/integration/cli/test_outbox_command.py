@@ -87,7 +87,7 @@ def test_export_writes_all_data_of_each_message(path: Path, tmp_path: Path, caps
     )
 
 
-def test_drain_sends_in_order_marks_possible_copies_and_removes_confirmed_messages(
+def test_drain_sends_messages_in_order_and_marks_possible_copies_and_removes_confirmed_messages(
     path: Path, broker: Broker, capsys: Capture
 ) -> None:
     assert main(["outbox", "drain", str(path), "--url", broker.url]) == 0

@@ -106,7 +106,7 @@ def test_E8_an_argument_without_a_secret_causes_no_warning(
     assert "can see a password" not in capsys.readouterr().err
 
 
-def test_users_can_be_passed_in_only_one_way_and_a_file_may_contain_several(
+def test_users_can_be_passed_in_only_one_way_and_a_file_may_contain_several_users(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "users"

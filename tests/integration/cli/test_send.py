@@ -110,7 +110,7 @@ def test_csv_records_arrive_as_json_objects(broker: Broker, tmp_path: Path, caps
         (b"n,name\n1,Bo\n", ["-f", "lines"], [b"n,name", b"1,Bo"]),
         (b"n,name\n1,Bo\n", [], [b"n,name", b"1,Bo"]),
     ],
-    ids=["csv", "jsonl", "lines", "nothing said"],
+    ids=["csv", "jsonl", "lines", "no format option"],
 )
 def test_standard_input_is_read_in_the_requested_format(
     broker: Broker, stdin: Callable[[bytes], None], content: bytes, options: list[str], arrived: list[bytes]
@@ -127,9 +127,9 @@ def test_standard_input_is_read_in_the_requested_format(
         ("orders.csv", ["-f", "lines"], [b"n,name", b"1,Bo"]),
         ("orders.txt", ["-f", "csv"], [b'{"n":"1","name":"Bo"}']),
     ],
-    ids=["by its ending", "csv as lines", "txt as csv"],
+    ids=["by its extension", "csv as lines", "txt as csv"],
 )
-def test_the_file_name_extension_decides_the_format_unless_it_is_set(
+def test_the_file_name_extension_decides_the_format_unless_a_format_is_set(
     broker: Broker, tmp_path: Path, name: str, options: list[str], arrived: list[bytes]
 ) -> None:
     path = tmp_path / name
@@ -221,7 +221,7 @@ def test_missing_confirms_are_a_failure_that_shows_how_long_the_command_waited(
     assert "--skip" not in out
 
 
-def test_the_command_waits_for_room_whichever_when_flowed_is_set(
+def test_the_command_waits_for_room_even_with_the_setting_raise(
     broker: Broker, stdin: Callable[[bytes], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("QFLOW_WHEN_FLOWED", "raise")
@@ -249,9 +249,7 @@ def test_a_skip_beyond_the_end_is_an_error(broker: Broker, stdin: Callable[[byte
     assert broker.queue("orders").depth == 0
 
 
-def test_without_a_standard_input_the_command_says_so(
-    broker: Broker, capsys: Capture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_closed_standard_input_is_reported(broker: Broker, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", None)
     assert main(["send", "-u", broker.url, "-k", "orders"]) == 1
     assert capsys.readouterr().err == "qflow: standard input is closed; give a FILE\n"
@@ -589,7 +587,7 @@ def test_a_record_that_is_admitted_but_not_yet_on_disk_is_sent_once_and_counted(
     assert bodies(broker) == [b"one", b"two", b"three"]
 
 
-def test_a_record_that_does_not_fit_the_outbox_is_not_sent_and_neither_are_later_ones(
+def test_a_record_that_is_too_large_for_the_outbox_is_not_sent_and_neither_are_later_records(
     broker: Broker, stdin: Callable[[bytes], None], capsys: Capture, tmp_path: Path
 ) -> None:
     stdin(b"one\n" + b"x" * 1000 + b"\nthree\n")
@@ -600,7 +598,7 @@ def test_a_record_that_does_not_fit_the_outbox_is_not_sent_and_neither_are_later
 
 
 @pytest.mark.program
-def test_records_left_by_sigterm_stay_in_the_outbox_and_the_next_run_sends_them_first(
+def test_after_a_sigterm_unconfirmed_records_stay_in_the_outbox_and_the_next_run_sends_them_first(
     broker: Broker, stdin: Callable[[bytes], None], tmp_path: Path, capsys: Capture
 ) -> None:
     path = tmp_path / "outbox"
@@ -826,7 +824,7 @@ def test_E13_the_same_file_for_a_different_queue_is_a_different_source(
 
 
 @pytest.mark.program
-def test_E13_records_left_by_sigterm_are_sent_again_and_the_file_continues_after_them(
+def test_E13_the_run_after_a_sigterm_resends_the_unconfirmed_records_and_continues_after_them(
     broker: Broker, lines: Path, tmp_path: Path, capsys: Capture
 ) -> None:
     path = tmp_path / "outbox"
@@ -851,7 +849,7 @@ def test_E13_records_left_by_sigterm_are_sent_again_and_the_file_continues_after
     assert marks(broker) == [True, True, True, False]
 
 
-@pytest.mark.parametrize("first", [1, 3], ids=["from the beginning", "behind what was delivered"])
+@pytest.mark.parametrize("first", [1, 3], ids=["from the beginning", "after delivered records"])
 def test_E13_undelivered_records_are_sent_again_with_a_mark(
     broker: Broker, lines: Path, tmp_path: Path, capsys: Capture, first: int
 ) -> None:

@@ -49,7 +49,7 @@ def test_E13_without_a_kill_a_file_of_any_format_is_sent_exactly_once(
     assert (verdict.rows, verdict.in_queue, verdict.copies) == (50, 50, 0)
 
 
-def test_E13_the_audit_finds_planted_faults() -> None:
+def test_E13_the_audit_finds_faults_that_the_test_inserts() -> None:
     # The second run's copy of row 3 has overtaken that of the first run.
     right = [(1, False), (2, False), (3, True), (2, True), (3, False), (4, False)]
     assert audit(4, right) == {"in_queue": 6, "lost": 0, "out_of_order": 0, "copies": 2, "unmarked": 0}
@@ -57,7 +57,7 @@ def test_E13_the_audit_finds_planted_faults() -> None:
     assert audit(4, wrong) == {"in_queue": 4, "lost": 1, "out_of_order": 1, "copies": 1, "unmarked": 1}
 
 
-def test_E13_the_audit_allows_only_refused_rows_out_of_order() -> None:
+def test_E13_the_audit_permits_only_refused_rows_to_arrive_out_of_order() -> None:
     # Row 2 was refused, and came behind row 5; then rows 7 and 6.
     queue = [(1, False), (3, False), (4, False), (5, False), (2, True), (7, False), (6, False)]
     assert audit(7, queue, {2})["out_of_order"] == 1

@@ -1,4 +1,4 @@
-"""What all producers make of the dialects of other brokers, played by ours (section 4, docs/dialects.md)."""
+"""All producers with the dialects of other brokers, which the broker here imitates (section 4, docs/dialects.md)."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def send_until_stopped(producer: Any) -> list[bytes]:
 
 @pytest.mark.parametrize("producer", PRODUCERS)
 @pytest.mark.parametrize("profile", WITHOUT_CONFIRMS)
-def test_J7_A4_an_alarm_signalled_by_channel_flow_holds_within_the_deadline_and_releases(
+def test_J7_A4_an_alarm_signalled_by_channel_flow_holds_the_producer_until_the_alarm_is_cleared(
     play: Callable[..., Broker], wire: Wire, profile: Profile, producer: str
 ) -> None:
     broker = play(profile)
@@ -133,7 +133,7 @@ def test_after_a_refusal_by_lavinmq_for_a_full_disk_all_messages_are_delivered_w
 
 
 @pytest.mark.parametrize("producer", OURS)
-def test_with_on_refused_fail_a_full_disk_of_lavinmq_rejects_the_message_with_the_text_of_the_broker(
+def test_with_the_setting_fail_a_message_refused_for_a_full_disk_of_lavinmq_is_rejected(
     play: Callable[..., Broker], producer: str
 ) -> None:
     broker = play(Profile.LAVINMQ)
@@ -223,7 +223,7 @@ def test_on_a_broker_without_confirms_the_error_says_what_to_do(
 def test_on_a_broker_without_confirms_the_drop_in_for_aio_pika_reports_it(
     play: Callable[..., Broker], profile: Profile
 ) -> None:
-    """aio-pika fails with the same where the broker sends a table, and with a KeyError where it sends none."""
+    """aio-pika raises the same error if the broker sends a capabilities table, and a KeyError if it sends none."""
     broker = play(profile)
 
     async def program() -> None:
@@ -236,7 +236,7 @@ def test_on_a_broker_without_confirms_the_drop_in_for_aio_pika_reports_it(
 
 @pytest.mark.parametrize("producer", PRODUCERS)
 @pytest.mark.parametrize("profile", WITHOUT_CONFIRMS)
-def test_small_frames_a_single_channel_and_no_heartbeats_are_respected(
+def test_a_producer_works_with_small_frames_and_a_single_channel_and_no_heartbeats(
     play: Callable[..., Broker], wire: Wire, profile: Profile, producer: str
 ) -> None:
     broker = play(profile)

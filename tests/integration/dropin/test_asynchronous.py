@@ -1,4 +1,4 @@
-"""The asynchronous adapters: who cannot wait is told."""
+"""The asynchronous adapters: a publish cannot wait, so the program gets an error or an event."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def test_J7_a_stop_is_answered_and_publishers_are_notified(broker, running, wire
     assert [event.kind for event in events] == [FlowEventKind.FLOWED, FlowEventKind.UNFLOWED]
 
 
-def test_a_forked_child_is_refused_and_its_parent_continues(broker, running):
+def test_calls_in_a_forked_child_are_refused_and_its_parent_continues(broker, running):
     channel, connection = running.channel, running.connection
 
     def child() -> None:
@@ -154,7 +154,7 @@ def test_a_forked_child_is_refused_and_its_parent_continues(broker, running):
     broker.wait_until(lambda broker: bodies(broker) == [b"parent"])
 
 
-def test_a_blocked_connection_holds_even_if_a_callback_fails(broker, running, caplog):
+def test_a_blocked_connection_holds_the_channel_even_if_a_flow_callback_fails(broker, running, caplog):
     told = threading.Event()
     stop = running.do(running.channel.on_flow, lambda _event: 1 / 0)
     running.do(running.channel.on_flow, lambda _event: told.set())
@@ -223,7 +223,7 @@ def test_the_buffer_of_the_transport_of_pika_is_bounded(adapter, broker, proxy):
 
 
 @settings("rate=3&rate_burst=1")
-def test_a_rate_limit_reports_when_to_continue(running):
+def test_the_error_of_a_rate_limit_says_when_to_continue(running):
     unflowed = threading.Event()
     running.do(running.channel.on_flow, lambda event: None if event.flowed else unflowed.set())
 
@@ -266,7 +266,7 @@ def test_arguments_that_pika_refuses_are_still_refused(running):
     eventually(lambda: running.do(lambda: running.channel.flow_control.protocol.unsettled) == 0)
 
 
-def test_confirms_requested_twice_are_counted_from_the_first_request(running):
+def test_a_second_confirm_delivery_does_not_restart_the_count_of_confirms(running):
     running.publish(b"unconfirmed")
     for number in range(2):
         running.do(lambda: running.channel.confirm_delivery(print))

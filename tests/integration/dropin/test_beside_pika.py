@@ -36,7 +36,7 @@ def queues(broker: Any) -> None:
 
 
 @pytest.mark.usefixtures("queues")
-def test_C3_pika_ignores_a_stop_that_the_drop_in_obeys_until_its_deadline(broker):
+def test_C3_pika_ignores_a_stop_and_the_drop_in_waits_until_its_deadline(broker):
     program(original, broker.url, "theirs")
     broker.wait_until(lambda broker: broker.queue("theirs").depth == COUNT)
 

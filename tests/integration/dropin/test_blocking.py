@@ -73,7 +73,7 @@ def test_A4_a_blocked_publish_raises_at_its_deadline_and_the_message_is_never_se
     assert bodies(broker) == [b"later"]
 
 
-def test_D1_when_flowed_raise_does_not_wait(broker, connect):
+def test_D1_a_publish_does_not_wait_with_the_setting_raise(broker, connect):
     channel = connect(when_flowed="raise").channel()
     stop(channel, broker)
     with pytest.raises(ProducerFlowed) as caught:
@@ -123,7 +123,7 @@ def test_heartbeats_continue_while_a_publish_waits(broker, connect, wire):
     channel.queue_declare("still-there")
 
 
-def test_a_missing_confirm_raises_a_different_error(broker, connect):
+def test_a_missing_confirm_raises_ConfirmTimeout_and_not_FlowControlTimeout(broker, connect):
     channel = connect(max_producer_flow_control_wait=0.3).channel()
     channel.confirm_delivery()
     broker.withhold_confirms()
@@ -416,7 +416,7 @@ def test_closing_a_blocked_connection_ends_in_time(broker, connect, proxy):
     assert connection.is_closed
 
 
-def test_either_deadline_alone_ends_a_blocked_connection(broker, connect, proxy, monkeypatch):
+def test_closing_a_blocked_connection_ends_at_the_first_of_its_two_deadlines(broker, connect, proxy, monkeypatch):
     connection = connect(proxy.url(broker), max_producer_flow_control_wait=0.4)
     channel = connection.channel()
     broker.block("no memory")
@@ -531,7 +531,7 @@ def test_E11_an_expected_error_causes_no_warning(broker, connect, caplog, confir
     assert [record.message for record in caplog.records if record.name == "qflow_client"] == []
 
 
-def test_errors_of_a_channel_that_the_broker_closed_do_not_grow(connect):
+def test_the_traceback_of_a_closed_channel_does_not_grow_with_each_error(connect):
     channel = connect().channel()
     channel.confirm_delivery(pipelined=True)
     with pytest.raises(pika.exceptions.ChannelClosedByBroker):

@@ -1,4 +1,4 @@
-"""A Dramatiq application, whose broker has the drop-in in place of pika."""
+"""A Dramatiq application whose broker uses the drop-in instead of pika."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def application(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cal
 
 
 @pytest.mark.parametrize("how", ["alarm", "flow"])
-def test_J7_send_waits_raises_at_its_deadline_and_continues(
+def test_J7_a_send_raises_at_its_deadline_while_stopped_and_succeeds_after_the_stop(
     broker: Broker, application: Callable[..., Any], how: str
 ) -> None:
     app = application(max_producer_flow_control_wait=0.3)
@@ -58,7 +58,7 @@ def test_J7_send_waits_raises_at_its_deadline_and_continues(
 
 
 @pytest.mark.parametrize("how", ["alarm", "flow"])
-def test_a_worker_whose_actors_send_waits_until_the_flow_is_active_again(
+def test_a_worker_waits_until_the_flow_is_active_again_if_its_actors_send(
     broker: Broker, application: Callable[..., Any], how: str
 ) -> None:
     app = application(max_producer_flow_control_wait=60)

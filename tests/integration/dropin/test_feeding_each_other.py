@@ -1,4 +1,4 @@
-"""D11: programs that consume and publish on one connection, and feed each other."""
+"""D11: two programs consume and publish on one connection, and each consumes the messages of the other."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_D11_acks_are_sent_while_a_publish_waits(broker, connect):
 
 @pytest.mark.usefixtures("queues")
 def test_D11_a_deadline_ends_a_mutual_wait(broker):
-    """Each takes a message only after it has passed it on, and neither can."""
+    """Each program takes its next message only after it has passed one on, and neither can pass one on."""
     stuck: list[FlowControlTimeout] = []
     for name in "a", "b":
         for _ in range(10):
@@ -145,7 +145,7 @@ def test_D11_a_deadline_ends_a_wait_for_a_broker_that_does_not_read(broker, conn
 
 
 def test_D11_deadlines_end_a_mutual_wait_if_the_broker_reads_from_neither_program(broker, proxy):
-    """Each holds the message that the other waits for, and no byte of either is read, not even an ack."""
+    """Each program holds the message that the other waits for, and the broker reads no byte, not even an ack."""
     for name in "a", "b":
         broker.declare_queue(name)
         broker.publish(b"first", routing_key=name)

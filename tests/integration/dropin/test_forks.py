@@ -1,4 +1,4 @@
-"""A forked child has a copy of the parent's connection, and may not use it."""
+"""A forked child has a copy of its parent's connection and must not use it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ def open_files() -> list[int]:
 
 
 @pytest.mark.parametrize("pipelined", [False, True])
-def test_a_forked_child_is_refused_and_its_parent_continues(broker: Any, connect: Any, pipelined: bool) -> None:
+def test_calls_in_a_forked_child_are_refused_and_its_parent_continues(
+    broker: Any, connect: Any, pipelined: bool
+) -> None:
     connection = connect()
     channel = connection.channel()
     channel.confirm_delivery(pipelined=pipelined)
@@ -70,7 +72,7 @@ def test_a_forked_child_is_refused_and_its_parent_continues(broker: Any, connect
     assert bodies(broker) == [b"1", b"2", b"3"]
 
 
-def test_a_forked_child_is_refused_on_a_wrapped_channel(broker: Any, stack: Any) -> None:
+def test_calls_of_a_wrapped_channel_in_a_forked_child_are_refused(broker: Any, stack: Any) -> None:
     connection = original.BlockingConnection(original.URLParameters(broker.url))
     stack.callback(connection.close)
     channel = pika.wrap(connection.channel())

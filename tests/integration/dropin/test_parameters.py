@@ -1,4 +1,4 @@
-"""Connection parameters that take the settings of flow control."""
+"""Connection parameters that accept the settings of flow control."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_without_our_settings_the_parameters_are_those_of_pika():
     assert pika.ConnectionParameters("host", port=5) == original.ConnectionParameters("host", port=5)
 
 
-def test_parameter_objects_of_pika_get_the_settings_of_the_environment(broker, monkeypatch):
+def test_settings_from_the_environment_apply_to_parameter_objects_of_pika(broker, monkeypatch):
     monkeypatch.setenv("QFLOW_CAPACITY", "11")
     monkeypatch.setenv("QFLOW_CONFIRMS", "false")
     monkeypatch.setenv("QFLOW_MANDATORY", "true")
@@ -54,7 +54,7 @@ def test_a_bad_value_is_refused_immediately():
 
 
 @pytest.mark.parametrize("name", ["exchange", "routing_key", "confirms", "mandatory", "message_ids", "connect_timeout"])
-def test_a_setting_of_methods_is_refused_in_connection_parameters_with_advice(name):
+def test_a_setting_that_belongs_to_a_method_is_refused_in_connection_parameters(name):
     with pytest.raises(TypeError, match=f"{name} is not a setting of a connection"):
         pika.ConnectionParameters(**{name: "x"})
     with pytest.raises(TypeError, match=f"{name} is not a setting of a connection"):

@@ -1,4 +1,4 @@
-"""What the drop-in does beside pika, on the same broker."""
+"""The drop-in compared with pika, on the same broker."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Confirms that are left to later calls."""
+"""Pipelined confirms: a publish does not wait for its confirm."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_an_unchanged_loop_publishes_all_messages_in_order(broker, channel):
 
 
 @pytest.mark.parametrize("wait", [0.4])
-def test_C6_at_most_the_window_is_unconfirmed(broker, channel):
+def test_C6_unconfirmed_messages_never_exceed_the_window(broker, channel):
     broker.withhold_confirms()
     for number in range(10):
         channel.basic_publish("", "q", b"%d" % number)
@@ -65,7 +65,7 @@ def test_C6_a_publish_that_waits_for_the_window_continues_when_there_is_room(bro
     assert bodies(broker)[10:] == [b"in time"]
 
 
-def test_each_of_few_messages_is_sent_immediately(broker, channel):
+def test_a_few_messages_are_each_sent_immediately(broker, channel):
     broker.withhold_confirms()
     for number in range(3):
         channel.basic_publish("", "q", b"")
@@ -73,7 +73,7 @@ def test_each_of_few_messages_is_sent_immediately(broker, channel):
     broker.release_confirms()
 
 
-def test_none_of_many_messages_is_held_back_even_if_no_further_call_follows(broker, connect):
+def test_all_of_many_messages_are_sent_even_if_no_further_call_follows(broker, connect):
     channel = connect().channel()
     channel.confirm_delivery(pipelined=True)
     broker.withhold_confirms()
@@ -83,7 +83,7 @@ def test_none_of_many_messages_is_held_back_even_if_no_further_call_follows(brok
     broker.release_confirms()
 
 
-def test_a_nack_is_raised_by_the_next_publish_which_sends_nothing(broker, channel):
+def test_the_next_publish_raises_the_error_for_a_nack_and_sends_nothing(broker, channel):
     broker.nack_publishes()
     properties = pika.BasicProperties(message_id="1")
     channel.basic_publish("", "q", b"refused", properties)

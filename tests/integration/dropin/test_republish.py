@@ -1,4 +1,4 @@
-"""`confirm_delivery(pipelined=True, republish=…)`: what a lost connection leaves unconfirmed leaves again."""
+"""`confirm_delivery(pipelined=True, republish=…)` resends messages that a lost connection left unconfirmed."""
 
 from __future__ import annotations
 
@@ -68,7 +68,9 @@ def test_unconfirmed_messages_are_resent_first_in_order_and_marked_with_their_id
     assert second.unconfirmed == ()
 
 
-def test_a_second_lost_channel_hands_over_all_its_messages(broker: Broker, connect: Connect) -> None:
+def test_a_second_lost_channel_passes_all_its_unconfirmed_messages_to_the_next_channel(
+    broker: Broker, connect: Connect
+) -> None:
     second = pipelined(connect, lost(broker, pipelined(connect), 0, 1))
     second.wait_for_confirms(PATIENCE)
     third = pipelined(connect, lost(broker, second, 2, 3))
@@ -210,7 +212,7 @@ def test_a_publish_that_sees_the_loss_after_its_message_was_accepted_does_not_ra
         lambda channel: channel.queue_declare("q"),
     ],
 )
-def test_a_publish_whose_message_is_accepted_and_lost_in_one_read_leaves_the_error_to_the_next_call(
+def test_if_a_message_is_accepted_just_before_the_connection_is_lost_the_next_call_raises_the_error(
     broker: Broker, connect: Connect, monkeypatch: pytest.MonkeyPatch, call: Callable[[Any], Any]
 ) -> None:
     first = pipelined(connect, capacity=1, max_producer_flow_control_wait=PATIENCE)
@@ -305,7 +307,7 @@ def test_a_channel_without_messages_to_republish_is_refused(broker: Broker, conn
 
 
 @pytest.mark.parametrize("others", ["none", "before it", "after it"])
-def test_a_message_that_loses_its_connections_is_given_back_unless_others_publish_on_them(
+def test_a_message_that_repeatedly_loses_connections_is_not_resent_unless_others_publish_on_them(
     broker: Broker, connect: Connect, monkeypatch: pytest.MonkeyPatch, others: str
 ) -> None:
     # A connection has held after a moment, but is lost just after it is sent.

@@ -43,7 +43,7 @@ def publish_when_unflowed(channel: Any, body: bytes) -> None:
     channel.connection.run(lambda: channel.basic_publish("", "q", body))
 
 
-def test_a_forked_child_is_refused_and_its_parent_continues(broker: Any, connect: Any) -> None:
+def test_calls_in_a_forked_child_are_refused_and_its_parent_continues(broker: Any, connect: Any) -> None:
     connection = connect()
     channel = connection.channel()
 
@@ -86,7 +86,7 @@ def test_J7_threads_wait_while_the_flow_is_stopped_and_continue_in_order(broker,
 
 
 @pytest.mark.parametrize("how", ["flow", "blocked"])
-def test_E4_the_error_carries_a_message_that_was_not_sent_in_time_and_it_is_never_sent(broker, connect, how):
+def test_E4_a_message_that_was_not_sent_in_time_is_in_the_error_and_is_never_sent(broker, connect, how):
     channel = connect(max_producer_flow_control_wait=0.3).channel()
     if how == "flow":
         stop(broker, channel)
@@ -105,7 +105,7 @@ def test_E4_the_error_carries_a_message_that_was_not_sent_in_time_and_it_is_neve
     broker.wait_until(lambda broker: bodies(broker) == [b"later"])
 
 
-def test_C6_the_window_is_full_until_confirms_and_on_publish_reports_every_tag_before_its_ack(broker, connect):
+def test_C6_the_window_is_full_until_confirms_arrive_and_on_publish_reports_each_tag_before_its_ack(broker, connect):
     channel = connect(capacity=3, max_producer_flow_control_wait=PATIENCE).channel()
     channel.basic_publish("", "q", b"before")
     known: set[int] = set()
@@ -183,7 +183,7 @@ def test_E2_a_flow_callback_and_on_publish_may_publish(broker, connect):
     assert len(set(tags) | set(again)) == 6
 
 
-def test_E2_a_consumer_callback_waits_and_raises_before_pika_closes_the_connection(broker, connect):
+def test_E2_a_publish_in_a_consumer_callback_raises_before_pika_closes_the_connection(broker, connect):
     connection = connect(more={"work_queue_maxsize": 2, "work_queue_put_timeout": 2.0})
     consuming, publishing = connection.channel(), connection.channel()
     consuming.queue_declare("in")
@@ -298,7 +298,7 @@ def test_E11_an_expected_error_causes_no_warning(broker, connect, caplog, confir
     assert [record.message for record in caplog.records if record.name == "qflow_client"] == []
 
 
-def test_wrap_names_the_class_of_a_channel_of_pika_that_it_refuses(broker, stack):
+def test_the_error_of_wrap_names_the_class_of_the_channel_that_it_refuses(broker, stack):
     connection = original.Connection(pika.URLParameters(broker.url))
     stack.callback(end_thread_safe, connection)
     with pytest.raises(TypeError, match=r"not pika\.adapters\.thread_safe_connection\.Channel; to publish"):
@@ -325,7 +325,7 @@ def test_the_buffer_of_the_transport_of_pika_is_bounded(broker, connect, proxy):
     broker.wait_until(lambda broker: broker.queue("q").depth == sent + 1)
 
 
-def test_when_flowed_raise_does_not_wait_and_a_rate_hold_ends(broker, connect):
+def test_a_publish_does_not_wait_with_the_setting_raise_and_a_rate_hold_ends(broker, connect):
     channel = connect(when_flowed="raise").channel()
     stop(broker, channel)
     with pytest.raises(ProducerFlowed) as caught:

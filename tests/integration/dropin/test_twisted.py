@@ -1,4 +1,4 @@
-"""The adapter for Twisted, where pika's environments of tox have it."""
+"""The adapter for Twisted. The tox environments for pika install Twisted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Channels that were made elsewhere."""
+"""Channels that pika created and `wrap` puts under flow control."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def connection(broker: Any, monkeypatch: pytest.MonkeyPatch, stack: Any) -> orig
     return connection
 
 
-def test_the_wrapped_channel_is_the_same_object_under_flow_control(broker, connection, wire):
+def test_wrap_returns_the_same_channel_object_with_flow_control(broker, connection, wire):
     plain = connection.channel()
     channel = drop_in.wrap(plain)
     assert channel is plain

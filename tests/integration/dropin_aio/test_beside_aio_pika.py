@@ -39,7 +39,7 @@ def queues(broker: Broker) -> None:
 
 
 @pytest.mark.usefixtures("queues")
-def test_C3_aio_pika_ignores_a_stop_that_the_drop_in_obeys_until_its_deadline(run: Run, broker: Broker) -> None:
+def test_C3_aio_pika_ignores_a_stop_and_the_drop_in_waits_until_its_deadline(run: Run, broker: Broker) -> None:
     async def main() -> None:
         await program(original, broker.url, "theirs")
         await soon(lambda: broker.queue("theirs").depth == COUNT)

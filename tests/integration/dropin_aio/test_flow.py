@@ -127,7 +127,7 @@ def test_A4_a_blocked_publish_raises_at_its_deadline_and_the_message_is_never_se
     run(main())
 
 
-def test_D1_when_flowed_raise_does_not_wait(run: Run, broker: Broker, connect: Any) -> None:
+def test_D1_a_publish_does_not_wait_with_the_setting_raise(run: Run, broker: Broker, connect: Any) -> None:
     async def main() -> None:
         async with await connect(when_flowed="raise") as connection:
             channel = await connection.channel()
@@ -161,7 +161,9 @@ def test_a_blocked_connection_holds_all_its_channels_until_it_is_unblocked(
     run(main())
 
 
-def test_a_missing_confirm_raises_a_different_error(run: Run, broker: Broker, connect: Any) -> None:
+def test_a_missing_confirm_raises_ConfirmTimeout_and_not_FlowControlTimeout(
+    run: Run, broker: Broker, connect: Any
+) -> None:
     async def main() -> None:
         async with await connect(max_producer_flow_control_wait=WAIT) as connection:
             channel = await connection.channel()
@@ -193,7 +195,7 @@ def test_without_a_hold_the_error_of_a_timeout_of_0_does_not_name_flow_control(
     run(main())
 
 
-def test_C6_at_most_the_capacity_is_unconfirmed(run: Run, broker: Broker, connect: Any) -> None:
+def test_C6_unconfirmed_messages_never_exceed_the_capacity(run: Run, broker: Broker, connect: Any) -> None:
     async def main() -> None:
         async with await connect(capacity=5, max_producer_flow_control_wait=PATIENCE) as connection:
             channel = await connection.channel()
@@ -501,7 +503,7 @@ def test_flow_control_works_over_tls_too(run: Run, make_broker: Callable[..., Br
     run(main())
 
 
-def test_a_dropped_channel_is_forgotten(run: Run, broker: Broker) -> None:
+def test_a_channel_without_references_is_garbage_collected(run: Run, broker: Broker) -> None:
     async def main() -> None:
         async with await aio_pika.connect(broker.url) as connection:
             channel = await connection.channel()

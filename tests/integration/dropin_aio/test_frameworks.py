@@ -1,4 +1,4 @@
-"""Taskiq and FastStream, with the drop-in in place of aio-pika's connections."""
+"""Taskiq and FastStream with connections of the drop-in instead of aio-pika."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ async def failure(publish: Awaitable[object]) -> list[type]:
 @pytest.mark.parametrize(
     ("run", "queue"), [(with_taskiq, "taskiq"), (with_faststream, "q")], ids=["taskiq", "faststream"]
 )
-def test_J7_publishing_waits_raises_at_its_deadline_and_continues(
+def test_J7_publishing_raises_at_its_deadline_while_stopped_and_succeeds_after_the_stop(
     broker: Broker, monkeypatch: pytest.MonkeyPatch, run: Any, queue: str, how: str
 ) -> None:
     def stop() -> None:

@@ -1,4 +1,4 @@
-"""What the drop-in does beside aio-pika, on the same broker."""
+"""The drop-in compared with aio-pika, on the same broker."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ async def callbacks(module: Any, url: str, *, robust: bool) -> list[int]:
 
 
 @pytest.mark.parametrize("robust", [False, True], ids=["plain", "robust"])
-def test_E11_a_program_sees_only_the_callbacks_of_aio_pika(broker: Any, robust: bool, run: Run) -> None:
+def test_E11_internal_callbacks_of_the_drop_in_are_hidden_from_the_program(broker: Any, robust: bool, run: Run) -> None:
     theirs, ours = (run(callbacks(module, broker.url, robust=robust)) for module in (original, drop_in))
     assert ours == theirs
     assert ours[0] == 0

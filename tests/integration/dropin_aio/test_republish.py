@@ -1,4 +1,4 @@
-"""`on_disconnect="republish"`: what a lost connection leaves unconfirmed leaves again on the next one."""
+"""`on_disconnect="republish"` resends messages that a lost connection left unconfirmed."""
 
 from __future__ import annotations
 
@@ -208,7 +208,7 @@ def test_a_channel_closed_by_the_broker_fails_as_with_aio_pika(run: Run, broker:
 
 
 @pytest.mark.parametrize("what", ["channel", "connection"])
-def test_messages_that_wait_to_be_resent_end_when_the_program_closes_the_channel(
+def test_publish_calls_that_wait_for_a_reconnect_raise_when_the_program_closes_the_channel(
     run: Run, broker: Broker, proxy: Proxy, what: str
 ) -> None:
     async def main() -> None:

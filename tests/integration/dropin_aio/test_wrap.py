@@ -1,4 +1,4 @@
-"""Connections and channels that aio-pika has made, put under flow control."""
+"""Connections and channels that aio-pika created and `wrap` puts under flow control."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ with_both = pytest.mark.parametrize("connect", ["connect", "connect_robust"])
 
 
 @with_both
-def test_the_wrapped_channel_is_the_same_object_under_flow_control(
+def test_wrap_returns_the_same_channel_object_with_flow_control(
     run: Run, broker: Broker, wire: Wire, connect: str
 ) -> None:
     async def main() -> None:
@@ -78,7 +78,9 @@ def test_the_channels_of_a_wrapped_connection_are_under_flow_control(run: Run, b
     run(main())
 
 
-def test_a_stop_sent_before_the_wrapping_is_known(run: Run, broker: Broker, wire: Wire) -> None:
+def test_a_wrapped_channel_knows_about_a_stop_that_was_sent_before_it_was_wrapped(
+    run: Run, broker: Broker, wire: Wire
+) -> None:
     async def main() -> None:
         async with await original.connect(broker.url) as connection:
             channel: Any = await connection.channel()
@@ -143,7 +145,9 @@ def test_every_answer_of_the_broker_reaches_its_publish_call(run: Run, broker: B
     run(main())
 
 
-def test_C6_at_most_the_capacity_is_unconfirmed(run: Run, broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_C6_unconfirmed_messages_never_exceed_the_capacity(
+    run: Run, broker: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("QFLOW_CAPACITY", "5")
 
     async def main() -> None:

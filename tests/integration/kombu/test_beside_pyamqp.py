@@ -76,7 +76,7 @@ def publish_all(program: Any, broker: Broker, scheme: str, queue: str, count: in
 
 @PROGRAMS
 @pytest.mark.usefixtures("queues")
-def test_C3_pyamqp_ignores_a_stop_that_the_transport_obeys_until_its_deadline(broker, program):
+def test_C3_pyamqp_ignores_a_stop_and_the_transport_waits_until_its_deadline(broker, program):
     publish_all(program, broker, "pyamqp", "theirs")
     assert broker.queue("theirs").depth == COUNT
     with pytest.raises(OperationalError, match="channel_flow") as caught:
@@ -122,7 +122,7 @@ def test_C5_pyamqp_hangs_on_a_withheld_confirm_and_the_transport_raises(broker, 
 
 
 @pytest.mark.usefixtures("queues")
-def test_A4_after_an_unknown_message_the_next_is_not_sent_while_flowed(broker):
+def test_A4_after_a_message_with_an_unknown_outcome_the_next_one_is_not_sent_while_flowed(broker):
     url = broker.url.replace("amqp", "qflow")
     with kombu.Connection(url, transport_options={"confirm_publish": True}) as connection:
         producer = connection.Producer(serializer="json")

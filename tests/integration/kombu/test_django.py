@@ -11,7 +11,9 @@ from qflow_client.broker import Broker
 from tests.integration.producer.tools import Stopwatch, bodies, eventually
 
 
-def test_J7_a_view_waits_answers_in_time_and_continues(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_J7_a_view_that_is_held_answers_in_time_and_works_again_after_the_alarm(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     django = pytest.importorskip("django")
     with Broker() as broker:
         monkeypatch.setenv("PROJECT_BROKER", broker.url.replace("amqp", "qflow"))

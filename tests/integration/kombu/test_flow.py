@@ -106,7 +106,7 @@ def test_A4_a_publish_can_set_its_own_deadline(broker, connect):
     assert watch.kept(0.3)
 
 
-def test_D1_when_flowed_raise_does_not_wait(broker, connect):
+def test_D1_a_publish_does_not_wait_with_the_setting_raise(broker, connect):
     channel = connect(when_flowed="raise").default_channel
     stop(channel, broker)
     with pytest.raises(OperationalError) as caught:
@@ -138,7 +138,7 @@ def test_a_refusal_by_the_broker_is_raised_as_by_py_amqp(broker, connect):
     publish(channel)
 
 
-def test_pipelined_confirms_fill_exactly_the_window(broker, connect):
+def test_pipelined_messages_without_confirms_fill_exactly_the_window(broker, connect):
     channel = connect(max_producer_flow_control_wait=0.3, confirm_publish="pipelined", capacity=5).default_channel
     publish(channel)
     channel.wait_for_confirms(PATIENCE)
@@ -188,7 +188,7 @@ def test_closing_the_connection_waits_for_pipelined_messages(broker, connect):
 
 
 def test_closing_does_not_wait_twice_for_pipelined_messages(broker, connect):
-    """kombu's pools close a connection on which anything was raised, and that is to take no time of its own."""
+    """After an error the pools of kombu close the connection, and this must not wait again."""
     connection = connect(confirm_publish="pipelined", max_producer_flow_control_wait=3.0, capacity=1)
     publish(connection.default_channel)
     connection.default_channel.wait_for_confirms(PATIENCE)
@@ -222,7 +222,7 @@ def test_a_blocked_connection_holds_all_its_channels_until_it_is_unblocked(broke
 
 
 def test_a_connection_closed_while_blocked_is_reused_until_it_is_unblocked(broker, connect):
-    """As kombu's pools do when anything was raised."""
+    """The pools of kombu close a connection after any error."""
     connection = connect(max_producer_flow_control_wait=PATIENCE)
     channel = connection.default_channel
     publish(channel)
@@ -249,7 +249,7 @@ def test_a_connection_closed_while_blocked_is_reused_until_it_is_unblocked(broke
     broker.wait_until(lambda broker: not broker.connections())
 
 
-def test_a_kept_connection_that_was_lost_is_replaced(make_broker, connect):
+def test_a_pooled_connection_that_was_lost_is_replaced(make_broker, connect):
     # Nobody reads on a kept connection, so the broker cuts it.
     broker = make_broker(close_timeout=0.2)
     connection = connect(broker.url)
@@ -264,7 +264,7 @@ def test_a_kept_connection_that_was_lost_is_replaced(make_broker, connect):
     broker.wait_until(lambda broker: broker.queue("q").depth == 1)
 
 
-def test_a_blocked_connection_with_a_consumer_is_cut_when_it_is_closed(broker, connect):
+def test_a_blocked_connection_with_a_consumer_is_disconnected_when_it_is_closed(broker, connect):
     connection = connect()
     broker.publish(b"one", "q")
     consumer = Consumer(connection, [Queue("q", durable=False)], on_message=lambda message: None)
@@ -318,7 +318,7 @@ def half_written(channel: Any) -> bool:
 def test_J8_a_half_written_message_that_stalls_is_completed_and_consumed(
     broker, connect, faulty, confirms, healed, caplog
 ):
-    """Whoever has the connection does its I/O: the publish while it waits, and then who drains events."""
+    """First the waiting publish does the I/O of the connection, then the call that drains events."""
     in_time = healed == "while it waits"
     connection = connect(faulty.url, max_producer_flow_control_wait=PATIENCE, confirm_publish=confirms, **LASTING)
     channel = connection.default_channel
@@ -443,7 +443,7 @@ def test_a_channel_closed_by_the_broker_is_reopened_with_a_new_flow_state(broker
 
 
 def test_deliveries_that_arrive_while_a_publish_waits_are_kept_for_later(broker, connect):
-    """kombu's callbacks are called where it reads, not in the middle of a publish."""
+    """kombu calls callbacks only in its own reads, and not in the middle of a publish."""
     connection = connect(max_producer_flow_control_wait=0.3, confirm_publish=True)
     channel = connection.default_channel
     heard: list[Any] = []
@@ -488,7 +488,7 @@ def _loop(connection: Connection, hub: Hub, broker: Broker, heard: list[Any]) ->
 
 
 def test_a_publish_inside_an_event_loop_does_not_wait(broker, connect):
-    """Neither at the gate, nor for an answer that a broker which blocks will not give. But a task does."""
+    """It waits neither for holds nor for an answer of a broker that blocks it. A task does wait."""
     connection = connect(max_producer_flow_control_wait=PATIENCE, confirm_publish=True)
 
     def run() -> list[Any]:
@@ -575,7 +575,7 @@ def tls_connection(broker: Broker, host: str, options: Any) -> Connection:
     ],
     ids=["name", "name-context", "name-unverified", "given", "given-context", "unchecked", "unverified"],
 )
-def test_E11_tls_connects_to_a_host_named_by_the_certificate_or_without_verification(stack, localhost, host, options):
+def test_E11_tls_connects_if_the_certificate_names_the_host_or_verification_is_off(stack, localhost, host, options):
     broker = stack.enter_context(Broker(ssl_context=localhost[1]))
     with tls_connection(broker, host, options(localhost[0])) as connection:
         # kombu forgets the name localhost when it connects for the first time.
@@ -618,7 +618,7 @@ def test_settings_are_transport_options(broker, connect, monkeypatch):
         connect(confirm_publish="each")
 
 
-def test_F2_a_rate_limits_publishing(broker, connect):
+def test_F2_publishing_is_not_faster_than_the_configured_rate(broker, connect):
     channel = connect(rate=50.0, rate_burst=1, max_producer_flow_control_wait=PATIENCE).default_channel
     began = time.monotonic()
     for _ in range(11):
@@ -644,7 +644,7 @@ def test_a_child_process_does_not_use_connections_kept_by_its_parent(broker, con
 
 
 def test_an_interrupted_write_ends_the_connection(broker, connect, monkeypatch):
-    """As that of a task whose soft time limit is up: nobody knows how much of it is written."""
+    """For example in a task that reaches its soft time limit. It is unknown how much of the message was written."""
     connection = connect()
     channel = connection.default_channel
     publish(channel)

@@ -1,4 +1,4 @@
-"""A forked child has a copy of the parent's connection, and may not use it."""
+"""A forked child has a copy of its parent's connection and must not use it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.integration.producer.tools import bodies
 
 
 @pytest.mark.parametrize("confirms", [False, True, "pipelined"])
-def test_a_forked_child_is_refused_or_connects_again_and_its_parent_continues(
+def test_a_forked_child_gets_an_error_or_connects_again_and_its_parent_continues(
     broker: Any, connect: Any, confirms: Any
 ) -> None:
     connection, other, closed = (connect(confirm_publish=confirms) for _ in range(3))

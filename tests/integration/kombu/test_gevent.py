@@ -1,4 +1,4 @@
-"""`qflow://` where gevent has patched Python, as it has in Celery's pool of that name."""
+"""`qflow://` with a Python that gevent has patched, as in the gevent pool of Celery."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def greenlets(broker: Broker) -> Iterator[Greenlets]:
 
 @pytest.mark.program
 @pytest.mark.parametrize("how", ["alarm", "flow"])
-def test_J7_greenlets_wait_while_others_run_raise_at_their_deadline_and_continue(
+def test_J7_greenlets_that_are_held_let_others_run_and_raise_at_their_deadline(
     broker: Broker, greenlets: Greenlets, how: str
 ) -> None:
     assert greenlets.publish_when("going")[0] == ["sent"] * 5
@@ -77,7 +77,7 @@ def test_J7_greenlets_wait_while_others_run_raise_at_their_deadline_and_continue
 
 @pytest.mark.program
 @pytest.mark.parametrize("how", ["alarm", "flow"])
-def test_a_celery_worker_with_the_gevent_pool_waits_until_a_stop_ends_and_raises_at_a_deadline(
+def test_in_a_celery_worker_with_the_gevent_pool_a_task_waits_for_the_end_of_a_stop_or_for_its_deadline(
     tmp_path: Path, how: str
 ) -> None:
     pytest.importorskip("gevent")

@@ -1,4 +1,4 @@
-"""What our transport does beside kombu's for py-amqp, on the same broker."""
+"""The transport here compared with kombu's transport for py-amqp, on the same broker."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one read brings besides the reply that it was for is delivered by the event loop of kombu."""
+"""A read for one reply may also read deliveries. The event loop of kombu delivers them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ctrl-C while a producer with an outbox is being made: whatever line it hits, the next producer gets the outbox."""
+"""After Ctrl-C at any line of the construction of a producer, the next producer can use the outbox."""
 
 from __future__ import annotations
 

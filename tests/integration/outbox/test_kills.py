@@ -1,4 +1,4 @@
-"""A process that is killed with -9 at any moment, and what its outbox holds then."""
+"""A process is killed with SIGKILL at a random moment. The tests check the contents of its outbox."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_after_a_kill_at_any_moment_a_producer_loses_nothing_keeps_the_order_and
         longest *= 3
 
 
-def test_the_audit_finds_planted_faults() -> None:
+def test_the_audit_finds_faults_that_the_test_inserts() -> None:
     told = {(0, 0): 2, (0, 1): 1, (1, 0): 2}
     right = [(b"0 0 0", False), (b"0 1 0", False), (b"0 0 1", False), (b"1 0 0", False), (b"0 0 1", True)]
     assert audit(told, [*right, (b"1 0 1", False), (b"1 0 2", False)]) == {
@@ -133,7 +133,7 @@ def test_the_audit_finds_planted_faults() -> None:
     assert (wrong["lost"], wrong["out_of_order"], wrong["unmarked"]) == (1, 2, 1)
 
 
-def test_the_audit_allows_the_last_messages_of_a_killed_producer_to_arrive_late() -> None:
+def test_the_audit_permits_the_last_messages_of_a_killed_producer_to_arrive_late() -> None:
     told = {(0, 0): 2, (1, 0): 1}
     late = audit(told, [(b"0 0 0", True), (b"0 0 1", True), (b"1 0 0", False), (b"0 0 1", False), (b"0 1 0", False)])
     assert (late["second_copies"], late["lost"], late["out_of_order"], late["unmarked"]) == (1, 0, 0, 0)

@@ -150,10 +150,10 @@ def test_j7_other_channels_connections_consumers_and_acks_continue(
     assert holds(other) == []
 
 
-def test_d11_clients_that_consume_each_other_s_messages_do_not_deadlock(
+def test_d11_two_clients_that_consume_messages_of_each_other_do_not_deadlock(
     make_producer: Callable[..., Producer], broker: Broker
 ) -> None:
-    """Each acks a message once it has sent it on. Both queues between them are ON again and again."""
+    """Each client acks a message after it has forwarded it. Both queues turn ON many times."""
     for name in ("ping", "pong"):
         broker.declare_queue(name, arguments={"qpid.flow_stop_count": 10, "qpid.flow_resume_count": 5})
     first, there, back = (make_producer(routing_key=key) for key in ("ping", "pong", "q"))
@@ -205,7 +205,9 @@ def test_channel_flow_applies_to_a_producer_created_later(
     assert producer.wait_unflowed(timeout=20)
 
 
-def test_all_holds_are_reported_and_all_must_end(make_producer: Callable[..., Producer], broker: Broker) -> None:
+def test_several_holds_are_all_reported_and_a_send_waits_until_the_last_of_them_ends(
+    make_producer: Callable[..., Producer], broker: Broker
+) -> None:
     producer = make_producer(capacity=3)
     broker.withhold_confirms()
     for _ in range(3):

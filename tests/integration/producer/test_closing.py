@@ -165,7 +165,7 @@ def test_close_keeps_its_deadline_while_a_callback_is_slow(
     go_on.set()
 
 
-def test_a_broker_that_is_slow_to_close_the_connection_has_the_remaining_time(
+def test_a_broker_that_closes_the_connection_slowly_may_use_the_remaining_time_of_close(
     make_producer: Callable[..., Producer], proxy: Proxy, broker: Broker, wire: Wire
 ) -> None:
     producer = make_producer(proxy.url(broker))
@@ -180,7 +180,7 @@ def test_a_broker_that_is_slow_to_close_the_connection_has_the_remaining_time(
     assert wire.count("in", "Connection.Close") == 1
 
 
-def test_frames_for_a_channel_that_was_left_are_dropped(
+def test_frames_for_an_abandoned_channel_are_dropped(
     producer: Producer, broker: Broker, wire: Wire, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     broker.withhold_confirms()
@@ -259,7 +259,9 @@ def test_an_idle_flowed_producer_closes_immediately(producer: Producer, broker: 
     assert watch.kept(0.0)
 
 
-def test_leaving_by_an_exception_does_not_wait_for_holds_and_reports_lost_messages(broker: Broker) -> None:
+def test_leaving_the_with_block_by_an_exception_does_not_wait_for_holds_and_reports_lost_messages(
+    broker: Broker,
+) -> None:
     broker.withhold_confirms()
     producer = Producer(broker.url, routing_key="q")
     producer.send(b"1")
@@ -277,10 +279,10 @@ def test_leaving_by_an_exception_does_not_wait_for_holds_and_reports_lost_messag
     assert producer.closed
 
 
-def test_leaving_by_an_exception_waits_for_confirms_even_with_a_full_window(
+def test_leaving_the_with_block_by_an_exception_waits_for_confirms_even_if_the_window_is_full(
     broker: Broker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A fast producer is held by its window most of the time, and the confirms are on their way."""
+    """The full window holds a fast producer most of the time, and the confirms are on their way."""
     # So long as a slow machine may take to send them.
     monkeypatch.setattr("qflow_client.core.calls._LULL", PATIENCE)
     broker.withhold_confirms()
@@ -300,7 +302,7 @@ def test_leaving_by_an_exception_waits_for_confirms_even_with_a_full_window(
     assert not hasattr(caught.value, "__notes__")
 
 
-def test_leaving_by_an_exception_does_not_wait_for_withheld_confirms(broker: Broker) -> None:
+def test_leaving_the_with_block_by_an_exception_does_not_wait_for_withheld_confirms(broker: Broker) -> None:
     broker.withhold_confirms()
     producer = Producer(broker.url, routing_key="q", capacity=3)
     for number in range(3):
@@ -312,7 +314,7 @@ def test_leaving_by_an_exception_does_not_wait_for_withheld_confirms(broker: Bro
 
 
 @pytest.mark.parametrize("way", ["channel_flow", "connection_blocked"])
-def test_leaving_by_an_exception_stops_waiting_when_a_hold_begins(broker: Broker, way: str) -> None:
+def test_leaving_the_with_block_by_an_exception_stops_waiting_when_a_hold_begins(broker: Broker, way: str) -> None:
     broker.withhold_confirms()
     producer = Producer(broker.url, routing_key="q")
     producer.send(b"")
@@ -333,7 +335,7 @@ def test_leaving_by_an_exception_stops_waiting_when_a_hold_begins(broker: Broker
     assert len(caught.value.undelivered.unknown) == 1  # type: ignore[attr-defined]  # as above
 
 
-def test_leaving_by_an_exception_while_paused_delivers_everything(broker: Broker) -> None:
+def test_leaving_the_with_block_by_an_exception_delivers_all_messages_of_a_paused_producer(broker: Broker) -> None:
     producer = Producer(broker.url, routing_key="q", rate=10_000, rate_burst=1000)
     for _ in range(500):
         producer.send(b"")
@@ -350,7 +352,7 @@ class _Frozen(Exception):
 
 
 @pytest.mark.parametrize("error", [_Frozen(), SystemExit(0), KeyError("mistake")])
-def test_an_exception_that_leaves_the_with_block_is_never_replaced_and_lost_messages_are_logged(
+def test_an_exception_in_the_with_block_is_never_replaced_and_lost_messages_are_logged(
     broker: Broker, error: BaseException, caplog: pytest.LogCaptureFixture
 ) -> None:
     producer = Producer(broker.url, routing_key="nowhere", name="orders")
@@ -365,7 +367,7 @@ def test_an_exception_that_leaves_the_with_block_is_never_replaced_and_lost_mess
     assert "1 admitted messages were not delivered" in record.getMessage()
 
 
-def test_leaving_by_an_exception_without_a_hold_delivers_everything(broker: Broker) -> None:
+def test_leaving_the_with_block_by_an_exception_delivers_all_messages_if_there_is_no_hold(broker: Broker) -> None:
     producer = Producer(broker.url, routing_key="q")
     # Less than the window holds.
     for _ in range(500):
@@ -376,7 +378,7 @@ def test_leaving_by_an_exception_without_a_hold_delivers_everything(broker: Brok
     assert not hasattr(caught.value, "__notes__")
 
 
-def test_leaving_by_the_timeout_of_a_send_does_not_wait_a_second_time(broker: Broker) -> None:
+def test_leaving_the_with_block_by_the_timeout_of_a_send_does_not_wait_a_second_time(broker: Broker) -> None:
     producer = Producer(broker.url, routing_key="q")
     broker.flow(False)
     wait_held(producer, "channel_flow")
@@ -471,7 +473,7 @@ def test_a_producer_closes_even_if_the_broker_goes_away_meanwhile(producer: Prod
     assert isinstance(closing.wait(), UndeliveredMessages)
 
 
-def test_messages_withdrawn_by_a_close_are_reported_as_unanswered(producer: Producer, broker: Broker) -> None:
+def test_the_error_of_close_says_that_the_broker_had_not_answered_in_time(producer: Producer, broker: Broker) -> None:
     broker.withhold_confirms()
     receipt = producer.send(b"")
     broker.wait_until(lambda b: b.queue("q").depth == 1)

@@ -1,4 +1,4 @@
-"""What comes may gather for a while; what leaves may too if a thread does the work."""
+"""Incoming answers are coalesced for a while, and so are outgoing messages if a thread writes them."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def end_of_gathering(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 
 
 @pytest.mark.parametrize("skin", ["asyncio", "uvloop"] if COMPLETE else ["asyncio"], indirect=True)
-def test_messages_are_sent_by_a_loop_while_answers_are_coalesced(
+def test_a_message_is_sent_while_answers_are_coalesced(
     make_producer: Callable[..., Producer], broker: Broker, gathering: _Gathering, end_of_gathering: threading.Event
 ) -> None:
     producer = make_producer()
@@ -167,7 +167,7 @@ def test_answers_on_a_shared_connection_of_a_loop_are_not_coalesced_either(
     assert not gathering.begun.is_set()
 
 
-def test_the_size_of_the_answers_is_passed_to_coalescing(
+def test_the_coalescing_delay_is_computed_from_the_size_of_the_answers(
     make_producer: Callable[..., Producer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes: list[int] = []

@@ -216,7 +216,7 @@ def test_the_first_host_that_answers_is_used(
     assert (first.queue("q").depth, second.queue("q").depth) == (1, 0)
 
 
-def test_settings_come_from_keyword_settings_url_and_environment_in_that_order(
+def test_a_keyword_overrides_the_settings_object_which_overrides_url_and_environment(
     broker: Broker, make_producer: Callable[..., Producer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("QFLOW_CAPACITY", "4")

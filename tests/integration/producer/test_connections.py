@@ -1,4 +1,4 @@
-"""Connections of pika's from `connect`, with consumers and any number of producers on them."""
+"""Connections of pika made by `connect`, with consumers and any number of producers on them."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_parameter_objects_of_pika_are_accepted(
 
 
 def test_a_consumer_callback_may_send_and_wait(connection: pika.BlockingConnection, broker: Broker) -> None:
-    """The thread that runs the callbacks is the application's, and nobody's I/O waits for it."""
+    """A thread of the application runs the callbacks, and no I/O waits for this thread."""
     broker.declare_queue("r")
     (source,) = made(connection)
     (sink,) = made(connection, routing_key="r", capacity=1)
@@ -332,7 +332,7 @@ def test_a_broker_that_closes_the_connection_gives_the_reason_to_pika_and_to_pro
 def test_heartbeats_continue_while_the_application_is_busy_and_detect_a_dead_peer(
     connect: Callable[..., pika.BlockingConnection], broker: Broker, wire: Wire, proxy: Proxy
 ) -> None:
-    """At a heartbeat of 1 s the broker gives a silent client up after 2 s."""
+    """With a heartbeat of 1 s the broker disconnects a silent client after 2 s."""
     connection = connect(f"{broker.url}?heartbeat=1")
     dead = connect(f"{proxy.url(broker)}?heartbeat=1")
     (producer,) = made(dead)
@@ -392,7 +392,7 @@ def test_a_close_in_the_middle_of_a_message_does_not_end_the_shared_connection(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Nothing may come between the frames of a message, a close of its channel least of all."""
+    """No other frame may come between the frames of a message, and above all no close of its channel."""
     if reads_again:
         # A grace in which a slow machine, too, reads what it has to.
         monkeypatch.setattr("qflow_client.sync.engine.BRIEF", PATIENCE)
@@ -425,7 +425,7 @@ def test_a_close_in_the_middle_of_a_message_does_not_end_the_shared_connection(
 def test_messages_of_pika_wait_for_the_socket_and_are_not_buffered_in_memory(
     connect: Callable[..., pika.BlockingConnection], broker: Broker, proxy: Proxy
 ) -> None:
-    """pika's own `basic_publish` blocks while a broker does not read, as on any other connection."""
+    """`basic_publish` of pika blocks while the broker does not read, as on any other connection."""
     connection = connect(proxy.url(broker))
     channel = connection.channel()
     (producer,) = made(connection)

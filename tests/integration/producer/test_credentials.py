@@ -1,4 +1,4 @@
-"""Credentials that change and expire: asked at each connect, and replaced in time on an open connection (E8)."""
+"""Credentials that change and expire are requested for each connect and renewed in time on an open connection (E8)."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_E8_credentials_without_an_expiry_are_requested_again_when_the_broker_cl
     assert SECRET not in all_logs()
 
 
-def test_E8_an_exception_of_the_callable_is_named_without_its_text(
+def test_E8_the_error_names_an_exception_of_the_callable_but_does_not_contain_its_text(
     broker: Broker, make_producer: Callable[..., Producer], all_logs: Callable[[], str]
 ) -> None:
     with pytest.raises(ConnectionFailed) as caught:
@@ -238,7 +238,7 @@ def test_E8_a_held_producer_still_renews_its_credentials(
     assert wire.count("in", "Connection.StartOk") == 1
 
 
-def test_E8_a_different_user_is_logged_in_on_a_new_connection(
+def test_E8_the_producer_opens_a_new_connection_if_the_credentials_name_another_user(
     make_broker: Callable[..., Broker], make_producer: Callable[..., Producer]
 ) -> None:
     tokens = Tokens(life=60, told=1.0)
@@ -262,7 +262,7 @@ def test_invalid_credentials_arguments_are_refused(broker: Broker) -> None:
         Producer(broker.url, credentials=issue)  # type: ignore[arg-type]
 
 
-def test_a_shared_connection_has_its_secret_updated_by_its_library(make_broker: Callable[..., Broker]) -> None:
+def test_the_library_of_a_shared_connection_updates_its_secret(make_broker: Callable[..., Broker]) -> None:
     life = 2.0
     tokens = Tokens(life)
     broker = make_broker(authenticate=tokens.authenticate)

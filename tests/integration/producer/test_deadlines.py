@@ -33,7 +33,7 @@ def _flow(broker: Broker, producer: Producer) -> None:
 
 
 @pytest.mark.parametrize("timeout", [0, 0.0, -1])
-def test_a4_timeout_0_does_not_wait(producer: Producer, broker: Broker, timeout: float) -> None:
+def test_a4_a_send_with_timeout_0_does_not_wait(producer: Producer, broker: Broker, timeout: float) -> None:
     _flow(broker, producer)
     with Stopwatch() as watch, pytest.raises(FlowControlTimeout) as caught:
         producer.send(b"no", timeout=timeout)
@@ -111,7 +111,7 @@ def test_a4_every_thread_has_its_own_deadline(producer: Producer, broker: Broker
 def test_a4_a_message_is_either_admitted_or_refused(
     make_producer: Callable[..., Producer], broker: Broker, turn: int
 ) -> None:
-    """Deadlines that fall together with the lifting of the hold: what raised is in no queue, all else is."""
+    """Deadlines expire when the hold ends. A message whose call raised is in no queue, all others are in the queue."""
     producer = make_producer(capacity=5)
     least = rounds(150, least=40)
 
@@ -147,7 +147,7 @@ def test_a4_a_message_is_either_admitted_or_refused(
     assert producer.available == 5
 
 
-def test_d1_when_flowed_raise_does_not_wait(make_producer: Callable[..., Producer], broker: Broker) -> None:
+def test_d1_a_send_does_not_wait_with_the_setting_raise(make_producer: Callable[..., Producer], broker: Broker) -> None:
     producer = make_producer(when_flowed="raise")
     _flow(broker, producer)
     with Stopwatch() as watch, pytest.raises(ProducerFlowed, match="channel_flow") as caught:
@@ -162,7 +162,9 @@ def test_d1_when_flowed_raise_does_not_wait(make_producer: Callable[..., Produce
 
 
 @pytest.mark.parametrize("when_flowed", ["block", "raise"])
-def test_d1_send_nowait_always_raises(make_producer: Callable[..., Producer], broker: Broker, when_flowed: str) -> None:
+def test_d1_send_nowait_always_raises_while_flowed(
+    make_producer: Callable[..., Producer], broker: Broker, when_flowed: str
+) -> None:
     producer = make_producer(when_flowed=when_flowed)
     assert producer.send_nowait(b"1").result(timeout=20) is Outcome.CONFIRMED
     _flow(broker, producer)
@@ -297,7 +299,7 @@ def test_an_event_exactly_at_the_deadline_is_in_time(
     assert producer.wait_unflowed(timeout=0.01)
 
 
-def test_wait_unflowed_on_a_full_window_raises_its_hold_immediately(
+def test_wait_unflowed_on_a_full_window_immediately_begins_a_capacity_hold(
     make_producer: Callable[..., Producer], broker: Broker
 ) -> None:
     producer = make_producer(capacity=1)
@@ -342,7 +344,9 @@ def test_wait_unflowed_keeps_its_deadline(producer: Producer, broker: Broker) ->
     assert [job.result() for job in jobs] == [True] * 4
 
 
-def test_f2_a_rate_is_kept_and_its_hold_is_named(make_producer: Callable[..., Producer], broker: Broker) -> None:
+def test_f2_messages_are_not_sent_faster_than_the_configured_rate(
+    make_producer: Callable[..., Producer], broker: Broker
+) -> None:
     producer = make_producer(rate=100, rate_burst=5)
     began = time.monotonic()
     for number in range(30):
@@ -370,7 +374,9 @@ def test_f2_a_rate_refuses_a_send_that_does_not_wait(make_producer: Callable[...
     assert producer.wait_unflowed(timeout=20)
 
 
-def test_a_timeout_while_held_by_a_rate_is_kept(make_producer: Callable[..., Producer], broker: Broker) -> None:
+def test_a_send_that_is_held_by_a_rate_keeps_its_timeout(
+    make_producer: Callable[..., Producer], broker: Broker
+) -> None:
     producer = make_producer(rate=0.1)
     producer.send(b"1")
     with Stopwatch() as watch, pytest.raises(FlowControlTimeout, match="rate"):
@@ -416,7 +422,7 @@ def test_a_timeout_may_be_longer_than_the_longest_possible_wait(
 
 
 def test_a_negative_timeout_has_already_expired(producer: Producer, broker: Broker) -> None:
-    """What is left of a time that somebody else began to count."""
+    """A caller passes the rest of its own deadline, which may be negative."""
     broker.withhold_confirms()
     receipt = producer.send(b"", timeout=-0.1)
     assert not receipt.wait(timeout=-0.1)

@@ -36,7 +36,9 @@ def _threads(kind: str) -> list[threading.Thread]:
 
 
 @pytest.mark.parametrize("listens", [False, True], ids=["plain", "with callbacks"])
-def test_E6_a_dropped_producer_warns_delivers_admitted_messages_and_ends(broker: Broker, listens: bool) -> None:
+def test_E6_a_dropped_producer_emits_a_warning_and_delivers_admitted_messages_and_ends(
+    broker: Broker, listens: bool
+) -> None:
     told: list[Receipt] = []
     held = [Producer(broker.url, routing_key="q", name="dropped", on_delivery=told.append if listens else None)]
     if listens:
@@ -90,7 +92,7 @@ def test_a_closed_producer_emits_no_warning(broker: Broker, recwarn: pytest.Warn
     assert not [each for each in recwarn if each.category is ResourceWarning]
 
 
-def test_E6_a_dropped_async_producer_warns_delivers_admitted_messages_and_ends(broker: Broker) -> None:
+def test_E6_a_dropped_async_producer_emits_a_warning_and_delivers_admitted_messages_and_ends(broker: Broker) -> None:
     async def main() -> None:
         held = [await AsyncProducer(broker.url, routing_key="q", name="dropped").connect()]
         broker.withhold_confirms()

@@ -1,4 +1,4 @@
-"""With several hosts a producer leaves one that is blocked or silent, and takes what is unsettled along (E15)."""
+"""A producer with several hosts leaves a blocked or silent host and resends unsettled messages (E15)."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_E15_a_silent_host_with_overdue_confirms_is_abandoned(
     assert marked(other) == [True]
 
 
-def test_E15_a_host_that_confirms_late_answers_the_probe_and_is_kept(
+def test_E15_a_host_with_late_confirms_that_answers_the_probe_is_kept(
     make_producer: Callable[..., Producer], broker: Broker, other: Broker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     probes: list[bytes] = []
@@ -161,7 +161,7 @@ def test_E15_a_producer_does_not_return_while_its_first_host_does_not_answer(
         ("other", False),
     ],
 )
-def test_E15_a_probe_distinguishes_answers_of_brokers_from_other_servers(
+def test_E15_a_probe_distinguishes_answers_of_brokers_from_answers_of_other_servers(
     stack: ExitStack, certificate: tuple[Path, Path], server: str, expected: bool
 ) -> None:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)

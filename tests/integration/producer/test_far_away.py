@@ -1,4 +1,4 @@
-"""A broker far away: the proxy of `benchmarks.delay`."""
+"""A distant broker, simulated by the proxy of `benchmarks.delay`."""
 
 from __future__ import annotations
 

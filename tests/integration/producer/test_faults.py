@@ -1,4 +1,4 @@
-"""What networks do to a producer: every call returns within its deadline, and no message is lost in silence."""
+"""Network faults: each call returns within its deadline, and no message is lost without a report."""
 
 from __future__ import annotations
 

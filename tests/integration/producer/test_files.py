@@ -1,4 +1,4 @@
-"""E8: files with messages in them are their owner's alone, and none is written through a symbolic link."""
+"""E8: only the owner can read files that contain messages, and no file is written through a symbolic link."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_E8_the_files_of_a_flow_log_are_private_to_their_owner(tmp_path: Path) -
     assert all_private(tmp_path)
 
 
-def test_E8_an_existing_file_keeps_its_mode_and_its_wal_gets_the_same(tmp_path: Path) -> None:
+def test_E8_an_existing_file_keeps_its_mode_and_its_wal_file_gets_the_same_mode(tmp_path: Path) -> None:
     path = tmp_path / "orders.outbox"
     Outbox(path).close()
     path.chmod(0o640)
@@ -126,7 +126,7 @@ def test_E8_a_lock_file_with_foreign_content_is_refused_and_not_changed(kind: st
         make(tmp_path / "file")
 
 
-def test_a_lock_file_of_an_earlier_process_is_taken_over_with_a_process_id_of_any_length(tmp_path: Path) -> None:
+def test_a_lock_file_with_an_older_process_id_of_any_length_is_taken_over(tmp_path: Path) -> None:
     path = tmp_path / "file"
     for left in ("", "1", "4194304", f"{os.getpid():<20}"):
         (tmp_path / "file-lock").write_text(left)

@@ -168,7 +168,7 @@ def test_an_exception_in_a_callback_is_logged_and_loses_nothing(
 def test_a_callback_that_raises_system_exit_loses_nothing_either(
     make_producer: Callable[..., Producer], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Only of asyncio's loops is it the custom that an exit in a callback ends them."""
+    """SystemExit in a callback ends an asyncio loop, but not a thread."""
 
     def leave(what: object) -> None:
         sys.exit("the end")
@@ -247,7 +247,7 @@ def test_flow_events_iterates_until_the_producer_is_closed(producer: Producer, b
     assert list(producer.flow_events()) == []
 
 
-def test_an_abandoned_iterator_leaves_nothing_behind(producer: Producer) -> None:
+def test_an_iterator_that_the_program_abandons_leaves_nothing_behind(producer: Producer) -> None:
     producer.pause()
     events, never_begun = producer.flow_events(), producer.flow_events()
     producer.resume()
@@ -261,9 +261,7 @@ def test_an_abandoned_iterator_leaves_nothing_behind(producer: Producer) -> None
 
 
 @pytest.mark.usefixtures("one_connection")
-def test_flow_events_ends_when_the_connection_is_lost_and_the_producer_closed(
-    producer: Producer, broker: Broker
-) -> None:
+def test_flow_events_ends_when_a_lost_connection_closes_the_producer(producer: Producer, broker: Broker) -> None:
     job = start(list, producer.flow_events())
     broker.drop_connections()
     wait_closed(producer)
@@ -273,7 +271,7 @@ def test_flow_events_ends_when_the_connection_is_lost_and_the_producer_closed(
     assert UNFLOWED not in kinds
 
 
-def test_holds_while_a_close_flushes_are_reported_like_any_other(
+def test_holds_that_begin_while_close_flushes_are_reported_like_other_holds(
     make_producer: Callable[..., Producer], broker: Broker
 ) -> None:
     producer = make_producer()
@@ -509,7 +507,7 @@ def test_on_delivery_may_send(make_producer: Callable[..., Producer], broker: Br
     producer.flush(timeout=20)
 
 
-def test_on_delivery_may_send_while_other_threads_send_faster_than_receipts_are_reported(
+def test_on_delivery_may_send_even_if_other_threads_send_faster_than_receipts_are_reported(
     make_producer: Callable[..., Producer], broker: Broker
 ) -> None:
     sent: list[Receipt] = []
@@ -560,7 +558,7 @@ def test_receipts_that_wait_for_on_delivery_are_bounded(make_producer: Callable[
 
 
 @pytest.mark.parametrize("raises", [True, False])
-def test_a_send_without_waiting_in_on_delivery_does_not_wait(
+def test_a_send_in_on_delivery_that_may_not_wait_raises_immediately(
     make_producer: Callable[..., Producer], broker: Broker, raises: bool
 ) -> None:
     found = Growing()

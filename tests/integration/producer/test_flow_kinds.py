@@ -1,4 +1,4 @@
-"""`on_flow` and `flow_events` for those who want to hear of some holds only."""
+"""`on_flow` and `flow_events` with events of some hold kinds only."""
 
 from __future__ import annotations
 

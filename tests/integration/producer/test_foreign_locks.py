@@ -1,7 +1,7 @@
-"""E2: a lock of the application, which a thread holds in a call, and for which a step of the producer waits.
+"""E2: a thread holds a lock of the application and calls a producer, while a step of that producer waits for the lock.
 
-So it comes about: the collector finds garbage while a thread takes a step, a finalizer logs, and the handler's lock is
-held by a thread that sends the record before it by the same producer.
+An example: garbage collection runs during a step, and a finalizer logs a record. Another thread holds the lock of the
+log handler, because it sends an earlier record with the same producer.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ REFUSED: dict[str, Callable[[Producer], object]] = {
 
 
 @pytest.mark.parametrize("call", REFUSED)
-def test_E2_a_call_waits_only_for_a_limited_time_for_a_step_that_waits_for_its_caller(
+def test_E2_a_call_that_would_deadlock_with_a_step_of_the_producer_raises_after_a_limited_time(
     broker: Broker, call: str
 ) -> None:
     with Producer(broker.url, routing_key="q", capacity=1) as producer:
@@ -101,7 +101,7 @@ def test_E2_a_call_waits_only_for_a_limited_time_for_a_step_that_waits_for_its_c
     assert bodies(broker) == [b"admitted"]
 
 
-def test_E2_a_call_on_one_loop_waits_only_for_a_limited_time_for_a_step_on_another_loop(broker: Broker) -> None:
+def test_E2_a_call_that_waits_for_a_step_on_another_loop_waits_only_for_a_limited_time(broker: Broker) -> None:
     async def main() -> None:
         async with AsyncProducer(broker.url, routing_key="q", capacity=1) as producer:
             broker.withhold_confirms()
@@ -120,7 +120,7 @@ def test_E2_a_call_on_one_loop_waits_only_for_a_limited_time_for_a_step_on_anoth
     assert bodies(broker) == [b"admitted"]
 
 
-def test_E2_an_exception_from_a_signal_handler_does_not_claim_that_a_message_was_not_sent(
+def test_E2_an_exception_from_a_signal_handler_does_not_say_that_a_message_was_not_sent(
     broker: Broker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     send = Admission.send

@@ -1,4 +1,4 @@
-"""A broker that sends what is no AMQP."""
+"""A broker that sends bytes that are not AMQP."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ MUCH = pamqp.frame.marshal(pamqp.commands.Connection.Unblocked(), 0) * 10_000
         (MUCH + GARBAGE, "frame type 72 does not exist in AMQP"),
         (b"\3\0\1\x7f\xff\xff\xff", "larger than frame-max"),
     ],
-    ids=["at once", "after the broker's own words", "after much else", "a frame of 2 GB"],
+    ids=["immediately", "after a close by the broker", "after many valid frames", "a frame of 2 GB"],
 )
 @pytest.mark.usefixtures("one_connection")
-def test_garbage_ends_the_producer_and_an_earlier_close_is_the_reason(
+def test_invalid_bytes_end_the_producer_and_the_reason_is_an_earlier_close_if_there_was_one(
     broker: Broker, proxy: Proxy, make_producer: Callable[..., Producer], data: bytes, reason: str
 ) -> None:
     producer = make_producer(proxy.url(broker))

@@ -72,7 +72,7 @@ def silence(monkeypatch: pytest.MonkeyPatch) -> Silence:
 def test_heartbeats_continue_while_a_producer_is_idle_or_flowed_and_detect_a_dead_peer(
     make_producer: Callable[..., Producer], broker: Broker, proxy: Proxy, wire: Wire, silence: Silence
 ) -> None:
-    """All at once, because the broker takes 2 s to find a peer dead at a heartbeat of 1 s."""
+    """All cases run at the same time, because with a heartbeat of 1 s the broker detects a dead peer after 2 s."""
     url = f"{broker.url}?heartbeat=1"
     stopped = make_producer(url)
     broker.flow(False, broker.producers()[0].name)

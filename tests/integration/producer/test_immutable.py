@@ -1,4 +1,4 @@
-"""Nothing that the caller still holds changes what is published (E3)."""
+"""A published message does not change if the caller changes its objects later (E3)."""
 
 from __future__ import annotations
 
@@ -74,7 +74,9 @@ def test_E3_headers_can_be_reused_after_a_lost_connection(
     assert orders(broker) == expected(6) * 2
 
 
-def test_E3_headers_can_be_reused_while_sends_wait(broker: Broker, make_producer: Callable[..., Producer]) -> None:
+def test_E3_headers_can_be_reused_while_earlier_messages_wait(
+    broker: Broker, make_producer: Callable[..., Producer]
+) -> None:
     producer = make_producer()
     producer.pause()
     reused = Reused()

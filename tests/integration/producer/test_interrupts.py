@@ -1,4 +1,4 @@
-"""Ctrl-C at any point of a call harms nobody else. What the protocol does in it, `tests/unit` interrupts."""
+"""Ctrl-C at any point of a call does not affect other callers. Tests in `tests/unit` interrupt the protocol itself."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from qflow_client.sync.latch import Latch
 from .tools import PATIENCE, Stopwatch, eventually, start
 
 
-def test_a_set_latch_wakes_all_waiting_threads_and_blocks_no_later_one() -> None:
+def test_a_set_latch_wakes_all_waiting_threads_and_later_threads_do_not_wait() -> None:
     latch = Latch()
     waiting = [start(latch.wait, timeout) for timeout in (None, PATIENCE, 1e9)]
     eventually(lambda: len(latch._locks) == 3)

@@ -1,4 +1,4 @@
-"""What is left behind: no thread, no descriptor, no memory."""
+"""A closed producer leaves no thread, no file descriptor and no memory behind."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ def test_a_closed_producer_is_garbage_collected(broker: Broker) -> None:
 
 
 def test_settled_messages_are_not_kept_in_memory(broker: Broker) -> None:
-    """A producer that runs for long holds nothing of what is over, looked at or not."""
+    """A long-running producer keeps no settled message in memory, even if its receipt was never read."""
     with Producer(broker.url, routing_key="q") as producer:
         for _ in range(rounds(3000)):
             producer.send(b"")

@@ -26,7 +26,7 @@ def test_d5_a_producer_can_be_paused_and_resumed(producer: Producer, broker: Bro
     assert bodies(broker) == [b"yes"]
 
 
-def test_d5_admitted_messages_are_still_sent(producer: Producer, broker: Broker) -> None:
+def test_d5_messages_admitted_before_a_pause_are_still_sent(producer: Producer, broker: Broker) -> None:
     count = rounds(1000, least=200)
     receipts = [producer.send(b"%d" % number) for number in range(count)]
     producer.pause()

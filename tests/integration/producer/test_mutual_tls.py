@@ -1,4 +1,4 @@
-"""Who trusts whom in TLS: the producer verifies the broker, and the broker may want a certificate."""
+"""Trust in TLS: the producer verifies the broker, and the broker may require a client certificate."""
 
 from __future__ import annotations
 

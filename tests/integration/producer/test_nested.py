@@ -1,4 +1,4 @@
-"""E2: signal handlers, finalizers and log handlers call producers at any moment, and nothing is entered twice."""
+"""E2: signal handlers, finalizers and log handlers call producers at any moment, and no step is entered twice."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def test_E2_a_signal_handler_can_remove_the_flow_callback_that_it_has_added(two:
     assert not leftovers
 
 
-def test_E2_what_was_asked_inside_a_step_after_the_connection_ended_is_done_by_the_next_call(broker: Broker) -> None:
+def test_E2_a_call_made_inside_a_step_after_the_connection_ended_is_done_by_the_next_call(broker: Broker) -> None:
     with Producer(broker.url, routing_key="q", reconnect_timeout=0) as producer:
         broker.drop_connections()
         eventually(lambda: producer._engine.link is not None and producer._engine.link.ended)
@@ -163,7 +163,7 @@ def test_E2_what_was_asked_inside_a_step_after_the_connection_ended_is_done_by_t
     in_time(lambda: [*nested, *last].clear())
 
 
-def test_E2_what_is_asked_inside_a_step_while_the_connection_ends_is_done(
+def test_E2_a_call_made_inside_a_step_while_the_connection_ends_is_done(
     broker: Broker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with Producer(broker.url, routing_key="q", reconnect_timeout=0) as producer:
@@ -182,7 +182,7 @@ def test_E2_what_is_asked_inside_a_step_while_the_connection_ends_is_done(
         eventually(lambda: producer.capacity == 7)
 
 
-def test_E2_what_is_asked_of_a_closed_producer_inside_a_step_is_not_kept(broker: Broker) -> None:
+def test_E2_a_call_of_a_closed_producer_inside_a_step_leaves_nothing_queued(broker: Broker) -> None:
     with Producer(broker.url, routing_key="q") as producer:
         pass
     for _ in range(3):

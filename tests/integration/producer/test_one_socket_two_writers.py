@@ -1,4 +1,4 @@
-"""What pika writes and what a producer writes, on one socket that takes few bytes at a time."""
+"""pika and a producer write to one socket that accepts few bytes at a time."""
 
 from __future__ import annotations
 
@@ -269,7 +269,7 @@ def test_neither_writer_starves_while_both_always_have_output(
 
 
 def test_a_connection_whose_socket_cannot_be_written_is_closed(make_wire: Callable[..., _Wire]) -> None:
-    """pika, which only ever reads from it, would take it for sound."""
+    """pika only reads from this socket and would not notice the failure."""
     wire = make_wire(100)
     # It says nothing of the connection.
     wire.tapped._sock.error = OSError(errno.ENOBUFS, "no room in the kernel")

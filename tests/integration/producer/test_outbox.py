@@ -1,4 +1,4 @@
-"""Producers with an outbox: what is admitted is on disk, and leaves it once it is settled (issue 4, point 5)."""
+"""Producers with an outbox: an admitted message is on disk until it is settled."""
 
 from __future__ import annotations
 
@@ -219,7 +219,7 @@ def test_a_flush_waits_for_messages_of_an_earlier_run(
     assert len(bodies(broker)) == 30
 
 
-def test_while_messages_of_an_earlier_run_cannot_be_sent_new_ones_wait_and_see_the_reason(
+def test_new_messages_wait_until_messages_of_an_earlier_run_are_sent_and_the_error_names_the_reason(
     broker: Broker, make_producer: Callable[..., Producer], path: Path
 ) -> None:
     leave_behind(make_producer, path, 3)
@@ -298,7 +298,7 @@ def test_messages_that_are_spilled_when_the_producer_closes_settle_as_stored(
         receipt.message  # noqa: B018  # it is what raises
 
 
-def test_leaving_the_block_by_an_exception_reports_messages_that_stay_on_disk(
+def test_leaving_the_with_block_by_an_exception_reports_messages_that_stay_on_disk(
     broker: Broker, make_producer: Callable[..., Producer], path: Path
 ) -> None:
     producer = make_producer(outbox=path, when_flowed="spill")
@@ -310,7 +310,7 @@ def test_leaving_the_block_by_an_exception_reports_messages_that_stay_on_disk(
     assert on_disk(path) == [b"one"]
 
 
-def test_after_a_lost_connection_messages_in_memory_are_republished_and_later_ones_spilled(
+def test_after_a_lost_connection_messages_in_memory_are_republished_and_later_ones_are_spilled(
     broker: Broker, make_producer: Callable[..., Producer], proxy: Proxy, path: Path
 ) -> None:
     producer = make_producer(proxy.url(broker), outbox=path, when_flowed="spill", reconnect_delay=0.01)
@@ -518,7 +518,7 @@ def test_on_delivery_gets_receipts_of_spilled_messages_and_of_an_earlier_run(
     assert told == [(body, "confirmed") for body in (b"left 0", b"left 1", b"left 2", b"new")]
 
 
-def test_a_rate_limits_messages_of_an_earlier_run(
+def test_messages_of_an_earlier_run_are_not_sent_faster_than_the_configured_rate(
     broker: Broker, make_producer: Callable[..., Producer], path: Path
 ) -> None:
     leave_behind(make_producer, path, 20)

@@ -131,7 +131,7 @@ def test_E4_each_of_many_senders_keeps_its_own_deadline(
     producer.flush(timeout=PATIENCE)
 
 
-def test_E4_a_spilled_message_is_admitted_to_the_outbox_and_its_error_carries_the_receipt(
+def test_E4_a_spilled_message_that_is_not_on_disk_in_time_is_admitted_and_its_error_carries_the_receipt(
     broker: Broker, make_producer: Callable[..., Producer], path: Path
 ) -> None:
     producer = make_producer(outbox=path, when_flowed="spill")
@@ -251,7 +251,7 @@ def test_E4_a_producer_whose_outbox_is_locked_is_refused_within_the_connect_time
     make_producer(outbox=path).close(timeout=PATIENCE)
 
 
-def test_E4_a_full_outbox_raises_not_sent_and_not_the_error_for_not_durable(
+def test_E4_the_error_of_a_full_outbox_says_that_the_message_was_not_sent_and_has_no_receipt(
     broker: Broker, make_producer: Callable[..., Producer], path: Path
 ) -> None:
     producer = make_producer(outbox=path, outbox_max_bytes=100, outbox_full="raise")

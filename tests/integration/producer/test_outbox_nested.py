@@ -1,4 +1,4 @@
-"""E2 with an outbox: signal handlers and finalizers call producers at any moment, and nothing is entered twice."""
+"""E2 with an outbox: signal handlers and finalizers call producers at any moment, and no step is entered twice."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ def test_without_mandatory_an_unroutable_message_is_dropped_and_confirmed(
     assert producer.send(b"", routing_key="nowhere").result(timeout=20) is Outcome.CONFIRMED
 
 
-def test_without_confirms_a_return_is_raised(make_producer: Callable[..., Producer]) -> None:
+def test_without_confirms_flush_raises_an_error_for_a_returned_message(make_producer: Callable[..., Producer]) -> None:
     producer = make_producer(confirms=False)
     receipt = producer.send(b"lost", routing_key="nowhere")
     assert receipt.result(timeout=20) is Outcome.SENT

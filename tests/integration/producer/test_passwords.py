@@ -1,4 +1,4 @@
-"""E8: a password appears in no error, repr or log line, whatever argument it came in by."""
+"""E8: no error, repr or log line contains a password, whichever argument contained it."""
 
 from __future__ import annotations
 

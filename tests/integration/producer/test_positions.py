@@ -89,7 +89,7 @@ def test_E13_send_many_accepts_messages_with_their_positions(
     assert producer.position(ROWS) == ("four" if way == "mixed" else 3)
 
 
-def test_E13_a_batch_that_fills_the_window_does_not_wait_for_settled_messages_to_accumulate(
+def test_E13_a_batch_that_fills_the_window_continues_as_soon_as_messages_are_settled(
     broker: Broker, make_producer: Callable[..., Producer], path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Longer than the test may take.

@@ -49,7 +49,7 @@ def test_a_fork_at_a_busy_moment_leaves_parent_and_child_independent(run: Start)
     ends_well(run("forked_in_the_middle"))
 
 
-def test_in_a_forked_child_unsettled_messages_are_unknown_written_or_not(
+def test_in_a_forked_child_all_unsettled_messages_are_unknown_even_if_they_were_not_written(
     proxy: Proxy, broker: Broker, make_producer: Callable[..., Producer]
 ) -> None:
     producer = make_producer(proxy.url(broker))
@@ -71,7 +71,7 @@ def test_in_a_forked_child_unsettled_messages_are_unknown_written_or_not(
     assert broker.queue("q").depth == len(receipts)
 
 
-def test_the_manager_in_a_forked_child_waits_for_no_thread_of_the_parent_and_holds_nothing_there(
+def test_the_manager_in_a_forked_child_waits_for_no_thread_of_the_parent_and_holds_no_producer_of_it(
     make_producer: Callable[..., Producer],
 ) -> None:
     manager = FlowManager()
@@ -104,7 +104,7 @@ def test_a_forked_child_may_create_its_own_producer(run: Start, broker: Broker) 
 @pytest.mark.program
 @pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="looks at descriptors by way of /proc")
 @pytest.mark.parametrize("fault", [FaultProxy.refuse, FaultProxy.black_hole])
-def test_a_fork_during_a_connection_attempt_or_its_delay_leaves_parent_and_child_independent(
+def test_a_fork_while_the_producer_reconnects_leaves_parent_and_child_independent(
     run: Start, broker: Broker, fault: Callable[[FaultProxy], object]
 ) -> None:
     broker.withhold_confirms()
@@ -169,7 +169,7 @@ def test_a_program_that_ends_while_threads_send_ends_without_an_error(run: Start
 
 
 @pytest.mark.program
-def test_an_exit_handler_after_that_of_the_library_can_send_with_an_outbox(
+def test_an_exit_handler_that_runs_after_the_one_of_the_library_can_send_with_an_outbox(
     run: Start, broker: Broker, tmp_path: Path
 ) -> None:
     process = run("sends_at_the_very_end", broker.url, str(tmp_path / "outbox"))

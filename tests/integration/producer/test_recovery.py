@@ -1,4 +1,4 @@
-"""A lost connection comes back, and nothing is lost with it."""
+"""A producer restores a lost connection and loses no message."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_unsettled_messages_are_resent_in_order_and_marked_before_new_ones(
     assert not producer.closed
 
 
-def test_with_fail_unsettled_messages_are_settled_and_the_producer_continues(
+def test_with_the_setting_fail_unsettled_messages_become_unknown_and_the_producer_continues(
     make_producer: Callable[..., Producer], broker: Broker
 ) -> None:
     producer = make_producer(on_disconnect="fail", **FAST)
@@ -112,7 +112,7 @@ def test_with_fail_unsettled_messages_are_settled_and_the_producer_continues(
     assert marked(broker) == [False, False]
 
 
-def test_with_fail_messages_that_were_never_written_are_safe_to_send_again(
+def test_with_the_setting_fail_messages_that_were_never_written_are_safe_to_send_again(
     make_producer: Callable[..., Producer], broker: Broker, proxy: Proxy
 ) -> None:
     producer = make_producer(proxy.url(broker), on_disconnect="fail", max_unwritten_bytes=1 << 26, **FAST)
@@ -210,7 +210,9 @@ def test_a_wrong_password_ends_the_producer_immediately_unless_a_different_host_
     assert "guest:guest" not in str(caught.value)
 
 
-def test_the_producer_ends_after_reconnect_timeout(make_producer: Callable[..., Producer], first: ExitStack) -> None:
+def test_a_producer_ends_when_its_reconnect_timeout_has_passed(
+    make_producer: Callable[..., Producer], first: ExitStack
+) -> None:
     broker = begin(first)
     producer = make_producer(broker.url, reconnect_timeout=0.3, **FAST)
     waiting = start(producer.wait_unflowed)
@@ -271,7 +273,7 @@ def test_closing_while_disconnected_delivers_if_the_broker_comes_back(
     assert bodies(again) == [b"1"]
 
 
-def test_leaving_by_an_exception_does_not_wait_for_a_connection(
+def test_leaving_the_with_block_by_an_exception_does_not_wait_for_a_connection(
     make_producer: Callable[..., Producer], first: ExitStack
 ) -> None:
     broker = begin(first)
@@ -352,7 +354,7 @@ def test_a_refused_message_is_retried_until_there_is_room(
     assert marked(broker) == [False, True, False]
 
 
-def test_a_full_queue_gets_all_messages_as_it_is_emptied(
+def test_a_full_queue_gets_all_messages_when_it_is_emptied(
     make_producer: Callable[..., Producer], broker: Broker
 ) -> None:
     producer = make_producer(retry_delay=0.02, retry_delay_max=0.1)
@@ -372,7 +374,9 @@ def test_a_full_queue_gets_all_messages_as_it_is_emptied(
     assert {int(body) for body in bodies(broker)} == set(range(200))
 
 
-def test_after_retry_for_a_refused_message_is_nacked(make_producer: Callable[..., Producer], broker: Broker) -> None:
+def test_a_refused_message_is_nacked_when_its_retry_time_has_passed(
+    make_producer: Callable[..., Producer], broker: Broker
+) -> None:
     producer = make_producer(retry_for=0.3, retry_delay=0.02)
     broker.nack_publishes()
     receipt = producer.send(b"1")
@@ -400,7 +404,7 @@ def test_closing_while_refused_keeps_its_deadline_and_returns_refused_messages(
 def test_a_connection_that_is_reset_right_after_it_opens_counts_as_a_failed_attempt(
     broker: Broker, monkeypatch: pytest.MonkeyPatch, scheme: str
 ) -> None:
-    """pika raises in its loop when it finds that; asyncio has no such moment."""
+    """In this case pika raises an error in its loop. asyncio has no such case."""
     with FaultProxy(broker.url) as proxy:
         link_up = TapIOServices.create_streaming_connection
 

@@ -1,4 +1,4 @@
-"""`send_many`: one call, and every message as if it were alone."""
+"""`send_many`: one call sends many messages, and each is treated like a single message."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_messages_admitted_before_a_timeout_are_not_lost(
 
 @KINDS
 @pytest.mark.parametrize("timeout", [0, -1])
-def test_a_send_many_without_waiting_does_not_wait(
+def test_send_many_with_a_timeout_of_0_or_less_does_not_wait(
     make_producer: Make, broker: Broker, kind: Callable[[Any], Any], timeout: float
 ) -> None:
     producer = make_producer(capacity=3, when_flowed="block")
@@ -108,7 +108,7 @@ def test_a_send_many_without_waiting_does_not_wait(
     wait_done(caught.value.receipts)
 
 
-def test_with_when_flowed_raise_send_many_raises(make_producer: Make, broker: Broker) -> None:
+def test_send_many_raises_while_flowed_with_the_setting_raise(make_producer: Make, broker: Broker) -> None:
     producer = make_producer(capacity=3, when_flowed="raise")
     broker.withhold_confirms()
     with pytest.raises(ProducerFlowed) as caught:
@@ -168,7 +168,7 @@ def test_a_close_during_send_many_reports_the_admitted_messages(
 def test_send_many_overtakes_no_waiting_sender_and_blocks_none_for_the_whole_batch(
     make_producer: Make, broker: Broker
 ) -> None:
-    """It takes its turns like any other sender (F4)."""
+    """It waits in line for each message like any other sender (F4)."""
     producer = make_producer(capacity=10)
     done = threading.Event()
 

@@ -1,4 +1,4 @@
-"""A message that was not delivered, or not sent, says where it was to go, and goes there when it is sent again."""
+"""A message that was not delivered or not sent keeps its destination, and goes there when it is sent again."""
 
 from __future__ import annotations
 

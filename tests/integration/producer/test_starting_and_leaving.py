@@ -1,4 +1,4 @@
-"""A producer starts without a broker, says how it is, and leaves within a time (E12)."""
+"""A producer starts without a broker, reports its health and shuts down within a time limit (E12)."""
 
 from __future__ import annotations
 
@@ -195,7 +195,7 @@ def test_on_flow_passed_to_the_constructor_misses_no_event(make_producer: Callab
         eventually(lambda: any(hold.kind == "connection_blocked" for event in flows.events for hold in event.holds))
 
 
-def test_E12_the_first_event_of_a_producer_that_connects_in_the_background_is_that_it_is_flowed(
+def test_E12_the_first_event_of_a_producer_that_connects_in_the_background_says_that_it_is_flowed(
     make_producer: Callable[..., Producer], port: int, all_logs: Callable[[], str]
 ) -> None:
     flows = Flows()

@@ -1,4 +1,4 @@
-"""E2: signals, finalizers and log handlers use a producer at any moment, for seconds."""
+"""E2: for some seconds, signal handlers, finalizers and log handlers use a producer at any moment."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Metrics and spans of both producers, as an OpenTelemetry SDK gets them."""
+"""Metrics and spans of both producers, as an OpenTelemetry SDK receives them."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def test_the_name_of_a_destination_follows_the_conventions() -> None:
     assert names == ["e:k", "e", "k", "amq.default"]
 
 
-def test_ever_new_routing_keys_do_not_create_ever_new_series(
+def test_the_number_of_metric_series_stays_bounded_with_any_number_of_routing_keys(
     collected: Collected, make_producer: Callable[..., Producer]
 ) -> None:
     producer = make_producer(mandatory=False)
@@ -202,7 +202,7 @@ def test_durations_are_recorded_less_often_than_messages_are_sent_and_include_th
     assert producer._protocol.admission.observer.began == {}
 
 
-def test_C7_flow_stops_time_flowed_holds_and_refusals_are_counted_by_kind(
+def test_C7_refusals_and_holds_and_the_time_flowed_are_counted_by_kind(
     collected: Collected, broker: Broker, make_producer: Callable[..., Producer]
 ) -> None:
     producer = make_producer()
@@ -373,7 +373,7 @@ def test_the_span_of_a_spilled_message_ends_when_it_is_in_the_outbox(
     spans(1)
 
 
-def test_an_exporter_that_raises_does_not_cost_a_sender_its_receipt(
+def test_a_sender_gets_its_receipt_even_if_an_exporter_raises(
     monkeypatch: pytest.MonkeyPatch, broker: Broker, make_producer: Callable[..., Producer], tmp_path: Path
 ) -> None:
     class Raising(SpanProcessor):

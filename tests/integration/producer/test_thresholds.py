@@ -41,7 +41,7 @@ def _drain(broker: Broker, producers: list[Producer], jobs: list[Job]) -> None:
     assert [holds(producer) for producer in producers] == [[], []]
 
 
-def test_c6_completion_reaches_exactly_the_threshold_plus_the_sum_of_capacities(
+def test_c6_with_completion_the_depth_reaches_exactly_the_threshold_plus_the_sum_of_capacities(
     make_broker: Callable[..., Broker], make_producer: Callable[..., Producer]
 ) -> None:
     broker = make_broker(arguments=_MARKS, enforcement="completion")
@@ -64,7 +64,7 @@ def test_c6_completion_reaches_exactly_the_threshold_plus_the_sum_of_capacities(
 
 
 @pytest.mark.parametrize("turn", range(rounds(3)))
-def test_c6_both_never_exceeds_the_threshold_plus_the_sum_of_capacities(
+def test_c6_with_both_enforcements_the_depth_never_exceeds_the_threshold_plus_the_sum_of_capacities(
     make_broker: Callable[..., Broker], make_producer: Callable[..., Producer], turn: int
 ) -> None:
     broker = make_broker(arguments=_MARKS)
@@ -77,7 +77,7 @@ def test_c6_both_never_exceeds_the_threshold_plus_the_sum_of_capacities(
     assert any(channel.times_flowed for channel in broker.producers())
 
 
-def test_j3_channel_flow_alone_holds_every_producer_beyond_the_threshold(
+def test_j3_channel_flow_alone_holds_every_producer_when_the_depth_is_above_the_threshold(
     make_broker: Callable[..., Broker], make_producer: Callable[..., Producer]
 ) -> None:
     broker = make_broker(arguments=_MARKS, enforcement="channel_flow")

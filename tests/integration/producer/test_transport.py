@@ -74,7 +74,7 @@ def test_j8_unwritten_bytes_are_bounded(proxy: Proxy, broker: Broker, make_produ
     assert broker.queue("q").depth == count
 
 
-def test_j7_flow_while_the_socket_is_full_completes_the_begun_message_and_no_more(
+def test_j7_after_a_stop_on_a_full_socket_only_the_message_that_has_begun_is_completed(
     stuck: Producer, proxy: Proxy, broker: Broker, wire: Wire
 ) -> None:
     receipts = list(fill_transport(stuck, size=300_000))
@@ -105,7 +105,9 @@ def test_j7_flow_while_the_socket_is_full_completes_the_begun_message_and_no_mor
     assert [int(body[:8]) for body in bodies(broker)] == list(range(len(receipts)))
 
 
-def test_a_broker_that_reads_nothing_and_blocks_is_disconnected_immediately(stuck: Producer, broker: Broker) -> None:
+def test_close_keeps_its_deadline_on_a_blocked_connection_whose_broker_reads_nothing(
+    stuck: Producer, broker: Broker
+) -> None:
     list(fill_transport(stuck))
     broker.block("alarm")
     wait_held(stuck, "connection_blocked")
@@ -129,7 +131,7 @@ def test_j8_closing_a_stuck_producer_reports_lost_messages(stuck: Producer, prox
     assert [message.message_id for message in caught.value.unsent] == [r.message_id for r in failed]
 
 
-def test_leaving_by_an_exception_does_not_wait_for_a_peer_that_does_not_read(stuck: Producer) -> None:
+def test_leaving_the_with_block_by_an_exception_does_not_wait_for_a_peer_that_does_not_read(stuck: Producer) -> None:
     list(fill_transport(stuck))
     with Stopwatch() as watch, pytest.raises(KeyError) as caught, stuck:
         raise KeyError
@@ -137,7 +139,7 @@ def test_leaving_by_an_exception_does_not_wait_for_a_peer_that_does_not_read(stu
     assert caught.value.undelivered.unsent  # type: ignore[attr-defined]  # put there for whoever looks
 
 
-def test_leaving_by_an_exception_waits_for_a_peer_that_still_reads(
+def test_leaving_the_with_block_by_an_exception_waits_for_a_peer_that_still_reads(
     stuck: Producer, proxy: Proxy, broker: Broker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # So long as a slow machine may take to confirm the first.
@@ -190,7 +192,7 @@ def test_a_connection_cut_in_the_middle_of_a_frame_settles_messages_by_the_bytes
 def test_heartbeats_and_messages_are_interleaved_at_frame_boundaries(
     proxy: Proxy, broker: Broker, make_producer: Callable[..., Producer], wire: Wire, size: int
 ) -> None:
-    """pika's own frames are due while the socket is full, and the broker understands every frame."""
+    """pika must send its own frames while the socket is full, and the broker can read every frame."""
     producer = make_producer(f"{proxy.url(broker)}?heartbeat=1", max_unwritten_bytes=10_000)
     body = bytes(size)
     sent = 0
@@ -216,7 +218,7 @@ def test_heartbeats_and_messages_are_interleaved_at_frame_boundaries(
 def test_heartbeats_are_sent_while_the_socket_always_has_input(
     proxy: Proxy, broker: Broker, make_producer: Callable[..., Producer], wire: Wire, size: int
 ) -> None:
-    """Every write of ours ends in the middle of a frame, and pika may write only at the end of one."""
+    """Each write of the producer ends in the middle of a frame, and pika may write only at the end of a frame."""
     producer = make_producer(f"{proxy.url(broker)}?heartbeat=1", capacity=10_000)
     proxy.slow_down(0.01)
     end = time.monotonic() + PATIENCE

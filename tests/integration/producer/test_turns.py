@@ -1,4 +1,4 @@
-"""First come, first served (F4)."""
+"""Senders are served in the order in which they arrive (F4)."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_f4_a_sender_interrupted_right_after_it_joined_the_waiting_line_leaves_i
     assert bodies(broker) == [b"after"]
 
 
-def test_ctrl_c_while_the_io_thread_is_woken_leaves_it_awake(
+def test_after_a_ctrl_c_while_the_io_thread_is_woken_the_io_thread_still_wakes_up(
     producer: Producer, broker: Broker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wake = producer._services.wake

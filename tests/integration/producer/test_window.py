@@ -119,7 +119,7 @@ def test_c6_capacity_changes_under_load_lose_nothing(make_producer: Callable[...
     assert not producer.flow_state.flowed
 
 
-def test_an_adaptive_capacity_loses_nothing_and_ends_when_a_number_is_set(
+def test_an_adaptive_capacity_loses_no_message_and_stops_adapting_when_a_number_is_set(
     make_producer: Callable[..., Producer], broker: Broker
 ) -> None:
     producer = make_producer(capacity="auto", capacity_max=64)
@@ -187,7 +187,9 @@ def test_a_message_larger_than_capacity_bytes_is_admitted_alone(
     producer.flush(timeout=20)
 
 
-def test_capacity_and_capacity_bytes_are_both_kept(make_producer: Callable[..., Producer], broker: Broker) -> None:
+def test_a_producer_exceeds_neither_capacity_nor_capacity_bytes(
+    make_producer: Callable[..., Producer], broker: Broker
+) -> None:
     producer = make_producer(capacity=3, capacity_bytes=100)
     broker.withhold_confirms()
     for _ in range(3):

@@ -1,4 +1,4 @@
-"""Mistakes of a first hour get the sentence that helps."""
+"""The errors for common mistakes of beginners say what to do."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_a_threaded_producer_warns_if_an_event_loop_is_running(broker: Broker) -
     asyncio.run(run())
 
 
-def test_each_threaded_producer_warns_once_if_its_sends_wait_in_an_event_loop(broker: Broker) -> None:
+def test_each_threaded_producer_warns_once_if_its_send_calls_wait_in_an_event_loop(broker: Broker) -> None:
     def wait(producer: Producer) -> None:
         with pytest.raises(FlowControlTimeout):
             producer.send(b"x", timeout=0.001)

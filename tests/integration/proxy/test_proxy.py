@@ -1,4 +1,4 @@
-"""The fault proxy between plain sockets: what passes, what does not, and what either end sees of it."""
+"""The fault proxy between plain sockets."""
 
 from __future__ import annotations
 
@@ -191,7 +191,7 @@ def test_a_stall_also_applies_to_later_connections(dial, proxy):
     assert read(client, 1) == b"x"
 
 
-def test_a_black_hole_swallows_all_bytes_without_notice_to_either_side(dial, proxy):
+def test_a_black_hole_discards_all_bytes_and_neither_side_notices(dial, proxy):
     client, broker = dial()
     proxy.black_hole()
     client.sendall(bytes(1 << 20))
@@ -219,7 +219,7 @@ def test_a_connection_into_a_black_hole_is_accepted_and_never_answered_even_with
         assert picture.name_at_broker == ""
 
 
-def test_a_black_hole_also_swallows_bytes_in_flight(dial, proxy):
+def test_a_black_hole_also_discards_bytes_in_flight(dial, proxy):
     client, broker = dial()
     proxy.delay(60.0)
     client.sendall(b"on its way")
@@ -427,7 +427,7 @@ def test_connections_can_end_after_any_byte(dial, proxy, size):
     assert ends(client) in ("end", "reset")
 
 
-def test_new_connections_are_refused_until_healed_and_existing_ones_stay(dial, proxy):
+def test_new_connections_are_refused_until_heal_is_called_and_existing_ones_stay_open(dial, proxy):
     client, broker = dial()
     proxy.refuse()
     with pytest.raises(ConnectionRefusedError):

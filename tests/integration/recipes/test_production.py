@@ -1,4 +1,4 @@
-"""The programs of the page on production run as they stand there, and its table has the words of the errors."""
+"""The programs of docs/production.md run unchanged, and its table of errors quotes the errors correctly."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def arrived(broker: Broker) -> list[str | None]:
     ],
     ids=lambda program: program[1].partition(":")[0],
 )
-def test_E12_a_service_starts_without_its_broker_refuses_in_time_and_ends_without_losses(
+def test_E12_a_service_can_start_without_its_broker_and_refuses_orders_in_time_and_ends_without_losses(
     folder: Path, program: tuple[str, ...]
 ) -> None:
     amqp, http = unused_port(), unused_port()
@@ -167,7 +167,7 @@ with Producer(os.environ["AMQP_URL"]) as producer:
 """
 
 
-def test_the_table_of_errors_quotes_them_correctly(tmp_path: Path) -> None:
+def test_the_table_of_errors_quotes_each_error_correctly(tmp_path: Path) -> None:
     told: list[str] = []
 
     def note(expected: type[Exception], call: object) -> None:

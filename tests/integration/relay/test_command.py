@@ -102,7 +102,7 @@ def test_E12_a_probe_port_in_use_is_reported(broker: Broker, url: str, capsys: C
     assert f"cannot answer readiness probes on 127.0.0.1:{port}: Address already in use" in capsys.readouterr().err
 
 
-def test_E14_the_commands_status_failed_and_retry_work(
+def test_E14_the_relay_commands_called_status_and_failed_and_retry_work(
     engine: Engine, outbox: Outbox, url: str, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("QFLOW_DATABASE", url)

@@ -1,4 +1,4 @@
-"""`qflow_client.django`, in a process of its own: Django's settings are a process's."""
+"""`qflow_client.django` in a separate process, because the settings of Django are global to a process."""
 
 from __future__ import annotations
 

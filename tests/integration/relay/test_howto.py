@@ -1,4 +1,4 @@
-"""The applications, consumers and relays of the how-to pages run as they stand there, with PostgreSQL."""
+"""The applications, consumers and relays of the how-to pages run unchanged with PostgreSQL."""
 
 from __future__ import annotations
 

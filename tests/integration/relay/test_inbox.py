@@ -1,4 +1,4 @@
-"""`Inbox`: a message is handled once, in the consumer's own transaction."""
+"""`Inbox`: a message is handled once, in the transaction of the consumer."""
 
 from __future__ import annotations
 
@@ -36,7 +36,9 @@ def inbox(engine: Engine) -> Iterator[Inbox]:
     inbox.metadata.drop_all(engine)
 
 
-def test_E14_a_message_is_new_once_unless_its_transaction_is_rolled_back(engine: Engine, inbox: Inbox) -> None:
+def test_E14_the_inbox_reports_a_message_as_new_once_unless_the_transaction_is_rolled_back(
+    engine: Engine, inbox: Inbox
+) -> None:
     with Session(engine) as session:
         assert inbox.first_time(session, "1")
         session.rollback()
@@ -57,7 +59,7 @@ def test_E14_old_message_ids_are_forgotten(engine: Engine, inbox: Inbox) -> None
 
 
 @pytest.mark.parametrize("commits", [True, False], ids=["commit", "rollback"])
-def test_E14_a_copy_waits_while_the_first_is_being_handled(postgresql: PostgresqlServer, commits: bool) -> None:
+def test_E14_a_copy_waits_while_the_first_message_is_being_handled(postgresql: PostgresqlServer, commits: bool) -> None:
     engine = create_engine(postgresql.url)
     inbox = Inbox(name="waiting")
     inbox.metadata.create_all(engine)

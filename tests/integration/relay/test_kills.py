@@ -1,4 +1,4 @@
-"""Whatever is killed, at whatever moment."""
+"""Each process is killed at random moments, and no message is lost."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.effort import EFFORT, rounds
 # Each starts processes anew, however busy the machine is.
 @pytest.mark.timeout(3000)
 @pytest.mark.usefixtures("postgresql")
-def test_E14_kills_of_application_relay_postgresql_and_broker_lose_nothing() -> None:
+def test_E14_no_message_is_lost_if_application_and_relay_and_postgresql_and_broker_are_killed() -> None:
     seed = random.randrange(1000) if EFFORT == "nightly" else 1
     verdict = run(kills=rounds(7, least=2), seed=seed)
     assert verdict.is_good, verdict

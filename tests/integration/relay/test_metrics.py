@@ -1,4 +1,4 @@
-"""What a relay counts, for OpenTelemetry."""
+"""Metrics of a relay for OpenTelemetry."""
 
 from __future__ import annotations
 

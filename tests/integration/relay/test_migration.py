@@ -1,4 +1,4 @@
-"""Alembic writes the migration of the tables by itself."""
+"""Alembic generates the migration of the tables."""
 
 from __future__ import annotations
 

@@ -161,7 +161,7 @@ def test_E10_a_damaged_row_is_set_aside_and_does_not_block_the_others(
         assert outbox.failed(connection) == []
 
 
-def test_E14_a_row_whose_number_was_set_aside_before_is_set_aside_too(
+def test_E14_a_row_can_be_set_aside_even_if_an_older_row_with_the_same_number_was_set_aside(
     engine: Engine, outbox: Outbox, broker: Broker
 ) -> None:
     # As after TRUNCATE … RESTART IDENTITY.
@@ -195,7 +195,7 @@ def test_C4_a_page_of_rows_ends_at_its_maximum_size(
     session.close()
 
 
-def test_E14_rows_are_permitted_when_they_are_read_and_settled_rows_deleted_at_the_next_read(
+def test_E14_each_read_permits_the_rows_that_it_returns_and_deletes_the_settled_rows(
     engine: Engine, outbox: Outbox
 ) -> None:
     add(engine, outbox, b"1", b"2", b"3", key="k")
@@ -268,7 +268,9 @@ def test_E14_a_flowed_relay_reads_at_most_its_window(engine: Engine, outbox: Out
     assert bodies(broker) == [b"%d" % number for number in range(2000)]
 
 
-def test_E14_a_relay_waits_for_a_broker_and_restarts_with_the_next_one(engine: Engine, outbox: Outbox) -> None:
+def test_E14_a_relay_waits_for_its_broker_and_continues_when_the_broker_is_replaced(
+    engine: Engine, outbox: Outbox
+) -> None:
     port = unused_port()
     url = f"amqp://guest:guest@127.0.0.1:{port}"
     with OutboxRelay(engine, url, outbox=outbox, **FAST, reconnect_timeout=0.1) as relay:

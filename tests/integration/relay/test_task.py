@@ -1,4 +1,4 @@
-"""A relay in an asyncio application: its end is awaited, and the loop goes on meanwhile."""
+"""A relay in an asyncio application. The application awaits its end, and the loop continues meanwhile."""
 
 from __future__ import annotations
 

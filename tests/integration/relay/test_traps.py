@@ -1,4 +1,4 @@
-"""The known traps of reading a table as a queue, on PostgreSQL, and relays beside each other."""
+"""Known problems of a table that is used as a queue, on PostgreSQL, and several relays at the same time."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_E14_a_row_added_after_a_slow_commit_is_not_read_before_the_committed_ro
     assert read(session) == [b"slow", b"after"]
 
 
-def test_E14_every_row_is_read_once_for_every_order_of_the_commits(
+def test_E14_each_row_is_read_exactly_once_even_if_transactions_commit_out_of_order(
     engine: Engine, outbox: Outbox, session: PostgresqlSession
 ) -> None:
     with ExitStack() as stack:
@@ -142,7 +142,9 @@ def test_E14_one_long_transaction_does_not_delay_other_rows(engine: Engine, outb
     assert len(bodies(broker)) == 3001
 
 
-def test_E14_rows_are_never_updated_so_no_index_bloats(engine: Engine, outbox: Outbox, broker: Broker) -> None:
+def test_E14_rows_of_the_outbox_are_inserted_and_deleted_but_never_updated(
+    engine: Engine, outbox: Outbox, broker: Broker
+) -> None:
     def counted() -> Any:
         with engine.begin() as connection:
             return connection.execute(
@@ -259,7 +261,9 @@ def test_E14_a_possibly_sent_row_stays_marked_when_its_relay_ends_or_is_replaced
     assert all(marks(broker))
 
 
-def test_E14_a_suspended_relay_loses_its_rows_with_its_lease(engine: Engine, outbox: Outbox, broker: Broker) -> None:
+def test_E14_a_suspended_relay_loses_its_rows_when_its_lease_expires(
+    engine: Engine, outbox: Outbox, broker: Broker
+) -> None:
     # A lease of one second for the one that is suspended; the server keeps the time.
     with relay_process(engine, broker, lease=1.0) as process:
         eventually(lambda: held(engine, outbox) == PARTITIONS)
@@ -275,7 +279,7 @@ def test_E14_a_suspended_relay_loses_its_rows_with_its_lease(engine: Engine, out
     assert bodies(broker) == [b"%d" % number for number in range(1, 100)]
 
 
-def test_E14_a_relay_that_is_suspended_while_it_reads_loses_its_rows_with_its_lease(
+def test_E14_a_relay_that_is_suspended_while_it_reads_loses_its_rows_when_its_lease_expires(
     engine: Engine, outbox: Outbox
 ) -> None:
     session = PostgresqlSession(engine, outbox.tables, 1.0)
@@ -314,7 +318,7 @@ def test_E14_a_relay_that_is_cut_off_from_the_broker_leaves_its_rows_to_the_othe
     assert len(bodies(broker)) == 20
 
 
-def test_E14_a_relay_that_is_cut_off_from_the_database_loses_its_rows_with_its_lease(
+def test_E14_a_relay_that_is_cut_off_from_the_database_loses_its_rows_when_its_lease_expires(
     engine: Engine, outbox: Outbox, broker: Broker
 ) -> None:
     # It passes any bytes on.

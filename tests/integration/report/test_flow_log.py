@@ -1,4 +1,4 @@
-"""Producers and a broker write a flow log, and what the report makes of it is true: seen again when it is followed."""
+"""Producers and a broker write flow logs. With the advice of the report, the broker behaves as predicted."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def _held(report: FlowReport) -> Any:
     )
 
 
-def test_C6_a_broker_that_follows_the_advice_stays_within_the_maximum_and_holds_producers_less(tmp_path: Path) -> None:
+def test_C6_a_queue_with_the_advised_settings_stays_below_the_maximum_and_holds_producers_less(tmp_path: Path) -> None:
     before, _ = _work(tmp_path / "before", 20, 5, dict.fromkeys(NAMES, 100))
     advice = before.advice["orders"]
     assert set(advice.capacities) == set(NAMES)

@@ -1,4 +1,4 @@
-"""Dashboards and alerts name metrics and labels that there are."""
+"""Dashboards and alerts use only existing metrics and labels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The broker here and clients of other hands: each runs a program of its own, which does what `script` tells."""
+"""The broker here with clients of other projects. Each client runs its own program, which follows `script`."""
 
 from __future__ import annotations
 
@@ -205,7 +205,7 @@ def stop_any(program: Program, broker: Broker) -> None:
 
 
 @pytest.mark.parametrize("expected", EXPECTED, ids=lambda each: each.name)
-def test_a_foreign_client_is_confirmed_served_blocked_and_stopped(
+def test_a_foreign_client_gets_confirms_and_deliveries_and_obeys_alarms_and_stops(
     expected: Expected,
     installed: Callable[..., list[str]],
     tmp_path: Path,

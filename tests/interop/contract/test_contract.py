@@ -1,4 +1,4 @@
-"""What sections 3 and 4 of the specification promise, for every producer on every broker that has it."""
+"""The guarantees of sections 3 and 4 of the specification, for each producer on each broker that supports them."""
 
 from __future__ import annotations
 
@@ -154,7 +154,9 @@ def test_an_unroutable_mandatory_message_is_reported(provider: Provider, make: M
 
 
 @capability("the nacks of a full queue are reported")
-def test_a_full_queue_that_rejects_answers_with_nacks(provider: Provider, make: Make, inbox: Inbox) -> None:
+def test_messages_to_a_full_queue_with_the_policy_reject_are_nacked(
+    provider: Provider, make: Make, inbox: Inbox
+) -> None:
     queue = provider.rejecting(inbox)
     with make(provider.url, routing_key=queue, **if_it_has(make, on_refused="fail")) as producer:
         outcomes = []
@@ -168,7 +170,7 @@ def test_a_full_queue_that_rejects_answers_with_nacks(provider: Provider, make: 
 
 
 @capability("a producer that Channel.Flow stops keeps its time limit", on=(OURS, *BROKERJ), without=())
-def test_J7_A4_a_producer_stopped_by_a_queue_keeps_its_deadlines_and_continues_when_it_is_emptied(
+def test_J7_A4_a_producer_stopped_by_a_queue_keeps_its_deadlines_and_continues_when_the_queue_is_empty(
     provider: Provider, make: Make, inbox: Inbox, numbers: Numbers
 ) -> None:
     queue = provider.stopping(inbox)
@@ -200,7 +202,7 @@ def test_A4_a_blocked_producer_keeps_its_deadlines_and_continues_when_it_is_unbl
 
 
 @capability("after a lost connection messages are sent again, with a header", of=RECOVERING)
-def test_messages_unconfirmed_when_the_connection_is_cut_are_resent_and_marked(
+def test_messages_that_are_unconfirmed_when_the_connection_is_cut_are_resent_and_marked(
     provider: Provider, make: Make, inbox: Inbox
 ) -> None:
     queue = inbox.declare()

@@ -1,4 +1,4 @@
-"""The flights through every broker by every producer: whole, in order per producer, and marked if sent again."""
+"""Each producer sends flights through each broker. They arrive complete and in order, and resent ones are marked."""
 
 from __future__ import annotations
 

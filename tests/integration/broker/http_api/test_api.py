@@ -91,7 +91,7 @@ def test_a_queue_can_be_declared_queried_and_deleted(broker: Broker, ask: Client
 
 
 @pytest.mark.parametrize("name", ["a/b", "a b", "ä ö", "a%2Fb", "100%", "?", "#", ".", "a+b"])
-def test_any_name_can_be_part_of_a_path(broker: Broker, ask: Client, name: str) -> None:
+def test_a_name_in_a_path_may_contain_any_characters(broker: Broker, ask: Client, name: str) -> None:
     path = f"/api/queues/{quote(name, safe='')}"
     assert ask("PUT", path, {}).json["name"] == name
     assert [queue.name for queue in broker.queues()] == [name]
@@ -311,7 +311,7 @@ def test_an_exclusive_queue_is_not_exported(broker: Broker, ask: Client) -> None
     connection.close()
 
 
-def test_values_that_json_cannot_represent_are_written_differently(broker: Broker, ask: Client) -> None:
+def test_values_that_json_cannot_represent_become_escaped_text_or_null(broker: Broker, ask: Client) -> None:
     broker.declare_queue("q", arguments={"raw": b"\xff", "much": float("inf")})
     assert ask("GET", "/api/queues/q").json["arguments"] == {"raw": "\\xff", "much": None}
 
@@ -334,7 +334,7 @@ with Broker() as broker:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
-def test_without_the_extra_the_broker_says_what_to_install_for_http(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_http_extra_the_broker_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("qflow_client.broker.settings.find_spec", lambda name: None if name == "aiohttp" else name)
     with pytest.raises(ValueError, match=r"HTTP needs aiohttp: pip install 'qflow-client\[broker\]'"):
         Broker(http_port=0)

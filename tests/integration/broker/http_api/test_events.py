@@ -52,7 +52,7 @@ def test_the_first_event_contains_the_complete_state(broker: Broker, ask: Client
         assert told["producersStopped"] is False
 
 
-def test_C7_a_queue_that_turns_on_and_off_sends_events(broker: Broker) -> None:
+def test_C7_events_report_that_a_queue_turns_on_and_off(broker: Broker) -> None:
     broker.declare_queue("orders", arguments={"qpid.flow_stop_count": 1})
     broker.declare_queue("other")
     with listening(broker) as events:
@@ -67,7 +67,7 @@ def test_C7_a_queue_that_turns_on_and_off_sends_events(broker: Broker) -> None:
         assert told["queues"][0]["flowStoppedCount"] == 1
 
 
-def test_created_and_deleted_objects_send_events(broker: Broker) -> None:
+def test_events_report_created_and_deleted_objects(broker: Broker) -> None:
     with listening(broker) as events:
         next(events)
         connection = pika.BlockingConnection(pika.URLParameters(broker.url))
@@ -91,7 +91,7 @@ def test_created_and_deleted_objects_send_events(broker: Broker) -> None:
         assert gone == {"queues": ["mine"], "channels": [name], "connections": [name.partition(" ")[0]]}
 
 
-def test_passing_time_alone_sends_no_event(broker: Broker) -> None:
+def test_a_channel_is_not_in_an_event_if_only_its_flowed_time_has_changed(broker: Broker) -> None:
     connection = pika.BlockingConnection(pika.URLParameters(broker.url))
     channel = connection.channel()
     channel.confirm_delivery()

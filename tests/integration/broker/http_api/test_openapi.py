@@ -55,7 +55,7 @@ def test_every_answer_matches_the_openapi_description(tmp_path: Path) -> None:
     assert int(found[1]) == int(found[2]) - 1 == int(found[3])
 
 
-def test_requests_that_may_find_no_room_are_described_with_503(ask: Client) -> None:
+def test_openapi_describes_the_answer_503_for_requests_that_may_be_refused_for_lack_of_memory(ask: Client) -> None:
     paths = ask("GET", "/api/openapi.json").json["paths"]
     assert {path for path, has in paths.items() if "503" in has.get("get", {}).get("responses", {})} == {
         "/metrics",
@@ -64,7 +64,7 @@ def test_requests_that_may_find_no_room_are_described_with_503(ask: Client) -> N
     }
 
 
-def test_every_operation_parameter_and_field_is_described_by_a_sentence() -> None:
+def test_a_sentence_describes_each_operation_and_each_parameter_and_each_field() -> None:
     told = api.description(has_token=True)
     texts = {name: schema["description"] for name, schema in told["components"]["schemas"].items() if len(schema) > 1}
     for name, schema in told["components"]["schemas"].items():

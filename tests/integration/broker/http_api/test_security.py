@@ -104,15 +104,15 @@ def test_a_request_from_a_foreign_origin_changes_nothing(token: str | None) -> N
             assert not broker.producers_stopped, operation
 
 
-def test_a_request_from_the_own_origin_is_accepted(broker: Broker, ask: Client) -> None:
+def test_a_request_from_the_same_origin_is_accepted(broker: Broker, ask: Client) -> None:
     own = {"Origin": broker.http_url, "Sec-Fetch-Site": "same-origin"}
     assert ask("POST", "/api/producers/stop", headers=own).status == 204
     assert broker.producers_stopped
 
 
 @pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data", ""])
-def test_a_form_is_not_accepted_in_place_of_json(broker: Broker, ask: Client, kind: str) -> None:
-    """What another site's form can send without asking first."""
+def test_a_form_is_refused_where_json_is_required(broker: Broker, ask: Client, kind: str) -> None:
+    """A form of another site can send this without a preflight request."""
     answer = ask("PUT", "/api/queues/q", {}, headers={"Content-Type": kind})
     assert (answer.status, answer.fields) == (415, [])
     assert broker.queues() == ()
@@ -130,7 +130,7 @@ def test_the_host_names_of_this_machine_are_accepted(ask: Client, host: str) -> 
     assert ask("GET", "/api/queues", headers={"Host": host}).status == 200
 
 
-def test_no_foreign_page_may_read_or_frame_an_answer(ask: Client) -> None:
+def test_no_page_of_another_origin_may_read_an_answer_or_show_it_in_a_frame(ask: Client) -> None:
     for path in ("/api/queues", "/api/queues/none", "/nowhere"):
         headers = ask("GET", path, headers={"Origin": "http://evil.example"}).headers
         assert "Access-Control-Allow-Origin" not in headers
@@ -140,7 +140,7 @@ def test_no_foreign_page_may_read_or_frame_an_answer(ask: Client) -> None:
     assert ask("OPTIONS", "/api/queues/q", headers={"Origin": "http://evil.example"}).status == 405
 
 
-def test_if_amqp_uses_tls_http_uses_it_too(tmp_path: Path) -> None:
+def test_if_amqp_uses_tls_http_also_uses_tls(tmp_path: Path) -> None:
     certificate, key = tmp_path / "certificate.pem", tmp_path / "key.pem"
     command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
     command += ["-keyout", str(key), "-out", str(certificate), "-days", "1", "-subj", "/CN=localhost"]

@@ -20,7 +20,9 @@ CHANNELS = 100
 
 
 @pytest.mark.slow
-def test_a_broker_of_hundreds_of_queues_and_producers_answers(broker: Broker, ask: Client, connect: Any) -> None:
+def test_a_broker_with_hundreds_of_queues_and_producers_answers_all_requests(
+    broker: Broker, ask: Client, connect: Any
+) -> None:
     for number in range(QUEUES):
         broker.declare_queue(f"queue {number}", arguments={"qpid.flow_stop_count": 10})
     clients = [connect(broker).open() for _ in range(CONNECTIONS)]

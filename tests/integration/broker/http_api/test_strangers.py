@@ -1,4 +1,4 @@
-"""Who connects to the HTTP API and says nothing, or too little, does not stay; nor do more than there is room for."""
+"""The HTTP API closes idle and unauthenticated connections, and connections beyond its limit."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def is_closed(stranger: socket.socket) -> bool:
 
 
 @pytest.mark.parametrize("words", [b"", b"GET /api/queues HT", b"GET /api/queues HTTP/1.1\r\nHost: x\r\n"])
-def test_an_idle_connection_is_closed_in_time_and_an_active_one_stays(words):
+def test_an_idle_connection_is_closed_in_time_and_an_active_one_stays_open(words):
     with Broker(http_port=0, unauthenticated_timeout=0.5) as broker:
         asking = http.client.HTTPConnection(*address(broker), timeout=30)
         for _ in range(2):
@@ -70,7 +70,7 @@ def test_connections_beyond_the_limit_are_closed(monkeypatch, caplog):
         kept[1].close()
 
 
-def test_unauthenticated_clients_never_lock_out_the_holder_of_the_token(monkeypatch):
+def test_requests_with_the_token_are_answered_even_if_unauthenticated_clients_fill_all_connections(monkeypatch):
     monkeypatch.setattr(HttpServer, "MAX_CONNECTIONS", 10)
     monkeypatch.setattr(HttpServer, "MAX_STRANGERS", 5, raising=False)
     token = {"Authorization": "Bearer a-long-token"}
@@ -120,7 +120,7 @@ STRANGE = {
 
 
 @pytest.mark.parametrize("depth", [0, 260])
-def test_E9_names_chosen_by_an_unauthenticated_client_do_not_break_answers_to_others(broker, ask, depth):
+def test_E9_a_name_chosen_by_an_unauthenticated_client_does_not_break_answers_to_other_clients(broker, ask, depth):
     fields = STRANGE | ({"deep": nested(depth)} if depth else {})
     table = b"".join(bytes((len(name),)) + name.encode() + value for name, value in fields.items())
     payload = b"\0\x0a\0\x0b" + len(table).to_bytes(4, "big") + table + b"\5PLAIN\0\0\0\x0c\0guest\0guest\5en_US"

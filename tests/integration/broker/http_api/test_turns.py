@@ -1,4 +1,4 @@
-"""E9: what clients ask over HTTP takes turns with AMQP. Objects in a turn of the loop are counted, and no time."""
+"""E9: HTTP requests and AMQP share the loop. The tests count the objects per loop iteration and measure no time."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ async def serving(**options: Any) -> Any:
             yield broker, session
 
 
-def test_E9_lists_imports_and_metrics_of_thousands_of_queues_run_in_slices_of_at_most_500_objects(turn: Turn) -> None:
+def test_E9_requests_about_thousands_of_queues_are_handled_in_slices_of_at_most_500_objects(turn: Turn) -> None:
     async def main() -> None:
         async with serving() as (_, session):
             turn.begin()
@@ -193,7 +193,7 @@ def counted(monkeypatch: pytest.MonkeyPatch, place: Any, name: str) -> Callable[
     return lambda: len(calls)
 
 
-def test_E9_a_hundred_streams_share_their_snapshots_and_each_pays_only_for_changes(
+def test_E9_a_hundred_event_streams_encode_each_changed_queue_only_once_for_all_of_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     encodings = counted(monkeypatch, events, "encoded")
@@ -352,7 +352,7 @@ def test_E9_an_answer_uses_at_most_a_quarter_of_a_memory_limit(
     asyncio.run(main())
 
 
-def test_A1_a_publisher_that_waits_for_an_unread_answer_continues_when_it_is_read(
+def test_A1_a_publisher_that_is_paused_while_an_answer_uses_memory_continues_when_the_answer_is_sent(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def main() -> None:
