@@ -29,7 +29,7 @@ from qflow_client.core.step import Steps, step
 from qflow_client.core.store import Store
 from qflow_client.errors import ProducerClosed
 from qflow_client.events import HoldKind
-from qflow_client.message import Message
+from qflow_client.message import Message, republished
 from qflow_client.receipt import Receipt
 from qflow_client.settings import ProducerSettings
 
@@ -280,6 +280,15 @@ class Admission:
         message = payload if isinstance(payload, Message) else Message(payload)
         prepared = receipt._prepared = self.encoder.prepare(message, has_id=self.id_prefix is not None)
         return self.encoder.cost(receipt._route, len(message.body), prepared)
+
+    def prepare_again(self, receipt: Receipt) -> None:
+        """Encode the properties of the second copy of a message, with the message id of its first copy.
+
+        Raises:
+            TypeError, ValueError: the properties cannot be encoded.
+        """
+        # `_as_published` has added the message id, so the encoder adds none.
+        receipt._prepared = self.encoder.prepare(republished(receipt._as_published()), has_id=False)
 
     def cost(self, receipt: Receipt) -> int:
         """Return the size of the frames of an admitted message, in bytes."""

@@ -1,9 +1,9 @@
 """Moves and settles messages when a channel opens or ends. `ProducerProtocol` and `Consequences` call it.
 
-If the first byte of a message was written, the message may have arrived at the broker. With the setting
-``on_disconnect="republish"`` such messages are sent again on the next channel, as second copies. They are sent in the
-order of admission, before all messages that were never written. With the setting ``"fail"``, every message is settled
-when the channel ends. Every message is also settled at the end of the producer.
+If the first byte of a message was written when its channel ended, the message is treated as one that may have arrived
+at the broker. With the setting ``on_disconnect="republish"`` such messages are sent again on the next channel, as
+second copies. They are sent in the order of admission, before all messages that were never written. With the setting
+``"fail"``, every message is settled when the channel ends. Every message is also settled at the end of the producer.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from qflow_client.core.settling import Reply, Settling
 from qflow_client.core.suspects import narrow_down
 from qflow_client.core.unconfirmed import Unconfirmed
 from qflow_client.events import HoldKind
-from qflow_client.message import republished
 from qflow_client.receipt import Outcome, Receipt
 from qflow_client.settings import OnDisconnect, ProducerSettings
 
@@ -33,8 +32,8 @@ _NO_METHOD = (0, 0)
 #: The text for the end of a channel or of the producer, if the real reason was lost by an interrupt.
 INTERRUPTED = "the connection is lost"
 
-# If a message with one of these outcomes is in an outbox, the next producer sends it.
-_UNANSWERED = (Outcome.UNKNOWN, Outcome.FAILED, Outcome.NACKED)
+# If a producer ends, and a message in its outbox would get one of these outcomes, the next producer sends the message.
+_SENT_BY_NEXT_PRODUCER = (Outcome.UNKNOWN, Outcome.FAILED, Outcome.NACKED)
 
 
 class Channel:
@@ -147,10 +146,9 @@ class Channel:
 
     def _encode(self, receipt: Receipt) -> None:
         """Encode the properties of a message. If the message was written before, this is its second copy."""
-        encoder = self._unconfirmed.encoder
-        receipt._route = encoder.route(receipt.exchange, receipt.routing_key)
-        if receipt._number in self._resending.copies:
-            receipt._prepared = encoder.prepare(republished(receipt._as_published()), has_id=False)
+        receipt._route = self._unconfirmed.encoder.route(receipt.exchange, receipt.routing_key)
+        if receipt._number in self._resending.written_before:
+            self._admission.prepare_again(receipt)
         else:
             self._admission.prepare(receipt)
 
@@ -169,7 +167,7 @@ class Channel:
         Args:
             reason: the cause, as a text for people.
             now: seconds.
-            held: whether calls of `send` are held until the next channel.
+            held: whether to hold calls of `send`. `Consequences.review_holds` lifts the hold on the next channel.
         """
         self.number = None
         self._resending.refusals.stop_clock(now)
@@ -179,7 +177,7 @@ class Channel:
         for kind in (HoldKind.CHANNEL_FLOW, HoldKind.CONNECTION_BLOCKED, HoldKind.TRANSPORT):
             gate.lift(kind, now=now)
 
-    def closed_by_broker(self, code: int, text: str, method: tuple[int, int], now: float) -> str:
+    def closed_by_broker(self, code: int, text: str, method: tuple[int, int], now: float) -> str | None:
         """Handle a channel that the broker has closed because of a message. The broker does not report which message.
 
         Args:
@@ -189,7 +187,7 @@ class Channel:
             now: seconds.
 
         Returns:
-            If the broker has no room, the reason to hold calls of `send`; otherwise "".
+            If the broker has no room, the reason to hold calls of `send`; otherwise ``None``.
         """
         confirms, resending = self._settings.confirms, self._resending
         begun = self._unconfirmed.begun()
@@ -202,8 +200,8 @@ class Channel:
         # A message is known to be the cause only if it was alone, and no other message was abandoned on this channel.
         # If the close contains no method, an operator may have closed the channel. That is unlikely to happen twice.
         told = method == _BASIC_PUBLISH or any(each._number in resending.suspects.numbers for each in suspects)
-        is_alone = len(suspects) == 1 and not self._unconfirmed.has_abandoned
-        culprits = suspects if is_alone and told and not no_room else []
+        is_only_suspect = len(suspects) == 1 and not self._unconfirmed.has_abandoned
+        culprits = suspects if is_only_suspect and told and not no_room else []
         if not culprits and not confirms:
             words = (
                 "%s: the broker closed the channel: %d %s; messages may be lost, and without confirms it is not "
@@ -213,22 +211,22 @@ class Channel:
         if self._settings.on_disconnect is OnDisconnect.FAIL:
             self.settle_all(f"the broker closed the channel: {code} {text}", now, culprits, (code, text))
         elif no_room and suspects:
-            expired = [each for each in suspects if resending.refusals.note(each, now)]
-            outcome = Outcome.REJECTED if is_alone else Outcome.UNKNOWN
+            expired = [each for each in suspects if resending.refusals.note_refusal(each, now)]
+            outcome = Outcome.REJECTED if is_only_suspect else Outcome.UNKNOWN
             self.keep_unsettled(now, culprits=expired, reply=(code, text), outcome=outcome)
-            if is_alone:
+            if is_only_suspect:
                 resending.refusals.note_answered(suspects[0])
             if self._admission.window.used:
                 return f"{code} {text}"
         else:
             if culprits:
                 suspects = []
-            elif suspects and not resending.copies.intersection(each._number for each in suspects):
+            elif suspects and not resending.written_before.intersection(each._number for each in suspects):
                 # If a suspect is a second copy, the reply text is ignored, because it may have pointed to the wrong
                 # messages before.
                 suspects = list(narrow_down(suspects, text))
             self.keep_unsettled(now, suspects, culprits, (code, text))
-        return ""
+        return None
 
     def lost(self, reason: str, now: float, *, shared: bool) -> None:
         """Handle the loss of the connection. Another connection will be made.
@@ -275,7 +273,7 @@ class Channel:
         outcomes = [outcome if each in culprits else Outcome.RETURNED for each in answered]
         self._settling.settle(answered, outcomes, now, reply)
         begun = {each._number for each in self._unconfirmed.begun()}
-        written = begun | resending.copies
+        written = begun | resending.written_before
         left = [each for each in self._unconfirmed.flight.values() if each._outcome is None]
         resending.end_channel(
             [each for each in left if each._number in written],
@@ -310,9 +308,9 @@ class Channel:
         self._admission.unwritten = 0
 
     def abandon(self, receipts: Sequence[Receipt], reason: str, now: float) -> None:
-        """Settle messages with the outcomes that are known now, and do not send them.
+        """Settle messages with the outcomes that are known now, and never send them again.
 
-        The caller has taken back all frames that are made and not begun.
+        The caller has taken back all frames whose message is not begun.
 
         Args:
             receipts: the receipts of unsettled messages, in the order of admission.
@@ -342,8 +340,8 @@ class Channel:
         if number not in begun and resending.refusals.is_refused(receipt):
             outcome = resending.refusals.outcome(receipt)
         else:
-            outcome = Outcome.UNKNOWN if number in begun or number in resending.copies else Outcome.FAILED
-        if self.is_over and self._admission.store is not None and outcome in _UNANSWERED:
+            outcome = Outcome.UNKNOWN if number in begun or number in resending.written_before else Outcome.FAILED
+        if self.is_over and self._admission.store is not None and outcome in _SENT_BY_NEXT_PRODUCER:
             # The next producer that uses the outbox sends the message.
             return Outcome.STORED
         return outcome

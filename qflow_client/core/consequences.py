@@ -1,4 +1,4 @@
-"""The actions that follow a step: messages are sent again, waiting messages are admitted, and waiters are woken.
+"""The actions that follow a step: review holds, admit waiting messages, wake waiters, and settle expired messages.
 
 `ProducerProtocol` calls them when a step has settled messages, or has raised or lifted a hold. This module also repairs
 the state after an interrupted step, see `step`.
@@ -40,7 +40,7 @@ class Consequences:
         parts.steps.heal, parts.steps.follow_up = self._heal, self._follow_up
 
     def update(self, now: float) -> None:
-        """Do what follows after messages were settled or taken off the wire."""
+        """Do the actions that follow when messages were settled or taken off the wire."""
         if self._unreported.count and self._reports.settled:
             # The hold must come before `proceed` admits senders.
             self.hold_unreported(now)
@@ -50,8 +50,8 @@ class Consequences:
             self._wake_settled()
 
     def proceed(self, now: float) -> None:
-        """Retry messages, admit waiting messages and wake waiters, as far as time, gate and limits allow."""
-        self.retry(now)
+        """Review the holds, then admit waiting messages and wake waiters if the gate and the limits allow it."""
+        self.review_holds(now)
         self._parts.line.grant(now)
         self._wake_settled()
 
@@ -59,32 +59,33 @@ class Consequences:
         if self._waiters.settled:
             self._waiters.wake_settled(self._parts.channel.oldest_unsettled())
 
-    # Messages to be sent again.
+    # Messages to be sent again. `Writing.next_bytes` sends them.
 
-    def retry(self, now: float) -> None:
+    def review_holds(self, now: float) -> None:
         """Settle refused messages whose time for retries is over, and lift holds that are not needed any more.
 
-        Suspects are sent one at a time, before new messages. So calls of `send` are held while suspects wait.
+        After a loss, only this method lifts the hold ``disconnected``. Suspects are sent one at a time, before new
+        messages. So the hold stays on the new channel while suspects wait.
         """
         parts, gate, resending = self._parts, self._gate, self._parts.resending
         if parts.channel.number is None or parts.channel.is_restoring:
             return
         if resending.is_idle and not gate.is_held_by(HoldKind.DISCONNECTED):
             return
-        if resending.refusals.retry_at is not None:
+        if resending.refusals.probe_at is not None:
             parts.settling.give_up_refused(now)
             if parts.admission.is_nearly_written:
                 gate.lift(HoldKind.TRANSPORT, now=now)
             resending.refusals.check_probe()
-            if resending.has_tried_all(bool(parts.admission.unsent)):
+            if resending.is_probing_over(bool(parts.admission.unsent)):
                 resending.end_refusals({receipt._number for receipt in parts.channel.unsettled()})
                 gate.lift(HoldKind.REFUSED, now=now)
         sendable = resending.count_sendable(resending.again, not parts.unconfirmed.flight, now)
         if not resending.has_suspects_after(sendable):
             gate.lift(HoldKind.DISCONNECTED, now=now)
 
-    def next_retry(self, now: float) -> float | None:
-        """Return when a message can be sent again; ``None`` if that depends on something else than time."""
+    def next_review(self, now: float) -> float | None:
+        """Return when a message can be sent again or is settled; ``None`` if that does not depend on time alone."""
         parts = self._parts
         if parts.channel.number is None or parts.unconfirmed.outbound.stopped:
             return None
@@ -121,6 +122,7 @@ class Consequences:
             self.lift(HoldKind.CAPACITY, now, ON_DELIVERY)
 
     def _hold_changed(self, hold: Hold, raised: bool, now: float) -> None:
+        """Called by the gate for each hold that is raised or lifted."""
         if hold.kind in _STOPS_WRITING:
             self.apply_stops(now)
         if self._waiters.unflowed and not raised:
@@ -131,7 +133,7 @@ class Consequences:
 
     @property
     def _is_ending(self) -> bool:
-        """Whether holds are lifted because the producer was closed."""
+        """Whether holds are lifted only because the producer was closed."""
         return self._parts.channel.is_over and self._parts.admission.closed is not None
 
     def apply_stops(self, now: float) -> None:
@@ -162,7 +164,7 @@ class Consequences:
             parts.expiry.forget(before)
 
     def abandon(self, receipts: Sequence[Receipt], reason: str, now: float) -> None:
-        """Settle messages with the outcomes that are known now, and do not send them.
+        """Settle messages with the outcomes that are known now, and never send them again.
 
         Args:
             receipts: the receipts of unsettled messages, in the order of admission.
@@ -177,14 +179,14 @@ class Consequences:
     # Ends.
 
     def close(self, reason: str) -> None:
-        """Admit nothing from now on, and wake the callers that wait for admission."""
+        """Admit no message from now on, and wake the callers that wait for admission."""
         self._parts.admission.close(reason)
         self._reports.is_ending = True
         self._parts.line.close(reason)
         self._waiters.end_unflowed()
 
     def end(self, reason: str, now: float) -> None:
-        """Settle every message, because there will be no further channel."""
+        """Settle every message, because no other channel will be opened."""
         parts = self._parts
         parts.channel.is_over = True
         # If the application has closed the producer, this is not flow control, so there is no hold.
@@ -208,7 +210,7 @@ class Consequences:
         parts.line.heal()
         parts.reports.heal(now, connecting=not parts.channel.was_open, ending=self._is_ending)
         parts.channel.count_unwritten(now)
-        if parts.resending.refusals.retry_at is None:
+        if parts.resending.refusals.probe_at is None:
             self._gate.lift(HoldKind.REFUSED, now=now)
         else:
             self._gate.hold(HoldKind.REFUSED, now=now)
@@ -218,7 +220,7 @@ class Consequences:
             self.close(parts.admission.closed)
 
     def _follow_up(self) -> None:
-        """Do the actions that should have followed the unfinished step."""
+        """Do the actions that were due after the unfinished step."""
         now = self._parts.steps.now
         self.lift_unreported(0, now)
         self._waiters.wake_unflowed()

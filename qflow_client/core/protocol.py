@@ -22,19 +22,32 @@ From its admission until it is settled, a message is in exactly one of three col
   have arrived. If a queue refused it, another queue may have accepted it.
 
 A message moves from `unsent` or `again` to `flight` when the socket accepts more bytes (`data_to_write`). It moves back
-in three cases: the broker stops the channel before the first byte of the message is written; the channel ends; the
-broker has no room and refuses the message. `settling` removes a message when it is settled. `unsent` and `again` are
-always in the order of admission, and `again` goes first. So first copies are always sent in the order of admission.
+if the channel ends, or if the broker has no room and refuses the message. It also moves back if its frames are taken
+back (`Writing.take_back`) before their first byte is written, for example when the broker stops the channel. `settling`
+removes a message when it is settled. `unsent` and `again` are always in the order of admission, and `again` goes first.
+So first copies are always sent in the order of admission.
 
-Example, with `retry_for`: a message is refused, then its connection is lost, then the broker stops the new channel
-(``Channel.Flow``). The refusal moves the message into `again`, encodes it as a second copy, and begins a pause. The
-loss leaves it there, and stops the clock of `retry_for`. When a channel opens, the message is encoded for that channel.
-While the channel is stopped, no message is sent and the clock stands still. When the broker has restarted the channel
-and the pause is over, the oldest message of `again` is sent alone, as a probe. When the broker confirms the probe, the
-other messages of `again` are sent, and then the unsent messages.
+Example: a message is refused, then its connection is lost, then the broker stops the new channel (``Channel.Flow``).
+The argument `retries` is set, and the setting `on_disconnect` is ``"republish"``.
+
+=====================  ================================================================  ==========================
+Event                  The message                                                       Holds
+=====================  ================================================================  ==========================
+Nack: no room          moves into `again`, encoded as a second copy; a pause begins      refused
+Connection lost        stays; the clock of `retry_for` stops, the pause goes on          refused, disconnected
+Channel opened         stays, encoded for this channel; the clock runs again             refused
+Channel stopped        stays; the clock stops                                            refused, channel_flow
+Channel restarted      stays until the pause is over                                     refused
+Pause over             moves into `flight` as a probe; no other message follows it       refused
+Probe confirmed        settled; the rest of `again` is sent, then the unsent messages    none
+=====================  ================================================================  ==========================
+
+While there is a hold, calls of `send` wait. `flush` waits until the message is settled. If the connection is lost while
+the probe is in flight, the message moves back into `again`. If its retries end before the next answer, it is settled as
+*unknown* and not as *nacked*. With ``on_disconnect="fail"``, each loss settles all messages.
 
 All public methods that change state are steps, see `step`. `Consequences` has the actions that follow a step. Ids such
-as E1, C6 and J7 refer to lines of the specification. The names of tests contain these ids.
+as E1, C6 and J7 refer to lines of the specification, see ``docs/sources.md``. The names of tests contain these ids.
 """
 
 from __future__ import annotations
@@ -126,7 +139,10 @@ class ProducerProtocol:
 
     @property
     def has_output(self) -> bool:
-        """Whether the owner should call `data_to_write`: there are bytes that do not wait for the disk."""
+        """Whether the owner should call `data_to_write`: there are unwritten bytes that do not wait for the disk.
+
+        This stays True while the writing is stopped or waits for a probe. `data_to_write` returns nothing then.
+        """
         store = self.admission.store
         return self.admission.unwritten > 0 and (store is None or not store.keeps_all_back)
 
@@ -263,7 +279,8 @@ class ProducerProtocol:
         self._writing.has_ended = False
         self.channel.open(channel, frame_max, now)
         self.consequences.apply_stops(now)
-        self.consequences.retry(now)
+        # This lifts the hold ``disconnected``, so the gate may be open now. `proceed` comes later: it may raise holds.
+        self.consequences.review_holds(now)
         if not self.channel.was_open and self.gate.is_open:
             # The time before the first connection does not count as flow control.
             self.gate.forget_past()
@@ -289,9 +306,10 @@ class ProducerProtocol:
         """
         reason = f"the broker closed the channel: {code} {text}"
         self.channel.disconnect(reason, now)
-        refused = self.channel.closed_by_broker(code, text, method, now)
-        if refused:
-            self._settling.hold_refused(refused, now, was_probe=True)
+        no_room = self.channel.closed_by_broker(code, text, method, now)
+        if no_room is not None:
+            # If a probe was in flight, the end of the channel was its answer.
+            self._settling.hold_refused(no_room, now, new_pause=True)
         self.consequences.update(now)
 
     @step
@@ -329,11 +347,13 @@ class ProducerProtocol:
         if self.channel.number is None:
             # The channel has ended, so no reply is needed.
             return
+        # Frames that are not begun are taken back first, so that the reply is written before them.
         self._writing.take_back()
         self._writing.put_control(flow_ok(self.channel.number, active))
         if active:
             self.consequences.lift(HoldKind.CHANNEL_FLOW, now)
         else:
+            # The gate calls `Consequences._hold_changed`, which stops the writing and the clock of the retries.
             self.gate.hold(HoldKind.CHANNEL_FLOW, now=now)
 
     def on_blocked(self, reason: str, now: float) -> None:
@@ -388,7 +408,11 @@ class ProducerProtocol:
     # Events of the socket.
 
     def data_to_write(self, limit: int) -> bytes:
-        """Return the next bytes to write, at most about `limit`; empty if nothing may be written now."""
+        """Return the next bytes to write, at most about `limit`; empty if nothing may be written now.
+
+        The call uses the time of the last step. So a probe leaves only after a step, such as `on_timer`, has passed a
+        time at which its pause is over.
+        """
         steps = self.steps
         if steps.is_unfinished:
             steps.resume()
@@ -466,7 +490,7 @@ class ProducerProtocol:
 
     def next_timer(self, now: float) -> float | None:
         """Return when to call `on_timer`; ``None`` if time alone changes nothing."""
-        times = [self.controller.ready_at(now), self.consequences.next_retry(now)]
+        times = [self.controller.ready_at(now), self.consequences.next_review(now)]
         if self.admission.store is not None:
             times.append(self.admission.store.next_timer(now))
         if self._expiry is not None:

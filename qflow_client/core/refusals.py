@@ -1,8 +1,9 @@
 """The refusals of a broker without room: when to send the messages again, and for how long. `Resending` uses it.
 
-After the first refusal, no message is sent until a pause is over. Then one message is sent as a *probe*. If the broker
-refuses the probe, another probe is sent after a longer pause. If the broker confirms the probe, the broker has room
-again, and all messages are sent.
+After the first refusal, no frames are made until a pause is over. Frames that are already made are still written, so
+later messages may overtake the refused message. After the pause, one message is sent as a *probe*, and no other message
+until it is answered. If the broker refuses the probe, another probe is sent after a longer pause. If the broker
+confirms the probe, the broker has room again, and all messages are sent.
 
 A message is sent again until `retry_for` seconds have passed since its first refusal. The clock for these seconds stops
 while no retry is possible: while there is no connection, or while the broker blocks the connection or stops the channel
@@ -63,7 +64,7 @@ class Refusals:
         "_stopped_for",
         "_unanswered",
         "probe",
-        "retry_at",
+        "probe_at",
     )
 
     def __init__(self, pauses: Pauses | None, retry_for: float) -> None:
@@ -73,9 +74,9 @@ class Refusals:
         self._first_refused: dict[int, float] = {}
         # Numbers of refused messages that were written again, on a channel that ended before the broker answered.
         self._unanswered: set[int] = set()
-        #: The time of the next probe; ``None`` while the broker has room.
-        self.retry_at: float | None = None
-        #: The probe in flight; ``None`` if there is none.
+        #: When the next probe may be sent, or when the present probe could be sent. ``None`` while the broker has room.
+        self.probe_at: float | None = None
+        #: The probe, from its sending until its answer is handled; ``None`` if there is none.
         self.probe: Receipt | None = None
         # When the clock stopped (``None`` while it runs), and how many seconds its earlier stops have lasted.
         self._stopped_at: float | None = None
@@ -104,8 +105,8 @@ class Refusals:
 
     # Messages.
 
-    def note(self, receipt: Receipt, now: float) -> bool:
-        """Record a refusal.
+    def note_refusal(self, receipt: Receipt, now: float) -> bool:
+        """Record the refusal of a message, and decide whether the message is sent again.
 
         Returns:
             True if the message must be settled, because its time is over or it was returned. False if it is sent again.
@@ -167,36 +168,36 @@ class Refusals:
 
     # The probe.
 
-    def delay_probe(self, again: Iterable[Receipt], now: float, *, was_probe: bool) -> bool:
+    def delay_probe(self, again: Iterable[Receipt], now: float, *, new_pause: bool) -> bool:
         """Send no probe until the next pause is over.
 
         Args:
             again: the messages to be sent again.
             now: seconds.
-            was_probe: whether the broker has refused a probe. If not, a running pause stays as it is.
+            new_pause: True after the refusal of a probe or the end of a channel. If False, a running pause continues.
 
         Returns:
             True if the broker had room before.
         """
         assert self._pauses is not None
-        is_first = self.retry_at is None
+        is_first = self.probe_at is None
         if is_first:
             self._pauses.begin(now)
-        if is_first or was_probe:
+        if is_first or new_pause:
             # The pause ends at the latest when the retries of the oldest refused message end.
             clock = self._clock(now)
             oldest = min((self._first_refused[each._number] for each in again if self.is_refused(each)), default=clock)
             left = max(0.0, oldest + self._retry_for - clock)
-            self.retry_at = now + min(self._pauses.pause(now) or 0.0, left)
+            self.probe_at = now + min(self._pauses.pause(now) or 0.0, left)
         return is_first
 
     def may_probe(self, now: float) -> bool:
-        """Whether a message may be sent: there is room, or it is time for a probe."""
-        return self.retry_at is None or (self.probe is None and now >= self.retry_at)
+        """Whether a message may be sent, because the broker has room or because it is time for a probe."""
+        return self.probe_at is None or (self.probe is None and now >= self.probe_at)
 
     def note_sent(self, receipt: Receipt) -> None:
         """Record that a message is sent. If the broker has no room, this message is the probe."""
-        if self.retry_at is not None:
+        if self.probe_at is not None:
             self.probe = receipt
 
     def forget_sent(self, receipt: Receipt) -> None:
@@ -207,4 +208,4 @@ class Refusals:
     def check_probe(self) -> None:
         """End the pauses if the broker has confirmed the probe."""
         if self.probe is not None and self.probe.done:
-            self.probe = self.retry_at = None
+            self.probe = self.probe_at = None

@@ -7,9 +7,9 @@ back. Then `put_back` returns the message to `again`, unless it was never writte
 
 `count_sendable` decides how many messages may be sent now. It has three rules:
 
-1. While a suspect is in flight, nothing else is sent. A suspect is sent only if nothing else is in flight (`suspects`).
+1. While a suspect is on the wire, no other message is sent. A suspect is sent only if the wire is empty (`suspects`).
 2. The candidate for a poisonous message waits until the connection has been open for a while (`PoisonDetector`).
-3. While the broker has no room, one message is sent as a probe after each pause (`refusals`).
+3. While the broker has no room, only one message is sent after each pause, the probe (`refusals`).
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ class Resending:
         retry_for: see `Refusals`.
     """
 
-    __slots__ = ("again", "copies", "poison", "refusals", "suspects")
+    __slots__ = ("again", "poison", "refusals", "suspects", "written_before")
 
     def __init__(self, hold_time: float, pauses: Pauses | None, retry_for: float) -> None:
         #: The messages to be sent again, in the order of admission.
         self.again: deque[Receipt] = deque()
-        #: Numbers of the unsettled messages that were written on an earlier channel, or refused on this one. If such a
-        #: message has frames now, these are its second copy.
-        self.copies: set[int] = set()
+        #: Numbers of messages that were written on an earlier channel, or refused on this one. If such a message has
+        #: frames now, these are its second copy. Some of the messages may be settled.
+        self.written_before: set[int] = set()
         #: The messages that are sent one at a time.
         self.suspects = Suspects()
         #: Finds the message that causes lost connections.
@@ -52,8 +52,8 @@ class Resending:
 
     @property
     def is_idle(self) -> bool:
-        """Whether messages that were never written can be sent now, and without limits."""
-        return not self.again and self.refusals.retry_at is None and not self.suspects.is_one_in_flight
+        """Whether unsent messages may be sent: `again` is empty, the broker has room, and no suspect is on the wire."""
+        return not self.again and self.refusals.probe_at is None and not self.suspects.is_one_on_wire
 
     # Changes of `again`.
 
@@ -65,7 +65,7 @@ class Resending:
         Args:
             written: messages that were written before, on this channel or an earlier one.
             suspects: messages that may be the cause of the end.
-            unanswered: messages that were written on this channel, at least in part. They may have arrived.
+            unanswered: messages that were written on this channel, at least in part.
         """
         # The dict adds no message twice if an interrupted call is repeated.
         by_number = {receipt._number: receipt for receipt in (*self.again, *written)}
@@ -74,11 +74,11 @@ class Resending:
         self.refusals.end_channel(numbers, unanswered)
         self.suspects.end_channel(numbers, suspects)
         self.again = deque(by_number[number] for number in sorted(by_number))
-        self.copies = numbers
+        self.written_before = numbers
 
     def put_refused(self, receipt: Receipt) -> None:
         """Add a message that the broker has refused."""
-        self.copies.add(receipt._number)
+        self.written_before.add(receipt._number)
         self.put_back(receipt)
 
     def put_back(self, receipt: Receipt) -> bool:
@@ -89,7 +89,7 @@ class Resending:
         """
         self.forget_sent(receipt)
         number = receipt._number
-        if number not in self.copies:
+        if number not in self.written_before:
             return False
         again = self.again
         if not again or again[-1]._number < number:
@@ -109,7 +109,7 @@ class Resending:
 
     def clear(self) -> None:
         """Forget all messages and the refusals."""
-        self.refusals.retry_at = None
+        self.refusals.probe_at = None
         self.again.clear()
         self.end_channel((), ())
 
@@ -119,34 +119,33 @@ class Resending:
         Args:
             unsettled: the numbers of all unsettled messages.
         """
-        self.refusals.retry_at = None
+        self.refusals.probe_at = None
         self.refusals.forget_others(unsettled)
-        self.copies.intersection_update(unsettled)
+        self.written_before.intersection_update(unsettled)
 
     # Sending.
 
     @property
     def needs_timer(self) -> bool:
         """Whether a message waits for its time: a refused message or the candidate for poison."""
-        return self.refusals.retry_at is not None or self.candidate_at() is not None
+        return self.refusals.probe_at is not None or self.candidate_at() is not None
 
-    def next_times(self, is_alone: bool, now: float) -> list[float]:
+    def next_times(self, is_flight_empty: bool, now: float) -> list[float]:
         """Return the times at which the next message may be sent, or refused messages are settled.
 
         Args:
-            is_alone: whether nothing is in flight.
+            is_flight_empty: whether `Unconfirmed.flight` is empty.
             now: seconds.
         """
         if self.refusals.probe is not None:
             return self.refusals.next_over(now)
-        times = [at for at in (self.refusals.retry_at, self.candidate_at()) if at is not None]
+        times = [at for at in (self.refusals.probe_at, self.candidate_at()) if at is not None]
         if len(times) > 1:
             # The message waits for both times. A refused message may be settled at the first time, so keep that time
             # until it has passed.
             times = [max(times), *(at for at in times if at > now)]
-        if not is_alone and self.again and self.again[0]._number in self.suspects.numbers:
-            # The next message waits for the answers to the messages in flight, because it is sent alone. So a time that
-            # has passed changes nothing.
+        if not is_flight_empty and self.again and self.again[0]._number in self.suspects.numbers:
+            # The next message is a suspect, which waits until the wire is empty. A time in the past changes nothing.
             times = [at for at in times if at > now]
         return times
 
@@ -154,25 +153,25 @@ class Resending:
         """Return when the next message may be sent if it is the candidate for poison; ``None`` if it is not."""
         return self.poison.send_at(self.again[0]) if self.again else None
 
-    def count_sendable(self, source: deque[Receipt], is_alone: bool, now: float) -> int:
+    def count_sendable(self, source: deque[Receipt], is_flight_empty: bool, now: float) -> int:
         """Return how many messages may be sent now.
 
         Args:
             source: the next messages: `again`, or the unsent messages if `again` is empty.
-            is_alone: whether nothing is in flight.
+            is_flight_empty: whether `Unconfirmed.flight` is empty.
             now: seconds.
         """
         candidate_at = self.candidate_at()
         if (
             not source
-            or self.suspects.is_one_in_flight
+            or self.suspects.is_one_on_wire
             or (candidate_at is not None and now < candidate_at)
             or not self.refusals.may_probe(now)
         ):
             return 0
         if source[0]._number in self.suspects.numbers:
-            return int(is_alone)
-        if self.refusals.retry_at is not None:
+            return int(is_flight_empty)
+        if self.refusals.probe_at is not None:
             return 1
         return self.suspects.count_before_first(source)
 
@@ -193,14 +192,14 @@ class Resending:
         self.refusals.forget_sent(receipt)
         self.suspects.forget_sent(receipt)
 
-    def has_tried_all(self, has_unsent: bool) -> bool:
-        """Whether the broker has room again, or no message is left for a probe.
+    def is_probing_over(self, has_unsent: bool) -> bool:
+        """Whether no probe is needed, because the broker has room again or no message is left to send.
 
         Args:
             has_unsent: whether there are messages that were never written.
         """
         refusals = self.refusals
-        return refusals.retry_at is None or not (self.again or refusals.probe or has_unsent)
+        return refusals.probe_at is None or not (self.again or refusals.probe or has_unsent)
 
     def heal(self, tag_of: Callable[[Receipt], int]) -> None:
         """Repair the state after an unfinished step.

@@ -97,5 +97,5 @@ class Returns:
         """Whether an unsettled message is completely written on this channel, or was refused there."""
         tag = self._unconfirmed.tag_of(receipt)
         if not tag:
-            return receipt._number in self._resending.copies
+            return receipt._number in self._resending.written_before
         return tag <= self._unconfirmed.outbound.finished

@@ -17,7 +17,7 @@ from qflow_client.core.resending import Resending
 from qflow_client.core.returns import Returns
 from qflow_client.core.unconfirmed import Unconfirmed
 from qflow_client.events import HoldKind
-from qflow_client.message import Message, republished
+from qflow_client.message import Message
 from qflow_client.receipt import UNDELIVERED, Outcome, Receipt
 
 __all__ = ["Settling"]
@@ -191,7 +191,7 @@ class Settling:
             outcome: ``CONFIRMED`` or ``NACKED``.
             now: seconds.
         """
-        # A message that is partly written cannot have arrived.
+        # The broker cannot answer a message that is only partly written.
         written = self._unconfirmed.outbound.finished
         if tag > written or (tag == 0 and not multiple):
             reports = self._reports
@@ -274,43 +274,44 @@ class Settling:
     # Refusals of the broker.
 
     def _refuse(self, first: int, stop: int, now: float) -> None:
-        """Send the unsettled messages with these tags again, or settle them if they were tried for long enough."""
+        """Plan to send the unsettled messages with these tags again. Settle those that were tried for long enough."""
         resending, unconfirmed = self._resending, self._unconfirmed
         for tag in range(max(first, unconfirmed.oldest), stop):
             receipt = unconfirmed.flight.get(tag)
             if receipt is None:
                 continue
             was_probe = receipt is resending.refusals.probe
-            is_over = resending.refusals.note(receipt, now)
-            # A refused probe shows that there is no room, even if the probe is not sent again.
-            is_refusal = not is_over or (was_probe and receipt._reply is None)
+            is_over = resending.refusals.note_refusal(receipt, now)
             reply = None
             if not is_over:
                 try:
                     self._encode_again(receipt)
                 except Exception as error:
                     # With the header of a second copy, the properties do not fit into a frame.
-                    reply, is_over, is_refusal = (0, f"it cannot be sent again: {error}"), True, was_probe
+                    is_over, reply = True, (0, f"it cannot be sent again: {error}")
                     resending.refusals.forget(receipt)
+            # A refused probe shows that there is no room, even if the probe is not sent again. A returned message does
+            # not show that.
+            has_no_room = not is_over or (was_probe and receipt._reply is None)
             if is_over:
                 resending.forget_sent(receipt)
                 self.settle((receipt,), Outcome.NACKED, now, reply)
             else:
                 resending.put_refused(receipt)
             del unconfirmed.flight[tag]
-            if is_refusal:
-                self.hold_refused("Basic.Nack", now, was_probe=was_probe)
+            if has_no_room:
+                self.hold_refused("Basic.Nack", now, new_pause=was_probe)
 
     def _encode_again(self, receipt: Receipt) -> None:
         admission = self._admission
-        receipt._prepared = admission.encoder.prepare(republished(receipt._as_published()), has_id=False)
+        admission.prepare_again(receipt)
         cost = admission.cost(receipt)
         # Nothing is called while the sum is computed, see `step`.
         admission.unwritten += cost
 
-    def hold_refused(self, detail: str, now: float, *, was_probe: bool) -> None:
-        """Delay the next probe, and hold calls of `send`. `was_probe` is True if a probe was refused."""
-        if self._resending.refusals.delay_probe(self._resending.again, now, was_probe=was_probe):
+    def hold_refused(self, detail: str, now: float, *, new_pause: bool) -> None:
+        """Hold calls of `send`, and delay the next probe, see `Refusals.delay_probe`."""
+        if self._resending.refusals.delay_probe(self._resending.again, now, new_pause=new_pause):
             self._limits.controller.gate.hold(HoldKind.REFUSED, now=now, detail=detail)
 
     def give_up_refused(self, now: float) -> None:

@@ -2,7 +2,7 @@
 
 A store keeps each admitted message until it is settled. Other messages may wait in the store without being admitted.
 They are the *backlog*, and use no room in the window. Messages of the backlog are admitted before messages that wait in
-line. The state calls these methods inside its own steps, so no method is allowed to wait for a disk.
+line. The core calls these methods inside its steps, so no method is allowed to wait for a disk.
 """
 
 from __future__ import annotations

@@ -1,18 +1,19 @@
 """Messages that may be the cause of a closed channel or of lost connections.
 
 If a broker closes a channel because of a message, it does not report which message. So all messages that were in flight
-become *suspects*. Suspects are sent one at a time, with nothing else in flight. So the next message that fails is
-alone, and is settled as *rejected*. The reply text may contain an exchange or a routing key. If so, only the messages
-with these names are suspects.
+become *suspects*. Suspects are sent *alone*: one at a time, with no other message on the wire. If the broker then
+closes the channel again, the cause is known, and the message is settled as *rejected*. The reply text may contain an
+exchange or a routing key. If so, only the messages with these names are suspects.
 
 A connection may also be lost because a message crashes the broker, or exceeds the size limit of a proxy. One loss
 proves nothing, so `PoisonDetector` counts losses in a row, with no settled message between them. After `_SUSPICIOUS`
-losses, the messages in flight become suspects. If a suspect was alone in flight when a connection was lost, it becomes
-the *candidate*. The candidate is sent only after the connection has stayed open for a while, so that a broker that is
-down does not count against it. If `_PROOF` connections are lost soon after the candidate was sent, the candidate is
-settled as *unknown*.
+losses, the messages in flight become suspects. If a connection is lost while a suspect is alone in flight, the suspect
+becomes the *candidate*. The candidate is sent only after the connection has stayed open for a while. So the losses of a
+broker that is down do not count against the candidate. If `_PROOF` connections are lost soon after the candidate was
+sent, the candidate is settled as *unknown*.
 
-This module sends and settles nothing. `resending` decides with it which messages may be sent. `channel` settles them.
+This module sends and settles no message. `resending` uses it to decide which messages may be sent. `channel` settles
+them.
 """
 
 from __future__ import annotations
@@ -59,8 +60,8 @@ class Suspects:
         self.alone: Receipt | None = None
 
     @property
-    def is_one_in_flight(self) -> bool:
-        """Whether a suspect is in flight. Nothing else may be sent then."""
+    def is_one_on_wire(self) -> bool:
+        """Whether a suspect is on the wire. No other message may be sent then."""
         return self.alone is not None and not self.alone.done
 
     def end_channel(self, unsettled: Collection[int], suspects: Iterable[Receipt]) -> None:

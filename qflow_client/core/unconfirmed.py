@@ -1,8 +1,9 @@
-"""The messages on the wire of the channel, and their encoded bytes. `Writing` adds them, and `Settling` takes them.
+"""The messages on the wire of the channel, and their encoded bytes. `Writing` adds them, and `Settling` removes them.
 
 A message gets its *number* when it is admitted. Numbers define the order of messages. A message gets its *delivery tag*
 when its frames are made, because the tag is its position on the wire. Tags are assigned in ascending order, so the dict
-`flight` is in the order of the tags. The dict has only unsettled messages.
+`flight` is in the order of the tags. The dict has only unsettled messages. A message in it is *on the wire*, even if no
+byte of the message is written yet.
 
 When the socket accepts more bytes, the frames of the next batch are made. If the broker stops the channel
 (``Channel.Flow``), unwritten messages are taken back and lose their tags.
@@ -30,7 +31,7 @@ _END = b"\xce"
 
 
 class Unconfirmed:
-    """The messages on the wire of the present channel; reused for each channel."""
+    """The messages on the wire of the open channel. Each channel of a producer uses the same object."""
 
     __slots__ = ("_by_number", "_is_ordered", "_last", "_low", "encoder", "flight", "has_abandoned", "outbound")
 
@@ -248,7 +249,7 @@ class Unconfirmed:
         self._last = batch[-1]._number
 
     def beyond(self) -> Receipt | None:
-        """Return the last message in flight if its frames were taken back; ``None`` if they were not."""
+        """Return the last message of `flight` if its frames were taken back; ``None`` if they were not."""
         flight = self.flight
         last = next(reversed(flight), 0)
         return flight[last] if last > self.outbound.given else None

@@ -174,7 +174,7 @@ def test_settled_messages_are_not_kept_in_memory(broker: Broker) -> None:
         protocol = producer._protocol
         assert protocol.unsettled_receipts == ()
         assert not protocol.parts.unconfirmed.flight
-        assert not protocol.parts.resending.copies
+        assert not protocol.parts.resending.written_before
         assert not protocol.parts.returns.by_id
         assert not protocol.reports.failures
         assert protocol.unwritten == 0

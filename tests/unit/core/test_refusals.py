@@ -608,7 +608,7 @@ def test_a_probe_that_is_a_suspect_waits_for_both_delays_and_no_timer_is_due_ear
     resending.again.append(send(make()))
     resending.poison.candidate = 1
     resending.poison.note_open(0.0)
-    resending.refusals.retry_at = 1.0
+    resending.refusals.probe_at = 1.0
     assert [min(resending.next_times(True, now)) for now in (0.5, 1.0, 4.0)] == [1.0, 5.0, 5.0]
 
 

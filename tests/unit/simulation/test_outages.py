@@ -36,7 +36,7 @@ class NeverMarked(ProducerProtocol):
     """What may have arrived leaves again without the mark."""
 
     def channel_opened(self, channel: int, frame_max: int, now: float, *, restores: bool = False) -> None:
-        self.parts.resending.copies.clear()
+        self.parts.resending.written_before.clear()
         super().channel_opened(channel, frame_max, now, restores=restores)
 
 
@@ -44,7 +44,7 @@ class MarkedOnlyIfSuspected(ProducerProtocol):
     """Who keeps what is in flight forgets that an earlier channel had it, too."""
 
     def connection_lost(self, reason: str, now: float, *, reconnects: bool = False, shared: bool = False) -> bool:
-        self.parts.resending.copies.clear()
+        self.parts.resending.written_before.clear()
         return super().connection_lost(reason, now, reconnects=reconnects, shared=shared)
 
 
