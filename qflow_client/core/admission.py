@@ -6,9 +6,9 @@ and appends the message to `unsent`. It changes no shared state before that. Adm
 rate (see `limits`), by the holds of the gate, and by the number of unwritten bytes.
 
 `send_at_once` admits nearly every message. It takes no lock and is not a step. The limits that it checks are plain
-attributes, so it calls nothing between its first check and its last assignment. CPython runs no other thread, signal
-handler or finalizer between two instructions that call nothing. Other interpreters (PyPy, builds without the GIL) do
-not guarantee this, so `send_at_once` admits nothing there.
+attributes, so it calls no function between its first check and its last assignment. CPython runs no other thread,
+signal handler or finalizer between two instructions that call no function. Other interpreters (PyPy, builds without the
+GIL) do not guarantee this, so `send_at_once` admits nothing there.
 
 The *cost* of a message is the size of its frames. A *plain* message is a body of bytes that fits into one frame. It has
 no properties of its own. Its cost is the length of its body plus `Route.cost`. For other messages the encoder computes
@@ -37,7 +37,7 @@ __all__ = ["Admission", "is_undisturbed"]
 
 
 def is_undisturbed() -> bool:
-    """Whether the interpreter is CPython with its GIL, so that nothing runs between instructions that call nothing."""
+    """Whether the interpreter is CPython with its GIL, which never interrupts instructions that call no function."""
     return sys.implementation.name == "cpython" and bool(getattr(sys, "_is_gil_enabled", lambda: True)())
 
 
@@ -154,7 +154,7 @@ class Admission:
     def send_at_once(self, payload: bytes | Message, exchange: str, routing_key: str) -> Receipt | None:
         """Admit a message if the window is the only limit and has room.
 
-        This method is not a step. Any thread may call it, also while a step runs (E2).
+        This method is not a step. Any thread may call it, even while a step runs (E2).
 
         Returns:
             The receipt. ``None`` if the caller must call `send` instead; nothing has changed then.
@@ -219,7 +219,7 @@ class Admission:
         return True
 
     def close(self, reason: str) -> None:
-        """Admit nothing from now on."""
+        """Admit no message from now on."""
         # `send_at_once` checks the gate, so it does not have to check `closed`.
         self.gate.shut()
         if self.closed is None:
@@ -254,7 +254,7 @@ class Admission:
         return receipt, self.prepare(receipt)
 
     def route(self, exchange: str, routing_key: str) -> Route:
-        """Return the route for an exchange and a routing key, for the open channel.
+        """Return the open channel's route for an exchange and a routing key.
 
         Raises:
             TypeError, ValueError: one of the names cannot be encoded.
@@ -299,13 +299,13 @@ class Admission:
 
     @property
     def is_nearly_written(self) -> bool:
-        """Whether `unwritten` is at most half of its limit, so that the hold of the socket can be lifted."""
+        """Whether `unwritten` is at most half of its limit, so that the hold ``transport`` can be lifted."""
         return self.unwritten <= self._max_unwritten // 2
 
     def count_unwritten(
         self, others: Callable[[], Iterable[Receipt]], written_to: Callable[[], int], now: float
     ) -> None:
-        """Recount the unwritten bytes, and raise or lift the hold of the socket accordingly.
+        """Recount the unwritten bytes, and raise or lift the hold ``transport`` accordingly.
 
         Args:
             others: returns the messages to be sent again.

@@ -139,7 +139,7 @@ def wait_unflowed(
 def close(
     protocol: ProducerProtocol, waiter: object, deadline: float, now: float, reason: str, *, waits_for_holds: bool
 ) -> Call[None]:
-    """Admit nothing from now on, and wait until all messages are settled.
+    """Admit no message from now on, and wait until all messages are settled.
 
     Args:
         protocol: the producer's state.

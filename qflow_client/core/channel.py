@@ -108,7 +108,7 @@ class Channel:
     # Opening.
 
     def open(self, number: int, frame_max: int, now: float) -> None:
-        """Continue with a new channel on which nothing was published yet.
+        """Continue with a new channel on which no message was published yet.
 
         Args:
             number: the number of the channel.
@@ -153,7 +153,7 @@ class Channel:
             self._admission.prepare(receipt)
 
     def count_unwritten(self, now: float) -> None:
-        """Recount the unwritten bytes. Without a channel there are none."""
+        """Recount the unwritten bytes. Without a channel, the count is 0."""
         if self.number is None:
             self._admission.unwritten = 0
         else:
@@ -162,7 +162,7 @@ class Channel:
     # Ending.
 
     def disconnect(self, reason: str, now: float, *, held: bool = True) -> None:
-        """Continue without a channel, and lift the holds of the broker and of the socket.
+        """Continue without a channel, and lift the holds that the broker or the socket has caused.
 
         Args:
             reason: the cause, as a text for people.

@@ -107,7 +107,7 @@ class Consequences:
             self._parts.line.grant(now)
 
     def lift_transport(self, now: float) -> None:
-        """Lift the hold of the socket if at most half of the allowed bytes are unwritten."""
+        """Lift the hold ``transport`` if the unwritten bytes are at most half of their limit."""
         if self._parts.admission.is_nearly_written:
             self.lift(HoldKind.TRANSPORT, now)
 

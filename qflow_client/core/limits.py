@@ -84,7 +84,7 @@ class Limits:
         self.controller.limiter = CompositeLimiter((self.controller.limiter, limiter))
 
     def set_capacity(self, capacity: int) -> None:
-        """Fix the size of the window. If it is full then, admitted messages stay, and new ones wait for room (C6).
+        """Fix the size of the window. If it is then full, admitted messages stay, and new ones wait for room (C6).
 
         Raises:
             SettingsError: the setting `capacity` cannot have this value.

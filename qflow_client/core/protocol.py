@@ -1,9 +1,9 @@
 """Decides what happens to every message of one producer on its AMQP channel, without I/O (sans-I/O).
 
 The *owner* is the I/O thread or the event loop. It reports the events of the connection to `ProducerProtocol`: a
-channel opened, the broker acked, the socket accepted bytes, time passed. It gets back the bytes to write. It calls one
-method at a time, and passes the time in monotonic seconds. A *skin* is the code with I/O around the protocol: a
-producer's engine, or a drop-in for another library.
+channel opened, the broker acked, the socket accepted bytes, time passed. In return, it gets the bytes to write. It
+calls one method at a time, and passes the time in monotonic seconds. A *skin* is the code with I/O around the protocol:
+a producer's engine, or a drop-in for another library.
 
 The protocol has one part for each decision. A message reaches the parts in this order:
 
@@ -19,7 +19,7 @@ From its admission until it is settled, a message is in exactly one of three col
 * `admission.unsent`: no byte of the message was ever written.
 * `unconfirmed.flight`: the message has a delivery tag, because its frames are made for the open channel.
 * `resending.again`: the message was written before, and will be sent again, marked as a second copy. The first copy may
-  have arrived. If a queue refused it, another queue may have accepted it.
+  have arrived. If one queue refused this copy, another queue may have accepted it.
 
 A message moves from `unsent` or `again` to `flight` when the socket accepts more bytes (`data_to_write`). It moves back
 if the channel ends, or if the broker has no room and refuses the message. It also moves back if its frames are taken
@@ -30,17 +30,12 @@ So first copies are always sent in the order of admission.
 Example: a message is refused, then its connection is lost, then the broker stops the new channel (``Channel.Flow``).
 The argument `retries` is set, and the setting `on_disconnect` is ``"republish"``.
 
-=====================  ================================================================  ==========================
-Event                  The message                                                       Holds
-=====================  ================================================================  ==========================
-Nack: no room          moves into `again`, encoded as a second copy; a pause begins      refused
-Connection lost        stays; the clock of `retry_for` stops, the pause goes on          refused, disconnected
-Channel opened         stays, encoded for this channel; the clock runs again             refused
-Channel stopped        stays; the clock stops                                            refused, channel_flow
-Channel restarted      stays until the pause is over                                     refused
-Pause over             moves into `flight` as a probe; no other message follows it       refused
-Probe confirmed        settled; the rest of `again` is sent, then the unsent messages    none
-=====================  ================================================================  ==========================
+1. The refusal raises the hold ``refused`` and begins a pause. The message is encoded as a second copy, in `again`.
+2. The loss raises the hold ``disconnected``, and stops the clock of `retry_for`. The pause continues.
+3. The next channel lifts ``disconnected``, and starts the clock. The message is encoded for this channel.
+4. The broker's stop raises the hold ``channel_flow``, and stops the clock. When it ends, the clock continues.
+5. When the pause is over, the message moves into `flight` as a probe. No other message is sent until it is answered.
+6. The confirm of the probe lifts ``refused``. The other messages of `again` are sent, and then the unsent messages.
 
 While there is a hold, calls of `send` wait. `flush` waits until the message is settled. If the connection is lost while
 the probe is in flight, the message moves back into `again`. If its retries end before the next answer, it is settled as
@@ -72,7 +67,8 @@ class ProducerProtocol:
 
     Args:
         settings: the producer's settings.
-        id_prefix: the prefix of the message ids that the producer assigns; the number in 12 hexadecimal digits follows.
+        id_prefix: the prefix of the message ids that the producer assigns; the message number follows in 12 hexadecimal
+            digits.
         receipt_type: the class of the receipts.
         now: seconds.
         wall_offset: the number to add to `now` to get seconds since 1970.
@@ -251,7 +247,7 @@ class ProducerProtocol:
 
     @step
     def close(self, reason: str, now: float) -> None:
-        """Admit nothing from now on, and wake waiters. Admitted messages are still sent."""
+        """Admit no message from now on, and wake waiters. Admitted messages are still sent."""
         self.consequences.close(reason)
 
     # Events of the connection.
@@ -425,7 +421,7 @@ class ProducerProtocol:
         """Record that the socket accepted `count` bytes of `data_to_write`.
 
         Returns:
-            True if these bytes end at a frame border. Then other frames may be written on the connection.
+            True if these bytes end at a frame boundary. Frames of other channels may be written then.
         """
         steps = self.steps
         if steps.is_unfinished:
@@ -447,7 +443,7 @@ class ProducerProtocol:
     def take_output(self, now: float) -> bytes:
         """Return all bytes to write, and record that they are written.
 
-        For owners that accept any number of bytes. The call takes half the time of `data_to_write` and `advance`.
+        Owners that accept any number of bytes use this call. It takes half the time of `data_to_write` and `advance`.
         """
         steps = self.steps
         if steps.is_unfinished:
@@ -461,7 +457,7 @@ class ProducerProtocol:
 
     @property
     def unfinished(self) -> bytes:
-        """The unwritten bytes of frames that are partly written; empty at a frame border."""
+        """The unwritten bytes of the frame that is partly written; empty at a frame boundary."""
         return self._unconfirmed.outbound.unfinished
 
     @property
@@ -476,7 +472,7 @@ class ProducerProtocol:
 
     @property
     def has_answer(self) -> bool:
-        """Whether a reply to the broker is not written yet. A stop of the channel does not delay replies."""
+        """Whether frames are made and not written, such as a reply to the broker. A stop does not delay replies."""
         return not self._unconfirmed.outbound.is_empty
 
     @step

@@ -1,16 +1,16 @@
 """The refusals of a broker without room: when to send the messages again, and for how long. `Resending` uses it.
 
 After the first refusal, no frames are made until a pause is over. Frames that are already made are still written, so
-later messages may overtake the refused message. After the pause, one message is sent as a *probe*, and no other message
-until it is answered. If the broker refuses the probe, another probe is sent after a longer pause. If the broker
-confirms the probe, the broker has room again, and all messages are sent.
+later messages may overtake the refused message. After the pause, one message is sent as a *probe*. No other message is
+sent until the broker answers the probe. If the broker refuses the probe, another probe is sent after a longer pause. If
+the broker confirms the probe, the broker has room again, and all messages are sent.
 
 A message is sent again until `retry_for` seconds have passed since its first refusal. The clock for these seconds stops
 while no retry is possible: while there is no connection, or while the broker blocks the connection or stops the channel
 (E5). The pause before a probe does not stop.
 
-When the time for retries is over, a message is settled as *nacked* if a refusal was the last answer. It is settled as
-*unknown* if its next copy was written on a channel that ended without an answer.
+When the time for retries is over, a message is settled as *nacked* if a refusal was the last answer. If its last copy
+was written on a channel that ended before the answer, the message is settled as *unknown*.
 """
 
 from __future__ import annotations
@@ -201,7 +201,7 @@ class Refusals:
             self.probe = receipt
 
     def forget_sent(self, receipt: Receipt) -> None:
-        """Record that a message is not in flight any more, or never was."""
+        """Record that a message is not on the wire now."""
         if receipt is self.probe:
             self.probe = None
 

@@ -1,7 +1,7 @@
 """Collects the news of a producer: settled receipts, flow events, log entries, and waiters to wake.
 
 This module makes no decisions. The other modules of the core add their news to `Reports`. After each step, the skin
-takes the news and passes it to the application, outside its lock.
+takes the news, releases its lock, and passes the news to the application.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ class MessageObserver(Protocol):
     peer: tuple[str, int] | None
 
     def settled(self, receipts: Sequence[Receipt], now: float) -> None:
-        """Called with receipts that are settled together. A second copy may come before an older message.
+        """Called with receipts that are settled together.
 
         Args:
-            receipts: the receipts.
+            receipts: the receipts. The receipt of a second copy may come before the receipt of an older message.
             now: seconds.
         """
 
@@ -59,7 +59,7 @@ class MessageObserver(Protocol):
         """Called with a message that was put into the outbox, to be sent later.
 
         Args:
-            payload: the payload that the application sent. Another object is read from the outbox later.
+            payload: the payload that the application sent. The outbox later returns another object for the message.
             receipt: the unsettled receipt of the message.
         """
 
@@ -80,7 +80,7 @@ class Reports:
         wall_offset: the number to add to the caller's times to get seconds since 1970.
         counts: returns how many messages were admitted, how many are unsettled, and the capacity.
         max_failed_bytes: the maximum size of the failed receipts that are kept, in bytes.
-        max_events: how many flow events are kept when older ones are dropped.
+        max_events: how many of the newest flow events are kept when older events are dropped.
     """
 
     __slots__ = (
@@ -227,7 +227,7 @@ class Reports:
         return dropped
 
     def forget_failures(self) -> None:
-        """Forget the failures, because the application learns of them in another way."""
+        """Forget the failures, because they are reported to the application in another way."""
         nothing: deque[Receipt] = deque()
         self.failures, self._failed_bytes = nothing, 0
 
@@ -306,7 +306,7 @@ class Reports:
             self.report_hold(hold, True, now, connecting=connecting, ending=ending)
 
     def go_on_from(self, other: Reports, now: float) -> None:
-        """Report to the listeners of another producer from now on, first the changes that it has not reported.
+        """Continue the reports of another producer, and begin with the changes of holds that it has not reported.
 
         Args:
             other: the reports of that producer, which stay unchanged.
@@ -373,7 +373,7 @@ def log_entry(level: int, text: str, *arguments: object, depth: int = 1) -> LogE
         level: a level of `logging`.
         text: a format string.
         arguments: its arguments, which must not change later.
-        depth: how many calls above this function the recorded line is; 1 for its caller.
+        depth: which line is recorded: 1 for the caller of this function, 2 for the caller of that function, and so on.
     """
     frame = sys._getframe(depth)
     return level, text, arguments, frame.f_code, frame.f_lineno

@@ -3,7 +3,7 @@
 `again` contains two kinds of messages: messages without an answer when their channel ended, and messages that the
 broker refused. All of them were written before. So all of them are sent as second copies, in the order of admission,
 before all messages that were never written (E1). If the frames of a message are made but not begun, they can be taken
-back. Then `put_back` returns the message to `again`, unless it was never written.
+back. Then `put_back` returns the message to `again`, if the message was written before.
 
 `count_sendable` decides how many messages may be sent now. It has three rules:
 
@@ -82,7 +82,7 @@ class Resending:
         self.put_back(receipt)
 
     def put_back(self, receipt: Receipt) -> bool:
-        """Put back a message that is not on the wire any more, or never was.
+        """Put back a message that leaves the wire.
 
         Returns:
             True if it will be sent again as a second copy; False if it was never written.
@@ -127,11 +127,11 @@ class Resending:
 
     @property
     def needs_timer(self) -> bool:
-        """Whether a message waits for its time: a refused message or the candidate for poison."""
+        """Whether a refused message, or the candidate for poison, waits for a given time."""
         return self.refusals.probe_at is not None or self.candidate_at() is not None
 
     def next_times(self, is_flight_empty: bool, now: float) -> list[float]:
-        """Return the times at which the next message may be sent, or refused messages are settled.
+        """Return the times at which the next message may be sent, or at which refused messages are settled.
 
         Args:
             is_flight_empty: whether `Unconfirmed.flight` is empty.
@@ -181,14 +181,14 @@ class Resending:
         return bool(numbers) and any(each._number in numbers for each in islice(self.again, count, None))
 
     def note_sent(self, first: Receipt, now: float) -> None:
-        """Record that this message is about to be sent. Others may be sent after it."""
+        """Record that this message is about to be sent. Other messages may follow it."""
         if first._number in self.suspects.numbers:
             self.suspects.alone = first
             self.poison.note_sent(now)
         self.refusals.note_sent(first)
 
     def forget_sent(self, receipt: Receipt) -> None:
-        """Record that a message is not in flight any more, or never was."""
+        """Record that a message is not on the wire now."""
         self.refusals.forget_sent(receipt)
         self.suspects.forget_sent(receipt)
 

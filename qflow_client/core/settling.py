@@ -91,7 +91,8 @@ class Settling:
 
         Args:
             receipts: the receipts of the messages, in the order of admission.
-            outcome: one for all, or one for each. ``CONFIRMED`` becomes ``RETURNED`` for a returned message.
+            outcome: one outcome for all messages, or one outcome for each message. ``CONFIRMED`` becomes ``RETURNED``
+                for a returned message.
             now: seconds.
             reply: the reply for receipts that have none.
         """

@@ -1,11 +1,12 @@
 """Keeps a producer's state correct, although ``KeyboardInterrupt`` may end a change of the state at any point.
 
 A *step* is a method that changes the state. Python runs signal handlers between two instructions of the main thread. So
-a signal may end a step of an asyncio loop or a drop-in in the middle. Any other exception has the same effect. The
-changes so far are not undone. The step leaves a mark, and the next step of the same producer first repairs the state
-(`Consequences._heal`). Two rules make that possible:
+a signal may end a step that an asyncio loop or a drop-in executes. Any other exception has the same effect. The changes
+that were made before are not undone. The step leaves a mark, and the next step of the same producer first repairs the
+state (`Consequences._heal`). Two rules make that possible:
 
-1. A step first adds an object to its new place, then removes it from its old place. A repetition does no harm.
+1. To move an object, a step first adds it to its new place, and then removes it from its old place. So the move can be
+   repeated.
 2. A repair recounts the used window, the unwritten bytes and the tickets in line. If a step adds a value to such a
    count, it computes the value first, because other threads may admit messages during a function call.
 
@@ -50,7 +51,7 @@ class Steps:
         self.is_unfinished = False
 
     def resume(self) -> None:
-        """Repair the state after an unfinished step, and do what should have followed the step."""
+        """Repair the state after an unfinished step, and do the actions that were due after the step."""
         self.heal()
         self.follow_up()
 

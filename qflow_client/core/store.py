@@ -28,7 +28,7 @@ class Store(Protocol):
         """Limits admission by the room on disk; ``None`` if messages are rejected when there is no room."""
 
     def check_room(self, payload: bytes | Message, exchange: str, routing_key: str) -> None:
-        """Reject a message for which there is no room, now or ever.
+        """Reject a message that has no room and cannot wait for room.
 
         Args:
             payload: the message.

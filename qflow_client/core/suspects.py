@@ -81,7 +81,7 @@ class Suspects:
         return next((at for at, each in enumerate(source) if each._number in self.numbers), len(source))
 
     def forget_sent(self, receipt: Receipt) -> None:
-        """Record that a message is not in flight any more, or never was."""
+        """Record that a message is not on the wire now."""
         if receipt is self.alone:
             self.alone = None
 
@@ -91,7 +91,7 @@ class PoisonDetector:
 
     Args:
         hold_time: seconds that a connection has to stay open before the candidate is sent. A loss within this time
-            after the candidate was sent counts against it.
+            after the candidate was sent counts against the candidate.
     """
 
     __slots__ = ("_candidate_losses", "_hold_time", "_losses", "_send_at", "_sent_at", "_settled", "candidate")
@@ -110,7 +110,7 @@ class PoisonDetector:
 
     @property
     def is_proven(self) -> bool:
-        """Whether enough connections were lost soon after the candidate was sent."""
+        """Whether the candidate is poisonous, because enough connections were lost soon after it was sent."""
         return self._candidate_losses >= _PROOF
 
     def note_open(self, now: float) -> None:

@@ -206,12 +206,12 @@ class Unconfirmed:
 
         Args:
             source: as for `make`.
-            is_written: whether the caller writes the frames immediately. They count as written then, and are not put
-                into `outbound`, which must be empty.
+            is_written: whether the caller writes the frames immediately. If so, the frames count as written, and are
+                not put into `outbound`. `outbound` must be empty then.
 
         Returns:
-            The frames of the message. Empty if it is a plain message, needs several body frames, or has a route of
-            another encoder; nothing has changed then.
+            The frames of the message. Empty if nothing was done, because the message is plain, needs several body
+            frames, or has a route of another encoder.
         """
         receipt, encoder, outbound = source[0], self.encoder, self.outbound
         prepared: Any = receipt._prepared
@@ -255,7 +255,7 @@ class Unconfirmed:
         return flight[last] if last > self.outbound.given else None
 
     def heal(self, again: deque[Receipt], unsent: deque[Receipt]) -> None:
-        """Repair the state after an unfinished step. Each message is in one collection then.
+        """Repair the state after an unfinished step. Afterwards each message is in one collection.
 
         Args:
             again: the messages to be sent again.
