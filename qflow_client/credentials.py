@@ -26,7 +26,7 @@ class Credentials:
     Attributes:
         username: the user name. With OAuth 2, RabbitMQ uses the name in the token and ignores this name.
         password: the password or the token. The `repr` does not show it.
-        expires_in: seconds from now on for which the broker accepts the password; ``None`` for no limit.
+        expires_in: for how many seconds from now the broker accepts the password; ``None`` for no limit.
 
     Raises:
         SettingsError: a value is not allowed.
@@ -64,7 +64,7 @@ class Expiry:
     would refuse messages on this connection, and the messages would seem to be wrong.
 
     Args:
-        settings: settings of the producer. The pauses are as long as between two tries to connect.
+        settings: settings of the producer. The pauses are the same as those between two tries to connect.
     """
 
     def __init__(self, settings: ProducerSettings) -> None:

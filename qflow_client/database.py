@@ -47,8 +47,8 @@ class Database:
         application_id: identifies the kind of the file.
         synchronous: with ``NORMAL`` a commit survives a crash of the process, with ``FULL`` also a crash of the
             machine.
-        read_only: only read the file, even while another process writes. The file must exist.
-        timeout: maximum seconds to wait for another process that has locked the file, during the opening.
+        read_only: whether to only read the file. It must exist, and another process may be writing it.
+        timeout: maximum seconds to wait, while the file is opened, for another process that has locked it.
 
     Raises:
         QflowError: an `error`, because the file cannot be opened, is damaged, or is of another kind.

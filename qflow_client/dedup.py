@@ -1,4 +1,4 @@
-"""Lets consumers drop second copies of messages. A producer that loses no message sometimes sends second copies.
+"""Lets consumers drop second copies of messages. To lose no message, a producer sometimes sends second copies.
 
 If a producer loses its connection before a confirm, it cannot know whether the message has arrived. So it sends the
 message again with the same message id. Otherwise the message could be lost. The broker may now have two copies. The
@@ -215,14 +215,14 @@ class _Handling:
 class Deduplicator:
     """Remembers the ids of handled messages, so that a consumer handles each message once. It is thread-safe.
 
-    Use ``with deduplicator.first_time(message_id) as first:``, and handle the message in the block ``if first``. The
-    end of the block remembers the id. If an exception leaves the block, or the process ends in the block, the id is not
-    remembered, and the message is handled when it comes again. Acknowledge the message after the block. If two copies
+    Use ``with deduplicator.first_time(message_id) as first:``, and handle the message in the block ``if first``. At the
+    end of the block, the id is stored. If an exception leaves the block, or the process ends in the block, the id is
+    not stored, and the message is handled when it comes again. Acknowledge the message after the block. If two copies
     come at the same time, the second one waits for the result of the first one.
 
-    A message that was handled completely is not handled again as long as its id is remembered. But the handling and the
-    remembering are not one transaction. If the process ends between the two, the message is handled twice. To prevent
-    this, write the message id in the same transaction as your results.
+    A message that was handled completely is not handled again as long as its id is remembered. But the handling of a
+    message and the storing of its id are not one transaction. If the process ends between the two, the message is
+    handled twice. To prevent this, write the message id in the same transaction as your results.
 
     Args:
         path: path of a SQLite file for the ids. Other processes on this machine may use it at the same time. A crash of
@@ -305,7 +305,7 @@ class Deduplicator:
         self.close()
 
     def _begin(self, message_id: str, look_up: bool) -> tuple[bool, _Handling | None]:
-        """Return True if the message has to be handled, and the handling of a copy in another block, if any."""
+        """Return whether the message has to be handled, and another handling of its id that runs now, or ``None``."""
         with self._lock:
             others = self._handling.get(message_id)
             if others is not None:

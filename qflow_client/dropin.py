@@ -196,7 +196,7 @@ class EncodedMessage(Message):
 
 
 class RepeatableMessage(EncodedMessage):
-    """An `EncodedMessage` that can be sent again, and on another channel."""
+    """An `EncodedMessage` that can be sent again, even on another channel."""
 
     def _parts(self) -> tuple[bytes, bytes, int]:
         """Return the payloads of the method frame and the header frame, and the offset of the first body frame."""
@@ -360,7 +360,7 @@ class DropInFlow:
         raise NotImplementedError
 
     def disown(self, reason: str) -> None:
-        """In a forked child, leave all messages to the parent, and accept no others. See `BaseEngine`."""
+        """In a forked child, leave all messages to the parent, and accept no new messages. See `BaseEngine`."""
         now = time.monotonic()
         self.protocol = type(self.protocol)(self.protocol.settings, now=now, wall_offset=time.time() - now)
         self.protocol.close(reason, now)

@@ -174,7 +174,7 @@ class BaseEngine(ABC):
     def check_loop(  # noqa: B027  # there is no loop, unless a subclass has one
         self, payload: bytes | Message | None = None, exchange: str | None = None, routing_key: str | None = None
     ) -> None:
-        """Raise an error in another event loop than the producer's, whose tasks it could not wake.
+        """Raise an error if the running event loop is not the producer's, because the call could not wake its tasks.
 
         Args:
             payload: the message that is not sent; ``None`` for none.
@@ -183,7 +183,7 @@ class BaseEngine(ABC):
 
         Raises:
             ProducerClosed: the producer's loop is closed.
-            WrongLoop: another loop runs.
+            WrongLoop: the running loop is not the producer's.
         """
 
     @abstractmethod
@@ -308,7 +308,7 @@ class BaseEngine(ABC):
             failures: failed receipts that the application has not seen.
             dropped: number of further failed receipts, which were dropped.
             left: receipts that were unsettled before the end of the channel. ``None`` to leave out the receipts that
-                `on_delivery` was not called with in time.
+                were not passed to `on_delivery` in time.
         """
         if self.deliveries is not None and left is not None:
             failures += self.deliveries.undelivered(left)

@@ -4,7 +4,7 @@ A new file gets permissions only for its owner. An existing file keeps its permi
 have set them. Files are not written through symbolic links.
 
 All files of this package are opened by this module, which uses locks and permissions of POSIX. On other systems, such
-as Windows, the opening of a file raises an error. Features without files work there.
+as Windows, the opening of a file raises an error. On such systems, features that use no files still work.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ def after_fork_in_child(function: Callable[[], object]) -> None:
 def replace_copy(descriptor: int) -> None:
     """Close this process's copy of a socket. Its number stays a valid descriptor, because other code will close it.
 
-    This needs no spare descriptor, because the process may have none.
+    This uses no additional descriptor, because the process may have no free descriptor.
     """
     if descriptor >= 0:
         os.close(descriptor)
@@ -31,7 +31,7 @@ def replace_copy(descriptor: int) -> None:
 
 
 def separately(function: Callable[[_T], object], objects: Iterable[_T]) -> None:
-    """Call a function for each object, also if a call fails.
+    """Call a function for each object, even if a call fails.
 
     Raises:
         ExceptionGroup: the errors of the calls that have failed.

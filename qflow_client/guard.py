@@ -38,7 +38,7 @@ _WAIT_PIECES = 10
 
 
 class NotTaken(Enum):
-    """The result if a step was not executed. It is no exception, because a signal handler could raise the same one."""
+    """Returned instead of an exception if a step was not executed. A signal handler could raise the same exception."""
 
     NOT_TAKEN = "not taken"
 

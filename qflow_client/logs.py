@@ -33,7 +33,8 @@ _AT_EXIT = 1.0
 class _Writer:
     """Passes records to handlers in order, on a thread that is started for the first record.
 
-    It uses no lock. A finalizer that logs could interrupt the thread that has the lock, and wait for it without end.
+    It uses no lock. A finalizer that logs could interrupt the thread that has the lock, and wait for the lock without
+    end.
     """
 
     def __init__(self) -> None:
@@ -42,7 +43,7 @@ class _Writer:
 
     @property
     def _records(self) -> Any:
-        """The queue of records. It is created on first use, because gevent may patch queues before."""
+        """The queue of records. It is created on first use, so that gevent can patch queues before."""
         made = self.__dict__.get("made")
         # Use one call, so that two threads get the same queue.
         return self.__dict__.setdefault("made", queue.SimpleQueue()) if made is None else made

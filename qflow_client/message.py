@@ -148,13 +148,13 @@ class Message:
             ``float``, ``Decimal`` of 32 bits, bytes, ``datetime`` (local time if it is naive), ``None``, and lists,
             tuples and mappings of these types. The message has an immutable copy, so a program may reuse its own table.
         delivery_mode: delivery mode. The default is 2, persistent.
-        priority: 0 to 9 in the standard. Brokers accept values up to 255.
+        priority: the standard allows 0 to 9. Brokers accept values up to 255.
         correlation_id: id of the request that this message answers.
         reply_to: queue for answers.
         expiration: milliseconds after which the broker may drop the message, as a string of digits.
         message_id: message id. If it is ``None``, the producer assigns one.
         timestamp: seconds since 1970, or a ``datetime`` (local time if it is naive).
-        type: kind of the message, a name of the application.
+        type: kind of the message, as a name that the application chooses.
         user_id: user name. The broker accepts only the user of the connection.
         app_id: name of the publishing application.
         cluster_id: deprecated in the standard, but still sent.

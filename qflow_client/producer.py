@@ -150,8 +150,8 @@ class BaseProducer(ABC, Generic[_Receipt]):
 
         Args:
             message: the body, or a `Message` with properties.
-            exchange: the exchange; by default that of a `RoutedMessage`, for other messages the setting.
-            routing_key: the routing key; the same default.
+            exchange: the exchange; by default that of a `RoutedMessage`, and for other messages that of the settings.
+            routing_key: the routing key; its default is chosen in the same way.
             source: as for `send`; it has no effect, because the message does not wait in line.
             position: as for `send`.
 
@@ -164,7 +164,7 @@ class BaseProducer(ABC, Generic[_Receipt]):
             ProducerClosed: the producer was closed, or has no connection, or its loop is closed; the message was not
                 sent.
             WrongLoop: an `AsyncProducer` belongs to another event loop; the message was not sent.
-            OutboxFull, NotDurable, SettingsError: as `send`.
+            OutboxFull, NotDurable, SettingsError: as for `send`.
             TypeError: the message is of another type.
             ValueError: the message cannot be encoded.
         """
@@ -336,7 +336,8 @@ class BaseProducer(ABC, Generic[_Receipt]):
         """The maximum number of unsettled messages.
 
         It may be set at any time. A lower capacity cancels no message. It only prevents further messages until there is
-        room (C6). With ``capacity="auto"`` this is the present window. If you set a number, it stays.
+        room (C6). With ``capacity="auto"`` this is the present window. After a number was set, the window does not
+        adapt any more.
 
         Raises:
             SettingsError: the new value is not allowed.

@@ -157,7 +157,7 @@ def _hide_credentials(text: str) -> str:
 
 
 def _censor_query(query: str) -> tuple[str, list[str], bool]:
-    """Return the harmless text of a query, the removed parts, and whether it may contain the end of a password."""
+    """Return the harmless text and removed parts of a query, and whether it may contain the end of a password."""
     texts, secrets, has_at = [], [], False
     for parameter in query.split("&"):
         name, equals, value = parameter.partition("=")
@@ -206,7 +206,7 @@ def hide_password(url: str) -> str:
 
 
 def shown(value: object, _depth: int = _DEPTH) -> str:
-    """Return a value as text for an error. Show numbers, names, and URLs without passwords; else show the type."""
+    """Return a text for an error: a number, a name, a URL without passwords, or the type of any other value."""
     if isinstance(value, Enum):
         # The value of an enumeration may be a URL.
         return f"{type(value).__name__}.{value.name}"

@@ -1,8 +1,8 @@
 """Gets credentials from the application, and replaces the credentials of an open connection before they expire.
 
 The application's function may block or hang, so it runs on a separate thread, and I/O threads and event loops do not
-wait for it. One call runs at a time. While a call hangs, each further try to connect waits for its answer, up to its
-own timeout.
+wait for it. One call runs at a time. While a call hangs, each further try to connect waits for the answer of this call,
+until the try's own timeout.
 
 If the function raises an exception, only the type and the place of the exception are shown, because its text may
 contain the secret.

@@ -200,7 +200,7 @@ def _whole(unit: str, none: str = "") -> _Rule:
 
 
 def _number(unit: str, none: str = "", *, or_0: bool = False) -> _Rule:
-    """Return the rule for a number above 0, or also 0 with `or_0`. ``None`` is allowed if `none` describes it."""
+    """Return the rule for a number above 0 (with `or_0`: from 0). ``None`` is allowed if `none` describes it."""
 
     def is_allowed(value: Any) -> bool:
         return (value is None and none != "") or (_is_number(value) and (value > 0 or (or_0 and value == 0)))
@@ -295,8 +295,8 @@ class ProducerSettings:
         max_unwritten_bytes: maximum bytes of admitted messages that are not written yet. If there are more, the
             producer has a hold of kind ``transport``.
         max_failed_bytes: maximum bytes of failed receipts that are kept for `flush` and `close`, because the
-            application has not seen them. A receipt counts with the size of its body plus 512 bytes. If there are more,
-            the oldest ones are dropped, and `UndeliveredMessages.dropped` has their number. Messages that fail
+            application has not seen them. Each receipt counts as the size of its body plus 512 bytes. If there are
+            more, the oldest ones are dropped, and `UndeliveredMessages.dropped` has their number. Messages that fail
             together, and messages that fail after the call of `close`, are all kept.
         max_flow_events: maximum number of flow events that wait for a slow reader of ``flow_events()`` or a slow
             ``on_flow`` callback. If there are more, the oldest ones are dropped, and a warning has their number.
@@ -307,7 +307,7 @@ class ProducerSettings:
             ``disconnected`` at first, and tries all hosts repeatedly, as after a lost connection. With an outbox and
             ``when_flowed="spill"`` it accepts messages immediately.
         close_timeout: default timeout in seconds of `close`, and of the end of a ``with`` block.
-            `max_producer_flow_control_wait` also limits this time (E12). ``None`` for only this limit.
+            `max_producer_flow_control_wait` also limits this time (E12). With ``None``, only that setting limits it.
         on_disconnect: what happens to unsettled messages when the connection is lost and restored: ``"republish"`` or
             ``"fail"``.
         reconnect_timeout: seconds for which the producer tries to reconnect after a loss. Then it ends. ``None`` for no
@@ -589,7 +589,7 @@ def variable(name: str) -> str:
 
 
 def _warn_of_misspelt(environ: Mapping[str, str]) -> None:
-    """Warn once of each variable with a name similar to a setting. Other programs may also use ``QFLOW_``."""
+    """Warn once about each variable with a name similar to a setting. Other programs may also use ``QFLOW_``."""
     known = {variable(name) for name in _SETTINGS}
     for name in environ:
         if name.upper().startswith(_PREFIX) and name not in known and name not in _examined:

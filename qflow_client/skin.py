@@ -225,7 +225,7 @@ class Losses:
         self._count += count
 
     def entry(self) -> LogEntry | None:
-        """Return a warning of the events that were dropped since the last warning; ``None`` if there are none."""
+        """Return a warning about the events that were dropped since the last warning; ``None`` if there are none."""
         lost = self._count - self._reported
         if not lost:
             return None
@@ -288,7 +288,7 @@ class Subscription:
         return self._events.popleft()
 
     def report(self) -> None:
-        """Log a warning of dropped events if one is needed. Call this after `take`."""
+        """Log a warning about dropped events if one is needed. Call this after `take`."""
         self.losses.report(len(self._events))
 
 
@@ -398,7 +398,7 @@ class Listeners(Generic[_Events]):
         """End the iterators.
 
         Returns:
-            Log entries with warnings of dropped events that were not reported yet.
+            Log entries with warnings about dropped events that were not reported yet.
         """
         logs = []
         for iterator in tuple(self.iterators):

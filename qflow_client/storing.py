@@ -1,8 +1,8 @@
 """`send_many` of a producer with an outbox. One wait for the disk stores many messages.
 
 `store_many` is a generator, so that the same code serves threads and asyncio. It passes each call that may wait to the
-function `run` of the skin, which returns an iterator. That of a `Producer` waits itself and yields nothing. That of an
-`AsyncProducer` yields what the coroutine yields.
+function `run` of the skin, which returns an iterator. The iterator of a `Producer` waits itself and yields nothing. The
+iterator of an `AsyncProducer` yields everything that the coroutine yields.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def store_many(
         producer: sends them.
         messages: as for `send_many`.
         receipts: the receipts are appended to this list.
-        timeout: seconds that each may stay blocked; ``None`` for no limit.
+        timeout: seconds that each message may wait while the producer is blocked; ``None`` for no limit.
         options: the other arguments of `send`.
         at_once: how many messages are put into the outbox before it waits for the disk.
         wait_durable: waits until the message of a receipt is on disk, until a deadline in seconds.

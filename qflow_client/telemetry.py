@@ -2,7 +2,7 @@
 
 Most metrics are read from the producers at each collection. An `Observer` measures the durations of messages and counts
 them by destination. A producer uses its observer only while an SDK can collect metrics, or while it traces messages. So
-without an SDK there is no work for a message. The module needs only opentelemetry-api, and only in processes that
+without an SDK, messages cause no additional work. The module needs only opentelemetry-api, and only in processes that
 create a producer.
 """
 
@@ -266,7 +266,7 @@ class Observer:
             self._give(partial(_end_span, span, receipt, at, attributes))
 
     def _give(self, call: Callable[[], object]) -> None:
-        """Call the SDK, and keep its errors away from the sender and the connection."""
+        """Call the SDK, and log its errors, so that they reach neither the sender nor the connection."""
         try:
             call()
         except Exception as error:
@@ -552,7 +552,7 @@ def watch(
     If the settings enable tracing, its messages are traced.
 
     Args:
-        producer: the producer. It is not kept alive.
+        producer: the producer. The measurement does not keep it alive.
         peer: remote address and port of the connection; see `Observer.peer`.
     """
     global _metrics

@@ -1,8 +1,9 @@
 """Puts the tap between aiormq and the socket, through aiormq's public interface for transports.
 
 aiormq (the library) gets a reader and a writer from a `TransportFactory`. The factory of this module returns asyncio's
-reader and writer with the tap at both. The tap filters received data before the reader gets it. Data of the library
-waits for a frame border. `pump` writes the producers' bytes when the socket accepts them. `TappedConnection` uses this.
+reader and writer with the tap at both. The tap filters received data before the reader gets it. Data that the library
+writes waits for the next frame boundary. `pump` writes the producers' bytes when the socket accepts them.
+`TappedConnection` uses this.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ OrderAddresses = Callable[[list[Any]], tuple[list[Any], float]]
 
 
 class _BeforeTls(asyncio.Protocol):
-    """Counts the bytes that a peer sends in plain text before the TLS handshake. There must be none."""
+    """Counts the bytes that a peer sends in plain text before the TLS handshake. Each such byte is an error."""
 
     def __init__(self) -> None:
         self.received = 0
@@ -127,7 +128,7 @@ class _TapProtocol(asyncio.StreamReaderProtocol):
         return False
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Handle the end of the connection. The library finds it when it reads."""
+        """Handle the end of the connection. The library notices the end when it reads."""
         if self._tapped is not None:
             self._tapped.lost()
         super().connection_lost(exc or self._error)
@@ -175,7 +176,7 @@ class TapTransport(asyncio.Transport):
         self._begun = 0
         self._library_size = 0
         self._library_paused = False
-        # Whether the library writes a chunk at the next frame border.
+        # Whether the library writes a chunk at the next frame boundary.
         self._librarys_turn = True
         # Whether the socket is full. Then the loop calls `pump` when the socket accepts more bytes.
         self._watching = False
@@ -224,7 +225,7 @@ class TapTransport(asyncio.Transport):
             self._loop.call_soon_threadsafe(self.pump)
 
     def received(self, size: int, *, for_library: bool) -> None:
-        """Report changes and write output, after the tap has handled data. Perhaps wait before the next read.
+        """Report changes and write output, after the tap has handled data. If `delay` is set, delay the next read.
 
         Args:
             size: size of the data in bytes.
@@ -277,8 +278,8 @@ class TapTransport(asyncio.Transport):
                 full = self._pump_library()
                 continue
             self._librarys_turn = True
-            # If the library waits for the next frame border, write only up to this border. Otherwise a socket that is
-            # always full would delay the library's heartbeats and acks without end.
+            # If the library waits for the next frame boundary, write only up to this boundary. Otherwise a socket that
+            # is always full would delay the library's heartbeats and acks without end.
             waited_for = self._closing or (self._library and not tap.at_border)
             data = tap.unfinished if waited_for else LOOPS.take(self._data_to_write)
             if not data:
@@ -327,7 +328,7 @@ class TapTransport(asyncio.Transport):
         return sent < len(data) or (self._is_tls and self._raw.get_write_buffer_size() > 0)
 
     def _send(self, data: bytes) -> int:
-        """Send data. Return the number of bytes that are sent, or cannot be withdrawn."""
+        """Send data. Return the number of bytes that are sent or can no longer be withdrawn."""
         if self._is_tls:
             # A failed transport accepts all data and writes nothing.
             if self._raw.is_closing() or self._transport.is_closing():
@@ -373,7 +374,7 @@ class TapTransport(asyncio.Transport):
     # For the library: asyncio's interface.
 
     def write(self, data: Any) -> None:
-        """Write data at the next frame border."""
+        """Write data at the next frame boundary."""
         if self._closing or self._broken or not data:
             return
         if data[7:11] == CHANNEL_CLOSE:
@@ -437,8 +438,8 @@ class TapTransportFactory(TransportFactory):
     Args:
         made: called with each new transport.
         is_open: returns True if the library has opened the connection.
-        order_addresses: sorts the addresses of a host name, and returns them with the maximum seconds for the try of
-            each address; ``None`` for the resolver's order without a limit.
+        order_addresses: sorts the addresses of a host name. It returns them, and the maximum seconds to try each
+            address. ``None`` for the resolver's order and no limit.
     """
 
     def __init__(
@@ -486,7 +487,7 @@ class TapTransportFactory(TransportFactory):
 async def _connected(
     loop: asyncio.AbstractEventLoop, host: str, port: int, order_addresses: OrderAddresses | None
 ) -> socket.socket:
-    """Try the addresses of a host one by one, and return a connected socket. A forked child can close its copy."""
+    """Try the addresses of a host one by one, and return a connected socket. Record it for forked children."""
     failures: list[OSError] = []
     found, limit = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM), math.inf
     if order_addresses is not None and len(found) > 1:

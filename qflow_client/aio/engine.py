@@ -375,7 +375,7 @@ class Engine(BaseEngine):
             waits_for_holds: False to wait only while the broker continues to answer.
 
         Raises:
-            WrongLoop: another loop runs than the producer's.
+            WrongLoop: the running loop is not the producer's.
 
         Returns:
             The error for messages that were not delivered; ``None`` if there are none.

@@ -281,7 +281,7 @@ class Link:
     async def close(self, patience: float) -> None:
         """Settle all unsettled messages. Close the channel, and the connection if the producer owns it.
 
-        A cancelled call also settles all unsettled messages. It aborts the producer's own connection.
+        If the call is cancelled, it also settles all messages, and it aborts the producer's own connection.
 
         Args:
             patience: seconds that the broker may take to answer.

@@ -71,7 +71,7 @@ class AsyncProducer(BaseProducer[AsyncReceipt]):
         url: URL of the broker, or several URLs to try one after the other.
         connection: a connection from `connect_async`, on which the producer opens a channel; ``None`` to make a
             connection.
-        on_delivery: called with every settled receipt, as a call scheduled on the loop. `flush` and `close` do not
+        on_delivery: called with every settled receipt. Each call is scheduled on the loop. `flush` and `close` do not
             report these receipts again. If it calls `send_nowait`, that message goes before waiting calls of `send`.
         on_flow: called with every flow event, including the first. The method `on_flow` adds further callbacks.
         declare: what to declare on each new connection before publishing: a `Topology`, a `Queue`, or a queue name. A
@@ -161,8 +161,8 @@ class AsyncProducer(BaseProducer[AsyncReceipt]):
 
         Args:
             message: the body, or a `Message` with properties.
-            exchange: the exchange; by default the exchange of a `RoutedMessage`, or else of the settings.
-            routing_key: the routing key, with the same default.
+            exchange: the exchange; by default that of a `RoutedMessage`, and for other messages that of the settings.
+            routing_key: the routing key; its default is chosen in the same way.
             timeout: seconds that the call may wait; ``None`` for no limit, 0 to raise an error immediately. The default
                 is the setting `max_producer_flow_control_wait`.
             source: the source of the message, for a `WeightedLine`.
@@ -232,9 +232,10 @@ class AsyncProducer(BaseProducer[AsyncReceipt]):
     ) -> list[AsyncReceipt]:
         """Call `send` for every message, in order.
 
-        Any exception, even of the iterable or a cancel, has an attribute ``receipts`` with the receipts of the messages
-        that were admitted before. These messages will be sent. After `NotDurable`, the last receipt is that of the
-        failed message, because this message was admitted, too. No further message was taken from the iterable.
+        If the call or the iterable raises an exception, or the call is cancelled, the exception has an attribute
+        ``receipts`` with the receipts of the messages that were admitted before. These messages will be sent. After
+        `NotDurable`, the last receipt is that of the failed message, because this message was admitted, too. No further
+        message was taken from the iterable.
 
         Args:
             messages: messages as for `send`, or pairs of a message and its position.
@@ -351,7 +352,7 @@ class AsyncProducer(BaseProducer[AsyncReceipt]):
     # Closing.
 
     async def close(self, timeout: float | None = DEFAULT) -> None:
-        """Flush, and close the channel, and the connection if the producer owns it.
+        """Flush, then close the channel and, if the producer owns it, the connection.
 
         It returns within a second after the timeout, even if the broker or the network does not answer.
 

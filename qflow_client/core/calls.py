@@ -97,7 +97,7 @@ def flush(protocol: ProducerProtocol, waiter: object, deadline: float) -> Call[b
     """Wait until all messages that are admitted now are settled.
 
     Args:
-        protocol: the producer's state.
+        protocol: the producer's protocol.
         waiter: the waiter to set when the messages are settled.
         deadline: when the wait ends at the latest, in seconds.
 
@@ -115,7 +115,7 @@ def wait_unflowed(
     """Wait until the producer is unflowed (not blocked).
 
     Args:
-        protocol: the producer's state.
+        protocol: the producer's protocol.
         waiter: the waiter to set when the producer is unflowed.
         deadline: when the wait ends at the latest, in seconds.
         now: seconds.
@@ -142,7 +142,7 @@ def close(
     """Admit no message from now on, and wait until all messages are settled.
 
     Args:
-        protocol: the producer's state.
+        protocol: the producer's protocol.
         waiter: the waiter to set when the messages are settled.
         deadline: when the wait ends at the latest, in seconds.
         now: seconds.
@@ -160,7 +160,7 @@ def drain(protocol: ProducerProtocol, waiter: object, deadline: float, now: floa
     """Wait until all messages are settled. Stop earlier if a hold delays them, or if the broker stops answering.
 
     Args:
-        protocol: the producer's state.
+        protocol: the producer's protocol.
         waiter: the waiter to set when the messages are settled.
         deadline: when the wait ends at the latest, in seconds.
         now: seconds.
@@ -183,7 +183,7 @@ def _has_stalled(protocol: ProducerProtocol, before: int, now: float) -> bool:
     ``refused`` delay all messages, so they end the wait. ``paused`` and ``rate`` do not delay admitted messages.
 
     Args:
-        protocol: the producer's state.
+        protocol: the producer's protocol.
         before: how many messages were unsettled at the last check; -1 at the first check.
         now: seconds.
     """

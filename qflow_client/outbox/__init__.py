@@ -3,13 +3,13 @@
 `Outbox` (`outbox.py`) opens the file (`file.py`). It first notes changes in memory (`noted.py`); a commit writes them
 to the file. Only one thread at a time uses the file (`access.py`). A program can use an `Outbox` without a producer.
 
-In a producer, `Storage` opens the outbox and creates an `OutboxStore`. The producer's state calls this store through
+In a producer, `Storage` opens the outbox and creates an `OutboxStore`. The producer's protocol calls this store through
 the interface `qflow_client.core.store.Store`. Some messages wait on disk and are not admitted yet: they are the
 `Backlog`. A `Writer` thread commits changes and reads the backlog.
 
-The life of a message: the state admits it, and in the same step the store notes it in the outbox. `send` returns when
-the message is on disk. When the broker confirms the message, the state settles it and the store notes that. The next
-commit deletes the message. If the process dies before that commit, the next producer sends the message again.
+The life of a message: the protocol admits it, and in the same step the store notes it in the outbox. `send` returns
+when the message is on disk. When the broker confirms the message, the protocol settles it and the store notes that. The
+next commit deletes the message. If the process dies before that commit, the next producer sends the message again.
 """
 
 from __future__ import annotations

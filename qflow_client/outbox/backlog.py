@@ -44,7 +44,7 @@ class Backlog:
     """The messages of one producer that wait on disk.
 
     Args:
-        protocol: the producer's state.
+        protocol: the producer's protocol.
         outbox: keeps the messages.
         requests: the next tasks of the writer.
         limits: the window and the rate.
@@ -168,12 +168,12 @@ class Backlog:
     def feed(
         self, request: ReadRequest, batch: Sequence[StoredMessage], damaged: Mapping[int, str], now: float
     ) -> None:
-        """Handle the messages that the writer has read. If they are to be sent, the permission is on disk already.
+        """Handle the messages that the writer has read. If they will be sent, their permission is already on disk.
 
         Args:
             request: the request.
             batch: the messages.
-            damaged: the errors of other messages, which are damaged and were set aside, by sequence.
+            damaged: the errors of damaged messages, which were set aside, by sequence.
             now: seconds.
         """
         self._requests.read = None

@@ -17,7 +17,7 @@ noted changes in one transaction. A producer uses an outbox as follows:
    message. `StoredMessage.to_send` adds the mark if the message may be a second copy.
 6. `Outbox.put` accepts a `Position`: how far the program has read the source of the message (E13). The same commit
    writes both. A producer writes such a message to the broker only after that commit. So rows after the position on
-   disk were never written to the broker. Rows up to it get the mark if they are sent again.
+   disk were never written to the broker. Rows up to this position get the mark if they are sent again.
 7. A message that cannot be read is set aside. It stays in the file and still uses its bytes. `Outbox.damaged` lists it,
    and `Outbox.drop` removes it. All other messages are sent.
 
@@ -70,8 +70,10 @@ class Outbox:
     """Messages on disk, in a file of SQLite. Any number of threads of one process may use it.
 
     Args:
-        path: the path of the file, which is created if it does not exist. The lock is a file beside it, which stays.
-        max_bytes: limit of the messages, including properties and 64 bytes for each; the file itself may be larger.
+        path: the path of the file, which is created if it does not exist. The lock is a file beside it, which is never
+            deleted.
+        max_bytes: maximum bytes of all messages, with their properties and 64 bytes for each message. The file itself
+            may be larger.
         synchronous: with ``"normal"``, committed messages survive any death of the process. With ``"full"``, they also
             survive a crash of the machine, but each commit waits for the disk.
         timeout: seconds to wait for a file that another process has locked.
@@ -143,7 +145,7 @@ class Outbox:
 
     @property
     def left(self) -> int:
-        """Number of unsettled messages, without damaged messages. Inexact while other threads use the outbox."""
+        """Number of unsettled messages, without damaged ones. It is inexact while other threads use the outbox."""
         left = len(self) - self._noted.settled_count
         return left if left > 0 else 0
 
@@ -242,7 +244,7 @@ class Outbox:
 
         Args:
             first: the first sequence.
-            last: the last sequence. No message of the same source may have been put after it.
+            last: the last sequence. No later message of the same source may have been put.
         """
         self._noted.withdraw(first, last)
 
@@ -378,7 +380,7 @@ class Outbox:
         return now + self._wall_offset
 
     def _correct_time(self, stored: StoredMessage) -> StoredMessage:
-        """Return the message. If it is of an earlier process and its time is after the opening, correct its time."""
+        """Return the message. If a message of an earlier process has a time after the opening, correct this time."""
         if stored.at <= self._opened_at or stored.sequence > self._written_before[0]:
             return stored
         return replace(stored, at=self._opened_at)

@@ -1,4 +1,4 @@
-"""Requests of a producer's state to the writer thread. The store and the backlog make them; the writer serves them."""
+"""Requests of a producer to its writer thread. The store and the backlog make them; the writer serves them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class ReadRequest(NamedTuple):
 
 
 class Requests:
-    """The next tasks of the writer. No lock is needed, because the state and the writer only assign attributes.
+    """The next tasks of the writer. No lock is needed, because the protocol and the writer only assign attributes.
 
     Args:
         reports: the producer's reports. A request appends the writer to the list of waiters to wake.

@@ -86,10 +86,10 @@ class Storage:
         deliver: Callable[[StoreStep], None],
         committed: Callable[[int, Exception | None], None] | None = None,
     ) -> None:
-        """Attach the outbox to the producer's state, which then notes its messages there. This is a step of that state.
+        """Attach the outbox to the producer's protocol, which then notes its messages there. This is a step.
 
         Args:
-            protocol: the state. No message may have been admitted yet.
+            protocol: the protocol. No message may have been admitted yet.
             spilled_type: the class of receipts for messages that wait on disk.
             deliver: as for `Writer`.
             committed: as for `Writer`; ``None`` if only threads wait for commits.

@@ -1,13 +1,13 @@
-"""`OutboxStore` connects a producer's state to its outbox, sans-I/O. It implements `qflow_client.core.store.Store`.
+"""`OutboxStore` connects a producer's protocol to its outbox, sans-I/O. It implements `qflow_client.core.store.Store`.
 
-The state calls it. It notes each admitted and each settled message in the outbox, in the same step of the state. It
-does not wait for the disk: the producer does that before `send` returns. Messages that wait on disk and are not
-admitted yet are the `Backlog`. The outbox has its own number of each message, the sequence. Sequences and the state's
-numbers increase in the order of the wire.
+The protocol calls it. In the same step, it notes each admitted and each settled message in the outbox. It does not wait
+for the disk: the producer does that before `send` returns. Messages that wait on disk and are not admitted yet are the
+`Backlog`. The outbox gives each message a number of its own, the sequence. Sequences and the numbers of the protocol
+increase in the same order.
 
-A message with a position (E13) is written to the broker only when it is on disk. Otherwise a crash could leave at the
-broker a message whose position is not on disk. The next process would read the source from the earlier position, and
-would send the message again without a mark.
+A message with a position (E13) is written to the broker only when it is on disk. Otherwise, after a crash, the broker
+could have a message whose position is not on disk. The next process would read the source from the earlier position,
+and would send the message again without a mark.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class OutboxStore:
     """The outbox of one producer.
 
     Args:
-        protocol: the producer's state, to which the store attaches itself. No message may have been admitted yet.
+        protocol: the producer's protocol, to which the store attaches itself. No message may have been admitted yet.
         outbox: keeps the messages.
         spilled_type: the class of receipts for messages that wait on disk.
         writer: the writer, which each request wakes.
@@ -86,7 +86,7 @@ class OutboxStore:
         #: The next tasks of the writer.
         self.requests = Requests(protocol.reports)
         self.requests.writer = writer
-        #: Steps of the store are steps of the producer's state.
+        #: Steps of the store are steps of the producer's protocol.
         self.steps = protocol.steps
         self._admission, self._line, self._resending = protocol.admission, protocol.line, protocol.parts.resending
         self._controller, self._gate, self._reports = protocol.controller, protocol.gate, protocol.reports
@@ -344,7 +344,7 @@ class OutboxStore:
         stored[sequence] = receipt
 
     def _keep_nothing_back_for(self, settled: Sequence[Receipt]) -> None:
-        """End the wait of later messages for these settled messages, which are not written any more."""
+        """Let later messages stop waiting for these settled messages, because these will not be written any more."""
         for receipt in settled:
             if receipt._outcome is not Outcome.STORED:
                 self._not_on_disk.pop(receipt._number, None)

@@ -1,9 +1,9 @@
 """`Writer` is the thread that commits and reads for a producer with an outbox. So other threads do not wait for a disk.
 
-The producer wakes it like any other waiter. The thread then commits the noted changes of the outbox. If the state has
-requested a part of the backlog, the thread reads it, notes on disk that it may be written to a broker, and feeds it to
-the state. The thread never changes the state itself. It passes a step to `deliver`, which runs it in the same context
-as the other steps of the producer.
+The producer wakes it like any other waiter. The thread then commits the noted changes of the outbox. If the protocol
+has requested a part of the backlog, the thread reads it, notes on disk that it may be written to a broker, and feeds it
+to the protocol. The thread never changes the protocol's state itself. It passes a step to `deliver`, which runs it in
+the same context as the other steps of the producer.
 
 While the thread uses the outbox, it is marked as inside a step. Otherwise a finalizer on this thread could call `send`
 of this producer, and wait for a lock of the outbox that the interrupted thread has taken (E2).
@@ -43,7 +43,7 @@ _SEARCH_MAX = 60.0
 _SEARCH_MIN = 0.05
 _SEARCHES = 8
 
-#: A step of the state. It is called with the time.
+#: A step of the protocol. It is called with the time.
 StoreStep = Callable[[float], None]
 
 
@@ -205,7 +205,7 @@ class Writer:
             return False
         self._committed(durable, None)
         request = requests.read
-        # If the request was tried before, its result is on its way to the state.
+        # If the request was tried before, its result is on its way to the protocol.
         if request is not None and request is not self._tried:
             self._tried = request
             self._read(request)
@@ -218,7 +218,7 @@ class Writer:
         return True
 
     def _read(self, request: ReadRequest) -> None:
-        """Read a part of the backlog and feed it to the state. If that fails, set the time of the next try."""
+        """Read a part of the backlog and feed it to the protocol. If that fails, set the time of the next try."""
         outbox, store = self._outbox, self.store
         known = outbox.damaged
 

@@ -55,9 +55,9 @@ class ChannelIO(ABC):
         self.services.add_callback_threadsafe(self._after)
 
     def look(self) -> None:
-        """Make the I/O thread execute a step, which repairs an interrupted step. Any thread may call this.
+        """Make the I/O thread execute a step, because each step first repairs an interrupted step.
 
-        If the I/O thread has ended, do nothing.
+        Any thread may call this method. If the I/O thread has ended, the method does nothing.
         """
         self.services.add_callback_threadsafe(self._on_timer)
 

@@ -255,8 +255,8 @@ class Engine(BaseEngine):
 
         Args:
             waiter: the call's waiter.
-            deadline: as for `Guard.try_take`. ``None`` for no deadline, on a thread of this package, because it holds
-                no lock that a step waits for.
+            deadline: as for `Guard.try_take`. ``None`` for no deadline. Only threads of this package use that, because
+                they hold no lock for which a step waits.
             ticket: the ticket of a `send`, to withdraw after an error. Without a ticket, the protocol forgets `waiter`.
 
         Returns:

@@ -1,8 +1,9 @@
 """Puts the tap between pika and the socket, through pika's public interface for I/O services.
 
 After pika has connected a socket, it calls `create_streaming_connection` of its I/O services. The services of this
-module wrap the socket there. The tap filters received data before pika gets it. Data that pika sends waits for a frame
-border. `pump` writes the producers' bytes when the socket accepts them. Both kinds of link of a `Producer` use this.
+module wrap the socket there. The tap filters received data before pika gets it. When pika sends data, the data waits
+for the next frame boundary. `pump` writes the producers' bytes when the socket accepts them. Both kinds of link of a
+`Producer` use this.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ class _TapSocket:
                 raise ssl.SSLWantReadError(ssl.SSL_ERROR_WANT_READ, "there is no data for pika")
 
     def send(self, data: bytes) -> int:
-        """Send data of pika, at a frame border."""
+        """Send data of pika at the next frame boundary."""
         services = self._services
         if not self.library_mid_chunk and (
             self._begun_record or not services.tap.at_border or services.library_sent >= self.write_chunk
@@ -131,7 +132,7 @@ class _TapSocket:
             self.full = False
 
     def cut(self) -> None:
-        """Abort the connection. pika finds it closed when it reads."""
+        """Abort the connection. pika notices this when it reads."""
         self.broken = True
         with suppress(OSError):
             # After `SSLSocket.shutdown`, further data would be read as plain text.
@@ -240,7 +241,7 @@ class TapIOServices(SelectorIOServicesAdapter):
         self.awake = False
 
     def add_callback_threadsafe(self, callback: Callable[[], object]) -> None:
-        """Same as pika's method. It may be called at any time, also in a signal handler or a finalizer."""
+        """Same as pika's method. It may be called at any time, even in a signal handler or a finalizer."""
         self._calls.append(callback)
         # If the socket is full, the bytes in it wake the loop.
         with suppress(OSError):
@@ -300,7 +301,7 @@ class TapIOServices(SelectorIOServicesAdapter):
         tapped.finish_record()
         while not tapped.full and not tapped.broken:
             # If pika has data to write, and has written nothing since the last write of a producer, pika writes at the
-            # next frame border. Otherwise a socket that is always full would delay pika's heartbeats and acks without
+            # next frame boundary. Otherwise a socket that is always full would delay pika's heartbeats and acks without
             # end. This method is called again when the socket is writable. Similarly, after about one chunk of pika, a
             # producer writes.
             yields = self._library_writer is not None and not self.library_sent

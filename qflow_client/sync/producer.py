@@ -157,8 +157,8 @@ class Producer(BaseProducer[SyncReceipt]):
 
         Args:
             message: the body, or a `Message` with properties.
-            exchange: the exchange; by default the exchange of a `RoutedMessage`, or else of the settings.
-            routing_key: the routing key, with the same default.
+            exchange: the exchange; by default that of a `RoutedMessage`, and for other messages that of the settings.
+            routing_key: the routing key; its default is chosen in the same way.
             timeout: seconds that the call may wait; ``None`` for no limit, 0 to raise an error immediately. The default
                 is the setting `max_producer_flow_control_wait`.
             source: the source of the message, for a `WeightedLine`.
@@ -223,9 +223,10 @@ class Producer(BaseProducer[SyncReceipt]):
     ) -> list[SyncReceipt]:
         """Call `send` for every message, in order.
 
-        Any exception, even of the iterable, has an attribute ``receipts`` with the receipts of the messages that were
-        admitted before. These messages will be sent. After `NotDurable`, the last receipt is that of the failed
-        message, because this message was admitted, too. No further message was taken from the iterable.
+        If the call or the iterable raises an exception, the exception has an attribute ``receipts`` with the receipts
+        of the messages that were admitted before. These messages will be sent. After `NotDurable`, the last receipt is
+        that of the failed message, because this message was admitted, too. No further message was taken from the
+        iterable.
 
         Args:
             messages: messages as for `send`, or pairs of a message and its position.
