@@ -227,7 +227,7 @@ class Deduplicator:
     Args:
         path: path of a SQLite file for the ids. Other processes on this machine may use it at the same time. A crash of
             the process loses no ids. A crash of the machine may lose the last ids. ``None`` to keep the ids in memory,
-            with about 200 bytes for each.
+            with about 200 bytes for each id.
         max_count: maximum number of ids. If there are more, the oldest one is forgotten. Choose more than the number of
             messages between two copies. A second copy comes after all unconfirmed messages, and after messages that
             other producers have sent in the meantime.

@@ -43,7 +43,7 @@ after_fork_in_child(_renew_lock)
 
 
 def open_private(path: str | os.PathLike[str], flags: int) -> int:
-    """Open a file. If it does not exist, create it with permissions only for its owner, whatever the umask is.
+    """Open a file. A missing file is created with permissions only for its owner, whatever the umask is.
 
     Args:
         flags: flags of `os.open`. With ``O_EXCL`` the file must not exist.
@@ -102,7 +102,7 @@ def lock(file: int | IO[Any]) -> None:
 
 
 def unlock(file: int) -> None:
-    """Unlock an open file. This also unlocks its copies in forked children.
+    """Unlock an open file. If forked children have copies of the descriptor, these are unlocked, too.
 
     Raises:
         OSError: the file cannot be unlocked.

@@ -174,15 +174,15 @@ class FlowLog:
     unfinished file, the next log in the folder finishes it.
 
     Publishing threads, and the broker's loop, only put lines into a queue. A separate thread encodes and writes them.
-    If the disk is slow and the queue is full, lines are lost, and a later line has their number. A forked child needs
-    its own log.
+    If the disk is slow and the queue is full, lines are lost, and a later line contains the number of lost lines. A
+    forked child needs its own log.
 
     Args:
         folder: the folder, which is created if it does not exist.
         max_bytes: a file is finished when it has this number of bytes.
         max_seconds: a file with lines is also finished after this number of seconds.
         keep: number of finished files of this log to keep; ``None`` for all. Older files are deleted.
-        period: seconds between two lines of a present hold, and of a queue.
+        period: seconds between two lines about the same hold, or about the same queue.
         max_lines: maximum number of lines that wait to be written.
 
     Raises:
@@ -253,7 +253,7 @@ class FlowLog:
             producer: a `Producer` or an `AsyncProducer`.
 
         Returns:
-            A function that ends the observation. It is not needed for a closed producer.
+            A function that ends the observation. The function need not be called for a closed producer.
         """
         settings = producer.settings
         queue = settings.routing_key if not settings.exchange else f"{settings.exchange}:{settings.routing_key}"

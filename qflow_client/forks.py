@@ -18,7 +18,7 @@ def after_fork_in_child(function: Callable[[], object]) -> None:
 
 
 def replace_copy(descriptor: int) -> None:
-    """Close this process's copy of a socket. Its number stays a valid descriptor, because other code will close it.
+    """Close this process's copy of a socket. The number stays a valid descriptor, because other code will close it.
 
     This uses no additional descriptor, because the process may have no free descriptor.
     """

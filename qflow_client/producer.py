@@ -144,9 +144,9 @@ class BaseProducer(ABC, Generic[_Receipt]):
         source: str = "",
         position: Position | None = None,
     ) -> _Receipt:
-        """Same as `send`, but never wait for admission. Do not await it, not even in an `AsyncProducer`.
+        """Same as `send`, but never wait for admission. This is not a coroutine, even in an `AsyncProducer`.
 
-        With an outbox it blocks until the message is on disk; an `AsyncProducer` then blocks its loop.
+        With an outbox, the call blocks until the message is on disk. In an `AsyncProducer`, it blocks the loop.
 
         Args:
             message: the body, or a `Message` with properties.
@@ -159,7 +159,7 @@ class BaseProducer(ABC, Generic[_Receipt]):
             Its receipt.
 
         Raises:
-            ProducerFlowed: flowed; the message was not sent and never will be.
+            ProducerFlowed: the producer is flowed; the message was not sent and never will be.
             NestedCall: the call would wait for itself; the message was not sent and never will be (E2).
             ProducerClosed: the producer was closed, or has no connection, or its loop is closed; the message was not
                 sent.
@@ -470,7 +470,7 @@ class BaseProducer(ABC, Generic[_Receipt]):
         self.hold(HoldKind.PAUSED, source="", detail=reason)
 
     def resume(self) -> None:
-        """Lift the hold of `pause`. Holds of a manager stay."""
+        """Lift the hold of `pause`. Holds of a manager are not lifted."""
         self.lift(HoldKind.PAUSED, source="")
 
     def hold(self, kind: str, *, source: str, detail: str) -> None:

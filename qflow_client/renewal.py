@@ -83,7 +83,7 @@ class Renewer:
 
     Args:
         call_later: calls a function on this thread or loop after a number of seconds.
-        post: calls a function on this thread or loop. Any thread may use it.
+        post: calls a function on this thread or loop. Any thread may use this.
         update: sends a secret to the broker, and calls a function when the broker has answered. The function returns
             False if nothing can be sent now.
         leave: ends the connection, with a reason as its argument. The producer connects again.

@@ -59,7 +59,7 @@ class Returner:
     Args:
         reconnection: chooses the host to connect to.
         call_later: calls a function on this thread or loop after a number of seconds.
-        post: calls a function on this thread or loop. Any thread may use it.
+        post: calls a function on this thread or loop. Any thread may use this.
         leave: ends the connection, with a reason as its argument. The producer connects again.
     """
 

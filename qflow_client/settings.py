@@ -190,7 +190,7 @@ _Rule = tuple[Callable[[str], Any], str, Callable[[Any], bool]]
 
 
 def _whole(unit: str, none: str = "") -> _Rule:
-    """Return the rule for a whole number from 1. ``None`` is allowed if `none` describes it."""
+    """Return the rule for a whole number of at least 1. ``None`` is allowed if `none` describes it."""
 
     def is_allowed(value: Any) -> bool:
         return (value is None and none != "") or (_is_int(value) and value >= 1)
@@ -307,7 +307,7 @@ class ProducerSettings:
             ``disconnected`` at first, and tries all hosts repeatedly, as after a lost connection. With an outbox and
             ``when_flowed="spill"`` it accepts messages immediately.
         close_timeout: default timeout in seconds of `close`, and of the end of a ``with`` block.
-            `max_producer_flow_control_wait` also limits this time (E12). With ``None``, only that setting limits it.
+            `max_producer_flow_control_wait` also limits this time (E12). With ``None``, that setting is the only limit.
         on_disconnect: what happens to unsettled messages when the connection is lost and restored: ``"republish"`` or
             ``"fail"``.
         reconnect_timeout: seconds for which the producer tries to reconnect after a loss. Then it ends. ``None`` for no
@@ -696,7 +696,7 @@ def _is_url(url: str) -> bool:
 
 
 def _split_url(url: str) -> tuple[str, list[tuple[str, str]]]:
-    """Split a URL into the URL without settings in the query, and these settings."""
+    """Split a URL into two parts: the URL without the settings in its query, and these settings."""
     parts = urlsplit(url)
     names = _SETTINGS.keys() - {"url"}
     ours: list[tuple[str, str]] = []

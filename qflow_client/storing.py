@@ -41,7 +41,7 @@ def store_many(
         timeout: seconds that each message may wait while the producer is blocked; ``None`` for no limit.
         options: the other arguments of `send`.
         at_once: how many messages are put into the outbox before it waits for the disk.
-        wait_durable: waits until the message of a receipt is on disk, until a deadline in seconds.
+        wait_durable: waits until the message of a receipt is on disk, but not longer than until a deadline in seconds.
         run: calls a function with the other arguments; the function may wait.
     """
     try:

@@ -319,7 +319,7 @@ class Tracer:
         """Run a block in which a message may be admitted.
 
         Yields:
-            The message with its span. Its headers have the context of the span.
+            The message with its span. The headers of this message contain the context of the span.
         """
         headers: Mapping[str, Any] = payload.headers or {} if isinstance(payload, Message) else {}
         observer, trace = self._observer, self._trace

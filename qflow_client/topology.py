@@ -67,7 +67,7 @@ def _frozen(what: str, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _plain(name: str, value: Any) -> Any:
-    """Return a copy of an argument that the caller may change later. Both pika and aiormq can send its types."""
+    """Return a copy of an argument that may change later. The copy has types that both pika and aiormq can send."""
     if isinstance(value, Mapping):
         return {key: _plain(f"{name}[{key!r}]", each) for key, each in value.items()}
     if isinstance(value, (list, tuple)):

@@ -438,8 +438,8 @@ class TapTransportFactory(TransportFactory):
     Args:
         made: called with each new transport.
         is_open: returns True if the library has opened the connection.
-        order_addresses: sorts the addresses of a host name. It returns them, and the maximum seconds to try each
-            address. ``None`` for the resolver's order and no limit.
+        order_addresses: returns the addresses of a host name in the order to try them, and the maximum seconds to try
+            each address. ``None`` for the resolver's order and no limit.
     """
 
     def __init__(

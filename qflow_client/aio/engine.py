@@ -439,7 +439,7 @@ class Engine(BaseEngine):
         return undelivered
 
     async def _end(self, patience: float, end_at: float = -math.inf) -> None:
-        """End the channel and all parts of the producer. If this is cancelled, it does the same, but waits less.
+        """End the channel and all parts of the producer. A cancelled call still ends all parts, but waits less.
 
         Args:
             patience: seconds that the broker may take to answer.

@@ -56,7 +56,7 @@ _monotonic = time.monotonic
 class AsyncProducer(BaseProducer[AsyncReceipt]):
     """Publishes to an AMQP 0-9-1 broker, never faster than the broker allows. Tasks can share a producer.
 
-    It connects once, when ``async with`` is entered or `connect` is called. It belongs to the loop in which it
+    It connects once, when ``async with`` is entered or `connect` is called. A producer belongs to the loop in which it
     connects. In another running loop its methods raise `WrongLoop` immediately, because they cannot wake that loop.
     Other threads may only call `pause`, `resume` and the manager. At the end of the ``async with`` block, the producer
     is closed. If the application drops a connected producer without closing it, the producer issues a
@@ -72,14 +72,15 @@ class AsyncProducer(BaseProducer[AsyncReceipt]):
         connection: a connection from `connect_async`, on which the producer opens a channel; ``None`` to make a
             connection.
         on_delivery: called with every settled receipt. Each call is scheduled on the loop. `flush` and `close` do not
-            report these receipts again. If it calls `send_nowait`, that message goes before waiting calls of `send`.
+            report these receipts again. If the callback calls `send_nowait`, its message goes before the messages of
+            waiting calls of `send`.
         on_flow: called with every flow event, including the first. The method `on_flow` adds further callbacks.
         declare: what to declare on each new connection before publishing: a `Topology`, a `Queue`, or a queue name. A
             name declares a durable queue if there is no queue of that name. ``None`` declares nothing.
-        credentials: returns the `Credentials` for the login. It is called before each try to connect. A coroutine
-            function is awaited in the loop. Any other function is called on a separate thread, and may return an
-            awaitable. `connect_timeout` includes the time of this call. If the call raises an error, the try fails. The
-            function is called again before the credentials expire, and the broker gets the new credentials
+        credentials: returns the `Credentials` for the login. The function is called before each try to connect. A
+            coroutine function is awaited in the loop. Any other function is called on a separate thread, and may return
+            an awaitable. `connect_timeout` includes the time of this call. If the call raises an error, the try fails.
+            The function is called again before the credentials expire, and the broker gets the new credentials
             (``Connection.UpdateSecret``). ``None`` uses the credentials of the URL.
         settings: the settings; `keywords` replace some of their values.
         line: the order in which waiting calls of `send` are served; by default first come, first served (F4). A
@@ -245,7 +246,7 @@ class AsyncProducer(BaseProducer[AsyncReceipt]):
             source: the source of the messages, for a `WeightedLine`.
 
         Returns:
-            The receipts, when the last message is admitted.
+            The receipts of all messages, as soon as the last message is admitted.
 
         Raises:
             FlowControlTimeout, ProducerFlowed, ProducerClosed, WrongLoop, SettingsError, TypeError, ValueError: as for
@@ -335,7 +336,7 @@ class AsyncProducer(BaseProducer[AsyncReceipt]):
         )
 
     def flow_events(self, *, kinds: Iterable[str] | None = None) -> AsyncIterator[FlowEvent]:
-        """Return an iterator over the flow events from now on. It ends when the producer is closed.
+        """Return an iterator over the flow events from now on. The iterator ends when the producer is closed.
 
         If more than `max_flow_events` events wait for the reader, the oldest events are dropped.
 
@@ -354,7 +355,7 @@ class AsyncProducer(BaseProducer[AsyncReceipt]):
     async def close(self, timeout: float | None = DEFAULT) -> None:
         """Flush, then close the channel and, if the producer owns it, the connection.
 
-        It returns within a second after the timeout, even if the broker or the network does not answer.
+        The call returns within a second after the timeout, even if the broker or the network does not answer.
 
         A second call only waits for the end of the first call. If the first call is cancelled, the producer does not
         wait for confirms, and aborts the connection. The unsettled messages are logged, and are in the attribute

@@ -228,7 +228,7 @@ class Turns:
         return result  # type: ignore[return-value]  # the call has ended
 
     def give_up(self, ticket: SendTicket) -> None:
-        """Withdraw a ticket. If its message is not admitted yet, it will not be sent."""
+        """Withdraw a ticket. If its message is not admitted yet, the message will not be sent."""
         step = LOOPS.try_take(lambda: self._protocol().line.give_up(ticket, _monotonic()))
         if step is NOT_TAKEN:
             # This is inside a step, for example because a finalizer cancels a task. In a closed loop no call waits.

@@ -37,7 +37,7 @@ _LULL = 0.5
 
 
 class CannotWait(NamedTuple):
-    """The error for a message that is not allowed to wait, if it cannot be admitted immediately."""
+    """The error that is raised if a message cannot be admitted immediately and is not allowed to wait."""
 
     error: type[ProducerFlowed]
     #: What the caller can do, for the error's text.

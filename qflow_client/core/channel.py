@@ -145,7 +145,7 @@ class Channel:
             self._discard_settled()
 
     def _encode(self, receipt: Receipt) -> None:
-        """Encode the properties of a message. If the message was written before, this is its second copy."""
+        """Encode the properties of a message. If the message was written before, encode a second copy."""
         receipt._route = self._unconfirmed.encoder.route(receipt.exchange, receipt.routing_key)
         if receipt._number in self._resending.written_before:
             self._admission.prepare_again(receipt)

@@ -30,7 +30,7 @@ So first copies are always sent in the order of admission.
 Example: a message is refused, then its connection is lost, then the broker stops the new channel (``Channel.Flow``).
 The argument `retries` is set, and the setting `on_disconnect` is ``"republish"``.
 
-1. The refusal raises the hold ``refused`` and begins a pause. The message is encoded as a second copy, in `again`.
+1. The refusal raises the hold ``refused`` and begins a pause. The message moves into `again` as a second copy.
 2. The loss raises the hold ``disconnected``, and stops the clock of `retry_for`. The pause continues.
 3. The next channel lifts ``disconnected``, and starts the clock. The message is encoded for this channel.
 4. The broker's stop raises the hold ``channel_flow``, and stops the clock. When it ends, the clock continues.
@@ -285,7 +285,7 @@ class ProducerProtocol:
 
     @step
     def restored(self, now: float) -> None:
-        """Allow messages to be sent, because the declarations are repeated."""
+        """Allow messages to be sent, because all declarations were repeated."""
         self.channel.is_restoring = False
         self.consequences.apply_stops(now)
         self.consequences.proceed(now)
@@ -367,7 +367,7 @@ class ProducerProtocol:
         self.consequences.update(now)
 
     def on_acks(self, acks: list[tuple[int, int]], now: float) -> None:
-        """Handle the acks of one read. `TapChannel` describes the list, and the effect of an interrupt."""
+        """Handle the acks that were read together. `TapChannel` describes the list, and the effect of an interrupt."""
         steps = self.steps
         if steps.is_unfinished:
             steps.resume()
@@ -495,7 +495,7 @@ class ProducerProtocol:
 
     @property
     def needs_timer(self) -> bool:
-        """Whether time alone may change something. If so, the owner has to call `on_timer` at `next_timer`."""
+        """Whether the passing of time may change the state. If so, the owner has to call `on_timer` at `next_timer`."""
         return self.settings.rate is not None or self._expiry is not None or self.parts.resending.needs_timer
 
     @step

@@ -109,7 +109,8 @@ class Refusals:
         """Record the refusal of a message, and decide whether the message is sent again.
 
         Returns:
-            True if the message must be settled, because its time is over or it was returned. False if it is sent again.
+            True if the message must be settled, because its time is over or it was returned. False if the message is
+            sent again.
         """
         self._first_refused.setdefault(receipt._number, self._clock(now))
         self._unanswered.discard(receipt._number)

@@ -253,7 +253,7 @@ class Reports:
 
         Args:
             hold: the hold.
-            raised: True if it was raised, False if it was lifted.
+            raised: True if the hold was raised, False if it was lifted.
             now: seconds.
             connecting: whether the producer has never had a channel. The hold ``disconnected`` is then logged at the
                 level DEBUG.

@@ -64,7 +64,7 @@ class Resending:
 
         Args:
             written: messages that were written before, on this channel or an earlier one.
-            suspects: messages that may be the cause of the end.
+            suspects: messages that may have caused the end of the channel.
             unanswered: messages that were written on this channel, at least in part.
         """
         # The dict adds no message twice if an interrupted call is repeated.
@@ -205,7 +205,7 @@ class Resending:
         """Repair the state after an unfinished step.
 
         Args:
-            tag_of: returns the tag of a message on the wire; 0 if it is not there.
+            tag_of: returns the tag of a message; 0 if the message is not on the wire.
         """
         for receipt in (self.refusals.probe, self.suspects.alone):
             if receipt is not None and not receipt.done and not tag_of(receipt):

@@ -91,7 +91,7 @@ class SendLine:
         source: str = "",
         first: bool = False,
     ) -> SendTicket:
-        """Make the ticket of a message that `send` did not admit. It is not in line yet.
+        """Make the ticket of a message that `send` did not admit. The ticket is not in line yet.
 
         Args:
             payload: the message.
@@ -127,7 +127,7 @@ class SendLine:
 
     @step
     def stand_in_line(self, ticket: SendTicket, now: float) -> None:
-        """Put a ticket into the line. It stays there until it is decided."""
+        """Put a ticket into the line. The ticket stays there until it is decided."""
         if self._admission.closed is not None:
             # The producer was closed after the ticket was made.
             ticket.error = ticket.closed_error(self._admission.closed)

@@ -94,7 +94,7 @@ class Settling:
             outcome: one outcome for all messages, or one outcome for each message. ``CONFIRMED`` becomes ``RETURNED``
                 for a returned message.
             now: seconds.
-            reply: the reply for receipts that have none.
+            reply: the reply for receipts without a reply.
         """
         self._batch, self._stage = (list(receipts), outcome, reply, now), 0
         self._finish()

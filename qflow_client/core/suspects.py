@@ -131,7 +131,7 @@ class PoisonDetector:
             now: seconds.
 
         Returns:
-            The suspects; if `is_proven`, the poisonous message.
+            The suspects. If `is_proven`, the only suspect is the poisonous message.
         """
         if settled > self._settled:
             self._settled = settled

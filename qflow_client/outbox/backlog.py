@@ -251,7 +251,7 @@ class Backlog:
     # Messages that are not sent.
 
     def _oldest_sent(self, now: float) -> float:
-        """Return the age limit, in seconds since 1970. Messages that were put earlier are too old."""
+        """Return the earliest time at which a message may have been put, in seconds since 1970. Older ones expire."""
         return -1.0 if self._max_age is None else self._outbox.wall_time(now) - self._max_age
 
     def _expire(self, stored: StoredMessage) -> None:

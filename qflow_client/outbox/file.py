@@ -250,7 +250,7 @@ def _decode(row: Sequence[Any]) -> tuple[str, str, Message]:
 def read(
     file: Database, after: int, limit: int, written: tuple[int, int], only: str = ""
 ) -> tuple[list[StoredMessage], dict[int, str]]:
-    """Read messages. Return them, and the errors of the damaged messages in the same range, by sequence.
+    """Read messages. Return the messages, and the errors of the damaged messages in the same range, by sequence.
 
     Args:
         file: the file.

@@ -10,8 +10,8 @@ make a write safe to interrupt and to repeat:
 A position shows how far a source of messages has been read (E13). It belongs to the message with which it was put, and
 both are written in the same transaction. A position without its message is not valid. The position of a source is the
 last valid position that was put for it. If a message is withdrawn, the transaction that deletes it also writes the
-previous position of its source. One previous position is enough, because a producer withdraws at most one message at a
-time: the message whose admission was interrupted.
+previous position of its source. One previous position is enough, because a producer withdraws only one message at a
+time, which is the message whose admission was interrupted.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class Noted:
             position: a position to write with it; ``None`` for no position.
 
         Returns:
-            Its sequence; 0 if there is no room.
+            The sequence of the message; 0 if there is no room.
         """
         put_with = 0
         try:

@@ -3,7 +3,8 @@
 Changes (new and settled messages) are first noted in memory, which is fast and touches no disk. A commit writes all
 noted changes in one transaction. A producer uses an outbox as follows:
 
-1. Under its own lock, in the order of admission, it calls `Outbox.put`. This notes a message and assigns a sequence.
+1. The producer calls `Outbox.put` under its own lock, in the order of admission. This notes a message and assigns a
+   sequence.
 2. Without that lock, and before `send` returns, it calls `Outbox.wait_durable`. This writes the message to disk,
    together with all messages that other threads have put meanwhile. A producer on an event loop calls `Outbox.commit`
    on another thread instead, once for many messages.

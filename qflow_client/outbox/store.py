@@ -244,7 +244,7 @@ class OutboxStore:
 
     @step
     def read_again(self, _now: float) -> None:
-        """Repeat a request after the writer could not read."""
+        """Repeat a request, because the writer could not read."""
         self.backlog.request_again()
 
     # Admitting.

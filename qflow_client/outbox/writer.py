@@ -1,12 +1,12 @@
 """`Writer` is the thread that commits and reads for a producer with an outbox. So other threads do not wait for a disk.
 
-The producer wakes it like any other waiter. The thread then commits the noted changes of the outbox. If the protocol
-has requested a part of the backlog, the thread reads it, notes on disk that it may be written to a broker, and feeds it
-to the protocol. The thread never changes the protocol's state itself. It passes a step to `deliver`, which runs it in
-the same context as the other steps of the producer.
+The producer wakes it like any other waiter. The thread then commits the noted changes of the outbox. The protocol may
+also request a part of the backlog. Then the thread reads this part, notes on disk that the part may be written to a
+broker, and feeds it to the protocol. The thread never changes the protocol's state itself. It passes a step to
+`deliver`, which runs it in the same context as the other steps of the producer.
 
-While the thread uses the outbox, it is marked as inside a step. Otherwise a finalizer on this thread could call `send`
-of this producer, and wait for a lock of the outbox that the interrupted thread has taken (E2).
+While the thread uses the outbox, the thread is marked as inside a step. Otherwise a finalizer on this thread could call
+`send` of this producer, and wait for a lock of the outbox that the interrupted thread has taken (E2).
 """
 
 from __future__ import annotations

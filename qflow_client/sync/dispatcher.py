@@ -74,7 +74,7 @@ class Dispatcher:
         return threading.current_thread() is self._thread
 
     def stop(self, timeout: float) -> None:
-        """End the thread after the scheduled calls, and wait for its end. A callback does not wait.
+        """End the thread after the scheduled calls, and wait for its end. If a callback calls this, it does not wait.
 
         Args:
             timeout: maximum wait in seconds.

@@ -74,14 +74,15 @@ class Producer(BaseProducer[SyncReceipt]):
         url: URL of the broker, or several URLs to try one after the other.
         connection: a connection from `connect`, on which the producer opens a channel; ``None`` to make a connection.
         on_delivery: called with every settled receipt, on the producer's callback thread. `flush` and `close` do not
-            report these receipts again. If it is slower than the broker's confirms, the hold ``capacity`` stops the
-            producer. If it calls `send`, that call waits neither for other senders nor for other callbacks.
+            report these receipts again. If the callback is slower than the broker's confirms, the hold ``capacity``
+            stops the producer. If the callback calls `send`, the call waits neither for other senders nor for other
+            callbacks.
         on_flow: called with every flow event, including the first. The method `on_flow` adds further callbacks.
         declare: what to declare on each new connection before publishing: a `Topology`, a `Queue`, or a queue name. A
             name declares a durable queue if there is no queue of that name. ``None`` declares nothing.
-        credentials: returns the `Credentials` for the login. It is called on a separate thread before each try to
-            connect. `connect_timeout` includes the time of this call. If the call raises an error, the try fails. The
-            function is called again before the credentials expire, and the broker gets the new credentials
+        credentials: returns the `Credentials` for the login. The function is called on a separate thread before each
+            try to connect. `connect_timeout` includes the time of this call. If the call raises an error, the try
+            fails. The function is called again before the credentials expire, and the broker gets the new credentials
             (``Connection.UpdateSecret``). ``None`` uses the credentials of the URL.
         settings: the settings; `keywords` replace some of their values.
         line: the order in which waiting calls of `send` are served; by default first come, first served (F4). A
@@ -236,7 +237,7 @@ class Producer(BaseProducer[SyncReceipt]):
             source: the source of the messages, for a `WeightedLine`.
 
         Returns:
-            The receipts, when the last message is admitted.
+            The receipts of all messages, as soon as the last message is admitted.
 
         Raises:
             FlowControlTimeout, ProducerFlowed, ProducerClosed, SettingsError, TypeError, ValueError: as for `send`.
@@ -289,7 +290,8 @@ class Producer(BaseProducer[SyncReceipt]):
         Raises:
             ConfirmTimeout: some messages are not settled after `timeout`; their outcome is not known yet.
             UndeliveredMessages: all messages are settled, but some were not delivered, and no call has reported them.
-                It contains the messages of all threads. If several threads call `flush`, only one call raises it.
+                The error contains the messages of all threads. If several threads call `flush`, only one call raises
+                it.
             NestedCall: the call would wait for itself; nothing has changed (E2).
             ProducerClosed: the producer was made before this process was forked.
             TypeError, ValueError: `timeout` is not a number.
@@ -362,7 +364,7 @@ class Producer(BaseProducer[SyncReceipt]):
     def close(self, timeout: float | None = DEFAULT) -> None:
         """Flush, and end the connection. A second call only waits for the end of the first call.
 
-        It returns within a second after the timeout, even if the broker or the network does not answer.
+        The call returns within a second after the timeout, even if the broker or the network does not answer.
 
         Args:
             timeout: seconds to wait until messages are settled; ``None`` for no limit. The default is the setting
