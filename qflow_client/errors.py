@@ -227,8 +227,7 @@ class UndeliveredMessages(QflowError):
     """Admitted messages were not delivered, and the application has not seen their receipts.
 
     Attributes:
-        receipts: receipts of these messages, in the order of admission. Receipts of messages in the outbox may be
-            missing.
+        receipts: receipts of these messages, in the order of admission. Messages in the outbox may be missing.
         stored: number of messages that stay in the outbox. The next producer with this outbox sends them, so the
             application must not send them.
         dropped: number of further messages that have failed. Their receipts were dropped, because failed messages used

@@ -336,8 +336,7 @@ class BaseProducer(ABC, Generic[_Receipt]):
         """The maximum number of unsettled messages.
 
         It may be set at any time. A lower capacity cancels no message. It only prevents further messages until there is
-        room (C6). With ``capacity="auto"`` this is the present window. After a number was set, the window does not
-        adapt any more.
+        room (C6). With ``capacity="auto"`` this is the present window. A number that is set stays.
 
         Raises:
             SettingsError: the new value is not allowed.

@@ -5,8 +5,7 @@ certainly harmless. A value of an unknown type is shown as its type. A parameter
 URL is shown as this name. Error texts of libraries about a URL pass through `words_of`, because libraries repeat the
 part of the URL that they cannot parse.
 
-A value of a harmless argument is shown if it does not look like a URL. So the secret in ``name="s3cr3t"`` is not
-recognised.
+A value of a harmless argument is shown if it does not look like a URL. So the secret in ``name="s3cr3t"`` is shown.
 """
 
 from __future__ import annotations

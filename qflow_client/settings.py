@@ -283,8 +283,7 @@ class ProducerSettings:
             ``None`` for no limit, 0 to raise an error immediately (A4).
         when_flowed: what `send` does while the producer is flowed: ``"block"``, ``"raise"`` or ``"spill"`` (D1). With
             ``"spill"`` it puts the message into the `outbox`, from which the message is sent later, in order.
-        confirms: whether to use publisher confirms. Without confirms, the outcome of a message is ``sent`` when it is
-            written.
+        confirms: whether to use publisher confirms. Without confirms, a written message has the outcome ``sent``.
         mandatory: whether the broker returns messages that no queue receives, so that they are not lost silently.
             Returned messages are recognised by their message ids, so ``None`` means the value of `message_ids`.
             `is_mandatory` is the resulting value.
@@ -301,8 +300,7 @@ class ProducerSettings:
         max_flow_events: maximum number of flow events that wait for a slow reader of ``flow_events()`` or a slow
             ``on_flow`` callback. If there are more, the oldest ones are dropped, and a warning has their number.
         flow_control_wait_notify_period: seconds between two notices that calls of `send` still wait.
-        connect_timeout: maximum seconds to connect to a host, including TLS, authentication and the opening of the
-            channel.
+        connect_timeout: maximum seconds to connect to a host, with TLS, authentication and the opening of the channel.
         connect_in_background: whether to create the producer without waiting for the broker (E12). The producer is
             ``disconnected`` at first, and tries all hosts repeatedly, as after a lost connection. With an outbox and
             ``when_flowed="spill"`` it accepts messages immediately.

@@ -454,7 +454,7 @@ def log_failed_try(name: str, url: str, why: str, pause: float) -> None:
 
 
 def log_connected(name: str, url: str, why: str) -> None:
-    """Log that the producer is connected. `why` is why it was not: `NOT_CONNECTED` for the first connection."""
+    """Log that the producer is connected. `why` is the cause of the disconnect; `NOT_CONNECTED` the first time."""
     words = "%s: connected to %s" if why == NOT_CONNECTED else "%s: connected again to %s"
     log(logging.WARNING, words, name, url)
 
@@ -509,8 +509,7 @@ class Deliveries:
         """Return the failed receipts that `close` has to report, because `on_delivery` did not get them in time.
 
         Args:
-            left: the receipts that were unsettled when the connection was ended. These receipts were passed to
-                `on_delivery`, but possibly late.
+            left: the receipts that were unsettled when the connection was ended. They were passed on, but maybe late.
         """
         late = [receipt for receipts in tuple(self._handed) for receipt in receipts][self._passed_of_first :]
         failed = {id(receipt): receipt for receipt in (*late, *left) if receipt._failed and not receipt._seen}

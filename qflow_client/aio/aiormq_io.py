@@ -3,7 +3,6 @@
 aiormq (the library) gets a reader and a writer from a `TransportFactory`. The factory of this module returns asyncio's
 reader and writer with the tap at both. The tap filters received data before the reader gets it. Data that the library
 writes waits for the next frame boundary. `pump` writes the producers' bytes when the socket accepts them.
-`TappedConnection` uses this.
 """
 
 from __future__ import annotations

@@ -72,8 +72,8 @@ class AsyncProducer(BaseProducer[AsyncReceipt]):
         connection: a connection from `connect_async`, on which the producer opens a channel; ``None`` to make a
             connection.
         on_delivery: called with every settled receipt. Each call is scheduled on the loop. `flush` and `close` do not
-            report these receipts again. If the callback calls `send_nowait`, its message goes before the messages of
-            waiting calls of `send`.
+            report these receipts again. If the callback calls `send_nowait`, its message goes before those of waiting
+            calls.
         on_flow: called with every flow event, including the first. The method `on_flow` adds further callbacks.
         declare: what to declare on each new connection before publishing: a `Topology`, a `Queue`, or a queue name. A
             name declares a durable queue if there is no queue of that name. ``None`` declares nothing.
@@ -235,8 +235,8 @@ class AsyncProducer(BaseProducer[AsyncReceipt]):
 
         If the call or the iterable raises an exception, or the call is cancelled, the exception has an attribute
         ``receipts`` with the receipts of the messages that were admitted before. These messages will be sent. After
-        `NotDurable`, the last receipt is that of the failed message, because this message was admitted, too. No further
-        message was taken from the iterable.
+        `NotDurable`, the last receipt is that of the failed message, which was also admitted. No further message was
+        taken from the iterable.
 
         Args:
             messages: messages as for `send`, or pairs of a message and its position.
@@ -367,8 +367,7 @@ class AsyncProducer(BaseProducer[AsyncReceipt]):
                 `close_timeout`.
 
         Raises:
-            UndeliveredMessages: some messages were not delivered, and no call has reported them. No other messages are
-                lost.
+            UndeliveredMessages: some messages were not delivered, and no call has reported them. No others are lost.
             WrongLoop: the producer belongs to another event loop.
         """
         undelivered = await self._engine.close(close_deadline(timeout, self.settings))

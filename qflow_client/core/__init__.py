@@ -5,6 +5,6 @@ threads, event loops, sockets, files or clocks.
 
 Terms: a message is *on the wire* while `Unconfirmed.flight` contains it, which means that its frames are made for the
 open channel. A message is *begun* when at least one of its bytes is written, and *in flight* while it is begun and
-unsettled. A producer is *blocked (flowed)* while its gate has at least one *hold*. `HoldKind` lists the kinds of holds.
-``Channel.Flow`` raises only the kind ``channel_flow``.
+unsettled. A producer is *blocked (flowed)* while its gate has at least one *hold*. ``Channel.Flow`` raises only one of
+the kinds in `HoldKind`.
 """

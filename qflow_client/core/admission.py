@@ -11,8 +11,7 @@ signal handler or finalizer between two instructions that call no function. Othe
 GIL) do not guarantee this, so `send_at_once` admits nothing there.
 
 The *cost* of a message is the size of its frames. A *plain* message is a body of bytes that fits into one frame. It has
-no properties of its own. Its cost is the length of its body plus `Route.cost`. For other messages the encoder computes
-the cost.
+no properties of its own. Its cost is its length plus `Route.cost`. For other messages the encoder computes the cost.
 """
 
 from __future__ import annotations
@@ -282,12 +281,7 @@ class Admission:
         return self.encoder.cost(receipt._route, len(message.body), prepared)
 
     def prepare_again(self, receipt: Receipt) -> None:
-        """Encode the properties of the second copy of a message, with the message id of its first copy.
-
-        Raises:
-            TypeError, ValueError: the properties cannot be encoded.
-        """
-        # `_as_published` has added the message id, so the encoder adds none.
+        """Encode the properties of a second copy, with the message id of the first copy. Errors are as in `prepare`."""
         receipt._prepared = self.encoder.prepare(republished(receipt._as_published()), has_id=False)
 
     def cost(self, receipt: Receipt) -> int:

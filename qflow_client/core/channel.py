@@ -308,7 +308,7 @@ class Channel:
         self._admission.unwritten = 0
 
     def abandon(self, receipts: Sequence[Receipt], reason: str, now: float) -> None:
-        """Settle messages with the outcomes that are known now, and never send them again.
+        """Settle messages with the outcomes that are known now. These messages are not sent any more.
 
         The caller has taken back all frames whose message is not begun.
 

@@ -164,7 +164,7 @@ class Consequences:
             parts.expiry.forget(before)
 
     def abandon(self, receipts: Sequence[Receipt], reason: str, now: float) -> None:
-        """Settle messages with the outcomes that are known now, and never send them again.
+        """Settle messages with the outcomes that are known now. These messages are not sent any more.
 
         Args:
             receipts: the receipts of unsettled messages, in the order of admission.

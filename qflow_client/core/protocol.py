@@ -21,14 +21,14 @@ From its admission until it is settled, a message is in exactly one of three col
 * `resending.again`: the message was written before, and will be sent again, marked as a second copy. The first copy may
   have arrived. If one queue refused this copy, another queue may have accepted it.
 
-A message moves from `unsent` or `again` to `flight` when the socket accepts more bytes (`data_to_write`). It moves back
-if the channel ends, or if the broker has no room and refuses the message. It also moves back if its frames are taken
-back (`Writing.take_back`) before their first byte is written, for example when the broker stops the channel. `settling`
-removes a message when it is settled. `unsent` and `again` are always in the order of admission, and `again` goes first.
-So first copies are always sent in the order of admission.
+A message moves from `unsent` or `again` to `flight` when the socket accepts more bytes (`data_to_write`). It leaves
+`flight` if the channel ends, if the broker has no room and refuses the message, or if its frames are taken back before
+their first byte is written (`Writing.take_back`), for example when the broker stops the channel. Then the message moves
+to `again` if it was ever written, and otherwise to `unsent`. `settling` removes settled messages. `unsent` and `again`
+are always in the order of admission, and `again` goes first. So first copies are always sent in the order of admission.
 
-Example: a message is refused, then its connection is lost, then the broker stops the new channel (``Channel.Flow``).
-The argument `retries` is set, and the setting `on_disconnect` is ``"republish"``.
+Example with `retries` and ``on_disconnect="republish"``: a message is refused, then its connection is lost, then the
+broker stops the new channel (``Channel.Flow``).
 
 1. The refusal raises the hold ``refused`` and begins a pause. The message moves into `again` as a second copy.
 2. The loss raises the hold ``disconnected``, and stops the clock of `retry_for`. The pause continues.
@@ -67,8 +67,7 @@ class ProducerProtocol:
 
     Args:
         settings: the producer's settings.
-        id_prefix: the prefix of the message ids that the producer assigns; the message number follows in 12 hexadecimal
-            digits.
+        id_prefix: the prefix of the assigned message ids; the message number follows in 12 hexadecimal digits.
         receipt_type: the class of the receipts.
         now: seconds.
         wall_offset: the number to add to `now` to get seconds since 1970.
@@ -135,10 +134,7 @@ class ProducerProtocol:
 
     @property
     def has_output(self) -> bool:
-        """Whether the owner should call `data_to_write`: there are unwritten bytes that do not wait for the disk.
-
-        This stays True while the writing is stopped or waits for a probe. `data_to_write` returns nothing then.
-        """
+        """Whether there are unwritten bytes that do not wait for the disk. A stop or a pause may still delay them."""
         store = self.admission.store
         return self.admission.unwritten > 0 and (store is None or not store.keeps_all_back)
 
@@ -275,7 +271,7 @@ class ProducerProtocol:
         self._writing.has_ended = False
         self.channel.open(channel, frame_max, now)
         self.consequences.apply_stops(now)
-        # This lifts the hold ``disconnected``, so the gate may be open now. `proceed` comes later: it may raise holds.
+        # This lifts the hold ``disconnected``. `proceed` comes later, because it may raise other holds.
         self.consequences.review_holds(now)
         if not self.channel.was_open and self.gate.is_open:
             # The time before the first connection does not count as flow control.
@@ -406,8 +402,7 @@ class ProducerProtocol:
     def data_to_write(self, limit: int) -> bytes:
         """Return the next bytes to write, at most about `limit`; empty if nothing may be written now.
 
-        The call uses the time of the last step. So a probe leaves only after a step, such as `on_timer`, has passed a
-        time at which its pause is over.
+        "Now" is the time of the last step. So the owner may have to call `on_timer` before a probe can be written.
         """
         steps = self.steps
         if steps.is_unfinished:

@@ -74,7 +74,7 @@ class Refusals:
         self._first_refused: dict[int, float] = {}
         # Numbers of refused messages that were written again, on a channel that ended before the broker answered.
         self._unanswered: set[int] = set()
-        #: When the next probe may be sent, or when the present probe could be sent. ``None`` while the broker has room.
+        #: When the next or the present probe may be sent. ``None`` while the broker has room.
         self.probe_at: float | None = None
         #: The probe, from its sending until its answer is handled; ``None`` if there is none.
         self.probe: Receipt | None = None
@@ -109,8 +109,7 @@ class Refusals:
         """Record the refusal of a message, and decide whether the message is sent again.
 
         Returns:
-            True if the message must be settled, because its time is over or it was returned. False if the message is
-            sent again.
+            False if the message is sent again. True if it must be settled, because its time is over or it was returned.
         """
         self._first_refused.setdefault(receipt._number, self._clock(now))
         self._unanswered.discard(receipt._number)

@@ -255,8 +255,8 @@ class Reports:
             hold: the hold.
             raised: True if the hold was raised, False if it was lifted.
             now: seconds.
-            connecting: whether the producer has never had a channel. The hold ``disconnected`` is then logged at the
-                level DEBUG.
+            connecting: whether the producer has never had a channel. If so, ``disconnected`` is logged at the level
+                DEBUG.
             ending: whether the hold is lifted because the producer was closed.
         """
         level = _LOG_LEVELS.get(hold.kind, logging.DEBUG)

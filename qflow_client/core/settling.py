@@ -91,8 +91,8 @@ class Settling:
 
         Args:
             receipts: the receipts of the messages, in the order of admission.
-            outcome: one outcome for all messages, or one outcome for each message. ``CONFIRMED`` becomes ``RETURNED``
-                for a returned message.
+            outcome: one for all messages, or one for each message. For a returned message, ``CONFIRMED`` becomes
+                ``RETURNED``.
             now: seconds.
             reply: the reply for receipts without a reply.
         """
@@ -291,8 +291,7 @@ class Settling:
                     # With the header of a second copy, the properties do not fit into a frame.
                     is_over, reply = True, (0, f"it cannot be sent again: {error}")
                     resending.refusals.forget(receipt)
-            # A refused probe shows that there is no room, even if the probe is not sent again. A returned message does
-            # not show that.
+            # A refused probe shows that there is no room, even if it is not sent again. A returned probe does not.
             has_no_room = not is_over or (was_probe and receipt._reply is None)
             if is_over:
                 resending.forget_sent(receipt)

@@ -5,8 +5,7 @@ a signal may end a step that an asyncio loop or a drop-in executes. Any other ex
 that were made before are not undone. The step leaves a mark, and the next step of the same producer first repairs the
 state (`Consequences._heal`). Two rules make that possible:
 
-1. To move an object, a step first adds it to its new place, and then removes it from its old place. So the move can be
-   repeated.
+1. A step adds an object to its new place before it removes it from its old place. So a move can be repeated.
 2. A repair recounts the used window, the unwritten bytes and the tickets in line. If a step adds a value to such a
    count, it computes the value first, because other threads may admit messages during a function call.
 

@@ -12,8 +12,7 @@ becomes the *candidate*. The candidate is sent only after the connection has sta
 broker that is down do not count against the candidate. If `_PROOF` connections are lost soon after the candidate was
 sent, the candidate is settled as *unknown*.
 
-This module sends and settles no message. `resending` uses it to decide which messages may be sent. `channel` settles
-them.
+This module sends and settles nothing. `resending` decides with it which messages may be sent. `channel` settles them.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 A message gets its *number* when it is admitted. Numbers define the order of messages. A message gets its *delivery tag*
 when its frames are made, because the tag is its position on the wire. Tags are assigned in ascending order, so the dict
 `flight` is in the order of the tags. The dict has only unsettled messages. A message in it is *on the wire*, even if no
-byte of the message is written yet.
+byte is written yet.
 
 When the socket accepts more bytes, the frames of the next batch are made. If the broker stops the channel
 (``Channel.Flow``), unwritten messages are taken back and lose their tags.

@@ -3,8 +3,7 @@
 Changes (new and settled messages) are first noted in memory, which is fast and touches no disk. A commit writes all
 noted changes in one transaction. A producer uses an outbox as follows:
 
-1. The producer calls `Outbox.put` under its own lock, in the order of admission. This notes a message and assigns a
-   sequence.
+1. The producer calls `Outbox.put` under its own lock, in the order of admission. This notes a message and its sequence.
 2. Without that lock, and before `send` returns, it calls `Outbox.wait_durable`. This writes the message to disk,
    together with all messages that other threads have put meanwhile. A producer on an event loop calls `Outbox.commit`
    on another thread instead, once for many messages.
@@ -71,10 +70,8 @@ class Outbox:
     """Messages on disk, in a file of SQLite. Any number of threads of one process may use it.
 
     Args:
-        path: the path of the file, which is created if it does not exist. The lock is a file beside it, which is never
-            deleted.
-        max_bytes: maximum bytes of all messages, with their properties and 64 bytes for each message. The file itself
-            may be larger.
+        path: the path of the file, which is created if it does not exist. A lock file beside it is never deleted.
+        max_bytes: maximum bytes of all messages, with properties and 64 bytes for each. The file itself may be larger.
         synchronous: with ``"normal"``, committed messages survive any death of the process. With ``"full"``, they also
             survive a crash of the machine, but each commit waits for the disk.
         timeout: seconds to wait for a file that another process has locked.

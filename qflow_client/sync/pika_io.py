@@ -2,8 +2,7 @@
 
 After pika has connected a socket, it calls `create_streaming_connection` of its I/O services. The services of this
 module wrap the socket there. The tap filters received data before pika gets it. When pika sends data, the data waits
-for the next frame boundary. `pump` writes the producers' bytes when the socket accepts them. Both kinds of link of a
-`Producer` use this.
+for a frame boundary. `pump` writes the producers' bytes when the socket accepts them. Both kinds of link use this.
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ class Producer(BaseProducer[SyncReceipt]):
         connection: a connection from `connect`, on which the producer opens a channel; ``None`` to make a connection.
         on_delivery: called with every settled receipt, on the producer's callback thread. `flush` and `close` do not
             report these receipts again. If the callback is slower than the broker's confirms, the hold ``capacity``
-            stops the producer. If the callback calls `send`, the call waits neither for other senders nor for other
+            stops the producer. If the callback calls `send`, it waits neither for other senders nor for other
             callbacks.
         on_flow: called with every flow event, including the first. The method `on_flow` adds further callbacks.
         declare: what to declare on each new connection before publishing: a `Topology`, a `Queue`, or a queue name. A
@@ -226,8 +226,7 @@ class Producer(BaseProducer[SyncReceipt]):
 
         If the call or the iterable raises an exception, the exception has an attribute ``receipts`` with the receipts
         of the messages that were admitted before. These messages will be sent. After `NotDurable`, the last receipt is
-        that of the failed message, because this message was admitted, too. No further message was taken from the
-        iterable.
+        that of the failed message, which was also admitted. No further message was taken from the iterable.
 
         Args:
             messages: messages as for `send`, or pairs of a message and its position.
@@ -290,7 +289,7 @@ class Producer(BaseProducer[SyncReceipt]):
         Raises:
             ConfirmTimeout: some messages are not settled after `timeout`; their outcome is not known yet.
             UndeliveredMessages: all messages are settled, but some were not delivered, and no call has reported them.
-                The error contains the messages of all threads. If several threads call `flush`, only one call raises
+                The error contains the messages of all threads. If several threads call `flush`, only one of them gets
                 it.
             NestedCall: the call would wait for itself; nothing has changed (E2).
             ProducerClosed: the producer was made before this process was forked.
@@ -373,8 +372,7 @@ class Producer(BaseProducer[SyncReceipt]):
         Raises:
             NestedCall: the call would wait for itself (E2). If the close has begun, another thread completes it and
                 logs the messages that were not delivered.
-            UndeliveredMessages: some messages were not delivered, and no call has reported them. No other messages are
-                lost.
+            UndeliveredMessages: some messages were not delivered, and no call has reported them. No others are lost.
             TypeError, ValueError: `timeout` is not a number; nothing has changed.
         """
         deadline = close_deadline(timeout, self.settings)
