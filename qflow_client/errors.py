@@ -1,7 +1,7 @@
 """The errors of qflow_client.
 
-`ProducerFlowed` and its subclasses mean that the message was not sent and never will be. Errors about an admitted
-message are a `DeliveryError` (its outcome is final) or a `ConfirmTimeout` (its outcome is not known yet).
+`ProducerFlowed` and its subclasses mean that the message was not sent and never will be. An error about an admitted
+message is a `DeliveryError` (its outcome is final) or a `ConfirmTimeout` (its outcome is not known yet).
 """
 
 from __future__ import annotations

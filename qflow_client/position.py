@@ -14,7 +14,7 @@ _MIN, _MAX = -(1 << 63), (1 << 63) - 1
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """How far a program has read a source. It is stored together with the message for this position (E13).
+    """How far a program has read a source. A position is stored together with its message (E13).
 
     A producer with an outbox stores the position in the same commit as the message: ``producer.send(row,
     position=Position("orders.csv", 1200))``. After a crash, ``producer.position("orders.csv")`` returns the last stored
@@ -22,7 +22,7 @@ class Position:
 
     Attributes:
         source: name of the source, such as a path or a topic. Each source has its own position.
-        value: offset of 64 bits, cursor or key.
+        value: the place in the source: an ``int`` of at most 64 bits, such as an offset, or a ``str``, such as a key.
 
     Raises:
         TypeError: `source` is not a ``str``, or `value` is neither ``int`` nor ``str``.

@@ -202,7 +202,7 @@ class Reconnection:
             now: seconds.
 
         Returns:
-            Seconds until the next channel is opened; 0 if messages were settled since the last time.
+            Seconds until the next channel is opened; 0 if messages were settled since the last call.
         """
         if settled > self._settled:
             self._settled = settled

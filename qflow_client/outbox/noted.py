@@ -302,6 +302,6 @@ class Noted:
         return {row[0]: outboxfile.as_stored(row) for row in rows}
 
     def give_up(self) -> None:
-        """Remove the messages that are not on disk from the count, because no write will follow."""
+        """Subtract the messages that are not on disk from `count`, because no write will follow."""
         self.count -= len(self.unwritten())
         self._positions.clear()

@@ -110,7 +110,7 @@ class Storage:
 
     @property
     def spilled(self) -> tuple[Receipt, ...]:
-        """The receipts of messages that wait on disk. Receipts that no other code refers to are missing."""
+        """The receipts of messages that wait on disk. Receipts to which no other code refers are missing."""
         return tuple(self.store.backlog.spilled.values()) if hasattr(self, "store") else ()
 
     def start(self) -> None:

@@ -213,7 +213,7 @@ class OutboxStore:
 
     @property
     def is_held(self) -> bool:
-        """Whether a hold stops new messages. A commit may end it, for example because it makes room."""
+        """Whether a hold stops new messages. A commit may end the hold, for example because the commit makes room."""
         return not self._gate.is_open
 
     @property
