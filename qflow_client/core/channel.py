@@ -130,19 +130,18 @@ class Channel:
 
     def _encode_all(self, now: float) -> None:
         """Encode the admitted messages for the channel, and settle the messages that do not fit into its frames."""
-        admission, resending = self._admission, self._resending
-        unfit, outcomes = [], []
-        for receipt in (*resending.again, *admission.unsent):
+        # An interrupted call may have settled some messages.
+        self._discard_settled()
+        unfit: list[tuple[Receipt, str]] = []
+        for receipt in (*self._resending.again, *self._admission.unsent):
             try:
                 self._encode(receipt)
             except Exception as error:
                 # This broker accepts only smaller frames than the broker for which the message was admitted.
-                outcomes.append(self._outcome_at_end(receipt, ()))
-                receipt._reply = receipt._reply or (0, f"it cannot be encoded again: {error}")
-                unfit.append(receipt)
-        if unfit:
-            self._settling.settle(unfit, outcomes, now)
-            self._discard_settled()
+                unfit.append((receipt, f"it cannot be encoded again: {error}"))
+        for receipt, reason in unfit:
+            self._settling.settle([receipt], self._outcome_at_end(receipt, ()), now, (0, reason))
+        self._discard_settled()
 
     def _encode(self, receipt: Receipt) -> None:
         """Encode the properties of a message. If the message was written before, encode a second copy."""

@@ -41,6 +41,10 @@ While there is a hold, calls of `send` wait. `flush` waits until the message is 
 the probe is in flight, the message moves back into `again`. If its retries end before the next answer, it is settled as
 *unknown* and not as *nacked*. With ``on_disconnect="fail"``, each loss settles all messages.
 
+The owner calls nothing between `data_to_write` and `advance`, and ends a channel before it opens the next one. An
+exception, such as ``KeyboardInterrupt``, may end a method early. Then the owner does not repeat the event: if the method
+handled an answer of the broker or returned bytes to write, the owner ends the channel.
+
 All public methods that change state are steps, see `step`. `Consequences` has the actions that follow a step. Ids such
 as E1, C6 and J7 refer to lines of the specification, see ``docs/sources.md``. The names of tests contain these ids.
 """
@@ -200,7 +204,7 @@ class ProducerProtocol:
     def take_settled(self, now: float) -> list[Receipt]:
         """Return the settled receipts. The skin reports each to the application, and then calls `reported`."""
         self.consequences.hold_unreported(now)
-        # This is the last call, so that no interrupt comes between it and the return to the caller.
+        # This is the last call. If an interrupt follows it, the receipts are settled but never reported.
         return self._unreported.take()
 
     @step

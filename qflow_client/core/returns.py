@@ -1,7 +1,7 @@
 """Finds the message for a ``Basic.Return``. `Settling` calls it.
 
 A return identifies a message only by its message id and its route. Ids that the producer has assigned contain the
-message's number. If the application has assigned the id, `by_id` has the message until it is settled.
+message's number. If the application has assigned the id, `by_id` has a mandatory message until it is settled.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Returns:
         self._id_prefix = id_prefix
         self._unconfirmed = unconfirmed
         self._resending = resending
-        #: The unsettled messages with ids that the application assigned, by these ids.
+        #: The unsettled mandatory messages with ids that the application assigned, by these ids.
         self.by_id: dict[str, list[Receipt]] = {}
 
     def has_own_id(self, payload: bytes | Message) -> bool:

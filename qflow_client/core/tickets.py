@@ -1,4 +1,4 @@
-"""The ticket of a message that waits to be admitted. `SendLine` makes and decides tickets."""
+"""The ticket of a message that waits to be admitted. `SendLine` makes tickets, and decides them with the outbox's store."""
 
 from __future__ import annotations
 

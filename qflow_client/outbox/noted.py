@@ -36,7 +36,7 @@ class _Reached(NamedTuple):
     sequence: int
     #: The position; ``None`` if it was removed.
     value: _Value | None
-    #: The previous position; ``None`` if there was none.
+    #: The previous position; ``None`` if there was none. Equal to `value` for a position that was read or set.
     before: _Value | None
 
 
@@ -52,7 +52,7 @@ class Noted:
     """
 
     def __init__(self, file: Database) -> None:
-        # Guards all attributes below except `inserting` and `_deleting`.
+        # Guards the attributes that several threads use. The others belong to the thread that writes.
         self.lock = threading.Lock()
         #: The sequence of the last message that was put, and the sequence up to which held messages may be written.
         self.last, self._permitted = outboxfile.state(file)
@@ -65,7 +65,7 @@ class Noted:
         # `_deleting`.
         self._settled: list[tuple[int, int]] = []
         self._deleting: list[tuple[int, int]] = []
-        #: The maximum number of messages in `_settled`.
+        #: The number of messages in `_settled`, or more.
         self.settled_count = 0
         #: The number of messages and their bytes, in the file and noted.
         self.count, self.size = outboxfile.totals(file)

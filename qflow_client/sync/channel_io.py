@@ -1,6 +1,6 @@
 """The base class of `Link` (own connection) and `SharedLink` (shared connection), the channels of a `Producer`.
 
-The engine calls its public methods on any thread. The other methods run on the connection's I/O thread.
+The engine calls its public methods on any thread. Most other methods run on the connection's I/O thread.
 """
 
 from __future__ import annotations

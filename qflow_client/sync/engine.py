@@ -113,7 +113,7 @@ class Engine(BaseEngine):
         self.dispatcher = Dispatcher(f"qflow-callbacks {settings.name}")
         # Set when the first close has ended.
         self._all_ended = Latch()
-        # The deadline of a close on a separate thread; ``None`` if there is none.
+        # The deadline of a close for which the end of the process waits; ``None`` if there is none.
         self._leaves_until: float | None = None
         # The receipts that were unsettled when the connection ended.
         self._left: tuple[Receipt, ...] = ()
@@ -130,7 +130,7 @@ class Engine(BaseEngine):
             warnings.warn(words, RuntimeWarning, stacklevel=stacklevel)
 
     def open(self, line: Line | None, on_flow: Callable[[FlowEvent], object] | None) -> None:
-        """Connect, and start the callback thread. After an error, the caller has to call `discard`.
+        """Connect, and start the callback thread if it is needed. After an error, the caller has to call `discard`.
 
         Args:
             line: the order in which waiting calls of `send` are served; ``None`` for first come, first served.
@@ -447,7 +447,7 @@ class Engine(BaseEngine):
 
         Args:
             patience: seconds that the connection and the callback thread may each take.
-            deadline: the end of the waits for `on_delivery` and the outbox, in seconds; ``None`` for short waits.
+            deadline: the end of the waits for `on_delivery` and the outbox, in seconds; ``None`` for `patience`.
             take: executes the last steps; `_take_last` by default.
 
         Returns:

@@ -120,8 +120,8 @@ def parameters(url: str, settings: ProducerSettings) -> pika.URLParameters:
     """
     found = url_parameters(url)
     found.client_properties = client_properties(settings.name) | (found.client_properties or {})
-    # pika's default limits may be shorter than `connect_timeout`. So they are replaced by a longer limit, and the error
-    # is always that of `connect_timeout`. A limit in the URL is kept.
+    # pika's default limits may be shorter than `connect_timeout`. They are replaced by a longer limit, so the error is
+    # that of `connect_timeout`. A shorter limit in the URL is kept.
     said = dict(parse_qsl(urlsplit(url).query))
     latest = settings.connect_timeout + _MARGIN
     for name in ("socket_timeout", "stack_timeout"):

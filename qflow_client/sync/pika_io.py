@@ -31,7 +31,7 @@ from qflow_client.telemetry import peer_of
 __all__ = ["TapIOServices"]
 
 _READ_CHUNK = 1 << 17
-# Maximum consecutive reads of a TLS socket, before other work of the loop runs.
+# Consecutive reads of a TLS socket. More reads follow only while the TLS layer has decrypted data.
 _TLS_READS = 64
 
 _WOULD_BLOCK = (BlockingIOError, ssl.SSLWantWriteError, ssl.SSLWantReadError)

@@ -160,8 +160,8 @@ class Producer(BaseProducer[SyncReceipt]):
             message: the body, or a `Message` with properties.
             exchange: the exchange; by default that of a `RoutedMessage`, and for other messages that of the settings.
             routing_key: the routing key; its default is chosen in the same way.
-            timeout: seconds that the call may wait; ``None`` for no limit, 0 to raise an error immediately. The default
-                is the setting `max_producer_flow_control_wait`.
+            timeout: seconds that the call may be blocked; ``None`` for no limit, 0 to raise an error immediately. The
+                default is the setting `max_producer_flow_control_wait`. The outbox's disk may take 0.5 s longer.
             source: the source of the message, for a `WeightedLine`.
             position: the position in the source up to which the application has read; ``None`` for none. The outbox
                 stores message and position in one commit (E13). Then the message is written to the broker.

@@ -237,7 +237,7 @@ class ChannelSnapshot:
         flow_ok: whether the client has answered every ``Channel.Flow``; some libraries never answer.
         times_flowed: how often it was blocked (flowed) so far.
         flowed_seconds: seconds for which it was blocked (flowed) so far. If it is blocked now, this time is included.
-        targets: latest exchanges and routing keys that it published to, at most 8.
+        targets: the last 8 new pairs of exchange and routing key that it published to.
         published: number of messages published so far.
         returned: number of mandatory messages that reached no queue so far.
         nacked: number of published messages that were refused so far.

@@ -188,7 +188,7 @@ class Storage(EntryObserver):
         self._journal.want((entry.message for entry in entries), has_read)
 
     def _missing(self, window: int) -> Sequence[QueueEntry]:
-        """Return entries without their body in memory. Only the first `window` bytes of ready entries are searched."""
+        """Return entries without their body in memory: at least one, and all of the first `window` ready bytes."""
         found: list[QueueEntry] = []
         ready = self._contents.ready
         for entry in islice(ready, len(ready)):

@@ -152,7 +152,7 @@ class WaitingRoom:
 def refusal(queues: Iterable[Queue], size: int, *, has_line: bool = True) -> Refusal | None:
     """Return why a message is not accepted now; ``None`` if all queues accept it. If one refuses, no queue gets it.
 
-    The message waits if every queue that refuses it has the policy ``wait``, or if other messages already wait.
+    The message waits if each queue that refuses it has the policy ``wait``, or has messages that already wait.
 
     Args:
         queues: destination queues.

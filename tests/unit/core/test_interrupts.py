@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from qflow_client import Message, ProducerClosed, Receipt
+from qflow_client import Message, Outcome, ProducerClosed, Receipt
 from qflow_client.amqp.outbound import Outbound
 from qflow_client.core.admission import Admission
 from qflow_client.core.protocol import ProducerProtocol
@@ -610,3 +610,25 @@ def test_a_step_that_runs_out_of_memory_is_repaired(
     read.read(drain(protocol))
     assert [message.body for message in read.messages] == list(BODIES)
     assert list(protocol.parts.unconfirmed.flight) == [1, 2, 3, 4, 5, 6]
+
+
+def test_interrupts_at_any_point_of_a_new_channel_leave_the_outcomes_of_messages_that_do_not_fit_into_its_frames() -> None:
+    for at in range(1, 1000, EVERY):
+        protocol = make()
+        protocol.reports.settled = []
+        large = Message(b"large", headers={"k": "x" * 1000})
+        written = send(protocol, large)
+        drain(protocol)
+        unwritten = [send(protocol, large), send(protocol, b"small")]
+        protocol.connection_lost("gone", 1.0, reconnects=True)
+        come = interrupted(lambda: protocol.channel_opened(CHANNEL, 512, 2.0), at)  # noqa: B023  # called at once
+        protocol.on_timer(2.0)
+        if protocol.channel.number is None:
+            # The interrupt came before the step had begun.
+            protocol.channel_opened(CHANNEL, 512, 2.0)
+        assert [each.outcome for each in (written, *unwritten)] == [Outcome.UNKNOWN, Outcome.FAILED, None], at
+        assert protocol.take_settled(3.0) == [written, unwritten[0]]
+        assert consistent(protocol)
+        if not come:
+            assert at > 100
+            return
