@@ -42,8 +42,8 @@ the probe is in flight, the message moves back into `again`. If its retries end 
 *unknown* and not as *nacked*. With ``on_disconnect="fail"``, each loss settles all messages.
 
 The owner calls nothing between `data_to_write` and `advance`, and ends a channel before it opens the next one. An
-exception, such as ``KeyboardInterrupt``, may end a method early. Then the owner does not repeat the event: if the method
-handled an answer of the broker or returned bytes to write, the owner ends the channel.
+exception, such as ``KeyboardInterrupt``, may end a method early. Then the owner does not repeat the event. If the
+method handled an answer of the broker or returned bytes to write, the owner ends the channel.
 
 All public methods that change state are steps, see `step`. `Consequences` has the actions that follow a step. Ids such
 as E1, C6 and J7 refer to lines of the specification, see ``docs/sources.md``. The names of tests contain these ids.

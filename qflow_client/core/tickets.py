@@ -1,4 +1,4 @@
-"""The ticket of a message that waits to be admitted. `SendLine` makes tickets, and decides them with the outbox's store."""
+"""The ticket of a message that waits to be admitted. `SendLine` and the outbox's store make and decide tickets."""
 
 from __future__ import annotations
 

@@ -612,7 +612,7 @@ def test_a_step_that_runs_out_of_memory_is_repaired(
     assert list(protocol.parts.unconfirmed.flight) == [1, 2, 3, 4, 5, 6]
 
 
-def test_interrupts_at_any_point_of_a_new_channel_leave_the_outcomes_of_messages_that_do_not_fit_into_its_frames() -> None:
+def test_a_channel_opened_with_interrupts_gives_messages_that_do_not_fit_the_right_outcomes() -> None:
     for at in range(1, 1000, EVERY):
         protocol = make()
         protocol.reports.settled = []
