@@ -201,7 +201,7 @@ def _teller(loop: asyncio.AbstractEventLoop, ended: asyncio.Future[None]) -> Cal
 
 
 class _Handling:
-    """A message that a block handles now."""
+    """A message that the application handles now, in a ``with`` block."""
 
     __slots__ = ("has_ended", "thread", "waiters")
 

@@ -323,7 +323,7 @@ class AsyncProducer(BaseProducer[AsyncReceipt]):
             True if there are no holds; False after the timeout.
 
         Raises:
-            ProducerClosed: the producer or its loop is closed, so the producer will never be unflowed.
+            ProducerClosed: the producer or its loop is closed, so the producer will never send again.
             WrongLoop: the producer belongs to another event loop.
         """
         check_timeout(timeout)

@@ -18,7 +18,7 @@ class Restoration:
     Args:
         limit: seconds that its restoration may take; ``None`` for no limit.
         restored: called each time the connection is open again.
-        give_up: called with a reason when the application has closed the connection, or when the limit is over.
+        give_up: called with a reason when the application has closed the connection, or after `limit`.
     """
 
     def __init__(

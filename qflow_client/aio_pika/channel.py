@@ -138,7 +138,7 @@ class Channel(_aio_pika.Channel):
             True if there are no holds. False after the timeout.
 
         Raises:
-            ChannelInvalidStateError: the channel is closed, so it will never be unflowed. If the channel is closed
+            ChannelInvalidStateError: the channel is closed, so it will never send again. If the channel is closed
                 during the call, the call raises the error that closed the channel.
             TypeError, ValueError: `timeout` is not a number.
         """

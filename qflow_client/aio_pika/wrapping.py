@@ -314,9 +314,9 @@ def wrap(target: _ConnectionT) -> _ConnectionT: ...
 def wrap(target: Any) -> Any:
     """Add flow control to a connection or a channel of aio-pika.
 
-    `publish` of the channel's exchanges then waits as with `qflow_client.aio_pika`, even after a robust connection has
-    restored the channel. If you wrap a connection, all its new channels have flow control. Wrap its existing channels,
-    too. The following features need a connection of `qflow_client.aio_pika`:
+    `publish` of the channel's exchanges waits from now on, like `publish` of `qflow_client.aio_pika`. This also holds
+    after a robust connection has restored the channel. If you wrap a connection, all its new channels have flow
+    control. Wrap its existing channels, too. The following features need a connection of `qflow_client.aio_pika`:
 
     - A guarantee that no byte of a message is written after an error. If the socket accepts no bytes, asyncio buffers
       64 KiB or more. The call for a buffered message raises `ConfirmTimeout`, not `FlowControlTimeout`, and the message

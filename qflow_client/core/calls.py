@@ -1,8 +1,8 @@
 """The calls that may wait: `send`, `flush`, `wait_unflowed` and `close`. All producers and drop-ins share them.
 
 Each call is a generator that takes steps of the protocol. When the call has to wait, it yields the time at which the
-wait ends. Each skin has its own driver for these generators, because threads, tasks and polled connections wait in
-different ways. The driver does the following:
+wait ends. Each skin (a producer's engine or a drop-in) has its own driver for these generators, because threads, tasks
+and polled connections wait in different ways. The driver does the following:
 
 1. It calls `resume` where steps of the protocol are allowed: under the lock, or in the loop.
 2. It waits until the call's waiter is set, or until the yielded time.
@@ -125,7 +125,7 @@ def wait_unflowed(
         Whether the producer is unflowed.
 
     Raises:
-        ProducerClosed: the producer is closed, so it will never be unflowed.
+        ProducerClosed: the producer is closed, so it will never send again.
     """
     if protocol.closed is None and protocol.waiters.when_unflowed(waiter, now, in_callback=in_callback):
         yield deadline

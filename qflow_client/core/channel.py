@@ -1,9 +1,9 @@
 """Moves and settles messages when a channel opens or ends. `ProducerProtocol` and `Consequences` call it.
 
-If the first byte of a message was written when its channel ended, the message is treated as one that may have arrived
-at the broker. With the setting ``on_disconnect="republish"`` such messages are sent again on the next channel, as
-second copies. They are sent in the order of admission, before all messages that were never written. With the setting
-``"fail"``, every message is settled when the channel ends. Every message is also settled at the end of the producer.
+If at least one byte of a message was written before its channel ended, the message may have arrived at the broker. With
+the setting ``on_disconnect="republish"`` such messages are sent again on the next channel, as second copies. They are
+sent in the order of admission, before all messages that were never written. With the setting ``"fail"``, every message
+is settled when the channel ends. Every message is also settled at the end of the producer.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ class Writing:
         self.has_ended = False
 
     def next_bytes(self, limit: int, now: float) -> bytes:
-        """Return the next bytes to write, at most about `limit`; empty if nothing may be written now."""
+        """Return the next bytes to write, about `limit` or fewer; empty if nothing may be written now."""
         outbound = self._unconfirmed.outbound
         data = outbound.data(limit)
         if data or outbound.stopped or self._channel.number is None:

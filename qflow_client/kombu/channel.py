@@ -122,7 +122,7 @@ class Channel(pyamqp.Channel):
         return result
 
     def close_left(self) -> None:
-        """Close a channel that the program closed while the broker did not read."""
+        """Close the channel now. The broker did not read when the program called `close`."""
         self.is_open = True
         super().close()
 

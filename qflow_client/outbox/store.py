@@ -344,7 +344,7 @@ class OutboxStore:
         stored[sequence] = receipt
 
     def _keep_nothing_back_for(self, settled: Sequence[Receipt]) -> None:
-        """Let later messages stop waiting for these settled messages, because these will not be written any more."""
+        """Release the later messages that wait for these settled messages, which will not be written any more."""
         for receipt in settled:
             if receipt._outcome is not Outcome.STORED:
                 self._not_on_disk.pop(receipt._number, None)

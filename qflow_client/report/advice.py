@@ -230,7 +230,7 @@ def advise(
 
 
 def _shared_out(total: int, publishers: Mapping[str, int]) -> dict[str, int]:
-    """Divide a capacity in proportion to the messages of each publisher. The part of each publisher is at least 1."""
+    """Divide a capacity in proportion to the messages of each publisher. Each publisher gets at least 1."""
     messages = sum(publishers.values())
     spare = total - len(publishers)
     shares = {name: 1 + spare * count // messages for name, count in publishers.items()}

@@ -244,7 +244,7 @@ def flush(producer: Producer, settings: ProducerSettings) -> None:
     """Wait for the last confirms. Stop waiting when no confirm has arrived for too long.
 
     Raises:
-        ConfirmTimeout: no confirm came for `max_producer_flow_control_wait`.
+        ConfirmTimeout: no confirm came within `max_producer_flow_control_wait`.
         UndeliveredMessages: messages were not delivered.
     """
     unsettled = producer.unsettled

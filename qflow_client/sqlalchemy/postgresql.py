@@ -188,7 +188,7 @@ class PostgresqlSession:
         """Lock the partitions that no other relay has locked.
 
         Returns:
-            The locked partitions, each with the row up to which messages may have been sent.
+            For each locked partition, the last row whose message may have been sent.
         """
         taken = {}
         for partition in sorted(partitions):

@@ -1,8 +1,9 @@
 """Puts the tap between pika and the socket, through pika's public interface for I/O services.
 
 After pika has connected a socket, it calls `create_streaming_connection` of its I/O services. The services of this
-module wrap the socket there. The tap filters received data before pika gets it. When pika sends data, the data waits
-for a frame boundary. `pump` writes the producers' bytes when the socket accepts them. Both kinds of link use this.
+module wrap the socket there. Received data goes through the tap before pika gets it. When pika sends data, the data
+waits for a frame boundary. `pump` writes the producers' bytes when the socket accepts them. Both kinds of link use
+this.
 """
 
 from __future__ import annotations

@@ -322,7 +322,7 @@ class Producer(BaseProducer[SyncReceipt]):
 
         Raises:
             NestedCall: the call would wait for itself; nothing has changed (E2).
-            ProducerClosed: the producer is closed and will never be unflowed.
+            ProducerClosed: the producer is closed, so it will never send again.
             TypeError, ValueError: `timeout` is not a number.
         """
         deadline = deadline_of(timeout)

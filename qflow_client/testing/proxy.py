@@ -570,7 +570,7 @@ class FaultProxy:
         Counting starts now, or when a future connection starts.
 
         Args:
-            frames: number of complete frames. A protocol header is one frame. 0 for no limit.
+            frames: number of complete frames; 0 for no limit. A protocol header counts as one frame.
             size: number of bytes; 0 for no limit.
             direction: direction of the counted frames or bytes.
             connection: number of the connection; ``None`` for each current and future connection.

@@ -133,7 +133,7 @@ def take(channel: BlockingChannel, queue: str, count: int, *, wait: Callable[[],
 
 
 @pytest.mark.parametrize("make", MAKERS)
-def test_J7_a_slow_consumer_flows_the_producer_and_every_message_arrives(
+def test_J7_with_a_slow_consumer_the_broker_stops_the_producer_and_every_message_arrives(
     brokerj: BrokerJ, channel: BlockingChannel, queue: Callable[..., str], make: Callable[..., Any]
 ) -> None:
     capacity, window, count = 100_000, 20, 1_000

@@ -218,7 +218,7 @@ class Server:
         self.touch()
 
     def add_stranger(self, connection: Connection) -> None:
-        """Note a connection that is not open yet. If there are too many of them, drop the oldest."""
+        """Record a connection that is not open yet. If there are too many of them, drop the oldest."""
         self._strangers[connection] = None
         limit = self.settings.max_unauthenticated
         if len(self._strangers) > limit:

@@ -292,8 +292,8 @@ class ConnectionSnapshot:
         is_open: whether it is open and not closing.
         blocked: whether the broker has sent ``Connection.Blocked`` to the client.
         blocked_by: names of the alarms that block it; ``"operator"`` if an operator has blocked it.
-        backlog: number of its messages that wait, are not confirmed, or came on blocked (flowed) channels (D7); 0 if
-            not counted.
+        backlog: number of its messages that wait, that are not confirmed, or that arrived on blocked (flowed) channels
+            (D7). 0 if they are not counted.
         backlog_bytes: body bytes of these messages.
         past_flow: number of messages that came on blocked (flowed) channels so far, after the grace time (D8); 0 if not
             counted.

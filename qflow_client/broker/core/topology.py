@@ -1,7 +1,7 @@
 """Exchanges and bindings, sans-I/O: declaring, binding and deleting them.
 
-The `VirtualHost` has one `Topology`. Handlers of methods and the `Broker` call it. Durable objects are recorded in the
-journal. Every change increases `Router.version`, because routing depends on exchanges and bindings.
+The `VirtualHost` has one `Topology`. It is called by the handlers of AMQP methods and by the `Broker`. Durable objects
+are recorded in the journal. Every change increases `Router.version`, because routing depends on exchanges and bindings.
 """
 
 from __future__ import annotations
@@ -300,7 +300,7 @@ def check_depth(what: str, arguments: Mapping[str, object]) -> None:
 
 
 def _nested_in(value: Any) -> list[object]:
-    """Return the tables and arrays in a table or an array."""
+    """Return the tables and arrays that a table or an array contains."""
     items = value.values() if isinstance(value, Mapping) else value
     # Even a large number of items has only a few types.
     nested = tuple(kind for kind in set(map(type, items)) if issubclass(kind, (Mapping, list, tuple)))

@@ -350,7 +350,7 @@ class Journal:
 
     @property
     def held(self) -> int:
-        """Used bytes of memory. Bodies that leave the memory when they are on disk are not counted."""
+        """The number of bytes of memory in use. Bodies that leave the memory when they are on disk are not counted."""
         return self._total - self.evicting
 
     def want(self, messages: Iterable[StoredMessage], reader: Callable[[], bool]) -> None:

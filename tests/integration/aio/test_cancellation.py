@@ -64,7 +64,9 @@ def test_a_message_not_admitted_before_its_cancellation_is_never_admitted(run: R
     assert bodies(broker) == [b"1", b"3"]
 
 
-def test_a_message_admitted_before_its_cancellation_is_sent_and_failures_are_raised(run: Run, broker: Broker) -> None:
+def test_a_send_that_is_cancelled_after_the_admission_is_still_sent_and_its_failure_is_raised(
+    run: Run, broker: Broker
+) -> None:
     async def main() -> None:
         async with AsyncProducer(broker.url) as producer:
             producer.pause()

@@ -573,7 +573,7 @@ def test_E2_no_confirm_counts_for_another_message_after_an_interrupted_write(con
 
 
 @pytest.mark.parametrize("pipelined", [False, True])
-def test_E2_after_an_interrupt_everything_passed_to_pika_is_sent(connect, pipelined):
+def test_E2_after_an_interrupt_all_messages_given_to_pika_are_sent(connect, pipelined):
     connection, continued = connect(max_producer_flow_control_wait=PATIENCE), 0
     at, came = 1, 1
     while came:

@@ -67,7 +67,7 @@ def test_functions_that_connect_have_the_signatures_of_aio_pika(name: str) -> No
     assert kind is (drop_in.Connection if name == "connect" else drop_in.RobustConnection)
 
 
-def test_the_replacement_of_aiormq_publish_has_its_signature() -> None:
+def test_the_replacement_has_the_same_signature_as_publish_of_aiormq() -> None:
     ours = parameters(ChannelFlow.basic_publish)
     assert [each[0] for each in ours[:2]] == ["self", "channel"]
     with until_release(**KNOWN):

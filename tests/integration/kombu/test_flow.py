@@ -156,7 +156,7 @@ def test_pipelined_messages_without_confirms_fill_exactly_the_window(broker, con
     publish(channel)
 
 
-def test_a_refused_pipelined_message_is_raised_by_the_next_publish(broker, connect):
+def test_the_next_publish_raises_the_error_of_a_refused_pipelined_message(broker, connect):
     producer = Producer(connect(confirm_publish="pipelined"))
     producer.publish("taken", routing_key="q")
     producer.channel.wait_for_confirms()

@@ -74,7 +74,7 @@ def test_j8_unwritten_bytes_are_bounded(proxy: Proxy, broker: Broker, make_produ
     assert broker.queue("q").depth == count
 
 
-def test_j7_after_a_stop_on_a_full_socket_only_the_message_that_has_begun_is_completed(
+def test_j7_after_a_stop_with_a_full_socket_only_the_partly_written_message_is_completed(
     stuck: Producer, proxy: Proxy, broker: Broker, wire: Wire
 ) -> None:
     receipts = list(fill_transport(stuck, size=300_000))

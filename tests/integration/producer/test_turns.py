@@ -203,7 +203,7 @@ def test_f4_a_weighted_line_serves_threads_in_proportion_to_their_weights(
     assert producer.send_nowait(b"", source="mail").result(timeout=20)
 
 
-def test_f4_random_arrivals_and_withdrawals_leak_no_place_in_the_line(
+def test_f4_after_random_arrivals_and_withdrawals_the_line_is_empty(
     make_producer: Callable[..., Producer], broker: Broker
 ) -> None:
     producer = make_producer(capacity=7)

@@ -32,7 +32,7 @@ A paragraph stands after the anchor. <!-- A comment is no sentence. -->
 """
 
 
-def test_code_tables_headings_and_generated_parts_do_not_count_as_sentences() -> None:
+def test_only_prose_counts_as_sentences() -> None:
     assert list(sentences(PAGE)) == [
         "One sentence, with a link to it.",
         "`Another` one goes on in the next line.",

@@ -253,7 +253,7 @@ def place_behind(path: Path, number: int) -> Place:
         return next(source.place for record in source if record.number == number)
 
 
-def test_E13_reading_a_file_that_has_grown_can_resume(tmp_path: Path) -> None:
+def test_E13_a_reader_resumes_in_a_file_that_has_grown(tmp_path: Path) -> None:
     path = write(tmp_path / "a.txt", b"one\ntwo")
     place = place_behind(path, 2)
     for more in (b"\nthree", b"\r\nthree"):

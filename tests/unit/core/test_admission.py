@@ -571,7 +571,7 @@ def test_a_send_in_a_callback_that_waits_for_a_hold_other_than_the_rate_needs_no
     assert first.receipt is not None
 
 
-def test_a_callback_that_waits_for_an_open_gate_does_not_wait_for_itself() -> None:
+def test_a_callback_can_wait_until_the_gate_opens() -> None:
     protocol = behind()
     assert [str(hold) for hold in protocol.gate.holds] == ["capacity (on_delivery: callbacks are slower than confirms)"]
     assert not protocol.waiters.when_unflowed("callback", 1.0, in_callback=True)

@@ -596,7 +596,7 @@ def test_E7_the_cost_of_an_unread_failure_does_not_depend_on_the_number_of_unrea
     assert looks < 5 * 20_000
 
 
-def test_E6_an_interrupt_while_failures_are_dropped_loses_no_kept_failure() -> None:
+def test_E6_an_interrupt_while_old_failures_are_dropped_loses_no_other_failure() -> None:
     for at in range(1, 1000):
         protocol = make(max_failed_bytes=5 * 612, on_refused="fail")
         for _ in range(5):

@@ -127,7 +127,7 @@ def test_a_flow_ok_does_not_count_as_a_message() -> None:
     assert protocol.unsettled == 0
 
 
-def test_confirms_settle_messages_while_flowed() -> None:
+def test_confirms_settle_messages_while_the_channel_is_stopped() -> None:
     protocol = make()
     receipt = send(protocol)
     drain(protocol)
@@ -468,7 +468,7 @@ def test_a_background_connect_during_a_pause_adds_one_more_hold() -> None:
     assert kinds == ["flowed", "hold_raised", "hold_lifted", "unflowed"]
 
 
-def test_j7_an_encoded_message_of_many_frames_that_has_not_begun_waits_for_flow_active() -> None:
+def test_j7_a_stopped_channel_writes_nothing_of_an_encoded_message_of_many_frames() -> None:
     protocol = make()
     send(protocol, bytes(3 * MAX_BODY))
     assert protocol.data_to_write(1)

@@ -115,7 +115,7 @@ def test_C2_either_stop_threshold_turns_the_state_on(count: int, size: int, on: 
         (0, 0, False),
     ],
 )
-def test_C2_only_both_resume_thresholds_turn_the_state_off(count: int, size: int, on: bool) -> None:
+def test_C2_the_state_turns_off_only_when_both_resume_thresholds_are_reached(count: int, size: int, on: bool) -> None:
     assert on_at(EXAMPLE, count, size).on is on
 
 

@@ -192,7 +192,7 @@ said = st.one_of(st.lists(frames, max_size=12).map(b"".join), st.sampled_from(CO
 @given(cut(mutated(said)))
 @example([b"\1\0\1\0\0\0\0\xce"])
 @example([b"\1\0\1\0\0\0\4\0<\0P\xce"])
-def test_a_client_with_any_broker_input_ends_cleanly(pieces: list[bytes]) -> None:
+def test_a_client_ends_cleanly_whatever_bytes_the_broker_sends(pieces: list[bytes]) -> None:
     run(pieces)
 
 

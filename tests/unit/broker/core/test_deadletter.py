@@ -189,7 +189,7 @@ def test_a_message_cycles_as_long_as_consumers_reject_it(world, client):
     ]
 
 
-def test_a_message_does_not_cycle_without_a_rejection(world, client):
+def test_a_dead_letter_cycle_without_a_rejection_ends(world, client):
     client.declare("a", arguments={"x-message-ttl": 10, "x-dead-letter-exchange": ""})
     client.publish(routing_key="a")
     world.now = 0.01

@@ -19,8 +19,8 @@ OPENING = str(core.__doc__)
 
 
 def test_the_files_on_the_path_from_a_publish_to_channel_flow_have_at_most_3500_lines() -> None:
-    path, _, _ = OPENING.partition("The other files are not on this path")
-    names = set(re.findall(r"`(\w+\.py)`", path))
+    path, _, _ = OPENING.partition("Two more files are used")
+    names = set(re.findall(r"`(\w+\.py)`", path.partition("\n1. ")[2]))
     assert {"session.py", "wire.py", "queue.py", "queueflow.py", "output.py"} < names
     lines = sum(len((BROKER / "core" / name).read_text().splitlines()) for name in names)
     assert lines <= 3500
